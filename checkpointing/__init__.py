@@ -1,0 +1,1 @@
+"""Sharded checkpoints that are verified before they are trusted."""

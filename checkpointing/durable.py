@@ -1,0 +1,82 @@
+"""Files that survive a crash: write, fsync, rename, fsync the folder; JSON whose floats read back exactly."""
+
+import json
+import math
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def fsync_dir(folder: Path) -> None:
+    """Make the names inside `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_durably(path: Path, data: bytes, *, mode: int = 0o600) -> None:
+    """Replace `path` with `data` in one step that a power loss cannot tear."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_dir(path.parent)
+
+
+def write_atomically(path: Path, data: bytes, *, mode: int = 0o600) -> None:
+    """Replace `path` in one step for readers, without waiting for the disk: for files that are soon written again."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(data)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
+
+
+def dump_line(value: Any) -> str:
+    """One line of JSON: floats by `repr`, non-finite ones as the strings nan, inf, -inf."""
+    return json.dumps(_finite(value), allow_nan=False, separators=(",", ":"), ensure_ascii=False)
+
+
+def canonical(value: Any) -> bytes:
+    """The bytes a digest is taken of: sorted keys, no spaces, UTF-8."""
+    text = json.dumps(_finite(value), allow_nan=False, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return text.encode()
+
+
+def number(value: float | str) -> float:
+    """A float as `dump_line` wrote it, non-finite ones included."""
+    return _NON_FINITE[value] if isinstance(value, str) else float(value)
+
+
+def read_json(path: Path) -> Any:
+    """Parse one JSON file; raises OSError or ValueError, with the path in the message."""
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error

@@ -1,0 +1,1 @@
+"""The login-node side: command line, registry, schedulers and the controller."""

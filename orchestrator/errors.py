@@ -1,0 +1,74 @@
+"""The error tree of the login-node side; every class carries its exit code.
+
+OrchError                       1
+ +- ConfigError                 2   bad input: a key, a value, a file, an option
+ +- NotFound                    3   no such run, attempt, checkpoint or preset
+ +- Precondition                4   something outside must be mended first
+ +- SlurmUnreachable            5   no answer: the state is unknown and nothing was assumed
+ |   +- SubmitAmbiguous         5   sbatch failed, and the job may exist all the same
+ +- SubmitRejected              4   Slurm answered that it will not take this job
+ +- RegistryError               6   locked, damaged, or of a newer version
+ |   +- Fenced                  6   another controller holds the lease by now
+ +- CheckpointInvalid           7
+ +- RunFailed                   8
+ +- RunCancelled               10
+ +- WaitTimeout               124
+"""
+
+
+class OrchError(Exception):
+    """What went wrong, where it is, why, and what to type."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, where: str = "", hint: str = "") -> None:
+        super().__init__(what)
+        self.what, self.where, self.hint = what, where, hint
+
+
+class ConfigError(OrchError):
+    exit_code = 2
+
+
+class NotFound(OrchError):
+    exit_code = 3
+
+
+class Precondition(OrchError):
+    exit_code = 4
+
+
+class SlurmUnreachable(OrchError):
+    exit_code = 5
+
+
+class SubmitAmbiguous(SlurmUnreachable):
+    pass
+
+
+class SubmitRejected(OrchError):
+    exit_code = 4
+
+
+class RegistryError(OrchError):
+    exit_code = 6
+
+
+class Fenced(RegistryError):
+    pass
+
+
+class CheckpointInvalid(OrchError):
+    exit_code = 7
+
+
+class RunFailed(OrchError):
+    exit_code = 8
+
+
+class RunCancelled(OrchError):
+    exit_code = 10
+
+
+class WaitTimeout(OrchError):
+    exit_code = 124

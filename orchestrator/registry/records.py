@@ -1,0 +1,136 @@
+"""Rows of the registry as plain values: what the store returns."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from orchestrator.states import AttemptState, RunState, Trust
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run; times are seconds since the epoch."""
+
+    name: str
+    state: RunState
+    reason: str
+    cluster: str  # slurm or local
+    run_dir: str
+    config_digest: str
+    total_steps: int
+    step: int = 0
+    loss: float | None = None
+    not_before: float = 0.0  # no new attempt before this time
+    fresh_from: int = 1  # budgets count attempts from this number on (`orch resume` moves it)
+    created_at: float = 0.0
+    updated_at: float = 0.0
+    identity: dict[str, Any] = field(default_factory=dict)  # code, environment, data
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One attempt of a run, numbered from 1."""
+
+    run: str
+    number: int
+    state: AttemptState
+    nonce: str
+    job_name: str
+    reason: str = ""
+    epoch: int = 0
+    job_id: str | None = None
+    submit_time: str | None = None
+    job_state: str | None = None  # Slurm's own word, last seen
+    nodes: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
+    intent_at: float = 0.0
+    submitted_at: float | None = None
+    started_at: float | None = None
+    ended_at: float | None = None
+    resumed_from: int | None = None  # step
+    first_step: int | None = None
+    last_step: int | None = None
+    saved_step: int | None = None  # newest checkpoint this attempt committed
+    generations: int = 0
+    failure: dict[str, Any] | None = None  # trainer.contract.outcome.Failure as JSON
+    decision: dict[str, Any] | None = None  # {action, reason}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """One generation within an attempt, numbered from 1."""
+
+    run: str
+    attempt: int
+    number: int
+    started_at: float
+    ended_at: float | None = None
+    resumed_from: int | None = None
+    last_step: int | None = None
+    reason: str = ""
+    failure: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """One checkpoint folder of a run; `name` is the folder's name."""
+
+    run: str
+    name: str
+    step: int
+    attempt: int
+    trust: Trust
+    bytes: int
+    path: str
+    committed_at: float
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transition:
+    """One change of state with its reason. `kind` is run, attempt or checkpoint."""
+
+    run: str
+    kind: str
+    subject: str
+    before: str
+    after: str
+    reason: str
+    time: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """A node that some attempt has run on."""
+
+    name: str
+    cluster: str
+    first_seen: float
+    last_seen: float
+    attempts: int = 0
+    failures: int = 0
+    excluded_until: float = 0.0
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lease:
+    """Who may act: the controller with this epoch."""
+
+    epoch: int
+    holder: str  # host:pid:start time
+    renewed_at: float
+    expires_at: float
+    ticked_at: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """A request of a person to the controller; verb is `cancel` or `resume`."""
+
+    id: int
+    run: str
+    verb: str
+    args: dict[str, Any]
+    asked_at: float
+    answered_at: float | None = None
+    answer: str = ""

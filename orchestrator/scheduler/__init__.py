@@ -1,0 +1,1 @@
+"""Schedulers behind one seam: Slurm and this machine."""

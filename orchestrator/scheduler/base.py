@@ -1,0 +1,90 @@
+"""The scheduler seam: five methods, and job states in Slurm's own words."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """What one job asks for; empty strings leave the site's default."""
+
+    nodes: int
+    cpus_per_task: int = 1
+    gpus_per_node: int = 0
+    mem: str = ""
+    time: str = "1:00:00"
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    constraint: str = ""
+    exclude: tuple[str, ...] = ()
+    signal_lead: int = 120
+    sbatch: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSpec:
+    """One held job: one agent task per node, started as `trainer.agent.main.run_agent(run_dir, attempt)`."""
+
+    name: str  # orch-<run>-<attempt>-<nonce>, unique for ever
+    comment: str  # orch:<run>/<attempt>
+    run_dir: Path
+    attempt: int
+    submission: Path  # submitit's folder
+    resources: Resources
+    templates: tuple[str, ...] = ("default",)
+    template_args: dict[str, str] = field(default_factory=dict)
+    python: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobStatus:
+    """One answered look-up. `state` is Slurm's own word, without suffixes ("CANCELLED by 0" is CANCELLED)."""
+
+    job_id: str
+    name: str
+    state: str
+    submit_time: str = ""  # identity is name + submit_time: job ids are given out again after a crash
+    comment: str = ""
+    nodes: tuple[str, ...] = ()
+    exit_code: int | None = None
+    signal: int | None = None
+    reason: str = ""
+    restarts: int = 0
+    end_time: float | None = None  # seconds since the epoch, the planned or actual end
+    held: bool = False
+    source: str = "queue"  # or "accounting"
+
+
+QUEUED_STATES = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD"})
+RUNNING_STATES = frozenset({"RUNNING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT"})
+LEAVING_STATES = frozenset({"COMPLETING"})
+"""Processes of the job may still run: no successor may start."""
+ENDED_STATES = frozenset(
+    {
+        "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL",
+        "DEADLINE", "LAUNCH_FAILED", "RECONFIG_FAIL", "REVOKED", "SPECIAL_EXIT",
+    }
+)  # fmt: skip
+
+
+class Scheduler(Protocol):
+    """Where jobs run. Every method raises `SlurmUnreachable` instead of guessing when it gets no answer."""
+
+    kind: str
+
+    def submit(self, spec: JobSpec) -> None:
+        """Submit the job held. SubmitRejected: it was refused; SubmitAmbiguous: only `find` can tell."""
+
+    def find(self, name_prefix: str) -> list[JobStatus]:
+        """All jobs of this user whose name starts so: the queue first, then accounting where there is one."""
+
+    def poll(self, ids: list[str]) -> dict[str, JobStatus]:
+        """One batched look-up; an id that was asked for and is missing is unknown to the scheduler."""
+
+    def release(self, job_id: str, submission: Path) -> None:
+        """Let a held job start, with its payload under the adopted id; repeating it is harmless."""
+
+    def cancel(self, job_id: str) -> None:
+        """End a job; repeating it, or a job that has ended, is no error."""

@@ -1,0 +1,1 @@
+"""What controller, agents and ranks agree on: file names, messages, exit codes. Standard library only."""

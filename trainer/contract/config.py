@@ -1,0 +1,278 @@
+"""The resolved configuration as the job reads it from `config.json`: plain dataclasses, no OmegaConf needed."""
+
+import types
+import typing
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from checkpointing.config import CheckpointConfig
+from checkpointing.durable import read_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterShape:
+    """Where the run lives and how many ranks it has: the part of `cluster` that the job itself needs."""
+
+    kind: str = "auto"
+    """`slurm`, `local` (simulated nodes on this machine), or `auto`: slurm where sbatch is found, else local."""
+
+    root: str = "~/orch-runs"
+    """The folder of all runs; on a cluster it must be on the shared file system."""
+
+    nodes: int = 1
+    """Number of nodes; on `local`, number of simulated nodes."""
+
+    ranks_per_node: int = 1
+    """Ranks on every node: one per GPU where there are GPUs."""
+
+    gpus_per_node: int = 0
+    """GPUs asked for on every node; 0 trains on CPUs with gloo."""
+
+    cpus_per_task: int = 1
+    """CPU cores of the one task per node, shared by all its ranks."""
+
+    mem: str = ""
+    """Memory per node in Slurm's notation (`64G`); empty takes the partition's default."""
+
+    time: str = "1:00:00"
+    """Time limit of one attempt in Slurm's notation (`2-00:00:00`); longer runs continue in a new attempt."""
+
+    interface: str = ""
+    """Network interface for rendezvous and collectives (`ib0`); empty lets the host name decide."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("auto", "slurm", "local"):
+            raise ValueError(f"cluster.kind={self.kind}: must be auto, slurm or local")
+        for name in ("nodes", "ranks_per_node", "cpus_per_task"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"cluster.{name}={getattr(self, name)}: must be at least 1")
+        if self.gpus_per_node not in (0, self.ranks_per_node):
+            raise ValueError(
+                f"cluster.gpus_per_node={self.gpus_per_node}: must be 0 or equal cluster.ranks_per_node"
+                f"={self.ranks_per_node}, one GPU for each rank"
+            )
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the ranks share the model; the product of the sizes is the world size."""
+
+    dp_replicate: int = 1
+    """Replicas of the sharded model (HSDP when above 1)."""
+
+    dp_shard: int = 0
+    """Ranks that share parameters, gradients and optimizer state (FSDP); 0 takes all ranks that are left."""
+
+    tp: int = 1
+    """Ranks that share each layer's matrices (tensor parallelism); keep it within a node."""
+
+    def __post_init__(self) -> None:
+        if self.dp_replicate < 1 or self.tp < 1 or self.dp_shard < 0:
+            raise ValueError("parallel: dp_replicate and tp must be at least 1, dp_shard at least 0 (0: all left)")
+
+    def shard_size(self, world_size: int) -> int:
+        """`dp_shard` with 0 filled in; raises ValueError when the sizes do not multiply to `world_size`."""
+        other = self.dp_replicate * self.tp
+        shard = self.dp_shard or max(1, world_size // other)
+        if other * shard != world_size:
+            raise ValueError(
+                f"parallel.dp_replicate={self.dp_replicate} x dp_shard={shard} x tp={self.tp} = {other * shard}, "
+                f"but cluster.nodes x cluster.ranks_per_node = {world_size}"
+            )
+        return shard
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The built-in Llama-style decoder."""
+
+    vocab_size: int = 257
+    """Number of tokens: 256 bytes and the document separator for byte-level data."""
+    dim: int = 128
+    """Width of the residual stream."""
+    layers: int = 4
+    """Number of decoder layers."""
+    heads: int = 4
+    """Query heads; must divide `dim`."""
+    kv_heads: int = 2
+    """Key and value heads (grouped-query attention); must divide `heads`."""
+    ffn_dim: int = 384
+    """Inner width of the SwiGLU feed-forward."""
+    rope_theta: float = 10000.0
+    """Base of the rotary embedding's frequencies."""
+    norm_eps: float = 1e-5
+    """Epsilon of RMSNorm."""
+    tie_embeddings: bool = False
+    """Use the token embedding as the output matrix too."""
+
+    def __post_init__(self) -> None:
+        if self.dim % self.heads or self.heads % self.kv_heads:
+            raise ValueError(
+                f"model: heads={self.heads} must divide dim={self.dim}, kv_heads={self.kv_heads} must divide heads"
+            )
+        if (self.dim // self.heads) % 2:
+            raise ValueError(f"model: dim/heads = {self.dim // self.heads} must be even for the rotary embedding")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The training recipe."""
+
+    steps: int = 200
+    """Optimizer steps of the whole run."""
+    seed: int = 1
+    """Seeds weights, data order and every rank's generators."""
+    batch_size: int = 16
+    """Sequences per optimizer step over all ranks."""
+    micro_batch_size: int = 0
+    """Sequences per forward pass and data-parallel rank; 0 takes the whole share at once. Smaller accumulates."""
+    seq_len: int = 128
+    """Tokens per sequence."""
+    lr: float = 3e-3
+    """Peak learning rate of AdamW."""
+    min_lr_ratio: float = 0.1
+    """The cosine ends at this share of `lr`."""
+    warmup_steps: int = 10
+    """Steps of linear warm-up."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of matrices."""
+    clip_norm: float = 1.0
+    """Gradient norm above which gradients are scaled down; 0 turns clipping off."""
+    dtype: str = "bfloat16"
+    """Precision of forward and backward: `bfloat16` (gradients are reduced in float32) or `float32`."""
+    activation_checkpointing: bool = False
+    """Recompute every layer in the backward pass instead of keeping its activations."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "seq_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"train.{name}={getattr(self, name)}: must be at least 1")
+        if self.dtype not in ("bfloat16", "float32"):
+            raise ValueError(f"train.dtype={self.dtype}: must be bfloat16 or float32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What the run reads."""
+
+    path: str = ""
+    """Folder of token shards made by `orch data prepare`; filled in at submit when `text` is given."""
+    text: tuple[str, ...] = ()
+    """Text files and folders to tokenize at submit; `python-stdlib` is the source of Python's standard library."""
+    shuffle: bool = True
+    """Visit the sequences in a seeded order that does not depend on the number of ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadConfig:
+    """What is trained: the built-in model, or your own class."""
+
+    target: str = "trainer.worker.llama:LlamaWorkload"
+    """`package.module:Class` with the methods of `trainer.worker.workload.Workload`."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments for that class."""
+    path: tuple[str, ...] = ()
+    """Folders put on the import path, after orch's own packages."""
+    snapshot: bool = False
+    """Copy those folders into the run directory at submit and train from the copy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrillEvent:
+    """One injected fault."""
+
+    kind: str = "kill-rank"
+    """`kill-rank` (SIGKILL), `raise` (an exception), `slow-rank` (a sleep in this step and every later one)."""
+    rank: int = 0
+    """The rank it hits."""
+    step: int = 1
+    """It fires when this rank has finished this step."""
+    attempt: int = 1
+    """Only in this attempt; 0 for every one."""
+    generation: int = 1
+    """Only in this generation of the attempt; 0 for every one."""
+    value: float = 0.0
+    """Seconds of sleep for `slow-rank`."""
+
+    def __post_init__(self) -> None:
+        kinds = ("kill-rank", "raise", "slow-rank")
+        if self.kind not in kinds:
+            raise ValueError(f"drill.events: kind={self.kind} must be one of {', '.join(kinds)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrillConfig:
+    """Faults injected on purpose, to see the run recover."""
+
+    events: tuple[DrillEvent, ...] = ()
+    """The faults, each fired once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoveryConfig:
+    """How far orch goes by itself before it asks."""
+
+    restarts_in_place: int = 5
+    """New generations allowed within one attempt."""
+    max_failures: int = 10
+    """Failed attempts after which the run is FAILED; preemption and time limit do not count while steps advance."""
+    max_attempts: int = 1000
+    """Attempts of any kind after which the run is held."""
+    no_progress: int = 3
+    """Consecutive attempts without a new checkpoint after which the run is held."""
+    backoff: float = 10.0
+    """Seconds before the first restart; doubled, with jitter, for every further failure in a row."""
+    backoff_max: float = 900.0
+    """Longest pause between attempts in seconds."""
+    exclude_hours: float = 24.0
+    """Hours for which a node with evidence against it is excluded."""
+    exclude_share: float = 0.1
+    """Largest share of the partition that may be excluded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobConfig:
+    """`config.json` as agents and ranks see it; keys that only the login node needs are ignored."""
+
+    name: str = "run"
+    """Name of the run; a number is added."""
+    workload: WorkloadConfig = field(default_factory=WorkloadConfig)
+    command: tuple[str, ...] = ()
+    """An existing torchrun script, with its interpreter and arguments, to run instead of a workload."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Environment variables for the ranks."""
+    cluster: ClusterShape = field(default_factory=ClusterShape)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
+    drill: DrillConfig = field(default_factory=DrillConfig)
+
+
+def load(path: Path) -> JobConfig:
+    """Read `config.json`; raises OSError or ValueError."""
+    config = build(JobConfig, read_json(path))
+    assert isinstance(config, JobConfig)
+    return config
+
+
+def build(kind: Any, value: Any) -> Any:
+    """Turn plain JSON data into the dataclass `kind`, nested ones included; unknown keys are ignored."""
+    if is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        known = {item.name for item in fields(kind)} & set(value)
+        return typing.cast(Any, kind)(**{name: build(hints[name], value[name]) for name in known})
+    origin = typing.get_origin(kind)
+    if origin is tuple:
+        return tuple(build(typing.get_args(kind)[0], item) for item in value)
+    if origin in (typing.Union, types.UnionType):
+        inner = next(arg for arg in typing.get_args(kind) if arg is not type(None))
+        return None if value is None else build(inner, value)
+    return float(value) if kind is float else value

@@ -1,0 +1,102 @@
+"""Events: what happened, one JSON line each, one file for each writing process."""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from checkpointing.durable import dump_line
+
+
+class EventKind(StrEnum):
+    """Every event a job may write; the comment names the keys of `data`."""
+
+    ATTEMPT_STARTED = "attempt.started"  # job_id, nodes [names], world
+    AGENT_JOINED = "agent.joined"  # node (index), name
+    AGENT_LOST = "agent.lost"  # node, name, reason
+    PREFLIGHT = "preflight"  # node, ok, reason
+    NURSERY = "nursery"  # node, warm (bool), reason, seconds
+    GENERATION_STARTED = "generation.started"  # world, nodes
+    GENERATION_FIRST_STEP = "generation.first_step"  # step, seconds (since generation.started)
+    GENERATION_ENDED = "generation.ended"  # reason, step, failure (Failure.to_json or null)
+    RANK_EXITED = "rank.exited"  # rank, node, exit_code, signal, reason
+    DECISION = "decision"  # action, reason
+    DRILL = "drill"  # kind, rank, step
+    STOP_REQUESTED = "stop.requested"  # reason
+    STOP_AGREED = "stop.agreed"  # step, reason
+    REQUEST_ANSWERED = "request.answered"  # name, answer
+    CHECKPOINT_SAVING = "checkpoint.saving"  # step, name
+    CHECKPOINT_COMMITTED = "checkpoint.committed"  # step, name, bytes, seconds
+    CHECKPOINT_FAILED = "checkpoint.failed"  # step, reason
+    CHECKPOINT_REFUSED = "checkpoint.refused"  # step, name, reason
+    CHECKPOINT_RESTORED = "checkpoint.restored"  # step, name, seconds
+    CHECKPOINT_DELETED = "checkpoint.deleted"  # step, name
+    ATTEMPT_ENDED = "attempt.ended"  # result, reason
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """One line of an event file; `time` is seconds since the epoch on the writer's clock."""
+
+    time: float
+    source: str
+    seq: int
+    kind: str
+    attempt: int
+    generation: int
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+class EventLog:
+    """Appends events of one process to its own file; every line is one write to an O_APPEND descriptor."""
+
+    def __init__(self, path: Path, source: str, attempt: int, *, clock: Callable[[], float] = time.time) -> None:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._source, self._attempt, self._clock, self._seq = source, attempt, clock, 0
+        self.generation = 0
+
+    def write(self, kind: EventKind, **data: Any) -> None:
+        """Append one event, stamped with this process's clock and the current generation."""
+        self._seq += 1
+        line = {
+            "time": self._clock(),
+            "source": self._source,
+            "seq": self._seq,
+            "kind": str(kind),
+            "attempt": self._attempt,
+            "generation": self.generation,
+            "data": data,
+        }
+        os.write(self._descriptor, (dump_line(line) + "\n").encode())
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
+    """Whole lines from byte `offset` on, and where to read on; a torn last line is left for the next call.
+
+    A line that is not an event (a torn write of a killed process followed by another's line) is skipped.
+    """
+    try:
+        with path.open("rb") as stream:
+            stream.seek(offset)
+            block = stream.read()
+    except FileNotFoundError:
+        return [], offset
+    end = block.rfind(b"\n") + 1
+    events = [event for line in block[:end].splitlines() if (event := _parse(line)) is not None]
+    return events, offset + end
+
+
+def _parse(line: bytes) -> Event | None:
+    try:
+        fields = json.loads(line)
+        return Event(**fields)
+    except (ValueError, TypeError):
+        return None

@@ -1,0 +1,41 @@
+"""GO: the launch token without which an agent refuses to train, and the fence that later actions read again."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from checkpointing.durable import dump_line, read_json, write_durably
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchToken:
+    """Written by the controller after it has adopted exactly one job for the attempt."""
+
+    attempt: int
+    epoch: int  # the controller's fencing epoch when it launched
+    job_id: str
+    nonce: str  # of the attempt; part of its checkpoint names
+    checkpoints: tuple[str, ...] = ()  # folder names of earlier attempts that this attempt may inherit
+
+    def write(self, path: Path) -> None:
+        write_durably(path, dump_line({"schema": "orch.go/1", **asdict(self)}).encode())
+
+    @classmethod
+    def read(cls, path: Path) -> "LaunchToken":
+        """Parse a token; raises OSError when there is none, ValueError when it is not one."""
+        fields = read_json(path)
+        if not isinstance(fields, dict) or fields.pop("schema", None) != "orch.go/1":
+            raise ValueError(f"{path} is not a launch token")
+        return cls(**{**fields, "checkpoints": tuple(fields["checkpoints"])})
+
+
+def revoke(path: Path) -> None:
+    """Fence an attempt off: whoever reads its GO again from now on must not commit or delete."""
+    path.unlink(missing_ok=True)
+
+
+def holds(path: Path, token: LaunchToken) -> bool:
+    """Whether `token` is still the one in force; an unreadable GO counts as revoked."""
+    try:
+        return LaunchToken.read(path) == token
+    except (OSError, ValueError, TypeError, KeyError):
+        return False

@@ -1,0 +1,119 @@
+"""How ranks and attempts end: exit codes, failure kinds, and the outcome files that keep the cause."""
+
+from dataclasses import asdict, dataclass
+from enum import IntEnum, StrEnum
+from pathlib import Path
+from typing import Any
+
+from checkpointing.durable import dump_line, read_json, write_durably
+
+
+class ExitCode(IntEnum):
+    """Exit codes of ranks and agents; scripts and sites may depend on them."""
+
+    FINISHED = 0
+    ERROR = 1
+    RETRY = 75
+    STOPPED_AFTER_SAVE = 76
+    NODE_SUSPECT = 77
+    NEVER_RETRY = 78
+
+
+class FailureKind(StrEnum):
+    """What ended an attempt or a generation, kept as it was until `recovery.policy.decide` has seen it."""
+
+    RANK_KILLED = "rank_killed"  # a rank died of a signal
+    USER_ERROR = "user_error"  # an exception of the training code, or an exit code that says never retry
+    NODE_LOST = "node_lost"  # the node or its Slurm daemon died
+    AGENT_LOST = "agent_lost"  # an agent process died or fell silent, its node is not known to be bad
+    NODE_SUSPECT = "node_suspect"  # preflight or a rank blames its own node
+    PREEMPTED = "preempted"
+    TIME_LIMIT = "time_limit"
+    CANCELLED = "cancelled"  # by somebody other than orch
+    JOB_LOST = "job_lost"  # Slurm no longer knows the job
+    LAUNCH_FAILED = "launch_failed"  # the job ended before its agents agreed to start
+    SUBMIT_REJECTED = "submit_rejected"  # Slurm answered that it will never take this job
+    STORAGE = "storage"  # disk full, quota, read-only or I/O error
+    UNKNOWN = "unknown"
+
+
+class AttemptResult(StrEnum):
+    """How the coordinator saw its attempt end."""
+
+    FINISHED = "finished"  # all steps trained, final checkpoint committed
+    STOPPED = "stopped"  # agreed stop with a save; `reason` says who asked
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """The earliest root cause; what its peers printed is echo and stands elsewhere."""
+
+    kind: FailureKind
+    reason: str
+    rank: int | None = None
+    node: str | None = None
+    step: int | None = None
+    exit_code: int | None = None
+    signal: int | None = None
+    evidence: str | None = None  # path relative to the run directory
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "Failure":
+        known = {key: fields[key] for key in cls.__dataclass_fields__ if key in fields}
+        return cls(**{**known, "kind": FailureKind(fields["kind"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankOutcome:
+    """What a rank wrote about its own end; absent when it was killed."""
+
+    rank: int
+    generation: int
+    node: str
+    step: int
+    exit_code: int
+    time: float
+    exception: str | None = None  # class name
+    message: str | None = None
+    traceback: str | None = None
+    echo: bool = False  # the exception only repeats that a peer went away
+
+    def write(self, path: Path) -> None:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_durably(path, dump_line(asdict(self)).encode())
+
+    @classmethod
+    def read(cls, path: Path) -> "RankOutcome":
+        return cls(**read_json(path))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptOutcome:
+    """`outcome.json`, the coordinator's last word on its attempt."""
+
+    attempt: int
+    job_id: str
+    result: AttemptResult
+    reason: str
+    exit_code: int
+    step: int
+    generations: int
+    started_at: float
+    ended_at: float
+    failure: Failure | None = None
+
+    def write(self, path: Path) -> None:
+        write_durably(path, dump_line({"schema": "orch.outcome/1", **asdict(self)}).encode())
+
+    @classmethod
+    def read(cls, path: Path) -> "AttemptOutcome":
+        """Parse an outcome; raises OSError when there is none, ValueError when it is damaged."""
+        fields = read_json(path)
+        fields.pop("schema")
+        failure = fields.pop("failure")
+        fields["result"] = AttemptResult(fields["result"])
+        return cls(**fields, failure=Failure.from_json(failure) if failure else None)

@@ -1,0 +1,48 @@
+"""What an agent tells a rank when it starts it, and the few words they say over their control socket."""
+
+import json
+import socket
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from checkpointing.durable import dump_line
+
+SPEC_VARIABLE = "ORCH_RANK_SPEC"
+"""Environment variable with the RankSpec of a rank that was started cold (exec instead of fork)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSpec:
+    """One rank of one generation. Descriptors are those of the started process."""
+
+    run_dir: str
+    attempt: int
+    generation: int
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    node: int
+    node_name: str
+    cell_fd: int  # progress cell (memfd)
+    control_fd: int  # SOCK_SEQPACKET pair to the agent
+    host: str  # address of this node that peers can reach
+    env: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "RankSpec":
+        return cls(**json.loads(text))
+
+
+def say(control: socket.socket, word: str, **data: Any) -> None:
+    """Send one message. Rank 0 says `store` {host, port}; the agent tells every other rank the same."""
+    control.send(dump_line({"word": word, **data}).encode())
+
+
+def hear(control: socket.socket) -> dict[str, Any] | None:
+    """Receive one message; None when the other side is gone."""
+    packet = control.recv(65536)
+    return json.loads(packet) if packet else None

@@ -1,0 +1,51 @@
+"""Requests: small files with which people and the controller ask something of a live job."""
+
+import os
+import secrets
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from checkpointing.durable import dump_line, read_json, write_durably
+
+
+class RequestKind(StrEnum):
+    """What can be asked; agent 0 reads the folder once a second and answers by an event."""
+
+    STOP = "stop"  # save at the next agreed step boundary, then exit
+    SAVE = "save"  # save at the next agreed step boundary, then go on
+    DEADLINE = "deadline"  # `value` is the job's true end, seconds since the epoch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One question to one attempt; `name` is its file name and identity."""
+
+    kind: RequestKind
+    attempt: int
+    reason: str
+    value: float | None = None
+    name: str = ""
+
+    def write(self, folder: Path) -> str:
+        """Put the request into `folder`; returns its name."""
+        name = f"{self.kind}.{self.attempt:03d}.{secrets.token_hex(4)}.json"
+        fields = {key: value for key, value in asdict(self).items() if key != "name"}
+        write_durably(folder / name, dump_line(fields).encode())
+        return name
+
+
+def pending(folder: Path, attempt: int, answered: set[str]) -> list[Request]:
+    """Requests for `attempt` that are not answered yet, by name; files that are no request are ignored."""
+    found = []
+    for name in sorted(os.listdir(folder)) if folder.is_dir() else []:
+        if name in answered or not name.endswith(".json") or name.startswith("."):
+            continue
+        try:
+            fields = read_json(folder / name)
+            request = Request(**{**fields, "kind": RequestKind(fields["kind"]), "name": name})
+        except (OSError, ValueError, TypeError, KeyError):
+            continue
+        if request.attempt == attempt:
+            found.append(request)
+    return found

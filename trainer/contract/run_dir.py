@@ -1,0 +1,130 @@
+"""The run directory: the only place that knows what its files are called."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class AttemptDir:
+    """The folder `attempts/NNN` of one attempt (numbers count from 1)."""
+
+    path: Path
+
+    @property
+    def number(self) -> int:
+        return int(self.path.name)
+
+    @property
+    def submission(self) -> Path:
+        return self.path / "submission"
+
+    @property
+    def go(self) -> Path:
+        return self.path / "GO"
+
+    @property
+    def coordinator(self) -> Path:
+        return self.path / "coordinator.json"
+
+    @property
+    def outcome(self) -> Path:
+        return self.path / "outcome.json"
+
+    @property
+    def heartbeat(self) -> Path:
+        return self.path / "heartbeat.json"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events"
+
+    @property
+    def evidence(self) -> Path:
+        return self.path / "evidence"
+
+    @property
+    def outcomes(self) -> Path:
+        return self.path / "outcomes"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics" / "steps.jsonl"
+
+    @property
+    def work_log(self) -> Path:
+        """One appended line per rank and trained step: the workers' own proof of who trained what, when."""
+        return self.path / "metrics" / "work.jsonl"
+
+    def rank_log(self, rank: int) -> Path:
+        return self.logs / f"rank-{rank:05d}.log"
+
+    def agent_log(self, node: int) -> Path:
+        return self.logs / f"agent-{node:04d}.log"
+
+    def event_file(self, source: str) -> Path:
+        return self.events / f"{source}.jsonl"
+
+    def rank_outcome(self, rank: int, generation: int) -> Path:
+        return self.outcomes / f"rank-{rank:05d}.g{generation:03d}.json"
+
+    def make(self) -> None:
+        """Create the folders of this attempt, private to the user."""
+        for folder in (self.path, self.submission, self.logs, self.events, self.evidence, self.outcomes):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.metrics.parent.mkdir(mode=0o700, exist_ok=True)
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The folder of one run below `cluster.root`."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def run(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def requests(self) -> Path:
+        return self.path / "requests"
+
+    @property
+    def code(self) -> Path:
+        return self.path / "code"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def attempts(self) -> Path:
+        return self.path / "attempts"
+
+    def attempt(self, number: int) -> AttemptDir:
+        return AttemptDir(self.attempts / f"{number:03d}")
+
+    def all_attempts(self) -> list[AttemptDir]:
+        """Attempts that have a folder, oldest first."""
+        if not self.attempts.is_dir():
+            return []
+        numbered = [entry for entry in os.listdir(self.attempts) if entry.isdigit()]
+        return [AttemptDir(self.attempts / entry) for entry in sorted(numbered, key=int)]
+
+    def make(self) -> None:
+        """Create the run's folders; the run folder itself must be new (FileExistsError)."""
+        self.path.mkdir(mode=0o700, parents=False)
+        for folder in (self.requests, self.checkpoints, self.attempts):
+            folder.mkdir(mode=0o700)

@@ -1,0 +1,53 @@
+# What people type. Everything sets itself up: `make demo` and `make test` work on a fresh clone.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PYTEST := $(BIN)/python -m pytest -q
+TREE := orchestrator trainer checkpointing tests benchmarks
+
+.PHONY: help venv demo check lint test proof bench wheel clean
+
+help:  ## this list
+	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+venv: $(READY)  ## make .venv with the pinned versions (a second call costs nothing)
+
+$(READY): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "error: $(PYTHON) was not found. Install it: apt-get install python3 python3-venv"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: $(PYTHON) is older than 3.11. Name a newer one: make $(MAKECMDGOALS) PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo "error: $(PYTHON) has no venv module. Install it: apt-get install python3-venv"; exit 1; }
+	@echo "setting up $(VENV) (once; about a minute)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q -e '.[dev]'
+	@touch $(READY)
+
+demo: venv  ## the main job on this machine: trains, loses a rank, recovers, finishes (about a minute)
+	@$(BIN)/orch demo
+
+lint: venv
+	$(BIN)/ruff format --check $(TREE)
+	$(BIN)/ruff check $(TREE)
+	$(BIN)/mypy
+
+check: lint  ## lint, types, house rules and the fast tests (under 2 minutes)
+	$(PYTEST) -n 2 -m "not slurm and not multi and not proof"
+
+test: check  ## everything, the real Slurm included (under 15 minutes)
+	$(PYTEST) -m "multi and not slurm and not proof"
+	$(PYTEST) -m "slurm and not proof"
+
+proof: venv  ## the long counts; writes docs/proof.md
+	$(BIN)/python -m benchmarks.proof
+
+bench: venv  ## times beside their limits
+	$(BIN)/python -m benchmarks.cli
+
+wheel: venv  ## build dist/*.whl
+	$(BIN)/python -m build --wheel --outdir dist .
+
+clean:  ## remove what was built, not the runs
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis $(VENV)

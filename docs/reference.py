@@ -1,0 +1,70 @@
+"""Writes docs/configuration.md from the docstrings under the config fields: `python docs/reference.py`."""
+
+import ast
+import dataclasses
+import inspect
+import sys
+import textwrap
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+TARGET = ROOT / "docs" / "configuration.md"
+HEAD = """# Configuration
+
+Every key, its default and what it does. `orch config show PRESET` prints the resolved values and where each came from.
+This page is written by `python docs/reference.py` from the docstrings in the code.
+"""
+
+
+def explanations(kind: type[Any]) -> dict[str, str]:
+    """Field name -> the docstring under it, inherited fields included."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__[:-1]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for item, following in zip(body.body, body.body[1:], strict=False):
+            named = isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+            if named and isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+                found[item.target.id] = " ".join(str(following.value.value).split())
+    return found
+
+
+def default(field: dataclasses.Field[Any]) -> str:
+    if field.default is not dataclasses.MISSING:
+        value = field.default
+    else:
+        assert field.default_factory is not dataclasses.MISSING
+        value = field.default_factory()
+    return str(list(value)) if isinstance(value, tuple) else repr(value)
+
+
+def rows(kind: type[Any], prefix: str) -> Iterator[str]:
+    hints, texts = typing.get_type_hints(kind), explanations(kind)
+    nested = []
+    for field in dataclasses.fields(kind):
+        hint = hints[field.name]
+        item = typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else hint
+        if dataclasses.is_dataclass(hint):
+            nested.append((f"{prefix}{field.name}", hint))
+            continue
+        yield f"| `{prefix}{field.name}` | `{default(field)}` | {texts[field.name]} |"
+        if dataclasses.is_dataclass(item):
+            yield from rows(item, f"{prefix}{field.name}[].")
+    for name, hint in nested:
+        yield f"\n## {name}\n{(hint.__doc__ or '').strip()}\n\n| key | default | |\n|---|---|---|"
+        yield from rows(hint, f"{name}.")
+
+
+def page() -> str:
+    sys.path.insert(0, str(ROOT))
+    from orchestrator.config import RunConfig
+
+    table = "\n".join(rows(RunConfig, ""))
+    return f"{HEAD}\n## Top level\n\n| key | default | |\n|---|---|---|\n{table}\n"
+
+
+if __name__ == "__main__":
+    TARGET.write_text(page())

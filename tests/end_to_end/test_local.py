@@ -1,0 +1,151 @@
+"""The main job on simulated nodes: killed in every way that one machine allows, and finished all the same."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.end_to_end.user import User, assert_exact, assert_no_step_twice_at_once
+
+pytestmark = [pytest.mark.multi, pytest.mark.timeout(400)]
+SMALL = ["train.steps=40", "checkpoint.every=8", "recovery.backoff=0.2"]
+KILL = "drill.events=[{kind: kill-rank, rank: 1, step: 21}]"
+PLAIN_DDP = Path(__file__).resolve().parent.parent / "fakes" / "plain_ddp.py"
+
+
+def test_a_killed_rank_changes_nothing(user: User) -> None:
+    calm = user.submit("tiny-gpt", *SMALL)["run"]
+    assert user.wait(calm) == 0
+    killed = user.submit("tiny-gpt", *SMALL, KILL)["run"]
+    assert user.wait(killed) == 0
+
+    shown = user.show(killed)
+    (attempt,) = shown["attempts"]
+    assert attempt["generations"] == 2
+    assert {line["generation"] for line in user.steps(killed)} == {1, 2}
+    assert user.status(killed)["state"] == "SUCCEEDED"
+    assert_exact(user, killed, calm)
+
+
+def test_a_killed_agent_leaves_nothing_and_the_run_goes_on_in_a_new_attempt(user: User) -> None:
+    run = user.submit("tiny-gpt", *SMALL)["run"]
+    user.until(lambda: user.step(run) > 10, 90, "training")
+    victim = user.processes("orch-agent")[-1]
+    family = victim.children(recursive=True)
+    assert family
+    victim.kill()
+    gone, alive = psutil.wait_procs(family, timeout=2)
+    assert not alive, alive
+    assert user.wait(run) == 0
+    first, *later = user.show(run)["attempts"]
+    assert first["failure"]["kind"] in ("agent_lost", "unknown")
+    assert later
+    assert_no_step_twice_at_once(user, run)
+
+
+def test_a_killed_controller_is_not_missed(user: User) -> None:
+    run = user.submit("tiny-gpt", *SMALL, KILL)["run"]
+    assert user.kill_controller() == 1
+    user.until(lambda: user.step(run) > 25, 90, "training without a controller")
+    assert user.wait(run) == 0
+    assert len(user.show(run)["attempts"]) == 1
+
+
+@pytest.mark.parametrize(
+    "point",
+    ["before_submit", "after_submit", "after_find", "after_adopt", "after_submitted", "after_go", "after_release"],
+)
+def test_a_controller_killed_at_any_point_of_the_launch(user: User, point: str) -> None:
+    submitted = user.run(
+        "submit", "tiny-gpt", f"cluster.root={user.root}", "cluster.kind=local", "train.steps=6", "checkpoint.every=3",
+        "--no-controller", ORCH_FAILPOINT=point,
+    )  # fmt: skip
+    assert submitted.returncode == -signal.SIGKILL, submitted.stderr
+    run = user.ask("status", "--all")[0]["run"]
+    assert user.wait(run) == 0
+    assert user.status(run)["state"] == "SUCCEEDED"
+    assert_no_step_twice_at_once(user, run)
+    assert {line["attempt"] for line in user.work(run)} == {1}
+
+
+def test_a_bug_in_the_training_code_fails_the_run_with_its_traceback(user: User) -> None:
+    bug = "drill.events=[{kind: raise, rank: 2, step: 12, generation: 0}]"
+    run = user.submit("tiny-gpt", *SMALL, bug)["run"]
+    assert user.wait(run) == 8
+    failure = user.show(run)["attempts"][-1]["failure"]
+    assert failure["kind"] == "user_error"
+    assert failure["rank"] == 2
+    log = user.run("logs", run, "--rank", "first-error").stdout
+    assert "Traceback" in log
+
+
+def test_cancel_saves_first_and_resume_goes_on(user: User) -> None:
+    run = user.submit("tiny-gpt", *SMALL, "train.steps=2000", "checkpoint.every=0")["run"]
+    user.until(lambda: user.step(run) > 5, 90, "training")
+    assert user.run("cancel", run).returncode == 0
+    assert user.wait(run) == 10
+    saved = user.status(run)["last_checkpoint"]["step"]
+    assert saved >= 5
+    assert user.run("resume", run).returncode == 0
+    user.until(lambda: user.step(run) > saved + 3, 90, "training after resume")
+    assert min(line["step"] for line in user.steps(run) if line["attempt"] == 2) == saved + 1
+
+
+def test_the_newest_checkpoint_is_damaged_and_an_older_one_is_taken(user: User) -> None:
+    run = user.submit("tiny-gpt", *SMALL, "train.steps=2000")["run"]
+    user.until(lambda: user.step(run) > 26, 120, "training")
+    assert user.run("cancel", run).returncode == 0
+    assert user.wait(run) == 10
+    newest = max(user.run_dir(run).checkpoints.glob("step-*"))
+    shard = max(newest.glob("*.distcp"), key=os.path.getsize)
+    with shard.open("r+b") as stream:
+        stream.seek(shard.stat().st_size // 2)
+        stream.write(bytes([stream.read(1)[0] ^ 1]))
+    verified = user.run("ckpt", "verify", f"{run}@latest", "--level", "2")
+    assert verified.returncode == 7
+    assert shard.name in verified.stdout + verified.stderr
+
+    assert user.run("resume", run).returncode == 0
+    resumed = user.until(
+        lambda: [line for line in user.steps(run) if line["attempt"] == 2], 90, "training after resume"
+    )
+    older = sorted(user.run_dir(run).checkpoints.glob("step-*"))
+    assert resumed[0]["step"] - 1 < int(newest.name[5:13])
+    assert resumed[0]["step"] - 1 in {int(path.name[5:13]) for path in older}
+    trusts = {row["step"]: row["trust"] for row in user.show(run)["checkpoints"]}
+    assert trusts[int(newest.name[5:13])] == "CORRUPT"
+
+
+def test_an_unchanged_torchrun_script_is_restarted_in_place(user: User) -> None:
+    command = f"command=[python, {PLAIN_DDP}, --steps, '60', --kill-rank, '1', --kill-at, '20']"
+    run = user.submit("torchrun-script", command, "cluster.nodes=2", "cluster.ranks_per_node=1")["run"]
+    assert user.wait(run) == 0
+    (attempt,) = user.show(run)["attempts"]
+    assert attempt["generations"] == 2
+
+
+def test_the_registry_comes_back_from_the_run_directories(user: User) -> None:
+    run = user.submit("tiny-gpt", "train.steps=6", "checkpoint.every=3")["run"]
+    assert user.wait(run) == 0
+    before = user.show(run)
+    assert user.run("controller", "stop").returncode == 0
+    registry = Path(user.environment["ORCH_HOME"]) / "registry.db"
+    for path in registry.parent.glob("registry.db*"):
+        path.unlink()
+    assert user.run("db", "rebuild", "--root", str(user.root)).returncode == 0
+    after = user.show(run)
+    for key in ("state", "step", "config_digest", "checkpoints"):
+        assert after[key] == before[key], key
+
+
+def test_stopped_by_a_person_the_job_leaves_no_process(user: User) -> None:
+    run = user.submit("tiny-gpt", *SMALL, "train.steps=2000")["run"]
+    user.until(lambda: user.step(run) > 3, 90, "training")
+    user.run("cancel", run)
+    assert user.wait(run) == 10
+    started = time.monotonic()
+    user.until(lambda: not user.processes("orch-agent") and not user.processes("orch-rank"), 5, "an end")
+    assert time.monotonic() - started < 5

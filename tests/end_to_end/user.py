@@ -1,0 +1,153 @@
+"""A user at a terminal: runs the real `orch` in a private home, reads its JSON and the run directory."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from trainer.contract.run_dir import RunDir
+
+
+class User:
+    """One user with a state folder, a folder of runs, and a controller of their own."""
+
+    def __init__(self, folder: Path, cluster: str, environment: Mapping[str, str] | None = None) -> None:
+        self.folder, self.cluster = folder, cluster
+        self.root = folder / "runs"
+        self.root.mkdir(parents=True, exist_ok=True)
+        self.environment = {
+            **os.environ,
+            "ORCH_HOME": str(folder / "home"),
+            "ORCH_SITE_CONFIG": "",
+            "XDG_CONFIG_HOME": str(folder / "config"),
+            **(environment or {}),
+        }
+
+    def run(self, *words: str, timeout: float = 120, **extra: str) -> subprocess.CompletedProcess[str]:
+        """Type `orch WORDS`."""
+        return subprocess.run(
+            [sys.executable, "-P", "-m", "orchestrator.cli.main", *words],
+            env={**self.environment, **extra},
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+    def ask(self, *words: str, timeout: float = 120) -> Any:
+        """Type `orch WORDS --json` and return its data; the command must succeed."""
+        done = self.run(*words, "--json", timeout=timeout)
+        assert done.returncode == 0, f"orch {' '.join(words)}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return json.loads(done.stdout)["data"]
+
+    def submit(self, preset: str, *overrides: str, controller: bool = True) -> dict[str, Any]:
+        flags = [] if controller else ["--no-controller"]
+        settings = [f"cluster.root={self.root}", f"cluster.kind={self.cluster}", *overrides]
+        data = self.ask("submit", preset, *settings, *flags)
+        assert isinstance(data, dict)
+        return data
+
+    def status(self, run: str) -> dict[str, Any]:
+        return dict(self.ask("status", run)[0])
+
+    def show(self, run: str) -> dict[str, Any]:
+        return dict(self.ask("show", run))
+
+    def wait(self, run: str, timeout: float = 240) -> int:
+        """`orch wait`; returns its exit code."""
+        return self.run("wait", run, "--timeout", str(timeout), timeout=timeout + 60).returncode
+
+    def run_dir(self, run: str) -> RunDir:
+        return RunDir(self.root / run)
+
+    def steps(self, run: str) -> list[dict[str, Any]]:
+        """Every line of every attempt's steps.jsonl, in the order of attempts."""
+        lines = []
+        for attempt in self.run_dir(run).all_attempts():
+            if attempt.metrics.exists():
+                lines += [json.loads(line) for line in attempt.metrics.read_text().splitlines()]
+        return lines
+
+    def work(self, run: str) -> list[dict[str, Any]]:
+        """Every line of the workers' own log: who trained which step, when."""
+        lines = []
+        for attempt in self.run_dir(run).all_attempts():
+            if attempt.work_log.exists():
+                lines += [json.loads(line) for line in attempt.work_log.read_text().splitlines()]
+        return lines
+
+    def step(self, run: str) -> int:
+        return max((line["step"] for line in self.steps(run)), default=0)
+
+    def until(self, true: Callable[[], Any], seconds: float, what: str) -> Any:
+        """Wait for something outside to happen; fails with `what` when it does not in time."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            found = true()
+            if found:
+                return found
+            time.sleep(0.1)
+        raise AssertionError(f"{what}: not within {seconds} s")
+
+    def processes(self, name: str) -> list[psutil.Process]:
+        """This user's live processes whose command line starts with `name` (their own title)."""
+        found = []
+        for process in psutil.process_iter(["cmdline", "status", "environ"]):
+            words = process.info["cmdline"] or [""]
+            mine = (process.info["environ"] or {}).get("ORCH_HOME") == self.environment["ORCH_HOME"]
+            if mine and words[0].startswith(name) and process.info["status"] != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        return found
+
+    def kill_controller(self) -> int:
+        """`kill -9` of this user's controller; returns how many there were."""
+        return sum(1 for process in self.processes("orch-controller") if not process.send_signal(signal.SIGKILL))
+
+    def leave(self) -> None:
+        """Stop everything of this user: the controller, then the runs."""
+        self.run("controller", "stop")
+        for row in self.ask("status", "--all") if (self.folder / "home").exists() else []:
+            if row["state"] in ("CREATED", "QUEUED", "RUNNING", "RECOVERING"):
+                self.run("cancel", row["run"])
+        for name in ("orch-controller", "orch-agent", "orch-nursery", "orch-rank"):
+            for process in self.processes(name):
+                process.kill()
+
+
+def final(user: User, run: str) -> dict[str, Any]:
+    """The digest of the final weights, as the last attempt wrote it."""
+    path = user.run_dir(run).all_attempts()[-1].metrics.with_name("final.json")
+    return dict(json.loads(path.read_text()))
+
+
+def losses(user: User, run: str) -> dict[int, float]:
+    """Step -> loss, the last training of a step counts."""
+    return {line["step"]: line["loss"] for line in user.steps(run)}
+
+
+def assert_exact(user: User, disturbed: str, calm: str) -> None:
+    """Same losses at every step, replayed ones included, and the same final weights, bit for bit."""
+    reference = losses(user, calm)
+    for line in user.steps(disturbed):
+        assert line["loss"] == reference[line["step"]], f"step {line['step']} differs"
+    assert set(losses(user, disturbed)) == set(reference)
+    assert final(user, disturbed)["weights_digest"] == final(user, calm)["weights_digest"]
+
+
+def assert_no_step_twice_at_once(user: User, run: str) -> None:
+    """No two attempts trained at the same time, by the workers' own log."""
+    spans: dict[int, tuple[float, float]] = {}
+    for line in user.work(run):
+        first, last = spans.get(line["attempt"], (line["time"], line["time"]))
+        spans[line["attempt"]] = (min(first, line["time"]), max(last, line["time"]))
+    ordered = [spans[number] for number in sorted(spans)]
+    for (_, end), (start, _) in zip(ordered, ordered[1:], strict=False):
+        assert end < start, f"attempts overlap: {ordered}"

@@ -1,0 +1,277 @@
+"""Token shards: text files become memory-mapped little-endian uint16 files with an index and a fingerprint.
+
+Byte-level: tokens 0..255 are the bytes of a document, 256 ends it. Standard library only, because the login
+node prepares data too.
+"""
+
+import hashlib
+import os
+import secrets
+import shutil
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from checkpointing.durable import canonical, dump_line, fsync_dir, read_json, write_durably
+
+SCHEMA = "orch.tokens/1"
+INDEX_NAME = "index.json"
+SEPARATOR = 256
+VOCAB_SIZE = 257
+STDLIB = "python-stdlib"
+SHARD_TOKENS = 64 * 1024 * 1024
+_CHUNK = 1024 * 1024
+_SEPARATOR_BYTES = SEPARATOR.to_bytes(2, "little")
+_STDLIB_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+
+Progress = Callable[[int, int], None]
+"""Called with bytes done and bytes in all."""
+
+
+class TokensError(ValueError):
+    """Text that cannot be prepared, or a folder that holds no usable tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """One file of tokens; `digest` is BLAKE2b-256 of its bytes."""
+
+    name: str
+    tokens: int
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Index:
+    """What a folder of shards holds; `fingerprint` names the content and the order of its tokens."""
+
+    dtype: str
+    tokens: int
+    vocab_size: int
+    shards: tuple[Shard, ...]
+    fingerprint: str
+    sources: int  # files read
+    skipped: int  # binary or unreadable files left out
+
+    @classmethod
+    def read(cls, folder: Path) -> "Index":
+        """Parse and check the index of `folder`; raises TokensError with what to do."""
+        path = folder / INDEX_NAME
+        hint = "make it with `orch data prepare PATHS --out DIR`"
+        try:
+            fields = read_json(path)
+        except FileNotFoundError as error:
+            raise TokensError(f"{folder} holds no tokens ({INDEX_NAME} is missing): {hint}") from error
+        except (OSError, ValueError) as error:
+            raise TokensError(f"cannot read {path}: {error}") from error
+        index = _parse(fields, path)
+        for shard in index.shards:
+            _check_size(folder / shard.name, shard.tokens)
+        return index
+
+    def write(self, folder: Path) -> None:
+        write_durably(folder / INDEX_NAME, dump_line({"schema": SCHEMA, **asdict(self)}).encode(), mode=0o644)
+
+
+def _parse(fields: Any, path: Path) -> Index:
+    if not isinstance(fields, dict) or fields.get("schema") != SCHEMA:
+        raise TokensError(f"{path} is not an index of tokens ({SCHEMA})")
+    try:
+        known = {name: fields[name] for name in Index.__dataclass_fields__}
+        return Index(**{**known, "shards": tuple(Shard(**shard) for shard in known["shards"])})
+    except (KeyError, TypeError) as error:
+        raise TokensError(f"{path} is damaged ({error}): remove the folder and prepare it again") from error
+
+
+def _check_size(path: Path, tokens: int) -> None:
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise TokensError(f"token shard {path} cannot be read: {error.strerror}") from error
+    if size != 2 * tokens:
+        raise TokensError(f"token shard {path} has {size} bytes instead of {2 * tokens}: prepare the folder again")
+
+
+def expand_sources(sources: Sequence[str | Path]) -> list[Path]:
+    """The files that `sources` stand for, in a fixed order; raises TokensError for a path that is not there.
+
+    A folder stands for every file below it but hidden ones, `python-stdlib` for the Python source of the
+    standard library without its tests.
+    """
+    found: list[Path] = []
+    for source in sources:
+        if str(source) == STDLIB:
+            found += _below(Path(sysconfig.get_path("stdlib")), suffix=".py", left_out=_STDLIB_LEFT_OUT)
+            continue
+        path = Path(source).expanduser()
+        if path.is_dir():
+            found += _below(path)
+        elif path.exists():
+            found.append(path)
+        else:
+            raise TokensError(f"{path} does not exist: give text files, folders, or `{STDLIB}`")
+    return found
+
+
+def _below(folder: Path, *, suffix: str = "", left_out: frozenset[str] = frozenset()) -> list[Path]:
+    found = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name not in left_out and not name.startswith("."))
+        found += [Path(place) / name for name in sorted(names) if name.endswith(suffix) and not name.startswith(".")]
+    return found
+
+
+def prepare(sources: Sequence[str | Path], out: Path, progress: Progress | None = None) -> Index:
+    """Tokenize `sources` into the folder `out`; an `out` that holds the same tokens already is kept.
+
+    Raises TokensError when there is nothing to read or `out` holds something else, OSError when it cannot be written.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_name(f".{out.name}.{secrets.token_hex(6)}.tmp")
+    try:
+        return _place(_write(sources, temporary, progress), temporary, out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def prepare_under(sources: Sequence[str | Path], folder: Path, progress: Progress | None = None) -> tuple[Path, Index]:
+    """Tokenize `sources` into `folder/<fingerprint>`, so that changed text gets its own folder; raises as prepare."""
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f".{secrets.token_hex(6)}.tmp"
+    try:
+        index = _write(sources, temporary, progress)
+        out = folder / index.fingerprint[:16]
+        return out, _place(index, temporary, out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _place(index: Index, temporary: Path, out: Path) -> Index:
+    if out.is_dir() and not any(out.iterdir()):
+        out.rmdir()
+    try:
+        os.rename(temporary, out)
+    except OSError:
+        if not out.exists():
+            raise
+        return _existing(index, out)
+    fsync_dir(out.parent)
+    return index
+
+
+def _existing(index: Index, out: Path) -> Index:
+    """The index of `out` when it holds the tokens of `index`, written before or by somebody at the same time."""
+    found = Index.read(out) if out.is_dir() else None
+    if found is None or found.fingerprint != index.fingerprint:
+        raise TokensError(f"{out} exists and holds something else: choose another folder or remove it")
+    return found
+
+
+def _write(sources: Sequence[str | Path], folder: Path, progress: Progress | None) -> Index:
+    files = expand_sources(sources)
+    total = sum(_size(path) for path in files)
+    folder.mkdir()
+    writer = _ShardWriter(folder)
+    done = read = 0
+    for path in files:
+        for chunk in _text(path):
+            writer.add(chunk)
+            done += len(chunk)
+            if progress is not None:
+                progress(done, total)
+        read += writer.end_document()
+    index = writer.finish(sources=read, skipped=len(files) - read)
+    if not read:
+        given = ", ".join(str(source) for source in sources) or "no path at all"
+        raise TokensError(f"nothing to read in {given}: {len(files)} files, none of them text with content")
+    index.write(folder)
+    fsync_dir(folder)
+    return index
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _text(path: Path) -> Iterator[bytes]:
+    """The file's bytes, or nothing when it is unreadable or its first megabyte holds a NUL, as binary files do."""
+    try:
+        if not path.is_file():  # a FIFO would wait for ever
+            return
+        with path.open("rb") as stream:
+            chunk = stream.read(_CHUNK)
+            if b"\0" in chunk:
+                return
+            while chunk:
+                yield chunk
+                chunk = stream.read(_CHUNK)
+    except PermissionError:
+        return
+
+
+class _ShardWriter:
+    """Appends documents to shards of at most SHARD_TOKENS tokens."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._shards: list[Shard] = []
+        self._stream: BinaryIO | None = None
+        self._name = ""
+        self._tokens = 0
+        self._document = 0
+        self._digest = hashlib.blake2b(digest_size=32)
+
+    def add(self, text: bytes) -> None:
+        widened = bytearray(2 * len(text))
+        widened[::2] = text
+        self._document += len(text)
+        self._append(widened)
+
+    def end_document(self) -> int:
+        """Close the current document; 1 when it had content, 0 when there was none."""
+        if not self._document:
+            return 0
+        self._document = 0
+        self._append(_SEPARATOR_BYTES)
+        return 1
+
+    def _append(self, data: bytes | bytearray) -> None:
+        view = memoryview(data)
+        while view:
+            if self._stream is None:
+                self._name = f"shard-{len(self._shards):05d}.bin"
+                self._stream = (self._folder / self._name).open("wb")
+            part = view[: 2 * (SHARD_TOKENS - self._tokens)]
+            self._stream.write(part)
+            self._digest.update(part)
+            self._tokens += len(part) // 2
+            view = view[len(part) :]
+            if self._tokens == SHARD_TOKENS:
+                self._close()
+
+    def _close(self) -> None:
+        if self._stream is None:
+            return
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self._stream.close()
+        self._shards.append(Shard(name=self._name, tokens=self._tokens, digest=self._digest.hexdigest()))
+        self._stream, self._tokens, self._digest = None, 0, hashlib.blake2b(digest_size=32)
+
+    def finish(self, *, sources: int, skipped: int) -> Index:
+        self._close()
+        content = [[shard.tokens, shard.digest] for shard in self._shards]
+        return Index(
+            dtype="uint16",
+            tokens=sum(shard.tokens for shard in self._shards),
+            vocab_size=VOCAB_SIZE,
+            shards=tuple(self._shards),
+            fingerprint=hashlib.blake2b(canonical([SCHEMA, content]), digest_size=32).hexdigest(),
+            sources=sources,
+            skipped=skipped,
+        )

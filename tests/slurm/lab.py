@@ -1,0 +1,328 @@
+"""A real Slurm of some nodes on this machine, in one private folder: `python -m tests.slurm.lab start FOLDER`."""
+
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.slurm import processes
+from tests.slurm.settings import Ports, slurm_conf, slurmdbd_conf
+
+PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "slurmdbd", "mariadb-server")
+PROGRAMS = ("slurmctld", "slurmd", "slurmdbd", "sbatch", "sacct", "munged", "mariadbd", "mariadb-install-db")
+_SBIN = "/usr/sbin:/sbin"
+_PR_SET_PDEATHSIG = 1
+
+
+class LabError(RuntimeError):
+    """The lab cannot be had here, or a daemon of it did not come up; the message says why."""
+
+
+def _search_path() -> str:
+    return f"{os.environ.get('PATH', os.defpath)}:{_SBIN}"
+
+
+def missing_programs() -> list[str]:
+    """What of the lab is not installed here."""
+    return [name for name in PROGRAMS if shutil.which(name, path=_search_path()) is None]
+
+
+def install() -> None:
+    """Install the packages where that is possible; raises LabError, with the reason, where it is not."""
+    if not missing_programs():
+        return
+    if os.geteuid() != 0 or shutil.which("apt-get") is None:
+        missing = ", ".join(missing_programs())
+        raise LabError(f"no Slurm lab: {missing} missing, and only root with apt-get can install it")
+    environ = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
+    steps = (["apt-get", "update", "-q"], ["apt-get", "install", "-q", "-y", "--no-install-recommends", *PACKAGES])
+    for step in steps:
+        done = subprocess.run(step, env=environ, capture_output=True, text=True, timeout=600, check=False)
+        if done.returncode != 0:
+            raise LabError(f"no Slurm lab: {' '.join(step)} failed: {done.stderr.strip()[-300:]}")
+    if missing_programs():
+        raise LabError(f"no Slurm lab: still missing after the installation: {', '.join(missing_programs())}")
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports outside the range from which the kernel picks those of clients, free just now."""
+    found: list[int] = []
+    while len(found) < count:
+        candidate = 10000 + secrets.randbelow(20000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", candidate))
+            if candidate not in found:
+                found.append(candidate)
+    return found
+
+
+class SlurmLab:
+    """munge, MariaDB, slurmdbd, slurmctld and one slurmd for each node; nothing outside `folder` is touched."""
+
+    def __init__(self, folder: Path, nodes: int = 4, cpus: int = 8) -> None:
+        if os.geteuid() != 0:
+            raise LabError("no Slurm lab: its slurmd must run as root")
+        self.folder, self.cpus = folder.resolve(), cpus
+        self.nodes = [f"n{index}" for index in range(1, nodes + 1)]
+        self.conf = self.folder / "slurm.conf"
+        self.pids: dict[str, int] = {}
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._guard: subprocess.Popen[bytes] | None = None
+
+    # -- up and down
+
+    def start(self) -> "SlurmLab":
+        """Bring everything up; what was started is stopped again when something fails."""
+        self._prepare()
+        self._start_guard()
+        try:
+            self.start_munge()
+            self.start_accounting()
+            self._register()
+            self.start_controller()
+            for node in self.nodes:
+                self._start_slurmd(node)
+            self._wait(self._nodes_idle, "the nodes to be idle", 30)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def stop(self) -> None:
+        """End what was started, jobs and their processes included."""
+        end_lab(self.folder)
+        for child in [*self._children.values(), *([self._guard] if self._guard else [])]:
+            if child is self._guard:
+                child.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(timeout=10)
+        self._children, self._guard, self.pids = {}, None, {}
+
+    def _prepare(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name in ("munge", "state", "spool", "log", "db"):
+            (self.folder / name).mkdir(exist_ok=True)
+        for node in self.nodes:
+            (self.folder / "spool" / node).mkdir(exist_ok=True)
+        self.folder.chmod(0o755)
+        self._ports = Ports(*_free_ports(3), nodes=tuple(_free_ports(len(self.nodes))))
+        password = secrets.token_hex(16)
+        self._password = password
+        self.conf.write_text(slurm_conf(self.folder, self.nodes, self._ports, self.cpus))
+        dbd = self.folder / "slurmdbd.conf"
+        dbd.touch(mode=0o600)
+        dbd.write_text(slurmdbd_conf(self.folder, self._ports, password))
+        key = self.folder / "munge" / "key"
+        if not key.exists():
+            key.touch(mode=0o600)
+            key.write_bytes(secrets.token_bytes(128))
+
+    # -- single daemons
+
+    def start_munge(self) -> None:
+        munge = self.folder / "munge"
+        self._spawn(
+            "munged", "munged", "--foreground", "--force", f"--socket={munge / 'socket'}", f"--key-file={munge / 'key'}",
+            f"--pid-file={munge / 'pid'}", f"--log-file={munge / 'log'}", f"--seed-file={munge / 'seed'}",
+        )  # fmt: skip
+        self._wait(lambda: self.ask("munge", "-n", "--socket", str(munge / "socket")).returncode == 0, "munged")
+
+    def start_accounting(self) -> None:
+        """MariaDB and slurmdbd."""
+        data = self.folder / "db" / "data"
+        if not data.exists():
+            made = self.ask(
+                "mariadb-install-db", "--no-defaults", f"--datadir={data}", "--user=root",
+                "--auth-root-authentication-method=normal", "--skip-test-db",
+            )  # fmt: skip
+            if made.returncode != 0:
+                raise LabError(f"mariadb-install-db failed: {made.stderr[-300:]}")
+        grant = self.folder / "db" / "init.sql"
+        grant.touch(mode=0o600)
+        grant.write_text(
+            "CREATE DATABASE IF NOT EXISTS slurm_acct_db;\n"
+            f"CREATE OR REPLACE USER slurm@127.0.0.1 IDENTIFIED BY '{self._password}';\n"
+            "GRANT ALL ON slurm_acct_db.* TO slurm@127.0.0.1;\n"
+        )
+        self._spawn(
+            "mariadbd", "mariadbd", "--no-defaults", "--user=root", f"--datadir={data}", "--bind-address=127.0.0.1",
+            f"--port={self._ports.database}", f"--socket={self.folder / 'db' / 'socket'}", f"--init-file={grant}",
+            f"--pid-file={self.folder / 'db' / 'pid'}", "--innodb-flush-log-at-trx-commit=0", "--skip-name-resolve",
+            "--innodb-buffer-pool-size=64M",
+        )  # fmt: skip
+        self._wait(lambda: _answers(self._ports.database), "mariadbd", 30)
+        self._spawn("slurmdbd", "slurmdbd", "-D")
+        self._wait(lambda: _answers(self._ports.accounting), "slurmdbd", 30)
+
+    def stop_accounting(self) -> None:
+        """slurmdbd and its database are gone, at once."""
+        for name in ("slurmdbd", "mariadbd"):
+            self._kill(name)
+
+    def start_controller(self) -> None:
+        self._spawn("slurmctld", "slurmctld", "-D")
+        self._wait(lambda: self.ask("scontrol", "ping").stdout.count("UP") > 0, "slurmctld", 30)
+
+    def kill_controller(self) -> None:
+        self._kill("slurmctld")
+
+    def pause_controller(self) -> None:
+        """slurmctld hears nothing and answers nothing until `resume_controller`."""
+        os.kill(self.pids["slurmctld"], signal.SIGSTOP)
+
+    def resume_controller(self) -> None:
+        os.kill(self.pids["slurmctld"], signal.SIGCONT)
+
+    def _start_slurmd(self, node: str) -> None:
+        self._spawn(f"slurmd-{node}", "slurmd", "-D", "-N", node)
+
+    def kill_node(self, node: str, *, ranks_too: bool = True) -> None:
+        """The node is gone: its slurmd and slurmstepds, and what they started unless `ranks_too` is false."""
+        work = processes.job_processes(self.conf, node) if ranks_too else []
+        self._kill(f"slurmd-{node}")
+        processes.send(processes.using(self.folder / "spool" / node), signal.SIGKILL)
+        processes.send(work, signal.SIGKILL)
+
+    def start_node(self, node: str) -> None:
+        """Start the node's slurmd again and take the node back into service."""
+        self._start_slurmd(node)
+
+        def idle() -> bool:
+            self.ask("scontrol", "update", f"nodename={node}", "state=resume")
+            return self.node_state(node) == "idle"
+
+        self._wait(idle, f"{node} to be idle", 30)
+
+    # -- questions
+
+    def environment(self) -> dict[str, str]:
+        """What a user's shell on this cluster has more than another."""
+        return {"SLURM_CONF": str(self.conf), "PATH": _search_path()}
+
+    def ask(self, *command: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+        """Run one Slurm command as a user would."""
+        environ = {**os.environ, **self.environment()}
+        return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout, check=False)
+
+    def node_state(self, node: str) -> str:
+        return self.ask("sinfo", "-h", "-N", "-n", node, "-p", "low", "-o", "%t").stdout.strip()
+
+    def nodes_of(self, job: str) -> list[str]:
+        """Names of the nodes a job has."""
+        listed = self.ask("squeue", "-h", "-t", "all", "-j", job, "-o", "%N").stdout.strip()
+        return self.ask("scontrol", "show", "hostnames", listed).stdout.split() if listed else []
+
+    # -- inside
+
+    def _register(self) -> None:
+        def known() -> bool:
+            done = self.ask("sacctmgr", "-i", "add", "cluster", "lab")
+            return done.returncode == 0 or "already exists" in done.stdout + done.stderr
+
+        self._wait(known, "slurmdbd to know the cluster", 30)
+
+    def _nodes_idle(self) -> bool:
+        states = self.ask("sinfo", "-h", "-N", "-p", "low", "-o", "%t").stdout.split()
+        return states == ["idle"] * len(self.nodes)
+
+    def _spawn(self, name: str, *command: str) -> None:
+        with (self.folder / "log" / f"{name}.out").open("ab") as log:
+            child = subprocess.Popen(
+                command, env={**os.environ, **self.environment()}, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                cwd=self.folder, start_new_session=True,
+            )  # fmt: skip
+        self._children[name], self.pids[name] = child, child.pid
+
+    def _kill(self, name: str) -> None:
+        child = self._children.pop(name, None)
+        self.pids.pop(name, None)
+        if child is not None:
+            child.kill()
+            child.wait(timeout=20)
+
+    def _wait(self, ready: Callable[[], bool], what: str, timeout: float = 15) -> None:
+        deadline = time.monotonic() + timeout
+        while not ready():
+            dead = [name for name, child in self._children.items() if child.poll() is not None]
+            if dead or time.monotonic() > deadline:
+                why = f"{', '.join(dead)} ended" if dead else f"not within {timeout:.0f} s"
+                raise LabError(f"waiting for {what}: {why}; see {self.folder / 'log'}")
+            time.sleep(0.05)
+
+    def _start_guard(self) -> None:
+        """A process of its own that ends the lab when this one dies without doing so, even by SIGKILL."""
+        self._guard = subprocess.Popen(
+            [sys.executable, "-m", "tests.slurm.lab", "guard", str(self.folder), str(os.getpid())],
+            cwd=Path(__file__).parents[2], stdin=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def end_lab(folder: Path) -> None:
+    """End every process that lives in the lab's folder: daemons, steps, jobs; needs no record of them."""
+    folder = folder.resolve()
+    for _ in range(20):
+        found = set(processes.using(folder)) | set(processes.job_processes(folder / "slurm.conf"))
+        found = {pid for pid in found if _is_labs(pid)}
+        if not found:
+            return
+        processes.send(found, signal.SIGKILL)
+        processes.wait_gone(found, 2)
+
+
+def _is_labs(pid: int) -> bool:
+    """A shell or an editor may look into the folder: only Slurm's parts and its jobs are ended."""
+    with contextlib.suppress(OSError):
+        name = os.path.basename(os.readlink(f"/proc/{pid}/exe")).removesuffix("-wlm")  # Debian's alternatives
+        daemons = ("munged", "mariadbd", "slurmdbd", "slurmctld", "slurmd", "slurmstepd", "sbatch", "srun", "scancel")
+        return name in daemons or "SLURMD_NODENAME" in processes.environment_of(pid)
+    return False
+
+
+def _guard(folder: Path, owner: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    while os.getppid() == owner:
+        time.sleep(0.5)
+    end_lab(folder)
+
+
+def main(arguments: list[str]) -> int:
+    """`start FOLDER` and `stop FOLDER`, for trying things by hand."""
+    parser = argparse.ArgumentParser(prog="python -m tests.slurm.lab", description=__doc__)
+    parser.add_argument("verb", choices=("start", "stop", "guard"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("owner", type=int, nargs="?", default=0)
+    chosen = parser.parse_args(arguments)
+    if chosen.verb == "guard":
+        _guard(chosen.folder, chosen.owner)
+    elif chosen.verb == "stop":
+        end_lab(chosen.folder)
+    else:
+        install()
+        lab = SlurmLab(chosen.folder).start()
+        sys.stdout.write("".join(f"export {key}={json.dumps(value)}\n" for key, value in lab.environment().items()))
+        sys.stdout.write("# the lab ends with this process: Ctrl-C\n")
+        sys.stdout.flush()
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.pause()
+        lab.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,84 @@
+"""Finding and ending the lab's own processes: by the folder they work in, never by name."""
+
+import os
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import psutil
+
+
+def alive(pids: Iterable[int]) -> list[int]:
+    """Those that still run; zombies do not."""
+    found = []
+    for pid in pids:
+        try:
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(pid)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """What the process was started with; empty when it is gone or not ours."""
+    try:
+        block = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return {}
+    pairs = (item.partition(b"=") for item in block.split(b"\0") if item)
+    return {key.decode(errors="replace"): value.decode(errors="replace") for key, _, value in pairs}
+
+
+def using(folder: Path) -> Iterator[int]:
+    """Processes with a file of `folder` open, or that work in it (a slurmstepd has its node's spool folder open)."""
+    prefix = f"{folder.resolve()}/"
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid() and _touches(entry, prefix):
+            yield int(entry.name)
+
+
+def _touches(process: Path, prefix: str) -> bool:
+    links = [process / "cwd"]
+    try:
+        links += list((process / "fd").iterdir())
+    except OSError:
+        return False
+    for link in links:
+        try:
+            if f"{os.readlink(link)}/".startswith(prefix):
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def job_processes(conf: Path, node: str | None = None) -> list[int]:
+    """Everything that jobs of the cluster with this slurm.conf have started (on one node)."""
+    found = []
+    for pid in psutil.pids():
+        environ = environment_of(pid)
+        if environ.get("SLURM_CONF") != str(conf) or "SLURMD_NODENAME" not in environ or "SLURM_JOB_ID" not in environ:
+            continue
+        if pid != os.getpid() and node in (None, environ["SLURMD_NODENAME"]):
+            found.append(pid)
+    return found
+
+
+def send(pids: Iterable[int], signal: int) -> None:
+    """Signal those that are still there."""
+    for pid in pids:
+        try:
+            os.kill(pid, signal)
+        except ProcessLookupError:
+            continue
+
+
+def wait_gone(pids: Iterable[int], timeout: float) -> list[int]:
+    """Wait until none of them runs; returns those that are left."""
+    deadline = time.monotonic() + timeout
+    left = alive(pids)
+    while left and time.monotonic() < deadline:
+        time.sleep(0.02)
+        left = alive(left)
+    return left

@@ -1,0 +1,51 @@
+"""A copy of the registry that is whole, taken while others write."""
+
+import os
+import secrets
+import sqlite3
+from pathlib import Path
+
+from checkpointing.durable import fsync_dir
+from orchestrator.errors import RegistryError
+from orchestrator.registry import faults
+
+
+def backup(path: Path, to: Path) -> Path:
+    """Copy the registry to the file `to` and check the copy; raises RegistryError and leaves `to` as it was."""
+    if not path.exists():
+        raise RegistryError("there is no registry to back up", where=str(path), hint="orch submit makes one")
+    if to.exists() and to.samefile(path):
+        raise RegistryError("a registry cannot be its own backup", where=str(to), hint="name another file")
+    temporary = to.with_name(f".{to.name}.{secrets.token_hex(6)}.tmp")
+    try:
+        os.close(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+        _copy(path, temporary)
+        descriptor = os.open(temporary, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+        os.replace(temporary, to)
+        fsync_dir(to.parent)
+    except OSError as error:
+        raise RegistryError(f"the backup cannot be written: {error.strerror}", where=str(to)) from error
+    except sqlite3.Error as error:
+        raise faults.explain(error, path) from error
+    finally:
+        for left in (temporary, temporary.with_name(temporary.name + "-journal")):
+            left.unlink(missing_ok=True)
+    return to
+
+
+def _copy(path: Path, to: Path) -> None:
+    source = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=30)
+    target = sqlite3.connect(to)
+    try:
+        source.backup(target)
+        # The copy stands alone: a write-ahead log beside it would be forgotten by whoever moves the file.
+        target.execute("PRAGMA journal_mode = DELETE")
+        verdict = target.execute("PRAGMA integrity_check").fetchone()[0]
+        if verdict != "ok":
+            hint = "orch db rebuild makes a new one from the run directories"
+            raise RegistryError(f"the copy is damaged: {verdict}", where=str(path), hint=hint)
+    finally:
+        target.close()
+        source.close()

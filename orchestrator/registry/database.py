@@ -1,0 +1,120 @@
+"""The registry's file: one connection setting, one way to run a transaction, one place for its errors."""
+
+import functools
+import random
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import sqlalchemy
+from sqlalchemy import Connection
+from sqlalchemy.exc import DBAPIError, IntegrityError
+
+from orchestrator.registry.faults import explain, is_busy
+
+P = ParamSpec("P")
+T = TypeVar("T")
+S = TypeVar("S", bound="Verbs")
+
+_BUSY_SECONDS = 5.0
+"""SQLite's own waiting for a lock, within one statement."""
+_WRITES = "orch_writes"
+
+
+class Database:
+    """Runs transactions: reads see one snapshot, writes take the lock at once, and a busy one is tried again."""
+
+    def __init__(self, path: Path, *, readonly: bool = False, patience: float = 30.0) -> None:
+        self.path, self.readonly, self._patience = path, readonly, patience
+        self._engine = _engine(path, readonly)
+        self._active = threading.local()
+
+    def read(self, work: Callable[[Connection], T]) -> T:
+        """Run `work` on one snapshot."""
+        return self._run(work, writes=False)
+
+    def write(self, work: Callable[[Connection], T]) -> T:
+        """Run `work` in one BEGIN IMMEDIATE transaction; all of it is tried again when the registry is busy."""
+        return self._run(work, writes=True)
+
+    def _run(self, work: Callable[[Connection], T], *, writes: bool) -> T:
+        outer: Connection | None = getattr(self._active, "connection", None)
+        if outer is not None:
+            return work(outer)
+        give_up = time.monotonic() + self._patience
+        while True:
+            try:
+                return self._once(work, writes=writes)
+            except IntegrityError:
+                raise
+            except DBAPIError as error:
+                if not is_busy(error.orig) or time.monotonic() > give_up:
+                    raise explain(error.orig, self.path) from error
+                time.sleep(random.uniform(0.01, 0.1))
+
+    def _once(self, work: Callable[[Connection], T], *, writes: bool) -> T:
+        with self._engine.connect().execution_options(**{_WRITES: writes}) as connection, connection.begin():
+            if writes:
+                self._active.connection = connection
+            try:
+                return work(connection)
+            finally:
+                self._active.connection = None
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+
+class Verbs:
+    """What every group of the store's verbs stands on."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+
+
+def reads(verb: Callable[Concatenate[S, Connection, P], T]) -> Callable[Concatenate[S, P], T]:
+    """Run the verb on one snapshot of the registry."""
+
+    @functools.wraps(verb)
+    def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.database.read(lambda connection: verb(self, connection, *args, **kwargs))
+
+    return call
+
+
+def writes(verb: Callable[Concatenate[S, Connection, P], T]) -> Callable[Concatenate[S, P], T]:
+    """Run the verb in one write transaction, or within the one that `together` has opened."""
+
+    @functools.wraps(verb)
+    def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.database.write(lambda connection: verb(self, connection, *args, **kwargs))
+
+    return call
+
+
+def connect(path: Path, *, readonly: bool = False, busy_seconds: float = _BUSY_SECONDS) -> sqlite3.Connection:
+    """A connection whose transactions are begun explicitly, every acknowledged one durable."""
+    uri = f"{path.absolute().as_uri()}?mode={'ro' if readonly else 'rw'}"
+    connection = sqlite3.connect(
+        uri, uri=True, timeout=busy_seconds, isolation_level=None, check_same_thread=False, cached_statements=256
+    )
+    connection.execute("PRAGMA foreign_keys = ON")
+    connection.execute("PRAGMA synchronous = FULL")
+    return connection
+
+
+def _engine(path: Path, readonly: bool) -> sqlalchemy.Engine:
+    engine = sqlalchemy.create_engine(
+        "sqlite://", creator=lambda: connect(path, readonly=readonly), poolclass=sqlalchemy.QueuePool, pool_size=2
+    )
+    # A deferred BEGIN that turns into a write fails at once when another writer was faster, whatever the timeout.
+    sqlalchemy.event.listen(engine, "begin", _begin)
+    return engine
+
+
+def _begin(connection: Connection) -> None:
+    options: dict[str, Any] = dict(connection.get_execution_options())
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if options.get(_WRITES) else "BEGIN")

@@ -1,0 +1,187 @@
+"""What the controller writes: every verb checks its epoch in the same transaction, and raises Fenced."""
+
+from enum import StrEnum
+from typing import Any
+
+from sqlalchemy import Connection, func, select, update
+from sqlalchemy.dialects.sqlite import insert as insert_or
+
+from orchestrator.registry.asking import put_intent
+from orchestrator.registry.database import Verbs, writes
+from orchestrator.registry.leasing import fence
+from orchestrator.registry.records import Attempt, Checkpoint, Generation
+from orchestrator.registry.rows import (
+    alter_attempt,
+    alter_checkpoint,
+    alter_run,
+    changed,
+    note_transition,
+    the_attempt,
+    the_checkpoint,
+    the_run,
+)
+from orchestrator.registry.schema import (
+    AskRow,
+    AttemptRow,
+    CheckpointRow,
+    CursorRow,
+    GenerationRow,
+    NodeRow,
+    RunRow,
+)
+from orchestrator.states import AttemptState, RunState, Trust, may_move
+
+
+class Deciding(Verbs):
+    """Writes of the lease's holder; a repeated one changes nothing."""
+
+    @writes
+    def move_run(
+        self, connection: Connection, /, run: str, to: RunState, reason: str, *, epoch: int, now: float, **changes: Any
+    ) -> None:
+        """Change a run's state and write down why; in that state already, only `changes` are applied."""
+        fence(connection, epoch)
+        before = the_run(connection, run).state
+        values = changed(RunRow, changes)
+        if _moves(before, to, f"run {run}"):
+            values = {"reason": reason, **values, "state": to}
+            note_transition(connection, run, "run", run, before, to, reason, now)
+        if values:
+            alter_run(connection, run, **{"updated_at": now, **values})
+
+    @writes
+    def move_attempt(
+        self,
+        connection: Connection,
+        /,
+        run: str,
+        number: int,
+        to: AttemptState,
+        reason: str,
+        *,
+        epoch: int,
+        now: float,
+        **changes: Any,
+    ) -> None:
+        """Change an attempt's state and write down why; in that state already, only `changes` are applied."""
+        fence(connection, epoch)
+        before = the_attempt(connection, run, number).state
+        values = changed(AttemptRow, changes)
+        if _moves(before, to, f"attempt {run}/{number}"):
+            values = {"reason": reason, **values, "state": to}
+            note_transition(connection, run, "attempt", str(number), before, to, reason, now)
+        if values:
+            alter_attempt(connection, run, number, **values)
+
+    @writes
+    def note_run(self, connection: Connection, /, run: str, *, epoch: int, now: float, **changes: Any) -> None:
+        """Change facts about a run, not its state."""
+        fence(connection, epoch)
+        the_run(connection, run)
+        alter_run(connection, run, **{"updated_at": now, **changed(RunRow, changes)})
+
+    @writes
+    def note_attempt(self, connection: Connection, /, run: str, number: int, *, epoch: int, **changes: Any) -> None:
+        """Change facts about an attempt, not its state."""
+        fence(connection, epoch)
+        the_attempt(connection, run, number)
+        if changes:
+            alter_attempt(connection, run, number, **changed(AttemptRow, changes))
+
+    @writes
+    def add_attempt(
+        self, connection: Connection, run: str, *, nonce: str, excluded: tuple[str, ...], epoch: int, now: float
+    ) -> Attempt:
+        """The intent of the run's next attempt."""
+        fence(connection, epoch)
+        the_run(connection, run)
+        query = select(func.coalesce(func.max(AttemptRow.number), 0)).where(AttemptRow.run == run)
+        number = connection.execute(query).scalar_one() + 1
+        put_intent(connection, run, number, nonce=nonce, excluded=excluded, epoch=epoch, reason="next attempt", now=now)
+        return the_attempt(connection, run, number)
+
+    @writes
+    def put_generation(self, connection: Connection, generation: Generation, *, epoch: int) -> None:
+        """Write a generation, or what is known about it by now; the attempt's count follows."""
+        fence(connection, epoch)
+        values = dict(generation.__dict__)
+        row = insert_or(GenerationRow).values(**values)
+        keys = ("run", "attempt", "number")
+        rest = {key: value for key, value in values.items() if key not in keys}
+        connection.execute(row.on_conflict_do_update(index_elements=keys, set_=rest))
+        wanted = (GenerationRow.run == generation.run) & (GenerationRow.attempt == generation.attempt)
+        count = connection.execute(select(func.count()).select_from(GenerationRow).where(wanted)).scalar_one()
+        alter_attempt(connection, generation.run, generation.attempt, generations=count)
+
+    @writes
+    def put_checkpoint(self, connection: Connection, checkpoint: Checkpoint, *, epoch: int) -> None:
+        """Write a checkpoint; one that is known already stays as it is."""
+        fence(connection, epoch)
+        row = insert_or(CheckpointRow).values(**checkpoint.__dict__).on_conflict_do_nothing()
+        if connection.execute(row).rowcount:
+            reason = checkpoint.reason or f"written by attempt {checkpoint.attempt}"
+            note_transition(
+                connection, checkpoint.run, "checkpoint", checkpoint.name, "", checkpoint.trust, reason,
+                checkpoint.committed_at,
+            )  # fmt: skip
+
+    @writes
+    def trust(
+        self, connection: Connection, run: str, name: str, to: Trust, reason: str, *, epoch: int, now: float
+    ) -> None:
+        """Change how far a checkpoint is trusted, and write down why."""
+        fence(connection, epoch)
+        before = the_checkpoint(connection, run, name).trust
+        if _moves(before, to, f"checkpoint {run}/{name}"):
+            alter_checkpoint(connection, run, name, trust=to, reason=reason)
+            note_transition(connection, run, "checkpoint", name, before, to, reason, now)
+
+    @writes
+    def saw_node(
+        self,
+        connection: Connection,
+        name: str,
+        cluster: str,
+        *,
+        epoch: int,
+        now: float,
+        failure: str | None = None,
+        excluded_until: float | None = None,
+    ) -> None:
+        """Count one more attempt on a node, or, with `failure`, one failure on it; may exclude it for a time."""
+        fence(connection, epoch)
+        key = {"cluster": cluster, "name": name}
+        fresh = {"attempts": 0, "failures": 0, "excluded_until": 0.0, "reason": ""}
+        row = insert_or(NodeRow).values(**key, first_seen=now, last_seen=now, **fresh)
+        connection.execute(row.on_conflict_do_nothing())
+        values: dict[str, Any] = {"last_seen": func.max(NodeRow.last_seen, now)}
+        if failure is not None:
+            values |= {"failures": NodeRow.failures + 1, "reason": failure}
+        elif excluded_until is None:
+            values["attempts"] = NodeRow.attempts + 1
+        if excluded_until is not None:
+            values["excluded_until"] = excluded_until
+        wanted = (NodeRow.cluster == cluster) & (NodeRow.name == name)
+        connection.execute(update(NodeRow).where(wanted).values(**values))
+
+    @writes
+    def set_cursor(self, connection: Connection, run: str, file: str, offset: int, *, epoch: int) -> None:
+        """Remember up to which byte an event file has been read."""
+        fence(connection, epoch)
+        row = insert_or(CursorRow).values(run=run, file=file, offset=offset)
+        keys = ("run", "file")
+        connection.execute(row.on_conflict_do_update(index_elements=keys, set_={"offset": offset}))
+
+    @writes
+    def answer(self, connection: Connection, ask_id: int, answer: str, *, epoch: int, now: float) -> None:
+        """Answer a request; the first answer stays."""
+        fence(connection, epoch)
+        wanted = (AskRow.id == ask_id) & AskRow.answered_at.is_(None)
+        connection.execute(update(AskRow).where(wanted).values(answer=answer, answered_at=now))
+
+
+def _moves(before: StrEnum, after: StrEnum, subject: str) -> bool:
+    if before == after:
+        return False
+    assert may_move(before, after), f"{subject} may not go from {before} to {after}"
+    return True

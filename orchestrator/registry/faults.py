@@ -1,0 +1,67 @@
+"""What SQLite's errors mean to a person, and which of them are worth another try."""
+
+import sqlite3
+from pathlib import Path
+
+from orchestrator.errors import RegistryError
+from orchestrator.registry.versions import HEAD
+
+ELSEWHERE = "ORCH_REGISTRY=/path/on/a/local/disk/registry.db"
+BUSY = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL})
+"""PROTOCOL is what network file systems answer when a lock was lost on the way."""
+
+_MEANINGS = {
+    sqlite3.SQLITE_READONLY: ("cannot be written: file, folder or mount is read-only", f"set {ELSEWHERE}"),
+    sqlite3.SQLITE_CANTOPEN: ("cannot be opened", "check that the folder exists and belongs to you"),
+    sqlite3.SQLITE_PERM: ("cannot be opened: permission denied", "check who owns the file"),
+    sqlite3.SQLITE_FULL: ("cannot grow: the disk is full", "free some space; what was acknowledged is safe"),
+    sqlite3.SQLITE_IOERR: ("cannot be read or written: I/O error", f"check the disk, or set {ELSEWHERE}"),
+    sqlite3.SQLITE_CORRUPT: ("is damaged", "move it away, then: orch db rebuild --root FOLDER-OF-RUNS"),
+    sqlite3.SQLITE_NOTADB: ("is not a registry", f"set {ELSEWHERE}, or move the file away"),
+}
+
+
+def code(error: BaseException | None) -> int:
+    """SQLite's primary result code, 0 when there is none."""
+    return int(getattr(error, "sqlite_errorcode", 0) or 0) & 0xFF
+
+
+def is_busy(error: BaseException | None) -> bool:
+    """Whether the same transaction may well succeed a moment later."""
+    return code(error) in BUSY
+
+
+def explain(error: BaseException | None, path: Path) -> RegistryError:
+    """The RegistryError to show for an error of SQLite."""
+    if is_busy(error):
+        hint = "another orch process is writing; try again (orch controller status shows who)"
+        return RegistryError("the registry is locked by another process", where=str(path), hint=hint)
+    meaning, hint = _MEANINGS.get(code(error), (f"failed: {error}", "orch doctor"))
+    return RegistryError(f"the registry {meaning}", where=str(path), hint=hint)
+
+
+def newer(version: str, path: Path) -> RegistryError:
+    """The refusal of a registry that a newer program has written."""
+    return RegistryError(
+        f"the registry has version {version}, which is newer than this orch knows (up to {HEAD})",
+        where=str(path),
+        hint="upgrade orch (pip install -U orch), or set ORCH_REGISTRY to another file",
+    )
+
+
+def older(version: str, path: Path) -> RegistryError:
+    """The refusal to read a registry that only a writer may bring up to date."""
+    return RegistryError(
+        f"the registry has the older version {version}, this orch reads {HEAD}",
+        where=str(path),
+        hint="orch controller tick upgrades it, after a backup",
+    )
+
+
+def foreign(path: Path) -> RegistryError:
+    """The refusal of a database that is somebody else's."""
+    return RegistryError(
+        "the file is a database, but not a registry of orch",
+        where=str(path),
+        hint="set ORCH_REGISTRY to a file that does not exist yet",
+    )

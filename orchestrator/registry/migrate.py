@@ -1,0 +1,82 @@
+"""Bringing a registry to the newest version; alembic is imported only when there is something to do."""
+
+import random
+import sqlite3
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orchestrator.registry import backup, faults, quick
+from orchestrator.registry.database import connect
+from orchestrator.registry.versions import HEAD, KNOWN
+
+if TYPE_CHECKING:
+    import sqlalchemy
+
+_PATIENCE = 30.0
+
+
+def set_journal(path: Path, mode: str) -> None:
+    """Set the journal mode of the file; it does nothing where the mode is right already."""
+    give_up = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            connection = connect(path)
+            try:
+                connection.execute(f"PRAGMA journal_mode = {mode}").fetchone()
+                return
+            finally:
+                connection.close()
+        except sqlite3.Error as error:
+            # Changing the mode needs the file alone and does not wait for it, whatever the timeout.
+            if not faults.is_busy(error) or time.monotonic() > give_up:
+                raise faults.explain(error, path) from error
+            time.sleep(random.uniform(0.01, 0.1))
+
+
+def upgrade(path: Path) -> None:
+    """Run every missing migration in one transaction, after a backup of what was there; raises RegistryError.
+
+    Two processes may both come here: the second one waits for the lock and then finds nothing to do.
+    """
+    import sqlalchemy  # heavy like alembic, and needed only here
+    from alembic import command
+    from alembic.config import Config
+
+    before = quick.version(path)
+    if before is not None:
+        backup.backup(path, path.with_name(f"{path.name}.{before}.bak"))
+    # Migrations rebuild tables, which needs foreign keys off; this switch does nothing inside a transaction.
+    engine = sqlalchemy.create_engine("sqlite://", creator=lambda: _without_keys(path), poolclass=sqlalchemy.NullPool)
+    sqlalchemy.event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
+    config = Config()
+    folder = str(Path(__file__).parent / "migrations")
+    config.set_main_option("script_location", folder.replace("%", "%%"))
+    try:
+        with engine.begin() as connection:
+            _refuse_strangers(connection, path)
+            config.attributes["connection"] = connection
+            command.upgrade(config, "head")
+            broken = connection.exec_driver_sql("PRAGMA foreign_key_check").first()
+            assert broken is None, f"the migration to {HEAD} broke a reference: {broken}"
+    except sqlalchemy.exc.DBAPIError as error:
+        raise faults.explain(error.orig, path) from error
+    finally:
+        engine.dispose()
+
+
+def _without_keys(path: Path) -> sqlite3.Connection:
+    connection = connect(path, busy_seconds=_PATIENCE)
+    connection.execute("PRAGMA foreign_keys = OFF")
+    return connection
+
+
+def _refuse_strangers(connection: "sqlalchemy.Connection", path: Path) -> None:
+    tables = {row[0] for row in connection.exec_driver_sql("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    if not tables:
+        return
+    if "alembic_version" not in tables or "configs" not in tables:
+        raise faults.foreign(path)
+    version = connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar()
+    if version not in KNOWN:
+        raise faults.newer(str(version), path)

@@ -1,0 +1,174 @@
+"""The first tables."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0001"
+down_revision = None
+
+_IMMUTABLE = """
+CREATE TRIGGER configs_never_{change} BEFORE {change} ON configs
+BEGIN SELECT RAISE(ABORT, 'a config is never {past}: runs point at it'); END
+"""
+# REPLACE deletes without firing delete triggers, so that a second row of the same digest must be refused too.
+_NOT_REPLACED = """
+CREATE TRIGGER configs_never_replaced BEFORE INSERT ON configs
+WHEN EXISTS (SELECT 1 FROM configs WHERE digest = NEW.digest AND data IS NOT NEW.data)
+BEGIN SELECT RAISE(ABORT, 'a config is never changed: runs point at it'); END
+"""
+
+
+def _text(name: str, *, null: bool = False) -> "sa.Column[str]":
+    return sa.Column(name, sa.Text(), nullable=null)
+
+
+def _whole(name: str, *, null: bool = False) -> "sa.Column[int]":
+    return sa.Column(name, sa.Integer(), nullable=null)
+
+
+def _real(name: str, *, null: bool = False) -> "sa.Column[float]":
+    return sa.Column(name, sa.Float(), nullable=null)
+
+
+def upgrade() -> None:
+    _configs()
+    _runs()
+    _attempts()
+    _generations()
+    _checkpoints()
+    _transitions()
+    _controller()
+
+
+def downgrade() -> None:
+    raise NotImplementedError("restore the backup that the upgrade has made")
+
+
+def _configs() -> None:
+    op.create_table("configs", _text("digest"), _text("data"), sa.PrimaryKeyConstraint("digest"))
+    for change, past in (("UPDATE", "changed"), ("DELETE", "deleted")):
+        op.execute(_IMMUTABLE.format(change=change, past=past))
+    op.execute(_NOT_REPLACED)
+
+
+def _runs() -> None:
+    op.create_table(
+        "runs",
+        _whole("id"),
+        *(_text(name) for name in ("name", "state", "reason", "cluster", "run_dir", "config_digest")),
+        *(_whole(name) for name in ("total_steps", "step")),
+        _real("loss", null=True),
+        _real("not_before"),
+        _whole("fresh_from"),
+        _real("created_at"),
+        _real("updated_at"),
+        _text("identity"),
+        sa.PrimaryKeyConstraint("id"),
+        sa.UniqueConstraint("name"),
+        sa.ForeignKeyConstraint(["config_digest"], ["configs.digest"], name="fk_runs_config_digest"),
+    )
+    op.create_index("ix_runs_state", "runs", ["state", "id"])
+
+
+def _attempts() -> None:
+    op.create_table(
+        "attempts",
+        _text("run"),
+        _whole("number"),
+        *(_text(name) for name in ("state", "nonce", "job_name", "reason")),
+        _whole("epoch"),
+        *(_text(name, null=True) for name in ("job_id", "submit_time", "job_state")),
+        *(_text(name) for name in ("nodes", "excluded")),
+        _real("intent_at"),
+        *(_real(name, null=True) for name in ("submitted_at", "started_at", "ended_at")),
+        *(_whole(name, null=True) for name in ("resumed_from", "first_step", "last_step", "saved_step")),
+        _whole("generations"),
+        *(_text(name, null=True) for name in ("failure", "decision")),
+        sa.PrimaryKeyConstraint("run", "number"),
+        sa.UniqueConstraint("job_name"),
+        sa.ForeignKeyConstraint(["run"], ["runs.name"], name="fk_attempts_run"),
+    )
+
+
+def _generations() -> None:
+    op.create_table(
+        "generations",
+        _text("run"),
+        _whole("attempt"),
+        _whole("number"),
+        _real("started_at"),
+        _real("ended_at", null=True),
+        *(_whole(name, null=True) for name in ("resumed_from", "last_step")),
+        _text("reason"),
+        _text("failure", null=True),
+        sa.PrimaryKeyConstraint("run", "attempt", "number"),
+        sa.ForeignKeyConstraint(["run", "attempt"], ["attempts.run", "attempts.number"], name="fk_generations_attempt"),
+    )
+
+
+def _checkpoints() -> None:
+    op.create_table(
+        "checkpoints",
+        _text("run"),
+        _text("name"),
+        *(_whole(name) for name in ("step", "attempt")),
+        _text("trust"),
+        _whole("bytes"),
+        _text("path"),
+        _real("committed_at"),
+        _text("reason"),
+        sa.PrimaryKeyConstraint("run", "name"),
+        sa.ForeignKeyConstraint(["run"], ["runs.name"], name="fk_checkpoints_run"),
+    )
+    op.create_index("ix_checkpoints_step", "checkpoints", ["run", "step"])
+
+
+def _transitions() -> None:
+    op.create_table(
+        "transitions",
+        _whole("id"),
+        *(_text(name) for name in ("run", "kind", "subject", "before", "after", "reason")),
+        _real("time"),
+        sa.PrimaryKeyConstraint("id"),
+        sa.ForeignKeyConstraint(["run"], ["runs.name"], name="fk_transitions_run"),
+    )
+    op.create_index("ix_transitions_run", "transitions", ["run", "id"])
+
+
+def _controller() -> None:
+    """Nodes, the lease, requests, and how far event files were read."""
+    op.create_table(
+        "nodes",
+        *(_text(name) for name in ("cluster", "name")),
+        *(_real(name) for name in ("first_seen", "last_seen")),
+        *(_whole(name) for name in ("attempts", "failures")),
+        _real("excluded_until"),
+        _text("reason"),
+        sa.PrimaryKeyConstraint("cluster", "name"),
+    )
+    op.create_table(
+        "lease",
+        *(_whole(name) for name in ("id", "epoch")),
+        _text("holder"),
+        *(_real(name) for name in ("renewed_at", "expires_at", "ticked_at")),
+        sa.PrimaryKeyConstraint("id"),
+    )
+    op.create_table(
+        "asks",
+        _whole("id"),
+        *(_text(name) for name in ("run", "verb", "args")),
+        _real("asked_at"),
+        _real("answered_at", null=True),
+        _text("answer"),
+        sa.PrimaryKeyConstraint("id"),
+        sa.ForeignKeyConstraint(["run"], ["runs.name"], name="fk_asks_run"),
+    )
+    op.create_index("ix_asks_answered_at", "asks", ["answered_at"])
+    op.create_table(
+        "cursors",
+        *(_text(name) for name in ("run", "file")),
+        _whole("offset"),
+        sa.PrimaryKeyConstraint("run", "file"),
+        sa.ForeignKeyConstraint(["run"], ["runs.name"], name="fk_cursors_run"),
+    )
+    op.create_table("meta", *(_text(name) for name in ("key", "value")), sa.PrimaryKeyConstraint("key"))

@@ -1,0 +1,133 @@
+"""What the store answers."""
+
+import difflib
+import hashlib
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from sqlalchemy import Connection, false, func, select
+
+from orchestrator.errors import NotFound, RegistryError
+from orchestrator.registry.database import Verbs, reads
+from orchestrator.registry.records import Ask, Attempt, Checkpoint, Generation, Lease, Node, Run, Transition
+from orchestrator.registry.rows import generation_rows, record, the_attempt, the_run
+from orchestrator.registry.schema import (
+    AskRow,
+    AttemptRow,
+    CheckpointRow,
+    ConfigRow,
+    CursorRow,
+    LeaseRow,
+    NodeRow,
+    RunRow,
+    TransitionRow,
+)
+from orchestrator.states import RunState
+
+
+class Reading(Verbs):
+    """Every read of the registry is one of these verbs."""
+
+    @reads
+    def run(self, connection: Connection, name: str) -> Run:
+        """The run of this name, of this unique beginning of a name, or the newest one (`@last`); raises NotFound."""
+        return the_run(connection, _resolved(connection, name))
+
+    @reads
+    def runs(
+        self, connection: Connection, states: Iterable[RunState] | None = None, limit: int | None = None
+    ) -> list[Run]:
+        """Runs, newest first."""
+        query = select(RunRow.__table__).order_by(RunRow.id.desc())
+        if states is not None:
+            query = query.where(RunRow.state.in_(sorted(states)))
+        rows = connection.execute(query.limit(limit) if limit is not None else query).mappings()
+        return [record(Run, row) for row in rows]
+
+    @reads
+    def attempts(self, connection: Connection, run: str) -> list[Attempt]:
+        """Attempts of a run, oldest first."""
+        query = select(AttemptRow.__table__).where(AttemptRow.run == run).order_by(AttemptRow.number)
+        return [record(Attempt, row) for row in connection.execute(query).mappings()]
+
+    @reads
+    def attempt(self, connection: Connection, run: str, number: int) -> Attempt:
+        """One attempt of a run; raises NotFound."""
+        return the_attempt(connection, run, number)
+
+    @reads
+    def generations(self, connection: Connection, run: str, attempt: int | None = None) -> list[Generation]:
+        """Generations of a run, or of one attempt of it, oldest first."""
+        return generation_rows(connection, run, attempt)
+
+    @reads
+    def checkpoints(self, connection: Connection, run: str) -> list[Checkpoint]:
+        """Checkpoints of a run, newest first, deleted ones included."""
+        order = (CheckpointRow.step.desc(), CheckpointRow.committed_at.desc(), CheckpointRow.name.desc())
+        query = select(CheckpointRow.__table__).where(CheckpointRow.run == run).order_by(*order)
+        return [record(Checkpoint, row) for row in connection.execute(query).mappings()]
+
+    @reads
+    def transitions(self, connection: Connection, run: str) -> list[Transition]:
+        """Every change of state of a run, its attempts and its checkpoints, in the order they were recorded."""
+        query = select(TransitionRow.__table__).where(TransitionRow.run == run).order_by(TransitionRow.id)
+        return [record(Transition, row) for row in connection.execute(query).mappings()]
+
+    @reads
+    def nodes(self, connection: Connection) -> list[Node]:
+        """Every node seen, by cluster and name."""
+        query = select(NodeRow.__table__).order_by(NodeRow.cluster, NodeRow.name)
+        return [record(Node, row) for row in connection.execute(query).mappings()]
+
+    @reads
+    def config(self, connection: Connection, digest: str) -> dict[str, Any]:
+        """The resolved config with this digest; raises NotFound, or RegistryError when its bytes were damaged."""
+        text = connection.execute(select(ConfigRow.data).where(ConfigRow.digest == digest)).scalar()
+        if text is None:
+            raise NotFound(f"no config {digest}", hint="orch show RUN tells a run's digest")
+        if hashlib.sha256(text.encode()).hexdigest() != digest:
+            raise RegistryError(f"config {digest} is damaged: its bytes do not match", where=str(self.database.path))
+        data: dict[str, Any] = json.loads(text)
+        return data
+
+    @reads
+    def lease(self, connection: Connection) -> Lease | None:
+        """The lease, expired or dropped (no holder) ones included; None before the first controller."""
+        row = connection.execute(select(LeaseRow.__table__)).mappings().first()
+        return record(Lease, row) if row else None
+
+    @reads
+    def asks(self, connection: Connection, pending: bool = True) -> list[Ask]:
+        """Requests of people, oldest first; with `pending` only those without an answer."""
+        query = select(AskRow.__table__).order_by(AskRow.id)
+        if pending:
+            query = query.where(AskRow.answered_at.is_(None))
+        return [record(Ask, row) for row in connection.execute(query).mappings()]
+
+    @reads
+    def cursor(self, connection: Connection, run: str, file: str) -> int:
+        """The byte from which an event file of the run is still to be read."""
+        wanted = (CursorRow.run == run) & (CursorRow.file == file)
+        return connection.execute(select(CursorRow.offset).where(wanted)).scalar() or 0
+
+
+def _resolved(connection: Connection, name: str) -> str:
+    if name == "@last":
+        newest = connection.execute(select(RunRow.name).order_by(RunRow.id.desc()).limit(1)).scalar()
+        if newest is None:
+            raise NotFound("there is no run yet", hint="orch submit tiny-gpt starts one")
+        return newest
+    if connection.execute(select(RunRow.id).where(RunRow.name == name)).scalar() is not None:
+        return name
+    starts = func.substr(RunRow.name, 1, len(name)) == name if name else false()
+    matches = list(connection.execute(select(RunRow.name).where(starts).order_by(RunRow.id.desc()).limit(6)).scalars())
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        shown = ", ".join(matches[:5]) + (", ..." if len(matches) > 5 else "")
+        raise NotFound(f"several runs begin with {name}: {shown}", hint="type more of the name")
+    recent = list(connection.execute(select(RunRow.name).order_by(RunRow.id.desc()).limit(1000)).scalars())
+    near = difflib.get_close_matches(name, recent, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else "orch status -n 50 lists the newest runs"
+    raise NotFound(f"no run {name}", hint=hint)

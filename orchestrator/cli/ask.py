@@ -1,0 +1,98 @@
+"""`orch cancel` and `orch resume`: a person's requests, written down for the controller to answer."""
+
+import time
+from typing import Any
+
+import click
+
+from orchestrator.cli.options import Verb
+from orchestrator.cli.registry import open_store, wake_controller
+from orchestrator.cli.render import Screen
+from orchestrator.errors import OrchError, Precondition
+from orchestrator.states import RunState, may_move
+
+NO_CONTROLLER = click.option("--no-controller", is_flag=True, help="Act once from here; start no controller.")
+SLOW = 30.0
+"""Seconds for which a command waits for the controller's answer before it says how to look later."""
+
+
+@click.command(cls=Verb)
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True)
+@NO_CONTROLLER
+@click.pass_obj
+def cancel(screen: Screen, runs: tuple[str, ...], no_controller: bool) -> int:
+    """Save a checkpoint, then stop the runs for good (`orch resume` can take them up again)."""
+    return _ask(screen, "cancel", runs, RunState.CANCELLED, no_controller)
+
+
+@click.command(cls=Verb)
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True)
+@NO_CONTROLLER
+@click.pass_obj
+def resume(screen: Screen, runs: tuple[str, ...], no_controller: bool) -> int:
+    """Go on with a run that is held, failed or cancelled, from its newest good checkpoint, with a fresh budget."""
+    return _ask(screen, "resume", runs, RunState.RECOVERING, no_controller)
+
+
+def _ask(screen: Screen, verb: str, names: tuple[str, ...], target: RunState, no_controller: bool) -> int:
+    """Write one request for each run, let the controller act, and say what it answered.
+
+    Several runs: the ones that can be asked are asked, and the exit code tells of the first that could not.
+    """
+    asked: list[dict[str, Any]] = []
+    refused: OrchError | None = None
+    with open_store() as store:
+        for name in names:
+            try:
+                asked.append(_request(store, verb, name, target))
+            except OrchError as error:
+                refused = refused or error
+                if len(names) > 1:
+                    screen.warn(type(error).__name__, error.what)
+        if any(item["ask"] for item in asked):
+            wake_controller(screen, no_controller=no_controller)
+            _await_answers(store, asked, no_controller)
+    if refused is not None and not asked:
+        raise refused
+    _tell(screen, verb, asked)
+    return refused.exit_code if refused else 0
+
+
+def _request(store: Any, verb: str, name: str, target: RunState) -> dict[str, Any]:
+    run = store.run(name)
+    item = {"run": run.name, "state": str(run.state), "ask": None, "answer": ""}
+    if verb == "cancel" and run.state is RunState.CANCELLED:
+        return {**item, "answer": "was cancelled already"}
+    if verb == "resume" and run.state in (RunState.CREATED, RunState.QUEUED, RunState.RUNNING, RunState.RECOVERING):
+        return {**item, "answer": "is going on already"}
+    if not may_move(run.state, target):
+        raise Precondition(
+            f"{run.name} is {run.state}: it cannot be {'cancelled' if verb == 'cancel' else 'resumed'}",
+            where=run.reason,
+            hint=f"`orch show {run.name}` tells what happened",
+        )
+    return {**item, "ask": store.ask(run.name, verb, {}, now=time.time())}
+
+
+def _await_answers(store: Any, asked: list[dict[str, Any]], no_controller: bool) -> None:
+    deadline = time.monotonic() + (0.0 if no_controller else SLOW)
+    while True:
+        answers = {ask.id: ask for ask in store.asks(pending=False)}
+        for item in asked:
+            ask = answers.get(item["ask"])
+            if ask is not None and ask.answered_at is not None:
+                item["answer"] = ask.answer or "done"
+                item["state"] = str(store.run(item["run"]).state)
+        if all(item["answer"] for item in asked) or time.monotonic() >= deadline:
+            return
+        time.sleep(0.2)
+
+
+def _tell(screen: Screen, verb: str, asked: list[dict[str, Any]]) -> None:
+    if screen.json:
+        screen.data(verb, [{key: item[key] for key in ("run", "state", "answer")} for item in asked])
+        return
+    for item in asked:
+        answer = item["answer"] or "asked; the controller has not answered yet"
+        screen.say(f"{item['run']}: {answer} ({item['state']})")
+        screen.note(f"  look:  orch status {item['run']}")

@@ -1,0 +1,136 @@
+"""`orch config`: what a configuration resolves to, whether it holds, and how two of them differ."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from checkpointing.durable import dump_line
+from orchestrator.cli.options import Noun
+from orchestrator.cli.render import Column, Screen
+from orchestrator.errors import ConfigError, NotFound
+
+SOURCE = click.argument("source", metavar="CONFIG")
+DIGITS = 6
+"""Fewest digits by which a stored configuration is found."""
+OVERRIDES = click.argument("overrides", metavar="[KEY=VALUE ...]", nargs=-1)
+
+
+@click.group(cls=Noun)
+def config() -> None:
+    """Configurations: show with origins, validate, compare.
+
+    CONFIG is the name of a preset (`tiny-gpt`) or the path of a YAML file.
+    """
+
+
+@config.command("show")
+@SOURCE
+@OVERRIDES
+@click.option("--origin/--no-origin", default=True, show_default=True, help="Say where each value came from.")
+@click.pass_obj
+def show(screen: Screen, source: str, overrides: tuple[str, ...], origin: bool) -> None:
+    """Print the resolved configuration, every value with its origin."""
+    composed = _compose(source, overrides)
+    if screen.json:
+        screen.data("config.show", {"digest": composed.digest, "config": composed.data, "origins": composed.origins})
+        return
+    print_config(screen, composed.data, composed.origins if origin else {})
+    screen.note(f"digest {composed.digest[:12]}")
+
+
+def print_config(screen: Screen, data: dict[str, Any], origins: dict[str, str]) -> None:
+    """One `key = value  # origin` line for each value."""
+    lines = [(f"{key} = {value}", origins.get(key, "")) for key, value in flatten(data).items()]
+    width = min(60, max(len(line) for line, _ in lines))
+    for line, where in lines:
+        screen.say(f"{line:<{width}}  # {where}" if where else line)
+
+
+@config.command("validate")
+@SOURCE
+@OVERRIDES
+@click.pass_obj
+def validate(screen: Screen, source: str, overrides: tuple[str, ...]) -> None:
+    """Check a configuration: keys, types, ranges, sizes. Exit code 2 and the reason when it does not hold."""
+    composed = _compose(source, overrides)
+    if screen.json:
+        screen.data("config.validate", {"valid": True, "digest": composed.digest})
+    else:
+        screen.say(f"{source}: valid, digest {composed.digest[:12]}")
+
+
+@config.command("diff")
+@click.argument("first")
+@click.argument("second")
+@click.pass_obj
+def diff(screen: Screen, first: str, second: str) -> None:
+    """Keys in which two configurations differ.
+
+    Each is a preset, a YAML file, a run, or the digest of a stored configuration (or its first 6 or more digits).
+    """
+    before, after = flatten(find_config(first)), flatten(find_config(second))
+    rows = [
+        {"key": key, "first": before.get(key), "second": after.get(key)}
+        for key in sorted({*before, *after})
+        if before.get(key) != after.get(key)
+    ]
+    if screen.json:
+        screen.data("config.diff", rows)
+    elif rows:
+        screen.table([Column("KEY", "key"), Column(first, "first"), Column(second, "second")], rows)
+    else:
+        screen.note("no difference")
+
+
+def _compose(source: str, overrides: tuple[str, ...]) -> Any:
+    from orchestrator.compose import compose  # omegaconf: only for the verbs that read configurations
+
+    return compose(source, overrides, environ=os.environ)
+
+
+def flatten(data: Any, prefix: str = "") -> dict[str, str]:
+    """Dotted keys and their values as compact JSON."""
+    if isinstance(data, dict) and data:
+        found: dict[str, str] = {}
+        for key, value in data.items():
+            found |= flatten(value, f"{prefix}.{key}" if prefix else str(key))
+        return found
+    return {prefix: dump_line(data)}
+
+
+def find_config(name: str) -> dict[str, Any]:
+    """The configuration that `name` means: a file, a run or digest in the registry, or a preset."""
+    if name.endswith((".yaml", ".yml")) or Path(name).is_file():
+        return _data(_compose(name, ()))
+    try:
+        return _data(_compose(name, ()))
+    except (ConfigError, NotFound):
+        stored = _stored(name)
+        if stored is None:
+            raise
+        return stored
+
+
+def _data(composed: Any) -> dict[str, Any]:
+    data: dict[str, Any] = composed.data
+    return data
+
+
+def _stored(name: str) -> dict[str, Any] | None:
+    from orchestrator.home import registry_path
+    from orchestrator.registry.store import Store  # sqlalchemy: only where the registry is read in full
+
+    if not registry_path().exists():
+        return None
+    with Store.open(registry_path(), readonly=True) as store:
+        try:
+            digest = store.run(name).config_digest
+        except NotFound:
+            digests = {run.config_digest for run in store.runs()} if len(name) >= DIGITS else set()
+            digest = next((item for item in digests if item.startswith(name)), name)
+        try:
+            return store.config(digest)
+        except NotFound:
+            return None

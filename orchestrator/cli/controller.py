@@ -1,0 +1,116 @@
+"""`orch controller`: the process that keeps runs going, as a daemon, as one pass, or from cron."""
+
+from typing import Any
+
+import click
+
+from orchestrator.cli.options import Noun
+from orchestrator.cli.render import Screen, iso, span
+from orchestrator.home import registry_path
+
+
+@click.group(cls=Noun)
+def controller() -> None:
+    """The process that keeps runs going: run it, look at it, install it."""
+
+
+@controller.command("run")
+@click.option("--idle-exit", type=float, default=None, metavar="SECONDS", help="End after so long without live runs.")
+@click.pass_obj
+def run(screen: Screen, idle_exit: float | None) -> None:
+    """Keep runs going until stopped, in the foreground (`orch submit` starts one by itself)."""
+    from orchestrator.controller import service
+
+    screen.note(f"controller for {registry_path()}; Ctrl-C ends it, the runs go on")
+    service.run_daemon(registry_path(), idle_exit)
+
+
+@controller.command("tick")
+@click.pass_obj
+def tick(screen: Screen) -> None:
+    """One pass over all runs, for cron and scrontab; nothing when another controller holds the lease."""
+    from orchestrator.controller import service
+
+    report = service.tick_once(registry_path())
+    if screen.json:
+        screen.data("controller.tick", {"acted": report is not None, "report": _plain(report)})
+    elif report is None:
+        screen.note("another controller holds the lease and acts")
+    else:
+        screen.say(_line(_plain(report)))
+
+
+@controller.command("status")
+@click.pass_obj
+def status(screen: Screen) -> None:
+    """Whether a controller lives, and when it last looked at the runs."""
+    from orchestrator.controller import service
+
+    found = _plain(service.status(registry_path()))
+    if screen.json:
+        screen.data("controller.status", found)
+    else:
+        screen.say(_line(found))
+
+
+@controller.command("stop")
+@click.pass_obj
+def stop(screen: Screen) -> None:
+    """End the controller; runs go on, but nobody restarts them until one is started again."""
+    from orchestrator.controller import service
+
+    stopped = service.stop(registry_path())
+    if screen.json:
+        screen.data("controller.stop", {"stopped": _plain(stopped)})
+    else:
+        screen.say(
+            "stopped; `orch controller run` or the next `orch submit` starts one" if stopped else "none is running"
+        )
+
+
+@controller.command("install")
+@click.option("--via", type=click.Choice(["cron", "scrontab"]), required=True, help="Which table of timed jobs.")
+@click.option("--every", type=click.IntRange(1, 59), default=1, show_default=True, metavar="MINUTES", help="How often.")
+@click.option("--print", "only_print", is_flag=True, help="Only show the line.")
+@click.option("--remove", is_flag=True, help="Take the line out again.")
+@click.pass_obj
+def install(screen: Screen, via: str, every: int, only_print: bool, remove: bool) -> None:
+    """Let cron (or Slurm's scrontab) run `orch controller tick`, so that runs survive a reboot of the login node."""
+    from orchestrator.cli import timetable
+
+    lines = timetable.lines(via, every)
+    before = [] if only_print else timetable.read(via)
+    after = timetable.without(before) + ([] if remove else lines)
+    changed = not only_print and after != before
+    if screen.json:
+        if changed:
+            timetable.write(via, after)
+        screen.data("controller.install", {"via": via, "lines": lines, "changed": changed})
+        return
+    for line in lines:
+        screen.say(line)
+    if changed:
+        timetable.write(via, after)
+    if only_print:
+        screen.note(f"to install it:  orch controller install --via {via}")
+    else:
+        screen.note(f"{via}: {'removed' if remove else 'installed'}" if changed else f"{via}: nothing to change")
+
+
+def _plain(value: Any) -> Any:
+    """A report as plain JSON data, times as ISO 8601."""
+    from dataclasses import asdict, is_dataclass
+
+    fields = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+    if isinstance(fields, dict):
+        return {key: iso(item) if key.endswith("_at") and item else _plain(item) for key, item in fields.items()}
+    if isinstance(fields, (list, tuple, set, frozenset)):
+        return [_plain(item) for item in fields]
+    return fields
+
+
+def _line(fields: Any) -> str:
+    if not isinstance(fields, dict):
+        return str(fields)
+    words = [f"{key} {span(item) if key.endswith('age') else item}" for key, item in fields.items() if item is not None]
+    return "\n".join(words)

@@ -1,0 +1,51 @@
+"""`orch data prepare`: text files become memory-mapped token shards."""
+
+import time
+from pathlib import Path
+
+import click
+
+from orchestrator.cli.options import Noun
+from orchestrator.cli.render import Screen, count, span
+from orchestrator.errors import ConfigError, NotFound
+
+
+@click.group(cls=Noun)
+def data() -> None:
+    """Training data: turn text into token shards."""
+
+
+@data.command("prepare")
+@click.argument("paths", nargs=-1, required=True)
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder for the shards; made if missing.")
+@click.pass_obj
+def prepare(screen: Screen, paths: tuple[str, ...], out: Path) -> None:
+    """Tokenize text files and folders, byte by byte, into shards that `data.path` names.
+
+    `python-stdlib` stands for the source text of Python's own standard library.
+    """
+    from trainer.contract import tokens
+
+    missing = [path for path in paths if path != tokens.STDLIB and not Path(path).expanduser().exists()]
+    if missing:
+        raise NotFound(
+            f"no such text: {missing[0]}",
+            where="command line: PATHS",
+            hint=f"give text files, folders, or {tokens.STDLIB}",
+        )
+    started = time.monotonic()
+    with screen.bar("tokenizing") as meter:
+        try:
+            index = tokens.prepare(paths, out, meter)
+        except tokens.TokensError as error:
+            raise ConfigError(str(error), where=f"command line: --out {out}", hint="orch data prepare -h") from error
+    seconds = time.monotonic() - started
+    answer = {
+        "path": str(out), "tokens": index.tokens, "shards": len(index.shards), "dtype": index.dtype,
+        "fingerprint": index.fingerprint, "seconds": round(seconds, 3),
+    }  # fmt: skip
+    if screen.json:
+        screen.data("data.prepare", answer)
+        return
+    screen.say(f"{count(index.tokens)} tokens in {len(index.shards)} shards in {out}  ({span(seconds)})")
+    screen.note(f"fingerprint {index.fingerprint}\ntrain on them with  data.path={out}")

@@ -1,0 +1,75 @@
+"""`orch db`: where the registry is, a copy of it, and a new one made from the run directories."""
+
+from pathlib import Path
+
+import click
+
+from orchestrator.cli.options import Noun
+from orchestrator.cli.registry import require_registry
+from orchestrator.cli.render import Screen, size
+from orchestrator.errors import ConfigError, NotFound
+from orchestrator.home import registry_path
+
+
+@click.group(cls=Noun)
+def db() -> None:
+    """The registry: where it is, back it up, rebuild it."""
+
+
+@db.command("path")
+@click.pass_obj
+def path(screen: Screen) -> None:
+    """Print the registry's file name (set by ORCH_REGISTRY or ORCH_HOME)."""
+    file = registry_path()
+    if screen.json:
+        screen.data("db.path", {"path": str(file), "exists": file.exists()})
+    else:
+        screen.say(str(file))
+
+
+@db.command("backup")
+@click.argument("to", type=click.Path(path_type=Path))
+@click.pass_obj
+def backup(screen: Screen, to: Path) -> None:
+    """Copy the registry to a file, consistently, while it is in use."""
+    from orchestrator.registry.backup import backup as copy
+
+    require_registry(registry_path())
+    if to.is_dir():
+        to = to / registry_path().name
+    if to.exists() and to.samefile(registry_path()):
+        raise ConfigError("a backup over the registry itself", where=str(to), hint="name another file")
+    copy(registry_path(), to)
+    if screen.json:
+        screen.data("db.backup", {"path": str(to), "bytes": to.stat().st_size})
+    else:
+        screen.say(f"{to}  ({size(to.stat().st_size)})")
+
+
+@db.command("rebuild")
+@click.argument("roots", nargs=-1, type=click.Path(path_type=Path))
+@click.option("--root", "more", multiple=True, type=click.Path(path_type=Path), help="The same, as an option.")
+@click.pass_obj
+def rebuild(screen: Screen, roots: tuple[Path, ...], more: tuple[Path, ...]) -> None:
+    """Make the registry anew from run directories.
+
+    ROOTS are the folders that hold runs (`cluster.root`). A registry that is there is set aside, never overwritten.
+    """
+    from orchestrator.rebuild import rebuild as make
+
+    roots += more
+    for root in roots:
+        if not root.is_dir():
+            raise NotFound(f"no such folder: {root}", where="command line: ROOTS", hint="name the `cluster.root`")
+    if not roots:
+        raise ConfigError(
+            "which folders hold the runs?",
+            where="command line: orch db rebuild",
+            hint="name every `cluster.root`:  orch db rebuild --root ~/orch-runs",
+        )
+    found = make(registry_path(), [root.resolve() for root in roots])
+    screen.note(f"registry {registry_path()}")
+    if screen.json:
+        screen.data("db.rebuild", {"path": str(registry_path()), "runs": found})
+    else:
+        screen.say(f"rebuilt: {found}")

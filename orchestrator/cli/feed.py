@@ -1,0 +1,134 @@
+"""What a run does, as it does it: the newest events and metrics of its run directory, put into sentences."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.cli.render import count, decimal, size
+from trainer.contract.events import Event, EventKind, read_events
+from trainer.contract.run_dir import AttemptDir, RunDir
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beat:
+    """Where training stands; loss is as it was written (nan and inf as words)."""
+
+    attempt: int
+    generation: int
+    step: int
+    loss: float | str | None
+    tokens_per_s: float | None
+    time: float
+
+
+class Feed:
+    """Reads on where it stopped: every event once, and the newest metric."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._place = RunDir(run_dir)
+        self._events: dict[Path, int] = {}
+        self._metrics: dict[Path, int] = {}
+        self.beat: Beat | None = None
+
+    def poll(self) -> list[Event]:
+        """Events that are new since the last call, by their time; `beat` is brought up to date."""
+        fresh: list[Event] = []
+        for attempt in self._place.all_attempts():
+            fresh += self._fresh_events(attempt)
+            self._read_metrics(attempt)
+        return sorted(fresh, key=lambda event: (event.time, event.attempt, event.seq))
+
+    def _fresh_events(self, attempt: AttemptDir) -> list[Event]:
+        found: list[Event] = []
+        for name in sorted(os.listdir(attempt.events)) if attempt.events.is_dir() else []:
+            path = attempt.events / name
+            events, self._events[path] = read_events(path, self._events.get(path, 0))
+            found += events
+        return found
+
+    def _read_metrics(self, attempt: AttemptDir) -> None:
+        path = attempt.metrics
+        try:
+            with path.open("rb") as stream:
+                stream.seek(self._metrics.get(path, 0))
+                block = stream.read()
+        except FileNotFoundError:
+            return
+        end = block.rfind(b"\n") + 1
+        self._metrics[path] = self._metrics.get(path, 0) + end
+        for line in reversed(block[:end].splitlines()):
+            beat = _beat(line)
+            if beat is not None:
+                self.beat = beat
+                return
+
+
+def _beat(line: bytes) -> Beat | None:
+    """One line of steps.jsonl; None for a torn one."""
+    try:
+        fields = json.loads(line)
+        return Beat(
+            attempt=fields["attempt"], generation=fields["generation"], step=fields["step"], loss=fields.get("loss"),
+            tokens_per_s=fields.get("tokens_per_s"), time=fields["time"],
+        )  # fmt: skip
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def progress_line(run: str, state: str, total: int, beat: Beat | None) -> str:
+    """`tiny-gpt-3  RUNNING  step 120/200 60%  loss 2.1130  81 000 tokens/s  attempt 1 generation 2`."""
+    if beat is None:
+        return f"{run}  {state}"
+    share = f" {100 * beat.step // total}%" if total else ""
+    speed = f"  {count(round(beat.tokens_per_s))} tokens/s" if isinstance(beat.tokens_per_s, (int, float)) else ""
+    where = f"attempt {beat.attempt} generation {beat.generation}"
+    return f"{run}  {state}  step {count(beat.step)}/{count(total)}{share}  loss {decimal(beat.loss)}{speed}  {where}"
+
+
+def sentence(event: Event) -> str | None:
+    """What an event means to somebody who watches; None for what they need not see."""
+    words = _WORDS.get(event.kind)
+    if words is None:
+        return None
+    try:
+        text = words(event.data)
+    except (KeyError, TypeError, ValueError):
+        return None  # written by another version: better silent than wrong
+    where = f"attempt {event.attempt}" + (f" generation {event.generation}" if event.generation else "")
+    return f"{where}: {text}" if text else None
+
+
+def _exited(data: dict[str, Any]) -> str:
+    code, signal = data.get("exit_code"), data.get("signal")
+    if not signal and code in (0, 76):
+        return ""
+    how = f"was killed by signal {signal}" if signal else f"exited with {code}"
+    return f"rank {data['rank']} on {data.get('node')} {how}" + (f" ({data['reason']})" if data.get("reason") else "")
+
+
+def _ended(data: dict[str, Any]) -> str:
+    failure = data.get("failure")
+    return f"ended at step {data['step']}: {failure['reason'] if failure else data['reason']}"
+
+
+_WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
+    EventKind.ATTEMPT_STARTED: lambda d: f"started, job {d['job_id']} on {','.join(d['nodes'])}, {d['world']} ranks",
+    EventKind.AGENT_LOST: lambda d: f"lost the agent of {d['name']}: {d['reason']}",
+    EventKind.PREFLIGHT: lambda d: "" if d["ok"] else f"node {d['node']} failed its checks: {d['reason']}",
+    EventKind.GENERATION_STARTED: lambda d: f"ranks start ({d['world']})",
+    EventKind.GENERATION_FIRST_STEP: lambda d: f"trains again: step {d['step']} after {d['seconds']:.1f} s",
+    EventKind.GENERATION_ENDED: _ended,
+    EventKind.RANK_EXITED: _exited,
+    EventKind.DECISION: lambda d: f"decision: {d['action']} ({d['reason']})",
+    EventKind.DRILL: lambda d: f"drill: {d['kind']} rank {d['rank']} at step {d['step']}",
+    EventKind.STOP_REQUESTED: lambda d: f"asked to stop: {d['reason']}",
+    EventKind.STOP_AGREED: lambda d: f"ranks stop together after step {d['step']}: {d['reason']}",
+    EventKind.CHECKPOINT_COMMITTED: lambda d: f"saved step {d['step']} ({size(d['bytes'])}, {d['seconds']:.1f} s)",
+    EventKind.CHECKPOINT_FAILED: lambda d: f"saving step {d['step']} failed: {d['reason']}",
+    EventKind.CHECKPOINT_REFUSED: lambda d: f"checkpoint {d['step']} is not used: {d['reason']}",
+    EventKind.CHECKPOINT_RESTORED: lambda d: f"resumed from step {d['step']}",
+    EventKind.ATTEMPT_ENDED: lambda d: f"{d['result']}: {d['reason']}",
+}

@@ -1,0 +1,281 @@
+"""The only place that prints: answers on stdout, everything else on stderr; tables, JSON, errors, progress."""
+
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[PX^_][^\x1b]*(?:\x1b\\)?|[@-Z\\-_])")
+_CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)))
+Meter = Callable[[int, int], None]
+"""Called with what is done and what there is to do."""
+
+
+def plain(text: str) -> str:
+    """`text` without escape sequences and control characters, so that no log line can drive a terminal."""
+    return _ESCAPES.sub("", text).translate(_CONTROLS)
+
+
+def one_line(text: str) -> str:
+    """`plain`, with line breaks and tabs turned into spaces."""
+    return " ".join(plain(text).split())
+
+
+def size(count: float | None) -> str:
+    """Bytes for people: `96.4 GiB`."""
+    if count is None:
+        return "-"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1024 or unit == "TiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")
+
+
+def span(seconds: float | None) -> str:
+    """A duration for people: `45s`, `6m10s`, `7h02m`, `3d04h`."""
+    if seconds is None:
+        return "-"
+    whole = max(0, int(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def iso(moment: float | None) -> str | None:
+    """Seconds since the epoch as UTC ISO 8601, as every JSON answer has it."""
+    if moment is None:
+        return None
+    return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
+
+
+def count(number: int | float | None) -> str:
+    """A number with thin groups for people: `61 200`."""
+    return "-" if number is None else f"{number:,}".replace(",", " ")
+
+
+def decimal(number: float | str | None, digits: int = 4) -> str:
+    """A loss or rate for people; the words nan and inf as they are."""
+    return "-" if number is None else (number if isinstance(number, str) else f"{number:.{digits}f}")
+
+
+def compact(names: Sequence[str]) -> str:
+    """Host names as a host list where that is shorter: `gpu[001-016]`."""
+    if len(names) < 3:
+        return ",".join(names)
+    from ClusterShell.NodeSet import NodeSet  # only for tables with many nodes
+
+    return str(NodeSet.fromlist(list(names)))
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def _raw(value: Any) -> str:
+    """One TSV cell: nothing shortened, no tab or line break."""
+    if value is None:
+        return ""
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(str, value))
+    return one_line(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: its title, the key of the row it shows, and how people see the value."""
+
+    title: str
+    key: str
+    show: Callable[[Any], str] = _text
+    right: bool = False
+
+
+class Screen:
+    """Where a command's answer goes, and how the global options ask for it."""
+
+    def __init__(self) -> None:
+        self.json = self.quiet = self.verbose = self.no_color = self.no_progress = self.utc = self.debug = False
+        self._warnings: list[dict[str, str]] = []
+
+    @property
+    def terminal(self) -> bool:
+        """Whether a person reads stdout."""
+        return sys.stdout.isatty() and not self.json
+
+    def _print(self, text: str, stream: TextIO) -> None:
+        print(text, file=stream)
+
+    def flush(self) -> None:
+        """Push everything out now, so that a reader that went away is noticed in time."""
+        sys.stdout.flush()
+
+    # -- answers, on stdout
+
+    def data(self, verb: str, data: Any) -> None:
+        """The JSON envelope of an answer."""
+        answer = {"schema": f"orch.{verb}/1", "time": iso(time.time()), "data": data, "warnings": self._warnings}
+        from checkpointing.durable import dump_line  # floats as everywhere else: exact, NaN as a string
+
+        self._print(dump_line(answer), sys.stdout)
+        self.flush()
+
+    def say(self, text: str) -> None:
+        """A line of the answer for people; nothing with --json, where only data may be on stdout."""
+        if not self.json:
+            self._print(text, sys.stdout)
+
+    def raw(self, text: str) -> None:
+        """A line of somebody else's text (a log, a script), without what could drive the terminal."""
+        self._print(plain(text), sys.stdout)
+
+    def table(self, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], *, title: str = "") -> None:
+        """A table for people on a terminal; tab-separated values, complete and unformatted, anywhere else."""
+        if not self.terminal:
+            self._print("\t".join(column.title for column in columns), sys.stdout)
+            for row in rows:
+                self._print("\t".join(_raw(row.get(column.key)) for column in columns), sys.stdout)
+            return
+        if title:
+            self.say(title)
+        self._rich_table(columns, rows)
+
+    def _rich_table(self, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> None:
+        from rich import box  # rich costs 60 ms: only where a person sees it
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+        for column in columns:
+            table.add_column(column.title, justify="right" if column.right else "left", overflow="fold")
+        for row in rows:
+            cells = [one_line(column.show(row.get(column.key))) for column in columns]
+            table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in cells))
+        self._console(sys.stdout).print(table)
+
+    def _console(self, stream: TextIO) -> Any:
+        from rich.console import Console  # as above
+
+        return Console(file=stream, no_color=self.colorless, highlight=False, soft_wrap=False)
+
+    @property
+    def colorless(self) -> bool:
+        return self.no_color or bool(os.environ.get("NO_COLOR"))
+
+    # -- everything else, on stderr
+
+    def note(self, text: str) -> None:
+        """Something worth knowing that is not the answer."""
+        if not self.quiet:
+            self._print(plain(text), sys.stderr)
+
+    def warn(self, code: str, message: str) -> None:
+        """Something a person should look at; in JSON it stands in the envelope."""
+        self._warnings.append({"code": code, "message": message})
+        if not self.json:
+            self._print(f"warning: {plain(message)}", sys.stderr)
+
+    def error(self, code: str, what: str, where: str, hint: str) -> None:
+        """What went wrong, where, and what to type."""
+        if self.json:
+            fields = {"code": code, "message": what, "where": where, "hint": hint}
+            self._print(json.dumps({"schema": "orch.error/1", "error": fields}, ensure_ascii=False), sys.stdout)
+            return
+        lines = [f"error: {plain(what)}", *(f"  {plain(line)}" for line in (where, hint) if line)]
+        self._print("\n".join(lines), sys.stderr)
+
+    def when(self, moment: float | None) -> str:
+        """A moment for people, in local time or UTC."""
+        if moment is None:
+            return "-"
+        zone = datetime.fromtimestamp(moment, UTC) if self.utc else datetime.fromtimestamp(moment).astimezone()
+        return zone.strftime("%Y-%m-%d %H:%M:%S") + ("Z" if self.utc else "")
+
+    def redraw(self) -> None:
+        """Start the screen afresh for the next picture of --watch."""
+        if self.terminal:
+            sys.stdout.write("\x1b[H\x1b[2J")
+
+    @property
+    def live(self) -> bool:
+        """Whether bars and lines that are drawn over may be shown."""
+        return sys.stderr.isatty() and not (self.json or self.quiet or self.no_progress)
+
+    @contextmanager
+    def bar(self, label: str, *, unit: str = "bytes") -> Iterator[Meter]:
+        """A progress bar on a terminal; yields what to call with (done, total)."""
+        if not self.live:
+            yield lambda _done, _total: None
+            return
+        from rich import progress  # as above
+
+        parts: list[Any] = [progress.TextColumn("{task.description}"), progress.BarColumn()]
+        if unit == "bytes":
+            parts += [progress.DownloadColumn(binary_units=True), progress.TransferSpeedColumn()]
+        else:
+            parts += [progress.MofNCompleteColumn(), progress.TextColumn("{task.fields[extra]}")]
+        with progress.Progress(*parts, progress.TimeRemainingColumn(), console=self._console(sys.stderr)) as bars:
+            task = bars.add_task(label, total=None, extra="")
+            yield lambda done, total: bars.update(task, completed=done, total=total)
+
+    @contextmanager
+    def ticker(self) -> Iterator["Ticker"]:
+        """One line that is drawn over, with lines that stay above it."""
+        ticker = Ticker(self)
+        try:
+            yield ticker
+        finally:
+            ticker.clear()
+
+
+class Ticker:
+    """The moving line of --follow: drawn over on a terminal, written now and then elsewhere."""
+
+    EVERY = 10.0
+    """Seconds between two lines where nothing can be drawn over."""
+
+    def __init__(self, screen: Screen) -> None:
+        self._screen, self._shown, self._next = screen, "", 0.0
+
+    def move(self, text: str) -> None:
+        """Show the newest state."""
+        if self._screen.live:
+            width = os.get_terminal_size(sys.stderr.fileno()).columns
+            self._shown = one_line(text)[: width - 1]
+            sys.stderr.write(f"\r\x1b[K{self._shown}")
+            sys.stderr.flush()
+        elif text != self._shown and time.monotonic() >= self._next:
+            self._shown, self._next = text, time.monotonic() + self.EVERY
+            self._screen.note(text)
+
+    def keep(self, text: str) -> None:
+        """Write a line that stays."""
+        shown = self._shown
+        self.clear()
+        self._screen.note(text)
+        if shown and self._screen.live:
+            self.move(shown)
+
+    def clear(self) -> None:
+        if self._screen.live and self._shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+            self._shown = ""
+
+
+_STYLES = {
+    "SUCCEEDED": "green", "RUNNING": "cyan", "FAILED": "bold red", "HELD": "bold yellow", "RECOVERING": "yellow",
+    "CANCELLED": "dim", "CORRUPT": "bold red", "SUSPECT": "yellow", "LOST": "red",
+}  # fmt: skip

@@ -1,0 +1,224 @@
+"""`orch show`: one run in full."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from orchestrator.cli.options import Verb
+from orchestrator.cli.registry import open_store
+from orchestrator.cli.render import Column, Screen, compact, count, decimal, iso, size, span
+from orchestrator.cli.status import one_row, public
+from orchestrator.registry.records import Attempt, Checkpoint, Generation, Run, Transition
+
+
+@click.command(cls=Verb)
+@click.argument("run")
+@click.option("--history", is_flag=True, help="Every change of state with its reason.")
+@click.pass_obj
+def show(screen: Screen, run: str, history: bool) -> None:
+    """One run in full: attempts and generations, failures and decisions, checkpoints, code, environment, data."""
+    with open_store(readonly=True) as store:
+        found = store.run(run)
+        attempts, generations = store.attempts(found.name), store.generations(found.name)
+        checkpoints, transitions = store.checkpoints(found.name), store.transitions(found.name)
+    row = one_row(found.name)
+    if screen.json:
+        screen.data("show", _document(found, row, attempts, generations, checkpoints, transitions))
+        return
+    _head(screen, found, row)
+    _attempt_table(screen, attempts, generations)
+    _checkpoint_table(screen, checkpoints)
+    if history or screen.verbose:
+        _history(screen, transitions)
+    _next(screen, row)
+
+
+def _document(
+    run: Run, row: dict[str, Any], attempts: list[Attempt], generations: list[Generation],
+    checkpoints: list[Checkpoint], transitions: list[Transition],
+) -> dict[str, Any]:  # fmt: skip
+    """What `orch show --json` promises, and more at the end."""
+    identity = run.identity
+    return {
+        **public([row])[0],
+        "config_digest": run.config_digest,
+        "code": identity.get("code"),
+        "env": identity.get("env"),
+        "attempts": [attempt_json(attempt, generations) for attempt in attempts],
+        "checkpoints": [checkpoint_json(checkpoint) for checkpoint in checkpoints if checkpoint.trust != "DELETED"],
+        "data": identity.get("data"),
+        "run_dir": run.run_dir,
+        "created_at": iso(run.created_at),
+        "transitions": [
+            {
+                "kind": move.kind, "subject": move.subject, "before": move.before, "after": move.after,
+                "reason": move.reason, "time": iso(move.time),
+            }
+            for move in transitions
+        ],
+    }  # fmt: skip
+
+
+FAILURE_KEYS = ("kind", "reason", "rank", "node", "evidence")
+
+
+def attempt_json(attempt: Attempt, generations: list[Generation]) -> dict[str, Any]:
+    """One attempt as programs see it."""
+    return {
+        "attempt": attempt.number,
+        "state": str(attempt.state),
+        "job_id": attempt.job_id,
+        "nodes": list(attempt.nodes),
+        "excluded": list(attempt.excluded),
+        "started_at": iso(attempt.started_at),
+        "ended_at": iso(attempt.ended_at),
+        "resumed_from": attempt.resumed_from,
+        "last_step": attempt.last_step,
+        "generations": attempt.generations,
+        "failure": _failure(attempt.failure),
+        "decision": attempt.decision,
+        "reason": attempt.reason,
+        "job_state": attempt.job_state,
+        "generation_list": [
+            {
+                "generation": item.number, "started_at": iso(item.started_at), "ended_at": iso(item.ended_at),
+                "resumed_from": item.resumed_from, "last_step": item.last_step, "reason": item.reason,
+                "failure": _failure(item.failure),
+            }
+            for item in generations
+            if item.attempt == attempt.number
+        ],
+    }  # fmt: skip
+
+
+def _failure(failure: dict[str, Any] | None) -> dict[str, Any] | None:
+    if failure is None:
+        return None
+    return {**{key: failure.get(key) for key in FAILURE_KEYS}, **failure}
+
+
+def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
+    """One checkpoint as programs see it."""
+    return {
+        "step": checkpoint.step, "trust": str(checkpoint.trust), "bytes": checkpoint.bytes, "path": checkpoint.path,
+        "attempt": checkpoint.attempt, "name": checkpoint.name, "committed_at": iso(checkpoint.committed_at),
+        "reason": checkpoint.reason,
+    }  # fmt: skip
+
+
+def _head(screen: Screen, run: Run, row: dict[str, Any]) -> None:
+    code, env = run.identity.get("code") or {}, run.identity.get("env") or {}
+    lines = {
+        "run": f"{run.name}  {run.state}" + (f"  {run.reason}" if run.reason else ""),
+        "step": f"{count(run.step)} of {count(run.total_steps)}   loss {decimal(row['loss'])}",
+        "created": f"{screen.when(run.created_at)}   updated {span(row['age_s'])} ago",
+        "config": f"{run.config_digest[:12]}   orch config diff {run.config_digest[:12]} OTHER",
+        "code": _words(code),
+        "env": _words(env),
+        "data": _words(run.identity.get("data") or {}),
+        "folder": run.run_dir,
+    }
+    for name, text in lines.items():
+        if text:
+            screen.say(f"{name:<8} {text}")
+
+
+def _words(fields: Any) -> str:
+    """The short values of an identity; long ones are for --json."""
+    if not isinstance(fields, dict):
+        return str(fields)
+    return "  ".join(f"{key} {str(value)[:40]}" for key, value in fields.items() if _is_short(value))
+
+
+def _is_short(value: Any) -> bool:
+    return value is not None and not isinstance(value, (dict, list)) and "\n" not in str(value)
+
+
+def _attempt_table(screen: Screen, attempts: list[Attempt], generations: list[Generation]) -> None:
+    rows = []
+    for attempt in attempts:
+        rows.append(_attempt_row(attempt))
+        mine = [item for item in generations if item.attempt == attempt.number]
+        rows += [_generation_row(item) for item in mine]
+    screen.say("")
+    screen.table(ATTEMPTS, rows)
+
+
+ATTEMPTS = [
+    Column("ATT.GEN", "number"),
+    Column("STATE", "state"),
+    Column("JOB", "job"),
+    Column("NODES", "nodes", lambda names: compact(names or ()) or "-"),
+    Column("FROM", "resumed_from", count, right=True),
+    Column("TO", "last_step", count, right=True),
+    Column("TOOK", "took", span, right=True),
+    Column("ENDED BY", "failure"),
+    Column("DECISION", "decision"),
+]
+
+
+def _attempt_row(attempt: Attempt) -> dict[str, Any]:
+    failure, decision = attempt.failure or {}, attempt.decision or {}
+    return {
+        "number": str(attempt.number),
+        "state": str(attempt.state),
+        "job": attempt.job_id,
+        "nodes": attempt.nodes,
+        "resumed_from": attempt.resumed_from,
+        "last_step": attempt.last_step,
+        "took": _took(attempt.started_at, attempt.ended_at),
+        "failure": f"{failure['kind']}: {failure['reason']}" if failure else attempt.reason,
+        "decision": f"{decision['action']}: {decision['reason']}" if decision else "",
+    }
+
+
+def _generation_row(item: Generation) -> dict[str, Any]:
+    return {
+        "number": f"{item.attempt}.{item.number}",
+        "state": "",
+        "job": "",
+        "nodes": (),
+        "resumed_from": item.resumed_from,
+        "last_step": item.last_step,
+        "took": _took(item.started_at, item.ended_at),
+        "failure": item.failure["reason"] if item.failure else item.reason,
+        "decision": "",
+    }
+
+
+def _took(start: float | None, end: float | None) -> float | None:
+    return None if start is None else (end if end is not None else time.time()) - start
+
+
+def _checkpoint_table(screen: Screen, checkpoints: list[Checkpoint]) -> None:
+    kept = [checkpoint_json(item) for item in checkpoints if item.trust != "DELETED"]
+    if not kept:
+        screen.say("\nno checkpoint")
+        return
+    columns = [
+        Column("CHECKPOINT", "step", count, right=True),
+        Column("TRUST", "trust"),
+        Column("SIZE", "bytes", size, right=True),
+        Column("ATT", "attempt", right=True),
+        Column("FOLDER", "path", lambda path: Path(path).name),
+        Column("WHY", "reason"),
+    ]
+    screen.say("")
+    screen.table(columns, kept)
+
+
+def _history(screen: Screen, transitions: list[Transition]) -> None:
+    screen.say("")
+    for move in transitions:
+        subject = f"{move.kind} {move.subject}".strip()
+        screen.say(f"{screen.when(move.time)}  {subject}: {move.before or 'new'} -> {move.after}  {move.reason}")
+
+
+def _next(screen: Screen, row: dict[str, Any]) -> None:
+    run = row["run"]
+    if row["state"] in ("HELD", "FAILED"):
+        screen.note(f"\nwhy:      orch logs {run} --rank first-error\nmended?   orch resume {run}")
+    else:
+        screen.note(f"\nlogs:     orch logs {run} -f\nhistory:  orch show {run} --history")

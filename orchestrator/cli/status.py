@@ -1,0 +1,196 @@
+"""`orch status`: the newest runs at a glance; plain read-only SQL, no ORM, never torch."""
+
+import time
+from typing import Any
+
+import click
+
+from orchestrator.cli.options import Verb
+from orchestrator.cli.registry import open_store, require_registry
+from orchestrator.cli.render import Column, Screen, compact, count, decimal, iso, span
+from orchestrator.errors import ConfigError
+from orchestrator.home import registry_path
+from orchestrator.states import LIVE_RUNS, RunState
+
+KEYS = (
+    "run", "state", "step", "total_steps", "loss", "attempts", "generations", "job_id", "cluster", "nodes",
+    "last_checkpoint", "reason", "updated_at",
+)  # fmt: skip
+"""What `orch status --json` promises of every run; the golden test holds it."""
+
+
+@click.command(cls=Verb)
+@click.argument("runs", metavar="[RUN ...]", nargs=-1)
+@click.option("-a", "--all", "everything", is_flag=True, help="Every run, not only the newest 50.")
+@click.option("-n", "limit", type=click.IntRange(1), default=50, show_default=True, help="The newest so many runs.")
+@click.option("--state", "states", multiple=True, metavar="STATE", help="Only runs in this state; repeatable.")
+@click.option("-w", "--watch", is_flag=True, help="Draw it again every 2 seconds, until Ctrl-C.")
+@click.pass_obj
+def status(
+    screen: Screen, runs: tuple[str, ...], everything: bool, limit: int, states: tuple[str, ...], watch: bool
+) -> None:
+    """The newest runs: state, step, loss, last checkpoint, why.
+
+    It reads the registry and nothing else, changes nothing, and says how old what it shows is.
+    """
+    chosen = _states(states)
+    while True:
+        rows = _rows(runs, None if everything else limit, chosen)
+        if watch:
+            screen.redraw()
+        _show(screen, rows)
+        if not watch:
+            return
+        screen.flush()
+        time.sleep(2.0)
+
+
+def overview(screen: Screen) -> None:
+    """`orch` alone: what runs, and what needs you."""
+    rows = _rows((), 200, frozenset({*LIVE_RUNS, RunState.HELD, RunState.FAILED}))
+    running = [row for row in rows if row["state"] in LIVE_RUNS]
+    stuck = [row for row in rows if row["state"] == RunState.HELD]
+    stuck += [row for row in rows if row["state"] == RunState.FAILED and row["age_s"] < 7 * 86400]
+    if screen.json:
+        screen.data("overview", {"running": public(running), "needs_you": public(stuck)})
+        return
+    _show(screen, running)
+    for row in stuck:
+        screen.say(f"needs you: {row['run']} is {row['state']}: {row['reason']}")
+        screen.say(
+            f"           orch show {row['run']}   orch logs {row['run']} --rank first-error   orch resume {row['run']}"
+        )
+    if not rows:
+        screen.note(
+            "nothing runs. `orch submit tiny-gpt` starts a run, `orch demo` shows one, `orch -h` lists the verbs."
+        )
+
+
+def _states(words: tuple[str, ...]) -> frozenset[RunState] | None:
+    known = {str(state) for state in RunState}
+    for word in words:
+        if word.upper() not in known:
+            raise ConfigError(
+                f"no such state: {word}", where="command line: --state", hint=f"one of {', '.join(known)}"
+            )
+    return frozenset(RunState(word.upper()) for word in words) or None
+
+
+def _rows(names: tuple[str, ...], limit: int | None, states: frozenset[RunState] | None) -> list[dict[str, Any]]:
+    from orchestrator.registry import quick
+
+    if not names:
+        return [_dated(row) for row in quick.newest(registry_path(), limit, states)]
+    rows = [one_row(name) for name in dict.fromkeys(names)]
+    return [row for row in rows if states is None or row["state"] in states]
+
+
+def one_row(name: str) -> dict[str, Any]:
+    """The row of one run, by its name, a unique beginning of it, or `@last`; raises NotFound with near names."""
+    from orchestrator.registry import quick
+
+    require_registry(registry_path())
+    rows = quick.newest(registry_path(), 1) if name == "@last" else quick.named(registry_path(), [name])
+    if not rows:
+        with open_store(readonly=True) as store:  # the slow way, for beginnings of names and for near names
+            rows = quick.named(registry_path(), [store.run(name).name])
+    return _dated(rows[0])
+
+
+def _dated(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with the ages of what it shows, in seconds."""
+    now = time.time()
+    last = row["last_checkpoint"]
+    if last is not None:
+        last = {"step": last["step"], "trust": last["trust"], "age_s": round(max(0.0, now - last["committed_at"]), 3)}
+    return {**row, "last_checkpoint": last, "age_s": max(0.0, now - row["updated_at"])}
+
+
+def public(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What every program sees of a run, in the order and with the keys that are promised."""
+    return [{key: iso(row[key]) if key == "updated_at" else row[key] for key in KEYS} for row in rows]
+
+
+def _show(screen: Screen, rows: list[dict[str, Any]]) -> None:
+    _warn_without_controller(screen, rows)
+    if screen.json:
+        screen.data("status", public(rows))
+        return
+    screen.table(TABLE if screen.terminal else TSV, [_flat(row) for row in rows])
+    screen.note(_footer(rows))
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    """Columns that people read, made of several values."""
+    last = row["last_checkpoint"]
+    restarts = f"{row['attempts']}" + (f".{row['generations']}" if row["generations"] else "")
+    return {
+        **row,
+        "progress": f"{count(row['step'])}/{count(row['total_steps'])}",
+        "saved": f"{count(last['step'])} {last['trust']} {span(last['age_s'])} ago" if last else "none",
+        "saved_step": last["step"] if last else None,
+        "saved_trust": last["trust"] if last else None,
+        "tries": restarts,
+        "updated": iso(row["updated_at"]),
+    }
+
+
+TABLE = [
+    Column("RUN", "run"),
+    Column("STATE", "state"),
+    Column("STEP", "progress", right=True),
+    Column("LOSS", "loss", decimal, right=True),
+    Column("LAST CHECKPOINT", "saved"),
+    Column("ATT.GEN", "tries", right=True),
+    Column("JOB", "job_id"),
+    Column("NODES", "nodes", lambda names: compact(names or ()) or "-"),
+    Column("UPDATED", "age_s", lambda age: f"{span(age)} ago", right=True),
+    Column("WHY", "reason"),
+]
+TSV = [
+    Column("RUN", "run"),
+    Column("STATE", "state"),
+    Column("STEP", "step"),
+    Column("TOTAL_STEPS", "total_steps"),
+    Column("LOSS", "loss"),
+    Column("ATTEMPTS", "attempts"),
+    Column("GENERATIONS", "generations"),
+    Column("JOB_ID", "job_id"),
+    Column("CLUSTER", "cluster"),
+    Column("NODES", "nodes"),
+    Column("CHECKPOINT_STEP", "saved_step"),
+    Column("CHECKPOINT_TRUST", "saved_trust"),
+    Column("UPDATED_AT", "updated"),
+    Column("REASON", "reason"),
+]
+
+
+def controller_lives(now: float) -> bool:
+    """Whether some controller holds a lease that has not run out."""
+    from orchestrator.registry import quick
+
+    lease = quick.lease(registry_path())
+    return lease is not None and bool(lease.holder) and lease.expires_at > now
+
+
+def _warn_without_controller(screen: Screen, rows: list[dict[str, Any]]) -> None:
+    if any(row["state"] in LIVE_RUNS for row in rows) and not controller_lives(time.time()):
+        screen.warn(
+            "no_controller",
+            "no controller lives: runs go on, but nothing is restarted and this table stands still; "
+            "start one with `orch controller run`, or act once with `orch controller tick`",
+        )
+
+
+def _footer(rows: list[dict[str, Any]]) -> str:
+    from orchestrator.registry import quick
+
+    lease, now = quick.lease(registry_path()), time.time()
+    looked = f"looked {span(now - lease.ticked_at)} ago" if lease and lease.ticked_at else "has not looked yet"
+    if lease is None:
+        word = "none"
+    elif lease.holder and lease.expires_at > now:
+        word = f"ok ({looked}, {lease.holder.split(':')[0]})"
+    else:
+        word = f"none ({looked})"
+    return f"{len(rows)} run{'' if len(rows) == 1 else 's'} · controller {word} · registry {registry_path()}"

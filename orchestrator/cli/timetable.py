@@ -1,0 +1,87 @@
+"""The user's crontab or scrontab: read it, and replace the two lines that are ours."""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+
+from orchestrator.errors import Precondition, SlurmUnreachable
+from orchestrator.home import registry_path, state_home
+
+MARK = "# orch controller:"
+TIMEOUT = 30.0
+
+
+def lines(via: str, every: int) -> list[str]:
+    """Our lines: a mark by which they are found again, for scrontab its options, and the command."""
+    minute = "*" if every == 1 else f"*/{every}"
+    words = [sys.executable, "-P", "-m", "orchestrator.cli.main", "controller", "tick", "--quiet"]
+    home, registry = str(state_home().resolve()), str(registry_path().absolute())
+    command = f"ORCH_HOME={shlex.quote(home)} ORCH_REGISTRY={shlex.quote(registry)} {shlex.join(words)}"
+    log = shlex.quote(str(state_home().resolve() / "controller-tick.log"))
+    options = ["#SCRON --time=00:10:00", "#SCRON --job-name=orch-controller", f"#SCRON --output={log}"]
+    mark = f"{MARK} keeps the runs of {registry} going; written by `orch controller install`"
+    # In a crontab a bare per cent sign ends the command.
+    entry = f"{minute} * * * * {command} >>{log} 2>&1".replace("%", "\\%")
+    return [mark, *(options if via == "scrontab" else []), entry]
+
+
+def read(via: str) -> list[str]:
+    """All lines of the user's table; an empty one when there is none yet."""
+    done = _run(via, "-l")
+    if done.returncode == 0:
+        return done.stdout.splitlines()
+    if "no crontab" in done.stderr.lower() or not done.stderr.strip():
+        return []
+    raise Precondition(
+        f"{_program(via)} -l failed: {done.stderr.strip()}",
+        where=via,
+        hint="the other table may work: --via scrontab" if via == "cron" else "the other table may work: --via cron",
+    )
+
+
+def without(table: list[str]) -> list[str]:
+    """The table without our lines: a mark, the options under it, and the command that follows."""
+    kept: list[str] = []
+    ours = False
+    for line in table:
+        if line.startswith(MARK):
+            ours = True
+        elif ours and not line.startswith("#SCRON"):
+            ours = False
+        elif not ours:
+            kept.append(line)
+    return kept
+
+
+def write(via: str, table: list[str]) -> None:
+    """Put the whole table back."""
+    done = _run(via, "-", text="".join(f"{line}\n" for line in table))
+    if done.returncode:
+        raise Precondition(
+            f"{_program(via)} did not take the table: {done.stderr.strip()}",
+            where=via,
+            hint="`orch controller install --print` shows the lines, to be put in by hand",
+        )
+
+
+def _program(via: str) -> str:
+    return "crontab" if via == "cron" else "scrontab"
+
+
+def _run(via: str, argument: str, text: str | None = None) -> "subprocess.CompletedProcess[str]":
+    program = _program(via)
+    if shutil.which(program) is None:
+        other = "scrontab" if via == "cron" else "cron"
+        raise Precondition(
+            f"there is no `{program}` on this machine",
+            where=f"PATH={os.environ.get('PATH', '')}",
+            hint=f"try --via {other}, or leave `orch controller run` in a screen or tmux",
+        )
+    try:
+        return subprocess.run(
+            [program, argument], input=text, capture_output=True, text=True, timeout=TIMEOUT, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise SlurmUnreachable(f"{program} gave no answer in {TIMEOUT:.0f} s", where=via, hint="try again") from error

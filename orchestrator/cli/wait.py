@@ -1,0 +1,30 @@
+"""`orch wait`: until a run has ended."""
+
+import click
+
+from orchestrator.cli.options import Verb
+from orchestrator.cli.render import Screen, count
+from orchestrator.cli.status import one_row, public
+from orchestrator.cli.watch import until_end, verdict
+
+
+@click.command(cls=Verb)
+@click.argument("run")
+@click.option("--timeout", type=click.FloatRange(min=0), default=None, metavar="SECONDS", help="Give up after so long.")
+@click.option("--follow", is_flag=True, help="Show what happens on the way.")
+@click.pass_obj
+def wait(screen: Screen, run: str, timeout: float | None, follow: bool) -> int:
+    """Wait until a run ends; the exit code says how.
+
+    0 succeeded, 8 failed or held (with the reason and what to type), 10 cancelled, 124 timeout, 130 detached by
+    Ctrl-C. Where no controller lives, waiting does its work.
+    """
+    row = until_end(screen, one_row(run)["run"], timeout=timeout, follow=follow)
+    trouble = verdict(row)
+    if screen.json:
+        screen.data("wait", public([row])[0])
+        return trouble.exit_code if trouble else 0
+    if trouble:
+        raise trouble
+    screen.say(f"{row['run']} succeeded: step {count(row['step'])} of {count(row['total_steps'])}")
+    return 0

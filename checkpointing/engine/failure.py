@@ -1,0 +1,42 @@
+"""What a failed save or load is called: which exceptions count, and what they mean in words."""
+
+import errno
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from checkpointing.errors import CheckpointError, Refused, SaveFailed
+
+# Everything that reading, writing, torch and our own code may raise: a rank that fails in a collective act must say so
+# to its peers, or they wait for it. CheckpointException is a BaseException, so that it must be named.
+FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    CheckpointError,
+    CheckpointException,
+    EOFError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def explain(error: BaseException) -> str:
+    """One line for people: a full disk is called one, whatever torch made of it."""
+    if isinstance(error, (Refused, SaveFailed)):
+        return error.reason
+    if isinstance(error, OSError):
+        return f"disk full ({error})" if error.errno in _FULL else str(error) or type(error).__name__
+    # torch's zip writer notices that fewer bytes arrived than it wrote, and says only where.
+    if "unexpected pos" in str(error):
+        return f"disk full (torch says: {_first_line(error)})"
+    return f"{type(error).__name__}: {_first_line(error)}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0]

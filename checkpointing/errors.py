@@ -1,0 +1,53 @@
+"""The error tree of checkpoints; knows nothing of runs or exit codes.
+
+CheckpointError
+ +- ManifestError     the manifest or COMMIT is torn, tampered with, or of another format
+ +- Refused           one checkpoint cannot be trusted or does not fit; carries its name and the reason
+ |   +- UnsafePickle  `.metadata` asks for a class that no checkpoint needs
+ +- NothingVerifies   checkpoints exist and every one of them was refused
+ +- SaveFailed        one save was given up; carries its step and the reason
+     +- FencedOff     the attempt no longer holds its launch token, so it must not commit
+"""
+
+from collections.abc import Sequence
+
+
+class CheckpointError(Exception):
+    """Something about a checkpoint that its user should hear of."""
+
+
+class ManifestError(CheckpointError):
+    """A manifest or COMMIT that cannot be believed."""
+
+
+class Refused(CheckpointError):
+    """A checkpoint that must not be loaded."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name}: {reason}")
+        self.name, self.reason = name, reason
+
+
+class UnsafePickle(Refused):
+    """A pickle that names anything outside the allow-list."""
+
+
+class NothingVerifies(CheckpointError):
+    """Every committed checkpoint was refused; `touched` says whether tensors were already written to."""
+
+    def __init__(self, refusals: Sequence[Refused], *, touched: bool) -> None:
+        told = "; ".join(str(refusal) for refusal in refusals)
+        super().__init__(f"{len(refusals)} committed checkpoint(s), none of which can be loaded: {told}")
+        self.refusals, self.touched = tuple(refusals), touched
+
+
+class SaveFailed(CheckpointError):
+    """A save that left no checkpoint."""
+
+    def __init__(self, step: int, reason: str) -> None:
+        super().__init__(f"step {step}: {reason}")
+        self.step, self.reason = step, reason
+
+
+class FencedOff(SaveFailed):
+    """A save that was stopped before COMMIT because another attempt owns the run by now."""

@@ -1,0 +1,200 @@
+"""Where checkpoints lie: a seam of five methods, on a local (or mounted) file system and on anything fsspec speaks."""
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+from checkpointing.digests import Bytes, Sink
+from checkpointing.durable import fsync_dir, write_durably
+
+_HOLD = 1 << 20
+
+
+class Storage(Protocol):
+    """Files below one root, named by relative paths such as `step-00000500.001-ab12cd34/COMMIT`."""
+
+    def create(self, path: str) -> Sink:
+        """Start a new file (FileExistsError when there is one); after `close` it and its name survive a power loss."""
+
+    def publish(self, path: str, data: bytes) -> None:
+        """Make a small file appear whole, at once and durably."""
+
+    def open(self, path: str) -> BinaryIO:
+        """Open a file for reading, seekable; raises OSError."""
+
+    def list(self, path: str) -> dict[str, int | None]:
+        """Names directly below a folder with their sizes, None for folders; empty when there is no such folder."""
+
+    def delete(self, path: str) -> None:
+        """Remove one file or one empty folder durably; nothing happens when it is not there."""
+
+
+class _DurableFile:
+    """A new local file: small writes are gathered, `close` waits for the disk and for the folder's entry."""
+
+    def __init__(self, path: Path) -> None:
+        self._folder = path.parent
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._held = bytearray()
+
+    def write(self, data: Bytes) -> int:
+        view = memoryview(data).cast("B")
+        if len(self._held) + len(view) > _HOLD:
+            self._drain()
+        if len(view) > _HOLD:
+            self._write_all(view)
+        else:
+            self._held += view
+        return len(view)
+
+    def _drain(self) -> None:
+        held, self._held = self._held, bytearray()
+        self._write_all(memoryview(held))
+
+    def _write_all(self, view: memoryview) -> None:
+        while len(view):
+            view = view[os.write(self._descriptor, view) :]
+
+    def close(self) -> None:
+        try:
+            self._drain()
+            os.fsync(self._descriptor)
+        finally:
+            os.close(self._descriptor)
+        fsync_dir(self._folder)
+
+    def abort(self) -> None:
+        os.close(self._descriptor)
+
+
+class LocalStorage:
+    """A folder of a mounted file system; every promise of durability is kept with fsync of files and folders."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def create(self, path: str) -> Sink:
+        target = self.root / path
+        self._make(target.parent)
+        return _DurableFile(target)
+
+    def publish(self, path: str, data: bytes) -> None:
+        target = self.root / path
+        self._make(target.parent)
+        write_durably(target, data)
+
+    def open(self, path: str) -> BinaryIO:
+        return (self.root / path).open("rb")
+
+    def list(self, path: str) -> dict[str, int | None]:
+        return dict(self._entries(self.root / path))
+
+    def _entries(self, folder: Path) -> Iterator[tuple[str, int | None]]:
+        try:
+            names = os.listdir(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        for name in sorted(names):
+            # An entry may go away while we look: another rank's retention is at work.
+            with contextlib.suppress(FileNotFoundError):
+                status = os.stat(folder / name)
+                yield name, None if stat.S_ISDIR(status.st_mode) else status.st_size
+
+    def delete(self, path: str) -> None:
+        target = self.root / path
+        try:
+            status = target.lstat()
+            if stat.S_ISDIR(status.st_mode):
+                target.rmdir()
+            else:
+                target.unlink()
+        except FileNotFoundError:
+            return
+        fsync_dir(target.parent)
+
+    def _make(self, folder: Path) -> None:
+        missing = [folder, *folder.parents]
+        missing = missing[: next(at for at, path in enumerate(missing) if path.is_dir())]
+        for path in reversed(missing):
+            path.mkdir(mode=0o700, exist_ok=True)  # two ranks may get here at once
+            fsync_dir(path.parent)
+
+
+class _RemoteFile:
+    """A new object: it comes into being when it is closed."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, data: Bytes) -> int:
+        self._stream.write(bytes(data))
+        return len(data)
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def abort(self) -> None:
+        # Not every fsspec file can be discarded; a torn object without COMMIT harms nobody.
+        getattr(self._stream, "discard", self._stream.close)()
+
+
+class FsspecStorage:
+    """Anything fsspec speaks; durability is what the store promises for a closed object, nothing is renamed."""
+
+    def __init__(self, filesystem: Any, root: str) -> None:
+        self._fs, self._root = filesystem, root.rstrip("/")
+
+    def _at(self, path: str) -> str:
+        return f"{self._root}/{path}" if path else self._root
+
+    def create(self, path: str) -> Sink:
+        target = self._at(path)
+        if self._fs.exists(target):
+            raise FileExistsError(f"{target} exists already")
+        self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+        return _RemoteFile(self._fs.open(target, "wb"))
+
+    def publish(self, path: str, data: bytes) -> None:
+        target = self._at(path)
+        self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+        self._fs.pipe_file(target, data)
+
+    def open(self, path: str) -> BinaryIO:
+        stream: BinaryIO = self._fs.open(self._at(path), "rb")
+        return stream
+
+    def list(self, path: str) -> dict[str, int | None]:
+        target = self._at(path)
+        self._fs.invalidate_cache(target)
+        try:
+            found = self._fs.ls(target, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        entries = {item["name"].rstrip("/").rpartition("/")[2]: item for item in found}
+        return {
+            name: None if item["type"] == "directory" else int(item["size"]) for name, item in sorted(entries.items())
+        }
+
+    def delete(self, path: str) -> None:
+        target = self._at(path)
+        with contextlib.suppress(FileNotFoundError):
+            if self._fs.isdir(target):
+                self._fs.rmdir(target)
+            else:
+                self._fs.rm_file(target)
+
+
+def storage_at(place: str | Path) -> Storage:
+    """The storage for a path or URL: local for paths and `file://`, else through fsspec (`s3://`, `memory://`)."""
+    text = str(place)
+    if "://" not in text:
+        return LocalStorage(Path(text))
+    if text.startswith("file://"):
+        return LocalStorage(Path(text.removeprefix("file://")))
+    import fsspec  # only for remote places: most readers never need it
+
+    filesystem, root = fsspec.core.url_to_fs(text)
+    return FsspecStorage(filesystem, root)

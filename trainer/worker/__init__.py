@@ -1,0 +1,1 @@
+"""One process per rank: the only part of the trainer that imports torch."""

@@ -1,0 +1,132 @@
+"""Runs of real ranks over gloo, forked by a small stand-in for the agent."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpointing.durable import canonical
+from trainer.contract import tokens
+from trainer.contract.launch import LaunchToken
+from trainer.contract.run_dir import AttemptDir, RunDir
+
+HERE = Path(__file__).parent
+TINY = {
+    "cluster": {"cpus_per_task": 1},
+    "model": {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 64},
+    "train": {"steps": 8, "seed": 7, "batch_size": 8, "seq_len": 32, "warmup_steps": 2, "lr": 1e-2},
+    "checkpoint": {"every": 3, "keep": 2},
+}
+
+
+def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`over` laid over `base`, group by group."""
+    return {
+        key: merged(base.get(key, {}), over[key]) if isinstance(over.get(key), dict) else over.get(key, base.get(key))
+        for key in {**base, **over}
+    }
+
+
+@dataclass
+class Ranks:
+    """The running stand-in, one scenario at a time."""
+
+    process: subprocess.Popen[str]
+
+    def run(self, **scenario: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(scenario) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+
+@dataclass
+class Run:
+    """One run directory, trained by as many generations as a test asks for."""
+
+    ranks: Ranks
+    dir: RunDir
+    world: int
+    generations: int = 0
+    attempt_number: int = 1
+    answers: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def attempt(self) -> AttemptDir:
+        return self.dir.attempt(self.attempt_number)
+
+    def train(self, actions: list[dict[str, Any]] | None = None, patience: float = 60.0) -> dict[str, Any]:
+        """One generation; returns exit codes and last steps."""
+        self.generations += 1
+        answer = self.ranks.run(
+            run_dir=str(self.dir.path),
+            attempt=self.attempt_number,
+            generation=self.generations,
+            world=self.world,
+            actions=actions or [],
+            patience=patience,
+        )
+        assert not answer["timed_out"], self.log()
+        return answer
+
+    def log(self) -> str:
+        return "\n".join(path.read_text() for path in sorted(self.attempt.logs.glob("rank-*.log")))
+
+    def metrics(self, generation: int | None = None) -> dict[int, dict[str, Any]]:
+        """Metric lines by step, the newest line of each."""
+        lines = [json.loads(line) for line in self.attempt.metrics.read_text().splitlines()]
+        return {line["step"]: line for line in lines if generation in (None, line["generation"])}
+
+    def losses(self, generation: int | None = None) -> dict[int, float]:
+        return {step: line["loss"] for step, line in self.metrics(generation).items()}
+
+    def final(self) -> dict[str, Any]:
+        return json.loads((self.attempt.metrics.parent / "final.json").read_text())
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[2])}
+    process = subprocess.Popen(
+        [sys.executable, str(HERE / "fake_agent.py")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    yield Ranks(process)
+    process.communicate(timeout=30)
+
+
+@pytest.fixture(scope="session")
+def text_tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A few real text files as tokens: the source of Python's own json package."""
+    import json as package
+
+    out = tmp_path_factory.mktemp("data") / "tokens"
+    tokens.prepare([Path(package.__file__).parent], out)
+    return out
+
+
+@pytest.fixture
+def make_run(ranks: Ranks, text_tokens: Path, tmp_path: Path) -> Any:
+    """`make_run(world, parallel={...}, train={...})` -> Run."""
+
+    def make(world: int = 1, name: str = "", **over: Any) -> Run:
+        config = merged({**TINY, "data": {"path": str(text_tokens)}}, over)
+        config["cluster"] = {**config["cluster"], "ranks_per_node": world}
+        folder = RunDir(tmp_path / (name or f"run-{len(list(tmp_path.iterdir()))}"))
+        folder.make()
+        folder.config.write_bytes(canonical(config))
+        attempt = folder.attempt(1)
+        attempt.make()
+        LaunchToken(attempt=1, epoch=1, job_id="1", nonce="0123abcd").write(attempt.go)
+        return Run(ranks=ranks, dir=folder, world=world)
+
+    return make

@@ -1,0 +1,112 @@
+"""A small stand-in for the agent: forks warm ranks, relays the store, asks for stops and kills; one scenario a line.
+
+Started once per test session, because importing torch takes seconds. Reads scenarios as JSON lines on stdin:
+{run_dir, attempt, generation, world, actions: [{at_step, of_rank, do: stop|save|kill, rank, reason}], patience}
+and answers each with {codes: [exit code or minus signal], steps: [...], seconds}.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+from trainer.contract.config import JobConfig
+from trainer.contract.progress import ProgressCell, StopReason
+from trainer.contract.rank import RankSpec, hear, say
+from trainer.contract.run_dir import RunDir
+from trainer.worker.main import rank_main, warm
+
+
+class Rank:
+    """One forked rank with its cell and its control socket."""
+
+    def __init__(self, scenario: dict, rank: int) -> None:
+        self.rank = rank
+        self.cell = ProgressCell.create()
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        world = scenario["world"]
+        spec = RankSpec(
+            run_dir=scenario["run_dir"], attempt=scenario["attempt"], generation=scenario["generation"], rank=rank,
+            local_rank=rank, world_size=world, local_world_size=world, node=0, node_name="n0",
+            cell_fd=self.cell.descriptor, control_fd=theirs.fileno(), host="127.0.0.1",
+        )  # fmt: skip
+        log = RunDir(Path(scenario["run_dir"])).attempt(scenario["attempt"]).rank_log(rank)
+        self.pid = os.fork()
+        if self.pid == 0:
+            self.control.close()
+            descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            os.dup2(descriptor, 1)
+            os.dup2(descriptor, 2)
+            theirs.detach()
+            os._exit(rank_main(spec))
+        theirs.close()
+        self.code: int | None = None
+
+    def poll(self) -> bool:
+        if self.code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.code = os.waitstatus_to_exitcode(status)
+        return self.code is not None
+
+    def step(self) -> int:
+        reading = self.cell.read()
+        return reading.step if reading else -1
+
+    def close(self) -> None:
+        self.cell.close()
+        self.control.close()
+
+
+def act(ranks: list[Rank], actions: list[dict]) -> None:
+    for action in [action for action in actions if ranks[action["of_rank"]].step() >= action["at_step"]]:
+        actions.remove(action)
+        hit = ranks[action["rank"]]
+        if action["do"] == "kill":
+            os.kill(hit.pid, signal.SIGKILL)
+        else:
+            hit.cell.ask_stop(StopReason[action["reason"]])
+
+
+def run(scenario: dict) -> dict:
+    begin = time.monotonic()
+    ranks = [Rank(scenario, rank) for rank in range(scenario["world"])]
+    store = hear(ranks[0].control)
+    for rank in ranks[1:] if store else []:
+        say(rank.control, "store", host=store["host"], port=store["port"])
+    actions = list(scenario["actions"])
+    timed_out = False
+    while not all([rank.poll() for rank in ranks]):
+        act(ranks, actions)
+        if time.monotonic() - begin > scenario["patience"] and not timed_out:
+            timed_out = True
+            for rank in ranks:
+                if rank.code is None:
+                    os.kill(rank.pid, signal.SIGKILL)
+        time.sleep(0.001)
+    answer = {
+        "codes": [rank.code for rank in ranks],
+        "steps": [rank.step() for rank in ranks],
+        "saved": [rank.cell.read().saved_step for rank in ranks],
+        "seconds": time.monotonic() - begin,
+        "timed_out": timed_out,
+    }
+    for rank in ranks:
+        rank.close()
+    return answer
+
+
+def main() -> None:
+    warm(JobConfig())
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    for line in sys.stdin:
+        sys.stdout.write(json.dumps(run(json.loads(line))) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Batches from token shards, in a global order that depends on the seed alone, never on the number of ranks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from trainer.contract.tokens import Index
+
+_ROUNDS = 6
+_MASK = (1 << 64) - 1
+
+
+class Data(Protocol):
+    """What the loop asks of a rank's data; the position is all that a checkpoint keeps of it."""
+
+    consumed: int
+
+    def take(self) -> Sequence[Any]:
+        """This rank's micro-batches of the next optimizer step, on its device; moves the position on."""
+
+    def seek(self, consumed: int) -> None:
+        """Go to the position of a checkpoint: sequences consumed by all ranks together."""
+
+
+def mix(value: int) -> int:
+    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014): a bijection of 64-bit numbers that spreads every bit."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+@dataclass(frozen=True)
+class Permutation:
+    """A seeded permutation of range(size) that needs no memory: a Feistel network, walked until it lands inside."""
+
+    size: int
+    seed: int
+
+    def __getitem__(self, index: int) -> int:
+        assert 0 <= index < self.size
+        half = max(1, ((self.size - 1).bit_length() + 1) // 2)
+        keys = [mix(mix(self.seed) ^ turn) for turn in range(_ROUNDS)]
+        while True:  # the network permutes 4**half numbers, fewer than 4 x size: four walks on average at most
+            left, right = index >> half, index & ((1 << half) - 1)
+            for key in keys:
+                left, right = right, left ^ (mix(right ^ key) & ((1 << half) - 1))
+            index = left << half | right
+            if index < self.size:
+                return index
+
+
+class TokenStream:
+    """The shards of one folder as one long row of tokens, mapped read-only."""
+
+    def __init__(self, folder: Path) -> None:
+        self.index = Index.read(folder)
+        self._parts = [
+            torch.from_file(str(folder / shard.name), shared=False, size=shard.tokens, dtype=torch.uint16)
+            for shard in self.index.shards
+        ]
+
+    def __len__(self) -> int:
+        return self.index.tokens
+
+    def slice(self, start: int, length: int) -> torch.Tensor:
+        """Tokens [start, start + length) as int64, across shard borders."""
+        pieces = []
+        for part in self._parts:
+            if start < len(part) and length:
+                piece = part[start : start + length]
+                pieces.append(piece.to(torch.int64))
+                length -= len(piece)
+            start = max(0, start - len(part))
+        return torch.cat(pieces)
+
+
+class TokenData:
+    """Sequences of `seq_len` + 1 tokens; step s takes numbers (s-1) x batch .. s x batch of the global order."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        seq_len: int,
+        batch_size: int,
+        micro_batch_size: int,
+        seed: int,
+        shuffle: bool,
+        dp_rank: int,
+        dp_size: int,
+        device: torch.device,
+    ) -> None:
+        self._stream = TokenStream(folder)
+        self._seq_len, self._batch_size, self._micro = seq_len, batch_size, micro_batch_size
+        self._seed, self._shuffle = seed, shuffle
+        self._dp_rank, self._dp_size, self._device = dp_rank, dp_size, device
+        self.sequences = (len(self._stream) - 1) // seq_len
+        self.consumed = 0
+        self._check(folder)
+
+    def _check(self, folder: Path) -> None:
+        if not self.sequences:
+            raise ValueError(f"{folder} holds {len(self._stream)} tokens, too few for one of {self._seq_len} + 1")
+        if self._batch_size % self._dp_size:
+            raise ValueError(
+                f"train.batch_size={self._batch_size} must be a multiple of dp_replicate x dp_shard = {self._dp_size}"
+            )
+        share = self._batch_size // self._dp_size
+        self._micro = self._micro or share
+        if share % self._micro:
+            raise ValueError(f"train.micro_batch_size={self._micro} must divide the {share} sequences of each rank")
+
+    def number(self, position: int) -> int:
+        """Which sequence stands at `position` of the endless global order: one permutation for every epoch."""
+        epoch, place = divmod(position, self.sequences)
+        return Permutation(self.sequences, mix(self._seed) ^ epoch)[place] if self._shuffle else place
+
+    def seek(self, consumed: int) -> None:
+        self.consumed = consumed
+
+    def take(self) -> list[torch.Tensor]:
+        """Micro-batches of shape [micro, seq_len + 1], int64."""
+        share = self._batch_size // self._dp_size
+        first = self.consumed + self._dp_rank * share
+        rows = [self._row(self.number(position)) for position in range(first, first + share)]
+        self.consumed += self._batch_size
+        batch = torch.stack(rows).to(self._device, non_blocking=True)
+        return list(batch.split(self._micro))
+
+    def _row(self, number: int) -> torch.Tensor:
+        return self._stream.slice(number * self._seq_len, self._seq_len + 1)

@@ -1,0 +1,173 @@
+"""The built-in model: a Llama-style decoder (RMSNorm, rotary embedding, SwiGLU, grouped-query attention)."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from trainer.contract.config import JobConfig, ModelConfig
+from trainer.contract.tokens import Index
+from trainer.worker import parallelize
+from trainer.worker.data import Data
+from trainer.worker.initial import fill
+from trainer.worker.mesh import Layout
+from trainer.worker.workload import BaseWorkload, WorkloadError
+
+VOCAB_MULTIPLE = 64
+"""Rows of the embedding are a multiple of this, in every layout alike, so that ranks share them evenly."""
+
+
+def rotary_table(length: int, width: int, theta: float, device: torch.device) -> torch.Tensor:
+    """Cosines and sines of RoFormer (Su et al. 2021), shape [2, length, width / 2], float32."""
+    frequencies = theta ** (-torch.arange(0, width, 2, dtype=torch.float32) / width)
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
+    return torch.stack([angles.cos(), angles.sin()]).to(device)
+
+
+def rotate(heads: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Rotate `heads` [batch, length, heads, width] by position; the halves of the width are the pairs."""
+    cos, sin = table[0, :, None, :], table[1, :, None, :]
+    first, second = heads.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).type_as(heads)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention; the number of local heads follows from the local weights."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.width = config.dim // config.heads
+        self.wq = nn.Linear(config.dim, config.heads * self.width, bias=False)
+        self.wk = nn.Linear(config.dim, config.kv_heads * self.width, bias=False)
+        self.wv = nn.Linear(config.dim, config.kv_heads * self.width, bias=False)
+        self.wo = nn.Linear(config.heads * self.width, config.dim, bias=False)
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        query, key, value = (project(x).view(batch, length, -1, self.width) for project in (self.wq, self.wk, self.wv))
+        mixed = functional.scaled_dot_product_attention(
+            rotate(query, table).transpose(1, 2),
+            rotate(key, table).transpose(1, 2),
+            value.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=True,
+        )
+        return self.wo(mixed.transpose(1, 2).reshape(batch, length, -1))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020): w2(silu(w1 x) * w3 x)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
+        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(functional.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    """One pre-norm decoder layer."""
+
+    def __init__(self, config: ModelConfig, *, recompute: bool) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        # Inside `forward`, so that FSDP's hooks stay outside and parameters keep their names.
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self._layer, x, table, use_reentrant=False)
+        return self._layer(x, table)
+
+    def _layer(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), table)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Llama(nn.Module):
+    """Tokens [batch, length] to logits [batch, length, padded vocabulary]."""
+
+    rotary: torch.Tensor
+
+    def __init__(self, config: ModelConfig, *, seq_len: int, recompute: bool) -> None:
+        super().__init__()
+        self.config, self.seq_len = config, seq_len
+        rows = -(-config.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        self.embedding = nn.Embedding(rows, config.dim)
+        self.layers = nn.ModuleList([Block(config, recompute=recompute) for _ in range(config.layers)])
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.output = nn.Linear(config.dim, rows, bias=False)
+        self.tie()
+        self.register_buffer("rotary", torch.empty(2, seq_len, config.dim // config.heads // 2), persistent=False)
+
+    def tie(self) -> None:
+        """Share the embedding with the output again, after something replaced one of them."""
+        if self.config.tie_embeddings:
+            self.output.weight = self.embedding.weight
+
+    def materialize(self, device: torch.device, seed: int) -> None:
+        """Leave the meta device: initial weights that depend on `seed` and the names alone."""
+        self.to_empty(device=device)
+        self.tie()
+        width = self.config.dim // self.config.heads
+        self.rotary = rotary_table(self.seq_len, width, self.config.rope_theta, device)
+        for name, parameter in self.named_parameters():
+            fill(name, parameter, seed, self.deviation(name))
+
+    def deviation(self, name: str) -> float | None:
+        """Standard deviation of a parameter's initial values; None for norms, which start at one.
+
+        Projections back into the residual stream are scaled down with depth (GPT-2, Radford et al. 2019).
+        """
+        if "norm" in name:
+            return None
+        if name.endswith(("wo.weight", "w2.weight")):
+            return 0.02 / (2 * self.config.layers) ** 0.5
+        return 0.02
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, self.rotary)
+        return self.output(self.norm(x))
+
+
+class LlamaWorkload(BaseWorkload):
+    """Next-token prediction over token shards."""
+
+    def __init__(self, config: JobConfig, **args: Any) -> None:
+        super().__init__(config, **args)
+        if args:
+            raise WorkloadError(f"workload.args: the built-in model takes none, but got {', '.join(sorted(args))}")
+        parallelize.check(config)
+
+    def build_model(self) -> Llama:
+        config = self.config
+        with torch.device("meta"):
+            return Llama(config.model, seq_len=config.train.seq_len, recompute=config.train.activation_checkpointing)
+
+    def parallelize(self, model: Llama, layout: Layout) -> Llama:
+        parallelize.shard(model, layout, self.config)
+        model.materialize(layout.device, self.config.train.seed)
+        return model
+
+    def build_data(self, layout: Layout) -> Data:
+        data = super().build_data(layout)
+        found, known = Index.read(Path(self.config.data.path)).vocab_size, self.config.model.vocab_size
+        if found > known:
+            raise WorkloadError(f"model.vocab_size={known}, but {self.config.data.path} has {found} kinds of tokens")
+        return data
+
+    def loss(self, model: Llama, batch: torch.Tensor) -> torch.Tensor:
+        """Cross-entropy in float32 of tokens 1.. given tokens 0.., for `batch` [micro, seq_len + 1]."""
+        logits = model(batch[:, :-1])
+        return functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())

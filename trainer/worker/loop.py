@@ -1,0 +1,169 @@
+"""The training loop: steps, agreement at every step boundary, saves."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from trainer.contract.config import JobConfig
+from trainer.contract.events import EventKind
+from trainer.contract.outcome import ExitCode
+from trainer.contract.progress import Phase, ProgressCell, StopReason
+from trainer.worker import reduction, state
+from trainer.worker.data import Data
+from trainer.worker.drill import Drill
+from trainer.worker.mesh import Layout
+from trainer.worker.metrics import Journal
+from trainer.worker.optimizer import set_learning_rate
+from trainer.worker.reduction import Reduced, StepResult
+from trainer.worker.saving import Progressed, SaveEvents, SaveFailed, Saver
+from trainer.worker.schedule import learning_rate
+from trainer.worker.stop import StopFlag
+from trainer.worker.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """The workload and what it made, sharded and on its device."""
+
+    workload: Workload
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    data: Data
+    layout: Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outside:
+    """Everything through which a rank speaks with the world."""
+
+    cell: ProgressCell
+    journal: Journal
+    saver: Saver
+    save_events: SaveEvents
+    drill: Drill
+    started: float  # time.monotonic() of the rank's start
+
+
+class Loop:
+    """Trains from wherever `progressed` stands to the last step, or to the step boundary where all agree to stop.
+
+    The sums of step s are read on the host when step s + 1 has been queued, so a GPU's queue never drains. A stop
+    asked for during step s is therefore served after step s + 1, on every rank alike.
+    """
+
+    def __init__(self, config: JobConfig, trained: Trained, progressed: Progressed, outside: Outside) -> None:
+        self._config, self._trained, self._progressed, self._outside = config, trained, progressed, outside
+        self._stop = StopFlag(outside.cell)
+        self._unread: Reduced | None = None
+        self._first = True
+        self._ended_at = time.perf_counter()
+
+    def run(self) -> ExitCode:
+        """Train; returns FINISHED or STOPPED_AFTER_SAVE, raises what went wrong."""
+        total, now = self._config.train.steps, self._progressed
+        while now.step < total:
+            step = now.step + 1
+            unread = self._train(step)
+            now.step = step
+            reason = self._boundary(unread)
+            if reason > StopReason.SAVE_AND_GO_ON and step < total:
+                return ExitCode.STOPPED_AFTER_SAVE
+        self._outside.saver.wait()
+        self._finish()
+        return ExitCode.FINISHED
+
+    def _train(self, step: int) -> Reduced:
+        """One optimizer step; nothing in it waits for the device."""
+        trained, train, cell = self._trained, self._config.train, self._outside.cell
+        cell.update(phase=Phase.DATA)
+        loss = self._accumulate()
+        cell.update(phase=Phase.OPTIMIZER)
+        gradients = [p.grad for p in trained.model.parameters() if p.grad is not None]
+        reduced = reduction.reduce(step, gradients, loss, self._stop.asked())
+        reduction.clip(gradients, reduced.norm, train.clip_norm)
+        set_learning_rate(trained.optimizer, learning_rate(train, step))
+        trained.optimizer.step()
+        trained.optimizer.zero_grad(set_to_none=True)
+        return reduced
+
+    def _accumulate(self) -> torch.Tensor:
+        """Gradients of all micro-batches; returns this rank's mean loss."""
+        trained, cell = self._trained, self._outside.cell
+        batches = trained.data.take()
+        total = torch.zeros((), device=trained.layout.device)
+        for batch in batches:
+            cell.update(phase=Phase.FORWARD)
+            loss = trained.workload.loss(trained.model, batch) / len(batches)
+            cell.update(phase=Phase.BACKWARD)
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    def _boundary(self, unread: Reduced) -> StopReason:
+        """After a step: tell, agree, save. What is decided here is decided alike on every rank."""
+        step, outside = unread.step, self._outside
+        outside.journal.worked(step)
+        outside.cell.update(step=step, saved_step=outside.saver.committed_step or 0)
+        reason = self._settle()
+        self._unread = unread
+        if self._first:
+            self._first_step(step)
+        every, total = self._config.checkpoint.every, self._config.train.steps
+        if reason or step == total or (every and step % every == 0):
+            # A save waits for the device anyway, so this step's own votes are read too.
+            reason = max(reason, self._settle())
+            self._save(reason)
+        outside.drill.after_step(step)
+        return reason
+
+    def _first_step(self, step: int) -> None:
+        self._first = False
+        if self._trained.layout.rank == 0:
+            seconds = time.monotonic() - self._outside.started
+            self._outside.journal.event(EventKind.GENERATION_FIRST_STEP, step=step, seconds=seconds)
+
+    def _settle(self) -> StopReason:
+        """Read the sums that are still on the device, if any, and tell them."""
+        if self._unread is None:
+            return StopReason.NONE
+        result, self._unread = self._unread.result(), None
+        self._progressed.loss = result.loss
+        self._outside.cell.update(loss=result.loss, grad_norm=result.grad_norm)
+        self._tell(result)
+        return result.stop
+
+    def _tell(self, result: StepResult) -> None:
+        train, now = self._config.train, time.perf_counter()
+        seconds, self._ended_at = now - self._ended_at, now
+        self._outside.journal.step(
+            result.step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=learning_rate(train, result.step),
+            seconds=seconds,
+            tokens_per_s=train.batch_size * train.seq_len / seconds,
+        )
+
+    def _save(self, reason: StopReason) -> None:
+        """Save; wait for the commit when the run ends with it."""
+        outside, step = self._outside, self._progressed.step
+        outside.cell.update(phase=Phase.CHECKPOINT)
+        if reason:
+            self._stop.served()
+            if self._trained.layout.rank == 0:
+                outside.journal.event(EventKind.STOP_AGREED, step=step, reason=reason.name.lower())
+        self._progressed.save(outside.saver)
+        if reason > StopReason.SAVE_AND_GO_ON or step == self._config.train.steps:
+            outside.saver.wait()
+            outside.cell.update(saved_step=outside.saver.committed_step or 0)
+            if outside.saver.committed_step != step:
+                raise SaveFailed(f"the last checkpoint, of step {step}, was not saved: {outside.save_events.failure}")
+
+    def _finish(self) -> None:
+        """The weights' digest, by which two runs are compared, and the last words."""
+        digest = state.weights_digest(self._trained.model)
+        if self._trained.layout.rank == 0:
+            self._outside.journal.final(step=self._progressed.step, loss=self._progressed.loss, weights_digest=digest)
+        self._outside.cell.update(phase=Phase.DONE)

@@ -1,0 +1,212 @@
+"""A rank's process: from the agent's RankSpec to an exit code, and the outcome file that keeps the cause."""
+
+import hashlib
+import os
+import random
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import setproctitle
+import torch
+
+from checkpointing.durable import canonical, read_json
+from trainer.contract.config import JobConfig, load
+from trainer.contract.events import EventKind
+from trainer.contract.launch import LaunchToken, holds
+from trainer.contract.outcome import ExitCode, RankOutcome
+from trainer.contract.progress import Phase, ProgressCell
+from trainer.contract.rank import SPEC_VARIABLE, RankSpec
+from trainer.contract.run_dir import RunDir
+from trainer.worker import device as devices
+from trainer.worker import mesh, rendezvous, warming, workload
+from trainer.worker.drill import Drill
+from trainer.worker.echo import is_echo
+from trainer.worker.loop import Loop, Outside, Trained
+from trainer.worker.metrics import Journal
+from trainer.worker.saving import Progressed, SaveEvents, Saver
+
+
+def warm(config: JobConfig) -> None:
+    """Import all that a rank of this run will need; touches no GPU, starts no thread, computes nothing."""
+    devices.quiet_numpy()
+    warming.import_lazy_parts()
+    if not config.command:
+        workload.find(config.workload)
+
+
+def rank_main(spec: RankSpec) -> int:
+    """Train as the rank that `spec` describes; returns its exit code and never raises."""
+    started = time.monotonic()
+    setproctitle.setproctitle(f"orch-rank-{spec.rank}")
+    devices.quiet_numpy()
+    cell = ProgressCell(spec.cell_fd)
+    try:
+        code = _train(spec, cell, started)
+        _record(spec, cell, code)
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - the outermost edge of this process
+        code = _record_failure(spec, cell, error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return int(code)
+
+
+def _train(spec: RankSpec, cell: ProgressCell, started: float) -> ExitCode:
+    run_dir = RunDir(Path(spec.run_dir))
+    config = load(run_dir.config)
+    cell.update(phase=Phase.INIT, generation=spec.generation, total_steps=config.train.steps)
+    os.environ.update({**rendezvous.torchrun_environment(spec), **config.env, **spec.env})
+    devices.be_deterministic(devices.threads_per_rank(config.cluster))
+    _seed(config.train.seed)
+    made = workload.build(config)
+    device = devices.choose(config.cluster, spec.local_rank)
+    rendezvous.choose_interface(config.cluster.interface, spec.host)
+    rendezvous.join(spec, socket.socket(fileno=spec.control_fd), device)
+    trained = _build(made, mesh.build(config.parallel, device, spec.rank, spec.world_size))
+    code = _loop(spec, config, run_dir, cell, trained, started)
+    rendezvous.leave()
+    return code
+
+
+def _seed(seed: int) -> None:
+    """Every rank starts alike, so that models built on the CPU are the same everywhere."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+
+
+def _build(made: workload.Workload, layout: mesh.Layout) -> Trained:
+    model = made.parallelize(made.build_model(), layout)
+    optimizer = made.build_optimizer(model)
+    return Trained(workload=made, model=model, optimizer=optimizer, data=made.build_data(layout), layout=layout)
+
+
+def _loop(
+    spec: RankSpec, config: JobConfig, run_dir: RunDir, cell: ProgressCell, trained: Trained, started: float
+) -> ExitCode:
+    """Restore the newest checkpoint, if any, and train on."""
+    journal = Journal(run_dir.attempt(spec.attempt), spec)
+    save_events = SaveEvents(journal.event)
+    saver = _checkpointer(spec, config, run_dir, trained.layout, save_events)
+    progressed = Progressed(
+        model=trained.model,
+        optimizer=trained.optimizer,
+        data=trained.data,
+        rank=spec.rank,
+        device=trained.layout.device,
+        config_digest=hashlib.sha256(canonical(read_json(run_dir.config))).hexdigest(),
+        seed=config.train.seed,
+    )
+    _diversify(config.train.seed, trained.layout)
+    cell.update(phase=Phase.RESTORE)
+    progressed.restore(saver)
+    cell.update(step=progressed.step, saved_step=progressed.step)
+    outside = Outside(
+        cell=cell,
+        journal=journal,
+        saver=saver,
+        save_events=save_events,
+        drill=_drill(spec, config, journal),
+        started=started,
+    )
+    code = Loop(config, trained, progressed, outside).run()
+    saver.close()
+    journal.close()
+    return code
+
+
+def _diversify(seed: int, layout: mesh.Layout) -> None:
+    """From here on dropout and the like differ between ranks with different data, and only between them."""
+    torch.manual_seed(seed * 1_000_003 + layout.dp_rank)
+    random.seed(seed * 1_000_003 + layout.dp_rank)
+
+
+def _drill(spec: RankSpec, config: JobConfig, journal: Journal) -> Drill:
+    def announce(kind: str, step: int) -> None:
+        journal.event(EventKind.DRILL, kind=kind, rank=spec.rank, step=step)
+
+    return Drill(
+        config.drill.events,
+        rank=spec.rank,
+        attempt=spec.attempt,
+        generation=spec.generation,
+        announce=announce,
+    )
+
+
+def _checkpointer(
+    spec: RankSpec, config: JobConfig, run_dir: RunDir, layout: mesh.Layout, on_event: Callable[[str, dict], None]
+) -> Saver:
+    """The run's checkpointer, fenced by the attempt's GO."""
+    from checkpointing.engine.checkpointer import Checkpointer
+
+    go = run_dir.attempt(spec.attempt).go
+    token = LaunchToken.read(go)
+    parallel = config.parallel
+    return Checkpointer(
+        run_dir.checkpoints,
+        token_attempt=token.attempt,
+        nonce=token.nonce,
+        inherit=token.checkpoints,
+        process_group=None,
+        fence=lambda: holds(go, token),
+        keep=config.checkpoint.keep,
+        on_event=on_event,
+        world={
+            "size": spec.world_size,
+            "dp_replicate": parallel.dp_replicate,
+            "dp_shard": parallel.shard_size(spec.world_size),
+            "tp": parallel.tp,
+            "generation": spec.generation,
+        },
+    )
+
+
+def _record(spec: RankSpec, cell: ProgressCell, code: ExitCode) -> None:
+    _outcome(spec, cell, code).write(_outcome_path(spec))
+
+
+def _record_failure(spec: RankSpec, cell: ProgressCell, error: BaseException) -> ExitCode:
+    """Keep the cause in the rank's outcome and its log."""
+    text = "".join(traceback.format_exception(error))
+    sys.stderr.write(text)
+    echo = is_echo(error)
+    code = _exit_code(error, echo)
+    outcome = _outcome(spec, cell, code, exception=type(error).__name__, message=str(error), traceback=text, echo=echo)
+    try:
+        outcome.write(_outcome_path(spec))
+    except OSError as problem:  # the disk may be what is wrong: the log still has the cause
+        sys.stderr.write(f"orch: could not write this rank's outcome: {problem}\n")
+    return code
+
+
+def _exit_code(error: BaseException, echo: bool) -> ExitCode:
+    if echo:
+        return ExitCode.RETRY
+    if isinstance(error, workload.WorkloadError):
+        return ExitCode.NEVER_RETRY
+    return ExitCode.ERROR
+
+
+def _outcome(spec: RankSpec, cell: ProgressCell, code: ExitCode, **cause: object) -> RankOutcome:
+    reading = cell.read()
+    return RankOutcome(
+        rank=spec.rank,
+        generation=spec.generation,
+        node=spec.node_name,
+        step=reading.step if reading else 0,
+        exit_code=int(code),
+        time=time.time(),
+        **cause,
+    )
+
+
+def _outcome_path(spec: RankSpec) -> Path:
+    return RunDir(Path(spec.run_dir)).attempt(spec.attempt).rank_outcome(spec.rank, spec.generation)
+
+
+if __name__ == "__main__":
+    # Threads of a process group that lost its peers must not hold up the exit.
+    os._exit(rank_main(RankSpec.from_json(os.environ[SPEC_VARIABLE])))

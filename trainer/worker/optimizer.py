@@ -1,0 +1,45 @@
+"""AdamW, and making an optimizer's state exist before it is read from a checkpoint."""
+
+import torch
+from torch import nn
+
+from trainer.contract.config import TrainConfig
+
+
+def adamw(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
+    """AdamW with weight decay on matrices only: norms and biases are scales, not weights to shrink."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": train.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=train.lr, betas=(0.9, 0.95), eps=1e-8, fused=True
+    )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """A group's own `lr_scale` multiplies the schedule."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("lr_scale", 1.0)
+
+
+def prime(optimizer: torch.optim.Optimizer) -> None:
+    """Make every state tensor exist by one step of zero gradients at rate 0: the weights stay as they are.
+
+    The state holds the traces of that step (`step` is 1): overwrite it from a checkpoint or `forget` it.
+    """
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def forget(optimizer: torch.optim.Optimizer) -> None:
+    """Drop all state: the next step starts afresh."""
+    optimizer.state.clear()

@@ -1,0 +1,76 @@
+"""Sharding the built-in model: tensor and sequence parallelism inside a layer, then FSDP2 around every layer."""
+
+from dataclasses import replace
+
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from trainer.contract.config import JobConfig
+from trainer.worker.mesh import Layout
+from trainer.worker.workload import WorkloadError, mixed_precision
+
+
+def check(config: JobConfig) -> None:
+    """Raise WorkloadError when tensor parallelism cannot split the model or the sequence evenly."""
+    tp = config.parallel.tp
+    splits = {
+        "model.heads": config.model.heads,
+        "model.kv_heads": config.model.kv_heads,
+        "model.ffn_dim": config.model.ffn_dim,
+        "model.dim": config.model.dim,
+        "train.seq_len": config.train.seq_len,
+    }
+    for name, size in splits.items():
+        if size % tp:
+            raise WorkloadError(f"{name}={size} must be a multiple of parallel.tp={tp}")
+
+
+def shard(model: nn.Module, layout: Layout, config: JobConfig) -> None:
+    """Shard `model` (a Llama on the meta device) over the mesh in place."""
+    if layout.tp.size() > 1:
+        _tensor_parallel(model, layout)
+        model.tie()
+    # Inputs arrive in the right precision; casting them would round the rotary table.
+    policy = replace(mixed_precision(config), cast_forward_inputs=False)
+    for layer in model.layers:
+        fully_shard(layer, mesh=layout.fsdp, mp_policy=policy)
+    fully_shard(model, mesh=layout.fsdp, mp_policy=policy)
+
+
+def _tensor_parallel(model: nn.Module, layout: Layout) -> None:
+    """Activations between layers are split along the sequence, inside them along heads and inner width."""
+    parallelize_module(
+        model,
+        layout.tp,
+        {
+            "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "norm": SequenceParallel(),
+            "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        },
+    )
+    for layer in model.layers:
+        parallelize_module(layer, layout.tp, _layer_plan())
+
+
+def _layer_plan() -> dict[str, object]:
+    return {
+        "attention_norm": SequenceParallel(),
+        "attention": PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)),
+        "attention.wq": ColwiseParallel(),
+        "attention.wk": ColwiseParallel(),
+        "attention.wv": ColwiseParallel(),
+        "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+        "ffn_norm": SequenceParallel(),
+        "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        "feed_forward.w1": ColwiseParallel(),
+        "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+        "feed_forward.w3": ColwiseParallel(),
+    }

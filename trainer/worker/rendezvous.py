@@ -1,0 +1,91 @@
+"""How the ranks of one generation find each other: a fresh store on a port of rank 0's choosing, then the world."""
+
+import os
+import socket
+from datetime import timedelta
+from ipaddress import ip_address
+
+import torch
+import torch.distributed as dist
+
+from trainer.contract.rank import RankSpec, hear, say
+from trainer.worker import device as devices
+
+_STORE_PATIENCE = timedelta(minutes=5)
+_COLLECTIVE_PATIENCE = timedelta(minutes=30)  # the agent notices a hang much earlier; this is the last resort
+
+
+class PeerLost(RuntimeError):
+    """A peer or the agent went away before this rank could go on; the cause is elsewhere."""
+
+
+def torchrun_environment(spec: RankSpec) -> dict[str, str]:
+    """The variables that torchrun gives its workers, but for the address of the store."""
+    return {
+        "RANK": str(spec.rank),
+        "LOCAL_RANK": str(spec.local_rank),
+        "WORLD_SIZE": str(spec.world_size),
+        "LOCAL_WORLD_SIZE": str(spec.local_world_size),
+        "ROLE_RANK": str(spec.rank),
+        "ROLE_WORLD_SIZE": str(spec.world_size),
+        "GROUP_RANK": str(spec.node),
+        "GROUP_WORLD_SIZE": str(max(1, spec.world_size // spec.local_world_size)),
+        "TORCHELASTIC_RESTART_COUNT": str(spec.generation - 1),
+    }
+
+
+def choose_interface(interface: str, host: str) -> None:
+    """Tell gloo and NCCL which network to use, unless the user's environment already does."""
+    chosen = interface or ("lo" if _loopback(host) else "")
+    if chosen:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", chosen)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", chosen)
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def open_store(spec: RankSpec, control: socket.socket) -> dist.TCPStore:
+    """Rank 0 binds a free port and tells its agent; everybody else hears from theirs and connects."""
+    if spec.rank == 0:
+        store = dist.TCPStore(spec.host, 0, is_master=True, wait_for_workers=False, timeout=_STORE_PATIENCE)
+        host, port = spec.host, store.port
+        say(control, "store", host=host, port=port)
+    else:
+        host, port = _hear_store(control)
+        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_STORE_PATIENCE)
+    os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    return store
+
+
+def _hear_store(control: socket.socket) -> tuple[str, int]:
+    message = hear(control)
+    if message is None or message["word"] != "store":
+        raise PeerLost("the agent went away before it told where the store is")
+    return message["host"], int(message["port"])
+
+
+def join(spec: RankSpec, control: socket.socket, device: torch.device) -> None:
+    """Make this process part of the world of its generation; blocks until every rank is there."""
+    store = open_store(spec, control)
+    dist.init_process_group(
+        devices.backend(device),
+        store=dist.PrefixStore("world", store),
+        rank=spec.rank,
+        world_size=spec.world_size,
+        timeout=_COLLECTIVE_PATIENCE,
+        device_id=device if device.type == "cuda" else None,
+    )
+
+
+def leave() -> None:
+    """Take the world down; the work is done and saved, so a peer that left first is no failure."""
+    try:
+        dist.barrier()
+        dist.destroy_process_group()
+    except RuntimeError:
+        return

@@ -1,0 +1,85 @@
+"""A run's checkpoints, seen from the loop: what is saved, where it goes on after a restart, what became of it."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from checkpointing.durable import number
+from trainer.contract.events import EventKind
+from trainer.worker import optimizer as optimizers
+from trainer.worker import state
+from trainer.worker.data import Data
+
+
+class Saver(Protocol):
+    """The part of `checkpointing.engine.checkpointer.Checkpointer` that a rank uses."""
+
+    committed_step: int | None
+
+    def save(self, step: int, tensors: Mapping[str, torch.Tensor], extra: dict[str, Any]) -> None: ...
+
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> Any: ...
+
+    def wait(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class SaveFailed(OSError):
+    """The save that the run must not end without did not happen; the event `checkpoint.failed` says why."""
+
+
+class SaveEvents:
+    """Passes the checkpointer's events on and remembers why a save failed."""
+
+    def __init__(self, write: Callable[..., None]) -> None:
+        self._write = write
+        self.failure = "the reason is in the events of rank 0"
+
+    def __call__(self, kind: str, data: dict[str, Any]) -> None:
+        if kind == EventKind.CHECKPOINT_FAILED:
+            self.failure = str(data["reason"])
+        self._write(EventKind(kind), **data)
+
+
+class Progressed:
+    """Everything that a restart must bring back, and the two directions: into a checkpoint and out of it."""
+
+    def __init__(
+        self, *, model: nn.Module, optimizer: torch.optim.Optimizer, data: Data, rank: int, device: torch.device,
+        config_digest: str, seed: int,
+    ) -> None:  # fmt: skip
+        self._model, self._optimizer, self._data = model, optimizer, data
+        self._rng, self._device = state.rng_name(rank), device
+        self._config_digest, self._seed = config_digest, seed
+        self.step = 0
+        self.loss = float("nan")
+
+    def save(self, saver: Saver) -> None:
+        """Hand the state after `step` to the checkpointer, which copies it before this returns."""
+        extra = state.facts(
+            step=self.step,
+            consumed=self._data.consumed,
+            loss=self.loss,
+            config_digest=self._config_digest,
+            seed=self._seed,
+        )
+        saver.save(self.step, {**self._tensors(), self._rng: state.pack_rng(self._device)}, extra)
+
+    def restore(self, saver: Saver) -> None:
+        """Fill everything from the newest checkpoint that verifies; stay at step 0 when there is none."""
+        optimizers.prime(self._optimizer)
+        packed = torch.zeros_like(state.pack_rng(self._device))
+        restored = saver.restore({**self._tensors(), self._rng: packed})
+        if restored is None:
+            optimizers.forget(self._optimizer)
+            return
+        self.step, self.loss = restored.step, number(restored.extra["loss"])
+        self._data.seek(restored.extra["consumed"])
+        if packed.any():  # the checkpoint of a smaller world has none for this rank: it keeps its fresh one
+            state.unpack_rng(packed, self._device)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {**state.model_tensors(self._model), **state.optimizer_tensors(self._model, self._optimizer)}

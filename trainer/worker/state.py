@@ -1,0 +1,92 @@
+"""What is in a checkpoint: named tensors to be filled in place, and a few plain facts."""
+
+import ctypes
+import random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+_RNG_BYTES = 16384
+_HASH_CHUNK = 64 * 1024 * 1024
+
+
+def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers under `model/<name>`; a shared parameter stands under its first name."""
+    kept = model.state_dict().keys()
+    found = {f"model/{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    found.update({f"model/{name}": buffer for name, buffer in model.named_buffers() if name in kept})
+    return found
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Every tensor of the optimizer's state under `optimizer/<parameter>/<key>`; settings come from the config."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                found[f"optimizer/{name}/{key}"] = value
+    return found
+
+
+def rng_name(rank: int) -> str:
+    return f"rng/rank-{rank:05d}"
+
+
+def pack_rng(device: torch.device) -> torch.Tensor:
+    """The generators of torch (host and device) and Python as one row of bytes of fixed length."""
+    version, numbers, gauss = random.getstate()
+    assert version == 3
+    python = torch.tensor([int(number) for number in numbers], dtype=torch.int64)
+    extra = torch.tensor([float("nan") if gauss is None else gauss], dtype=torch.float64)
+    parts = [torch.get_rng_state(), python.view(torch.uint8), extra.view(torch.uint8)]
+    if device.type == "cuda":
+        parts.append(torch.cuda.get_rng_state(device))
+    packed = torch.zeros(_RNG_BYTES, dtype=torch.uint8)
+    place = 0
+    for part in parts:
+        header = torch.tensor([len(part)], dtype=torch.int64).view(torch.uint8)
+        packed[place : place + 8 + len(part)] = torch.cat([header, part])
+        place += 8 + len(part)
+    return packed
+
+
+def unpack_rng(packed: torch.Tensor, device: torch.device) -> None:
+    """Put the generators back to where `pack_rng` found them."""
+    parts, place = [], 0
+    while length := int(packed[place : place + 8].clone().view(torch.int64)):
+        parts.append(packed[place + 8 : place + 8 + length].clone())
+        place += 8 + length
+    torch.set_rng_state(parts[0])
+    gauss = float(parts[2].view(torch.float64))
+    random.setstate((3, tuple(parts[1].view(torch.int64).tolist()), None if gauss != gauss else gauss))
+    if device.type == "cuda" and len(parts) > 3:
+        torch.cuda.set_rng_state(parts[3], device)
+
+
+def facts(*, step: int, consumed: int, loss: float, config_digest: str, seed: int) -> dict[str, Any]:
+    """The plain part of a checkpoint."""
+    return {"step": step, "consumed": consumed, "loss": loss, "config_digest": config_digest, "seed": seed}
+
+
+def weights_digest(model: nn.Module) -> str | None:
+    """XXH3-128 over the full tensors in the order of their names: the same in every layout. None but on rank 0.
+
+    A collective: every rank must call it.
+    """
+    digest = xxhash.xxh3_128()
+    for name, tensor in sorted(model_tensors(model).items()):
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if dist.get_rank() == 0:
+            digest.update(f"{name} {full.dtype} {tuple(full.shape)}\n".encode())
+            _feed(digest, full.cpu().contiguous())
+    return digest.hexdigest() if dist.get_rank() == 0 else None
+
+
+def _feed(digest: xxhash.xxh3_128, tensor: torch.Tensor) -> None:
+    size = tensor.numel() * tensor.element_size()
+    for start in range(0, size, _HASH_CHUNK):
+        digest.update(ctypes.string_at(tensor.data_ptr() + start, min(_HASH_CHUNK, size - start)))

@@ -1,0 +1,141 @@
+"""What is trained: five methods, and a base class that has an answer for all but the model and its loss.
+
+A workload of your own, for `workload.target: my_pkg.my_module:MyWorkload`:
+
+    class MyWorkload(BaseWorkload):
+        def build_model(self):
+            return MyModel(**self.args)
+
+        def loss(self, model, batch):
+            return torch.nn.functional.mse_loss(model(batch.x), batch.y)
+
+        def build_data(self, layout):
+            return MyData(rank=layout.dp_rank, of=layout.dp_size)
+
+Everything that a restart must bring back has to be in parameters, persistent buffers, tensors of the optimizer's
+state, the data position, or torch's and Python's random generators.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from trainer.contract.config import JobConfig, WorkloadConfig
+from trainer.worker.data import Data, TokenData
+from trainer.worker.mesh import Layout
+from trainer.worker.optimizer import adamw
+
+
+class WorkloadError(Exception):
+    """The workload or the configuration cannot work; trying again would not help."""
+
+
+class Workload(Protocol):
+    """The seam between the loop and what it trains; made by `Class(config, **config.workload.args)`."""
+
+    def build_model(self) -> nn.Module:
+        """The model, on the CPU or on the meta device; torch is seeded alike on every rank."""
+
+    def parallelize(self, model: nn.Module, layout: Layout) -> nn.Module:
+        """Shard the model and move it to `layout.device`; afterwards every parameter has its initial value."""
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The optimizer; its groups' `lr` follows the schedule, times the group's `lr_scale` if it has one."""
+
+    def build_data(self, layout: Layout) -> Data:
+        """This rank's data; ranks of one tensor-parallel group read the same."""
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """Mean loss over one micro-batch, a scalar; micro-batches and ranks weigh the same."""
+
+
+class BaseWorkload:
+    """Defaults: every child of the model sharded by FSDP, AdamW, token shards from `data.path`."""
+
+    def __init__(self, config: JobConfig, **args: Any) -> None:
+        self.config, self.args = config, args
+
+    def parallelize(self, model: nn.Module, layout: Layout) -> nn.Module:
+        """FSDP over every child with parameters and the rest; has no plan for tensor parallelism."""
+        if layout.tp.size() > 1:
+            raise WorkloadError(
+                f"parallel.tp={layout.tp.size()}, but {type(self).__name__} has no `parallelize` of its own: "
+                "write one, or set parallel.tp=1"
+            )
+        model.to(layout.device)
+        policy = mixed_precision(self.config)
+        for child in _blocks(model):
+            fully_shard(child, mesh=layout.fsdp, mp_policy=policy)
+        return fully_shard(model, mesh=layout.fsdp, mp_policy=policy)
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return adamw(model, self.config.train)
+
+    def build_data(self, layout: Layout) -> Data:
+        train = self.config.train
+        if not self.config.data.path:
+            raise WorkloadError("data.path is empty: give data.text, or a folder made by `orch data prepare`")
+        return TokenData(
+            Path(self.config.data.path),
+            seq_len=train.seq_len,
+            batch_size=train.batch_size,
+            micro_batch_size=train.micro_batch_size,
+            seed=train.seed,
+            shuffle=self.config.data.shuffle,
+            dp_rank=layout.dp_rank,
+            dp_size=layout.dp_size,
+            device=layout.device,
+        )
+
+
+def mixed_precision(config: JobConfig) -> MixedPrecisionPolicy:
+    """bfloat16 forward and backward with gradients reduced in float32, or float32 throughout."""
+    if config.train.dtype == "float32":
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def _blocks(model: nn.Module) -> Sequence[nn.Module]:
+    """The units of sharding: children with parameters, and the members of module lists one by one."""
+    found: list[nn.Module] = []
+    for child in model.children():
+        if isinstance(child, nn.ModuleList):
+            found += list(child)
+        elif isinstance(child, nn.ModuleDict):
+            found += list(child.values())
+        else:
+            found.append(child)
+    return [block for block in found if any(True for _ in block.parameters())]
+
+
+def find(config: WorkloadConfig) -> type[Workload]:
+    """Import the class that `workload.target` names; raises WorkloadError with the place and the reason."""
+    for folder in config.path:
+        if folder not in sys.path:
+            sys.path.append(folder)  # after ours, so that a user's module never shadows one of orch
+    module_name, _, class_name = config.target.partition(":")
+    if not class_name:
+        raise WorkloadError(f"workload.target={config.target}: must look like package.module:Class")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise WorkloadError(f"workload.target={config.target}: cannot import {module_name}: {error}") from error
+    kind = getattr(module, class_name, None)
+    if not isinstance(kind, type):
+        raise WorkloadError(f"workload.target={config.target}: {module_name} has no class {class_name}")
+    return kind
+
+
+def build(config: JobConfig) -> Workload:
+    """Make the workload; arguments that its class does not take are a WorkloadError."""
+    kind = find(config.workload)
+    try:
+        return kind(config, **config.workload.args)
+    except (TypeError, ValueError) as error:
+        raise WorkloadError(f"workload {config.workload.target} cannot be made: {error}") from error

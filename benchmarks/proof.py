@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "proof.md"
 HEAD = """# Proof
 
-What the long counts of the seeded proofs showed, the last time they ran (`make proof`); `make test` runs a sample of each.
+What the long counts of the seeded proofs showed, the last time they ran (`make proof`).
+`make test` runs a seeded sample of each.
 
 - date: {date}
 - machine: {machine}

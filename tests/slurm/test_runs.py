@@ -1,0 +1,154 @@
+"""The main job on the real Slurm: ranks, nodes, controllers and agents die, and the run finishes all the same."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.end_to_end.user import User, assert_exact, assert_no_step_twice_at_once
+from tests.slurm import processes
+from tests.slurm.lab import SlurmLab
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+SMALL = [
+    "cluster.nodes=2", "cluster.ranks_per_node=2", "cluster.cpus_per_task=2", "cluster.partition=low",
+    "cluster.time=10", "recovery.backoff=0.5", "train.steps=40", "checkpoint.every=8",
+]  # fmt: skip
+LONG = "train.steps=120"
+
+
+@pytest.fixture
+def user(lab: SlurmLab, tmp_path: Path) -> Iterator[User]:
+    someone = User(tmp_path, "slurm", lab.environment())
+    yield someone
+    someone.leave()
+    lab.ask("scancel", "--me")
+    someone.until(lambda: not lab.ask("squeue", "-h", "--me").stdout.strip(), 60, "an empty queue")
+
+
+@pytest.fixture(scope="session")
+def calm(lab: SlurmLab, tmp_path_factory: pytest.TempPathFactory) -> tuple[User, str]:
+    """The same run undisturbed, to compare with bit for bit."""
+    someone = User(tmp_path_factory.mktemp("calm"), "slurm", lab.environment())
+    run = someone.submit("tiny-gpt", *SMALL)["run"]
+    assert someone.wait(run) == 0
+    someone.run("controller", "stop")
+    return someone, run
+
+
+def job_names(lab: SlurmLab) -> list[str]:
+    return lab.ask("squeue", "-h", "--me", "-t", "PENDING,RUNNING", "-o", "%j").stdout.split()
+
+
+def training(user: User, run: str, beyond: int, seconds: float = 90) -> None:
+    user.until(lambda: user.step(run) > beyond, seconds, f"training beyond step {beyond}")
+
+
+def test_a_killed_rank_restarts_in_place_bit_for_bit(lab: SlurmLab, user: User, calm: tuple[User, str]) -> None:
+    run = user.submit("tiny-gpt", *SMALL)["run"]
+    training(user, run, 18)
+    victim = user.processes("orch-rank-1")[0]
+    victim.send_signal(signal.SIGKILL)
+    assert user.wait(run) == 0
+
+    (attempt,) = user.show(run)["attempts"]
+    assert attempt["generations"] == 2
+    assert user.status(run)["state"] == "SUCCEEDED"
+    (user.run_dir(run).path.parent / "calm").symlink_to(calm[0].run_dir(calm[1]).path)
+    assert_exact(user, run, "calm")
+
+
+def test_a_dead_node_leads_to_a_new_job_elsewhere(lab: SlurmLab, user: User, calm: tuple[User, str]) -> None:
+    submitted = user.submit("tiny-gpt", *SMALL)
+    run = submitted["run"]
+    training(user, run, 18)
+    (dead, *_) = reversed(lab.nodes_of(submitted["job_id"]))
+    lab.kill_node(dead)
+    try:
+        assert user.wait(run) == 0
+    finally:
+        lab.start_node(dead)
+    first, second = user.show(run)["attempts"]
+    assert first["failure"]["kind"] == "node_lost"
+    assert first["failure"]["node"] == dead
+    assert dead not in second["nodes"]
+    assert_no_step_twice_at_once(user, run)
+    (user.run_dir(run).path.parent / "calm").symlink_to(calm[0].run_dir(calm[1]).path)
+    assert_exact(user, run, "calm")
+
+
+def test_preemption_uses_no_failure_budget(lab: SlurmLab, user: User) -> None:
+    run = user.submit("tiny-gpt", *SMALL, "recovery.max_failures=1")["run"]
+    training(user, run, 10)
+    urgent = lab.ask(
+        "sbatch", "-p", "high", "-N", "4", "--exclusive", "--parsable", "-o", "/dev/null", "--wrap", "sleep 4"
+    )
+    assert urgent.returncode == 0, urgent.stderr
+    assert user.wait(run) == 0
+    first, *later = user.show(run)["attempts"]
+    assert later
+    assert first["failure"] is None or first["failure"]["kind"] == "preempted"
+    assert_no_step_twice_at_once(user, run)
+
+
+def test_usr2_is_an_agreed_stop_with_a_save(lab: SlurmLab, user: User) -> None:
+    submitted = user.submit("tiny-gpt", *SMALL, LONG, "checkpoint.every=0")
+    run = submitted["run"]
+    training(user, run, 10)
+    lab.ask("scancel", "--signal=USR2", submitted["job_id"])
+    assert user.wait(run) == 0
+    first, second = user.show(run)["attempts"]
+    assert first["last_step"] == second["resumed_from"]
+    assert second["resumed_from"] >= 10
+    exits = user.run("logs", run, "--attempt", "1", "--rank", "all").stdout
+    assert "Traceback" not in exits
+    assert_no_step_twice_at_once(user, run)
+
+
+def test_a_killed_agent_leaves_no_process_and_the_run_recovers(lab: SlurmLab, user: User) -> None:
+    submitted = user.submit("tiny-gpt", *SMALL)
+    run = submitted["run"]
+    training(user, run, 10)
+    node = lab.nodes_of(submitted["job_id"])[-1]
+    mine = [process for process in map(psutil.Process, processes.job_processes(lab.conf, node))]
+    agent = next(process for process in mine if process.cmdline()[:1] and process.cmdline()[0].startswith("orch-agent"))
+    family = agent.children(recursive=True)
+    assert family
+    os.kill(agent.pid, signal.SIGKILL)
+    gone, alive = psutil.wait_procs(family, timeout=2)
+    assert not alive, alive
+    assert user.wait(run) == 0
+    assert_no_step_twice_at_once(user, run)
+
+
+@pytest.mark.parametrize("point", ["after_submit", "after_submitted", "after_go"])
+def test_a_controller_killed_in_the_middle_of_a_launch(lab: SlurmLab, user: User, point: str) -> None:
+    submitted = user.run(
+        "submit", "tiny-gpt", *SMALL, "train.steps=8", f"cluster.root={user.root}", "cluster.kind=slurm",
+        "--no-controller", ORCH_FAILPOINT=point,
+    )  # fmt: skip
+    assert submitted.returncode == -signal.SIGKILL, submitted.stderr
+    run = user.ask("status", "--all")[0]["run"]
+    assert user.run("controller", "tick").returncode == 0
+    assert len([name for name in job_names(lab) if name.startswith(f"orch-{run}-")]) <= 1
+    assert user.wait(run) == 0
+    assert {line["attempt"] for line in user.work(run)} == {1}
+
+
+def test_a_killed_controller_while_a_node_dies(lab: SlurmLab, user: User) -> None:
+    submitted = user.submit("tiny-gpt", *SMALL)
+    run = submitted["run"]
+    training(user, run, 10)
+    assert user.kill_controller() == 1
+    dead = lab.nodes_of(submitted["job_id"])[-1]
+    lab.kill_node(dead)
+    try:
+        assert user.run("controller", "tick").returncode == 0
+        assert user.wait(run) == 0
+    finally:
+        lab.start_node(dead)
+    assert_no_step_twice_at_once(user, run)
+    assert len(user.show(run)["attempts"]) == 2

@@ -1,0 +1,51 @@
+"""submitit's pickle: which function a job calls, and under which name the job looks for it."""
+
+import importlib
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from checkpointing.durable import fsync_dir, write_durably
+from orchestrator.errors import Precondition
+from orchestrator.scheduler.base import JobSpec
+
+AGENT = "trainer.agent.main:run_agent"
+_ORPHAN = re.compile(r"[0-9a-f]{32}\.pkl")
+
+
+def load_entry(entry: str) -> Callable[[str, str], None]:
+    """The function `module:name`, which submitit pickles by this very reference."""
+    module, _, name = entry.partition(":")
+    function: Callable[[str, str], None] = getattr(importlib.import_module(module), name)
+    return function
+
+
+def arguments(spec: JobSpec) -> tuple[str, str]:
+    """The two strings that travel with the function."""
+    return str(spec.run_dir), str(spec.attempt)
+
+
+def adopt_payload(submission: Path, job_id: str) -> None:
+    """Give the job its payload under the name it looks for; harmless when it is there already.
+
+    submitit renames `<uuid>.pkl` only after a clean sbatch. All payloads of one submission folder are equal, so any
+    will do. A hard link appears in one step, and leaves the orphan for a duplicate that may turn up later.
+    """
+    wanted = submission / f"{job_id}_submitted.pkl"
+    if wanted.exists():
+        return
+    names = sorted(os.listdir(submission)) if submission.is_dir() else []
+    found = [name for name in names if _ORPHAN.fullmatch(name) or name.endswith("_submitted.pkl")]
+    if not found:
+        raise Precondition(
+            f"the payload of job {job_id} is missing: no *.pkl in {submission}",
+            hint=f"scancel {job_id}: without it the job would fail after a minute",
+        )
+    try:
+        os.link(submission / found[0], wanted)
+    except FileExistsError:
+        return
+    except OSError:  # a file system without hard links
+        write_durably(wanted, (submission / found[0]).read_bytes())
+    fsync_dir(submission)

@@ -1,0 +1,171 @@
+"""The sbatch script of one attempt, and its submission: submitit's SlurmExecutor with our options."""
+
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+from submitit.core.utils import FailedJobError
+from submitit.slurm.slurm import SlurmExecutor
+
+from orchestrator.errors import ConfigError, SubmitAmbiguous, SubmitRejected
+from orchestrator.scheduler import payload
+from orchestrator.scheduler.base import JobSpec, Resources
+from orchestrator.scheduler.commands import no_contact, require
+from orchestrator.scheduler.job_environment import package_root, passes
+from orchestrator.scheduler.sbatch_values import check_field, check_nodes, check_options, check_text, minutes
+from orchestrator.scheduler.script import prepare
+
+SBATCH_TIMEOUT_S = 60
+
+_REFUSALS = re.compile(
+    "|".join(
+        (
+            r"invalid (qos|account|partition|feature|generic resource|wckey|license|node name|constraint|user id)",
+            r"invalid job (credential|array)", r"invalid (partition|qos|account) specified", r"invalid --?\S+ spec",
+            r"requested node configuration is not available", r"requested time limit is invalid",
+            r"requested partition configuration not available", r"requested reservation is (invalid|not usable)",
+            r"violates accounting/qos policy", r"more processors requested than permitted",
+            r"node count specification invalid", r"(cpu|processor) count (per node )?(can not|cannot) be satisfied",
+            r"memory (required by task|specification) (is not available|can not be satisfied)",
+            r"user's group not permitted", r"access/permission denied", r"job size specification",
+            r"unrecognized option", r"requires an argument", r"unrecognized .* (value|option)",
+            r"invalid (numeric value|argument)",
+            r"too many (tasks|nodes|cpus)", r"no partition specified or system default partition",
+            r"pathname of a file, directory or other parameter too long", r"invalid reservation",
+            r"invalid job time|time limit specification", r"invalid number of",
+            r"invalid (memory|gres|gpu|tres|exclude|nodelist)",
+        )
+    ),
+    re.IGNORECASE,
+)  # fmt: skip
+"""Slurm's words for a definite no (slurm_errno.c and sbatch's own checks): the job does not exist."""
+
+
+class HeldExecutor(SlurmExecutor):  # type: ignore[misc]  # submitit is not type-checked here
+    """SlurmExecutor that bounds sbatch in time and hides the variables a job must not see.
+
+    `env -u` takes names only, so no value of a hidden variable appears on a command line.
+    """
+
+    @classmethod
+    def affinity(cls) -> int:
+        return 2  # a script can be shown on a machine without Slurm
+
+    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        hidden = [word for name in sorted(os.environ) if not passes(name) for word in ("-u", name)]
+        bounded = ["timeout", "--kill-after=5", str(SBATCH_TIMEOUT_S)]
+        return [*bounded, "env", *hidden, "sbatch", str(submission_file_path)]
+
+
+def executor(spec: JobSpec) -> HeldExecutor:
+    """submitit's executor for this job; raises ConfigError for a value that must not stand in a script."""
+    resources = spec.resources
+    _check_path("cluster.root", spec.submission)
+    _check_path("cluster.root", spec.run_dir)
+    prepared = prepare(spec)
+    made = HeldExecutor(folder=spec.submission, python=prepared.python)
+    setup = list(prepared.setup)
+    if prepared.own_interpreter and package_root():
+        setup.append(f"export PYTHONPATH={shlex.quote(package_root())}")
+    made.update_parameters(
+        job_name=check_field("name", "name", spec.name),
+        comment=check_field("name", "comment", spec.comment),
+        nodes=resources.nodes,
+        ntasks_per_node=1,
+        cpus_per_task=resources.cpus_per_task,
+        time=minutes("cluster.time", resources.time),
+        signal_delay_s=resources.signal_lead,
+        wckey=None,
+        setup=setup,
+        srun_args=[*_srun_arguments(resources), *prepared.srun],
+        additional_parameters={**_placement(resources), **check_options(resources.sbatch), **_fixed(spec)},
+    )
+    return made
+
+
+def _placement(resources: Resources) -> dict[str, Any]:
+    fields = (
+        ("partition", resources.partition), ("account", resources.account), ("qos", resources.qos),
+        ("constraint", resources.constraint), ("mem", resources.mem),
+    )  # fmt: skip
+    chosen: dict[str, Any] = {
+        name: check_field(f"cluster.{name}", name, value) for name, value in fields if value != ""
+    }
+    if resources.exclude:
+        chosen["exclude"] = check_nodes("cluster.exclude", resources.exclude)
+    if resources.gpus_per_node:
+        chosen["gpus-per-node"] = resources.gpus_per_node
+    return chosen
+
+
+def _fixed(spec: JobSpec) -> dict[str, Any]:
+    """What no configuration may change: the protocol of submission rests on it."""
+    return {
+        "hold": True,
+        "no-requeue": True,
+        "export": "ALL",
+        "chdir": str(spec.run_dir),
+        "signal": f"USR2@{spec.resources.signal_lead}",
+        "open-mode": "append",
+    }
+
+
+def _srun_arguments(resources: Resources) -> list[str]:
+    """One failing agent must not take the others down before they have left their outcomes."""
+    return [
+        "--open-mode=append",
+        "--kill-on-bad-exit=0",
+        "--wait=0",
+        "--mpi=none",
+        f"--cpus-per-task={resources.cpus_per_task}",
+    ]
+
+
+def _check_path(key: str, path: Path) -> None:
+    """Slurm expands '%' and '\\' in file names, and a control character would end the line."""
+    text = check_text(key, str(path))
+    if not path.is_absolute() or any(char in text for char in "%\\'\""):
+        raise ConfigError(
+            f"{key}: {text!r} cannot be used in a job script",
+            where=key,
+            hint="use an absolute path without % \\ and quotes",
+        )
+
+
+def text(spec: JobSpec) -> str:
+    """The sbatch script as it would be submitted."""
+    made = executor(spec)
+    return str(made._make_submission_file_text(made._submitit_command_str, ""))
+
+
+def submit(spec: JobSpec, entry: str) -> None:
+    """Submit the job held; raises SubmitRejected, SubmitAmbiguous, or Precondition without sbatch."""
+    made = executor(spec)
+    require("sbatch")
+    function = payload.load_entry(entry)
+    try:
+        made.submit(function, *payload.arguments(spec))
+    except FailedJobError as error:
+        raise submit_error(str(error)) from error
+    except (OSError, RuntimeError) as error:  # submitit could not read sbatch's answer, or the files behind it
+        raise SubmitAmbiguous(
+            f"sbatch ended, but not as expected: {error}", hint="the job is looked up by its name"
+        ) from error
+
+
+def submit_error(said: str) -> SubmitRejected | SubmitAmbiguous:
+    """What sbatch's words mean: a definite refusal, or nothing that can be relied on."""
+    words = " ".join(
+        line.removeprefix("sbatch: ").removeprefix("error: ") for line in said.splitlines() if line.strip()
+    )
+    if _REFUSALS.search(said) and not no_contact(said):
+        return SubmitRejected(
+            f"Slurm refused the job: {words[:400]}",
+            hint="change the `cluster` part of the configuration; `sinfo -s` helps",
+        )
+    return SubmitAmbiguous(
+        f"sbatch failed, and the job may exist all the same: {words[:400] or 'no message'}",
+        hint="nothing is submitted again until look-ups have told",
+    )

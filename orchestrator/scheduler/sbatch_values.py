@@ -1,0 +1,201 @@
+"""What may stand behind `#SBATCH --option=`: an allow-list for each field; pure.
+
+A quoted newline ends the comment line of an sbatch script all the same, and the next line runs as a command. So control
+characters are refused everywhere, and each field takes only what Slurm's grammar for it knows.
+"""
+
+import difflib
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from orchestrator.errors import ConfigError
+
+_NAME = r"[A-Za-z0-9_.@+][A-Za-z0-9_.@+:-]*"
+_FIELDS = {
+    "name": (r"[A-Za-z0-9_.][A-Za-z0-9_.+-]{0,199}", "letters, digits, '.', '_', '-'"),
+    "comment": (r"[A-Za-z0-9_./:][A-Za-z0-9_./:@+-]{0,255}", "letters, digits and ./:_-"),
+    "partition": (rf"{_NAME}(,{_NAME})*", "a partition name, or several with commas: gpu,gpu-long"),
+    "account": (_NAME, "an account name"),
+    "qos": (_NAME, "a QOS name"),
+    "constraint": (r"[A-Za-z0-9_.\[(][A-Za-z0-9_.,&|*()\[\]:+-]*", "node features: h100&ib"),
+    "mem": (r"[0-9]+[KMGT]?B?", "a size: 64G"),
+    "nodes": (r"[A-Za-z0-9_.\[][A-Za-z0-9_.,\[\]-]*", "a host list: gpu[003,017]"),
+}
+_FREE = re.compile(r"[A-Za-z0-9_./:@+%=\[(][A-Za-z0-9_./:@+%=,;&|*()\[\]!^~ -]*", re.ASCII)
+_OPTION = re.compile(r"[a-z][a-z]*(-[a-z]+)*", re.ASCII)
+_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", re.ASCII)
+
+_BY_KEY = "set it by its own key"
+OWNED = {
+    **dict.fromkeys(("partition", "account", "qos", "constraint", "exclude", "mem", "time"), f"{_BY_KEY}: cluster."),
+    "nodes": "set cluster.nodes",
+    "cpus-per-task": "set cluster.cpus_per_task",
+    "gpus-per-node": "set cluster.gpus_per_node",
+    "signal": "set cluster.signal_lead: the agents wait for USR2",
+    "job-name": "orch finds its jobs by their name",
+    "comment": "orch marks its jobs by their comment",
+    "hold": "orch submits every job held and releases it itself",
+    "requeue": "orch starts new attempts itself, on other nodes if need be",
+    "no-requeue": "orch sets it itself",
+    "array": "one run is one job",
+    "dependency": "orch decides when an attempt starts; use `orch submit --after` for an order of runs",
+    "begin": "a held job is released by orch",
+    "export": "a job's variables come from `env`",
+    "export-file": "a job's variables come from `env`",
+    "get-user-env": "a job's variables come from `env`",
+    "wrap": "the job's script is orch's",
+    "chdir": "jobs start in their run directory",
+    "parsable": "orch reads sbatch's answer",
+    "quiet": "orch reads sbatch's answer",
+    "verbose": "orch reads sbatch's answer",
+    "test-only": "use `orch submit --dry-run`",
+    "wait": "use `orch submit --wait`",
+    "wait-all-nodes": "the agents wait for each other",
+    "kill-on-invalid-dep": "orch uses no dependencies",
+    "output": "logs lie in the run directory",
+    "error": "logs lie in the run directory",
+    "input": "the job's script is orch's",
+    "open-mode": "logs are appended to",
+    "clusters": "look-ups ask one cluster: set SLURM_CONF or SLURM_CLUSTERS",
+    "uid": "jobs are yours",
+    "gid": "jobs are yours",
+    "batch": "the job's script may run on any of its nodes",
+    "help": "see man sbatch",
+    "usage": "see man sbatch",
+    "version": "use `orch doctor`",
+    **dict.fromkeys(
+        ("ntasks", "ntasks-per-node", "ntasks-per-core", "ntasks-per-gpu", "ntasks-per-socket", "gpus-per-task",
+         "tres-per-task"),
+        "one agent per node starts all ranks",
+    ),
+}  # fmt: skip
+"""Options that cannot be set through `cluster.sbatch`, each with the reason and what to do instead."""
+
+
+def _printable(value: str) -> str:
+    return repr(value if len(value) <= 60 else value[:57] + "...")
+
+
+def check_text(key: str, value: object) -> str:
+    """The value as text: refuses control characters and what is not plain text; raises ConfigError."""
+    if not isinstance(value, str):
+        raise ConfigError(f"{key}={value!r}: must be text", where=key, hint=f"put it in quotes: {key}='...'")
+    if any(not char.isprintable() for char in value):
+        raise ConfigError(
+            f"{key}={_printable(value)}: newlines and control characters are refused",
+            where=key,
+            hint=f"write {key} on one line, in plain characters",
+        )
+    if value.startswith("-"):
+        raise ConfigError(
+            f"{key}={_printable(value)}: must not begin with '-'", where=key, hint="it would be read as another option"
+        )
+    return value
+
+
+def check_field(key: str, field: str, value: object) -> str:
+    """A value of a known field (see `_FIELDS`); raises ConfigError that names `key` and what to type."""
+    text = check_text(key, value)
+    pattern, example = _FIELDS[field]
+    if not re.fullmatch(pattern, text, re.ASCII):
+        raise ConfigError(f"{key}={_printable(text)}: not allowed here", where=key, hint=f"{key} takes {example}")
+    return text
+
+
+def minutes(key: str, value: object) -> int:
+    """A time limit in Slurm's notation, in whole minutes, rounded up as Slurm does; raises ConfigError."""
+    text = str(value)
+    match = _TIME.fullmatch(text)
+    hint = f"{key} takes minutes, H:MM:SS or D-HH:MM:SS: {key}=2-00:00:00"
+    if match is None:
+        raise ConfigError(f"{key}={_printable(text)}: not a time limit", where=key, hint=hint)
+    days, first, second, third = (None if part is None else int(part) for part in match.groups())
+    if days is not None:  # D-H, D-H:MM, D-H:MM:SS
+        seconds = ((days * 24 + (first or 0)) * 60 + (second or 0)) * 60 + (third or 0)
+    elif third is not None:  # H:MM:SS
+        seconds = ((first or 0) * 60 + (second or 0)) * 60 + third
+    else:  # MM, MM:SS
+        seconds = (first or 0) * 60 + (second or 0)
+    if seconds <= 0:
+        raise ConfigError(f"{key}={_printable(text)}: must be longer than nothing", where=key, hint=hint)
+    return math.ceil(seconds / 60)
+
+
+def check_nodes(key: str, names: tuple[str, ...]) -> str:
+    """One host list of all these names and host lists; empty for none; raises ConfigError."""
+    from orchestrator.scheduler.slurm_text import Garbage, expand_nodes, fold_nodes
+
+    single: list[str] = []
+    for name in names:
+        try:
+            single += expand_nodes(check_field(key, "nodes", name))
+        except Garbage as error:
+            raise ConfigError(
+                f"{key}={_printable(name)}: not a host list", where=key, hint=f"{key} takes gpu[003,017]"
+            ) from error
+    return fold_nodes(tuple(single)) if single else ""
+
+
+def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """`cluster.sbatch` as option -> True or text; options that are false or null are left out; raises ConfigError."""
+    checked: dict[str, Any] = {}
+    for option, value in options.items():
+        name = _check_option(option)
+        if value is None or value is False:
+            continue
+        key = f"cluster.sbatch.{name}"
+        if value is True:
+            checked[name] = True
+            continue
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{key}={value}: must be finite", where=key)
+        text = check_text(key, str(value) if isinstance(value, (int, float)) else value)
+        if not _FREE.fullmatch(text):
+            raise ConfigError(
+                f"{key}={_printable(text)}: not allowed here",
+                where=key,
+                hint="letters, digits, spaces and _./:@+%=,;&|*()[]!^~- are",
+            )
+        checked[name] = text
+    return checked
+
+
+def _check_option(option: object) -> str:
+    """The long option name, with '-' for '_'; refuses what orch sets itself."""
+    where = f"cluster.sbatch.{_printable(str(option))}"
+    if not isinstance(option, str) or not _OPTION.fullmatch(option.replace("_", "-")) or len(option) < 2:
+        raise ConfigError(
+            f"{where}: not an sbatch option",
+            where="cluster.sbatch",
+            hint="use the option's long name without dashes in front: cluster.sbatch.reservation=maint",
+        )
+    name = option.replace("_", "-")
+    for owned, why in OWNED.items():
+        # sbatch takes any unambiguous beginning of an option for the option
+        if name == owned or (owned.startswith(name) and name not in KNOWN):
+            hint = why + owned if why.endswith("cluster.") else why
+            raise ConfigError(f"cluster.sbatch.{name}: not yours to set: {hint}", where=f"cluster.sbatch.{name}")
+    near = difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.75)
+    if name not in KNOWN and near:
+        raise ConfigError(
+            f"cluster.sbatch.{name}: no such sbatch option",
+            where=f"cluster.sbatch.{name}",
+            hint=f"did you mean cluster.sbatch.{near[0]}?",
+        )
+    return name
+
+
+KNOWN = frozenset(
+    {
+        "acctg-freq", "bb", "bbf", "cluster-constraint", "container", "contiguous", "core-spec", "cores-per-socket",
+        "cpu-freq", "cpus-per-gpu", "deadline", "delay-boot", "distribution", "exclusive", "extra", "extra-node-info",
+        "gpu-bind", "gpu-freq", "gpus", "gpus-per-socket", "gres", "gres-flags", "hint", "ignore-pbs", "licenses",
+        "mail-type", "mail-user", "mcs-label", "mem-bind", "mem-per-cpu", "mem-per-gpu", "mincpus", "network", "nice",
+        "no-kill", "nodefile", "nodelist", "overcommit", "oversubscribe", "power", "prefer", "priority", "profile",
+        "propagate", "reboot", "reservation", "segment", "sockets-per-node", "spread-job", "stepmgr", "switches",
+        "thread-spec", "threads-per-core", "time-min", "tmp", "tres-bind", "use-min-nodes", "wckey",
+    }
+)  # fmt: skip
+"""sbatch's own options that are left to the user; others may come from a site's plugins."""

@@ -1,0 +1,118 @@
+"""The Slurm scheduler: jobs are submitted held through submitit, and looked up through squeue and sacct."""
+
+import os
+from pathlib import Path
+
+from orchestrator.errors import OrchError, SlurmUnreachable
+from orchestrator.scheduler import payload
+from orchestrator.scheduler.base import JobSpec, JobStatus
+from orchestrator.scheduler.commands import TIMEOUT_S, ask, unreachable
+from orchestrator.scheduler.slurm_text import (
+    SACCT_FORMAT,
+    SEPARATOR,
+    SQUEUE_FORMAT,
+    Garbage,
+    read_accounting,
+    read_queue,
+)
+
+LOOK_BACK_DAYS = 14
+"""How far `find` looks into accounting: longer than any controller is likely to be away."""
+
+_NO_ACCOUNTING = "accounting storage is disabled"
+_OVER = (
+    "already finished", "invalid job id", "no longer pending", "already completing", "already completed",
+    "job/step already", "is not pending", "requested operation is presently disabled",
+)  # fmt: skip
+"""Slurm's words for a job on which there is nothing left to do."""
+
+
+class SlurmScheduler:
+    """Scheduler on Slurm (see `base.Scheduler`); holds no state besides how to ask."""
+
+    kind = "slurm"
+
+    def __init__(self, *, entry: str = payload.AGENT, timeout: float = TIMEOUT_S) -> None:
+        self._entry, self._timeout = entry, timeout
+
+    def submit(self, spec: JobSpec) -> None:
+        from orchestrator.scheduler import sbatch  # submitit: only where a job is submitted
+
+        sbatch.submit(spec, self._entry)
+
+    def find(self, name_prefix: str) -> list[JobStatus]:
+        queued = [job for job in self._queue() if job.name.startswith(name_prefix)]
+        try:
+            recorded = self._accounting(["-S", f"now-{LOOK_BACK_DAYS}days"])
+        except SlurmUnreachable:
+            if queued:  # the queue has answered, and it knew
+                return queued
+            raise
+        known = {(job.job_id, job.submit_time) for job in queued}
+        matching = [job for job in recorded or () if job.name.startswith(name_prefix)]
+        return queued + [job for job in _newest(matching) if (job.job_id, job.submit_time) not in known]
+
+    def poll(self, ids: list[str]) -> dict[str, JobStatus]:
+        if not ids:
+            return {}
+        wanted = set(ids)
+        found = {job.job_id: job for job in self._queue() if job.job_id in wanted}
+        missing = sorted(wanted - set(found))
+        if missing:
+            recorded = self._accounting(["-j", ",".join(missing)])
+            found.update({job.job_id: job for job in _newest(recorded or []) if job.job_id in wanted})
+        return found
+
+    def release(self, job_id: str, submission: Path) -> None:
+        payload.adopt_payload(submission, job_id)
+        self._do(["scontrol", "release", job_id])
+
+    def cancel(self, job_id: str) -> None:
+        self._do(["scancel", job_id])
+
+    def _queue(self) -> list[JobStatus]:
+        """This user's jobs, those that ended within MinJobAge included."""
+        done = ask(["squeue", "-h", "-a", "--me", "-t", "all", "-O", SQUEUE_FORMAT], self._timeout)
+        if done.returncode != 0:
+            raise unreachable("squeue", done.stderr)
+        try:
+            return read_queue(done.stdout)
+        except Garbage as error:
+            raise unreachable("squeue", str(error)) from error
+
+    def _accounting(self, which: list[str]) -> list[JobStatus] | None:
+        """Rows of accounting; None where the site keeps none. Raises SlurmUnreachable when it cannot be read."""
+        shape = ["-X", "-D", "-n", "-p", "--delimiter", SEPARATOR, "-o", SACCT_FORMAT, "-u", str(os.getuid())]
+        done = ask(["sacct", *shape, *which], self._timeout)
+        if _NO_ACCOUNTING in done.stderr.lower():
+            return None
+        # WARNING: sacct may exit 0 with an empty answer when slurmdbd is away, and say so on stderr only
+        if done.returncode != 0 or "error:" in done.stderr:
+            raise unreachable("sacct", done.stderr)
+        try:
+            return read_accounting(done.stdout)
+        except Garbage as error:
+            raise unreachable("sacct", str(error)) from error
+
+    def _do(self, command: list[str]) -> None:
+        """Change one job; a job on which nothing is left to do is no error."""
+        done = ask(command, self._timeout)
+        said = done.stderr.lower()
+        if done.returncode != 0 and not any(words in said for words in _OVER):
+            words = " ".join(done.stderr.split())[:300]
+            raise OrchError(f"`{' '.join(command)}` failed: {words}", where=command[-1])
+
+
+def _newest(jobs: list[JobStatus]) -> list[JobStatus]:
+    """One row for each job id and submission: -D lists a requeued job again, and ids are given out again."""
+    rows: dict[tuple[str, str], JobStatus] = {}
+    for job in sorted(jobs, key=lambda job: job.submit_time):
+        rows[job.job_id, job.submit_time] = job
+    return list(rows.values())
+
+
+def render(spec: JobSpec) -> str:
+    """The text of the sbatch script, for `--print-sbatch`; raises ConfigError."""
+    from orchestrator.scheduler import sbatch  # submitit: only where a script is made
+
+    return sbatch.text(spec)

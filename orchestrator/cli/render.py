@@ -73,9 +73,9 @@ def compact(names: Sequence[str]) -> str:
     """Host names as a host list where that is shorter: `gpu[001-016]`."""
     if len(names) < 3:
         return ",".join(names)
-    from ClusterShell.NodeSet import NodeSet  # only for tables with many nodes
+    from orchestrator.scheduler.slurm_text import fold_nodes  # brings ClusterShell: only for tables of many nodes
 
-    return str(NodeSet.fromlist(list(names)))
+    return fold_nodes(tuple(names))
 
 
 def _text(value: Any) -> str:

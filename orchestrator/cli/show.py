@@ -28,7 +28,8 @@ def show(screen: Screen, run: str, history: bool) -> None:
         screen.data("show", _document(found, row, attempts, generations, checkpoints, transitions))
         return
     _head(screen, found, row)
-    _attempt_table(screen, attempts, generations)
+    screen.say("")
+    attempt_table(screen, attempts, generations)
     _checkpoint_table(screen, checkpoints)
     if history or screen.verbose:
         _history(screen, transitions)
@@ -136,13 +137,13 @@ def _is_short(value: Any) -> bool:
     return value is not None and not isinstance(value, (dict, list)) and "\n" not in str(value)
 
 
-def _attempt_table(screen: Screen, attempts: list[Attempt], generations: list[Generation]) -> None:
+def attempt_table(screen: Screen, attempts: list[Attempt], generations: list[Generation]) -> None:
+    """Every attempt, and under it its generations."""
     rows = []
     for attempt in attempts:
         rows.append(_attempt_row(attempt))
         mine = [item for item in generations if item.attempt == attempt.number]
         rows += [_generation_row(item) for item in mine]
-    screen.say("")
     screen.table(ATTEMPTS, rows)
 
 

@@ -116,8 +116,13 @@ def _show(screen: Screen, rows: list[dict[str, Any]]) -> None:
     if screen.json:
         screen.data("status", public(rows))
         return
-    screen.table(TABLE if screen.terminal else TSV, [_flat(row) for row in rows])
+    status_table(screen, rows)
     screen.note(_footer(rows))
+
+
+def status_table(screen: Screen, rows: list[dict[str, Any]]) -> None:
+    """The table of `orch status`."""
+    screen.table(TABLE if screen.terminal else TSV, [_flat(row) for row in rows])
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:

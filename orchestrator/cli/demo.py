@@ -1,0 +1,99 @@
+"""`orch demo`: a small run on this machine that is hit in mid-run, recovers by itself and finishes."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from orchestrator.cli.options import Verb
+from orchestrator.cli.registry import open_store
+from orchestrator.cli.render import Screen, decimal
+from orchestrator.cli.show import attempt_json, attempt_table
+from orchestrator.cli.status import public, status_table
+from orchestrator.cli.story import Story, tell
+from orchestrator.cli.submit import launch
+from orchestrator.cli.watch import until_end, verdict
+from orchestrator.errors import RunFailed
+from orchestrator.home import state_home
+
+
+@click.command(cls=Verb)
+@click.argument("overrides", metavar="[KEY=VALUE ...]", nargs=-1)
+@click.option("--root", type=click.Path(path_type=Path), default=None, help="Folder for the demo's runs.")
+@click.option("--timeout", type=click.FloatRange(min=1), default=300.0, show_default=True, metavar="SECONDS")
+@click.pass_obj
+def demo(screen: Screen, overrides: tuple[str, ...], root: Path | None, timeout: float) -> int:
+    """A small run on this machine: two simulated nodes, four ranks, one of which is killed in mid-run.
+
+    It tokenizes real text, trains, loses a rank to SIGKILL, restarts in place from its newest checkpoint and
+    finishes; then it shows what happened. About a minute on two cores. Exit code 8 when it does not recover.
+    """
+    from orchestrator.compose import compose  # omegaconf: only for the verbs that read configurations
+
+    started = time.monotonic()
+    folder = (root or state_home() / "demo-runs").expanduser().absolute()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    words = (f"cluster.root={folder}", "cluster.kind=local", *overrides)
+    composed = compose("demo", words, environ=os.environ)
+    screen.note("demo: 2 simulated nodes x 2 ranks train on real text; a rank is killed on the way")
+    launched = launch(screen, composed, None, "local", no_controller=False)
+    run = launched["run"]
+    screen.note(f"{run}: job {launched['job_id']}, folder {launched['run_dir']}")
+    row = until_end(screen, run, timeout=timeout, follow=True)
+    story = tell(Path(launched["run_dir"]))
+    seconds = time.monotonic() - started
+    _show(screen, row, story, seconds)
+    return _judge(screen, row, story)
+
+
+def _show(screen: Screen, row: dict[str, Any], story: Story, seconds: float) -> None:
+    run = row["run"]
+    with open_store(readonly=True) as store:
+        attempts, generations = store.attempts(run), store.generations(run)
+    if screen.json:
+        document = {**public([row])[0], "seconds": round(seconds, 2), "story": story.__dict__}
+        shown = [attempt_json(attempt, generations) for attempt in attempts]
+        screen.data("demo", {**document, "recovered": story.recovered, "attempts": shown})
+        return
+    screen.say("")
+    status_table(screen, [row])
+    screen.say("\nattempts and their generations")
+    attempt_table(screen, attempts, generations)
+    screen.say("")
+    for line in _lines(story):
+        screen.say(line)
+    screen.say(f"\n{seconds:.0f} s in all. Look closer:")
+    for command in (f"orch show {run}", f"orch logs {run} --rank first-error", f"orch logs {run} --rank all --tail 5"):
+        screen.say(f"  {command}")
+    screen.say(f"  orch ckpt ls {run}\n  orch ckpt verify {run}")
+
+
+def _lines(story: Story) -> list[str]:
+    lines = []
+    if story.fault is not None:
+        lines.append(f"hit        {story.fault}")
+    if story.recovery_s is not None:
+        resumed = "" if story.resumed_from is None else f", from the checkpoint of step {story.resumed_from}"
+        lines.append(f"recovered  trained again {story.recovery_s:.1f} s later{resumed}")
+    if story.replayed:
+        lines.append(
+            f"exact      {story.replayed_equal} of {story.replayed} replayed steps had the same loss, bit for bit"
+        )
+    before, after = decimal(story.loss_before), decimal(story.loss_after)
+    lines.append(f"loss       first {decimal(story.first_loss)}, before the kill {before}, after it {after}")
+    return [*lines, f"           last {decimal(story.last_loss)}"]
+
+
+def _judge(screen: Screen, row: dict[str, Any], story: Story) -> int:
+    """0 when the run was hit, recovered and succeeded; raises what went wrong otherwise."""
+    trouble = verdict(row)
+    if trouble is None and not story.recovered:
+        what = "nothing hit the run" if story.fault is None else "the run ended without having recovered"
+        trouble = RunFailed(what, where=row["run_dir"], hint=f"orch show {row['run']}")
+    if trouble is None:
+        return 0
+    if screen.json:
+        return trouble.exit_code
+    raise trouble

@@ -1,0 +1,198 @@
+"""Files and overrides become one RunConfig, its digest, and the origin of every value."""
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from checkpointing.durable import canonical
+from orchestrator import checks, keys, layers
+from orchestrator.config import RunConfig
+from orchestrator.errors import ConfigError
+from orchestrator.layers import Assignment
+from trainer.contract.config import build
+
+DEFAULT = "default"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Composed:
+    """A resolved config: as dataclasses, as plain JSON data, its SHA-256, and where each value came from."""
+
+    config: RunConfig
+    data: dict[str, Any]
+    digest: str
+    origins: dict[str, str]
+
+
+def compose(source: str, overrides: Sequence[str] = (), *, environ: Mapping[str, str] = os.environ) -> Composed:
+    """Resolve a preset or file, weakest first: defaults, site, user, the file and its includes, overrides.
+
+    Raises ConfigError that names the key, the place and what to type.
+    """
+    path = layers.locate(source, Path.cwd(), "")
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-.") or "run"
+    found = [Assignment(path=("name",), value=stem, origin=f"name of {path}")]
+    for file in (*layers.standing_files(environ), path):
+        found += layers.from_file(file)
+    values, origins = _applied([*found, *layers.from_overrides(overrides)])
+    data = _absolute(_resolved(values, origins))
+    config = _built(data, origins)
+    checks.check(config, origins)
+    data = _plain(asdict(config))
+    return Composed(
+        config=config,
+        data=data,
+        digest=hashlib.sha256(canonical(data)).hexdigest(),
+        origins={key: _origin(key, origins) for key in flat(data)},
+    )
+
+
+def diff(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Where two resolved configs differ: dotted key -> (before, after), None for a key that is not there."""
+    old, new = flat(before), flat(after)
+    changed = [key for key in dict.fromkeys([*old, *new]) if old.get(key) != new.get(key)]
+    return {key: (old.get(key), new.get(key)) for key in changed}
+
+
+def flat(data: dict[str, Any], prefix: keys.Path = ()) -> dict[str, Any]:
+    """A resolved config as dotted keys; lists and empty maps are values."""
+    found: dict[str, Any] = {}
+    for key, value in data.items():
+        below = (*prefix, key)
+        found |= flat(value, below) if isinstance(value, dict) and value else {keys.dotted(below): value}
+    return found
+
+
+def _applied(assignments: Sequence[Assignment]) -> tuple[dict[str, Any], dict[keys.Path, str]]:
+    """Later assignments win; what they replace loses its origin."""
+    values: dict[keys.Path, Any] = {}
+    origins: dict[keys.Path, str] = {}
+    for item in assignments:
+        above = [item.path[:depth] for depth in range(1, len(item.path)) if item.path[:depth] in values]
+        below = [path for path in values if path[: len(item.path)] == item.path]
+        _check_entry(item, known=bool(below or above))
+        for path in (*above, *below):
+            del values[path]
+            origins.pop(path, None)
+        if not item.clears:
+            values[item.path] = item.value
+        origins[item.path] = f"{DEFAULT} ({item.origin})" if item.clears else item.origin
+    return _nested(values), origins
+
+
+def _check_entry(item: Assignment, *, known: bool) -> None:
+    """An entry of an open map is brought in with +, so that a typo in an existing one is found."""
+    if known or not keys.within_open(item.path) or (item.adds and not item.clears):
+        return
+    key = keys.dotted(item.path)
+    hint = f"to add it: +{key}=VALUE" if not item.clears else "orch config show CONFIG lists what is set"
+    raise ConfigError(f"`{key}` is not set in this config", where=item.origin, hint=hint)
+
+
+def _nested(values: dict[keys.Path, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        branch = tree
+        for name in path[:-1]:
+            branch = branch.setdefault(name, {})
+        branch[path[-1]] = value
+    return tree
+
+
+def _resolved(values: dict[str, Any], origins: dict[keys.Path, str]) -> dict[str, Any]:
+    """Types checked and converted, interpolations replaced, defaults filled in."""
+    from omegaconf import OmegaConf  # heavy; only verbs that read configs need it
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        schema = OmegaConf.structured(RunConfig)
+        OmegaConf.set_readonly(schema, False)  # frozen dataclasses make read-only configs
+        merged = OmegaConf.merge(schema, values)
+        data: dict[str, Any] = _plain(OmegaConf.to_container(merged, resolve=True))
+        for event in data["drill"]["events"]:
+            _typed_event(event)
+    except OmegaConfBaseException as error:
+        raise _refusal(error, values, origins) from error
+    return data
+
+
+def _typed_event(event: dict[str, Any]) -> None:
+    from omegaconf import OmegaConf  # heavy
+
+    from trainer.contract.config import DrillEvent
+
+    schema = OmegaConf.structured(DrillEvent)
+    OmegaConf.set_readonly(schema, False)
+    event.update(_plain(OmegaConf.to_container(OmegaConf.merge(schema, event))))
+
+
+def _refusal(error: Any, values: dict[str, Any], origins: dict[keys.Path, str]) -> ConfigError:
+    """OmegaConf's complaint in our words: key, value, place, what to write."""
+    path = tuple(str(error.full_key or "").split("."))
+    given: Any = values
+    for name in path:
+        given = given.get(name) if isinstance(given, dict) else None
+    what = str(error).splitlines()[0]
+    if "nterpolation" in type(error).__name__ or isinstance(given, str) and "${" in given:
+        hint = "write the full key, as in ${train.steps}; a literal one is \\${"
+        return ConfigError(f"`{keys.dotted(path)}`={given}: {what}", where=_where(path, origins), hint=hint)
+    try:
+        kind = keys.kind_of(path, "")
+    except ConfigError:
+        # An entry of a list of mappings: OmegaConf names the key below the entry.
+        place = _where(("drill", "events"), origins)
+        hint = "an entry reads {kind: kill-rank, rank: 1, step: 20}"
+        return ConfigError(f"drill.events: `{keys.dotted(path)}`: {what}", where=place, hint=hint)
+    hint = f"write {keys.dotted(path)}={int(given)}" if kind is int and _is_whole(given) else ""
+    shown = f"`{keys.dotted(path)}`={given}: must be {keys.type_words(kind)}"
+    return ConfigError(shown, where=_where(path, origins), hint=hint or f"its default is {keys.default_of(path)}")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, float) and value.is_integer()
+
+
+def _where(path: keys.Path, origins: dict[keys.Path, str]) -> str:
+    return _origin(keys.dotted(path), origins)
+
+
+def _origin(key: str, origins: dict[keys.Path, str]) -> str:
+    """The origin of a value, or of what it lies in, or of what lies in it."""
+    path = tuple(key.split("."))
+    for depth in range(len(path), 0, -1):
+        if path[:depth] in origins:
+            return origins[path[:depth]]
+    below = {origin: None for other, origin in origins.items() if other[: len(path)] == path}
+    return ", ".join(below) or DEFAULT
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _absolute(data: dict[str, Any]) -> dict[str, Any]:
+    """Folders are meant from where the command was typed; the job starts elsewhere."""
+    data["cluster"]["root"] = _folder(data["cluster"]["root"])
+    data["data"]["path"] = data["data"]["path"] and _folder(data["data"]["path"])
+    data["data"]["text"] = [name if name in checks.KNOWN_TEXTS else _folder(name) for name in data["data"]["text"]]
+    data["workload"]["path"] = [_folder(name) for name in data["workload"]["path"]]
+    return data
+
+
+def _folder(name: str) -> str:
+    return os.path.abspath(os.path.expanduser(name))
+
+
+def _built(data: dict[str, Any], origins: dict[keys.Path, str]) -> RunConfig:
+    try:
+        config = build(RunConfig, data)
+    except ValueError as error:
+        raise checks.refused(str(error), origins) from error
+    assert isinstance(config, RunConfig)
+    return config

@@ -1,0 +1,114 @@
+"""YAML as configs use it: YAML 1.2's plain scalars, no tags, no duplicate keys, and the line of every value.
+
+YAML 1.1, which PyYAML speaks by itself, reads `time: 1:00:00` as 3600, `no` as false and `1e5` as a text.
+"""
+
+import re
+from typing import Any
+
+import yaml
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from orchestrator.errors import ConfigError
+
+_CORE = "tag:yaml.org,2002:"
+_ALLOWED = frozenset(_CORE + name for name in ("str", "int", "float", "bool", "null", "seq", "map"))
+_MOST_NODES = 20_000
+_SCALARS: tuple[tuple[str, str, str], ...] = (
+    ("null", r"^(?:~|null|Null|NULL|)$", "~nN\0"),
+    ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
+    ("int", r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$", "-+0123456789"),
+    (
+        "float",
+        r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$",
+        "-+.0123456789",
+    ),
+)
+
+
+class _Loader(yaml.SafeLoader):
+    """Resolves plain scalars by YAML 1.2's core schema."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}
+
+
+for _name, _pattern, _first in _SCALARS:
+    for _letter in _first:
+        _Loader.yaml_implicit_resolvers.setdefault("" if _letter == "\0" else _letter, []).append(
+            (_CORE + _name, re.compile(_pattern))
+        )
+
+
+def parse(text: str, where: str) -> Node | None:
+    """The node of one YAML document, None for an empty one; raises ConfigError with the line."""
+    try:
+        node: Node | None = yaml.compose(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        hint = "put the text in quotes, or close the bracket" if where.startswith("override") else "mend that line"
+        raise ConfigError(f"not YAML: {error.problem or error.context}", where=place(where, mark), hint=hint) from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"not YAML: {str(error).splitlines()[0]}", where=where, hint="is it a text file?") from error
+    if node is not None:
+        _check(node, where, [])
+    return node
+
+
+def place(where: str, mark: Any) -> str:
+    """`file:line` for a file; a value on the command line has one line only."""
+    return where if mark is None or where.startswith("override") else f"{where}:{mark.line + 1}"
+
+
+def place_of(node: Node, where: str) -> str:
+    return place(where, node.start_mark)
+
+
+def _check(node: Node, where: str, count: list[None], depth: int = 0) -> None:
+    count.append(None)
+    if depth > 60 or len(count) > _MOST_NODES:
+        raise ConfigError("the YAML is nested too deeply, or its aliases unfold without end", where=where)
+    if node.tag not in _ALLOWED:
+        tag = node.tag.replace(_CORE, "!!")
+        hint = "write plain values only"
+        raise ConfigError(f"the YAML tag `{tag}` is not allowed", where=place_of(node, where), hint=hint)
+    if isinstance(node, SequenceNode):
+        for item in node.value:
+            _check(item, where, count, depth + 1)
+    elif isinstance(node, MappingNode):
+        _check_mapping(node, where, count, depth)
+
+
+def _check_mapping(node: MappingNode, where: str, count: list[None], depth: int) -> None:
+    seen: dict[str, Node] = {}
+    for key, value in node.value:
+        if not isinstance(key, ScalarNode):
+            raise ConfigError("a key must be a word, not a list or mapping", where=place_of(key, where))
+        if key.value in seen:
+            first = place_of(seen[key.value], where)
+            hint = f"it is also at {first}; keep one of the two"
+            raise ConfigError(f"the key `{key.value}` is given twice", where=place_of(key, where), hint=hint)
+        seen[key.value] = key
+        _check(value, where, count, depth + 1)
+
+
+def is_null(node: Node) -> bool:
+    return bool(node.tag == _CORE + "null")
+
+
+def plain(node: Node) -> Any:
+    """The value of a node as Python data: None, bool, int, float, str, list, dict."""
+    if isinstance(node, SequenceNode):
+        return [plain(item) for item in node.value]
+    if isinstance(node, MappingNode):
+        return {key.value: plain(value) for key, value in node.value}
+    text = str(node.value)
+    match node.tag.removeprefix(_CORE):
+        case "null":
+            return None
+        case "bool":
+            return text.lower() == "true"
+        case "int":
+            return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+        case "float":
+            return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+    return text

@@ -111,6 +111,9 @@ class ModelConfig:
     """Use the token embedding as the output matrix too."""
 
     def __post_init__(self) -> None:
+        for name in ("vocab_size", "dim", "layers", "heads", "kv_heads", "ffn_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name}={getattr(self, name)}: must be at least 1")
         if self.dim % self.heads or self.heads % self.kv_heads:
             raise ValueError(
                 f"model: heads={self.heads} must divide dim={self.dim}, kv_heads={self.kv_heads} must divide heads"
@@ -152,6 +155,11 @@ class TrainConfig:
         for name in ("steps", "batch_size", "seq_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name}={getattr(self, name)}: must be at least 1")
+        for name in ("lr", "warmup_steps", "weight_decay", "clip_norm"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"train.{name}={getattr(self, name)}: must be 0 or more")
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise ValueError(f"train.min_lr_ratio={self.min_lr_ratio}: must be from 0 to 1")
         if self.dtype not in ("bfloat16", "float32"):
             raise ValueError(f"train.dtype={self.dtype}: must be bfloat16 or float32")
 
@@ -233,6 +241,13 @@ class RecoveryConfig:
     """Hours for which a node with evidence against it is excluded."""
     exclude_share: float = 0.1
     """Largest share of the partition that may be excluded."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            if not 0 <= getattr(self, item.name) < float("inf"):
+                raise ValueError(f"recovery.{item.name}={getattr(self, item.name)}: must be 0 or more")
+        if self.exclude_share > 1:
+            raise ValueError(f"recovery.exclude_share={self.exclude_share}: is a share, at most 1")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,16 +1,10 @@
 """The device of a rank, its backend, and the settings that make two runs of the same step give the same bits."""
 
 import os
-import warnings
 
 import torch
 
 from trainer.contract.config import ClusterShape
-
-
-def quiet_numpy() -> None:
-    """Torch warns once when NumPy is not installed; nothing here needs it."""
-    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 
 
 def choose(cluster: ClusterShape, local_rank: int) -> torch.device:

@@ -32,7 +32,6 @@ from trainer.worker.saving import Progressed, SaveEvents, Saver
 
 def warm(config: JobConfig) -> None:
     """Import all that a rank of this run will need; touches no GPU, starts no thread, computes nothing."""
-    devices.quiet_numpy()
     warming.import_lazy_parts()
     if not config.command:
         workload.find(config.workload)
@@ -42,12 +41,11 @@ def rank_main(spec: RankSpec) -> int:
     """Train as the rank that `spec` describes; returns its exit code and never raises."""
     started = time.monotonic()
     setproctitle.setproctitle(f"orch-rank-{spec.rank}")
-    devices.quiet_numpy()
     cell = ProgressCell(spec.cell_fd)
     try:
         code = _train(spec, cell, started)
         _record(spec, cell, code)
-    except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - the outermost edge of this process
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001  # outermost edge: recorded in the outcome
         code = _record_failure(spec, cell, error)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -11,6 +11,14 @@ _LATE = (
     "torch.distributed.checkpoint.state_dict",
     "torch.optim",
     "torch.utils.checkpoint",
+    # Sharding decorates its hooks with `torch._dynamo.disable`, which imports all of these on its first call.
+    "torch._dynamo",
+    "torch._dynamo.convert_frame",
+    "torch._dynamo.trace_rules",
+    "torch._inductor.utils",
+    "torch._inductor.custom_graph_pass",
+    "torch.nn.utils._expanded_weights",
+    "torch.onnx.operators",
     "checkpointing.engine.checkpointer",
 )
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,11 @@ from checkpointing.durable import canonical
 from trainer.contract import tokens
 from trainer.contract.launch import LaunchToken
 from trainer.contract.run_dir import AttemptDir, RunDir
+
+with warnings.catch_warnings():
+    # Warns once about NumPy, which neither torch nor orch needs; warnings are errors here.
+    warnings.simplefilter("ignore")
+    import torch  # noqa: F401
 
 HERE = Path(__file__).parent
 TINY = {

@@ -1,0 +1,89 @@
+"""The global order of sequences: a permutation, the same for every number of ranks."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.contract import tokens
+from trainer.worker.data import Permutation, TokenData, TokenStream
+
+
+def reader(folder: Path, dp_rank: int = 0, dp_size: int = 1, **over) -> TokenData:
+    settings = {"seq_len": 16, "batch_size": 8, "micro_batch_size": 0, "seed": 3, "shuffle": True, **over}
+    return TokenData(folder, dp_rank=dp_rank, dp_size=dp_size, device=torch.device("cpu"), **settings)
+
+
+@given(st.integers(1, 700), st.integers(0, 2**64 - 1))
+def test_a_permutation_visits_everything_once(size, seed):
+    order = Permutation(size, seed)
+    assert sorted(order[index] for index in range(size)) == list(range(size))
+
+
+def test_seeds_give_different_orders():
+    orders = {tuple(Permutation(50, seed)[index] for index in range(50)) for seed in range(20)}
+    assert len(orders) == 20
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 4, 8])
+def test_the_global_batch_does_not_depend_on_the_number_of_ranks(text_tokens, dp_size):
+    one = reader(text_tokens)
+    many = [reader(text_tokens, rank, dp_size) for rank in range(dp_size)]
+    for _ in range(3):
+        expected = torch.cat(one.take())
+        assert torch.equal(torch.cat([torch.cat(rank.take()) for rank in many]), expected)
+
+
+def test_seek_goes_on_where_another_reader_stood(text_tokens):
+    first = reader(text_tokens)
+    for _ in range(5):
+        first.take()
+    second = reader(text_tokens)
+    second.seek(first.consumed)
+    assert torch.equal(first.take()[0], second.take()[0])
+
+
+def test_every_epoch_sees_every_sequence_once_in_another_order(text_tokens):
+    data = reader(text_tokens)
+    first = [data.number(position) for position in range(data.sequences)]
+    second = [data.number(data.sequences + position) for position in range(data.sequences)]
+    assert sorted(first) == sorted(second) == list(range(data.sequences))
+    assert first != second
+
+
+def test_without_shuffling_the_text_is_read_in_order(text_tokens):
+    data = reader(text_tokens, shuffle=False, batch_size=2)
+    rows = data.take()[0]
+    assert torch.equal(rows.flatten()[:17], TokenStream(text_tokens).slice(0, 17))
+    assert rows[0, -1] == rows[1, 0]  # the last target of one sequence is the first input of the next
+
+
+def test_micro_batches_are_the_batch_cut_in_pieces(text_tokens):
+    whole = reader(text_tokens).take()[0]
+    pieces = reader(text_tokens, micro_batch_size=2).take()
+    assert [len(piece) for piece in pieces] == [2, 2, 2, 2]
+    assert torch.equal(torch.cat(pieces), whole)
+
+
+def test_sequences_cross_shard_borders(tmp_path, monkeypatch):
+    (tmp_path / "text").write_bytes(bytes(range(1, 101)))
+    monkeypatch.setattr(tokens, "SHARD_TOKENS", 7)
+    tokens.prepare([tmp_path / "text"], tmp_path / "out")
+    stream = TokenStream(tmp_path / "out")
+    assert stream.slice(3, 30).tolist() == list(range(4, 34))
+    assert stream.slice(99, 2).tolist() == [100, tokens.SEPARATOR]
+
+
+@pytest.mark.parametrize(
+    ("over", "message"),
+    [
+        ({"batch_size": 9, "dp_size": 2}, "must be a multiple of dp_replicate x dp_shard = 2"),
+        ({"micro_batch_size": 3}, "must divide the 8 sequences"),
+        ({"seq_len": 10**9}, "too few"),
+    ],
+)
+def test_what_does_not_fit_is_said(text_tokens, over, message):
+    with pytest.raises(ValueError, match=message):
+        reader(text_tokens, **over)

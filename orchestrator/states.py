@@ -38,30 +38,37 @@ ENDED_RUNS = frozenset({RunState.SUCCEEDED, RunState.FAILED, RunState.CANCELLED}
 LIVE_ATTEMPTS = frozenset({AttemptState.INTENT, AttemptState.SUBMITTED, AttemptState.RUNNING})
 
 _STOPS = {RunState.HELD, RunState.FAILED, RunState.CANCELLED, RunState.SUCCEEDED}
-TRANSITIONS: dict[StrEnum, frozenset[StrEnum]] = {
-    RunState.CREATED: frozenset({RunState.QUEUED, RunState.RUNNING, RunState.RECOVERING} | _STOPS),
-    RunState.QUEUED: frozenset({RunState.RUNNING, RunState.RECOVERING} | _STOPS),
-    RunState.RUNNING: frozenset({RunState.QUEUED, RunState.RECOVERING} | _STOPS),
-    RunState.RECOVERING: frozenset({RunState.QUEUED, RunState.RUNNING} | _STOPS),
-    RunState.HELD: frozenset({RunState.RECOVERING, RunState.CANCELLED}),
-    RunState.FAILED: frozenset({RunState.RECOVERING}),
-    RunState.CANCELLED: frozenset({RunState.RECOVERING}),
-    RunState.SUCCEEDED: frozenset(),
-    AttemptState.INTENT: frozenset({AttemptState.SUBMITTED, AttemptState.ENDED, AttemptState.LOST}),
-    AttemptState.SUBMITTED: frozenset({AttemptState.RUNNING, AttemptState.ENDED, AttemptState.LOST}),
-    AttemptState.RUNNING: frozenset({AttemptState.ENDED, AttemptState.LOST}),
-    AttemptState.ENDED: frozenset(),
-    AttemptState.LOST: frozenset({AttemptState.ENDED}),
-    Trust.WRITING: frozenset({Trust.COMMITTED, Trust.CORRUPT, Trust.DELETED}),
-    Trust.COMMITTED: frozenset({Trust.VERIFIED, Trust.RESTORED, Trust.SUSPECT, Trust.CORRUPT, Trust.DELETED}),
-    Trust.VERIFIED: frozenset({Trust.RESTORED, Trust.SUSPECT, Trust.CORRUPT, Trust.DELETED}),
-    Trust.RESTORED: frozenset({Trust.SUSPECT, Trust.CORRUPT, Trust.DELETED}),
-    Trust.SUSPECT: frozenset({Trust.VERIFIED, Trust.CORRUPT, Trust.DELETED}),
-    Trust.CORRUPT: frozenset({Trust.DELETED}),
-    Trust.DELETED: frozenset(),
+TRANSITIONS: dict[type[StrEnum], dict[StrEnum, frozenset[StrEnum]]] = {
+    RunState: {
+        RunState.CREATED: frozenset({RunState.QUEUED, RunState.RUNNING, RunState.RECOVERING} | _STOPS),
+        RunState.QUEUED: frozenset({RunState.RUNNING, RunState.RECOVERING} | _STOPS),
+        RunState.RUNNING: frozenset({RunState.QUEUED, RunState.RECOVERING} | _STOPS),
+        RunState.RECOVERING: frozenset({RunState.QUEUED, RunState.RUNNING} | _STOPS),
+        RunState.HELD: frozenset({RunState.RECOVERING, RunState.CANCELLED}),
+        RunState.FAILED: frozenset({RunState.RECOVERING}),
+        RunState.CANCELLED: frozenset({RunState.RECOVERING}),
+        RunState.SUCCEEDED: frozenset(),
+    },
+    AttemptState: {
+        AttemptState.INTENT: frozenset({AttemptState.SUBMITTED, AttemptState.ENDED, AttemptState.LOST}),
+        AttemptState.SUBMITTED: frozenset({AttemptState.RUNNING, AttemptState.ENDED, AttemptState.LOST}),
+        AttemptState.RUNNING: frozenset({AttemptState.ENDED, AttemptState.LOST}),
+        AttemptState.ENDED: frozenset(),
+        AttemptState.LOST: frozenset({AttemptState.ENDED}),
+    },
+    Trust: {
+        Trust.WRITING: frozenset({Trust.COMMITTED, Trust.CORRUPT, Trust.DELETED}),
+        Trust.COMMITTED: frozenset({Trust.VERIFIED, Trust.RESTORED, Trust.SUSPECT, Trust.CORRUPT, Trust.DELETED}),
+        Trust.VERIFIED: frozenset({Trust.RESTORED, Trust.SUSPECT, Trust.CORRUPT, Trust.DELETED}),
+        Trust.RESTORED: frozenset({Trust.SUSPECT, Trust.CORRUPT, Trust.DELETED}),
+        Trust.SUSPECT: frozenset({Trust.VERIFIED, Trust.CORRUPT, Trust.DELETED}),
+        Trust.CORRUPT: frozenset({Trust.DELETED}),
+        Trust.DELETED: frozenset(),
+    },
 }
+"""By kind first: members of different kinds with the same word are equal as strings."""
 
 
 def may_move(before: StrEnum, after: StrEnum) -> bool:
     """Whether the table allows this transition."""
-    return after in TRANSITIONS[before]
+    return type(after) is type(before) and after in TRANSITIONS[type(before)][before]

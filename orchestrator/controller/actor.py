@@ -1,0 +1,204 @@
+"""The only place with effects outside the registry: submit, release, cancel, GO, requests. Every step is repeatable."""
+
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+from orchestrator.controller import failpoints
+from orchestrator.controller.folder import ensure_attempt_dir
+from orchestrator.controller.jobs import is_live, job_spec, oldest
+from orchestrator.controller.sight import Sight
+from orchestrator.controller.view import RunView
+from orchestrator.controller.watch import Clock, Watch
+from orchestrator.errors import SlurmUnreachable, SubmitRejected
+from orchestrator.registry.records import Attempt, Lease, Run
+from orchestrator.registry.store import Store
+from orchestrator.scheduler.base import JobStatus, Scheduler
+from orchestrator.states import AttemptState, RunState, Trust
+from trainer.contract.launch import LaunchToken, revoke
+from trainer.contract.outcome import Failure, FailureKind
+from trainer.contract.requests import Request, RequestKind
+from trainer.contract.run_dir import AttemptDir, RunDir
+
+AMBIGUOUS_FOR = 60.0
+"""Seconds of answered, empty look-ups after a submission before "it is not there" is believed."""
+LEASE_TTL = 60.0
+"""Seconds for which a lease lasts without a sign of its holder."""
+
+
+class Stamp(TypedDict):
+    """What every write of the controller carries."""
+
+    epoch: int
+    now: float
+
+
+class Actor:
+    """Acts for one lease; every effect is preceded by a check that the lease is still ours (Fenced otherwise)."""
+
+    def __init__(self, store: Store, schedulers: Mapping[str, Scheduler], clock: Clock, watch: Watch) -> None:
+        self.store, self.schedulers, self.clock, self.watch = store, schedulers, clock, watch
+        self.lease = Lease(epoch=0, holder="", renewed_at=0.0, expires_at=0.0)
+        self.actions: list[str] = []
+        self.ambiguous_for = AMBIGUOUS_FOR
+
+    def begin(self, lease: Lease) -> None:
+        self.lease, self.actions = lease, []
+
+    @property
+    def epoch(self) -> int:
+        return self.lease.epoch
+
+    def stamp(self) -> Stamp:
+        return {"epoch": self.lease.epoch, "now": self.clock.wall()}
+
+    def hold_lease(self) -> None:
+        """Renew the lease, or learn that it is lost: raises Fenced."""
+        self.lease = self.store.renew_lease(self.lease, self.clock.wall(), LEASE_TTL)
+
+    def did(self, what: str) -> None:
+        self.actions.append(what)
+
+    # -- from an intent to exactly one job
+
+    def launch(self, view: RunView, sight: Sight) -> Failure | None:
+        """Bring an INTENT to SUBMITTED, or a step nearer; a Failure when Slurm answers that it will not take it."""
+        attempt, scheduler = view.last, self.schedulers[view.run.cluster]
+        live = sight.named(attempt.job_name)
+        if not live:
+            if not self.may_submit(attempt, sight):
+                return None
+            try:
+                self._submit(view, scheduler)
+            except SubmitRejected as error:
+                hint = f"; {error.hint}" if error.hint else ""
+                return Failure(kind=FailureKind.SUBMIT_REJECTED, reason=f"{error.what}{hint}")
+            except SlurmUnreachable as error:
+                # Whatever went wrong, the job may exist: only look-ups decide, in this tick or a later one.
+                self.did(f"{view.run.name}/{attempt.number}: {error.what}: looking for the job")
+            found = scheduler.find(attempt.job_name)
+            live = [job for job in found if job.name == attempt.job_name and is_live(job)]
+            if not live:
+                return None
+        self._adopt(view, live)
+        return None
+
+    def may_submit(self, attempt: Attempt, sight: Sight) -> bool:
+        """Whether it is certain that no job of this attempt is under way."""
+        key = f"absent:{attempt.job_name}"
+        # Silence says nothing, and breaks the span of empty answers.
+        if not sight.swept:
+            self.watch.forget(key)
+            return False
+        # Nothing was begun: the mark is written before sbatch.
+        if attempt.submitted_at is None:
+            return True
+        return self.watch.age(key, attempt.submitted_at) >= self.ambiguous_for
+
+    def _submit(self, view: RunView, scheduler: Scheduler) -> None:
+        attempt = view.last
+        failpoints.reach("before_submit_mark")
+        self.hold_lease()
+        ensure_attempt_dir(view.folder, attempt)
+        spec = job_spec(view.run, attempt, view.config)
+        now = self.clock.wall()
+        self.store.note_attempt(view.run.name, attempt.number, epoch=self.epoch, submitted_at=now)
+        failpoints.reach("before_sbatch")
+        try:
+            scheduler.submit(spec)
+        finally:
+            self.watch.forget(f"absent:{attempt.job_name}")
+        failpoints.reach("after_sbatch")
+        self.did(f"submitted {attempt.job_name}")
+
+    def _adopt(self, view: RunView, live: list[JobStatus]) -> None:
+        failpoints.reach("after_look_up")
+        attempt, job = view.last, oldest(live)
+        for other in live:
+            if other is not job:
+                self.cancel(view.run, other.job_id, f"a duplicate of {job.job_id}")
+                failpoints.reach("after_cancel_duplicate")
+        self.watch.forget(f"absent:{attempt.job_name}")
+        reason = f"job {job.job_id} is queued"
+
+        def submitted() -> None:
+            job_of: dict[str, Any] = {"job_id": job.job_id, "submit_time": job.submit_time, "job_state": job.state}
+            to, stamp = AttemptState.SUBMITTED, self.stamp()
+            self.store.move_attempt(view.run.name, attempt.number, to, reason, **stamp, **job_of)
+            if view.run.state is not RunState.HELD:
+                self.store.move_run(view.run.name, RunState.QUEUED, reason, **stamp)
+
+        self.store.together(submitted)
+        failpoints.reach("after_submitted_row")
+        self.did(f"adopted job {job.job_id} for {view.run.name}/{attempt.number}")
+        self.let_go(view.run, self.store.attempt(view.run.name, attempt.number), view.folder)
+
+    def let_go(self, run: Run, attempt: Attempt, folder: RunDir) -> None:
+        """Write GO unless it stands, and release the job; a GO in force is never rewritten: it would fence the job."""
+        assert attempt.job_id is not None
+        place = folder.attempt(attempt.number)
+        if not _in_force(place, attempt):
+            failpoints.reach("before_go")
+            self.hold_lease()
+            token = LaunchToken(
+                attempt=attempt.number,
+                epoch=self.epoch,
+                job_id=attempt.job_id,
+                nonce=attempt.nonce,
+                checkpoints=self._inheritable(run, attempt, folder),
+            )
+            token.write(place.go)
+            failpoints.reach("after_go")
+        self.hold_lease()
+        self.schedulers[run.cluster].release(attempt.job_id, place.submission)
+        failpoints.reach("after_release")
+        self.did(f"released job {attempt.job_id}")
+
+    def _inheritable(self, run: Run, attempt: Attempt, folder: RunDir) -> tuple[str, ...]:
+        """Committed checkpoints of earlier attempts that the registry does not know to be corrupt."""
+        from checkpointing.catalog import Catalog  # brings fsspec, which only a launch needs
+
+        bad = {item.name for item in self.store.checkpoints(run.name) if item.trust in (Trust.CORRUPT, Trust.DELETED)}
+        entries = Catalog(folder.checkpoints).committed()
+        return tuple(item.name for item in entries if item.attempt < attempt.number and item.name not in bad)
+
+    # -- taking things back
+
+    def shut(self, place: AttemptDir) -> None:
+        """Fence an attempt off for good: a folder in the place of GO keeps a late write of a paused controller out."""
+        if place.go.is_dir() or not place.path.is_dir():
+            return
+        failpoints.reach("before_revoke")
+        self.hold_lease()
+        while True:
+            revoke(place.go)
+            try:
+                place.go.mkdir(mode=0o700)
+                break
+            except FileExistsError:
+                continue
+        failpoints.reach("after_revoke")
+
+    def cancel(self, run: Run, job_id: str, reason: str) -> None:
+        """End a job; repeating it is harmless."""
+        self.hold_lease()
+        self.schedulers[run.cluster].cancel(job_id)
+        failpoints.reach("after_cancel")
+        self.did(f"cancelled job {job_id} of {run.name}: {reason}")
+
+    def request_once(self, folder: RunDir, kind: RequestKind, attempt: int, reason: str, value: float | None) -> bool:
+        """Ask an attempt for something, at most once for each kind; whether it was asked now."""
+        if folder.requests.is_dir() and any(folder.requests.glob(f"{kind}.{attempt:03d}.*.json")):
+            return False
+        self.hold_lease()
+        folder.requests.mkdir(mode=0o700, exist_ok=True)
+        Request(kind=kind, attempt=attempt, reason=reason, value=value).write(folder.requests)
+        self.did(f"asked {folder.name}/{attempt} to {kind}: {reason}")
+        return True
+
+
+def _in_force(place: AttemptDir, attempt: Attempt) -> bool:
+    try:
+        token = LaunchToken.read(place.go)
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
+    return (token.job_id, token.attempt, token.nonce) == (attempt.job_id, attempt.number, attempt.nonce)

@@ -1,0 +1,117 @@
+"""What people ask of the controller: cancel and resume, answered in the registry."""
+
+from orchestrator.controller import failpoints
+from orchestrator.controller.actor import Actor
+from orchestrator.controller.jobs import is_live
+from orchestrator.controller.sight import Sight
+from orchestrator.controller.view import RunView
+from orchestrator.errors import NotFound
+from orchestrator.recovery.policy import after_cancel
+from orchestrator.registry.records import Ask, Run
+from orchestrator.scheduler.base import LEAVING_STATES, QUEUED_STATES
+from orchestrator.states import LIVE_RUNS, AttemptState, RunState
+from trainer.contract.requests import RequestKind
+
+STOP_LIMIT = 300.0
+"""Seconds that a job may take to save and stop before it is cancelled outright."""
+
+
+def answer_idle(actor: Actor) -> bool:
+    """Answer asks about runs that no job belongs to any more; whether any was answered."""
+    answered = False
+    for ask in actor.store.asks():
+        try:
+            run = actor.store.run(ask.run)
+        except NotFound:
+            _answer(actor, ask, f"there is no run {ask.run}")
+            continue
+        if ask.verb == "resume":
+            answered |= _resume(actor, run, ask)
+        elif ask.verb == "cancel" and run.state not in LIVE_RUNS:
+            answered |= _cancel_idle(actor, run, ask)
+    return answered
+
+
+def _resume(actor: Actor, run: Run, ask: Ask) -> bool:
+    if run.state not in (RunState.HELD, RunState.FAILED, RunState.CANCELLED):
+        _answer(actor, ask, f"{run.name} is {run.state}: there is nothing to resume")
+        return True
+    attempts = actor.store.attempts(run.name)
+    last = attempts[-1]
+    fresh = last.number if last.state is AttemptState.INTENT else last.number + 1
+
+    def resume() -> None:
+        stamp = actor.stamp()
+        actor.store.move_run(
+            run.name, RunState.RECOVERING, "resumed by a person", **stamp, fresh_from=fresh, not_before=0.0
+        )
+        actor.store.answer(ask.id, f"{run.name} goes on with attempt {fresh}", **stamp)
+
+    actor.store.together(resume)
+    failpoints.reach("after_ask")
+    actor.did(f"{run.name} resumed")
+    return True
+
+
+def _cancel_idle(actor: Actor, run: Run, ask: Ask) -> bool:
+    if run.state is not RunState.HELD:
+        _answer(actor, ask, f"{run.name} is {run.state} already")
+        return True
+
+    def cancel() -> None:
+        stamp = actor.stamp()
+        actor.store.move_run(run.name, RunState.CANCELLED, "cancelled by `orch cancel` while it was held", **stamp)
+        actor.store.answer(ask.id, f"{run.name} is cancelled", **stamp)
+
+    actor.store.together(cancel)
+    failpoints.reach("after_ask")
+    actor.did(f"{run.name} cancelled")
+    return True
+
+
+def _answer(actor: Actor, ask: Ask, text: str) -> None:
+    actor.store.answer(ask.id, text, epoch=actor.epoch, now=actor.clock.wall())
+    actor.did(f"answered {ask.verb} of {ask.run}: {text}")
+
+
+def press_cancel(actor: Actor, view: RunView, sight: Sight) -> None:
+    """Bring the job of a run that is to be cancelled nearer to its end; the run is CANCELLED once it is gone."""
+    assert view.cancel is not None
+    attempt, job = view.last, sight.job_of(view.last)
+    if job is None or not is_live(job) or job.state in LEAVING_STATES:
+        return
+    # A job that trains nothing has nothing to save.
+    if job.held or job.state in QUEUED_STATES:
+        actor.cancel(view.run, job.job_id, "cancelled before it started")
+        return
+    waited = actor.watch.age(f"cancel:{view.run.name}/{attempt.number}", view.cancel.id)
+    limit = float(view.cancel.args.get("limit", STOP_LIMIT))
+    if view.cancel.args.get("now") or waited >= limit:
+        actor.cancel(view.run, job.job_id, "cancelled by a person")
+        return
+    if actor.request_once(view.folder, RequestKind.STOP, attempt.number, "cancelled by a person", None):
+        failpoints.reach("after_stop_request")
+
+
+def cancel_intent(actor: Actor, view: RunView, sight: Sight) -> bool:
+    """Cancel a run whose job is not known yet; whether it is certain that there is none."""
+    for job in sight.named(view.last.job_name):
+        actor.cancel(view.run, job.job_id, "cancelled before it was adopted")
+    return not sight.named(view.last.job_name) and actor.may_submit(view.last, sight)
+
+
+def cancelled(actor: Actor, view: RunView, reason: str = "") -> None:
+    """Write that a run without a job is cancelled, and answer who asked."""
+    assert view.cancel is not None
+    cancel = view.cancel
+    saved = [attempt.saved_step for attempt in view.attempts if attempt.saved_step is not None]
+    reason = reason or after_cancel(max(saved, default=None)).reason
+
+    def write() -> None:
+        stamp = actor.stamp()
+        actor.store.move_run(view.run.name, RunState.CANCELLED, reason, **stamp)
+        actor.store.answer(cancel.id, reason, **stamp)
+
+    actor.store.together(write)
+    failpoints.reach("after_ask")
+    actor.did(f"{view.run.name} cancelled")

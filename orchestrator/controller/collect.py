@@ -1,0 +1,101 @@
+"""Evidence about an attempt, from its files and its scheduler; nothing here decides."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from checkpointing.durable import number, read_json
+from orchestrator.controller.sight import Sight
+from orchestrator.controller.view import RunView
+from orchestrator.controller.watch import Watch
+from orchestrator.recovery.evidence import Evidence, LogTail
+from orchestrator.scheduler.base import ENDED_STATES, LEAVING_STATES
+from trainer.contract.outcome import AttemptOutcome
+from trainer.contract.run_dir import AttemptDir
+
+TAIL = 64 * 1024
+"""Bytes read from the end of each log."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heartbeat:
+    """What the coordinator last wrote; `seq` grows with every write."""
+
+    seq: int
+    step: int | None = None
+    loss: float | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> "Heartbeat | None":
+        """The heartbeat; None when there is none, or none that can be read."""
+        try:
+            fields = read_json(path)
+            loss = fields.get("loss")
+            return cls(seq=int(fields["seq"]), step=fields.get("step"), loss=None if loss is None else number(loss))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            return None
+
+
+def collect(view: RunView, sight: Sight, watch: Watch) -> Evidence:
+    """One look at the newest attempt of a run."""
+    attempt, place = view.last, view.place
+    key = f"{view.run.name}/{attempt.number}"
+    job = sight.job_of(attempt)
+    beat = Heartbeat.read(place.heartbeat)
+    outcome = read_outcome(place.outcome)
+    ended = job is not None and job.state in ENDED_STATES
+    leaving = job is not None and job.state in LEAVING_STATES
+    return Evidence(
+        attempt=attempt.number,
+        answered=sight.answered,
+        job=job,
+        absent_for=_span(watch, f"gone:{key}", sight.answered and job is None, True),
+        ended_for=_span(watch, f"ended:{key}", ended, job.state if job else ""),
+        leaving_for=_span(watch, f"leaving:{key}", leaving, True),
+        started=beat is not None or _has_events(place),
+        silent_for=watch.age(f"beat:{key}", beat.seq if beat else "none"),
+        outcome=outcome,
+        cancel_asked=view.cancel is not None,
+        tails=read_tails(place) if ended and outcome is None else (),
+    )
+
+
+def _span(watch: Watch, key: str, holds: bool, value: Any) -> float:
+    if holds:
+        return watch.age(key, value)
+    watch.forget(key)
+    return 0.0
+
+
+def forget(watch: Watch, run: str, attempt: int) -> None:
+    """Nothing more is measured about an attempt that has ended."""
+    for what in ("gone", "ended", "leaving", "beat", "cancel"):
+        watch.forget(f"{what}:{run}/{attempt}")
+
+
+def read_outcome(path: Path) -> AttemptOutcome | None:
+    """The coordinator's last word; a damaged file counts as none."""
+    try:
+        return AttemptOutcome.read(path)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _has_events(place: AttemptDir) -> bool:
+    return place.events.is_dir() and any(place.events.glob("*.jsonl"))
+
+
+def read_tails(place: AttemptDir) -> tuple[LogTail, ...]:
+    """Ends of the agents' logs and of what Slurm wrote beside the script."""
+    paths = sorted(place.logs.glob("agent-*.log"))
+    paths += sorted(path for kind in ("*.out", "*.err") for path in place.submission.glob(kind))
+    return tuple(LogTail(source=path.name, text=text) for path in paths if (text := _tail(path)))
+
+
+def _tail(path: Path) -> str:
+    try:
+        with path.open("rb") as stream:
+            stream.seek(max(0, path.stat().st_size - TAIL))
+            return stream.read().decode(errors="replace")
+    except OSError:
+        return ""

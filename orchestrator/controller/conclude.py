@@ -1,0 +1,125 @@
+"""The end of an attempt: fenced off, judged against its history, decided, written in one transaction."""
+
+from collections.abc import Callable
+from random import Random
+
+from orchestrator.config import RunConfig
+from orchestrator.controller import failpoints
+from orchestrator.controller.actor import Actor
+from orchestrator.controller.collect import forget
+from orchestrator.controller.view import RunView
+from orchestrator.recovery.failures import End, Verdict
+from orchestrator.recovery.nodes import Blame, Pool, Standing, blame, excluded, limit
+from orchestrator.recovery.policy import Action, Decision, Past, after_cancel, decide
+from orchestrator.registry.records import Attempt, Run
+from orchestrator.registry.store import Store
+from orchestrator.states import AttemptState, RunState
+from trainer.contract.outcome import Failure, FailureKind
+
+PoolSize = Callable[[RunConfig], int | None]
+
+_RUN_AFTER = {
+    Action.SUCCEED: RunState.SUCCEEDED,
+    Action.FAIL: RunState.FAILED,
+    Action.HOLD: RunState.HELD,
+    Action.CANCEL: RunState.CANCELLED,
+    Action.RETRY: RunState.RECOVERING,
+    Action.WAIT: RunState.RECOVERING,
+}
+
+
+def conclude(actor: Actor, view: RunView, verdict: Verdict, rng: Random, pool_size: PoolSize) -> Decision:
+    """End the newest attempt of a run and decide what comes next."""
+    run, attempt, failure = view.run, view.last, verdict.failure
+    actor.shut(view.place)
+    pool = pool_of(actor.store, view, pool_size)
+    now = actor.clock.wall()
+    blamed = blame(failure, pool, view.config.recovery, now) if failure else Blame(node=None, until=0.0, reason="")
+    decision = _decision(view, verdict, now, rng, blamed)
+
+    def write() -> None:
+        stamp = actor.stamp()
+        if failure is not None and failure.node is not None and run.cluster != "local":
+            until = blamed.until if blamed.node is not None else None
+            why = f"{failure.kind} in {run.name}/{attempt.number}"
+            actor.store.saw_node(failure.node, run.cluster, **stamp, failure=why, excluded_until=until)
+        to = AttemptState.LOST if verdict.end is End.LOST else AttemptState.ENDED
+        actor.store.move_attempt(
+            run.name,
+            attempt.number,
+            to,
+            verdict.reason,
+            **stamp,
+            ended_at=now,
+            failure=failure.to_json() if failure else None,
+            decision=decision.to_json(),
+        )
+        apply(actor, run, decision, now)
+
+    actor.store.together(write)
+    failpoints.reach("after_attempt_ended")
+    forget(actor.watch, run.name, attempt.number)
+    actor.did(f"{run.name}/{attempt.number} ended ({verdict.reason}): {decision.action}, {decision.reason}")
+    return decision
+
+
+def apply(actor: Actor, run: Run, decision: Decision, now: float) -> None:
+    """Move the run to where a decision sends it; what to type stands in the reason when a person is needed."""
+    reason = decision.reason
+    if decision.action in (Action.HOLD, Action.FAIL):
+        reason = f"{reason}; when it is mended: orch resume {run.name}"
+    actor.store.move_run(
+        run.name, _RUN_AFTER[decision.action], reason, epoch=actor.epoch, now=now, not_before=decision.not_before
+    )
+
+
+def _decision(view: RunView, verdict: Verdict, now: float, rng: Random, blamed: Blame) -> Decision:
+    if verdict.end is End.FINISHED:
+        return Decision(action=Action.SUCCEED, reason=verdict.reason)
+    assert verdict.failure is not None
+    if view.cancel is not None:
+        saved = [attempt.saved_step for attempt in view.attempts if attempt.saved_step is not None]
+        return after_cancel(max(saved, default=None))
+    return decide(
+        history(view, verdict.failure),
+        verdict.failure,
+        view.config.recovery,
+        now,
+        rng.random(),
+        steps_known=not view.config.command,
+        exclude=(blamed.node,) if blamed.node is not None else (),
+    )
+
+
+def history(view: RunView, failure: Failure) -> list[Past]:
+    """The attempts whose ends count, the newest with the failure it has just been given."""
+    counted = [attempt for attempt in view.attempts if attempt.number >= view.run.fresh_from]
+    return [_past(attempt, failure if attempt is view.last else None) for attempt in counted]
+
+
+def _past(attempt: Attempt, failure: Failure | None) -> Past:
+    kind = failure.kind if failure else FailureKind(attempt.failure["kind"]) if attempt.failure else None
+    started = attempt.started_at is not None or attempt.generations > 0
+    return Past(
+        number=attempt.number, kind=kind, started=started, saved_step=attempt.saved_step, step=attempt.last_step
+    )
+
+
+def pool_of(store: Store, view: RunView, pool_size: PoolSize) -> Pool:
+    """The nodes this run may use, with what is known of each; simulated nodes are never excluded."""
+    if view.run.cluster == "local":
+        return Pool(size=view.config.cluster.nodes, needed=view.config.cluster.nodes)
+    known = [
+        Standing(name=node.name, failures=node.failures, excluded_until=node.excluded_until)
+        for node in store.nodes()
+        if node.cluster == view.run.cluster
+    ]
+    return Pool(size=pool_size(view.config), needed=view.config.cluster.nodes, known=tuple(known))
+
+
+def to_avoid(store: Store, view: RunView, now: float, pool_size: PoolSize) -> tuple[str, ...]:
+    """Nodes that the next attempt must not get: the longest excluded last, never more than may be spared."""
+    pool = pool_of(store, view, pool_size)
+    until = {node.name: node.excluded_until for node in pool.known}
+    latest = sorted(excluded(pool.known, now), key=lambda name: until[name], reverse=True)
+    return tuple(sorted(latest[: limit(pool, view.config.recovery)]))

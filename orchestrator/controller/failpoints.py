@@ -1,0 +1,36 @@
+"""Places where a test may kill the controller: `ORCH_FAILPOINT=after_sbatch` in the environment, else nothing."""
+
+import os
+import signal
+
+VARIABLE = "ORCH_FAILPOINT"
+
+POINTS = (
+    "before_folder",
+    "after_folder",
+    "before_submit_mark",
+    "before_sbatch",
+    "after_sbatch",
+    "after_look_up",
+    "after_cancel_duplicate",
+    "after_submitted_row",
+    "before_go",
+    "after_go",
+    "after_release",
+    "before_revoke",
+    "after_revoke",
+    "after_attempt_ended",
+    "after_decision",
+    "before_next_intent",
+    "after_next_intent",
+    "after_stop_request",
+    "after_cancel",
+    "after_ask",
+)
+"""Every name that `reach` is called with, in the order of a run's life."""
+
+
+def reach(name: str) -> None:
+    """Die here, as by `kill -9`, when the environment names this point."""
+    if os.environ.get(VARIABLE) == name:
+        os.kill(os.getpid(), signal.SIGKILL)

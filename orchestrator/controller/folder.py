@@ -1,0 +1,100 @@
+"""The run directory as the controller makes it: complete or absent, and made again from the registry after a crash."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from checkpointing.durable import canonical, dump_line, fsync_dir, read_json, write_durably
+from orchestrator.controller import failpoints
+from orchestrator.errors import Precondition
+from orchestrator.registry.records import Attempt, Run
+from trainer.contract.run_dir import RunDir
+
+
+def ensure_run_dir(run: Run, first: Attempt, config: dict[str, Any]) -> RunDir:
+    """Make the folder of a run unless it stands; raises Precondition when another run's folder stands there.
+
+    It is built beside its place under a name of its own and renamed: nobody ever sees half of it.
+    """
+    final = RunDir(Path(run.run_dir))
+    if final.run.exists():
+        _check_owner(final, run, first)
+        return final
+    failpoints.reach("before_folder")
+    draft = RunDir(final.path.with_name(f".{run.name}.{first.nonce}.tmp"))
+    shutil.rmtree(draft.path, ignore_errors=True)
+    try:
+        draft.make()
+        write_durably(draft.config, canonical(config))
+        _snapshot(draft, config)
+        write_durably(draft.run, dump_line(_run_json(run, first)).encode())
+        ensure_attempt_dir(draft, first)
+        os.rename(draft.path, final.path)
+    except OSError as error:
+        shutil.rmtree(draft.path, ignore_errors=True)
+        if final.path.exists():
+            _check_owner(final, run, first)
+            return final
+        raise Precondition(
+            f"cannot make the run's folder: {error.strerror or error}",
+            where=str(final.path),
+            hint="make cluster.root writable, or choose another with cluster.root=FOLDER",
+        ) from error
+    fsync_dir(final.path.parent)
+    failpoints.reach("after_folder")
+    return final
+
+
+def _check_owner(folder: RunDir, run: Run, first: Attempt) -> None:
+    try:
+        owner = read_json(folder.run)
+    except (OSError, ValueError):
+        owner = None
+    if not isinstance(owner, dict) or owner.get("nonce") != first.nonce:
+        raise Precondition(
+            f"the folder of {run.name} belongs to another run",
+            where=str(folder.path),
+            hint="it was made with another registry: take it in with `orch db rebuild`, "
+            "or submit with another --name or cluster.root",
+        )
+
+
+def _run_json(run: Run, first: Attempt) -> dict[str, Any]:
+    return {
+        "schema": "orch.run/1",
+        "name": run.name,
+        "cluster": run.cluster,
+        "created_at": run.created_at,
+        "total_steps": run.total_steps,
+        "config_digest": run.config_digest,
+        "nonce": first.nonce,
+        "identity": run.identity,
+    }
+
+
+def ensure_attempt_dir(folder: RunDir, attempt: Attempt) -> None:
+    """Make the folder of an attempt with its `intent.json`; repeating it changes nothing."""
+    place = folder.attempt(attempt.number)
+    place.make()
+    intent = place.path / "intent.json"
+    if not intent.exists():
+        fields = {
+            "schema": "orch.intent/1",
+            "attempt": attempt.number,
+            "nonce": attempt.nonce,
+            "job_name": attempt.job_name,
+            "excluded": list(attempt.excluded),
+            "at": attempt.intent_at,
+        }
+        write_durably(intent, dump_line(fields).encode())
+
+
+def _snapshot(folder: RunDir, config: dict[str, Any]) -> None:
+    """Copy the folders of `workload.path` to `code/0`, `code/1`, ... when the config asks for it."""
+    workload = config.get("workload", {})
+    if not workload.get("snapshot"):
+        return
+    ignored = shutil.ignore_patterns("__pycache__", "*.pyc", ".git", ".venv", ".mypy_cache", ".ruff_cache")
+    for index, source in enumerate(workload.get("path", ())):
+        shutil.copytree(source, folder.code / str(index), ignore=ignored, symlinks=True)

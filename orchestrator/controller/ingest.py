@@ -1,0 +1,190 @@
+"""Run directories into the registry: events from where the last tick stopped reading, and the newest progress."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from checkpointing.durable import number
+from orchestrator.controller.collect import Heartbeat
+from orchestrator.controller.view import RunView
+from orchestrator.registry.records import Attempt, Checkpoint, Generation
+from orchestrator.registry.store import Store
+from orchestrator.states import Trust, may_move
+from trainer.contract.events import Event, EventKind, read_events
+from trainer.contract.run_dir import AttemptDir
+
+METRICS_TAIL = 16 * 1024
+"""Bytes of the metrics file that are sure to hold one whole line."""
+
+
+def ingest(store: Store, view: RunView, *, epoch: int, now: float) -> bool:
+    """Take in what the newest attempt has written since the last time; whether there was anything new."""
+    events = sorted(view.place.events.glob("*.jsonl")) if view.place.events.is_dir() else []
+    # Each file is read on its own: one tick late is no harm, a torn order between files is none either.
+    fresh = [_ingest_file(store, view, path, epoch, now) for path in events]
+    return _ingest_progress(store, view, epoch, now) or any(fresh)
+
+
+def _ingest_file(store: Store, view: RunView, path: Path, epoch: int, now: float) -> bool:
+    name = str(path.relative_to(view.folder.path))
+    offset = store.cursor(view.run.name, name)
+    if path.stat().st_size <= offset:
+        return False
+    events, end = read_events(path, offset)
+    if end == offset:
+        return False
+
+    def take() -> None:
+        # Rows and cursor in one transaction: an event counts once, whenever the controller dies.
+        for event in events:
+            handler = _HANDLERS.get(event.kind)
+            if handler is not None:
+                handler(_Scribe(store, view, event, epoch, now))
+        store.set_cursor(view.run.name, name, end, epoch=epoch)
+
+    store.together(take)
+    return True
+
+
+class _Scribe:
+    """Writes one event into the registry."""
+
+    def __init__(self, store: Store, view: RunView, event: Event, epoch: int, now: float) -> None:
+        self.store, self.view, self.event, self.epoch, self.now = store, view, event, epoch, now
+        self.run, self.attempt = view.run.name, view.last.number
+
+    @property
+    def data(self) -> dict[str, Any]:
+        return self.event.data
+
+    def row(self) -> Attempt:
+        return self.store.attempt(self.run, self.attempt)
+
+    def note(self, **changes: Any) -> None:
+        self.store.note_attempt(self.run, self.attempt, epoch=self.epoch, **changes)
+
+    def generation(self, **changes: Any) -> None:
+        known = [g for g in self.store.generations(self.run, self.attempt) if g.number == self.event.generation]
+        before = known[0] if known else Generation(
+            run=self.run, attempt=self.attempt, number=self.event.generation, started_at=self.event.time
+        )  # fmt: skip
+        self.store.put_generation(replace(before, **changes), epoch=self.epoch)
+
+    def trust(self, to: Trust, reason: str) -> None:
+        """Change the trust of the checkpoint that the event names, where the table allows it."""
+        known = {item.name: item.trust for item in self.store.checkpoints(self.run)}
+        before = known.get(self.data["name"])
+        if before is not None and before != to and may_move(before, to):
+            self.store.trust(self.run, self.data["name"], to, reason, epoch=self.epoch, now=self.now)
+
+
+def _attempt_started(scribe: _Scribe) -> None:
+    nodes = tuple(scribe.data.get("nodes", ()))
+    scribe.note(started_at=scribe.event.time, nodes=nodes)
+    for node in nodes:
+        scribe.store.saw_node(node, scribe.view.run.cluster, epoch=scribe.epoch, now=scribe.now)
+
+
+def _generation_started(scribe: _Scribe) -> None:
+    scribe.generation(started_at=scribe.event.time)
+    scribe.note(generations=max(scribe.row().generations, scribe.event.generation))
+
+
+def _first_step(scribe: _Scribe) -> None:
+    if scribe.row().first_step is None:
+        scribe.note(first_step=scribe.data.get("step"))
+
+
+def _generation_ended(scribe: _Scribe) -> None:
+    step = scribe.data.get("step")
+    scribe.generation(
+        ended_at=scribe.event.time,
+        last_step=step,
+        reason=scribe.data.get("reason", ""),
+        failure=scribe.data.get("failure"),
+    )
+
+
+def _committed(scribe: _Scribe) -> None:
+    step, name = scribe.data["step"], scribe.data["name"]
+    checkpoint = Checkpoint(
+        run=scribe.run,
+        name=name,
+        step=step,
+        attempt=scribe.attempt,
+        trust=Trust.COMMITTED,
+        bytes=scribe.data.get("bytes", 0),
+        path=str(scribe.view.folder.checkpoints / name),
+        committed_at=scribe.event.time,
+    )
+    scribe.store.put_checkpoint(checkpoint, epoch=scribe.epoch)
+    scribe.note(saved_step=max(step, scribe.row().saved_step or 0))
+
+
+def _restored(scribe: _Scribe) -> None:
+    step = scribe.data["step"]
+    scribe.generation(resumed_from=step)
+    if scribe.row().resumed_from is None:
+        scribe.note(resumed_from=step)
+    scribe.trust(Trust.RESTORED, f"attempt {scribe.attempt} resumed from it")
+
+
+def _refused(scribe: _Scribe) -> None:
+    reason = str(scribe.data.get("reason", "refused"))
+    scribe.trust(Trust.CORRUPT, f"attempt {scribe.attempt} refused it: {reason}")
+
+
+def _deleted(scribe: _Scribe) -> None:
+    scribe.trust(Trust.DELETED, f"deleted by attempt {scribe.attempt}: newer ones are kept")
+
+
+_HANDLERS: dict[str, Callable[[_Scribe], None]] = {
+    EventKind.ATTEMPT_STARTED: _attempt_started,
+    EventKind.GENERATION_STARTED: _generation_started,
+    EventKind.GENERATION_FIRST_STEP: _first_step,
+    EventKind.GENERATION_ENDED: _generation_ended,
+    EventKind.CHECKPOINT_COMMITTED: _committed,
+    EventKind.CHECKPOINT_RESTORED: _restored,
+    EventKind.CHECKPOINT_REFUSED: _refused,
+    EventKind.CHECKPOINT_DELETED: _deleted,
+}
+
+
+def _ingest_progress(store: Store, view: RunView, epoch: int, now: float) -> bool:
+    step, loss = progress(view.place)
+    if step is None:
+        return False
+    run, attempt = store.run(view.run.name), store.attempt(view.run.name, view.last.number)
+    if (run.step, run.loss, attempt.last_step) == (step, loss, step):
+        return False
+
+    def note() -> None:
+        store.note_run(run.name, epoch=epoch, now=now, step=step, loss=loss if loss is not None else run.loss)
+        store.note_attempt(run.name, attempt.number, epoch=epoch, last_step=step)
+
+    store.together(note)
+    return True
+
+
+def progress(place: AttemptDir) -> tuple[int | None, float | None]:
+    """Newest trained step and its loss, from the heartbeat, else from the metrics' last line."""
+    beat = Heartbeat.read(place.heartbeat)
+    line = last_line(place.metrics)
+    if line is not None and (beat is None or beat.step is None or line.get("step", -1) >= beat.step):
+        return line.get("step"), number(line["loss"]) if line.get("loss") is not None else None
+    return (beat.step, beat.loss) if beat is not None else (None, None)
+
+
+def last_line(path: Path) -> dict[str, Any] | None:
+    """The last whole line of a file of JSON lines; None when there is none."""
+    try:
+        with path.open("rb") as stream:
+            stream.seek(max(0, path.stat().st_size - METRICS_TAIL))
+            block = stream.read()
+        lines = block[: block.rfind(b"\n") + 1].splitlines()
+        found = json.loads(lines[-1]) if lines else None
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None

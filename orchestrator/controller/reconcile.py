@@ -1,0 +1,288 @@
+"""One pass over all live runs: collect, classify, decide, act. Level-triggered: any pass may be the first one."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from random import Random
+from secrets import token_hex
+from typing import Any
+
+from orchestrator.config import RunConfig
+from orchestrator.controller import asks, failpoints
+from orchestrator.controller.actor import Actor
+from orchestrator.controller.collect import collect
+from orchestrator.controller.conclude import PoolSize, conclude, to_avoid
+from orchestrator.controller.folder import ensure_attempt_dir, ensure_run_dir
+from orchestrator.controller.ingest import ingest
+from orchestrator.controller.jobs import is_live, parse_name
+from orchestrator.controller.sight import BLIND, Sight, look
+from orchestrator.controller.view import RunView
+from orchestrator.controller.watch import Clock, Watch
+from orchestrator.errors import Fenced, NotFound, Precondition, RegistryError, SlurmUnreachable
+from orchestrator.recovery.evidence import Evidence
+from orchestrator.recovery.failures import LEAVING_LIMIT, End, Verdict, judge
+from orchestrator.registry.records import Attempt, Lease, Run
+from orchestrator.registry.store import Store
+from orchestrator.scheduler.base import LEAVING_STATES, RUNNING_STATES, JobStatus, Scheduler
+from orchestrator.states import LIVE_ATTEMPTS, LIVE_RUNS, AttemptState, RunState
+from trainer.contract.config import build
+from trainer.contract.requests import RequestKind
+
+log = logging.getLogger("orch.controller")
+
+SWEEP_EVERY = 30.0
+"""Seconds between sweeps by name while nothing asks for one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TickReport:
+    """What one pass did. `unreachable` names schedulers that gave no answer, `errors` runs that could not be served."""
+
+    live: int
+    changed: bool
+    actions: tuple[str, ...] = ()
+    errors: tuple[str, ...] = ()
+    unreachable: tuple[str, ...] = ()
+
+
+class Controller:
+    """Brings every live run one step nearer to its end; keeps nothing that a successor would miss."""
+
+    def __init__(
+        self,
+        store: Store,
+        schedulers: Mapping[str, Scheduler],
+        *,
+        clock: Clock | None = None,
+        rng: Random | None = None,
+        watch: Watch | None = None,
+        pool_size: PoolSize = lambda config: None,
+    ) -> None:
+        self.store, self.schedulers, self.rng = store, schedulers, rng or Random()
+        self.clock = clock or Clock()
+        self.watch = watch or Watch(self.clock.mono)
+        self.actor = Actor(store, schedulers, self.clock, self.watch)
+        self.pool_size = pool_size
+        self._configs: dict[str, RunConfig] = {}
+        self._errors: list[str] = []
+        self._swept_at: dict[str, float] = {}
+
+    def tick(self, lease: Lease) -> TickReport:
+        """One pass; raises Fenced when the lease is lost, RegistryError when the registry cannot be used."""
+        self.actor.begin(lease)
+        self.actor.hold_lease()
+        self._errors = []
+        asks.answer_idle(self.actor)
+        runs = self.store.runs(LIVE_RUNS)
+        attempts = {run.name: tuple(self.store.attempts(run.name)) for run in runs}
+        sights = {kind: self._look(kind, runs, attempts) for kind in sorted({run.cluster for run in runs})}
+        fresh = [self._serve(run, attempts[run.name], sights[run.cluster]) for run in runs]
+        for kind, sight in sights.items():
+            self._sweep(kind, sight)
+        self.store.ticked(self.actor.lease, self.clock.wall())
+        self.watch.save()
+        return TickReport(
+            live=len(self.store.runs(LIVE_RUNS)),
+            changed=any(fresh) or bool(self.actor.actions),
+            actions=tuple(self.actor.actions),
+            errors=tuple(self._errors),
+            unreachable=tuple(kind for kind, sight in sights.items() if not sight.answered),
+        )
+
+    def _look(self, kind: str, runs: list[Run], attempts: Mapping[str, tuple[Attempt, ...]]) -> Sight:
+        if kind not in self.schedulers:
+            return replace(BLIND, error=f"{kind} cannot be used on this machine")
+        last = [attempts[run.name][-1] for run in runs if run.cluster == kind]
+        adopted = [attempt for attempt in last if attempt.state in (AttemptState.SUBMITTED, AttemptState.RUNNING)]
+        due = self.clock.mono() - self._swept_at.get(kind, -SWEEP_EVERY) >= SWEEP_EVERY
+        sight = look(self.schedulers[kind], adopted, sweep=due or len(adopted) < len(last))
+        if sight.swept:
+            self._swept_at[kind] = self.clock.mono()
+        return sight
+
+    # -- one run
+
+    def _serve(self, run: Run, attempts: tuple[Attempt, ...], sight: Sight) -> bool:
+        """One run; its troubles are recorded and stay its own."""
+        try:
+            return self._advance(self._view(run, attempts), sight)
+        except (Fenced, RegistryError):
+            raise
+        except SlurmUnreachable as error:
+            self._note(run, f"{run.cluster} does not answer, nothing is assumed: {error.what}")
+        except Precondition as error:
+            self._hold(run, error)
+        except Exception as error:  # outermost edge: one run's trouble must not stop the others
+            log.exception("run %s", run.name)
+            self._errors.append(f"{run.name}: {type(error).__name__}: {error}")
+            self._note(run, f"the controller cannot serve this run: {type(error).__name__}: {error}")
+        return False
+
+    def _view(self, run: Run, attempts: tuple[Attempt, ...]) -> RunView:
+        if run.config_digest not in self._configs:
+            config = build(RunConfig, self.store.config(run.config_digest))
+            assert isinstance(config, RunConfig)
+            self._configs[run.config_digest] = config
+        pending = [ask for ask in self.store.asks() if ask.run == run.name and ask.verb == "cancel"]
+        config = self._configs[run.config_digest]
+        return RunView(run=run, attempts=attempts, config=config, cancel=pending[0] if pending else None)
+
+    def _again(self, view: RunView) -> RunView:
+        """The same run as its rows stand now."""
+        return self._view(self.store.run(view.run.name), tuple(self.store.attempts(view.run.name)))
+
+    def _advance(self, view: RunView, sight: Sight) -> bool:
+        if not sight.answered:
+            self._note(view.run, f"{view.run.cluster} does not answer, nothing is assumed: {sight.error}")
+        if view.last.state is AttemptState.INTENT:
+            return self._intent(view, sight)
+        if view.last.state in LIVE_ATTEMPTS:
+            return self._follow(view, sight)
+        return self._next(view, sight)
+
+    def _intent(self, view: RunView, sight: Sight) -> bool:
+        ensure_run_dir(view.run, view.attempts[0], self.store.config(view.run.config_digest))
+        if view.cancel is not None:
+            if asks.cancel_intent(self.actor, view, sight):
+                self._end_cancelled(view)
+            return True
+        failure = self.actor.launch(view, sight)
+        if failure is not None:
+            self._conclude(view, Verdict(end=End.FAILED, reason=failure.reason, failure=failure))
+        return False
+
+    def _end_cancelled(self, view: RunView) -> None:
+        failure = Verdict(end=End.OPEN, reason="cancelled before it was submitted")
+        self.store.move_attempt(
+            view.run.name, view.last.number, AttemptState.ENDED, failure.reason, **self.actor.stamp(),
+            ended_at=self.clock.wall(),
+        )  # fmt: skip
+        self.actor.shut(view.place)
+        asks.cancelled(self.actor, view)
+
+    def _follow(self, view: RunView, sight: Sight) -> bool:
+        fresh = ingest(self.store, view, **self.actor.stamp())
+        evidence = collect(view, sight, self.watch)
+        job = evidence.job
+        if job is not None and is_live(job):
+            self._note_job(view, job, evidence)
+            self._keep_going(view, job)
+        if view.cancel is not None:
+            asks.press_cancel(self.actor, view, sight)
+        verdict = judge(evidence)
+        if verdict.end is End.OPEN:
+            return fresh
+        # What the job wrote in its last moments belongs to its history.
+        ingest(self.store, view, **self.actor.stamp())
+        self._conclude(self._again(view), verdict)
+        return True
+
+    def _conclude(self, view: RunView, verdict: Verdict) -> None:
+        conclude(self.actor, view, verdict, self.rng, self.pool_size)
+        if view.cancel is not None:
+            ended = self.store.run(view.run.name)
+            self.store.answer(view.cancel.id, f"{ended.name} is {ended.state}", **self.actor.stamp())
+
+    def _keep_going(self, view: RunView, job: JobStatus) -> None:
+        """What a live job needs: its release, its true deadline, or its end when Slurm has started it again."""
+        if job.restarts > 0 and job.state not in LEAVING_STATES:
+            self.actor.cancel(view.run, job.job_id, "requeued by Slurm: it must not train again")
+        elif job.held and view.cancel is None:
+            self.actor.let_go(view.run, view.last, view.folder)
+        elif job.state in RUNNING_STATES and job.end_time is not None:
+            self.actor.request_once(
+                view.folder, RequestKind.DEADLINE, view.last.number, "the job's end by Slurm's clock", job.end_time
+            )
+
+    def _note_job(self, view: RunView, job: JobStatus, evidence: Evidence) -> None:
+        """Slurm's own word, and the states that follow from it."""
+        run, attempt = view.run, view.last
+        runs = job.state in RUNNING_STATES and not job.held
+        if runs and attempt.state is AttemptState.SUBMITTED:
+            reason = f"job {job.job_id} is {job.state}"
+
+            def running() -> None:
+                known: dict[str, Any] = {"nodes": job.nodes} if job.nodes else {}
+                to = AttemptState.RUNNING
+                started = attempt.started_at or self.clock.wall()
+                self.store.move_attempt(
+                    run.name, attempt.number, to, reason, **self.actor.stamp(), job_state=job.state,
+                    started_at=started, **known,
+                )  # fmt: skip
+                self.store.move_run(run.name, RunState.RUNNING, reason, **self.actor.stamp())
+
+            self.store.together(running)
+            self.actor.did(f"{run.name}/{attempt.number}: {reason}")
+        elif job.state != attempt.job_state:
+            self.store.note_attempt(run.name, attempt.number, epoch=self.actor.epoch, job_state=job.state)
+        waits = f" ({job.reason})" if job.reason and job.reason != "None" and not runs else ""
+        self._note(self.store.run(run.name), f"job {job.job_id} is {job.state}{waits}")
+
+    def _next(self, view: RunView, sight: Sight) -> bool:
+        """No attempt is live: the run waits for its next one."""
+        run = view.run
+        blockers = [job for job in sight.of_run(run.name) if not self._fenced(job)]
+        if view.cancel is not None and sight.swept and not blockers:
+            asks.cancelled(self.actor, view)
+            return True
+        if view.cancel is not None or self.clock.wall() < run.not_before or not sight.swept:
+            return False
+        if blockers:
+            self._note(run, f"waits until job {blockers[0].job_id} has left the queue ({blockers[0].state})")
+            return False
+        ensure_run_dir(run, view.attempts[0], self.store.config(run.config_digest))
+        # Nobody of an older attempt may commit or delete from here on.
+        for attempt in view.attempts:
+            self.actor.shut(view.folder.attempt(attempt.number))
+        failpoints.reach("before_next_intent")
+        avoid = to_avoid(self.store, view, self.clock.wall(), self.pool_size)
+        attempt = self.store.add_attempt(run.name, nonce=token_hex(4), excluded=avoid, **self.actor.stamp())
+        failpoints.reach("after_next_intent")
+        ensure_attempt_dir(view.folder, attempt)
+        self.actor.did(f"{run.name}: attempt {attempt.number}")
+        return self._intent(self._again(view), sight)
+
+    def _fenced(self, job: JobStatus) -> bool:
+        """A job that cannot be got rid of, of an attempt whose GO is gone: waiting for it would be for ever."""
+        if job.state not in LEAVING_STATES:
+            self.watch.forget(f"stuck:{job.job_id}")
+            return False
+        return self.watch.age(f"stuck:{job.job_id}", job.name) >= LEAVING_LIMIT
+
+    # -- jobs that should not be
+
+    def _sweep(self, kind: str, sight: Sight) -> None:
+        """Cancel live jobs of attempts that are over, and late duplicates; jobs of other registries are not ours."""
+        for job in sight.found:
+            if is_live(job) and job.state not in LEAVING_STATES:
+                try:
+                    self._sweep_job(job)
+                except SlurmUnreachable as error:
+                    log.warning("%s: %s", kind, error.what)
+
+    def _sweep_job(self, job: JobStatus) -> None:
+        name = parse_name(job.name)
+        if name is None:
+            return
+        try:
+            run, attempt = self.store.run(name.run), self.store.attempt(name.run, name.attempt)
+        except NotFound:
+            return
+        if run.name != name.run or attempt.nonce != name.nonce:
+            return
+        if attempt.state not in LIVE_ATTEMPTS:
+            self.actor.cancel(run, job.job_id, f"its attempt {attempt.number} is {attempt.state}")
+        elif attempt.job_id is not None and attempt.job_id != job.job_id:
+            self.actor.cancel(run, job.job_id, f"a late duplicate of {attempt.job_id}")
+
+    # -- words
+
+    def _note(self, run: Run, reason: str) -> None:
+        if run.reason != reason:
+            self.store.note_run(run.name, **self.actor.stamp(), reason=reason)
+
+    def _hold(self, run: Run, error: Precondition) -> None:
+        reason = "; ".join(part for part in (error.what, error.where, error.hint) if part)
+        reason = f"{reason}; when it is mended: orch resume {run.name}"
+        self.store.move_run(run.name, RunState.HELD, reason, **self.actor.stamp())
+        self.actor.did(f"{run.name} held: {reason}")

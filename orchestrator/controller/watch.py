@@ -1,0 +1,70 @@
+"""How long something has been as it is, by this host's own clock: other hosts' clocks are never compared."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpointing.durable import dump_line, write_atomically
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clock:
+    """Time as the controller takes it; `mono` only ever grows and is what durations are measured by."""
+
+    wall: Callable[[], float] = time.time
+    mono: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class Watch:
+    """Remembers when each key was first seen with its present value.
+
+    With a `path` it survives the process, so that single ticks from cron see spans too; another boot of the
+    host (`boot`) starts afresh, because its monotonic clock did.
+    """
+
+    def __init__(self, mono: Callable[[], float], path: Path | None = None, boot: str = "") -> None:
+        self._mono, self._path, self._boot = mono, path, boot
+        self._seen: dict[str, tuple[str, float]] = {}
+        self._load()
+
+    def age(self, key: str, value: object) -> float:
+        """Seconds for which `key` has been seen with this value; 0.0 on the first sight."""
+        now, text = self._mono(), str(value)
+        before = self._seen.get(key)
+        if before is None or before[0] != text or before[1] > now:
+            self._seen[key] = (text, now)
+            return 0.0
+        return now - before[1]
+
+    def forget(self, key: str) -> None:
+        self._seen.pop(key, None)
+
+    def forget_below(self, prefix: str) -> None:
+        """Forget every key that starts so."""
+        for key in [key for key in self._seen if key.startswith(prefix)]:
+            del self._seen[key]
+
+    def save(self) -> None:
+        """Keep what was seen for the next process."""
+        if self._path is not None:
+            write_atomically(self._path, dump_line({"boot": self._boot, "seen": self._seen}).encode())
+
+    def _load(self) -> None:
+        if self._path is None:
+            return
+        try:
+            kept = json.loads(self._path.read_bytes())
+            if kept["boot"] == self._boot:
+                self._seen = {key: (str(value), float(at)) for key, (value, at) in kept["seen"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            self._seen = {}
+
+
+def boot_id() -> str:
+    """Names this boot of this host."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

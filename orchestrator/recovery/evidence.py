@@ -1,0 +1,47 @@
+"""What is known about one attempt at one moment: plain values, gathered by the controller, judged by pure functions."""
+
+from dataclasses import dataclass
+
+from orchestrator.scheduler.base import ENDED_STATES, LEAVING_STATES, JobStatus
+from trainer.contract.outcome import AttemptOutcome
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogTail:
+    """The end of one agent's log, by the name of its file."""
+
+    source: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """One look at an attempt; durations are seconds by the controller's own monotonic clock."""
+
+    attempt: int
+    answered: bool
+    """The scheduler answered in this look; without an answer there is no verdict."""
+    job: JobStatus | None
+    """The adopted job as the scheduler knows it; None when the answered look-ups do not know it."""
+    absent_for: float = 0.0
+    """How long answered look-ups have not known the job."""
+    ended_for: float = 0.0
+    """How long the job has been seen ended, or gone with an outcome left behind."""
+    leaving_for: float = 0.0
+    """How long the job has been seen leaving (COMPLETING)."""
+    started: bool = False
+    """Agents have left a sign: a heartbeat or an event."""
+    silent_for: float = 0.0
+    """How long the heartbeat has been seen unchanged (or missing)."""
+    outcome: AttemptOutcome | None = None
+    cancel_asked: bool = False
+    tails: tuple[LogTail, ...] = ()
+    """Ends of the agents' logs, read only when the attempt left no outcome."""
+
+    @property
+    def job_ended(self) -> bool:
+        return self.job is not None and self.job.state in ENDED_STATES
+
+    @property
+    def job_leaving(self) -> bool:
+        return self.job is not None and self.job.state in LEAVING_STATES

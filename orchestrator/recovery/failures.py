@@ -1,0 +1,166 @@
+"""How an attempt ended and why: pure, from evidence only."""
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from orchestrator.recovery.evidence import Evidence
+from orchestrator.recovery.signatures import Role, earliest, scan
+from orchestrator.scheduler.base import JobStatus
+from trainer.contract.outcome import AttemptOutcome, AttemptResult, Failure, FailureKind
+
+LOST_AFTER = 60.0
+"""Seconds of answered look-ups without the job, and of a silent heartbeat, before a job counts as lost."""
+OUTCOME_GRACE = 5.0
+"""Seconds that an outcome may take to become visible after the job was seen ended."""
+GONE_AFTER = 5.0
+"""Seconds of answered look-ups without the job that an outcome needs as company."""
+LEAVING_LIMIT = 600.0
+"""Seconds in COMPLETING after which the attempt is fenced off and its nodes are avoided instead of waited for."""
+
+
+class End(StrEnum):
+    """What can be said about an attempt's end."""
+
+    OPEN = "open"  # it lives, or nothing certain is known
+    FINISHED = "finished"
+    FAILED = "failed"  # ended before its work was done, for whatever reason
+    LOST = "lost"  # Slurm no longer knows the job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The end of an attempt with its reason; `failure` is set for FAILED and LOST."""
+
+    end: End
+    reason: str
+    failure: Failure | None = None
+
+
+def judge(evidence: Evidence) -> Verdict:
+    """Whether the attempt is over. Silence is never an end."""
+    # Without an answer from the scheduler the state is unknown, whatever the files say.
+    if not evidence.answered:
+        return Verdict(end=End.OPEN, reason="the scheduler does not answer: nothing is assumed")
+    if evidence.job is None:
+        return _judge_absent(evidence)
+    # A job that is leaving still has processes; a stuck one is fenced off instead of waited for.
+    if evidence.job_leaving:
+        if evidence.leaving_for < LEAVING_LIMIT:
+            return Verdict(end=End.OPEN, reason=f"job {evidence.job.job_id} is {evidence.job.state}")
+        return _ended(evidence)
+    if not evidence.job_ended:
+        return Verdict(end=End.OPEN, reason=f"job {evidence.job.job_id} is {evidence.job.state}")
+    # The program ended by itself: its own word may become visible a little later.
+    by_itself = evidence.job.state in ("COMPLETED", "FAILED")
+    if evidence.outcome is None and evidence.started and by_itself and evidence.ended_for < OUTCOME_GRACE:
+        return Verdict(end=End.OPEN, reason=f"job {evidence.job.job_id} has ended: waiting for its outcome file")
+    return _ended(evidence)
+
+
+def _judge_absent(evidence: Evidence) -> Verdict:
+    if evidence.outcome is not None and evidence.absent_for >= GONE_AFTER:
+        return _ended(evidence)
+    if evidence.absent_for < LOST_AFTER:
+        return Verdict(end=End.OPEN, reason="the scheduler does not know the job: looking again")
+    if evidence.silent_for < LOST_AFTER:
+        return Verdict(end=End.OPEN, reason="the scheduler does not know the job, but its heartbeat goes on")
+    failure = classify(evidence)
+    return Verdict(end=End.LOST, reason=failure.reason, failure=failure)
+
+
+def _ended(evidence: Evidence) -> Verdict:
+    outcome = evidence.outcome
+    if outcome is not None and outcome.result is AttemptResult.FINISHED:
+        return Verdict(end=End.FINISHED, reason=outcome.reason or "all steps are trained")
+    failure = classify(evidence)
+    return Verdict(end=End.FAILED, reason=failure.reason, failure=failure)
+
+
+_SLURM_KINDS = {
+    "PREEMPTED": FailureKind.PREEMPTED,
+    "TIMEOUT": FailureKind.TIME_LIMIT,
+    "DEADLINE": FailureKind.TIME_LIMIT,
+    "NODE_FAIL": FailureKind.NODE_LOST,
+    "BOOT_FAIL": FailureKind.LAUNCH_FAILED,
+    "LAUNCH_FAILED": FailureKind.LAUNCH_FAILED,
+    "RECONFIG_FAIL": FailureKind.LAUNCH_FAILED,
+    "OUT_OF_MEMORY": FailureKind.RANK_KILLED,
+}
+"""States in which Slurm itself names the cause: they stay what they are."""
+
+_OWN_CAUSES = frozenset({FailureKind.USER_ERROR, FailureKind.STORAGE, FailureKind.NODE_SUSPECT})
+"""Causes that the job saw from inside and that Slurm's word about its end must not cover."""
+
+
+def classify(evidence: Evidence) -> Failure:
+    """The earliest root cause of an attempt that ended without finishing."""
+    job, outcome = evidence.job, evidence.outcome
+    # A person's cancel explains the end, whatever the end looked like from inside.
+    if evidence.cancel_asked:
+        return Failure(kind=FailureKind.CANCELLED, reason="cancelled by `orch cancel`")
+    # Seen from inside, before Slurm took the job down.
+    if outcome is not None and outcome.failure is not None and outcome.failure.kind in _OWN_CAUSES:
+        return outcome.failure
+    # A requeued job must not train again: somebody else restarted it, and orch ended it.
+    if job is not None and job.restarts > 0:
+        return _requeued(evidence, job)
+    # Slurm names the cause.
+    if job is not None and job.state in _SLURM_KINDS:
+        return _by_slurm(job, outcome)
+    # The coordinator's last word wins over COMPLETED, FAILED and CANCELLED.
+    if outcome is not None:
+        return _by_outcome(outcome)
+    if job is None:
+        return Failure(
+            kind=FailureKind.JOB_LOST,
+            reason=f"Slurm has not known the job for {evidence.absent_for:.0f} s and its heartbeat is silent",
+        )
+    return _by_logs(evidence, job)
+
+
+def _requeued(evidence: Evidence, job: JobStatus) -> Failure:
+    kind = FailureKind.NODE_LOST if evidence.started else FailureKind.LAUNCH_FAILED
+    return Failure(kind=kind, reason=f"Slurm requeued job {job.job_id} ({job.restarts} restarts); orch ended it")
+
+
+def _by_slurm(job: JobStatus, outcome: AttemptOutcome | None) -> Failure:
+    kind = _SLURM_KINDS[job.state]
+    seen = outcome.failure if outcome else None
+    said = f" ({job.reason})" if job.reason and job.reason != "None" else ""
+    reason = f"Slurm ended job {job.job_id}: {job.state}{said}"
+    if seen is not None and kind in (FailureKind.NODE_LOST, FailureKind.RANK_KILLED):
+        return replace(seen, kind=kind, reason=f"{reason}; the job saw: {seen.reason}")
+    step = outcome.step if outcome else None
+    return Failure(kind=kind, reason=reason, step=step, exit_code=job.exit_code, signal=job.signal)
+
+
+def _by_outcome(outcome: AttemptOutcome) -> Failure:
+    if outcome.failure is not None:
+        return outcome.failure
+    if outcome.result is not AttemptResult.STOPPED:
+        return Failure(kind=FailureKind.UNKNOWN, reason=outcome.reason, step=outcome.step, exit_code=outcome.exit_code)
+    word = outcome.reason.lower().replace("_", " ")
+    kind = FailureKind.TIME_LIMIT if "time limit" in word or "deadline" in word else FailureKind.PREEMPTED
+    return Failure(
+        kind=kind, reason=f"stopped after a save at step {outcome.step}: {outcome.reason}", step=outcome.step
+    )
+
+
+def _by_logs(evidence: Evidence, job: JobStatus) -> Failure:
+    kind, reason = _from_logs(evidence, job)
+    return Failure(kind=kind, reason=reason, exit_code=job.exit_code, signal=job.signal)
+
+
+def _from_logs(evidence: Evidence, job: JobStatus) -> tuple[FailureKind, str]:
+    found = earliest(scan(evidence.tails))
+    ended = f"job {job.job_id} ended as {job.state} without an outcome"
+    # Logs full of echoes do not explain away that somebody cancelled the job.
+    if job.state in ("CANCELLED", "REVOKED") and (found is None or found.role is not Role.ROOT):
+        return FailureKind.CANCELLED, f"job {job.job_id} was cancelled, not by orch"
+    if found is not None:
+        return found.kind, f"{ended}; {found.source} says: {found.line}"
+    if not evidence.started:
+        return FailureKind.LAUNCH_FAILED, f"{ended}, before its agents started"
+    if job.state == "FAILED":
+        return FailureKind.AGENT_LOST, f"{ended}: its first agent died"
+    return FailureKind.UNKNOWN, ended

@@ -1,0 +1,208 @@
+"""The registry's verbs over plain dictionaries: what the controller's simulations run on."""
+
+from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from orchestrator.errors import Fenced, NotFound
+from orchestrator.registry.records import Ask, Attempt, Checkpoint, Generation, Lease, Node, Run, Transition
+from orchestrator.states import AttemptState, RunState, Trust, may_move
+
+T = TypeVar("T")
+
+
+class MemoryStore:
+    """Every verb is atomic, as a transaction is; it survives the controllers that use it."""
+
+    def __init__(self) -> None:
+        self._runs: dict[str, Run] = {}
+        self._attempts: dict[tuple[str, int], Attempt] = {}
+        self._generations: dict[tuple[str, int, int], Generation] = {}
+        self._checkpoints: dict[tuple[str, str], Checkpoint] = {}
+        self._nodes: dict[str, Node] = {}
+        self._configs: dict[str, dict[str, Any]] = {}
+        self._cursors: dict[tuple[str, str], int] = {}
+        self._asks: list[Ask] = []
+        self._transitions: list[Transition] = []
+        self._lease: Lease | None = None
+
+    def close(self) -> None:
+        pass
+
+    def together(self, work: Callable[[], T]) -> T:
+        """All or nothing, as one transaction."""
+        kept = {key: copy(value) for key, value in vars(self).items()}
+        try:
+            return work()
+        except BaseException:
+            vars(self).update(kept)
+            raise
+
+    def run(self, name: str) -> Run:
+        if name not in self._runs:
+            raise NotFound(f"no run {name}")
+        return self._runs[name]
+
+    def runs(self, states: Any = None, limit: int | None = None) -> list[Run]:
+        return [run for run in reversed(self._runs.values()) if states is None or run.state in states][:limit]
+
+    def attempts(self, run: str) -> list[Attempt]:
+        return [attempt for (name, _), attempt in sorted(self._attempts.items()) if name == run]
+
+    def attempt(self, run: str, n: int) -> Attempt:
+        if (run, n) not in self._attempts:
+            raise NotFound(f"no attempt {run}/{n}")
+        return self._attempts[run, n]
+
+    def generations(self, run: str, attempt: int | None = None) -> list[Generation]:
+        return [g for (name, n, _), g in sorted(self._generations.items()) if name == run and attempt in (None, n)]
+
+    def checkpoints(self, run: str) -> list[Checkpoint]:
+        mine = [item for (name, _), item in self._checkpoints.items() if name == run]
+        return sorted(mine, key=lambda item: (item.step, item.name), reverse=True)
+
+    def transitions(self, run: str) -> list[Transition]:
+        return [item for item in self._transitions if item.run == run]
+
+    def nodes(self) -> list[Node]:
+        return list(self._nodes.values())
+
+    def config(self, digest: str) -> dict[str, Any]:
+        return self._configs[digest]
+
+    def lease(self) -> Lease | None:
+        return self._lease
+
+    def asks(self, pending: bool = True) -> list[Ask]:
+        return [ask for ask in self._asks if not pending or ask.answered_at is None]
+
+    def cursor(self, run: str, file: str) -> int:
+        return self._cursors.get((run, file), 0)
+
+    def put_config(self, data: dict[str, Any]) -> str:
+        digest = f"{len(self._configs):064x}"
+        self._configs[digest] = data
+        return digest
+
+    def create_run(
+        self, *, slug: str, cluster: str, root: Path, config_digest: str, total_steps: int,
+        identity: dict[str, Any], now: float, nonce: str,
+    ) -> tuple[Run, Attempt]:  # fmt: skip
+        name = f"{slug}-{len(self._runs) + 1}"
+        run = Run(
+            name=name, state=RunState.CREATED, reason="", cluster=cluster, run_dir=str(root / name),
+            config_digest=config_digest, total_steps=total_steps, created_at=now, updated_at=now, identity=identity,
+        )  # fmt: skip
+        self._runs[name] = run
+        return run, self._intent(name, 1, nonce, (), 0, now)
+
+    def _intent(self, run: str, n: int, nonce: str, excluded: tuple[str, ...], epoch: int, now: float) -> Attempt:
+        self._attempts[run, n] = Attempt(
+            run=run, number=n, state=AttemptState.INTENT, nonce=nonce, job_name=f"orch-{run}-{n}-{nonce}",
+            epoch=epoch, excluded=excluded, intent_at=now,
+        )  # fmt: skip
+        return self._attempts[run, n]
+
+    def ask(self, run: str, verb: str, args: dict[str, Any], now: float) -> int:
+        self._asks.append(Ask(id=len(self._asks) + 1, run=run, verb=verb, args=args, asked_at=now))
+        return len(self._asks)
+
+    def take_lease(self, holder: str, now: float, ttl: float) -> Lease | None:
+        held = self._lease
+        if held is not None and held.holder not in ("", holder) and held.expires_at > now:
+            return None
+        epoch = held.epoch if held is not None and held.holder == holder else (held.epoch if held else 0) + 1
+        self._lease = Lease(epoch=epoch, holder=holder, renewed_at=now, expires_at=now + ttl)
+        return self._lease
+
+    def renew_lease(self, lease: Lease, now: float, ttl: float) -> Lease:
+        self._check(lease.epoch)
+        assert self._lease is not None
+        self._lease = replace(self._lease, renewed_at=now, expires_at=now + ttl)
+        return self._lease
+
+    def drop_lease(self, lease: Lease) -> None:
+        if self._lease is not None and self._lease.epoch == lease.epoch:
+            self._lease = replace(self._lease, holder="", expires_at=0.0)
+
+    def ticked(self, lease: Lease, now: float) -> None:
+        self._check(lease.epoch)
+        assert self._lease is not None
+        self._lease = replace(self._lease, ticked_at=now)
+
+    def _check(self, epoch: int) -> None:
+        if self._lease is None or self._lease.epoch != epoch or not self._lease.holder:
+            raise Fenced("another controller holds the lease")
+
+    def _moved(self, run: str, kind: str, subject: str, before: Any, to: Any, reason: str, now: float) -> None:
+        assert may_move(before, to), f"{kind} {subject}: {before} -> {to} ({reason})"
+        self._transitions.append(
+            Transition(run=run, kind=kind, subject=subject, before=before, after=to, reason=reason, time=now)
+        )
+
+    def move_run(self, run: str, to: RunState, reason: str, *, epoch: int, now: float, **changes: Any) -> None:
+        self._check(epoch)
+        row = self._runs[run]
+        if row.state is not to:
+            self._moved(run, "run", run, row.state, to, reason, now)
+            changes = {"reason": reason, **changes}
+        self._runs[run] = replace(row, state=to, updated_at=now, **changes)
+
+    def move_attempt(
+        self, run: str, n: int, to: AttemptState, reason: str, *, epoch: int, now: float, **changes: Any
+    ) -> None:
+        self._check(epoch)
+        row = self._attempts[run, n]
+        if row.state is not to:
+            self._moved(run, "attempt", str(n), row.state, to, reason, now)
+            changes = {"reason": reason, **changes}
+        self._attempts[run, n] = replace(row, state=to, **changes)
+
+    def note_attempt(self, run: str, n: int, *, epoch: int, **changes: Any) -> None:
+        self._check(epoch)
+        self._attempts[run, n] = replace(self._attempts[run, n], **changes)
+
+    def note_run(self, run: str, *, epoch: int, now: float, **changes: Any) -> None:
+        self._check(epoch)
+        self._runs[run] = replace(self._runs[run], updated_at=now, **changes)
+
+    def add_attempt(self, run: str, *, nonce: str, excluded: tuple[str, ...], epoch: int, now: float) -> Attempt:
+        self._check(epoch)
+        return self._intent(run, len(self.attempts(run)) + 1, nonce, excluded, epoch, now)
+
+    def put_generation(self, generation: Generation, *, epoch: int) -> None:
+        self._check(epoch)
+        self._generations[generation.run, generation.attempt, generation.number] = generation
+
+    def put_checkpoint(self, checkpoint: Checkpoint, *, epoch: int) -> None:
+        self._check(epoch)
+        self._checkpoints.setdefault((checkpoint.run, checkpoint.name), checkpoint)
+
+    def trust(self, run: str, name: str, to: Trust, reason: str, *, epoch: int, now: float) -> None:
+        self._check(epoch)
+        row = self._checkpoints[run, name]
+        if row.trust is to:
+            return
+        self._moved(run, "checkpoint", name, row.trust, to, reason, now)
+        self._checkpoints[run, name] = replace(row, trust=to, reason=reason)
+
+    def saw_node(
+        self, name: str, cluster: str, *, epoch: int, now: float,
+        failure: str | None = None, excluded_until: float | None = None,
+    ) -> None:  # fmt: skip
+        self._check(epoch)
+        row = self._nodes.get(name) or Node(name=name, cluster=cluster, first_seen=now, last_seen=now)
+        row = replace(row, last_seen=now, attempts=row.attempts + (failure is None and excluded_until is None))
+        if failure is not None:
+            row = replace(row, failures=row.failures + 1, reason=failure)
+        self._nodes[name] = replace(row, excluded_until=excluded_until or row.excluded_until)
+
+    def set_cursor(self, run: str, file: str, offset: int, *, epoch: int) -> None:
+        self._check(epoch)
+        self._cursors[run, file] = offset
+
+    def answer(self, ask_id: int, answer: str, *, epoch: int, now: float) -> None:
+        self._check(epoch)
+        self._asks[ask_id - 1] = replace(self._asks[ask_id - 1], answered_at=now, answer=answer)

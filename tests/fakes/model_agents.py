@@ -1,0 +1,132 @@
+"""The agents and ranks of one simulated job: they obey GO, train, save, beat and leave an outcome, in real files."""
+
+import json
+
+from checkpointing.commit import checkpoint_name
+from orchestrator.scheduler.base import JobSpec
+from tests.fakes.model_clock import FakeClock
+from trainer.contract.config import load
+from trainer.contract.events import EventKind, EventLog
+from trainer.contract.launch import LaunchToken, holds
+from trainer.contract.outcome import AttemptOutcome, AttemptResult, ExitCode, Failure
+from trainer.contract.requests import RequestKind, pending
+from trainer.contract.run_dir import RunDir
+
+GO_TIMEOUT = 120.0
+STEP_SECONDS = 1.0
+
+
+class ModelAgents:
+    """One attempt's processes; `exit_code` is set once they have ended by themselves, `dead` when they were killed."""
+
+    def __init__(self, spec: JobSpec, job_id: str, nodes: tuple[str, ...], restarts: int, clock: FakeClock) -> None:
+        self.spec, self.job_id, self.nodes, self.restarts, self.clock = spec, job_id, nodes, restarts, clock
+        self.folder = RunDir(spec.run_dir)
+        self.place = self.folder.attempt(spec.attempt)
+        self.began = clock.now
+        self.token: LaunchToken | None = None
+        self.step_done = 0
+        self.exit_code: int | None = None
+        self.dead = False
+        self.commits: list[tuple[float, str]] = []
+        self.trained: list[tuple[float, int]] = []
+        self._seq = 0
+        self._events: EventLog | None = None
+
+    @property
+    def training(self) -> bool:
+        return self.token is not None and self.exit_code is None and not self.dead
+
+    def step(self, seconds: float) -> None:
+        """Live for some seconds."""
+        if self.dead or self.exit_code is not None:
+            return
+        if self.restarts > 0:
+            self.exit_code = ExitCode.RETRY
+        elif self.token is None:
+            self._wait_for_go()
+        else:
+            self._train(seconds)
+
+    def _wait_for_go(self) -> None:
+        try:
+            token = LaunchToken.read(self.place.go)
+        except (OSError, ValueError):
+            token = None
+        if token is not None and (token.attempt, token.job_id) == (self.spec.attempt, self.job_id):
+            self.token, self.config = token, load(self.folder.config)
+            self._begin()
+        elif self.clock.now - self.began > GO_TIMEOUT:
+            self.exit_code = ExitCode.RETRY
+
+    def _begin(self) -> None:
+        assert self.token is not None
+        self._events = EventLog(self.place.event_file("agent-0000"), "agent-0000", self.spec.attempt, clock=self.clock)
+        self._events.generation = 1
+        self._say(EventKind.ATTEMPT_STARTED, job_id=self.job_id, nodes=list(self.nodes), world=2)
+        self._say(EventKind.GENERATION_STARTED, world=2, nodes=list(self.nodes))
+        newest = max(self.token.checkpoints, default=None)
+        if newest is not None:
+            self.step_done = int(newest.split("-")[1].partition(".")[0])
+            self._say(EventKind.CHECKPOINT_RESTORED, step=self.step_done, name=newest, seconds=0.1)
+        self._beat()
+
+    def _say(self, kind: EventKind, **data: object) -> None:
+        assert self._events is not None
+        self._events.write(kind, **data)
+
+    def _train(self, seconds: float) -> None:
+        if not self._fence():
+            self.exit_code = ExitCode.RETRY
+            return
+        for _ in range(max(1, int(seconds / STEP_SECONDS))):
+            self.step_done += 1
+            self.trained.append((self.clock.now, self.step_done))
+            if self.step_done % max(1, self.config.checkpoint.every) == 0:
+                self._save()
+            if self.step_done >= self.config.train.steps:
+                self._save()
+                self._end(AttemptResult.FINISHED, "all steps are trained", ExitCode.FINISHED)
+                break
+        self._beat()
+        if self.exit_code is None:
+            self._listen()
+
+    def _listen(self) -> None:
+        for request in pending(self.folder.requests, self.spec.attempt, set()):
+            if request.kind is RequestKind.STOP:
+                self._save()
+                self._end(AttemptResult.STOPPED, request.reason, ExitCode.STOPPED_AFTER_SAVE)
+                return
+
+    def fail(self, failure: Failure) -> None:
+        """The attempt ends with an outcome that names its cause."""
+        self._end(AttemptResult.FAILED, failure.reason, ExitCode.RETRY, failure)
+
+    def _end(self, result: AttemptResult, reason: str, code: ExitCode, failure: Failure | None = None) -> None:
+        outcome = AttemptOutcome(
+            attempt=self.spec.attempt, job_id=self.job_id, result=result, reason=reason, exit_code=code,
+            step=self.step_done, generations=1, started_at=self.began, ended_at=self.clock.now, failure=failure,
+        )  # fmt: skip
+        outcome.write(self.place.outcome)
+        self.exit_code = code
+
+    def _fence(self) -> bool:
+        assert self.token is not None
+        return holds(self.place.go, self.token)
+
+    def _save(self) -> None:
+        assert self.token is not None
+        name = checkpoint_name(self.step_done, self.spec.attempt, self.token.nonce)
+        path = self.folder.checkpoints / name
+        if path.exists() or not self._fence():
+            return
+        path.mkdir()
+        (path / "COMMIT").write_text("{}")
+        self.commits.append((self.clock.now, name))
+        self._say(EventKind.CHECKPOINT_COMMITTED, step=self.step_done, name=name, bytes=10, seconds=0.1)
+
+    def _beat(self) -> None:
+        self._seq += 1
+        beat = {"seq": self._seq, "step": self.step_done, "loss": 1.0 / (1 + self.step_done)}
+        self.place.heartbeat.write_text(json.dumps(beat))

@@ -1,0 +1,199 @@
+"""A model of Slurm with its bad days: ambiguous submits, lost jobs, reused ids, late accounting, silence."""
+
+from dataclasses import dataclass
+from random import Random
+
+from orchestrator.errors import SlurmUnreachable, SubmitAmbiguous, SubmitRejected
+from orchestrator.scheduler.base import ENDED_STATES, JobSpec, JobStatus
+from tests.fakes.model_agents import ModelAgents
+from tests.fakes.model_clock import FakeClock
+
+MIN_JOB_AGE = 300.0
+KILL_WAIT = 5.0
+SAVE_MAX_WAIT = 5.0
+
+
+@dataclass
+class ModelJob:
+    """One job as the model's slurmctld knows it."""
+
+    job_id: str
+    spec: JobSpec
+    submitted: float
+    state: str = "PENDING"
+    held: bool = True
+    restarts: int = 0
+    nodes: tuple[str, ...] = ()
+    started: float | None = None
+    becomes: tuple[str, float] | None = None  # final state, and when COMPLETING ends
+    ended: float | None = None
+    accounted_at: float = 0.0
+    agents: ModelAgents | None = None
+
+    @property
+    def live(self) -> bool:
+        return self.state not in ENDED_STATES
+
+
+@dataclass
+class Weather:
+    """What goes wrong, as chances from 0 to 1 for each submit; `reject` refuses every one."""
+
+    ambiguous: float = 0.0
+    late: float = 0.0
+    lost: float = 0.0
+    reject: str = ""
+    accounting: bool = True
+    accounting_lag: float = 0.0
+
+
+class ModelSlurm:
+    """A scheduler behind the seam, with a world of its own that `step` moves on."""
+
+    kind = "slurm"
+
+    def __init__(self, clock: FakeClock, rng: Random, nodes: int = 4) -> None:
+        self.clock, self.rng, self.weather = clock, rng, Weather()
+        self.nodes = [f"n{index}" for index in range(1, nodes + 1)]
+        self.down: set[str] = set()
+        self.jobs: list[ModelJob] = []
+        self.zombies: list[ModelAgents] = []
+        self.reachable = True
+        self.calls: list[str] = []
+        self.agents_of: dict[str, list[ModelAgents]] = {}
+        self._next_id = 1
+        self._arriving: list[tuple[float, JobSpec]] = []
+
+    # -- the seam
+
+    def submit(self, spec: JobSpec) -> None:
+        self.calls.append(f"submit {spec.name}")
+        if self.weather.reject:
+            raise SubmitRejected(self.weather.reject)
+        ambiguous = not self.reachable or self.rng.random() < self.weather.ambiguous
+        draw = self.rng.random()
+        if draw < self.weather.late:
+            self._arriving.append((self.clock.now + self.rng.uniform(0.0, 50.0), spec))
+        elif not (ambiguous and draw < self.weather.late + self.weather.lost) and self.reachable:
+            self._accept(spec)
+        if ambiguous or draw < self.weather.late:
+            raise SubmitAmbiguous("Batch job submission failed: Socket timed out on send/recv operation")
+
+    def find(self, name_prefix: str) -> list[JobStatus]:
+        self._answer("find")
+        return [self._status(job) for job in self._known() if job.spec.name.startswith(name_prefix)]
+
+    def poll(self, ids: list[str]) -> dict[str, JobStatus]:
+        self._answer("poll")
+        return {job.job_id: self._status(job) for job in self._known() if job.job_id in ids}
+
+    def release(self, job_id: str, submission: object) -> None:
+        self._answer(f"release {job_id}")
+        for job in self.jobs:
+            if job.job_id == job_id and job.state == "PENDING":
+                job.held = False
+
+    def cancel(self, job_id: str) -> None:
+        self._answer(f"cancel {job_id}")
+        for job in self.jobs:
+            if job.job_id == job_id and job.live:
+                self.end(job, "CANCELLED")
+
+    def _answer(self, call: str) -> None:
+        if not self.reachable:
+            raise SlurmUnreachable("Unable to contact slurm controller (connect failure)")
+        self.calls.append(call)
+
+    def _known(self) -> list[ModelJob]:
+        """The queue with its memory of MinJobAge, then accounting, which may be late or absent."""
+        now = self.clock.now
+        queue = [job for job in self.jobs if job.ended is None or now - job.ended < MIN_JOB_AGE]
+        if not self.weather.accounting:
+            return queue
+        return queue + [job for job in self.jobs if job not in queue and now >= job.accounted_at]
+
+    def _status(self, job: ModelJob) -> JobStatus:
+        return JobStatus(
+            job_id=job.job_id, name=job.spec.name, state=job.state, submit_time=f"{job.submitted:.3f}",
+            comment=job.spec.comment, nodes=job.nodes, restarts=job.restarts, held=job.held and job.state == "PENDING",
+            end_time=job.started + 3600.0 if job.started is not None else None, reason="None",
+        )  # fmt: skip
+
+    def _accept(self, spec: JobSpec) -> None:
+        self.jobs.append(ModelJob(job_id=str(self._next_id), spec=spec, submitted=self.clock.now))
+        self._next_id += 1
+
+    # -- the world
+
+    def step(self, seconds: float) -> None:
+        """Let time pass: arrivals, starts, training, ends."""
+        self.clock.advance(seconds)
+        now = self.clock.now
+        if self.reachable:
+            for at, spec in [item for item in self._arriving if item[0] <= now]:
+                self._arriving.remove((at, spec))
+                self._accept(spec)
+            for job in self.jobs:
+                if job.state == "PENDING" and not job.held:
+                    self._start(job)
+        for job in self.jobs:
+            self._run(job, seconds, now)
+        for zombie in self.zombies:
+            zombie.step(seconds)
+
+    def _start(self, job: ModelJob) -> None:
+        busy = {node for other in self.jobs if other.live for node in other.nodes if other is not job}
+        free = [node for node in self.nodes if node not in busy | self.down | set(job.spec.resources.exclude)]
+        if len(free) < job.spec.resources.nodes:
+            return
+        job.state, job.started = "RUNNING", self.clock.now
+        job.nodes = tuple(free[: job.spec.resources.nodes])
+        job.agents = ModelAgents(job.spec, job.job_id, job.nodes, job.restarts, self.clock)
+        self.agents_of.setdefault(job.spec.comment.partition(":")[2].partition("/")[0], []).append(job.agents)
+
+    def _run(self, job: ModelJob, seconds: float, now: float) -> None:
+        if job.state == "RUNNING" and job.agents is not None:
+            job.agents.step(seconds)
+            if job.agents.exit_code is not None:
+                self.end(job, "COMPLETED" if job.agents.exit_code == 0 else "FAILED")
+        elif job.state == "COMPLETING" and job.becomes is not None and now >= job.becomes[1]:
+            job.state, job.ended = job.becomes[0], now
+            job.accounted_at = now + self.weather.accounting_lag
+            if job.agents is not None:
+                job.agents.dead = True
+
+    def end(self, job: ModelJob, state: str, wait: float = KILL_WAIT) -> None:
+        """The job leaves: through COMPLETING when it ran, at once when it waited."""
+        if job.state == "PENDING":
+            job.state, job.ended = state, self.clock.now
+            job.accounted_at = self.clock.now + self.weather.accounting_lag
+        elif job.state == "RUNNING":
+            job.state, job.becomes = "COMPLETING", (state, self.clock.now + wait)
+
+    def running(self) -> list[ModelJob]:
+        return [job for job in self.jobs if job.state == "RUNNING"]
+
+    def preempt(self, job: ModelJob) -> None:
+        self.end(job, "PREEMPTED")
+
+    def fail_node(self, job: ModelJob, *, zombie: bool) -> None:
+        """The first node's daemon dies; with `zombie` its ranks live on, unknown to Slurm."""
+        self.down.add(job.nodes[0])
+        job.state, job.ended = "NODE_FAIL", self.clock.now
+        if job.agents is not None:
+            job.agents.dead = not zombie
+            if zombie:
+                self.zombies.append(job.agents)
+
+    def crash(self) -> None:
+        """slurmctld dies and comes back: what it had not saved yet is gone, and its ids are given out again."""
+        lost = [job for job in self.jobs if self.clock.now - job.submitted < SAVE_MAX_WAIT and job.started is None]
+        self.jobs = [job for job in self.jobs if job not in lost]
+        if lost:
+            self._next_id = min(int(job.job_id) for job in lost)
+
+    def forget(self, job: ModelJob) -> None:
+        """Slurm loses a running job; its processes are killed as of a defunct batch job."""
+        self.jobs.remove(job)
+        if job.agents is not None:
+            job.agents.dead = True

@@ -1,0 +1,186 @@
+"""One run in a simulated cluster: a model Slurm, a controller that may die anywhere, and what must always hold."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from checkpointing.durable import canonical
+from orchestrator.config import RunConfig
+from orchestrator.controller import failpoints
+from orchestrator.controller.reconcile import Controller, TickReport
+from orchestrator.errors import RegistryError
+from orchestrator.recovery.failures import LEAVING_LIMIT
+from orchestrator.registry.records import Attempt, Run
+from orchestrator.states import ENDED_RUNS, AttemptState, RunState
+from tests.fakes.memory_store import MemoryStore
+from tests.fakes.model_clock import FakeClock
+from tests.fakes.model_slurm import ModelSlurm
+from trainer.contract.launch import LaunchToken
+from trainer.contract.run_dir import RunDir
+
+
+class Killed(BaseException):
+    """The controller died here."""
+
+
+def config(*, steps: int = 40, every: int = 5, **recovery: Any) -> dict[str, Any]:
+    """A resolved config as the registry keeps it."""
+    return {
+        "name": "sim",
+        "cluster": {"kind": "slurm", "nodes": 1, "cpus_per_task": 1},
+        "train": {"steps": steps},
+        "checkpoint": {"every": every},
+        "recovery": {"max_failures": 50, "no_progress": 20, **recovery},
+    }
+
+
+class World:
+    """Drives controller and cluster by turns and checks the promises after every turn."""
+
+    def __init__(self, root: Path, seed: int = 0, *, store: Any = None, data: dict[str, Any] | None = None) -> None:
+        self.rng = Random(seed)
+        self.clock = FakeClock()
+        self.store = store or MemoryStore()
+        self.slurm = ModelSlurm(self.clock, Random(seed + 1))
+        self.root = root
+        data = data or config()
+        digest = self.store.put_config(json.loads(canonical(data)))
+        run, _ = self.store.create_run(
+            slug="sim", cluster="slurm", root=root, config_digest=digest, total_steps=data["train"]["steps"],
+            identity={}, now=self.clock.now, nonce="00000001",
+        )  # fmt: skip
+        self.name = run.name
+        self.kill_at: Callable[[str], bool] = lambda point: False
+        self.lives = 0
+        self.reports: list[TickReport] = []
+        self.start_controller()
+
+    # -- the controller
+
+    def start_controller(self) -> None:
+        """A fresh process: nothing is remembered but the registry and the files."""
+        self.lives += 1
+        held = self.store.lease()
+        if held is not None and held.holder:
+            self.store.drop_lease(held)
+        self.lease = self.store.take_lease(f"login:{self.lives}:0", self.clock.now, 60.0)
+        assert self.lease is not None
+        self.controller = Controller(
+            self.store, {"slurm": self.slurm}, clock=self.clock.as_clock(), rng=Random(self.rng.random())
+        )
+
+    def tick(self) -> TickReport | None:
+        """One pass; None when the controller was killed in it (a new one is started)."""
+        before = self._states()
+        silent = not self.slurm.reachable
+        try:
+            report = self.controller.tick(self.lease)
+        except Killed:
+            self.start_controller()
+            self.check()
+            return None
+        assert not report.errors, report.errors
+        if silent:
+            self._check_silence(before)
+        self.reports.append(report)
+        self.check()
+        return report
+
+    def reach(self, point: str) -> None:
+        """Stands in for `failpoints.reach`."""
+        assert point in failpoints.POINTS, point
+        if self.kill_at(point):
+            raise Killed(point)
+
+    # -- what people see
+
+    @property
+    def run(self) -> Run:
+        return self.store.run(self.name)
+
+    @property
+    def attempts(self) -> list[Attempt]:
+        return self.store.attempts(self.name)
+
+    @property
+    def folder(self) -> RunDir:
+        return RunDir(Path(self.run.run_dir))
+
+    def turns(self, count: int, seconds: float = 2.0, until: Callable[[], bool] = lambda: False) -> None:
+        """Let the controller and the cluster take turns."""
+        for _ in range(count):
+            if until():
+                return
+            self.tick()
+            self.slurm.step(seconds)
+            self.check()
+
+    def finish(self, count: int = 3000, seconds: float = 5.0) -> Run:
+        """Go on until the run needs nobody any more."""
+        self.turns(count, seconds, lambda: self.run.state in ENDED_RUNS | {RunState.HELD})
+        assert self.run.state in ENDED_RUNS | {RunState.HELD}, f"still {self.run.state}: {self.run.reason}"
+        return self.run
+
+    # -- what must always hold
+
+    def _states(self) -> dict[int, AttemptState]:
+        return {attempt.number: attempt.state for attempt in self.attempts}
+
+    def _check_silence(self, before: dict[int, AttemptState]) -> None:
+        over = (AttemptState.ENDED, AttemptState.LOST)
+        after = self._states()
+        assert set(after) == set(before), "an attempt was begun on silence"
+        for number, state in after.items():
+            assert state not in over or before[number] is state, f"attempt {number} was ended on silence"
+
+    def check(self) -> None:
+        """Safety: asserted after every single turn."""
+        self._check_one_live_job()
+        self._check_ended_means_gone()
+        self._check_inheritance()
+        self._check_fence()
+
+    def _check_one_live_job(self) -> None:
+        training = [agents for agents in self.slurm.agents_of.get(self.name, []) if agents.training]
+        current = [agents for agents in training if agents not in self.slurm.zombies]
+        assert len(current) <= 1, f"jobs {[agents.job_id for agents in current]} train at once"
+        released = [job for job in self.slurm.jobs if job.live and not job.held and not self._given_up(job)]
+        assert len(released) <= 1, f"jobs {[job.job_id for job in released]} were let go at once"
+
+    def _given_up(self, job: Any) -> bool:
+        stuck = job.becomes is not None and self.clock.now - (job.becomes[1]) < 0
+        return job.state == "COMPLETING" and stuck and job.becomes[1] - self.clock.now > LEAVING_LIMIT
+
+    def _check_ended_means_gone(self) -> None:
+        live = {job.spec.attempt: job for job in self.slurm.jobs if job.live and not job.held}
+        for attempt in self.attempts:
+            if attempt.state is AttemptState.ENDED and attempt.number in live:
+                job = live[attempt.number]
+                assert self._given_up(job), f"attempt {attempt.number} ENDED, job {job.job_id} is {job.state}"
+
+    def _check_inheritance(self) -> None:
+        for place in self.folder.all_attempts() if self.folder.path.is_dir() else []:
+            if place.go.is_file():
+                token = LaunchToken.read(place.go)
+                numbers = [int(name.split(".")[1].partition("-")[0]) for name in token.checkpoints]
+                assert all(number < token.attempt for number in numbers), token
+
+    def _check_fence(self) -> None:
+        """No commit of an attempt after a later one was let go."""
+        agents = sorted(self.slurm.agents_of.get(self.name, []), key=lambda one: one.spec.attempt)
+        for index, old in enumerate(agents):
+            later = [one.began for one in agents[index + 1 :] if one.token and one.spec.attempt > old.spec.attempt]
+            for at, name in old.commits:
+                assert not later or at <= min(later), f"{name} was committed behind the fence"
+
+
+def checked_store(path: Path) -> Any:
+    """The real registry, for the traces that run on it."""
+    from orchestrator.registry.store import Store
+
+    try:
+        return Store.open(path)
+    except RegistryError as error:  # pragma: no cover - names what this machine lacks
+        raise AssertionError(error.what) from error

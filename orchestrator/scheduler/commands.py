@@ -13,7 +13,8 @@ NO_CONTACT = (
     "unable to contact slurm controller", "unable to contact the slurm controller", "socket timed out",
     "connection refused", "zero bytes were transmitted or received", "connection timed out", "protocol authentication",
     "problem talking to the database", "connection reset", "communication connection failure",
-    "message receive failure", "slurm controller is in standby", "unable to establish", "lost connection", "slurm backup controller",
+    "message receive failure", "slurm controller is in standby", "unable to establish", "lost connection",
+    "slurm backup controller",
 )  # fmt: skip
 """Words with which Slurm's clients say that they got no answer."""
 

@@ -66,7 +66,7 @@ def executor(spec: JobSpec) -> HeldExecutor:
     _check_path("cluster.root", spec.run_dir)
     prepared = prepare(spec)
     made = HeldExecutor(folder=spec.submission, python=prepared.python)
-    setup = list(prepared.setup)
+    setup = ["export SPT_NOENV=1", *prepared.setup]  # processes that rename themselves keep a readable environment
     if prepared.own_interpreter and package_root():
         setup.append(f"export PYTHONPATH={shlex.quote(package_root())}")
     made.update_parameters(

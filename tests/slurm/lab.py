@@ -133,7 +133,8 @@ class SlurmLab:
         munge = self.folder / "munge"
         self._spawn(
             "munged", "munged", "--foreground", "--force", f"--socket={munge / 'socket'}",
-            f"--key-file={munge / 'key'}", f"--pid-file={munge / 'pid'}", f"--log-file={munge / 'log'}", f"--seed-file={munge / 'seed'}",
+            f"--key-file={munge / 'key'}", f"--pid-file={munge / 'pid'}", f"--log-file={munge / 'log'}",
+            f"--seed-file={munge / 'seed'}",
         )  # fmt: skip
         self._wait(lambda: self.ask("munge", "-n", "--socket", str(munge / "socket")).returncode == 0, "munged")
 

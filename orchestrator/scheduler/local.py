@@ -1,0 +1,203 @@
+"""The local scheduler: simulated nodes are processes on this machine, held and released as on Slurm.
+
+A held job is a process that waits for its release and has started nothing yet, so it is PENDING as on Slurm. It is the
+parent of the tasks and writes down how they ended, in Slurm's words: COMPLETED (all exit codes 0), FAILED, TIMEOUT,
+CANCELLED. When it was killed itself, the job is RUNNING while any of its tasks lives, and then FAILED; NODE_FAIL when
+the machine has been started anew. What the run achieved is said by its outcome file alone.
+"""
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from checkpointing.durable import write_durably
+from orchestrator.errors import ConfigError, SlurmUnreachable, SubmitAmbiguous, SubmitRejected
+from orchestrator.home import state_home
+from orchestrator.scheduler import local_records as records
+from orchestrator.scheduler import payload
+from orchestrator.scheduler.base import JobSpec, JobStatus
+from orchestrator.scheduler.job_environment import allowed, package_root
+from orchestrator.scheduler.local_records import End, Host, Intent
+from orchestrator.scheduler.sbatch_values import check_field, minutes
+
+_START_TIMEOUT_S = 60.0
+_ORPHAN_GRACE_S = 5.0
+
+
+class LocalScheduler:
+    """Scheduler on this machine (see `base.Scheduler`)."""
+
+    kind = "local"
+
+    def __init__(self, *, entry: str = payload.AGENT, index: Path | None = None) -> None:
+        self._entry, self._given = entry, index
+
+    @property
+    def _index(self) -> Path:
+        return self._given or state_home() / "local-jobs"
+
+    def submit(self, spec: JobSpec) -> None:
+        intent = _intent(spec, self._entry)
+        intent.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        records.forget_old(self._index, intent.asked_at)
+        path = records.write_intent(self._index, intent)
+        _start(intent, path)
+
+    def find(self, name_prefix: str) -> list[JobStatus]:
+        found = [self._status(intent) for intent in self._intents() if intent.name.startswith(name_prefix)]
+        return [status for status in found if status is not None]
+
+    def poll(self, ids: list[str]) -> dict[str, JobStatus]:
+        wanted = set(ids)
+        found = {}
+        for intent in self._intents():
+            host = records.read_host(intent.folder)
+            if host is not None and host.job_id in wanted:
+                found[host.job_id] = _known(intent, host)
+        return found
+
+    def release(self, job_id: str, submission: Path) -> None:
+        marker = records.released_file(submission)
+        if submission.is_dir() and not marker.exists():
+            write_durably(marker, job_id.encode())
+
+    def cancel(self, job_id: str) -> None:
+        for intent in self._intents():
+            host = records.read_host(intent.folder)
+            if host is None or host.job_id != job_id or records.read_end(intent.folder) is not None:
+                continue
+            if records.is_alive(host):
+                records.signal_host(host, signal.SIGTERM)
+            elif host.boot == records.boot_id():
+                records.end_marked(intent.name, _ORPHAN_GRACE_S)
+
+    def _intents(self) -> list[Intent]:
+        try:
+            return records.intents(self._index)
+        except OSError as error:
+            raise SlurmUnreachable(f"local jobs cannot be looked up: {error}", where=str(self._index)) from error
+
+    def _status(self, intent: Intent) -> JobStatus | None:
+        """What is known of a job; one that is just being started is waited for."""
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while (host := records.read_host(intent.folder)) is None:
+            if not records.marked(intent.name):
+                host = records.read_host(intent.folder)  # it may have come and gone since
+                return None if host is None else _known(intent, host)
+            if time.monotonic() > deadline:
+                raise SlurmUnreachable(f"local job {intent.name} is neither up nor gone", where=intent.submission)
+            time.sleep(0.05)
+        return _known(intent, host)
+
+
+def _intent(spec: JobSpec, entry: str) -> Intent:
+    """The job as it will be started; raises ConfigError for what this machine cannot do."""
+    from orchestrator.scheduler.script import prepare  # jinja2 and YAML: only where a job is made
+
+    prepared = prepare(spec)
+    if prepared.srun:
+        raise ConfigError(
+            f"cluster.templates: {', '.join(spec.templates)} need srun, and cluster.kind=local has none",
+            where="cluster.templates",
+            hint="cluster.templates=[default]",
+        )
+    lines = list(prepared.setup)
+    if prepared.own_interpreter and package_root():
+        lines.append(f"export PYTHONPATH={shlex.quote(package_root())}")
+    return Intent(
+        name=check_field("name", "name", spec.name), comment=spec.comment, submission=str(spec.submission.absolute()),
+        run_dir=str(spec.run_dir), entry=entry, arguments=payload.arguments(spec), nodes=spec.resources.nodes,
+        minutes=minutes("cluster.time", spec.resources.time), signal_lead=spec.resources.signal_lead,
+        command=("bash", "-c", "\n".join([*lines, f"exec {prepared.python}"])), devices=_devices(spec),
+        asked_at=time.time(),
+    )  # fmt: skip
+
+
+def _devices(spec: JobSpec) -> tuple[str, ...]:
+    """CUDA_VISIBLE_DEVICES for each simulated node: its own share of the machine's GPUs, or none."""
+    nodes, each = spec.resources.nodes, spec.resources.gpus_per_node
+    if each == 0:
+        return ("",) * nodes
+    here = _gpus()
+    if nodes * each > len(here):
+        raise SubmitRejected(
+            f"cluster.nodes={nodes} x cluster.gpus_per_node={each} are more GPUs than this machine has ({len(here)})",
+            where="cluster.gpus_per_node",
+            hint="cluster.gpus_per_node=0 trains on CPUs",
+        )
+    return tuple(",".join(here[node * each : (node + 1) * each]) for node in range(nodes))
+
+
+def _gpus() -> list[str]:
+    """The GPUs that this process may use, by the names CUDA_VISIBLE_DEVICES takes."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name for name in visible.split(",") if name and name != "-1"]
+    numbers = [path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")]
+    return [str(number) for number in range(len(numbers))]
+
+
+def _start(intent: Intent, path: Path) -> None:
+    """Start the job's process and wait until it has written itself down."""
+    environ = {**allowed(os.environ), records.MARK: intent.name, "SPT_NOENV": "1"}
+    root = package_root()
+    command = [sys.executable, "-P", "-m", "orchestrator.scheduler.local_job", str(path)]
+    try:
+        done = subprocess.run(
+            command, env={**environ, "PYTHONPATH": root} if root else environ, cwd=intent.run_dir, check=False,
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=_START_TIMEOUT_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise SubmitAmbiguous(
+            f"the local job was not up within {_START_TIMEOUT_S:.0f} s", where=intent.submission
+        ) from error
+    if done.returncode != 0:
+        raise SubmitRejected(
+            f"the local job could not be started: {_last_words(done.stderr, intent.folder)}",
+            where=intent.submission,
+            hint=f"see {intent.folder / 'local-job.log'}",
+        )
+
+
+def _last_words(said: str, submission: Path) -> str:
+    with contextlib.suppress(OSError):
+        said += (submission / "local-job.log").read_text(errors="replace")
+    lines = [line for line in said.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "no message"
+
+
+def _known(intent: Intent, host: Host) -> JobStatus:
+    """The state of a job whose process has written itself down."""
+    end = records.read_end(intent.folder)
+    alive = end is None and records.is_alive(host)
+    if end is None and not alive:
+        end = records.read_end(intent.folder) or _without_end(intent, host)  # it may have ended since
+    held = alive and not records.released_file(intent.folder).exists()
+    state = end.state if end else "PENDING" if held else "RUNNING"
+    codes = [code for code in end.exit_codes if code is not None] if end else []
+    worst = next((code for code in codes if code), 0 if codes else None)
+    limit = None if host.started_at is None else host.started_at + 60.0 * intent.minutes
+    return JobStatus(
+        job_id=host.job_id, name=intent.name, state=state, comment=intent.comment,
+        submit_time=time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(intent.asked_at)),
+        nodes=() if host.started_at is None else tuple(f"local-{node}" for node in range(intent.nodes)),
+        exit_code=worst if worst is None or worst >= 0 else None, signal=-worst if worst and worst < 0 else None,
+        reason=end.reason if end else "held" if held else "", end_time=end.ended_at if end else limit, held=held,
+    )  # fmt: skip
+
+
+def _without_end(intent: Intent, host: Host) -> End | None:
+    """A job whose process is gone without a word: its tasks may live on."""
+    if host.boot != records.boot_id():
+        return End(
+            state="NODE_FAIL", reason="the machine was started anew", ended_at=host.started_at or intent.asked_at
+        )
+    if records.marked(intent.name):
+        return None
+    reason = "the process that held the job was killed"
+    return End(state="FAILED", reason=reason, ended_at=host.started_at or intent.asked_at)

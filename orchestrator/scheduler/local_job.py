@@ -1,0 +1,204 @@
+"""A local job: the process that holds it, starts its tasks through submitit, and writes down how they ended.
+
+Started as `python -P -m orchestrator.scheduler.local_job INTENT`. It leaves its parent's session, so that Ctrl-C in the
+terminal and the end of the submitting process do not reach it; the parent waits until the job is written down.
+"""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from submitit.core.utils import JobPaths
+from submitit.local.local import Controller, LocalExecutor, LocalJob
+
+from orchestrator.scheduler import local_records as records
+from orchestrator.scheduler.local_records import End, Host, Intent
+from orchestrator.scheduler.payload import load_entry
+
+KILL_WAIT_S = 30.0
+"""Seconds between SIGTERM and SIGKILL, as Slurm's default KillWait."""
+_POLL_S = 0.04
+
+
+class _Executor(LocalExecutor):  # type: ignore[misc]  # submitit is not type-checked here
+    """Writes the payload for a job that is the calling process itself."""
+
+    def _submit_command(self, command: str) -> Any:
+        self.command = command
+        return LocalJob(folder=self.folder, job_id=str(os.getpid()), tasks=list(range(self._num_tasks())))
+
+
+class _Tasks(Controller):  # type: ignore[misc]  # submitit is not type-checked here
+    """submitit's controller of local tasks, with GPUs by node, a true deadline and a grace after SIGTERM."""
+
+    def __init__(self, intent: Intent) -> None:
+        super().__init__(intent.folder)
+        self._intent = intent
+        self.cancelled_at: float | None = None
+        self.timed_out = False
+
+    def cancel(self) -> None:
+        """Pass SIGTERM on; the tasks have `KILL_WAIT_S` from the first time on."""
+        if self.cancelled_at is None:
+            self.cancelled_at = time.monotonic()
+        self._forward_signal(signal.SIGTERM)
+
+    def start_tasks(self) -> None:
+        paths = [JobPaths(self.folder, self.pid, node) for node in range(self.ntasks)]
+        self.stdouts = [path.stdout.open("a") for path in paths]
+        self.stderrs = [path.stderr.open("a") for path in paths]
+        for node in range(self.ntasks):
+            place = {
+                "SUBMITIT_LOCAL_LOCALID": str(node),
+                "SUBMITIT_LOCAL_GLOBALID": str(node),
+                "SUBMITIT_LOCAL_JOB_ID": self.pid,
+                "CUDA_VISIBLE_DEVICES": self._intent.devices[node],
+            }
+            self.tasks.append(
+                subprocess.Popen(
+                    self.command,
+                    env={**os.environ, **place},
+                    stdin=subprocess.DEVNULL,
+                    stdout=self.stdouts[node],
+                    stderr=self.stderrs[node],
+                )
+            )
+
+    def wait(self, freq: int = 24) -> Sequence[int | None]:
+        """Until all have exited: none takes its peers along. USR2 before the limit, SIGTERM at it, as Slurm does."""
+        limit = time.monotonic() + self.timeout_s
+        warn_at: float | None = limit - self.signal_delay_s
+        while any(task.poll() is None for task in self.tasks):
+            now = time.monotonic()
+            if warn_at is not None and now >= warn_at:
+                warn_at = None
+                self._forward_signal(signal.SIGUSR2)
+            if now >= limit and not self.timed_out:
+                self.timed_out = True
+                self.cancel()
+            if self.cancelled_at is not None and now >= self.cancelled_at + KILL_WAIT_S:
+                self._forward_signal(signal.SIGKILL)
+            time.sleep(_POLL_S)
+        return [task.returncode for task in self.tasks]
+
+
+class Job:
+    """The life of one local job: held, running, ended."""
+
+    def __init__(self, intent: Intent, host: Host) -> None:
+        self._intent, self._host = intent, host
+        self._cancelled = False
+        self._tasks: _Tasks | None = None
+
+    def prepare(self) -> None:
+        """Write the payload, and the environment from which submitit's controller reads what it is to do."""
+        intent = self._intent
+        made = _Executor(intent.folder, python=shlex.join(intent.command[-1:]))
+        made.update_parameters(tasks_per_node=intent.nodes, timeout_min=intent.minutes)
+        made.submit(load_entry(intent.entry), *intent.arguments)
+        os.environ.update(
+            SUBMITIT_LOCAL_NTASKS=str(intent.nodes),
+            SUBMITIT_LOCAL_COMMAND=shlex.join([*intent.command[:-1], intent.command[-1] + _after(made)]),
+            SUBMITIT_LOCAL_TIMEOUT_S=str(60 * intent.minutes),
+            SUBMITIT_LOCAL_SIGNAL_DELAY_S=str(intent.signal_lead),
+            SUBMITIT_LOCAL_NODEID="0",
+            SUBMITIT_LOCAL_JOB_NUM_NODES="1",
+            SUBMITIT_STDERR_TO_STDOUT="",
+            SUBMITIT_LOCAL_WITH_SHELL="",
+            SUBMITIT_EXECUTOR="local",
+        )
+
+    def run(self) -> End:
+        """Wait for the release, run the tasks, and say how they ended."""
+        tasks = _Tasks(self._intent)
+        signal.signal(signal.SIGTERM, self._on_term)
+        if not self._released():
+            return self._end("CANCELLED", "cancelled while held")
+        self._tasks = tasks
+        records.write_host(self._intent.folder, replace(self._host, started_at=time.time()))
+        try:
+            tasks.start_tasks()
+            if self._cancelled:
+                tasks.cancel()
+            codes = tuple(tasks.wait())
+        finally:
+            tasks.kill_tasks()
+            records.end_marked(self._intent.name, 0.0)
+        if tasks.timed_out:
+            return self._end("TIMEOUT", "the time limit was reached", codes)
+        if self._cancelled:
+            return self._end("CANCELLED", "cancelled", codes)
+        bad = [f"node {node}: {code}" for node, code in enumerate(codes) if code]
+        return self._end("FAILED" if bad else "COMPLETED", ", ".join(bad), codes)
+
+    def _on_term(self, *_: object) -> None:
+        self._cancelled = True
+        if self._tasks is not None:
+            self._tasks.cancel()
+
+    def _released(self) -> bool:
+        """Wait until the scheduler says so; False when the job was cancelled, or its folder deleted, before."""
+        while not records.released_file(self._intent.folder).exists():
+            if self._cancelled or not self._intent.folder.is_dir():
+                return False
+            time.sleep(_POLL_S)
+        return not self._cancelled
+
+    @staticmethod
+    def _end(state: str, reason: str, codes: tuple[int | None, ...] = ()) -> End:
+        return End(state=state, reason=reason, ended_at=time.time(), exit_codes=codes)
+
+
+def _after(made: _Executor) -> str:
+    """submitit's part of the command: what follows the interpreter."""
+    command: str = made.command
+    return command.removeprefix(made.python)
+
+
+def _live(intent: Intent, ready: int) -> None:
+    """What the job's process does, from its first instruction to its last."""
+    host = records.claim(intent.folder)
+    if host is None:  # a second submission under the same name: the first one is the job
+        os.write(ready, b"1")
+        return
+    try:
+        job = Job(intent, host)
+        job.prepare()
+        os.write(ready, b"1")
+        os.close(ready)
+        end = job.run()
+    except Exception as error:  # noqa: BLE001  the outermost edge of this process: say how it ended
+        traceback.print_exc()
+        end = End(state="FAILED", reason=f"{type(error).__name__}: {error}", ended_at=time.time())
+    if intent.folder.is_dir():
+        records.write_end(intent.folder, end)
+
+
+def main(arguments: list[str]) -> int:
+    """Start the job in a session of its own; returns when it is written down (0) or could not be (1)."""
+    intent = records.read_intent(Path(arguments[0]))
+    hears, ready = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(ready)
+        return 0 if os.read(hears, 1) else 1
+    os.close(hears)
+    os.setsid()
+    log = os.open(intent.folder / "local-job.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    _live(intent, ready)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,223 @@
+"""What is written down about local jobs, and which of their processes still live.
+
+`<state home>/local-jobs/<name>.json` is the intent, written before anything is started. The rest lies in the job's
+submission folder and is written by the process that is the job: `local-job.json` (who it is), `local-end.json` (how it
+ended). `local-release` is the scheduler's word to it.
+"""
+
+import contextlib
+import os
+import signal
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from checkpointing.durable import canonical, read_json, write_durably
+from trainer.contract.place import local_job_id
+
+MARK = "ORCH_LOCAL_JOB"
+"""Environment variable that every process of a local job bears; its value is the job's name, unique for ever."""
+KEEP_ENDED_S = 7 * 86400.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Intent:
+    """One local job as it was asked for; times are seconds since the epoch."""
+
+    name: str
+    comment: str
+    submission: str
+    run_dir: str
+    entry: str
+    arguments: tuple[str, ...]
+    nodes: int
+    minutes: int
+    signal_lead: int
+    command: tuple[str, ...]
+    """What starts one task; submitit's part is added to the last word."""
+    devices: tuple[str, ...]
+    """CUDA_VISIBLE_DEVICES of each simulated node."""
+    asked_at: float
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.submission)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """The process that is the job: it starts the tasks, waits for them and says how they ended."""
+
+    pid: int
+    job_id: str  # pid and start time, as trainer.contract.place has it
+    boot: str
+    started_at: float | None = None  # when its tasks were started
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """How the job ended, in Slurm's words."""
+
+    state: str
+    reason: str
+    ended_at: float
+    exit_codes: tuple[int | None, ...] = field(default_factory=tuple)
+
+
+def boot_id() -> str:
+    """Identity of this start of the machine: pids and start times come again after the next one."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def intent_file(index: Path, name: str) -> Path:
+    return index / f"{name}.json"
+
+
+def released_file(submission: Path) -> Path:
+    return submission / "local-release"
+
+
+def _host_file(submission: Path) -> Path:
+    return submission / "local-job.json"
+
+
+def _end_file(submission: Path) -> Path:
+    return submission / "local-end.json"
+
+
+def write_intent(index: Path, intent: Intent) -> Path:
+    """Write down what is about to be started."""
+    index.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = intent_file(index, intent.name)
+    write_durably(path, canonical(asdict(intent)))
+    return path
+
+
+def read_intent(path: Path) -> Intent:
+    fields = read_json(path)
+    return Intent(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
+
+
+def intents(index: Path) -> list[Intent]:
+    """All jobs that are written down, oldest first; a file that is none is left alone."""
+    found = []
+    for path in index.glob("*.json"):
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            found.append(read_intent(path))
+    return sorted(found, key=lambda intent: intent.asked_at)
+
+
+def forget_old(index: Path, now: float) -> None:
+    """Drop entries of jobs that ended long ago, or whose run directory was deleted."""
+    for intent in intents(index):
+        ended = read_end(intent.folder)
+        gone = not intent.folder.is_dir() and not marked(intent.name)
+        if gone or (ended is not None and ended.ended_at < now - KEEP_ENDED_S):
+            intent_file(index, intent.name).unlink(missing_ok=True)
+
+
+def claim(submission: Path) -> Host | None:
+    """Make the calling process the job of this folder; None when it has one already."""
+    host = Host(pid=os.getpid(), job_id=local_job_id(os.getpid()), boot=boot_id())
+    own = submission / f".local-job.{host.job_id}"
+    write_durably(own, canonical(asdict(host)))
+    try:
+        os.link(own, _host_file(submission))  # one step, and only for the first
+    except FileExistsError:
+        return None
+    finally:
+        own.unlink()
+    return host
+
+
+def write_host(submission: Path, host: Host) -> None:
+    write_durably(_host_file(submission), canonical(asdict(host)))
+
+
+def read_host(submission: Path) -> Host | None:
+    fields = _read(_host_file(submission))
+    return None if fields is None else Host(**fields)
+
+
+def write_end(submission: Path, end: End) -> None:
+    write_durably(_end_file(submission), canonical(asdict(end)))
+
+
+def read_end(submission: Path) -> End | None:
+    fields = _read(_end_file(submission))
+    return None if fields is None else End(**{**fields, "exit_codes": tuple(fields["exit_codes"])})
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        fields: dict[str, Any] = read_json(path)
+    except FileNotFoundError:
+        return None
+    return fields
+
+
+def is_alive(host: Host) -> bool:
+    """Whether that very process still runs: same boot, pid and start time, and no zombie."""
+    return host.boot == boot_id() and _state(host.pid) not in ("", "Z", "X") and _is(host)
+
+
+def _is(host: Host) -> bool:
+    try:
+        return local_job_id(host.pid) == host.job_id
+    except OSError:
+        return False
+
+
+def _state(pid: int) -> str:
+    """One letter, Z for a zombie; empty when there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def marked(name: str) -> list[int]:
+    """Live processes of the job, by the mark in their environment; the calling one is left out."""
+    wanted = f"{MARK}={name}".encode()
+    found = []
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit() or int(entry) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            if wanted in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0") and _state(int(entry)) not in "ZX":
+                found.append(int(entry))
+    return found
+
+
+def signal_host(host: Host, number: int) -> None:
+    """Signal that very process; a later one with the same pid is not hit."""
+    try:
+        handle = os.pidfd_open(host.pid)
+    except OSError:
+        return
+    try:
+        if _is(host):  # the handle stays with the process it was opened for
+            signal.pidfd_send_signal(handle, number)
+    except ProcessLookupError:
+        return
+    finally:
+        os.close(handle)
+
+
+def end_marked(name: str, grace: float) -> None:
+    """SIGTERM to every process of the job, SIGKILL to those that are left after `grace` seconds."""
+    deadline = time.monotonic() + grace
+    _send(marked(name), signal.SIGTERM)
+    while (left := marked(name)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    while left:
+        _send(left, signal.SIGKILL)
+        time.sleep(0.01)
+        left = marked(name)
+
+
+def _send(pids: list[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)

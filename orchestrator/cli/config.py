@@ -42,7 +42,9 @@ def show(screen: Screen, source: str, overrides: tuple[str, ...], origin: bool) 
 
 def print_config(screen: Screen, data: dict[str, Any], origins: dict[str, str]) -> None:
     """One `key = value  # origin` line for each value."""
-    lines = [(f"{key} = {value}", origins.get(key, "")) for key, value in flatten(data).items()]
+    from orchestrator.compose import flat
+
+    lines = [(f"{key} = {dump_line(value)}", origins.get(key, "")) for key, value in flat(data).items()]
     width = min(60, max(len(line) for line, _ in lines))
     for line, where in lines:
         screen.say(f"{line:<{width}}  # {where}" if where else line)
@@ -70,16 +72,15 @@ def diff(screen: Screen, first: str, second: str) -> None:
 
     Each is a preset, a YAML file, a run, or the digest of a stored configuration (or its first 6 or more digits).
     """
-    before, after = flatten(find_config(first)), flatten(find_config(second))
-    rows = [
-        {"key": key, "first": before.get(key), "second": after.get(key)}
-        for key in sorted({*before, *after})
-        if before.get(key) != after.get(key)
-    ]
+    from orchestrator import compose
+
+    changed = compose.diff(find_config(first), find_config(second))
     if screen.json:
+        rows = [{"key": key, "first": old, "second": new} for key, (old, new) in changed.items()]
         screen.data("config.diff", rows)
-    elif rows:
-        screen.table([Column("KEY", "key"), Column(first, "first"), Column(second, "second")], rows)
+    elif changed:
+        shown = [{"key": key, "old": dump_line(old), "new": dump_line(new)} for key, (old, new) in changed.items()]
+        screen.table([Column("KEY", "key"), Column(first, "old"), Column(second, "new")], shown)
     else:
         screen.note("no difference")
 
@@ -88,16 +89,6 @@ def _compose(source: str, overrides: tuple[str, ...]) -> Any:
     from orchestrator.compose import compose  # omegaconf: only for the verbs that read configurations
 
     return compose(source, overrides, environ=os.environ)
-
-
-def flatten(data: Any, prefix: str = "") -> dict[str, str]:
-    """Dotted keys and their values as compact JSON."""
-    if isinstance(data, dict) and data:
-        found: dict[str, str] = {}
-        for key, value in data.items():
-            found |= flatten(value, f"{prefix}.{key}" if prefix else str(key))
-        return found
-    return {prefix: dump_line(data)}
 
 
 def find_config(name: str) -> dict[str, Any]:

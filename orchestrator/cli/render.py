@@ -11,8 +11,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
+from checkpointing.durable import dump_line
+
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[PX^_][^\x1b]*(?:\x1b\\)?|[@-Z\\-_])")
 _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)))
+_WORDS = 30
+"""Characters that the last column of a table should have before it is folded."""
 Meter = Callable[[int, int], None]
 """Called with what is done and what there is to do."""
 
@@ -90,7 +94,7 @@ def _raw(value: Any) -> str:
         return ""
     if isinstance(value, (list, tuple)):
         return ",".join(map(str, value))
-    return one_line(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return one_line(value) if isinstance(value, str) else dump_line(value).strip('"')
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,21 @@ class Column:
     key: str
     show: Callable[[Any], str] = _text
     right: bool = False
+    spare: int = 0  # on a narrow terminal the column with the highest number goes first; 0 stays
+
+
+def fitting(cells: Mapping[Column, Sequence[str]], width: int) -> list[Column]:
+    """The columns that fit: empty ones go, then spare ones, until the last one has room for its words."""
+    kept = [column for column, texts in cells.items() if not texts or any(text not in ("", "-") for text in texts)]
+    kept = kept or list(cells)
+
+    def needed() -> int:
+        wide = [max(map(len, (column.title, *cells[column]))) for column in kept]
+        return sum(wide[:-1]) + 2 * len(wide) + min(wide[-1], _WORDS)
+
+    while needed() > width and any(column.spare for column in kept):
+        kept.remove(max(kept, key=lambda column: column.spare))
+    return kept
 
 
 class Screen:
@@ -127,8 +146,6 @@ class Screen:
     def data(self, verb: str, data: Any) -> None:
         """The JSON envelope of an answer."""
         answer = {"schema": f"orch.{verb}/1", "time": iso(time.time()), "data": data, "warnings": self._warnings}
-        from checkpointing.durable import dump_line  # floats as everywhere else: exact, NaN as a string
-
         self._print(dump_line(answer), sys.stdout)
         self.flush()
 
@@ -141,29 +158,34 @@ class Screen:
         """A line of somebody else's text (a log, a script), without what could drive the terminal."""
         self._print(plain(text), sys.stdout)
 
-    def table(self, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], *, title: str = "") -> None:
+    def table(self, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> None:
         """A table for people on a terminal; tab-separated values, complete and unformatted, anywhere else."""
         if not self.terminal:
             self._print("\t".join(column.title for column in columns), sys.stdout)
             for row in rows:
                 self._print("\t".join(_raw(row.get(column.key)) for column in columns), sys.stdout)
             return
-        if title:
-            self.say(title)
-        self._rich_table(columns, rows)
+        if rows:
+            self._rich_table(columns, rows)
 
     def _rich_table(self, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> None:
-        from rich import box  # rich costs 60 ms: only where a person sees it
-        from rich.table import Table
+        from rich.table import Table  # rich costs 60 ms: only where a person sees it
         from rich.text import Text
 
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-        for column in columns:
-            table.add_column(column.title, justify="right" if column.right else "left", overflow="fold")
-        for row in rows:
-            cells = [one_line(column.show(row.get(column.key))) for column in columns]
-            table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in cells))
-        self._console(sys.stdout).print(table)
+        console = self._console(sys.stdout)
+        cells = {column: [one_line(column.show(row.get(column.key))) for row in rows] for column in columns}
+        kept = fitting(cells, console.width)
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        for column in kept:
+            folds = column is kept[-1]
+            table.add_column(
+                column.title, justify="right" if column.right else "left", no_wrap=not folds,
+                overflow="fold" if folds else "ellipsis",
+            )  # fmt: skip
+        for index in range(len(rows)):
+            texts = (cells[column][index] for column in kept)
+            table.add_row(*(Text(text, style=_STYLES.get(text, "")) for text in texts))
+        console.print(table)
 
     def _console(self, stream: TextIO) -> Any:
         from rich.console import Console  # as above

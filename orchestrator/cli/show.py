@@ -150,11 +150,11 @@ def attempt_table(screen: Screen, attempts: list[Attempt], generations: list[Gen
 ATTEMPTS = [
     Column("ATT.GEN", "number"),
     Column("STATE", "state"),
-    Column("JOB", "job"),
-    Column("NODES", "nodes", lambda names: compact(names or ()) or "-"),
+    Column("JOB", "job", spare=2),
+    Column("NODES", "nodes", lambda names: compact(names or ()) or "-", spare=3),
     Column("FROM", "resumed_from", count, right=True),
     Column("TO", "last_step", count, right=True),
-    Column("TOOK", "took", span, right=True),
+    Column("TOOK", "took", span, right=True, spare=1),
     Column("ENDED BY", "failure"),
     Column("DECISION", "decision"),
 ]

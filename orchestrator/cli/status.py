@@ -144,12 +144,12 @@ TABLE = [
     Column("RUN", "run"),
     Column("STATE", "state"),
     Column("STEP", "progress", right=True),
-    Column("LOSS", "loss", decimal, right=True),
-    Column("LAST CHECKPOINT", "saved"),
-    Column("ATT.GEN", "tries", right=True),
-    Column("JOB", "job_id"),
-    Column("NODES", "nodes", lambda names: compact(names or ()) or "-"),
-    Column("UPDATED", "age_s", lambda age: f"{span(age)} ago", right=True),
+    Column("LOSS", "loss", decimal, right=True, spare=1),
+    Column("LAST CHECKPOINT", "saved", spare=2),
+    Column("ATT.GEN", "tries", right=True, spare=3),
+    Column("JOB", "job_id", spare=5),
+    Column("NODES", "nodes", lambda names: compact(names or ()) or "-", spare=6),
+    Column("UPDATED", "age_s", lambda age: f"{span(age)} ago", right=True, spare=4),
     Column("WHY", "reason"),
 ]
 TSV = [

@@ -1,0 +1,120 @@
+"""A terminal without a terminal: `orch` typed in-process, in a private home, with a registry made through the Store."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.cli import main
+from orchestrator.registry.records import Checkpoint, Generation
+from orchestrator.registry.store import Store
+from orchestrator.states import AttemptState, RunState, Trust
+from trainer.contract.outcome import Failure, FailureKind
+
+
+@dataclass(frozen=True)
+class Typed:
+    """What one command line came to."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def answer(self) -> dict[str, Any]:
+        """The one JSON object on stdout."""
+        return dict(json.loads(self.out))
+
+    @property
+    def data(self) -> Any:
+        return self.answer["data"]
+
+
+Type = Callable[..., Typed]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty state folder, and no configuration of whoever runs the tests."""
+    folder = tmp_path / "home"
+    monkeypatch.setenv("ORCH_HOME", str(folder))
+    monkeypatch.delenv("ORCH_REGISTRY", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("ORCH_SITE_CONFIG", "")
+    return folder
+
+
+@pytest.fixture
+def orch(home: Path, capsys: pytest.CaptureFixture[str]) -> Type:
+    """Type a command line."""
+
+    def typed(*words: object) -> Typed:
+        capsys.readouterr()
+        code = main.run([str(word) for word in words])
+        said = capsys.readouterr()
+        return Typed(code, said.out, said.err)
+
+    return typed
+
+
+class Seeds:
+    """Fills a registry as a controller would."""
+
+    def __init__(self, store: Store, root: Path) -> None:
+        self.store, self.root = store, root
+        self.digest = store.put_config({"name": "tiny", "train": {"steps": 200}})
+        lease = store.take_lease("login1:7:7", time.time(), 3600.0)
+        assert lease is not None
+        self.epoch = lease.epoch
+        store.ticked(lease, time.time())
+
+    def run(self, slug: str = "tiny", state: RunState = RunState.RUNNING, reason: str = "") -> str:
+        """A run at step 120 of 200 in its first attempt."""
+        now = time.time()
+        run, _ = self.store.create_run(
+            slug=slug, cluster="local", root=self.root, config_digest=self.digest, total_steps=200,
+            identity={"code": {"git": "1a2b3c4"}, "env": {"python": "3.11.7"}, "data": {"fingerprint": "f00d"}},
+            now=now, nonce="0123abcd",
+        )  # fmt: skip
+        self.store.move_attempt(
+            run.name, 1, AttemptState.SUBMITTED, "job 41", epoch=self.epoch, now=now, job_id="41", job_state="PENDING"
+        )
+        self.store.move_attempt(
+            run.name, 1, AttemptState.RUNNING, "runs", epoch=self.epoch, now=now, nodes=("n1", "n2"), started_at=now
+        )
+        if state is not RunState.CREATED:
+            self.store.move_run(run.name, state, reason, epoch=self.epoch, now=now, step=120, loss=2.5)
+        return run.name
+
+    def checkpoint(self, run: str, step: int, trust: Trust = Trust.VERIFIED) -> None:
+        name = f"step-{step:08d}.001-0123abcd"
+        self.store.put_checkpoint(
+            Checkpoint(
+                run=run, name=name, step=step, attempt=1, trust=trust, bytes=1024, committed_at=time.time(),
+                path=str(self.root / run / "checkpoints" / name),
+            ),
+            epoch=self.epoch,
+        )  # fmt: skip
+
+    def killed_rank(self, run: str) -> None:
+        """Two generations, the first one ended by a SIGKILL of rank 1."""
+        failure = Failure(kind=FailureKind.RANK_KILLED, reason="killed by signal 9", rank=1, node="n1", signal=9)
+        first = Generation(
+            run=run, attempt=1, number=1, started_at=100.0, ended_at=110.0, last_step=60, reason="rank 1 died",
+            failure=failure.to_json(),
+        )  # fmt: skip
+        self.store.put_generation(first, epoch=self.epoch)
+        self.store.put_generation(
+            Generation(run=run, attempt=1, number=2, started_at=112.0, resumed_from=50), epoch=self.epoch
+        )
+        self.store.note_attempt(run, 1, epoch=self.epoch, failure=failure.to_json(), last_step=120)
+
+
+@pytest.fixture
+def seeds(home: Path, tmp_path: Path) -> Iterator[Seeds]:
+    with Store.open(home / "registry.db") as store:
+        yield Seeds(store, tmp_path / "runs")

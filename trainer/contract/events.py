@@ -60,7 +60,7 @@ class EventLog:
         self._source, self._attempt, self._clock, self._seq = source, attempt, clock, 0
         self.generation = 0
 
-    def write(self, kind: EventKind, **data: Any) -> None:
+    def write(self, kind: EventKind, /, **data: Any) -> None:
         """Append one event, stamped with this process's clock and the current generation."""
         self._seq += 1
         line = {

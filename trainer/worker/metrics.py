@@ -44,7 +44,7 @@ class Journal:
     def _stamp(self) -> dict[str, Any]:
         return {"time": time.time(), "attempt": self._spec.attempt, "generation": self._spec.generation}
 
-    def event(self, kind: EventKind, **data: Any) -> None:
+    def event(self, kind: EventKind, /, **data: Any) -> None:
         with self._lock:
             self._events.write(kind, **data)
 

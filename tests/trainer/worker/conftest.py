@@ -93,6 +93,9 @@ class Run:
     def losses(self, generation: int | None = None) -> dict[int, float]:
         return {step: line["loss"] for step, line in self.metrics(generation).items()}
 
+    def work(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.attempt.work_log.read_text().splitlines()]
+
     def final(self) -> dict[str, Any]:
         return json.loads((self.attempt.metrics.parent / "final.json").read_text())
 

@@ -1,10 +1,11 @@
 """A small stand-in for the agent: forks warm ranks, relays the store, asks for stops and kills; one scenario a line.
 
 Started once per test session, because importing torch takes seconds. Reads scenarios as JSON lines on stdin:
-{run_dir, attempt, generation, world, actions: [{at_step, of_rank, do: stop|save|kill, rank, reason}], patience}
+{run_dir, attempt, generation, world, actions: [{at_step, of_rank, do: ask|kill|revoke, rank, reason}], patience}
 and answers each with {codes: [exit code or minus signal], steps: [...], seconds}.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import time
 from pathlib import Path
 
 from trainer.contract.config import JobConfig
+from trainer.contract.launch import revoke
 from trainer.contract.progress import ProgressCell, StopReason
 from trainer.contract.rank import RankSpec, hear, say
 from trainer.contract.run_dir import RunDir
@@ -61,12 +63,14 @@ class Rank:
         self.control.close()
 
 
-def act(ranks: list[Rank], actions: list[dict]) -> None:
+def act(ranks: list[Rank], scenario: dict, actions: list[dict]) -> None:
     for action in [action for action in actions if ranks[action["of_rank"]].step() >= action["at_step"]]:
         actions.remove(action)
         hit = ranks[action["rank"]]
         if action["do"] == "kill":
             os.kill(hit.pid, signal.SIGKILL)
+        elif action["do"] == "revoke":
+            revoke(RunDir(Path(scenario["run_dir"])).attempt(scenario["attempt"]).go)
         else:
             hit.cell.ask_stop(StopReason[action["reason"]])
 
@@ -76,11 +80,12 @@ def run(scenario: dict) -> dict:
     ranks = [Rank(scenario, rank) for rank in range(scenario["world"])]
     store = hear(ranks[0].control)
     for rank in ranks[1:] if store else []:
-        say(rank.control, "store", host=store["host"], port=store["port"])
+        with contextlib.suppress(OSError):  # it may be dead already
+            say(rank.control, "store", host=store["host"], port=store["port"])
     actions = list(scenario["actions"])
     timed_out = False
     while not all([rank.poll() for rank in ranks]):
-        act(ranks, actions)
+        act(ranks, scenario, actions)
         if time.monotonic() - begin > scenario["patience"] and not timed_out:
             timed_out = True
             for rank in ranks:

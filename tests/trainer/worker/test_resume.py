@@ -1,0 +1,109 @@
+"""Killed and resumed, a run computes the same bits as one that nobody touched."""
+
+import json
+
+import pytest
+
+from trainer.contract.events import EventKind, read_events
+from trainer.contract.outcome import ExitCode, RankOutcome
+
+pytestmark = pytest.mark.multi
+
+STEPS = 10
+LAYOUTS = [(1, {}), (2, {"dp_shard": 2}), (4, {"dp_shard": 2, "tp": 2})]
+
+
+def kill(rank: int, after: int) -> dict:
+    return {"events": [{"kind": "kill-rank", "rank": rank, "step": after}]}
+
+
+def events(run, kind: EventKind, rank: int = 0):
+    found, _ = read_events(run.attempt.event_file(f"rank-{rank:05d}"))
+    return [event for event in found if event.kind == kind]
+
+
+@pytest.mark.parametrize(("world", "parallel"), LAYOUTS, ids=["1", "dp2", "dp2xtp2"])
+def test_a_killed_run_ends_with_the_same_bits(make_run, world, parallel):
+    calm = make_run(world, parallel=parallel, train={"steps": STEPS})
+    assert calm.train()["codes"] == [0] * world, calm.log()
+
+    hurt = make_run(world, parallel=parallel, train={"steps": STEPS}, drill=kill(world - 1, after=8))
+    codes = hurt.train()["codes"]
+    assert codes[world - 1] == -9
+    assert set(codes[: world - 1]) <= {ExitCode.RETRY}, hurt.log()
+    assert hurt.train()["codes"] == [0] * world, hurt.log()
+
+    (restored,) = events(hurt, EventKind.CHECKPOINT_RESTORED)
+    point = restored.data["step"]
+    assert point in (3, 6)  # the save of step 6 may have been under way when the rank died
+    after = {step: loss for step, loss in calm.losses().items() if step > point}
+    assert hurt.losses(generation=2) == after
+    for step, loss in hurt.losses(generation=1).items():
+        assert loss == calm.losses()[step]
+    for key in ("step", "loss", "weights_digest"):
+        assert hurt.final()[key] == calm.final()[key]
+
+
+def test_a_killed_peer_is_an_echo_and_the_drill_is_told(make_run):
+    run = make_run(2, parallel={"dp_shard": 2}, drill=kill(1, after=2))
+    answer = run.train()
+    assert answer["codes"] == [ExitCode.RETRY, -9]
+    outcome = RankOutcome.read(run.attempt.rank_outcome(0, 1))
+    assert outcome.echo
+    assert outcome.exit_code == ExitCode.RETRY
+    assert outcome.step in (1, 2)
+    assert "Traceback" in (outcome.traceback or "")
+    assert (outcome.message or "") in run.log()
+    assert not run.attempt.rank_outcome(1, 1).exists()
+    assert [event.data for event in events(run, EventKind.DRILL, rank=1)] == [
+        {"kind": "kill-rank", "rank": 1, "step": 2}
+    ]
+
+
+def test_an_exception_is_the_cause_and_its_peers_echo(make_run):
+    run = make_run(2, parallel={"dp_shard": 2}, drill={"events": [{"kind": "raise", "rank": 1, "step": 2}]})
+    assert run.train()["codes"] == [ExitCode.RETRY, ExitCode.ERROR]
+    cause = RankOutcome.read(run.attempt.rank_outcome(1, 1))
+    assert (cause.exception, cause.echo, cause.step) == ("DrillError", False, 2)
+    assert RankOutcome.read(run.attempt.rank_outcome(0, 1)).echo
+
+
+def test_a_run_that_is_already_finished_only_says_so(make_run):
+    run = make_run(1, train={"steps": 4})
+    run.train()
+    first = run.final()
+    (run.attempt.metrics.parent / "final.json").unlink()
+    assert run.train()["codes"] == [0], run.log()
+    assert {key: run.final()[key] for key in ("step", "loss", "weights_digest")} == {
+        key: first[key] for key in ("step", "loss", "weights_digest")
+    }
+
+
+def test_another_layout_goes_on_from_the_same_checkpoint(make_run):
+    run = make_run(2, parallel={"dp_shard": 2}, train={"steps": 8, "dtype": "float32"}, drill=kill(0, after=7))
+    run.train()
+    config = json.loads(run.dir.config.read_bytes())
+    config["parallel"], config["cluster"]["ranks_per_node"] = {"dp_shard": 2, "tp": 2}, 4
+    run.dir.config.write_text(json.dumps(config))
+    run.world = 4
+    assert run.train()["codes"] == [0] * 4, run.log()
+    calm = make_run(2, parallel={"dp_shard": 2}, train={"steps": 8, "dtype": "float32"})
+    calm.train()
+    assert run.losses() == pytest.approx(calm.losses(), rel=1e-4)
+
+
+def test_a_revoked_attempt_saves_nothing(make_run):
+    run = make_run(1, train={"steps": 4}, checkpoint={"every": 0})
+    answer = run.train(actions=[{"at_step": 1, "of_rank": 0, "rank": 0, "do": "revoke"}])
+    assert answer["codes"] == [ExitCode.ERROR]
+    outcome = RankOutcome.read(run.attempt.rank_outcome(0, 1))
+    assert outcome.exception == "SaveFailed"
+    assert not list(run.dir.checkpoints.glob("*/COMMIT"))
+
+
+def test_a_mistake_in_the_configuration_is_never_tried_again(make_run):
+    run = make_run(1, workload={"target": "nowhere.to_be_found:Thing"})
+    assert run.train()["codes"] == [ExitCode.NEVER_RETRY]
+    outcome = RankOutcome.read(run.attempt.rank_outcome(0, 1))
+    assert outcome.exception == "WorkloadError"
+    assert "cannot import nowhere.to_be_found" in (outcome.message or "")

@@ -1,0 +1,54 @@
+"""Stops: asked of one rank, agreed by all at the same step, served with a save."""
+
+import pytest
+
+from trainer.contract.events import EventKind, read_events
+from trainer.contract.outcome import ExitCode
+
+pytestmark = pytest.mark.multi
+
+STEPS = 60
+
+
+def events(run, kind: EventKind):
+    found, _ = read_events(run.attempt.event_file("rank-00000"))
+    return [event for event in found if event.kind == kind]
+
+
+def ask(reason: str, *, rank: int, at: int) -> dict:
+    return {"do": "ask", "reason": reason, "rank": rank, "of_rank": 0, "at_step": at}
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_all_ranks_stop_after_the_same_step_and_go_on_with_the_same_bits(make_run, asked):
+    calm = make_run(2, parallel={"dp_shard": 2}, train={"steps": STEPS}, checkpoint={"every": 0})
+    calm.train()
+    run = make_run(2, parallel={"dp_shard": 2}, train={"steps": STEPS}, checkpoint={"every": 0})
+    answer = run.train([ask("PREEMPTION", rank=asked, at=5)])
+    assert answer["codes"] == [ExitCode.STOPPED_AFTER_SAVE] * 2, run.log()
+    (agreed,) = events(run, EventKind.STOP_AGREED)
+    step = agreed.data["step"]
+    assert agreed.data["reason"] == "preemption"
+    assert answer["steps"] == [step, step]
+    assert answer["saved"] == [step, step]
+    assert 5 < step < STEPS
+    assert run.train()["codes"] == [0, 0], run.log()
+    assert run.losses() == calm.losses()
+    assert run.final()["weights_digest"] == calm.final()["weights_digest"]
+
+
+def test_save_and_go_on_saves_once(make_run):
+    run = make_run(2, parallel={"dp_shard": 2}, train={"steps": STEPS}, checkpoint={"every": 0})
+    # The agent never clears its request here: it must be served once all the same.
+    both = [ask("SAVE_AND_GO_ON", rank=rank, at=5) for rank in (0, 1)]
+    assert run.train(both)["codes"] == [0, 0], run.log()
+    saved = [event.data["step"] for event in events(run, EventKind.CHECKPOINT_COMMITTED)]
+    assert [event.data["reason"] for event in events(run, EventKind.STOP_AGREED)] == ["save_and_go_on"]
+    assert len(saved) == 2
+    assert 5 < saved[0] < saved[1] == STEPS
+
+
+def test_a_stop_at_the_last_step_is_a_finish(make_run):
+    run = make_run(1, train={"steps": 2}, checkpoint={"every": 0})
+    assert run.train([ask("CANCEL", rank=0, at=0)])["codes"][0] in (0, ExitCode.STOPPED_AFTER_SAVE)
+    assert len(events(run, EventKind.CHECKPOINT_COMMITTED)) == 1

@@ -4,7 +4,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, insert, select
+from sqlalchemy import Connection, Integer, cast, func, insert, select
 from sqlalchemy.dialects.sqlite import insert as insert_or
 
 from checkpointing.durable import canonical
@@ -107,9 +107,10 @@ def put_intent(
 
 
 def _free_name(connection: Connection, slug: str, root: Path) -> str:
-    taken = connection.execute(select(RunRow.name).where(RunRow.name.startswith(f"{slug}-", autoescape=True)))
-    numbers = [int(tail) for name in taken.scalars() if (tail := name[len(slug) + 1 :]).isdecimal()]
-    number = max(numbers, default=0) + 1
+    # The range is what an index can answer ("." follows "-"); names with another tail belong to other slugs.
+    tail = func.substr(RunRow.name, len(slug) + 2)
+    ours = RunRow.name.between(f"{slug}-", f"{slug}.") & tail.op("NOT GLOB")("*[^0-9]*") & (tail != "")
+    number = (connection.execute(select(func.max(cast(tail, Integer))).where(ours)).scalar() or 0) + 1
     while (root / f"{slug}-{number}").exists():
         number += 1
     return f"{slug}-{number}"

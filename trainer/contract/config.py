@@ -41,6 +41,9 @@ class ClusterShape:
     interface: str = ""
     """Network interface for rendezvous and collectives (`ib0`); empty lets the host name decide."""
 
+    signal_lead: int = 120
+    """Seconds before the time limit at which the job begins to save and stop, and Slurm is asked to signal it."""
+
     def __post_init__(self) -> None:
         if self.kind not in ("auto", "slurm", "local"):
             raise ValueError(f"cluster.kind={self.kind}: must be auto, slurm or local")

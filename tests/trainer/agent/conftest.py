@@ -1,0 +1,33 @@
+"""Local jobs that are ended with their test."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from job import LocalJob
+
+STAND_IN = Path(__file__).parent / "stand_in.py"
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LocalJob]]:
+    """Makes a local job whose ranks are stand-in scripts with the given orders."""
+    made: list[LocalJob] = []
+    monkeypatch.setenv("ORCH_TEST_RUN", str(tmp_path))
+
+    def make(*orders: str, **config: Any) -> LocalJob:
+        command = [sys.executable, str(STAND_IN), *orders]
+        found = LocalJob(tmp_path, **{"command": command, **config})
+        made.append(found)
+        return found
+
+    yield make
+    for one in made:
+        one.close()
+    assert "ORCH_TEST_RUN" in os.environ

@@ -1,0 +1,130 @@
+"""A local job for tests: real agents as subprocesses, as submitit would start them, with the test as controller."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from checkpointing.durable import dump_line, write_durably
+from trainer.contract.events import Event, EventKind, read_events
+from trainer.contract.launch import LaunchToken
+from trainer.contract.outcome import AttemptOutcome
+from trainer.contract.place import local_job_id
+from trainer.contract.run_dir import RunDir
+
+_AGENT = "import sys; from trainer.agent.main import run_agent; run_agent(sys.argv[1], sys.argv[2])"
+
+
+class LocalJob:
+    """One attempt of one run on simulated nodes."""
+
+    def __init__(self, folder: Path, *, nodes: int = 2, ranks: int = 2, **config: Any) -> None:
+        self.run = RunDir(folder / "run-1")
+        self.run.make()
+        self.attempt = self.run.attempt(1)
+        self.attempt.make()
+        cluster = {"kind": "local", "nodes": nodes, "ranks_per_node": ranks, **config.pop("cluster", {})}
+        write_durably(self.run.config, dump_line({"cluster": cluster, **config}).encode())
+        self.nodes = nodes
+        self.agents: list[subprocess.Popen[bytes]] = []
+        # Stands for submitit's process, whose end is the end of the job.
+        self.job = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+        self.job_id = local_job_id(self.job.pid)
+
+    def go(self, **changes: Any) -> None:
+        fields = {"attempt": 1, "epoch": 1, "job_id": self.job_id, "nonce": "0badcafe"}
+        LaunchToken(**{**fields, **changes}).write(self.attempt.go)
+
+    def start(self, *, environ: dict[str, str] | None = None) -> "LocalJob":
+        for node in range(self.nodes):
+            place = {
+                "SUBMITIT_LOCAL_JOB_ID": str(self.job.pid),
+                "SUBMITIT_LOCAL_GLOBALID": str(node),
+                "SUBMITIT_LOCAL_NTASKS": str(self.nodes),
+            }
+            with (self.attempt.submission / f"{node}.err").open("ab") as log:
+                agent = subprocess.Popen(
+                    [sys.executable, "-P", "-c", _AGENT, str(self.run.path), "1"],
+                    env={**os.environ, **(environ or {}), **place},
+                    stdout=log,
+                    stderr=log,
+                )
+            self.agents.append(agent)
+        return self
+
+    def wait(self, seconds: float = 30.0) -> list[int]:
+        """Exit codes of all agents."""
+        give_up = time.monotonic() + seconds
+        try:
+            return [agent.wait(max(0.01, give_up - time.monotonic())) for agent in self.agents]
+        except subprocess.TimeoutExpired:
+            raise AssertionError(self.story()) from None
+
+    def outcome(self) -> AttemptOutcome:
+        return AttemptOutcome.read(self.attempt.outcome)
+
+    def events(self, kind: EventKind | None = None) -> list[Event]:
+        found = [event for path in self.attempt.events.glob("*.jsonl") for event in read_events(path)[0]]
+        found.sort(key=lambda event: event.time)
+        return [event for event in found if kind is None or event.kind == kind]
+
+    def notes(self) -> list[dict[str, Any]]:
+        """What the ranks wrote into notes.jsonl, one object per line."""
+        path = self.run.path / "notes.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def story(self) -> str:
+        """All that is known, for a failed test."""
+        lines = [f"{event.time:.3f} {event.source} g{event.generation} {event.kind} {event.data}" for event in self.events()]
+        logs = [*self.attempt.logs.glob("*"), *self.attempt.submission.glob("*.err")]
+        texts = [f"--- {path.name}\n{path.read_text()}" for path in sorted(logs)]
+        return "\n".join([*lines, *texts])
+
+    def close(self) -> None:
+        for agent in self.agents:
+            if agent.poll() is None:
+                agent.kill()
+            agent.wait(10)
+        assert self.job.stdin is not None
+        self.job.stdin.close()
+        self.job.wait(10)
+
+
+def until(condition: Callable[[], Any], seconds: float = 20.0, story: Callable[[], str] = str) -> Any:
+    """Look until `condition` gives something true; returns it."""
+    give_up = time.monotonic() + seconds
+    while time.monotonic() < give_up:
+        if found := condition():
+            return found
+        time.sleep(0.01)
+    raise AssertionError(f"waited {seconds} s in vain\n{story()}")
+
+
+def processes_of(run: Path) -> Iterator[int]:
+    """Pids of every live process that belongs to this run, whoever its parent is by now."""
+    mark = f"ORCH_TEST_RUN={run}".encode()
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                environ = Path(f"/proc/{entry}/environ").read_bytes()
+                state = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            if mark in environ.split(b"\0") and state not in "ZX":
+                yield int(entry)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,126 @@
+"""PURE: which end of which rank is the cause of a failed generation, and what kind of failure it was."""
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainer.contract.outcome import ExitCode, Failure, FailureKind
+
+_STORAGE = re.compile(
+    r"\[Errno (5|28|30|122)\]|No space left on device|Disk quota exceeded|Input/output error|Read-only file system"
+    # torch's archive writer on a full disk does not name the errno
+    r"|inline_container\.cc.*unexpected pos",
+    re.IGNORECASE,
+)
+_RENDEZVOUS = re.compile(
+    r"DistNetworkError|DistStoreError|Address already in use|clients joined|client socket has (timed out|failed)"
+    r"|connectFullMesh|Timed out waiting \d+ms",
+)
+_RESERVED = (ExitCode.RETRY, ExitCode.NODE_SUSPECT, ExitCode.NEVER_RETRY)
+GOOD = (ExitCode.FINISHED, ExitCode.STOPPED_AFTER_SAVE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankEnd:
+    """How one rank ended; `exception`, `message` and `echo` are what it wrote itself, if it still could."""
+
+    rank: int
+    node: str
+    at: float  # seconds, on the coordinator's clock
+    exit_code: int | None = None
+    signal: int | None = None
+    step: int = 0
+    exception: str | None = None
+    message: str | None = None
+    echo: bool = False
+
+    @property
+    def good(self) -> bool:
+        return self.exit_code in GOOD
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """The root failure; `retry` says whether the same nodes may try again, `mark` names it for comparison."""
+
+    failure: Failure
+    retry: bool
+    mark: str
+
+
+def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "") -> Cause:
+    """The cause among `ends`, of which at least one is bad.
+
+    `trained`: the attempt has trained at least one step, as far as is known; `last_mark`: the `mark` of the failure
+    before this one.
+    """
+    root = min((end for end in ends if not end.good), key=lambda end: (_doubt(end), end.at))
+    kind, retry, what = _classify(root)
+    mark = f"{root.exception or root.signal or root.exit_code}@{root.step}"
+    own_exception = kind is FailureKind.USER_ERROR and retry
+    # Nothing worked yet, so nothing suggests that it would work the next time.
+    if own_exception and not trained:
+        retry, what = False, f"{what}, before the first step"
+    # A deterministic bug comes back at the same place.
+    elif own_exception and mark == last_mark:
+        retry, what = False, f"{what}, for the second time at step {root.step}"
+    failure = Failure(
+        kind=kind,
+        reason=f"rank {root.rank} on {root.node} {what}",
+        rank=root.rank,
+        node=root.node,
+        step=root.step,
+        exit_code=root.exit_code,
+        signal=root.signal,
+    )
+    return Cause(failure=failure, retry=retry, mark=mark)
+
+
+def _doubt(end: RankEnd) -> int:
+    """0: this end explains itself; 1: it may follow from another; 2: it says so."""
+    if end.echo:
+        return 2
+    if end.signal is not None:
+        # Communication libraries abort the process when a peer is gone.
+        return 1 if end.signal == signal.SIGABRT else 0
+    return 0 if end.exception is not None or end.exit_code in _RESERVED else 1
+
+
+def _classify(end: RankEnd) -> tuple[FailureKind, bool, str]:
+    """Kind, whether to try again, and the words after "rank N on NODE"."""
+    said = f"{end.exception}: {end.message}" if end.exception else ""
+    if end.signal is not None:
+        return FailureKind.RANK_KILLED, True, f"was killed by {signal_name(end.signal)}"
+    if end.exit_code == ExitCode.NEVER_RETRY:
+        return FailureKind.USER_ERROR, False, f"asked never to be retried (exit code 78){_after(said)}"
+    if end.exit_code == ExitCode.NODE_SUSPECT:
+        return FailureKind.NODE_SUSPECT, False, f"suspects its node (exit code 77){_after(said)}"
+    if _STORAGE.search(said):
+        return FailureKind.STORAGE, False, f"could not use its storage: {_short(said)}"
+    if end.echo:
+        return FailureKind.UNKNOWN, True, f"only saw a peer go away: {_short(said)}"
+    if end.exit_code == ExitCode.RETRY:
+        return FailureKind.UNKNOWN, True, f"asked to be restarted (exit code 75){_after(said)}"
+    if _RENDEZVOUS.search(said):
+        return FailureKind.UNKNOWN, True, f"could not meet its peers: {_short(said)}"
+    if end.exception is not None:
+        return FailureKind.USER_ERROR, True, f"raised {_short(said)}"
+    return FailureKind.USER_ERROR, True, f"ended with exit code {end.exit_code}"
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL for 9; real-time signals by number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _after(said: str) -> str:
+    return f": {_short(said)}" if said else ""
+
+
+def _short(said: str) -> str:
+    line = " ".join(said.split())
+    return line if len(line) <= 300 else line[:297] + "..."

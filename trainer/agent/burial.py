@@ -1,0 +1,57 @@
+"""The end of ranks whose nursery is dead: they have become the agent's own children."""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+
+from trainer.agent.lineage import kill_group
+from trainer.agent.local_ranks import LocalRank, LocalRanks
+
+_LONGEST = 30.0
+
+
+async def bury(
+    ranks: LocalRanks, exited: Callable[[int, int | None, int | None], None], gone: Callable[[int], None]
+) -> None:
+    """Kill the process groups of all ranks that are left, collect them, report each end.
+
+    A process that cannot be killed (it hangs in the kernel) is given up after half a minute and not reported gone.
+    """
+    give_up = time.monotonic() + _LONGEST
+    while not ranks.all_gone() and time.monotonic() < give_up:
+        ranks.kill_directly()
+        for local in ranks.by_rank.values():
+            if not local.gone:
+                _collect(local, exited)
+        _collect_strangers()
+        for local in ranks.by_rank.values():
+            if not local.gone and (local.pid is None or not kill_group(local.pid, 0)):
+                if not local.ended:
+                    local.ended = True
+                    exited(local.rank, None, None)
+                local.gone = True
+                gone(local.rank)
+        await asyncio.sleep(0.01)
+
+
+def _collect(local: LocalRank, exited: Callable[[int, int | None, int | None], None]) -> None:
+    if local.pid is None or local.ended:
+        return
+    try:
+        pid, status = os.waitpid(local.pid, os.WNOHANG)
+    except ChildProcessError:  # the nursery had collected it before it died
+        return
+    if pid:
+        local.ended = True
+        code = os.waitstatus_to_exitcode(status)
+        exited(local.rank, code if code >= 0 else None, -code if code < 0 else None)
+
+
+def _collect_strangers() -> None:
+    """Processes that ranks had started; there is no nursery now, so every child is one of them."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return

@@ -1,0 +1,380 @@
+"""The coordinator: one per job, inside agent 0. Decides within the attempt, by `rungs`, and leaves its outcome."""
+
+import asyncio
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from checkpointing.durable import dump_line, write_durably
+from trainer.agent import preflight, rungs
+from trainer.agent.blame import RankEnd
+from trainer.agent.command import free_port
+from trainer.agent.deadline import Bounds
+from trainer.agent.heartbeat import Standing
+from trainer.agent.preflight import Fault
+from trainer.agent.questions import Questions
+from trainer.agent.roster import Roster
+from trainer.agent.rungs import Action, Decision, Situation
+from trainer.agent.stopping import Stop, Stopping
+from trainer.agent.wire import Door, Message
+from trainer.contract.config import JobConfig
+from trainer.contract.events import EventKind, EventLog
+from trainer.contract.outcome import AttemptOutcome, AttemptResult, ExitCode, Failure, FailureKind
+from trainer.contract.place import Place
+from trainer.contract.progress import StopReason
+from trainer.contract.requests import Request
+from trainer.contract.run_dir import AttemptDir, RunDir
+
+JOIN_SECONDS = 300.0
+"""How long agents may take to join: srun starts them within seconds, file systems show files late."""
+EXAMINE_SECONDS = 120.0
+READY_SECONDS = 1800.0
+"""Importing torch on a busy parallel file system takes minutes at worst."""
+CLEAR_SECONDS = 40.0
+HANG_UP_SECONDS = 5.0
+
+
+@dataclass(kw_only=True)
+class Generation:
+    """What is known of the generation that runs."""
+
+    number: int = 0
+    started: float = 0.0
+    ends: dict[int, RankEnd] = field(default_factory=dict)
+    first_failure: float | None = None
+    broken: Failure | None = None
+
+
+class Coordinator:
+    """One consumer of one inbox: everything that happens arrives as a message and is handled in order."""
+
+    def __init__(
+        self, *, run: RunDir, attempt: AttemptDir, config: JobConfig, place: Place, events: EventLog,
+        started: float, bounds: Bounds | None = None, wall: Callable[[], float] = time.time,
+    ) -> None:  # fmt: skip
+        """`started` is when the job began, on the monotonic clock."""
+        self._run, self._attempt, self._config, self._place = run, attempt, config, place
+        self._events, self._wall, self._started_at = events, wall, wall()
+        self._inbox: asyncio.Queue[tuple[int, Message]] = asyncio.Queue()
+        self._roster = Roster(place.nodes, attempt.number, self._deliver)
+        self._door = Door(secrets.token_hex(32), admit=self._roster.admit, serve=self._roster.serve)
+        cluster = config.cluster
+        self._stopping = Stopping(
+            kind=place.kind, started=started, limit=cluster.time, signal_lead=float(cluster.signal_lead),
+            bounds=bounds or Bounds(),
+        )  # fmt: skip
+        self._standing = Standing(attempt.number, place.job_id, wall)
+        self._questions = Questions(run.requests, attempt.number, self._deliver)
+        self._now, self._beating = Generation(), asyncio.Lock()
+        self._state, self._host = "joining", ""
+        self._restarts, self._trained, self._mark = 0, False, ""
+
+    async def open(self, host: str) -> dict[str, Any]:
+        """Listen, and tell the other agents where; returns what stands in coordinator.json."""
+        self._host = host
+        port = await self._door.open(host)
+        found = {"schema": "orch.coordinator/1", "host": host, "port": port, "token": self._door.token}
+        found["job_id"] = self._place.job_id
+        await asyncio.to_thread(write_durably, self._attempt.coordinator, dump_line(found).encode())
+        return found
+
+    async def run(self) -> int:
+        """Lead the attempt to its end; returns the exit code of every agent."""
+        ticking = asyncio.get_running_loop().create_task(self._tick())
+        try:
+            decision = await self._gather()
+            while decision is None:
+                decision = await self._generation()
+            return await self._end(decision)
+        finally:
+            ticking.cancel()
+            await self._door.close()
+
+    # -- what arrives ------------------------------------------------------------------------------------------------
+
+    def _deliver(self, node: int, message: Message) -> None:
+        self._inbox.put_nowait((node, message))
+
+    async def _absorb(self, patience: float) -> None:
+        """Handle the next message, if one comes within `patience` seconds."""
+        try:
+            node, message = await asyncio.wait_for(self._inbox.get(), max(0.0, patience))
+        except TimeoutError:
+            return
+        try:
+            self._handle(node, message)
+        except (KeyError, TypeError, ValueError) as error:
+            self._lose(node, f"it sent a {message['say']!r} that cannot be read: {error!r}")
+
+    async def _until(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Absorb messages until `condition` holds; False when it did not within `seconds`."""
+        give_up = time.monotonic() + seconds
+        while not condition():
+            left = give_up - time.monotonic()
+            if left <= 0:
+                return False
+            await self._absorb(min(left, 1.0))
+        return True
+
+    def _handle(self, node: int, message: Message) -> None:
+        match message["say"]:
+            case "joined":
+                name = self._roster.members[node].name
+                self._events.write(EventKind.AGENT_JOINED, node=node, name=name)
+            case "lost":
+                self._lose(node, message["reason"])
+            case "fit":
+                self._roster.members[node].faults = [Fault(**fault) for fault in message["faults"]]
+            case "ready" | "unready":
+                self._roster.members[node].ready = message["say"] == "ready"
+            case "unloadable":
+                self._break(self._unloadable(node, message))
+            case "barren":
+                self._break(self._own_failure(FailureKind.UNKNOWN, node, message["reason"]))
+            case "signal":
+                self._ask_stop(self._stopping.heard(message["name"], time.monotonic()))
+            case "request":
+                self._answer(message["request"])
+            case "tick":
+                self._check_clock()
+            case _ if message["generation"] == self._now.number:
+                self._handle_news(node, message)
+
+    def _handle_news(self, node: int, message: Message) -> None:
+        """A message about the generation that runs; older ones are echoes."""
+        match message["say"]:
+            case "store":
+                self._roster.tell("store", generation=self._now.number, host=message["host"], port=message["port"])
+            case "exit":
+                self._note_end(node, message)
+            case "broken":
+                reason = f"the nursery of {self._roster.members[node].name} died: {message['reason']}"
+                self._break(self._own_failure(FailureKind.RANK_KILLED, node, reason))
+            case "gone":
+                self._roster.members[node].gone = self._now.number
+            case "progress":
+                self._roster.members[node].progress = message
+                self._trained = self._trained or bool(message.get("stepped"))
+
+    def _note_end(self, node: int, message: Message) -> None:
+        fields = {key: message.get(key) for key in ("exit_code", "signal", "exception", "message")}
+        end = RankEnd(
+            rank=int(message["rank"]), node=self._roster.members[node].name, at=time.monotonic(),
+            step=int(message["step"]), echo=bool(message.get("echo")), **fields,
+        )  # fmt: skip
+        self._now.ends[end.rank] = end
+        self._trained = self._trained or bool(message.get("stepped"))
+        if not end.good and self._now.first_failure is None:
+            self._now.first_failure = end.at
+
+    def _unloadable(self, node: int, message: Message) -> Failure:
+        reason = f"the workload cannot be imported: {message['exception']}: {message['message']}"
+        return self._own_failure(FailureKind.USER_ERROR, node, reason)
+
+    def _own_failure(self, kind: FailureKind, node: int, reason: str) -> Failure:
+        return Failure(kind=kind, reason=reason, node=self._roster.members[node].name, step=self._standing.step)
+
+    def _break(self, failure: Failure) -> None:
+        """The machinery failed; the first such failure counts, unless an agent is lost."""
+        if self._now.broken is None or failure.kind is FailureKind.AGENT_LOST:
+            self._now.broken = failure
+        if self._now.first_failure is None:
+            self._now.first_failure = time.monotonic()
+
+    def _lose(self, node: int, reason: str) -> None:
+        member = self._roster.members.get(node)
+        if member is None or member.lost or self._state == "ended":
+            return
+        member.lost = reason
+        member.peer.drop()
+        self._events.write(EventKind.AGENT_LOST, node=node, name=member.name, reason=reason)
+        self._break(self._own_failure(FailureKind.AGENT_LOST, node, f"the agent of {member.name} is lost: {reason}"))
+
+    # -- stopping ----------------------------------------------------------------------------------------------------
+
+    def _ask_stop(self, stop: Stop) -> None:
+        seconds = max(0.0, stop.until - time.monotonic())
+        self._events.write(EventKind.STOP_REQUESTED, reason=f"{stop.reason.name.lower()}: {stop.why}")
+        self._roster.tell("ask", reason=int(stop.reason), seconds=seconds)
+
+    def _answer(self, request: Request) -> None:
+        now = time.monotonic()
+        if request.kind == "stop":
+            self._ask_stop(self._stopping.asked(request.reason, now))
+            answer = "the ranks are told to save and stop"
+        elif request.kind == "deadline" and request.value is not None:
+            self._stopping.correct(now + request.value - self._wall())
+            answer = f"the job ends in {request.value - self._wall():.0f} s"
+        elif request.kind == "save" and self._config.command:
+            answer = "refused: the ranks are the user's own command, orch cannot ask it to save"
+        elif request.kind == "save":
+            self._roster.tell("ask", reason=int(StopReason.SAVE_AND_GO_ON), seconds=3600.0)
+            self._questions.await_save(request.name, self._standing.saved)
+            return
+        else:
+            answer = f"refused: a {request.kind} request needs a value"
+        self._events.write(EventKind.REQUEST_ANSWERED, name=request.name, answer=answer)
+
+    def _check_clock(self) -> None:
+        """Once a second: silence, saves that were asked for, the end of the job."""
+        now = time.monotonic()
+        silent = self._roster.silent(now)
+        if silent is not None:
+            self._lose(silent.node, "it has been silent for a minute")
+        for name in self._questions.saved(self._standing.saved):
+            answer = f"saved at step {self._standing.saved}"
+            self._events.write(EventKind.REQUEST_ANSWERED, name=name, answer=answer)
+        if self._stopping.due(now):
+            self._ask_stop(self._stopping.ending(now))
+
+    async def _tick(self) -> None:
+        """The coordinator's pulse; slow file systems delay it, never the inbox."""
+        while True:
+            await self._beat()
+            await self._questions.look()
+            self._roster.tell("ping")
+            self._deliver(-1, {"say": "tick"})
+            await asyncio.sleep(1.0)
+
+    async def _beat(self) -> None:
+        members = [self._roster.members[node] for node in sorted(self._roster.members)]
+        self._standing.merge([m.progress for m in members if m.progress.get("generation") == self._now.number])
+        async with self._beating:
+            beat = self._standing.beat(generation=self._now.number, nodes=self._roster.names(), state=self._state)
+            try:
+                await asyncio.to_thread(beat.write, self._attempt.heartbeat)
+            except OSError:  # a full disk must not end a run that computes; its heartbeat falls silent, which shows
+                return
+
+    # -- the attempt -------------------------------------------------------------------------------------------------
+
+    async def _gather(self) -> Decision | None:
+        """Wait until every node has joined, is examined and has a nursery; a Decision when that fails."""
+        if not await self._until(lambda: self._roster.complete() or self._hopeless(), JOIN_SECONDS):
+            missing = ", ".join(str(node) for node in self._roster.missing())
+            reason = f"no agent of node(s) {missing} joined within {JOIN_SECONDS:.0f} s"
+            return rungs.end(reason, Failure(kind=FailureKind.AGENT_LOST, reason=reason))
+        self._events.write(
+            EventKind.ATTEMPT_STARTED, job_id=self._place.job_id, nodes=self._roster.names(),
+            world=self._config.cluster.world_size,
+        )  # fmt: skip
+        await self._until(lambda: self._roster.all_examined() or self._hopeless(), EXAMINE_SECONDS)
+        faults = {member.name: member.faults or [] for member in self._roster.present()}
+        failure = preflight.verdict(faults)
+        if failure is not None:
+            return rungs.end(failure.reason, failure)
+        return await self._get_ready()
+
+    def _hopeless(self) -> bool:
+        return self._fatal() is not None or self._stopping.stop is not None
+
+    def _fatal(self) -> Failure | None:
+        """A failure of the machinery that no new generation mends; a nursery that died is replaced by its agent."""
+        broken = self._now.broken
+        return None if broken is None or broken.kind is FailureKind.RANK_KILLED else broken
+
+    async def _get_ready(self) -> Decision | None:
+        """Wait for every node's nursery; a Decision when none will come or nobody wants it any more."""
+        self._state = "warming"
+        ready = await self._until(lambda: self._roster.all_ready() or self._hopeless(), READY_SECONDS)
+        stop, broken = self._stopping.stop, self._fatal()
+        if broken is not None:
+            return rungs.end(broken.reason, broken)
+        if stop is not None and not self._now.number:
+            return Decision(action=Action.STOP, reason="asked to stop before training began")
+        if stop is not None:
+            return rungs.stop_failure(stop.reason, "asked to stop between two generations")
+        if not ready:
+            reason = f"not every nursery was ready within {READY_SECONDS:.0f} s"
+            return rungs.end(reason, Failure(kind=FailureKind.UNKNOWN, reason=reason))
+        return None
+
+    async def _generation(self) -> Decision | None:
+        """Run one generation; a Decision when the attempt ends with it, None when another follows."""
+        self._now = Generation(number=self._now.number + 1, started=time.monotonic())
+        self._state, self._events.generation = "running", self._now.number
+        world, nodes = self._config.cluster.world_size, self._place.nodes
+        self._events.write(EventKind.GENERATION_STARTED, world=world, nodes=nodes)
+        master = [self._host, free_port(self._host)] if self._config.command else None
+        self._roster.tell("start", generation=self._now.number, master=master)
+        while (decision := rungs.decide(self._situation())).action is Action.WAIT:
+            # Short only while something is about to be decided by the clock.
+            await self._absorb(0.05 if self._now.first_failure or self._stopping.stop else 1.0)
+        self._mark = decision.mark
+        self._events.write(EventKind.DECISION, action=decision.action.name.lower(), reason=decision.reason)
+        cleared = await self._clear()
+        failure = decision.failure.to_json() if decision.failure else None
+        step = self._standing.step
+        self._events.write(EventKind.GENERATION_ENDED, reason=decision.reason, step=step, failure=failure)
+        if decision.action is not Action.RESTART:
+            return decision
+        if not cleared:
+            assert decision.failure is not None
+            return rungs.end(f"{decision.reason}, but its processes could not be killed", decision.failure)
+        self._restarts += 1
+        return await self._get_ready()
+
+    def _situation(self) -> Situation:
+        now, generation, stop = time.monotonic(), self._now, self._stopping.stop
+        failed_at = generation.first_failure
+        return Situation(
+            world=self._config.cluster.world_size,
+            ends=tuple(generation.ends.values()),
+            since_failure=0.0 if failed_at is None else now - failed_at,
+            ran_for=(failed_at or now) - generation.started,
+            trained=self._trained,
+            restarts=self._restarts,
+            budget=self._config.recovery.restarts_in_place,
+            last_mark=self._mark,
+            stopping=StopReason.NONE if stop is None else stop.reason,
+            overdue=self._stopping.overdue(now),
+            command=bool(self._config.command),
+            broken=generation.broken,
+        )
+
+    async def _clear(self) -> bool:
+        """Kill what is left of the generation, on all nodes; whether all of it is really gone."""
+        self._state, number = "clearing", self._now.number
+        self._roster.tell("kill", generation=number)
+        gone = await self._until(lambda: self._roster.all_gone(number), CLEAR_SECONDS)
+        await self._beat()
+        return gone
+
+    async def _end(self, decision: Decision) -> int:
+        """Leave the last word, then let every agent go with the same exit code."""
+        code, result, reason = self._last_word(decision)
+        outcome = AttemptOutcome(
+            attempt=self._attempt.number,
+            job_id=self._place.job_id,
+            result=result,
+            reason=reason,
+            exit_code=int(code),
+            step=self._standing.step,
+            generations=self._now.number,
+            started_at=self._started_at,
+            ended_at=self._wall(),
+            failure=decision.failure,
+        )
+        try:
+            await asyncio.to_thread(outcome.write, self._attempt.outcome)
+        except OSError as error:  # the exit code still tells
+            sys.stderr.write(f"orch-agent: cannot write {self._attempt.outcome}: {error}; it would say: {reason}\n")
+        self._events.write(EventKind.ATTEMPT_ENDED, result=str(result), reason=reason)
+        self._state = "ended"
+        await self._beat()
+        self._roster.tell("end", code=int(code), reason=reason)
+        await self._roster.empty(HANG_UP_SECONDS)
+        return int(code)
+
+    def _last_word(self, decision: Decision) -> tuple[ExitCode, AttemptResult, str]:
+        if decision.action is Action.FINISH:
+            return ExitCode.FINISHED, AttemptResult.FINISHED, decision.reason
+        if decision.action is Action.STOP:
+            stop = self._stopping.stop
+            who = stop.reason.name.lower() if stop else "the ranks themselves"
+            return ExitCode.STOPPED_AFTER_SAVE, AttemptResult.STOPPED, who
+        assert decision.failure is not None
+        return rungs.exit_code(decision.failure), AttemptResult.FAILED, decision.reason

@@ -1,0 +1,62 @@
+"""PURE: when the job ends, why it is asked to stop, and by when its ranks must have saved."""
+
+import re
+from dataclasses import dataclass
+
+from trainer.contract.progress import StopReason
+
+_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
+_SLURM_EARLY = 60.0
+"""Slurm may send the signal of --signal up to so many seconds before it was asked to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """Seconds that ranks get to agree, save and leave."""
+
+    asked: float = 60.0  # after a request or USR2
+    term: float = 20.0  # after SIGTERM: Slurm's KillWait is 30
+    margin: float = 5.0  # to the end of the job, for writing the outcome
+
+
+def parse_time(text: str) -> float | None:
+    """Seconds in Slurm's notation (`90`, `1:30:00`, `2-12`, `2-12:00:00`); None when there is no limit."""
+    text = text.strip()
+    if not text or text.upper() in ("UNLIMITED", "INFINITE", "-1"):
+        return None
+    match = _TIME.fullmatch(text)
+    if match is None:
+        raise ValueError(f"cluster.time={text}: not in Slurm's notation (minutes, h:mm:ss, d-hh:mm:ss)")
+    first, second, third = (int(match[name] or 0) for name in ("first", "second", "third"))
+    if match["days"] is not None:  # days-hours[:minutes[:seconds]]
+        return float(((int(match["days"]) * 24 + first) * 60 + second) * 60 + third)
+    if match["third"] is not None:  # hours:minutes:seconds
+        return float((first * 60 + second) * 60 + third)
+    return float(first * 60 + second)  # minutes[:seconds]
+
+
+def lead(limit: float | None, asked: float) -> float:
+    """Seconds before the end at which an attempt begins to stop: as configured, but never most of a short job."""
+    return asked if limit is None else min(asked, limit / 2)
+
+
+def reason_of(signal_name: str, *, kind: str, left: float | None, lead_seconds: float) -> StopReason:
+    """Why an agent got this signal, with `left` seconds until the end of the job (None: no limit)."""
+    if left is not None and left <= lead_seconds + _SLURM_EARLY and kind == "slurm":
+        return StopReason.TIME_LIMIT
+    if signal_name == "SIGUSR2" or kind == "slurm":
+        return StopReason.PREEMPTION
+    # Nothing preempts a job on this machine: somebody ends it.
+    return StopReason.CANCEL
+
+
+def bound(signal_name: str, reason: StopReason, *, now: float, end: float | None, bounds: Bounds) -> float:
+    """By when, on the clock of `now`, ranks must be done; `end` is the job's end on the same clock."""
+    last = None if end is None else end - bounds.margin
+    if signal_name in ("SIGTERM", "SIGINT"):
+        wish = now + bounds.term
+    elif reason is StopReason.TIME_LIMIT and last is not None:
+        wish = last  # all the time there is
+    else:
+        wish = now + bounds.asked
+    return max(now, wish if last is None else min(wish, last))

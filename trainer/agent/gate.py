@@ -1,0 +1,45 @@
+"""The gate before training: only the one job that the controller has adopted for this attempt may pass."""
+
+import asyncio
+from pathlib import Path
+
+from trainer.contract.launch import LaunchToken
+from trainer.contract.place import Place
+
+SLURM_SECONDS = 60.0
+"""GO is written before the job is released; file systems may show it late."""
+LOCAL_SECONDS = 600.0
+"""On one machine, being held means waiting for GO."""
+
+
+class Refused(Exception):
+    """This process must not train; the message says why."""
+
+
+async def wait_for_go(path: Path, place: Place, attempt: int, *, seconds: float | None = None) -> LaunchToken:
+    """The attempt's launch token once it is there; raises Refused when it is not for this job, or does not come."""
+    # Somebody else restarted this job: its first life has trained already, under the same token.
+    if place.restarts > 0:
+        raise Refused(f"Slurm has restarted job {place.job_id} ({place.restarts} times); orch starts new jobs instead")
+    patience = seconds if seconds is not None else (SLURM_SECONDS if place.kind == "slurm" else LOCAL_SECONDS)
+    token = await _read_late(path, patience)
+    if token.attempt != attempt:
+        raise Refused(f"{path} is for attempt {token.attempt}, this is attempt {attempt}")
+    if token.job_id != place.job_id:
+        raise Refused(f"{path} is for job {token.job_id}, this is job {place.job_id}")
+    return token
+
+
+async def _read_late(path: Path, patience: float) -> LaunchToken:
+    waited, pause = 0.0, 0.02
+    while True:
+        try:
+            return await asyncio.to_thread(LaunchToken.read, path)
+        except FileNotFoundError:
+            problem = "is not there"
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            problem = f"cannot be read: {error}"
+        if waited >= patience:
+            raise Refused(f"{path} {problem} after {patience:.0f} s")
+        await asyncio.sleep(pause)
+        waited, pause = waited + pause, min(pause * 1.5, 0.25)

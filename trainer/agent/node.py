@@ -1,0 +1,362 @@
+"""The agent of one node: obeys the coordinator, owns the nursery and the ranks, reports what happens to them."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from checkpointing.durable import dump_line
+from trainer.agent import address, burial, cores, preflight
+from trainer.agent.blame import signal_name
+from trainer.agent.command import environment, folder
+from trainer.agent.local_ranks import LocalRank, LocalRanks
+from trainer.agent.nursery_link import NurseryLink
+from trainer.agent.roster import SILENCE_SECONDS
+from trainer.agent.wire import Message, Peer, WireError
+from trainer.contract.config import JobConfig
+from trainer.contract.events import EventKind, EventLog
+from trainer.contract.outcome import ExitCode, RankOutcome
+from trainer.contract.place import Place
+from trainer.contract.progress import StopReason
+from trainer.contract.rank import RankSpec, hear
+from trainer.contract.run_dir import AttemptDir, RunDir
+
+_REPORT_SECONDS = 0.5
+_LOOK_SECONDS = 0.05
+_OBEY_SECONDS = 3.0
+_MOST_STILLBORN = 3
+
+
+class NodeAgent:
+    """Everything between one connection to the coordinator and the processes of this node."""
+
+    def __init__(
+        self, *, run: RunDir, attempt: AttemptDir, config: JobConfig, place: Place, events: EventLog,
+        environ: Mapping[str, str],
+    ) -> None:  # fmt: skip
+        self._run, self._attempt, self._config, self._place = run, attempt, config, place
+        self._events, self._environ = events, environ
+        self._link: NurseryLink | None = None
+        self._ranks: LocalRanks | None = None
+        self._stillborn = 0
+        self._told_command = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._early: list[int] = []
+        self._peer: Peer
+
+    async def serve(self, peer: Peer) -> int:
+        """Work until the coordinator says it is over, or is lost; returns the agent's exit code."""
+        self._peer = peer
+        for number in self._early:
+            self.signalled(number)
+        try:
+            faults = await asyncio.to_thread(preflight.examine, self._run.path, self._config)
+            reasons = "; ".join(fault.reason for fault in faults)
+            self._events.write(EventKind.PREFLIGHT, node=self._place.node, ok=not faults, reason=reasons)
+            peer.send("fit", faults=[fault.to_json() for fault in faults])
+            if not faults:
+                self._start_nursery()
+            self._spawn(self._watch())
+            return await self._listen()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await self._leave()
+
+    def signalled(self, number: int) -> None:
+        """Slurm, or a person, sent this agent a signal: the coordinator decides what it means."""
+        if hasattr(self, "_peer"):
+            self._peer.send("signal", name=signal_name(number))
+        else:
+            self._early.append(number)
+
+    async def _listen(self) -> int:
+        while True:
+            try:
+                message = await asyncio.wait_for(self._peer.receive(), SILENCE_SECONDS)
+            except (TimeoutError, WireError) as error:
+                return self._lost_coordinator(str(error) or f"it was silent for {SILENCE_SECONDS:.0f} s")
+            if message is None:
+                return self._lost_coordinator("the connection ended")
+            if message["say"] == "end":
+                return int(message["code"])
+            self._obey(message)
+
+    def _lost_coordinator(self, reason: str) -> int:
+        self._events.write(EventKind.DECISION, action="leave", reason=f"the coordinator is lost: {reason}")
+        _note(f"the coordinator is lost ({reason}): ending this node's ranks")
+        return ExitCode.RETRY
+
+    def _obey(self, message: Message) -> None:
+        match message["say"]:
+            case "start":
+                self._begin(message["generation"], message["master"])
+            case "store" if self._ranks and self._ranks.generation == message["generation"]:
+                store = {"word": "store", "host": message["host"], "port": message["port"]}
+                self._ranks.tell(dump_line(store).encode(), but=0)
+            case "ask":
+                self._ask(StopReason(message["reason"]), message["seconds"])
+            case "kill":
+                self._kill(message["generation"])
+
+    # -- the nursery -------------------------------------------------------------------------------------------------
+
+    def _start_nursery(self) -> None:
+        self._link = NurseryLink(
+            run_dir=self._run.path,
+            environ={**self._environ, **self._config.env, **cores.gpus(self._place, self._config, self._environ)},
+            log=self._attempt.agent_log(self._place.node),
+            on_packet=self._hear_nursery,
+            on_lost=self._lost_nursery,
+        )
+
+    def _hear_nursery(self, packet: dict[str, Any], descriptors: list[int]) -> None:
+        match packet["say"]:
+            case "ready":
+                self._stillborn = 0
+                facts = {key: packet[key] for key in ("warm", "reason", "seconds")}
+                self._events.write(EventKind.NURSERY, node=self._place.node, **facts)
+                self._peer.send("ready", warm=packet["warm"])
+            case "unloadable":
+                self._stillborn = _MOST_STILLBORN
+                _note(packet["traceback"])
+                self._peer.send("unloadable", exception=packet["exception"], message=packet["message"])
+            case "born":
+                self._born(packet, descriptors[0])
+            case "exit":
+                self._exited(packet["rank"], packet["exit_code"], packet["signal"])
+            case "gone":
+                self._gone(packet["rank"])
+            case "unborn":
+                assert self._link is not None
+                self._link.kill(f"rank {packet['rank']} could not be started: {packet['reason']}")
+
+    def _lost_nursery(self, reason: str) -> None:
+        self._events.write(EventKind.NURSERY, node=self._place.node, warm=False, reason=f"died: {reason}", seconds=0.0)
+        self._peer.send("unready", reason=reason)
+        if self._ranks is not None and not self._ranks.all_gone():
+            self._peer.send("broken", generation=self._ranks.generation, reason=reason)
+        self._spawn(self._bury_and_replace(reason))
+
+    async def _bury_and_replace(self, reason: str) -> None:
+        """Ranks of a dead nursery are this process's children now: end them, collect them, then begin anew."""
+        if self._ranks is not None:
+            await burial.bury(self._ranks, self._exited, self._gone)
+        self._stillborn += 1
+        if self._stillborn < _MOST_STILLBORN:
+            self._start_nursery()
+        elif self._stillborn == _MOST_STILLBORN:
+            self._peer.send("barren", reason=f"its nursery died {_MOST_STILLBORN} times in a row: {reason}")
+
+    # -- a generation ------------------------------------------------------------------------------------------------
+
+    def _begin(self, generation: int, master: list[Any] | None) -> None:
+        self._forget_ranks()
+        self._events.generation = generation
+        per_node = self._config.cluster.ranks_per_node
+        first = self._place.node * per_node
+        ranks = self._ranks = LocalRanks(generation, range(first, first + per_node))
+        for local_rank, local in enumerate(ranks.by_rank.values()):
+            order = self._order(ranks, local, local_rank, master)
+            # A nursery that is lost in here has told so by now; what was not started is gone.
+            assert self._link is not None
+            self._link.start_rank(order, local.descriptors() if master is None else ())
+            self._listen_to(local)
+            assert local.theirs is not None
+            local.theirs.close()
+            local.theirs = None
+
+    def _order(self, ranks: LocalRanks, local: LocalRank, local_rank: int, master: list[Any] | None) -> dict[str, Any]:
+        config, place = self._config, self._place
+        order: dict[str, Any] = {
+            "rank": local.rank,
+            "log": str(self._attempt.rank_log(local.rank)),
+            "cores": cores.of_rank(place, config, local_rank, os.sched_getaffinity(0)),
+            "env": {},
+            "command": [],
+            "cwd": "",
+            "spec": None,
+        }
+        if master is not None:
+            order["command"] = list(config.command)
+            order["cwd"] = str(folder(self._run, config))
+            order["env"] = environment(
+                run=self._run, attempt=self._attempt, config=config, place=place, generation=ranks.generation,
+                local_rank=local_rank, master=(master[0], master[1]), inherited=self._environ,
+            )  # fmt: skip
+            return order
+        spec = RankSpec(
+            run_dir=str(self._run.path),
+            attempt=self._attempt.number,
+            generation=ranks.generation,
+            rank=local.rank,
+            local_rank=local_rank,
+            world_size=config.cluster.world_size,
+            local_world_size=config.cluster.ranks_per_node,
+            node=place.node,
+            node_name=place.name,
+            cell_fd=-1,  # the nursery fills in what it receives
+            control_fd=-1,
+            host=self._host(),
+        )
+        return {**order, "spec": asdict(spec)}
+
+    def _host(self) -> str:
+        """Where peers reach this node's ranks: on the named interface, else where the coordinator reaches its agent."""
+        interface = self._config.cluster.interface
+        return address.of_interface(interface) if interface else self._peer.host
+
+    def _listen_to(self, local: LocalRank) -> None:
+        loop, ranks = asyncio.get_running_loop(), self._ranks
+        assert ranks is not None
+
+        def read() -> None:
+            try:
+                message = hear(local.control)
+            except OSError:
+                message = None
+            if message is None:
+                loop.remove_reader(local.control)
+            elif message.get("word") == "store":
+                self._peer.send("store", generation=ranks.generation, host=message["host"], port=message["port"])
+
+        loop.add_reader(local.control, read)
+
+    def _born(self, packet: dict[str, Any], handle: int) -> None:
+        assert self._ranks is not None
+        local = self._ranks.by_rank[packet["rank"]]
+        local.pid, local.handle = packet["pid"], handle
+        asyncio.get_running_loop().add_reader(handle, self._died, self._ranks, local)
+
+    def _died(self, ranks: LocalRanks, local: LocalRank) -> None:
+        """The kernel says that this rank is dead; its nursery says how within milliseconds, if it can."""
+        assert local.handle is not None
+        asyncio.get_running_loop().remove_reader(local.handle)
+
+        def doubt() -> None:
+            if not local.ended and ranks is self._ranks and self._link is not None:
+                self._link.kill(f"it did not collect rank {local.rank}")
+
+        asyncio.get_running_loop().call_later(_OBEY_SECONDS, doubt)
+
+    def _exited(self, rank: int, exit_code: int | None, number: int | None) -> None:
+        """A rank has ended: tell everything that is known about it."""
+        assert self._ranks is not None
+        local = self._ranks.by_rank[rank]
+        local.ended = True
+        if self._config.command and exit_code is not None and 128 < exit_code <= 128 + signal.SIGRTMAX:
+            number, exit_code = exit_code - 128, None  # a shell's way to say that its child was killed
+        reason = "killed by its agent" if self._ranks.killed else _in_words(exit_code, number)
+        self._events.write(
+            EventKind.RANK_EXITED, rank=rank, node=self._place.name, exit_code=exit_code, signal=number, reason=reason
+        )
+        self._peer.send("progress", generation=self._ranks.generation, **self._ranks.summary())
+        end: dict[str, Any] = {"exit_code": exit_code, "signal": number, "step": local.look().step}
+        outcome = self._outcome(rank)
+        if outcome is not None:
+            # It had said all when it died: dying in the interpreter's teardown changes nothing.
+            end = {"exit_code": outcome.exit_code, "signal": None, "step": outcome.step, "echo": outcome.echo}
+            end.update(exception=outcome.exception, message=(outcome.message or "")[:4000])
+        self._peer.send("exit", generation=self._ranks.generation, rank=rank, stepped=local.stepped(), **end)
+
+    def _outcome(self, rank: int) -> RankOutcome | None:
+        assert self._ranks is not None
+        try:
+            return RankOutcome.read(self._attempt.rank_outcome(rank, self._ranks.generation))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def _gone(self, rank: int) -> None:
+        """Nothing is left of this rank, its own children included."""
+        assert self._ranks is not None
+        self._ranks.by_rank[rank].gone = True
+        if self._ranks.all_gone():
+            self._peer.send("gone", generation=self._ranks.generation)
+
+    # -- stopping ----------------------------------------------------------------------------------------------------
+
+    def _ask(self, reason: StopReason, seconds: float | None) -> None:
+        if self._ranks is None:
+            return
+        self._ranks.ask(reason, 0.0 if seconds is None else time.monotonic() + seconds)
+        stopping = reason > StopReason.SAVE_AND_GO_ON
+        if self._config.command and stopping and not self._told_command and self._link is not None:
+            self._told_command = True
+            self._link.signal_ranks(signal.SIGTERM)
+
+    def _kill(self, generation: int) -> None:
+        ranks = self._ranks
+        if ranks is None or ranks.generation != generation or ranks.all_gone():
+            self._peer.send("gone", generation=generation)
+            return
+        ranks.killed = True
+        if self._link is not None:
+            self._link.signal_ranks(signal.SIGKILL)
+        self._spawn(self._insist(ranks))
+
+    async def _insist(self, ranks: LocalRanks) -> None:
+        """A nursery that is stopped, or starved, cannot kill: then it goes first."""
+        await asyncio.sleep(_OBEY_SECONDS)
+        if not ranks.all_gone() and self._link is not None:
+            self._link.kill("its ranks outlived the order to kill them")
+
+    async def _leave(self) -> None:
+        """Leave no process behind."""
+        clean = self._link is None or await self._link.stop()
+        if self._ranks is not None and not clean:
+            await burial.bury(self._ranks, lambda *_: None, lambda _: None)
+        self._forget_ranks()
+
+    def _forget_ranks(self) -> None:
+        loop = asyncio.get_running_loop()
+        for local in self._ranks.by_rank.values() if self._ranks is not None else ():
+            loop.remove_reader(local.control)
+            if local.handle is not None:
+                loop.remove_reader(local.handle)
+        if self._ranks is not None:
+            self._ranks.close()
+        self._ranks = None
+
+    # -- reporting ---------------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Report twice a second; look more often until this generation's first step."""
+        told, waited = 0, 0.0
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            waited += _LOOK_SECONDS
+            ranks = self._ranks
+            if ranks is None:
+                report: dict[str, Any] = {"generation": 0}
+            else:
+                if told == ranks.generation and waited < _REPORT_SECONDS:
+                    continue
+                report = {"generation": ranks.generation, **ranks.summary()}
+            first = ranks is not None and told != ranks.generation and report["stepped"]
+            if first or waited >= _REPORT_SECONDS:
+                told = ranks.generation if first and ranks is not None else told
+                waited = 0.0
+                self._peer.send("progress", **report)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.result()  # our own bug: the loop's handler reports it
+
+
+def _in_words(exit_code: int | None, number: int | None) -> str:
+    return f"killed by {signal_name(number)}" if number is not None else f"exit code {exit_code}"
+
+
+def _note(text: str) -> None:
+    sys.stderr.write(f"orch-agent: {text}\n")
+    sys.stderr.flush()

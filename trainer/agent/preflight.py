@@ -1,0 +1,107 @@
+"""Small, true checks of a node before anything trains on it, and whom a failed one blames."""
+
+import errno
+import os
+import resource
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from checkpointing.durable import write_durably
+from trainer.contract.config import JobConfig
+from trainer.contract.outcome import Failure, FailureKind
+
+_FEWEST_FILES = 1024
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One check that failed; `shared`: it looks at something that all nodes see, so others can bear witness."""
+
+    check: str
+    reason: str
+    shared: bool
+    full: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def examine(run_dir: Path, config: JobConfig) -> list[Fault]:
+    """All checks on the calling node."""
+    found = (_run_folder(run_dir), _data(config), _shared_memory(), _open_files(config.cluster.ranks_per_node))
+    return [fault for fault in found if fault is not None]
+
+
+def _run_folder(run_dir: Path) -> Fault | None:
+    """Write, fsync, rename, read back: what every checkpoint needs."""
+    probe = run_dir / f".probe-{secrets.token_hex(6)}"
+    token = secrets.token_bytes(32)
+    try:
+        write_durably(probe, token)
+        back = probe.read_bytes()
+        probe.unlink()
+    except OSError as error:
+        full = error.errno in _FULL
+        reason = f"cannot write to the run folder {run_dir}: {error.strerror}"
+        return Fault(check="run folder", reason=reason, shared=True, full=full)
+    if back != token:
+        return Fault(check="run folder", reason=f"{run_dir} reads back other bytes than were written", shared=True)
+    return None
+
+
+def _data(config: JobConfig) -> Fault | None:
+    if config.command or not config.data.path:
+        return None
+    path = Path(config.data.path).expanduser()
+    try:
+        os.listdir(path)
+    except OSError as error:
+        return Fault(check="data", reason=f"cannot read data.path={path}: {error.strerror}", shared=True)
+    return None
+
+
+def _shared_memory() -> Fault | None:
+    if os.access("/dev/shm", os.W_OK | os.X_OK):
+        return None
+    return Fault(check="shared memory", reason="/dev/shm is missing or not writable", shared=False)
+
+
+def _open_files(ranks: int) -> Fault | None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = max(_FEWEST_FILES, 256 * ranks)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return None
+    if hard == resource.RLIM_INFINITY or hard > soft:
+        # Ours to raise: ranks inherit it.
+        raised = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+        soft = raised
+    if soft >= _FEWEST_FILES:
+        return None
+    return Fault(check="open files", reason=f"open-files limit is {soft}, below {_FEWEST_FILES}", shared=False)
+
+
+def verdict(faults: Mapping[str, Sequence[Fault]]) -> Failure | None:
+    """PURE: whom to blame when the nodes (by name) report these faults; None when all are fit.
+
+    A node is suspect only for what the others do not suffer from, or what is its own by nature.
+    """
+    sick = {node: found for node, found in faults.items() if found}
+    if not sick:
+        return None
+    for node, found in sick.items():
+        own = next((fault for fault in found if not fault.shared), None)
+        if own is not None:
+            return Failure(kind=FailureKind.NODE_SUSPECT, reason=f"{node}: {own.reason}", node=node)
+    node, found = next(iter(sick.items()))
+    first = found[0]
+    if len(sick) < len(faults) and not first.full:
+        reason = f"{node}: {first.reason}, while {len(faults) - len(sick)} of {len(faults)} nodes can"
+        return Failure(kind=FailureKind.NODE_SUSPECT, reason=reason, node=node)
+    if first.check == "data":
+        return Failure(kind=FailureKind.USER_ERROR, reason=f"on every node: {first.reason}", node=None)
+    return Failure(kind=FailureKind.STORAGE, reason=first.reason, node=None)

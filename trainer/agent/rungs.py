@@ -1,0 +1,144 @@
+"""PURE: what the coordinator does next inside its attempt. Rungs 2 (restart in place) and 4 (leave the attempt)."""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from trainer.agent.blame import Cause, RankEnd, find_cause
+from trainer.contract.outcome import ExitCode, Failure, FailureKind
+from trainer.contract.progress import StopReason
+
+SETTLE_SECONDS = 1.0
+"""How long peers get to leave their own outcomes; they may be blocked in a collective for ever, so no longer."""
+
+QUICK_SECONDS = 60.0
+"""A command that fails alike twice, each time sooner than this, is taken for a deterministic bug."""
+
+
+class Action(Enum):
+    WAIT = auto()
+    FINISH = auto()
+    STOP = auto()
+    RESTART = auto()  # in place
+    END = auto()  # the attempt has failed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """All that a decision within an attempt depends on."""
+
+    world: int
+    ends: tuple[RankEnd, ...] = ()
+    since_failure: float = 0.0  # seconds since the first bad end or breakage
+    ran_for: float = 0.0  # seconds since the generation started
+    trained: bool = False  # this attempt has trained a step (unknown counts as no)
+    restarts: int = 0  # made in this attempt so far
+    budget: int = 0  # recovery.restarts_in_place
+    last_mark: str = ""  # of the failure before this one
+    stopping: StopReason = StopReason.NONE
+    overdue: bool = False  # the stop's bound has passed
+    command: bool = False  # ranks are the user's own command
+    broken: Failure | None = None  # the machinery failed: an agent, a nursery, a preflight
+
+    def bad(self) -> list[RankEnd]:
+        return [end for end in self.ends if not end.good]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What to do, why, and for failures the root cause."""
+
+    action: Action
+    reason: str
+    failure: Failure | None = None
+    mark: str = ""
+
+
+_STOP_FAILURES = {
+    StopReason.CANCEL: FailureKind.CANCELLED,
+    StopReason.PREEMPTION: FailureKind.PREEMPTED,
+    StopReason.TIME_LIMIT: FailureKind.TIME_LIMIT,
+}
+
+
+def decide(now: Situation) -> Decision:
+    """The next action of a running generation."""
+    # An agent is gone, and its node's ranks with it: only a new attempt can replace them.
+    if now.broken is not None and now.broken.kind is FailureKind.AGENT_LOST:
+        return end(now.broken.reason, now.broken)
+    if not now.bad() and now.broken is None:
+        return _without_failure(now)
+    # The first bad end need not be the cause: give the others a moment to say what they know.
+    if now.since_failure < SETTLE_SECONDS and len(now.ends) < now.world:
+        return Decision(action=Action.WAIT, reason="a rank has failed; waiting for what its peers have to say")
+    if now.stopping is not StopReason.NONE:
+        return _failed_while_stopping(now)
+    return _after_failure(now)
+
+
+def _without_failure(now: Situation) -> Decision:
+    if len(now.ends) == now.world:
+        stopped = any(end.exit_code == ExitCode.STOPPED_AFTER_SAVE for end in now.ends)
+        # A command that was told to stop may well leave with 0; only its own checkpoints know whether it was done.
+        if stopped or (now.command and now.stopping is not StopReason.NONE):
+            return Decision(action=Action.STOP, reason=f"all ranks stopped: {now.stopping.name.lower()}")
+        return Decision(action=Action.FINISH, reason="all ranks finished")
+    if now.overdue:
+        return stop_failure(now.stopping, "ranks were told to stop and save, did not do so in time, and were killed")
+    return Decision(action=Action.WAIT, reason=f"{len(now.ends)} of {now.world} ranks have ended")
+
+
+def _failed_while_stopping(now: Situation) -> Decision:
+    if now.command:
+        # SIGTERM is the request, so dying of it, or any exit code after it, is the answer.
+        if len(now.ends) == now.world:
+            return Decision(action=Action.STOP, reason=f"the command ended when asked: {now.stopping.name.lower()}")
+        if not now.overdue:
+            return Decision(action=Action.WAIT, reason="the command was asked to stop")
+        return stop_failure(now.stopping, "the command did not end in time and was killed")
+    cause = _cause(now)
+    failure = cause.failure
+    return end(f"{failure.reason}, while stopping ({now.stopping.name.lower()})", failure, cause.mark)
+
+
+def _after_failure(now: Situation) -> Decision:
+    cause = _cause(now)
+    failure, reason = cause.failure, cause.failure.reason
+    if not cause.retry:
+        return end(reason, failure, cause.mark)
+    if now.restarts >= now.budget:
+        return end(f"{reason}; all {now.budget} restarts in place of this attempt are used", failure, cause.mark)
+    number = now.restarts + 1
+    return Decision(
+        action=Action.RESTART,
+        reason=f"{reason}; restart {number} of {now.budget} in place",
+        failure=failure,
+        mark=cause.mark,
+    )
+
+
+def _cause(now: Situation) -> Cause:
+    if now.broken is not None:
+        return Cause(failure=now.broken, retry=now.broken.kind is FailureKind.RANK_KILLED, mark="broken")
+    # Of a command no step is known: only failing alike, and soon, twice in a row shows that it never will work.
+    quick = now.ran_for < QUICK_SECONDS
+    return find_cause(now.ends, trained=now.trained or now.command, last_mark=now.last_mark if quick else "")
+
+
+def stop_failure(stopping: StopReason, reason: str) -> Decision:
+    """The end of an attempt that was asked to stop and could not do so with a save."""
+    failure = Failure(kind=_STOP_FAILURES.get(stopping, FailureKind.UNKNOWN), reason=reason)
+    return end(f"{reason} ({stopping.name.lower()})", failure)
+
+
+def end(reason: str, failure: Failure, mark: str = "") -> Decision:
+    """The end of an attempt that failed."""
+    return Decision(action=Action.END, reason=reason, failure=failure, mark=mark)
+
+
+def exit_code(failure: Failure) -> ExitCode:
+    """With what code agents leave after this failure."""
+    if failure.kind is FailureKind.USER_ERROR:
+        return ExitCode.NEVER_RETRY
+    if failure.kind is FailureKind.NODE_SUSPECT:
+        return ExitCode.NODE_SUSPECT
+    return ExitCode.RETRY

@@ -71,7 +71,7 @@ def copies(tensor: torch.Tensor, world: int) -> int:
     sharded = 1
     for dim, placement in enumerate(tensor.placements):
         assert not placement.is_partial(), "gradients are reduced before they are measured"
-        if placement.is_shard():
+        if not placement.is_replicate():  # FSDP on top of TP makes a strided shard, for which `is_shard` is False
             sharded *= tensor.device_mesh.size(dim)
     return world // sharded
 

@@ -9,9 +9,7 @@ from trainer.worker.drill import Drill, DrillError
 
 def steps_fired(event: DrillEvent, *, rank=0, attempt=1, generation=1) -> list[tuple[str, int]]:
     told: list[tuple[str, int]] = []
-    drill = Drill(
-        [event], rank=rank, attempt=attempt, generation=generation, announce=lambda *what: told.append(what)
-    )
+    drill = Drill([event], rank=rank, attempt=attempt, generation=generation, announce=lambda *what: told.append(what))
     for step in range(1, 6):
         try:
             drill.after_step(step)

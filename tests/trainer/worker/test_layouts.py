@@ -26,15 +26,13 @@ def test_loss_falls_on_real_text(make_run):
     assert losses[30] < 3.7
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_every_layout_starts_from_the_same_weights(make_run, tied):
+def test_every_layout_starts_from_the_same_weights(make_run):
     digests, losses = {}, {}
     for name, (world, parallel) in LAYOUTS.items():
         run = finished(
             make_run,
             world,
             parallel=parallel,
-            model={"tie_embeddings": tied},
             train={"steps": 1, "lr": 0.0, "dtype": "float32"},
         )
         digests[name], losses[name] = run.final()["weights_digest"], run.losses()[1]
@@ -43,13 +41,24 @@ def test_every_layout_starts_from_the_same_weights(make_run, tied):
 
 
 def test_layouts_train_alike_and_the_same_layout_to_the_bit(make_run):
-    one = finished(make_run, 1, train={"dtype": "float32"})
-    twice = [finished(make_run, 4, parallel={"dp_shard": 2, "tp": 2}, train={"dtype": "float32"}) for _ in range(2)]
-    assert twice[0].losses() == twice[1].losses()
-    assert twice[0].final()["weights_digest"] == twice[1].final()["weights_digest"]
-    assert twice[0].losses() == pytest.approx(one.losses(), rel=1e-4)
-    norms = [{step: line["grad_norm"] for step, line in run.metrics().items()} for run in (one, twice[0])]
-    assert norms[1] == pytest.approx(norms[0], rel=1e-3)
+    # A small rate: Adam turns the rounding of gradients near zero into whole steps.
+    train = {"dtype": "float32", "lr": 1e-3}
+    one = finished(make_run, 1, train=train)
+    for world, parallel in list(LAYOUTS.values())[1:]:
+        other = finished(make_run, world, parallel=parallel, train=train)
+        assert other.losses() == pytest.approx(one.losses(), rel=1e-5)
+        norms = [{step: line["grad_norm"] for step, line in run.metrics().items()} for run in (one, other)]
+        assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+    again = finished(make_run, world, parallel=parallel, train=train)
+    assert again.losses() == other.losses()
+    assert again.final()["weights_digest"] == other.final()["weights_digest"]
+
+
+def test_tied_embeddings_stay_tied_in_every_layout(make_run):
+    train, model = {"steps": 3, "dtype": "float32", "lr": 1e-3}, {"tie_embeddings": True}
+    one = finished(make_run, 1, train=train, model=model)
+    four = finished(make_run, 4, parallel={"dp_shard": 2, "tp": 2}, train=train, model=model)
+    assert four.losses() == pytest.approx(one.losses(), rel=1e-5)
 
 
 def test_bfloat16_stays_near_float32(make_run):

@@ -112,7 +112,7 @@ def _intent(spec: JobSpec, entry: str) -> Intent:
     return Intent(
         name=check_field("name", "name", spec.name), comment=spec.comment, submission=str(spec.submission.absolute()),
         run_dir=str(spec.run_dir), entry=entry, arguments=payload.arguments(spec), nodes=spec.resources.nodes,
-        minutes=minutes("cluster.time", spec.resources.time), signal_lead=spec.resources.signal_lead,
+        limit_s=60 * minutes("cluster.time", spec.resources.time), signal_lead=spec.resources.signal_lead,
         command=("bash", "-c", "\n".join([*lines, f"exec {prepared.python}"])), devices=_devices(spec),
         asked_at=time.time(),
     )  # fmt: skip
@@ -181,7 +181,7 @@ def _known(intent: Intent, host: Host) -> JobStatus:
     state = end.state if end else "PENDING" if held else "RUNNING"
     codes = [code for code in end.exit_codes if code is not None] if end else []
     worst = next((code for code in codes if code), 0 if codes else None)
-    limit = None if host.started_at is None else host.started_at + 60.0 * intent.minutes
+    limit = None if host.started_at is None else host.started_at + intent.limit_s
     return JobStatus(
         job_id=host.job_id, name=intent.name, state=state, comment=intent.comment,
         submit_time=time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(intent.asked_at)),

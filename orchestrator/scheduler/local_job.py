@@ -102,12 +102,12 @@ class Job:
         """Write the payload, and the environment from which submitit's controller reads what it is to do."""
         intent = self._intent
         made = _Executor(intent.folder, python=shlex.join(intent.command[-1:]))
-        made.update_parameters(tasks_per_node=intent.nodes, timeout_min=intent.minutes)
+        made.update_parameters(tasks_per_node=intent.nodes, timeout_min=intent.limit_s / 60)
         made.submit(load_entry(intent.entry), *intent.arguments)
         os.environ.update(
             SUBMITIT_LOCAL_NTASKS=str(intent.nodes),
             SUBMITIT_LOCAL_COMMAND=shlex.join([*intent.command[:-1], intent.command[-1] + _after(made)]),
-            SUBMITIT_LOCAL_TIMEOUT_S=str(60 * intent.minutes),
+            SUBMITIT_LOCAL_TIMEOUT_S=str(intent.limit_s),
             SUBMITIT_LOCAL_SIGNAL_DELAY_S=str(intent.signal_lead),
             SUBMITIT_LOCAL_NODEID="0",
             SUBMITIT_LOCAL_JOB_NUM_NODES="1",

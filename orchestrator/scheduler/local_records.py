@@ -32,7 +32,7 @@ class Intent:
     entry: str
     arguments: tuple[str, ...]
     nodes: int
-    minutes: int
+    limit_s: int
     signal_lead: int
     command: tuple[str, ...]
     """What starts one task; submitit's part is added to the last word."""
@@ -95,8 +95,10 @@ def write_intent(index: Path, intent: Intent) -> Path:
 
 
 def read_intent(path: Path) -> Intent:
-    fields = read_json(path)
-    return Intent(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
+    fields: dict[str, Any] = {}
+    for key, value in read_json(path).items():
+        fields[key] = tuple(value) if isinstance(value, list) else value
+    return Intent(**fields)
 
 
 def intents(index: Path) -> list[Intent]:

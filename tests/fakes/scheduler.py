@@ -1,0 +1,57 @@
+"""The smallest scheduler: jobs in memory, as obedient as the contract asks."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from orchestrator.errors import SlurmUnreachable, SubmitAmbiguous
+from orchestrator.scheduler.base import ENDED_STATES, JobSpec, JobStatus
+
+
+class FakeScheduler:
+    """Scheduler in memory; `silent` takes its answers away, `ambiguous` lets submits fail after the fact."""
+
+    kind = "slurm"
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, JobStatus] = {}
+        self.specs: dict[str, JobSpec] = {}
+        self.silent = self.ambiguous = False
+        self.calls: list[str] = []
+
+    def submit(self, spec: JobSpec) -> None:
+        self._answer(f"submit {spec.name}")
+        job_id = str(len(self.jobs) + 1)
+        self.specs[job_id] = spec
+        self.jobs[job_id] = JobStatus(
+            job_id=job_id, name=spec.name, state="PENDING", submit_time=f"T{job_id}", comment=spec.comment, held=True
+        )
+        if self.ambiguous:
+            raise SubmitAmbiguous("sbatch: Socket timed out on send/recv operation")
+
+    def find(self, name_prefix: str) -> list[JobStatus]:
+        self._answer(f"find {name_prefix}")
+        return [job for job in self.jobs.values() if job.name.startswith(name_prefix)]
+
+    def poll(self, ids: list[str]) -> dict[str, JobStatus]:
+        self._answer(f"poll {','.join(ids)}")
+        return {job_id: self.jobs[job_id] for job_id in ids if job_id in self.jobs}
+
+    def release(self, job_id: str, submission: Path) -> None:
+        self._answer(f"release {job_id}")
+        if job_id in self.jobs and self.jobs[job_id].held:
+            nodes = tuple(f"n{index + 1}" for index in range(self.specs[job_id].resources.nodes))
+            self.set(job_id, held=False, state="RUNNING", nodes=nodes)
+
+    def cancel(self, job_id: str) -> None:
+        self._answer(f"cancel {job_id}")
+        if job_id in self.jobs and self.jobs[job_id].state not in ENDED_STATES:
+            self.set(job_id, held=False, state="CANCELLED")
+
+    def set(self, job_id: str, **changes: object) -> None:
+        """Let something happen to a job."""
+        self.jobs[job_id] = replace(self.jobs[job_id], **changes)  # type: ignore[arg-type]
+
+    def _answer(self, call: str) -> None:
+        if self.silent:
+            raise SlurmUnreachable("Unable to contact slurm controller (connect failure)")
+        self.calls.append(call)

@@ -1,0 +1,230 @@
+"""Local jobs: who may die at which moment, and what is said about it afterwards."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from orchestrator.errors import ConfigError, SubmitRejected
+from orchestrator.scheduler import local, local_records
+from orchestrator.scheduler.base import JobSpec, JobStatus, Resources
+from orchestrator.scheduler.local import LocalScheduler
+from tests.orchestrator.scheduler.contract import World, eventually
+from trainer.contract.place import discover
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    index = tmp_path / "index"
+    yield World(scheduler=LocalScheduler(entry="tests.slurm.payload:record", index=index), folder=tmp_path)
+    for intent in local_records.intents(index):
+        local_records.end_marked(intent.name, 0.0)
+
+
+def running(world: World) -> tuple[JobSpec, JobStatus]:
+    spec = world.spec()
+    job = world.submit(spec)
+    world.release(job, spec)
+    world.until_running(job, spec)
+    return spec, job
+
+
+def facts(spec: JobSpec, node: int) -> dict[str, object]:
+    found: dict[str, object] = json.loads((spec.run_dir / f"started-{node}.json").read_text())
+    return found
+
+
+def test_tasks_find_themselves_in_the_job_that_the_scheduler_names(world: World) -> None:
+    spec, job = running(world)
+    environ = facts(spec, 1)["environ"]
+    assert isinstance(environ, dict)
+    place = discover(environ)
+    assert (place.job_id, place.node, place.nodes, place.name) == (job.job_id, 1, 2, "local-1")
+
+
+def test_a_job_sees_no_secret_of_the_submitting_shell(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLOUD_SECRET_KEY", "hunter2")
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    spec, _ = running(world)
+    environ = facts(spec, 0)["environ"]
+    assert isinstance(environ, dict)
+    assert "CLOUD_SECRET_KEY" not in environ
+    assert "SLURM_JOB_ID" not in environ
+    assert environ["HOME"] == os.environ["HOME"]
+    assert environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_job_has_a_session_of_its_own(world: World) -> None:
+    spec, job = running(world)
+    task = facts(spec, 0)["pid"]
+    assert isinstance(task, int)
+    assert os.getsid(task) == int(job.job_id.partition("-")[0])
+    assert os.getsid(task) != os.getsid(0)
+
+
+SUBMIT_AND_DIE = """
+import os, signal, subprocess, sys
+from pathlib import Path
+from orchestrator.scheduler import local
+from orchestrator.scheduler.base import JobSpec, Resources
+
+def killed_right_after_the_spawn(command, *, timeout, check, capture_output, text, errors, **more):
+    subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **more)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+local.subprocess.run = killed_right_after_the_spawn
+run_dir = Path(sys.argv[1])
+scheduler = local.LocalScheduler(entry="tests.slurm.payload:record", index=Path(sys.argv[2]))
+scheduler.submit(JobSpec(name=sys.argv[3], comment="c", run_dir=run_dir, attempt=1, submission=run_dir / "submission",
+                         resources=Resources(nodes=2, time="5")))
+"""
+
+
+def test_a_submitter_killed_after_the_spawn_leaves_a_job_that_is_found_and_starts(world: World, tmp_path: Path) -> None:
+    spec = world.spec()
+    command = [sys.executable, "-c", SUBMIT_AND_DIE, str(spec.run_dir), str(tmp_path / "index"), spec.name]
+    submitter = subprocess.run(command, cwd=Path(__file__).parents[3], check=False, timeout=60)
+    assert submitter.returncode == -signal.SIGKILL
+    (job,) = world.scheduler.find(spec.name)
+    assert job.held
+    world.release(job, spec)
+    world.until_running(job, spec)
+
+
+def test_a_submitter_killed_before_the_spawn_leaves_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def die(*_: object) -> None:
+        raise Killed
+
+    monkeypatch.setattr(local, "_start", die)
+    spec = world.spec()
+    with pytest.raises(Killed):
+        world.scheduler.submit(spec)
+    assert [intent.name for intent in local_records.intents(tmp_path / "index")] == [spec.name]
+    assert world.scheduler.find(spec.name) == []
+
+
+def test_a_second_submission_under_the_same_name_is_the_same_job(world: World) -> None:
+    spec = world.spec()
+    first = world.submit(spec)
+    assert world.submit(spec).job_id == first.job_id
+    world.scheduler.cancel(first.job_id)
+
+
+def test_a_task_that_fails_fails_the_job_with_its_code(world: World, tmp_path: Path) -> None:
+    world.scheduler = LocalScheduler(entry="tests.slurm.payload:fail", index=tmp_path / "index")
+    spec = world.spec()
+    (spec.run_dir / "code").write_text("76")
+    job = world.submit(spec)
+    world.release(job, spec)
+    assert world.until_ended(job) == "FAILED"
+    ended = world.scheduler.poll([job.job_id])[job.job_id]
+    assert (ended.exit_code, ended.signal, ended.nodes) == (76, None, ("local-0", "local-1"))
+
+
+def test_one_task_ends_and_the_others_go_on(world: World) -> None:
+    spec, job = running(world)
+    task = facts(spec, 0)["pid"]
+    assert isinstance(task, int)
+    os.kill(task, signal.SIGKILL)
+    eventually(lambda: not psutil.pid_exists(task) or psutil.Process(task).status() == "zombie", "the task is dead")
+    assert world.state(job) == "RUNNING"
+    (spec.run_dir / "stop").touch()
+    assert world.until_ended(job) == "FAILED"
+    assert world.scheduler.poll([job.job_id])[job.job_id].signal == signal.SIGKILL
+
+
+def kill_holder(job: JobStatus) -> None:
+    holder = int(job.job_id.partition("-")[0])
+    os.kill(holder, signal.SIGKILL)
+    eventually(lambda: not psutil.pid_exists(holder) or psutil.Process(holder).status() == "zombie", "it is dead")
+
+
+def test_a_job_whose_holder_was_killed_runs_while_a_task_lives(world: World) -> None:
+    spec, job = running(world)
+    kill_holder(job)
+    assert world.state(job) == "RUNNING"
+    (spec.run_dir / "stop").touch()
+    assert world.until_ended(job) == "FAILED"
+    assert "was killed" in world.scheduler.poll([job.job_id])[job.job_id].reason
+
+
+def test_cancel_reaches_the_tasks_of_a_killed_holder(world: World) -> None:
+    spec, job = running(world)
+    kill_holder(job)
+    world.scheduler.cancel(job.job_id)
+    assert local_records.marked(spec.name) == []
+    assert world.state(job) == "FAILED"
+
+
+def test_after_a_restart_of_the_machine_its_jobs_are_gone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, job = running(world)
+    monkeypatch.setattr(local_records, "boot_id", lambda: "another")
+    assert world.state(job) == "NODE_FAIL"
+    world.scheduler.cancel(job.job_id)
+    assert len(local_records.marked(spec.name)) >= 2, "a process that only has the same pid must not be hit"
+
+
+def test_the_time_limit_ends_it_after_a_warning(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The limit counts in minutes, so one is written into the intent that is shorter."""
+    spec = world.spec()
+    write = local_records.write_intent
+    monkeypatch.setattr(
+        local_records, "write_intent", lambda index, intent: write(index, replace(intent, limit_s=3, signal_lead=2))
+    )
+    world.scheduler = LocalScheduler(entry="tests.slurm.payload:note_warning", index=tmp_path / "index")
+    job = world.submit(spec)
+    world.release(job, spec)
+    assert world.until_ended(job) == "TIMEOUT"
+    assert sorted(path.name for path in spec.run_dir.glob("warned-*")) == ["warned-0", "warned-1"]
+
+
+def test_srun_arguments_have_no_place_here(world: World) -> None:
+    spec = replace(world.spec(), templates=("pyxis",), template_args={"image": "x.sqsh"})
+    with pytest.raises(ConfigError, match="need srun"):
+        world.scheduler.submit(spec)
+
+
+def test_more_gpus_than_there_are_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    world.resources = Resources(nodes=2, gpus_per_node=2, time="5")
+    with pytest.raises(SubmitRejected, match=r"more GPUs than this machine has \(2\)"):
+        world.scheduler.submit(world.spec())
+
+
+def test_every_simulated_node_has_gpus_of_its_own(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    world.resources = Resources(nodes=2, gpus_per_node=1, time="5")
+    spec, _ = running(world)
+    seen = [facts(spec, node)["environ"] for node in (0, 1)]
+    assert [environ["CUDA_VISIBLE_DEVICES"] for environ in seen if isinstance(environ, dict)] == ["4", "6"]
+
+
+def test_a_job_that_cannot_start_says_why(world: World, tmp_path: Path) -> None:
+    world.scheduler = LocalScheduler(entry="no.such.module:here", index=tmp_path / "index")
+    with pytest.raises(SubmitRejected, match="No module named 'no'"):
+        world.scheduler.submit(world.spec())
+
+
+def test_entries_of_jobs_long_ended_are_dropped(world: World, tmp_path: Path) -> None:
+    spec = world.spec()
+    job = world.submit(spec)
+    world.scheduler.cancel(job.job_id)
+    world.until_ended(job)
+    end = local_records.read_end(spec.submission)
+    assert end is not None
+    local_records.forget_old(tmp_path / "index", end.ended_at + 86400)
+    assert len(world.scheduler.find("orch-")) == 1
+    local_records.forget_old(tmp_path / "index", end.ended_at + 8 * 86400)
+    assert world.scheduler.find("orch-") == []

@@ -55,7 +55,7 @@ def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "") -
     `trained`: the attempt has trained at least one step, as far as is known; `last_mark`: the `mark` of the failure
     before this one.
     """
-    root = min((end for end in ends if not end.good), key=lambda end: (_doubt(end), end.at))
+    root = min((end for end in ends if not end.good), key=lambda end: (doubt(end), end.at))
     kind, retry, what = _classify(root)
     mark = f"{root.exception or root.signal or root.exit_code}@{root.step}"
     own_exception = kind is FailureKind.USER_ERROR and retry
@@ -77,7 +77,7 @@ def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "") -
     return Cause(failure=failure, retry=retry, mark=mark)
 
 
-def _doubt(end: RankEnd) -> int:
+def doubt(end: RankEnd) -> int:
     """0: this end explains itself; 1: it may follow from another; 2: it says so."""
     if end.echo:
         return 2

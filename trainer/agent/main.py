@@ -55,7 +55,7 @@ def run_agent(run_dir: str, attempt: str) -> NoReturn:
         setproctitle("orch-agent")
         run = RunDir(Path(run_dir))
         code = asyncio.run(Agent(run, run.attempt(int(attempt)), early).live())
-    except BaseException:  # noqa: BLE001 - the outermost edge of this process
+    except BaseException:  # noqa: BLE001  # outermost edge
         traceback.print_exc()
     finally:
         sys.stdout.flush()

@@ -161,7 +161,7 @@ def _warm(config: JobConfig, link: socket.socket) -> RankMain:
         from trainer.worker.main import rank_main, warm
 
         warm(config)
-    except Exception as error:  # noqa: BLE001 - user code is imported here; the report is all that is left to do
+    except Exception as error:  # noqa: BLE001  # outermost edge
         fault = {"exception": type(error).__name__, "message": str(error)[:4000]}
         packets.send(link, {"say": "unloadable", **fault, "traceback": traceback.format_exc()[-16000:]})
         sys.exit(1)

@@ -3,12 +3,15 @@
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from trainer.agent.blame import Cause, RankEnd, find_cause
+from trainer.agent.blame import Cause, RankEnd, doubt, find_cause
 from trainer.contract.outcome import ExitCode, Failure, FailureKind
 from trainer.contract.progress import StopReason
 
 SETTLE_SECONDS = 1.0
 """How long peers get to leave their own outcomes; they may be blocked in a collective for ever, so no longer."""
+
+SURE_SECONDS = 0.2
+"""The same when an end explains itself: only an earlier one could be the cause, and that one is on its way."""
 
 QUICK_SECONDS = 60.0
 """A command that fails alike twice, each time sooner than this, is taken for a deterministic bug."""
@@ -68,7 +71,8 @@ def decide(now: Situation) -> Decision:
     if not now.bad() and now.broken is None:
         return _without_failure(now)
     # The first bad end need not be the cause: give the others a moment to say what they know.
-    if now.since_failure < SETTLE_SECONDS and len(now.ends) < now.world:
+    settle = SURE_SECONDS if any(doubt(end) == 0 for end in now.bad()) else SETTLE_SECONDS
+    if now.since_failure < settle and len(now.ends) < now.world:
         return Decision(action=Action.WAIT, reason="a rank has failed; waiting for what its peers have to say")
     if now.stopping is not StopReason.NONE:
         return _failed_while_stopping(now)

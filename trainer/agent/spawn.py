@@ -39,7 +39,7 @@ def become_rank(
             _run_cold(spec)
         setproctitle(f"orch-rank-{spec.rank}")
         code = main(spec)
-    except BaseException:  # noqa: BLE001 - the outermost edge of this process
+    except BaseException:  # noqa: BLE001  # outermost edge
         traceback.print_exc()
     finally:
         _flush()

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from job import LocalJob
+from tests.trainer.agent.job import LocalJob
 
 STAND_IN = Path(__file__).parent / "stand_in.py"
 

@@ -1,6 +1,6 @@
 """Real agents, real processes: two nodes of two ranks, restarted in place."""
 
-from job import until
+from tests.trainer.agent.job import until
 from trainer.contract.events import EventKind
 from trainer.contract.outcome import AttemptResult
 

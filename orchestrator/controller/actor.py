@@ -96,27 +96,28 @@ class Actor:
 
     def _submit(self, view: RunView, scheduler: Scheduler) -> None:
         attempt = view.last
-        failpoints.reach("before_submit_mark")
+        failpoints.reach("before_mark")
         self.hold_lease()
         ensure_attempt_dir(view.folder, attempt)
         spec = job_spec(view.run, attempt, view.config)
         now = self.clock.wall()
         self.store.note_attempt(view.run.name, attempt.number, epoch=self.epoch, submitted_at=now)
-        failpoints.reach("before_sbatch")
+        failpoints.reach("before_submit")
         try:
             scheduler.submit(spec)
         finally:
             self.watch.forget(f"absent:{attempt.job_name}")
-        failpoints.reach("after_sbatch")
+        failpoints.reach("after_submit")
         self.did(f"submitted {attempt.job_name}")
 
     def _adopt(self, view: RunView, live: list[JobStatus]) -> None:
-        failpoints.reach("after_look_up")
+        failpoints.reach("after_find")
         attempt, job = view.last, oldest(live)
         for other in live:
             if other is not job:
                 self.cancel(view.run, other.job_id, f"a duplicate of {job.job_id}")
                 failpoints.reach("after_cancel_duplicate")
+        failpoints.reach("after_adopt")
         self.watch.forget(f"absent:{attempt.job_name}")
         reason = f"job {job.job_id} is queued"
 
@@ -128,7 +129,7 @@ class Actor:
                 self.store.move_run(view.run.name, RunState.QUEUED, reason, **stamp)
 
         self.store.together(submitted)
-        failpoints.reach("after_submitted_row")
+        failpoints.reach("after_submitted")
         self.did(f"adopted job {job.job_id} for {view.run.name}/{attempt.number}")
         self.let_go(view.run, self.store.attempt(view.run.name, attempt.number), view.folder)
 

@@ -169,12 +169,13 @@ def _ingest_progress(store: Store, view: RunView, epoch: int, now: float) -> boo
 
 
 def progress(place: AttemptDir) -> tuple[int | None, float | None]:
-    """Newest trained step and its loss, from the heartbeat, else from the metrics' last line."""
-    beat = Heartbeat.read(place.heartbeat)
+    """Newest trained step and its loss, from the metrics' last line, else from the heartbeat."""
     line = last_line(place.metrics)
-    if line is not None and (beat is None or beat.step is None or line.get("step", -1) >= beat.step):
-        return line.get("step"), number(line["loss"]) if line.get("loss") is not None else None
-    return (beat.step, beat.loss) if beat is not None else (None, None)
+    if line is not None and line.get("step") is not None:
+        return line["step"], number(line["loss"]) if line.get("loss") is not None else None
+    beat = Heartbeat.read(place.heartbeat)
+    # Step 0 says that no rank has told its step yet, not that the run is back at its beginning.
+    return (beat.step, beat.loss) if beat is not None and beat.step else (None, None)
 
 
 def last_line(path: Path) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from random import Random
 from secrets import token_hex
 from typing import Any
@@ -27,6 +28,7 @@ from orchestrator.scheduler.base import LEAVING_STATES, RUNNING_STATES, JobStatu
 from orchestrator.states import LIVE_ATTEMPTS, LIVE_RUNS, AttemptState, RunState
 from trainer.contract.config import build
 from trainer.contract.requests import RequestKind
+from trainer.contract.run_dir import RunDir
 
 log = logging.getLogger("orch.controller")
 
@@ -88,6 +90,13 @@ class Controller:
             errors=tuple(self._errors),
             unreachable=tuple(kind for kind, sight in sights.items() if not sight.answered),
         )
+
+    def news(self) -> tuple[object, ...]:
+        """What can be seen without asking a scheduler; another value than before calls for a pass."""
+        runs = self.store.runs(LIVE_RUNS)
+        places = [RunDir(Path(run.run_dir)).all_attempts()[-1:] for run in runs]
+        ended = [place[0].outcome.exists() for place in places if place]
+        return tuple(ask.id for ask in self.store.asks()), tuple(run.name for run in runs), tuple(ended)
 
     def _look(self, kind: str, runs: list[Run], attempts: Mapping[str, tuple[Attempt, ...]]) -> Sight:
         if kind not in self.schedulers:

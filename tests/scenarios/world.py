@@ -7,7 +7,6 @@ from random import Random
 from typing import Any
 
 from checkpointing.durable import canonical
-from orchestrator.config import RunConfig
 from orchestrator.controller import failpoints
 from orchestrator.controller.reconcile import Controller, TickReport
 from orchestrator.errors import RegistryError

@@ -1,0 +1,80 @@
+"""The lease as this host sees it: who holds it, whether that process lives, and when it may be taken over."""
+
+import os
+import socket
+from dataclasses import dataclass
+
+from orchestrator.controller.actor import LEASE_TTL
+from orchestrator.controller.watch import Watch
+from orchestrator.registry.records import Lease
+from orchestrator.registry.store import Store
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """A process that holds or wants the lease: `host:pid:start time`, because pids come back."""
+
+    host: str
+    pid: int
+    started: str
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.pid}:{self.started}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Holder | None":
+        """The parts of a holder; None for the empty one of a dropped lease, or for anything else."""
+        host, _, rest = text.rpartition(":")[0].rpartition(":")
+        pid, started = rest, text.rpartition(":")[2]
+        return cls(host=host, pid=int(pid), started=started) if host and pid.isdigit() else None
+
+    @property
+    def is_here(self) -> bool:
+        return self.host == host_name()
+
+    @property
+    def lives(self) -> bool | None:
+        """Whether the process lives; None when it runs on another host."""
+        return start_time(self.pid) == self.started if self.is_here else None
+
+
+def this_process() -> Holder:
+    return Holder(host=host_name(), pid=os.getpid(), started=start_time(os.getpid()) or "0")
+
+
+def host_name() -> str:
+    return socket.gethostname()
+
+
+def start_time(pid: int) -> str | None:
+    """When the process was started, in clock ticks since boot; None when there is none, or only its remains."""
+    try:
+        with open(f"/proc/{pid}/stat") as stream:
+            fields = stream.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in ("Z", "X") else fields[19]
+
+
+def may_take(held: Lease | None, watch: Watch, *, ttl: float = LEASE_TTL) -> bool:
+    """Whether the lease may be taken (over): hosts' clocks differ, so its age is judged by our own observation."""
+    # Nobody has it, or its holder gave it back.
+    if held is None or not held.holder:
+        return True
+    holder = Holder.parse(held.holder)
+    lives = holder.lives if holder is not None else None
+    # On this host the process itself can be looked at, dead or alive.
+    if lives is not None:
+        return not lives or holder == this_process()
+    return watch.age("lease", f"{held.epoch}:{held.renewed_at}") >= ttl
+
+
+def acquire(store: Store, watch: Watch, now: float, *, ttl: float = LEASE_TTL) -> Lease | None:
+    """The lease for this process; None while another controller lives."""
+    held = store.lease()
+    if not may_take(held, watch, ttl=ttl):
+        return None
+    # The store compares with its column: let a lease that we saw die count as expired, whatever that host's clock said.
+    then = now if held is None else max(now, held.expires_at)
+    lease = store.take_lease(str(this_process()), then, ttl)
+    return store.renew_lease(lease, now, ttl) if lease is not None else None

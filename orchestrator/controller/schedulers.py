@@ -1,0 +1,62 @@
+"""The schedulers this machine can use, and how large a partition is."""
+
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping
+
+from orchestrator.config import RunConfig
+from orchestrator.scheduler.base import Scheduler
+
+KEEP = 600.0
+"""Seconds for which the size of a partition is believed."""
+ANSWER_WITHIN = 10.0
+
+
+def usable() -> Mapping[str, Scheduler]:
+    """Local always; Slurm where its commands are. Runs of a kind that is missing wait, untouched."""
+    from orchestrator.scheduler.local import LocalScheduler  # brings what starts processes
+
+    found: dict[str, Scheduler] = {"local": LocalScheduler()}
+    if shutil.which("sbatch") is not None:
+        from orchestrator.scheduler.slurm import SlurmScheduler  # as above
+
+        found["slurm"] = SlurmScheduler()
+    return found
+
+
+class Partitions:
+    """Answers how many nodes a run's partition has; None where Slurm does not say."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[float, int | None]] = {}
+
+    def __call__(self, config: RunConfig) -> int | None:
+        name, now = config.cluster.partition, time.monotonic()
+        if name not in self._known or now - self._known[name][0] > KEEP:
+            self._known[name] = (now, _ask(name))
+        return self._known[name][1]
+
+
+def _ask(partition: str) -> int | None:
+    chosen = ["-p", partition] if partition else []
+    try:
+        done = subprocess.run(
+            ["sinfo", "-h", "-o", "%D %P", *chosen],
+            capture_output=True, text=True, errors="replace", timeout=ANSWER_WITHIN, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return read_sizes(done.stdout, partition) if done.returncode == 0 else None
+
+
+def read_sizes(text: str, partition: str) -> int | None:
+    """Nodes of `partition` in lines of `count name`; the default one (marked by *) when none is named."""
+    sizes: dict[str, int] = {}
+    for line in text.splitlines():
+        count, _, name = line.strip().partition(" ")
+        if count.isdigit():
+            sizes[name] = sizes.get(name, 0) + int(count)
+    if partition:
+        return sizes.get(partition, sizes.get(f"{partition}*"))
+    return next((size for name, size in sizes.items() if name.endswith("*")), None)

@@ -1,0 +1,275 @@
+"""The controller as a process: a daemon, one pass, and what the command line asks about it."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from orchestrator.controller.lease import Holder, acquire, host_name
+from orchestrator.controller.reconcile import Controller, TickReport
+from orchestrator.controller.schedulers import Partitions, usable
+from orchestrator.controller.watch import Clock, Watch, boot_id
+from orchestrator.errors import Fenced, OrchError, Precondition, RegistryError
+from orchestrator.home import state_home
+from orchestrator.registry import quick
+from orchestrator.registry.records import Lease
+from orchestrator.registry.store import Store
+from orchestrator.states import LIVE_RUNS
+
+log = logging.getLogger("orch.controller")
+
+IDLE_EXIT = 120.0
+"""Seconds without a live run after which a daemon started by `orch submit` ends."""
+SHORTEST, LONGEST = 1.0, 15.0
+"""Seconds between passes: while something changes, and once nothing does any more."""
+LOOK = 0.5
+"""Seconds between looks for news that need no scheduler: requests, new runs, outcomes."""
+STOP_WITHIN = 15.0
+"""Seconds that `stop` waits for the daemon to finish its pass."""
+FRESH = 45.0
+"""Age of a lease of another host up to which its controller counts as alive."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Health:
+    """Whether a controller lives, as far as this host can tell."""
+
+    alive: bool
+    host: str | None
+    pid: int | None
+    epoch: int
+    renewed_at: float | None
+    ticked_at: float | None
+    log: str
+
+
+def status(store_path: Path) -> Health:
+    """Who holds the lease, and when it last passed over all runs; reads only, without the ORM."""
+    held = quick.lease(store_path)
+    holder = Holder.parse(held.holder) if held is not None else None
+    return Health(
+        alive=_alive(held, holder),
+        host=holder.host if holder else None,
+        pid=holder.pid if holder else None,
+        epoch=held.epoch if held else 0,
+        renewed_at=held.renewed_at if held else None,
+        ticked_at=(held.ticked_at or None) if held else None,
+        log=str(log_path()),
+    )
+
+
+def _alive(held: Lease | None, holder: Holder | None) -> bool:
+    if held is None or holder is None:
+        return False
+    lives = holder.lives
+    return time.time() - held.renewed_at < FRESH if lives is None else lives
+
+
+def log_path() -> Path:
+    return state_home() / "controller.log"
+
+
+def ensure_running(store_path: Path) -> bool:
+    """Start a controller of this user unless one lives; whether one was started. It outlives the caller."""
+    if status(store_path).alive:
+        return False
+    command = [sys.executable, "-P", "-m", "orchestrator.controller.service", str(store_path.absolute())]
+    # WARNING: setproctitle overwrites the environment's memory unless SPT_NOENV says otherwise.
+    environment = {**os.environ, "SPT_NOENV": "1"}
+    root = str(Path(__file__).resolve().parents[2])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+    with open(log_path(), "ab", opener=_private) as sink:
+        subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True, cwd="/",
+            env=environment,
+        )  # fmt: skip
+    return True
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def stop(store_path: Path) -> bool:
+    """End the controller that holds the lease; whether there was one. Raises Precondition when it cannot be reached."""
+    held = quick.lease(store_path)
+    holder = Holder.parse(held.holder) if held is not None else None
+    if holder is None or not _alive(held, holder):
+        return False
+    if not holder.is_here:
+        raise Precondition(
+            f"the controller runs on {holder.host}",
+            where=f"pid {holder.pid}",
+            hint=f"type `orch controller stop` on {holder.host}",
+        )
+    os.kill(holder.pid, signal.SIGTERM)
+    deadline = time.monotonic() + STOP_WITHIN
+    while holder.lives and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if holder.lives:
+        raise Precondition(
+            f"the controller (pid {holder.pid}) is still in a pass after {STOP_WITHIN:.0f} s",
+            where=str(log_path()),
+            hint=f"wait, or end it with `kill -9 {holder.pid}`: it may be killed at any moment",
+        )
+    return True
+
+
+@contextmanager
+def _controller(store_path: Path) -> Iterator[Controller]:
+    clock = Clock()
+    with Store.open(store_path) as store:
+        watch = Watch(clock.mono, store_path.with_name(f".{store_path.name}.watch.{host_name()}"), boot_id())
+        yield Controller(store, usable(), clock=clock, watch=watch, pool_size=Partitions())
+
+
+def tick_once(store_path: Path) -> TickReport | None:
+    """One pass of this process; None when another controller lives. Raises RegistryError."""
+    if status(store_path).alive and not _is_mine(store_path):
+        return None
+    with _controller(store_path) as controller:
+        lease = acquire(controller.store, controller.watch, time.time())
+        if lease is None:
+            controller.watch.save()
+            return None
+        try:
+            return controller.tick(lease)
+        finally:
+            controller.store.drop_lease(controller.actor.lease)
+
+
+def _is_mine(store_path: Path) -> bool:
+    return status(store_path).pid == os.getpid()
+
+
+def run_daemon(store_path: Path, idle_exit_s: float | None = None) -> None:
+    """Keep runs going until SIGTERM, Ctrl-C, the loss of the lease, or `idle_exit_s` seconds without a live run."""
+    from setproctitle import setproctitle
+
+    os.environ.setdefault("SPT_NOENV", "1")
+    setproctitle(f"orch-controller {store_path}")
+    with _controller(store_path) as controller:
+        Daemon(controller, idle_exit_s).run()
+
+
+class Daemon:
+    """The loop around the passes of one process."""
+
+    def __init__(self, controller: Controller, idle_exit_s: float | None) -> None:
+        self.controller, self.idle_exit_s = controller, idle_exit_s
+        self.stopping = False
+        self._pause = SHORTEST
+        self._idle_since: float | None = None
+
+    def run(self) -> None:
+        """Take the lease and pass over the runs, again and again."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._stop)
+        lease = self._await_lease()
+        if lease is None:
+            return
+        log.info("controller with epoch %d on %s, pid %d", lease.epoch, host_name(), os.getpid())
+        try:
+            self._loop(lease)
+        except Fenced as error:
+            log.warning("%s: this one ends", error.what)
+            return
+        self.controller.store.drop_lease(self.controller.actor.lease)
+        log.info("controller ends")
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self.stopping = True
+
+    def _await_lease(self) -> Lease | None:
+        """The lease; None when another controller shows signs of life."""
+        store, watch = self.controller.store, self.controller.watch
+        first = store.lease()
+        while not self.stopping:
+            lease = acquire(store, watch, time.time())
+            if lease is not None:
+                return lease
+            held = store.lease()
+            here = Holder.parse(held.holder) if held else None
+            renewed = held is not None and first is not None and held.renewed_at != first.renewed_at
+            if renewed or (here is not None and here.lives):
+                log.info("another controller lives: %s", held.holder if held else "")
+                return None
+            time.sleep(1.0)
+        return None
+
+    def _loop(self, lease: Lease) -> None:
+        while not self.stopping:
+            report = self._tick(lease)
+            lease = self.controller.actor.lease
+            if self._is_idle(report):
+                # A run may have been submitted while its submitter still saw this controller alive.
+                self.controller.store.drop_lease(lease)
+                if not self._has_work():
+                    return
+                taken = acquire(self.controller.store, self.controller.watch, time.time())
+                if taken is None:
+                    raise Fenced("another controller took over")
+                lease = taken
+            self._rest(report)
+
+    def _tick(self, lease: Lease) -> TickReport | None:
+        try:
+            report = self.controller.tick(lease)
+        except Fenced:
+            raise
+        except (OrchError, OSError) as error:
+            log.error("pass failed: %s", error)
+            self.controller.actor.hold_lease()
+            return None
+        for line in (*report.actions, *report.errors):
+            log.info("%s", line)
+        for kind in report.unreachable:
+            log.warning("%s does not answer: nothing is assumed", kind)
+        return report
+
+    def _is_idle(self, report: TickReport | None) -> bool:
+        if report is None or report.live > 0:
+            self._idle_since = None
+            return False
+        now = time.monotonic()
+        self._idle_since = now if self._idle_since is None else self._idle_since
+        return self.idle_exit_s is not None and now - self._idle_since >= self.idle_exit_s
+
+    def _has_work(self) -> bool:
+        return bool(self.controller.store.runs(LIVE_RUNS, limit=1)) or bool(self.controller.store.asks())
+
+    def _rest(self, report: TickReport | None) -> None:
+        """Sleep until the next pass; news that needs no scheduler ends the sleep."""
+        changed = report is not None and report.changed
+        self._pause = SHORTEST if changed else min(LONGEST, self._pause * 1.5)
+        until = time.monotonic() + self._pause
+        before = self.controller.news()
+        while not self.stopping and time.monotonic() < until:
+            time.sleep(min(LOOK, max(0.0, until - time.monotonic())))
+            try:
+                if self.controller.news() != before:
+                    self._pause = SHORTEST
+                    return
+            except RegistryError as error:
+                log.warning("%s", error.what)
+
+
+def main() -> None:
+    """What `ensure_running` starts."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout)
+    try:
+        run_daemon(Path(sys.argv[1]), IDLE_EXIT)
+    except Exception:  # outermost edge: the log is the only place where a daemon can say why it died
+        log.exception("the controller died")
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

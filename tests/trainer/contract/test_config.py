@@ -1,0 +1,69 @@
+"""The resolved configuration as the job reads it."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from trainer.contract import config as configs
+from trainer.contract.config import ClusterShape, DrillEvent, JobConfig, ModelConfig, ParallelConfig, TrainConfig
+
+
+def test_what_is_written_reads_back(tmp_path):
+    config = JobConfig(
+        cluster=ClusterShape(nodes=2, ranks_per_node=2),
+        parallel=ParallelConfig(dp_shard=2, tp=2),
+        drill=configs.DrillConfig(events=(DrillEvent(rank=1, step=5),)),
+        data=configs.DataConfig(text=("python-stdlib",)),
+        env={"A": "b"},
+        train=TrainConfig(lr=1e-3),
+    )
+    (tmp_path / "config.json").write_text(json.dumps(asdict(config)))
+    assert configs.load(tmp_path / "config.json") == config
+
+
+def test_keys_of_the_login_node_are_ignored_and_missing_ones_take_defaults(tmp_path):
+    (tmp_path / "config.json").write_text('{"cluster":{"partition":"gpu","nodes":3},"notify":{"to":"me"}}')
+    config = configs.load(tmp_path / "config.json")
+    assert config.cluster.nodes == 3
+    assert config.train == TrainConfig()
+
+
+def test_an_integer_serves_as_a_float(tmp_path):
+    (tmp_path / "config.json").write_text('{"train":{"lr":1}}')
+    assert isinstance(configs.load(tmp_path / "config.json").train.lr, float)
+
+
+@pytest.mark.parametrize(
+    ("world", "parallel", "shard"), [(8, {"tp": 2}, 4), (8, {"dp_replicate": 2, "tp": 2}, 2), (1, {}, 1)]
+)
+def test_zero_shards_over_what_is_left(world, parallel, shard):
+    assert ParallelConfig(**parallel).shard_size(world) == shard
+
+
+@pytest.mark.parametrize(
+    ("world", "parallel"), [(4, {"tp": 3}), (4, {"dp_shard": 3}), (2, {"tp": 4}), (6, {"dp_replicate": 4})]
+)
+def test_sizes_that_do_not_multiply_to_the_world_are_named(world, parallel):
+    with pytest.raises(ValueError, match=rf"but cluster.nodes x cluster.ranks_per_node = {world}"):
+        ParallelConfig(**parallel).shard_size(world)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        (ClusterShape, {"kind": "pbs"}, "cluster.kind=pbs"),
+        (ClusterShape, {"nodes": 0}, "cluster.nodes=0"),
+        (ClusterShape, {"gpus_per_node": 3, "ranks_per_node": 2}, "one GPU for each rank"),
+        (ParallelConfig, {"tp": 0}, "at least 1"),
+        (ModelConfig, {"heads": 3}, "heads=3 must divide dim=128"),
+        (ModelConfig, {"heads": 4, "kv_heads": 3}, "kv_heads=3 must divide heads"),
+        (ModelConfig, {"dim": 12, "heads": 4}, "must be even"),
+        (TrainConfig, {"steps": 0}, "train.steps=0"),
+        (TrainConfig, {"dtype": "float16"}, "bfloat16 or float32"),
+        (DrillEvent, {"kind": "explode"}, "kind=explode"),
+    ],
+)
+def test_values_that_cannot_work_say_what_to_do(kind, values, message):
+    with pytest.raises(ValueError, match=message):
+        kind(**values)

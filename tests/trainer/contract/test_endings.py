@@ -1,0 +1,103 @@
+"""Outcomes, launch tokens, requests and rank messages: what is written reads back, and damage is noticed."""
+
+import socket
+
+import pytest
+
+from trainer.contract.launch import LaunchToken, holds, revoke
+from trainer.contract.outcome import AttemptOutcome, AttemptResult, ExitCode, Failure, FailureKind, RankOutcome
+from trainer.contract.rank import RankSpec, hear, say
+from trainer.contract.requests import Request, RequestKind, pending
+from trainer.contract.run_dir import RunDir
+
+TOKEN = LaunchToken(attempt=2, epoch=5, job_id="77", nonce="0123abcd", checkpoints=("step-00000003.001-aa",))
+
+
+def test_a_ranks_outcome(tmp_path):
+    outcome = RankOutcome(
+        rank=3, generation=2, node="n1", step=7, exit_code=ExitCode.ERROR, time=1.5,
+        exception="ValueError", message="wrong", traceback="Traceback ...", echo=True,
+    )  # fmt: skip
+    outcome.write(tmp_path / "outcomes" / "rank.json")
+    assert RankOutcome.read(tmp_path / "outcomes" / "rank.json") == outcome
+
+
+@pytest.mark.parametrize("failure", [None, Failure(kind=FailureKind.RANK_KILLED, reason="rank 1: SIGKILL", signal=9)])
+def test_an_attempts_outcome(tmp_path, failure):
+    outcome = AttemptOutcome(
+        attempt=1, job_id="77", result=AttemptResult.FAILED, reason="r", exit_code=75, step=9, generations=2,
+        started_at=1.0, ended_at=2.0, failure=failure,
+    )  # fmt: skip
+    outcome.write(tmp_path / "outcome.json")
+    assert AttemptOutcome.read(tmp_path / "outcome.json") == outcome
+
+
+def test_a_failure_from_a_newer_version_loses_only_what_is_unknown():
+    fields = {**Failure(kind=FailureKind.STORAGE, reason="full").to_json(), "added_later": 1}
+    assert Failure.from_json(fields) == Failure(kind=FailureKind.STORAGE, reason="full")
+
+
+def test_exit_codes_that_scripts_depend_on():
+    assert {code.name: int(code) for code in ExitCode} == {
+        "FINISHED": 0, "ERROR": 1, "RETRY": 75, "STOPPED_AFTER_SAVE": 76, "NODE_SUSPECT": 77, "NEVER_RETRY": 78,
+    }  # fmt: skip
+
+
+def test_a_token_holds_until_it_is_revoked_or_replaced(tmp_path):
+    path = tmp_path / "GO"
+    assert not holds(path, TOKEN)
+    TOKEN.write(path)
+    assert LaunchToken.read(path) == TOKEN
+    assert holds(path, TOKEN)
+    LaunchToken(attempt=2, epoch=6, job_id="78", nonce="0123abcd").write(path)
+    assert not holds(path, TOKEN)
+    revoke(path)
+    revoke(path)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"schema":"orch.go/2"}', '{"schema":"orch.go/1","surprise":1}'])
+def test_a_damaged_token_counts_as_revoked(tmp_path, text):
+    (tmp_path / "GO").write_text(text)
+    assert not holds(tmp_path / "GO", TOKEN)
+
+
+def test_requests_are_pending_until_answered(tmp_path):
+    stop = Request(kind=RequestKind.STOP, attempt=1, reason="by hand")
+    name = stop.write(tmp_path)
+    Request(kind=RequestKind.DEADLINE, attempt=2, reason="Slurm says", value=12.5).write(tmp_path)
+    (tmp_path / "note.txt").write_text("no request")
+    (tmp_path / "broken.json").write_text("{")
+    (found,) = pending(tmp_path, 1, set())
+    assert (found.kind, found.reason, found.name) == (RequestKind.STOP, "by hand", name)
+    assert pending(tmp_path, 1, {name}) == []
+    assert [request.value for request in pending(tmp_path, 2, set())] == [12.5]
+    assert pending(tmp_path / "none", 1, set()) == []
+
+
+def test_a_rank_spec_travels_as_text():
+    spec = RankSpec(
+        run_dir="/r", attempt=1, generation=2, rank=3, local_rank=1, world_size=4, local_world_size=2, node=1,
+        node_name="n1", cell_fd=5, control_fd=6, host="10.0.0.2", env={"A": "b"},
+    )  # fmt: skip
+    assert RankSpec.from_json(spec.to_json()) == spec
+
+
+def test_words_over_the_control_socket():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    say(ours, "store", host="n0", port=29500)
+    assert hear(theirs) == {"word": "store", "host": "n0", "port": 29500}
+    ours.close()
+    assert hear(theirs) is None
+    theirs.close()
+
+
+def test_a_run_folder_is_private_and_never_taken_over(tmp_path):
+    run = RunDir(tmp_path / "demo-1")
+    run.make()
+    assert run.path.stat().st_mode & 0o777 == 0o700
+    with pytest.raises(FileExistsError):
+        run.make()
+    for number in (10, 9):
+        run.attempt(number).make()
+    assert [attempt.number for attempt in run.all_attempts()] == [9, 10]

@@ -1,0 +1,82 @@
+"""The progress cell: consistent readings from another process, and a stop flag the other way."""
+
+import os
+import struct
+
+import pytest
+
+from trainer.contract.progress import SIZE, Phase, ProgressCell, StopReason
+
+
+@pytest.fixture
+def cell():
+    cell = ProgressCell.create()
+    yield cell
+    cell.close()
+
+
+def other_side(cell: ProgressCell) -> ProgressCell:
+    """The same page as another process sees it."""
+    return ProgressCell(os.dup(cell.descriptor))
+
+
+def test_a_fresh_cell_reads_as_nothing_done(cell):
+    reading = cell.read()
+    assert reading is not None
+    assert (reading.step, reading.phase, reading.loss) == (0, Phase.INIT, 0.0)
+    assert cell.stop_asked() == (StopReason.NONE, 0.0)
+
+
+def test_the_other_side_reads_what_was_written(cell):
+    reader = other_side(cell)
+    cell.update(step=7, phase=Phase.BACKWARD, loss=0.1 + 0.2, saved_step=5, total_steps=9, generation=2)
+    reading = reader.read()
+    assert reading is not None
+    assert (reading.step, reading.phase, reading.loss) == (7, Phase.BACKWARD, 0.1 + 0.2)
+    assert (reading.saved_step, reading.total_steps, reading.generation) == (5, 9, 2)
+    reader.close()
+
+
+def test_only_what_changed_stamps_its_time(cell):
+    cell.update(step=1, phase=Phase.DATA)
+    before = cell.read()
+    cell.update(phase=Phase.FORWARD)
+    after = cell.read()
+    assert after.step_at == before.step_at
+    assert after.phase_at > before.phase_at
+    assert after.step == 1
+
+
+def test_a_writer_that_died_in_the_middle_gives_no_reading(cell):
+    page = os.fdopen(os.dup(cell.descriptor), "r+b", buffering=0)
+    page.write(struct.pack("<Q", 3))
+    page.close()
+    assert cell.read(tries=3) is None
+
+
+def test_the_stop_flag_does_not_disturb_the_reading(cell):
+    reader = other_side(cell)
+    cell.update(step=3)
+    reader.ask_stop(StopReason.TIME_LIMIT, deadline=12.5)
+    assert cell.stop_asked() == (StopReason.TIME_LIMIT, 12.5)
+    assert reader.read().step == 3
+    reader.close()
+
+
+def test_readings_are_consistent_while_another_process_writes(cell):
+    pid = os.fork()
+    if pid == 0:
+        for step in range(1, 20_000):
+            cell.update(step=step, saved_step=step, total_steps=step)
+        os._exit(0)
+    seen = set()
+    while os.waitpid(pid, os.WNOHANG) == (0, 0):
+        if (reading := cell.read()) is not None:
+            assert reading.step == reading.saved_step == reading.total_steps
+            seen.add(reading.step)
+    assert cell.read().step == 19_999
+    assert len(seen) > 10
+
+
+def test_the_page_is_as_small_as_promised(cell):
+    assert os.fstat(cell.descriptor).st_size == SIZE

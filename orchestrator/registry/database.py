@@ -14,6 +14,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from orchestrator.registry.faults import explain, is_busy
+from orchestrator.registry.rows import TOUCHED
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -28,7 +29,8 @@ class Database:
     """Runs transactions: reads see one snapshot, writes take the lock at once, and a busy one is tried again."""
 
     def __init__(self, path: Path, *, readonly: bool = False, patience: float = 30.0) -> None:
-        self.path, self.readonly, self._patience = path, readonly, patience
+        self.path, self._patience = path, patience
+        self.after_commit: Callable[[set[str]], None] = lambda runs: None
         self._engine = _engine(path, readonly)
         self._active = threading.local()
 
@@ -56,13 +58,19 @@ class Database:
                 time.sleep(random.uniform(0.01, 0.1))
 
     def _once(self, work: Callable[[Connection], T], *, writes: bool) -> T:
-        with self._engine.connect().execution_options(**{_WRITES: writes}) as connection, connection.begin():
-            if writes:
-                self._active.connection = connection
-            try:
-                return work(connection)
-            finally:
-                self._active.connection = None
+        with self._engine.connect().execution_options(**{_WRITES: writes}) as connection:
+            connection.info.pop(TOUCHED, None)
+            with connection.begin():
+                if writes:
+                    self._active.connection = connection
+                try:
+                    result = work(connection)
+                finally:
+                    self._active.connection = None
+            touched: set[str] = connection.info.pop(TOUCHED, set())
+        if touched:
+            self.after_commit(touched)
+        return result
 
     def close(self) -> None:
         self._engine.dispose()

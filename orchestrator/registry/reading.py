@@ -111,6 +111,12 @@ class Reading(Verbs):
         wanted = (CursorRow.run == run) & (CursorRow.file == file)
         return connection.execute(select(CursorRow.offset).where(wanted)).scalar() or 0
 
+    @reads
+    def cursors(self, connection: Connection, run: str) -> dict[str, int]:
+        """How far every event file of a run has been read."""
+        rows = connection.execute(select(CursorRow.file, CursorRow.offset).where(CursorRow.run == run))
+        return {row.file: row.offset for row in rows}
+
 
 def _resolved(connection: Connection, name: str) -> str:
     if name == "@last":

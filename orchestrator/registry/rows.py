@@ -10,6 +10,8 @@ from orchestrator.registry.records import Attempt, Checkpoint, Generation, Run
 from orchestrator.registry.schema import AttemptRow, Base, CheckpointRow, GenerationRow, RunRow, TransitionRow
 
 R = TypeVar("R")
+TOUCHED = "orch_touched"
+"""Where a connection keeps the names of the runs whose state its transaction has changed."""
 
 
 def record(kind: type[R], row: RowMapping) -> R:
@@ -77,6 +79,7 @@ def generation_rows(connection: Connection, run: str, attempt: int | None) -> li
 def note_transition(
     connection: Connection, run: str, kind: str, subject: str, before: str, after: str, reason: str, time: float
 ) -> None:
-    """Write down one change of state with its reason."""
+    """Write down one change of state with its reason; the run's record is due once the transaction is committed."""
+    connection.info.setdefault(TOUCHED, set()).add(run)
     values = {"run": run, "kind": kind, "subject": subject, "before": before, "after": after}
     connection.execute(insert(TransitionRow).values(**values, reason=reason, time=time))

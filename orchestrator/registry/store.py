@@ -14,12 +14,14 @@ from orchestrator.registry.deciding import Deciding
 from orchestrator.registry.filesystem import journal_for, mounted
 from orchestrator.registry.leasing import Leasing
 from orchestrator.registry.reading import Reading
+from orchestrator.registry.recording import write_records
+from orchestrator.registry.restoring import Restoring
 from orchestrator.registry.versions import HEAD, KNOWN
 
 T = TypeVar("T")
 
 
-class Store(Reading, Asking, Leasing, Deciding):
+class Store(Reading, Asking, Leasing, Deciding, Restoring):
     """The open registry. Each write is one durable transaction, tried again while another process writes."""
 
     @classmethod
@@ -38,7 +40,9 @@ class Store(Reading, Asking, Leasing, Deciding):
             if readonly:
                 raise faults.older(str(found), path)
             migrate.upgrade(path)
-        return cls(Database(path, readonly=readonly))
+        store = cls(Database(path, readonly=readonly))
+        store.database.after_commit = lambda runs: write_records(store, runs)
+        return store
 
     def together(self, work: Callable[[], T]) -> T:
         """Run several verbs as one transaction; `work` must be repeatable, since a busy registry runs it again."""

@@ -3,6 +3,7 @@
 import types
 import typing
 from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -293,4 +294,6 @@ def build(kind: Any, value: Any) -> Any:
     if origin in (typing.Union, types.UnionType):
         inner = next(arg for arg in typing.get_args(kind) if arg is not type(None))
         return None if value is None else build(inner, value)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind(value)
     return float(value) if kind is float else value

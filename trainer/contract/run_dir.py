@@ -98,6 +98,11 @@ class RunDir:
         return self.path / "config.json"
 
     @property
+    def record(self) -> Path:
+        """What the registry knows of this run, written by the controller side: `orch db rebuild` reads it."""
+        return self.path / "record.json"
+
+    @property
     def requests(self) -> Path:
         return self.path / "requests"
 

@@ -1,0 +1,59 @@
+"""Putting rows back that were read from run directories, into a registry that is being rebuilt."""
+
+from typing import Any
+
+from sqlalchemy import Connection, insert, select
+from sqlalchemy.dialects.sqlite import insert as insert_or
+
+from orchestrator.registry.database import Verbs, writes
+from orchestrator.registry.leasing import NOBODY
+from orchestrator.registry.recording import Record
+from orchestrator.registry.records import Attempt, Checkpoint, Generation, Node, Run, Transition
+from orchestrator.registry.schema import (
+    AttemptRow,
+    Base,
+    CheckpointRow,
+    CursorRow,
+    GenerationRow,
+    LeaseRow,
+    NodeRow,
+    RunRow,
+    TransitionRow,
+)
+
+Row = Run | Attempt | Generation | Checkpoint | Transition
+
+
+class Restoring(Verbs):
+    """Writes of `orch db rebuild`, on a file that nobody else has open."""
+
+    @writes
+    def put_record(self, connection: Connection, record: Record) -> None:
+        """Insert all rows of a run as they were recorded; of a node that is known already the fuller row stays."""
+        rows: list[tuple[type[Base], Row]] = [(RunRow, record.run)]
+        rows += [(AttemptRow, item) for item in record.attempts]
+        rows += [(GenerationRow, item) for item in record.generations]
+        rows += [(CheckpointRow, item) for item in record.checkpoints]
+        rows += [(TransitionRow, item) for item in record.transitions]
+        for model, item in rows:
+            connection.execute(insert(model).values(**item.__dict__))
+        for file, offset in record.cursors.items():
+            connection.execute(insert(CursorRow).values(run=record.run.name, file=file, offset=offset))
+        for node in record.nodes:
+            _put_node(connection, node)
+
+    @writes
+    def start_epochs_after(self, connection: Connection, epoch: int) -> None:
+        """Let the next holder of the lease be newer than every one before the registry was lost."""
+        lost: dict[str, Any] = {"epoch": epoch, "holder": NOBODY, "renewed_at": 0.0, "expires_at": 0.0}
+        row = insert_or(LeaseRow).values(id=1, ticked_at=0.0, **lost)
+        connection.execute(row.on_conflict_do_update(index_elements=("id",), set_=lost))
+
+
+def _put_node(connection: Connection, node: Node) -> None:
+    wanted = (NodeRow.cluster == node.cluster) & (NodeRow.name == node.name)
+    known = connection.execute(select(NodeRow.last_seen).where(wanted)).scalar()
+    row = insert_or(NodeRow).values(**node.__dict__)
+    if known is None or known <= node.last_seen:
+        rest = {key: value for key, value in node.__dict__.items() if key not in ("cluster", "name")}
+        connection.execute(row.on_conflict_do_update(index_elements=("cluster", "name"), set_=rest))

@@ -55,8 +55,6 @@ def rebuild(screen: Screen, roots: tuple[Path, ...], more: tuple[Path, ...]) -> 
 
     ROOTS are the folders that hold runs (`cluster.root`). A registry that is there is set aside, never overwritten.
     """
-    from orchestrator.rebuild import rebuild as make
-
     roots += more
     for root in roots:
         if not root.is_dir():
@@ -67,6 +65,8 @@ def rebuild(screen: Screen, roots: tuple[Path, ...], more: tuple[Path, ...]) -> 
             where="command line: orch db rebuild",
             hint="name every `cluster.root`:  orch db rebuild --root ~/orch-runs",
         )
+    from orchestrator.rebuild import rebuild as make  # sqlalchemy: after the roots have been checked
+
     found = make(registry_path(), [root.resolve() for root in roots])
     screen.note(f"registry {registry_path()}")
     if screen.json:

@@ -25,9 +25,9 @@ from orchestrator.home import state_home
 @click.option("--timeout", type=click.FloatRange(min=1), default=300.0, show_default=True, metavar="SECONDS")
 @click.pass_obj
 def demo(screen: Screen, overrides: tuple[str, ...], root: Path | None, timeout: float) -> int:
-    """A small run on this machine: two simulated nodes, four ranks, one of which is killed in mid-run.
+    """A small run on this machine that is killed and recovers.
 
-    It tokenizes real text, trains, loses a rank to SIGKILL, restarts in place from its newest checkpoint and
+    Two simulated nodes with two ranks each: it tokenizes real text, trains, loses a rank to SIGKILL, restarts in place from its newest checkpoint and
     finishes; then it shows what happened. About a minute on two cores. Exit code 8 when it does not recover.
     """
     from orchestrator.compose import compose  # omegaconf: only for the verbs that read configurations

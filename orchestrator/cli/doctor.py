@@ -20,9 +20,9 @@ MARKS = {OK: "ok  ", INFO: "note", WARN: "warn", FAIL: "FAIL"}
 @click.option("--config", "source", default="tiny-gpt", show_default=True, help="Configuration to take cluster.* from.")
 @click.pass_obj
 def doctor(screen: Screen, root: Path | None, source: str) -> int:
-    """What works on this machine and cluster, what orch can promise here, and what to mend.
+    """What works on this machine and cluster, and what to mend.
 
-    Changes nothing. Exit code 4 when something must be mended before runs can go on.
+    It also tells what orch can promise here, and changes nothing. Exit code 4 when something must be mended before runs can go on.
     """
     found: list[Check] = []
     cluster = _cluster(source, found)

@@ -102,7 +102,9 @@ def _usage(screen: Screen, error: click.ClickException) -> int:
     context = error.ctx if isinstance(error, click.UsageError) else None
     path = context.command_path if context else "orch"
     code = "NotFound" if isinstance(error, click.FileError) else "Usage"
-    screen.error(code, error.format_message().rstrip("."), f"command line: {path}", f"see `{path} -h`")
+    screen.error(
+        code, " ".join(error.format_message().split()).rstrip("."), f"command line: {path}", f"see `{path} -h`"
+    )
     return NotFound.exit_code if code == "NotFound" else 2
 
 

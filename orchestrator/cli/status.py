@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from orchestrator.cli.options import Verb
+from orchestrator.cli.pulse import alive, controller_lives
 from orchestrator.cli.registry import open_store, require_registry
 from orchestrator.cli.render import Column, Screen, compact, count, decimal, iso, span
 from orchestrator.errors import ConfigError
@@ -170,14 +171,6 @@ TSV = [
 ]
 
 
-def controller_lives(now: float) -> bool:
-    """Whether some controller holds a lease that has not run out."""
-    from orchestrator.registry import quick
-
-    lease = quick.lease(registry_path())
-    return lease is not None and bool(lease.holder) and lease.expires_at > now
-
-
 def _warn_without_controller(screen: Screen, rows: list[dict[str, Any]]) -> None:
     if any(row["state"] in LIVE_RUNS for row in rows) and not controller_lives(time.time()):
         screen.warn(
@@ -194,7 +187,7 @@ def _footer(rows: list[dict[str, Any]]) -> str:
     looked = f"looked {span(now - lease.ticked_at)} ago" if lease and lease.ticked_at else "has not looked yet"
     if lease is None:
         word = "none"
-    elif lease.holder and lease.expires_at > now:
+    elif alive(lease, now):
         word = f"ok ({looked}, {lease.holder.split(':')[0]})"
     else:
         word = f"none ({looked})"

@@ -1,6 +1,7 @@
 """`orch submit`: from a configuration to a job that is queued, and to a controller that sees it through."""
 
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from orchestrator.cli.registry import open_store
 from orchestrator.cli.render import Screen
 from orchestrator.cli.status import one_row
 from orchestrator.cli.watch import until_end, verdict
-from orchestrator.errors import Fenced, Precondition, SlurmUnreachable
+from orchestrator.errors import Fenced, SlurmUnreachable
 from orchestrator.home import registry_path
 from orchestrator.states import ENDED_RUNS, RunState
 
@@ -79,8 +80,8 @@ def launch(
     from orchestrator.controller import launch as launching
     from orchestrator.controller import service
 
-    with open_store() as store:
-        run, attempt = launching.submit(store, composed, name=name, cluster=cluster, now=time.time())
+    with open_store() as store, screen.bar("tokenizing") as meter:
+        run, attempt = launching.submit(store, composed, name=name, cluster=cluster, now=time.time(), progress=meter)
     if not no_controller:
         service.ensure_running(registry_path())
     row = _await_job(screen, run.name, no_controller=no_controller)
@@ -154,15 +155,12 @@ def preview(screen: Screen, composed: Any, name: str | None, cluster: str | None
 
 def _kind(screen: Screen, wanted: str) -> str:
     """Where the run would go; a script for Slurm can be looked at on a machine without Slurm."""
-    from orchestrator.scheduler.choose import choose
+    from orchestrator.scheduler.choose import resolve
 
-    try:
-        return choose(wanted).kind
-    except Precondition as error:
-        if wanted != "slurm":
-            raise
-        screen.warn("no_slurm", f"{error.what}; submitting from here would be refused")
-        return "slurm"
+    kind = resolve(wanted)
+    if kind == "slurm" and shutil.which("sbatch") is None:
+        screen.warn("no_slurm", "there is no Slurm on this machine: submitting from here would be refused")
+    return kind
 
 
 def _script(composed: Any, slug: str) -> str:

@@ -7,8 +7,9 @@ from typing import Any
 import click
 
 from orchestrator.cli.feed import Feed, progress_line, sentence
+from orchestrator.cli.pulse import controller_lives
 from orchestrator.cli.render import Screen, Ticker
-from orchestrator.cli.status import controller_lives, one_row
+from orchestrator.cli.status import one_row
 from orchestrator.errors import Fenced, RunCancelled, RunFailed, SlurmUnreachable, WaitTimeout
 from orchestrator.home import registry_path
 from orchestrator.states import ENDED_RUNS, RunState

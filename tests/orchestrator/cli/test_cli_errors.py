@@ -1,0 +1,128 @@
+"""Bad input: one clear complaint with what, where and what to type, the right exit code, and nothing lost."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from orchestrator.cli import main, status
+from tests.orchestrator.cli.conftest import Seeds, Type
+
+BAD_CONFIGS = {
+    "unknown key": ("tiny-gpt", "train.stps=3", "did you mean `train.steps`"),
+    "wrong type": ("tiny-gpt", "train.steps=many", "train.steps"),
+    "no such preset": ("tiny-gp", "", "tiny-gpt"),
+    "sizes that do not multiply": ("tiny-gpt", "parallel.tp=3", "parallel"),
+    "no such file": ("./mine.yaml", "", "mine.yaml"),
+}
+
+
+@pytest.mark.parametrize("case", list(BAD_CONFIGS))
+@pytest.mark.parametrize("verb", ["submit", "config validate", "config show"])
+def test_a_bad_configuration_is_refused_before_anything_is_written(
+    orch: Type, home: Path, tmp_path: Path, case: str, verb: str
+) -> None:
+    source, override, word = BAD_CONFIGS[case]
+    words = [*verb.split(), source, *([override] if override else [])]
+    refused = orch(*words)
+    assert refused.code in (2, 3), refused.err
+    assert word in refused.err
+    assert_three_parts(refused.err)
+    assert refused.out == ""
+    assert not (home / "registry.db").exists()
+    as_json = orch(*words, "--json")
+    assert as_json.code == refused.code
+    error = as_json.answer["error"]
+    assert as_json.answer["schema"] == "orch.error/1"
+    assert list(error) == ["code", "message", "where", "hint"]
+    assert error["message"]
+
+
+def assert_three_parts(text: str) -> None:
+    """`error: what`, then indented where and hint, and never a traceback."""
+    first, *rest = text.rstrip().splitlines()
+    assert first.startswith("error: ")
+    assert rest, text
+    assert all(line.startswith("  ") for line in rest), text
+    assert "Traceback" not in text
+
+
+def test_a_file_that_is_no_yaml(orch: Type, tmp_path: Path) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text("train: [1, 2\nname: x")
+    refused = orch("config", "validate", path)
+    assert refused.code == 2
+    assert "broken.yaml" in refused.err
+    assert_three_parts(refused.err)
+
+
+def test_no_slurm(orch: Type, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("orchestrator.controller.launch", reason="the launch room is not there yet")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    refused = orch("submit", "tiny-gpt", "--cluster", "slurm", f"cluster.root={tmp_path}")
+    assert refused.code == 4
+    assert "Slurm" in refused.err
+    assert "local" in refused.err
+    assert orch("status", "--json").data == []
+
+
+@pytest.mark.parametrize(
+    ("words", "word"),
+    [
+        (("statu",), "did you mean `status`"),
+        (("ckpt", "verfy"), "did you mean `verify`"),
+        (("status", "--bogus"), "--bogus"),
+        (("submit",), "CONFIG"),
+        (("wait", "x", "--timeout", "soon"), "--timeout"),
+        (("ckpt", "verify", "x", "--level", "3"), "--level"),
+        (("submit", "tiny-gpt", "--cluster", "moon"), "moon"),
+        (("controller", "install"), "--via"),
+        (("logs", "x", "--rank", "some"), "first-error"),
+    ],
+)
+def test_a_command_line_that_is_wrong(orch: Type, words: tuple[str, ...], word: str) -> None:
+    refused = orch(*words)
+    assert refused.code == 2
+    assert word in refused.err
+    assert_three_parts(refused.err)
+    assert orch(*words, "--json").answer["error"]["message"]
+
+
+def test_an_internal_error_keeps_its_traceback_in_a_file(
+    orch: Type, seeds: Seeds, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(status, "_rows", broken)
+    failed = orch("status")
+    assert failed.code == 1
+    assert "internal error: ZeroDivisionError: a defect" in failed.err
+    assert "Traceback" not in failed.err
+    assert str(home / "last-error.txt") in failed.err
+    assert "in broken" in (home / "last-error.txt").read_text()
+    assert "Traceback" in orch("status", "--debug").err
+    assert json.loads(orch("status", "--json").out)["error"]["code"] == "Internal"
+
+
+def test_an_error_of_the_file_system_is_no_defect(orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device", "/lustre/x")
+
+    monkeypatch.setattr(status, "_rows", full)
+    failed = orch("status")
+    assert failed.code == 4
+    assert "No space left on device: /lustre/x" in failed.err
+
+
+def test_quiet_keeps_the_answer_and_the_errors(orch: Type, seeds: Seeds) -> None:
+    seeds.run()
+    assert orch("-q", "status").err == ""
+    assert "tiny-1" in orch("status", "-q").out
+    assert orch("-q", "show", "nobody").err.startswith("error:")
+
+
+def test_main_exits_with_the_code(home: Path) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main.main(["show", "x"])
+    assert stopped.value.code == 3

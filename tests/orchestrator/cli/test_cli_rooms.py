@@ -1,0 +1,230 @@
+"""The nouns: config, data, ckpt, nodes, db, controller install, doctor."""
+
+import json
+import os
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+from orchestrator.cli import checks, slurm_checks, timetable
+from orchestrator.errors import SlurmUnreachable
+from orchestrator.states import RunState
+from tests.orchestrator.cli.conftest import Seeds, Type
+from trainer.contract.tokens import Index
+
+
+def test_config_show_tells_where_each_value_came_from(orch: Type) -> None:
+    shown = orch("config", "show", "tiny-gpt", "train.steps=7")
+    (line,) = [line for line in shown.out.splitlines() if line.startswith("train.steps = 7")]
+    assert "override" in line
+    data = orch("config", "show", "tiny-gpt", "train.steps=7", "--json").data
+    assert data["config"]["train"]["steps"] == 7
+    assert set(data) == {"digest", "config", "origins"}
+
+
+def test_config_validate(orch: Type) -> None:
+    digest = orch("config", "show", "tiny-gpt", "--json").data["digest"]
+    assert orch("config", "validate", "tiny-gpt", "--json").data == {"valid": True, "digest": digest}
+
+
+def test_config_diff_of_presets_runs_and_digests(orch: Type, seeds: Seeds, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("includes: [tiny-gpt]\nname: tiny-gpt\ntrain: {steps: 7}\n")
+    (row,) = [row for row in orch("config", "diff", "tiny-gpt", mine, "--json").data if row["key"] == "train.steps"]
+    assert row["second"] == 7
+    run = seeds.run()
+    other = seeds.store.put_config({"name": "tiny", "train": {"steps": 300}})
+    changed = [{"key": "train.steps", "first": 200, "second": 300}]
+    assert orch("config", "diff", run, other, "--json").data == changed
+    assert orch("config", "diff", seeds.digest[:8], other, "--json").data == changed
+    assert orch("config", "diff", run, seeds.digest, "--json").data == []
+    assert orch("config", "diff", run, "no-such-thing").code in (2, 3)
+
+
+def test_data_prepare(orch: Type, tmp_path: Path) -> None:
+    text, out = tmp_path / "text", tmp_path / "tokens"
+    text.mkdir()
+    (text / "a.txt").write_text("to be or not to be")
+    done = orch("data", "prepare", text, "--out", out, "--json")
+    assert done.code == 0
+    assert done.data["tokens"] == Index.read(out).tokens == 19
+    assert done.data["fingerprint"] == Index.read(out).fingerprint
+    missing = orch("data", "prepare", tmp_path / "nothing", "--out", out)
+    assert missing.code == 3
+    assert "nothing" in missing.err
+    (text / "b.txt").write_text("that is the question")
+    assert orch("data", "prepare", text, "--out", out).code == 2
+    assert Index.read(out).tokens == 19
+
+
+@pytest.fixture
+def saved(seeds: Seeds) -> tuple[str, Path]:
+    """A run with a committed checkpoint of two files on disk; returns the run and a data file."""
+    durable = pytest.importorskip("tests.checkpointing.folders", reason="made by the checkpoint tests' own maker")
+    run = seeds.run()
+    root = seeds.root / run / "checkpoints"
+    root.mkdir(parents=True)
+    return run, durable.committed(root, step=100, attempt=1, nonce="0123abcd")
+
+
+def test_ckpt_ls_tells_of_what_no_controller_has_seen_yet(orch: Type, seeds: Seeds) -> None:
+    run = seeds.run()
+    seeds.checkpoint(run, 100)
+    (seeds.root / run / "checkpoints").mkdir(parents=True)
+    (row,) = orch("ckpt", "ls", run, "--json").data
+    assert (row["step"], row["trust"], row["attempt"]) == (100, "VERIFIED", 1)
+    assert {"step", "trust", "bytes", "path", "attempt"} <= set(row)
+    assert "100\t" in orch("ckpt", "ls", run).out
+
+
+def test_ckpt_verify_without_a_checkpoint(orch: Type, seeds: Seeds) -> None:
+    run = seeds.run()
+    none = orch("ckpt", "verify", run)
+    assert none.code == 3
+    assert "no committed checkpoint" in none.err
+
+
+def test_nodes(orch: Type, seeds: Seeds) -> None:
+    now = time.time()
+    seeds.store.saw_node("n1", "slurm", epoch=seeds.epoch, now=now)
+    seeds.store.saw_node(
+        "n2", "slurm", epoch=seeds.epoch, now=now, failure="two ranks blamed it", excluded_until=now + 3600
+    )
+    first, second = orch("nodes", "ls", "--json").data
+    assert (first["node"], first["excluded_until"]) == ("n1", None)
+    assert second["excluded_until"].endswith("Z")
+    assert second["failures"] == 1
+    assert "two ranks blamed it" in orch("nodes", "ls").out
+
+
+def test_db_path_and_backup(
+    orch: Type, seeds: Seeds, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = seeds.run()
+    assert orch("db", "path").out == f"{home / 'registry.db'}\n"
+    copy = tmp_path / "copy.db"
+    assert orch("db", "backup", copy).code == 0
+    assert stat.S_IMODE(copy.stat().st_mode) == 0o600
+    monkeypatch.setenv("ORCH_REGISTRY", str(copy))
+    assert orch("show", run, "--json").data["run"] == run
+    assert orch("db", "backup", copy).code == 2
+    assert orch("db", "rebuild").code == 2
+    assert orch("db", "rebuild", "--root", tmp_path / "nowhere").code == 3
+
+
+@pytest.fixture
+def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`crontab` and `scrontab` that keep their table in a file, as the real ones do."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("crontab", "scrontab"):
+        table = tmp_path / f"{name}.table"
+        program = folder / name
+        program.write_text(
+            f'#!/bin/sh\nif [ "$1" = -l ]; then [ -f {table} ] && exec cat {table}; '
+            f'echo "no crontab for you" >&2; exit 1; fi\nexec cat > {table}\n'
+        )
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return tmp_path
+
+
+def test_install_writes_its_line_once_and_keeps_what_is_there(orch: Type, tables: Path) -> None:
+    table = tables / "crontab.table"
+    table.write_text("0 4 * * * backup\n")
+    shown = orch("controller", "install", "--via", "cron", "--print")
+    assert "controller tick" in shown.out
+    assert table.read_text() == "0 4 * * * backup\n"
+    first = orch("controller", "install", "--via", "cron")
+    assert "installed" in first.err
+    written = table.read_text()
+    assert written.startswith("0 4 * * * backup\n")
+    assert written.count("controller tick") == 1
+    assert "nothing to change" in orch("controller", "install", "--via", "cron").err
+    assert orch("controller", "install", "--via", "cron", "--every", 5).code == 0
+    assert table.read_text().count("controller tick") == 1
+    assert "*/5 * * * *" in table.read_text()
+    assert orch("controller", "install", "--via", "cron", "--remove").code == 0
+    assert table.read_text() == "0 4 * * * backup\n"
+
+
+def test_install_into_scrontab_brings_its_options(orch: Type, tables: Path) -> None:
+    assert orch("controller", "install", "--via", "scrontab").code == 0
+    text = (tables / "scrontab.table").read_text()
+    assert "#SCRON --time" in text
+    assert timetable.without(text.splitlines()) == []
+
+
+def test_without_cron_install_says_what_else(orch: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    refused = orch("controller", "install", "--via", "cron")
+    assert refused.code == 4
+    assert "--via scrontab" in refused.err
+
+
+CONFIG = """Configuration data as of 2026-01-01T00:00:00
+AccountingStorageType   = accounting_storage/slurmdbd
+ClusterName             = lab
+JobRequeue              = 1
+KillWait                = 5 sec
+PreemptMode             = REQUEUE
+PreemptType             = preempt/partition_prio
+SlurmdTimeout           = 20 sec
+"""
+
+
+def test_what_a_site_means_for_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = slurm_checks.parse_config(CONFIG)
+    said = {check.name: check for check in slurm_checks.promises(settings)}
+    assert "SlurmdTimeout 20 s" in said["node failure"].text
+    assert said["stop"].level == checks.WARN
+    assert "saves and goes on in a new job" in said["preemption"].text
+    suspended = {check.name: check for check in slurm_checks.promises({**settings, "PreemptMode": "SUSPEND,GANG"})}
+    assert suspended["preemption"].level == checks.WARN
+
+
+def test_no_accounting_is_known_not_mended() -> None:
+    def silent(command: list[str]) -> str:
+        raise SlurmUnreachable("sacct got no answer")
+
+    for settings in ({"AccountingStorageType": "accounting_storage/none"}, {"AccountingStorageType": "x/slurmdbd"}):
+        found = slurm_checks.accounting(settings, silent)
+        assert found.level == checks.WARN
+        assert "heartbeats" in found.text
+
+
+def test_doctor_is_content_with_a_machine_without_slurm(
+    orch: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    seen = orch("doctor", "--root", tmp_path / "runs", "--json")
+    assert seen.code == 0
+    assert seen.data["ok"] is True
+    names = {check["name"] for check in seen.data["checks"]}
+    assert {"python", "torch", "state", "registry", "root", "slurm", "controller"} <= names
+    assert not (tmp_path / "runs").exists()
+
+
+def test_doctor_names_what_must_be_mended(orch: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    bad_root = orch("doctor", "--root", blocked / "runs")
+    assert bad_root.code == 4
+    assert "FAIL" in bad_root.out
+    assert "cluster.root" in bad_root.out
+    wanted = tmp_path / "mine.yaml"
+    wanted.write_text("includes: [tiny-gpt]\ncluster: {kind: slurm}\n")
+    assert orch("doctor", "--config", wanted).code == 4
+    old = checks.python((3, 10, 1))
+    assert (old.level, "3.11" in old.hint) == (checks.FAIL, True)
+
+
+def test_overview_json(orch: Type, seeds: Seeds) -> None:
+    seeds.run()
+    seeds.run(state=RunState.FAILED, reason="a bug")
+    answer = json.loads(orch("--json").out)
+    assert answer["schema"] == "orch.overview/1"
+    assert [row["run"] for row in answer["data"]["needs_you"]] == ["tiny-2"]

@@ -1,0 +1,78 @@
+"""What a verb loads: the quick ones must stay quick."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from orchestrator.cli import main
+from tests.orchestrator.cli.conftest import Seeds, Type
+
+HEAVY = [
+    "torch",
+    "sqlalchemy",
+    "alembic",
+    "omegaconf",
+    "submitit",
+    "rich",
+    "jinja2",
+    "tenacity",
+    "ClusterShell",
+    "fsspec",
+]
+
+
+def loaded_by(*words: str) -> set[str]:
+    """The heavy libraries that a real process has loaded when `orch WORDS` is done."""
+    code = (
+        "import sys, json; from orchestrator.cli import main\n"
+        f"main.run({list(words)!r})\n"
+        f"print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True, env=os.environ
+    )
+    return set(json.loads(done.stderr.splitlines()[-1]))
+
+
+def test_help_loads_nothing_heavy(home: object) -> None:
+    assert loaded_by("--help") == set()
+    assert loaded_by("submit", "--help") == set()
+
+
+def test_status_loads_neither_torch_nor_the_orm(seeds: Seeds) -> None:
+    seeds.run()
+    assert loaded_by("status") == set()
+    assert loaded_by("status", "tiny-1", "--json") == set()
+    assert loaded_by() == set()
+
+
+def test_no_verb_of_every_day_loads_torch(seeds: Seeds) -> None:
+    seeds.run()
+    for words in (("show", "tiny-1"), ("ckpt", "ls", "tiny-1"), ("config", "show", "tiny-gpt"), ("doctor",)):
+        assert "torch" not in loaded_by(*words), words
+
+
+def test_the_table_of_verbs_tells_what_the_verbs_are(orch: Type) -> None:
+    shown = orch("--help").out
+    assert orch("-h").out == shown
+    for name, (_, purpose) in main.VERBS.items():
+        assert purpose in " ".join(shown.split())
+        help_of_verb = " ".join(orch(name, "-h").out.split())
+        first = purpose.rstrip(".").partition(":")[0].partition(";")[0]
+        assert first in help_of_verb, f"orch {name} -h tells something else than the list of verbs"
+
+
+@pytest.mark.parametrize("verb", main.verbs())
+def test_every_verb_explains_itself_and_takes_the_global_options(orch: Type, verb: str) -> None:
+    shown = orch(*verb.split(), "--help")
+    assert shown.code == 0
+    for option in ("--json", "--no-color", "--no-progress", "--utc", "--debug", "-q", "-v", "-h"):
+        assert option in shown.out, f"orch {verb} {option}"
+    assert orch(*verb.split(), "-h").out == shown.out
+
+
+def test_version(orch: Type) -> None:
+    assert orch("--version").out.startswith("orch 0.")

@@ -27,7 +27,8 @@ class NurseryLink:
         on_lost: Callable[[str], None],
     ) -> None:
         """Must be called in the main thread: the kernel ties the parent-death signal to the starting thread."""
-        self._on_packet, self._on_lost, self._lost = on_packet, on_lost, False
+        self._on_packet, self._on_lost = on_packet, on_lost
+        self._lost = self._listening = False
         self._loop = asyncio.get_running_loop()
         self._socket, theirs = packets.pair()
         # A nursery that does not listen for so long is as good as dead.
@@ -81,10 +82,11 @@ class NurseryLink:
 
     def _read(self) -> None:
         packet, descriptors = packets.receive(self._socket)
-        if packet is not None:
-            self._on_packet(packet, descriptors)
-        else:
+        if packet is None:
             self._loop.remove_reader(self._socket)
+            return
+        self._listening = True
+        self._on_packet(packet, descriptors)
 
     def _died(self) -> None:
         self._lose("")
@@ -128,9 +130,11 @@ class NurseryLink:
         # It sees the end of its socket, kills what is left of its ranks, and goes.
         self._lost = True
         self._close()
+        if not self._listening:  # still importing, and without ranks
+            self._process.kill()
         for _ in range(250):
             if self._process.poll() is not None:
-                return self._process.returncode == 0
+                return self._process.returncode == 0 or not self._listening
             await asyncio.sleep(0.01)
         self._process.send_signal(signal.SIGKILL)
         self._process.wait(timeout=10)

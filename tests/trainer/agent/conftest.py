@@ -1,6 +1,5 @@
 """Local jobs that are ended with their test."""
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,16 +7,15 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.agent.job import LocalJob
+from tests.trainer.agent.job import LocalJob, until
 
 STAND_IN = Path(__file__).parent / "stand_in.py"
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LocalJob]]:
+def job(tmp_path: Path) -> Iterator[Callable[..., LocalJob]]:
     """Makes a local job whose ranks are stand-in scripts with the given orders."""
     made: list[LocalJob] = []
-    monkeypatch.setenv("ORCH_TEST_RUN", str(tmp_path))
 
     def make(*orders: str, **config: Any) -> LocalJob:
         command = [sys.executable, str(STAND_IN), *orders]
@@ -28,4 +26,4 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
     yield make
     for one in made:
         one.close()
-    assert "ORCH_TEST_RUN" in os.environ
+        until(lambda one=one: not one.processes(), 5, lambda one=one: f"left behind: {one.processes()}")

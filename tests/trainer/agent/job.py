@@ -33,7 +33,7 @@ class LocalJob:
         self.nodes = nodes
         self.agents: list[subprocess.Popen[bytes]] = []
         # Stands for submitit's process, whose end is the end of the job.
-        self.job = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+        self.job = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE, env={})
         self.job_id = local_job_id(self.job.pid)
 
     def go(self, **changes: Any) -> None:
@@ -50,9 +50,10 @@ class LocalJob:
             with (self.attempt.submission / f"{node}.err").open("ab") as log:
                 agent = subprocess.Popen(
                     [sys.executable, "-P", "-c", _AGENT, str(self.run.path), "1"],
-                    env={**os.environ, **(environ or {}), **place},
+                    env={**os.environ, "ORCH_TEST_RUN": str(self.run.path.parent), **(environ or {}), **place},
                     stdout=log,
                     stderr=log,
+                    start_new_session=True,
                 )
             self.agents.append(agent)
         return self
@@ -77,6 +78,10 @@ class LocalJob:
         """What the ranks wrote into notes.jsonl, one object per line."""
         path = self.run.path / "notes.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def processes(self) -> list[int]:
+        """Pids of every live process of this job, whoever its parent is by now: agents, nurseries, ranks, children."""
+        return list(processes_of(self.run.path.parent, {agent.pid for agent in self.agents}))
 
     def story(self) -> str:
         """All that is known, for a failed test."""
@@ -105,17 +110,20 @@ def until(condition: Callable[[], Any], seconds: float = 20.0, story: Callable[[
     raise AssertionError(f"waited {seconds} s in vain\n{story()}")
 
 
-def processes_of(run: Path) -> Iterator[int]:
-    """Pids of every live process that belongs to this run, whoever its parent is by now."""
-    mark = f"ORCH_TEST_RUN={run}".encode()
+def processes_of(folder: Path, sessions: set[int]) -> Iterator[int]:
+    """Pids of live processes of these sessions, and of those that left them and carry the mark of the test's folder.
+
+    (A process that gives itself a title has no readable environment any more.)
+    """
+    mark = f"ORCH_TEST_RUN={folder}".encode()
     for entry in os.listdir("/proc"):
-        if entry.isdigit():
+        if entry.isdigit() and int(entry) != os.getpid():
             try:
                 environ = Path(f"/proc/{entry}/environ").read_bytes()
-                state = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[0]
+                state, _, _, session = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:4]
             except OSError:
                 continue
-            if mark in environ.split(b"\0") and state not in "ZX":
+            if (mark in environ.split(b"\0") or int(session) in sessions) and state not in "ZX":
                 yield int(entry)
 
 

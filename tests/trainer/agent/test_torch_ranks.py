@@ -1,0 +1,112 @@
+"""Real torch ranks, forked warm on two simulated nodes: killed, restarted, stopped after a save."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainer.agent.job import LocalJob, until
+from trainer.contract import tokens
+from trainer.contract.events import EventKind
+from trainer.contract.outcome import AttemptResult
+from trainer.contract.requests import Request, RequestKind
+
+pytestmark = pytest.mark.multi
+
+TINY = {
+    "model": {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 64},
+    "train": {"steps": 12, "seed": 7, "batch_size": 8, "seq_len": 32, "warmup_steps": 2},
+    "checkpoint": {"every": 4, "keep": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("data") / "tokens"
+    tokens.prepare([Path(json.__file__).parent], out)
+    return out
+
+
+@pytest.fixture
+def training(job: Callable[..., LocalJob], data: Path) -> Callable[..., LocalJob]:
+    def make(**over: Any) -> LocalJob:
+        train = {**TINY["train"], **over.pop("train", {})}
+        return job(command=[], nodes=2, ranks=1, data={"path": str(data)}, **{**TINY, **over, "train": train})
+
+    return make
+
+
+def generations_of(work: LocalJob) -> dict[int, list[int]]:
+    lines = [json.loads(line) for line in work.attempt.metrics.read_text().splitlines()]
+    return {g: [line["step"] for line in lines if line["generation"] == g] for g in {line["generation"] for line in lines}}
+
+
+def test_a_sigkilled_rank_comes_back_warm_and_the_run_finishes(training):
+    work = training(drill={"events": [{"kind": "kill-rank", "rank": 1, "step": 6}]}).start()
+    work.go()
+    assert work.wait(90) == [0, 0], work.story()
+    assert all(event.data["warm"] for event in work.events(EventKind.NURSERY)), work.story()
+    outcome = work.outcome()
+    assert (outcome.result, outcome.generations, outcome.step) == (AttemptResult.FINISHED, 2, 12)
+    (ended, _) = work.events(EventKind.GENERATION_ENDED)
+    assert (ended.data["failure"]["kind"], ended.data["failure"]["rank"]) == ("rank_killed", 1)
+    assert generations_of(work)[2] == list(range(5, 13))
+    started = work.events(EventKind.GENERATION_STARTED)[1].time
+    assert work.events(EventKind.GENERATION_FIRST_STEP)[1].time - started < 15
+    beat = json.loads(work.attempt.heartbeat.read_text())
+    assert (beat["step"], beat["total_steps"], beat["state"], beat["saved_step"]) == (12, 12, "ended", 12)
+    assert isinstance(beat["loss"], float)
+
+
+def test_usr2_to_every_process_stops_all_ranks_after_one_agreed_save(training):
+    work = training(train={"steps": 100_000}, checkpoint={"every": 0, "keep": 2}).start()
+    work.go()
+    until(lambda: work.attempt.metrics.exists() and len(work.attempt.metrics.read_text()) > 2000, 60, work.story)
+    # As Slurm does it: not only the agents get it.
+    for pid in work.processes():
+        os.kill(pid, signal.SIGUSR2)
+    assert work.wait(30) == [76, 76], work.story()
+    outcome = work.outcome()
+    assert (outcome.result, outcome.reason) == (AttemptResult.STOPPED, "preemption")
+    assert {event.data["exit_code"] for event in work.events(EventKind.RANK_EXITED)} == {76}
+    (agreed,) = work.events(EventKind.STOP_AGREED)
+    assert agreed.data["step"] == outcome.step
+
+
+def test_a_save_request_is_answered_by_one_save_and_training_goes_on(training):
+    work = training(train={"steps": 100_000}, checkpoint={"every": 0, "keep": 2}).start()
+    work.go()
+    until(lambda: work.attempt.metrics.exists() and len(work.attempt.metrics.read_text()) > 2000, 60, work.story)
+    name = Request(kind=RequestKind.SAVE, attempt=1, reason="a test").write(work.run.requests)
+    (answer,) = until(lambda: work.events(EventKind.REQUEST_ANSWERED), 30, work.story)
+    assert answer.data["name"] == name
+    Request(kind=RequestKind.STOP, attempt=1, reason="enough").write(work.run.requests)
+    assert work.wait(30) == [76, 76], work.story()
+    assert work.outcome().reason == "cancel"
+    first, last = [event.data["step"] for event in work.events(EventKind.CHECKPOINT_COMMITTED)]
+    assert answer.data["answer"] == f"saved at step {first}"
+    assert first < last == work.outcome().step
+
+
+def test_a_workload_that_cannot_be_imported_is_the_users_error_and_never_retried(training):
+    work = training(workload={"target": "no_such_module:Nothing"}).start()
+    work.go()
+    assert work.wait(60) == [78, 78], work.story()
+    failure = work.outcome().failure
+    assert failure is not None
+    assert failure.kind == "user_error"
+    assert "no_such_module" in failure.reason
+
+
+def test_an_exception_twice_at_the_same_step_ends_the_attempt(training):
+    drill = {"events": [{"kind": "raise", "rank": 0, "step": 5, "generation": 0}]}
+    work = training(drill=drill).start()
+    work.go()
+    assert work.wait(90) == [78, 78], work.story()
+    outcome = work.outcome()
+    assert (outcome.generations, outcome.failure.kind) == (2, "user_error")
+    assert "for the second time at step 5" in outcome.reason

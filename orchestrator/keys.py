@@ -53,7 +53,8 @@ def kind_of(path: Path, where: str) -> Any:
             raise unknown(path[: depth + 1], kind, where)
         else:
             parent = dotted(path[:depth])
-            raise ConfigError(f"`{parent}` is a single value, it has no key `{name}`", where=where)
+            hint = f"{parent}=VALUE"
+            raise ConfigError(f"`{parent}` is a single value, it has no key `{name}`", where=where, hint=hint)
     return kind
 
 

@@ -13,6 +13,7 @@ from orchestrator.errors import ConfigError
 
 _CORE = "tag:yaml.org,2002:"
 _ALLOWED = frozenset(_CORE + name for name in ("str", "int", "float", "bool", "null", "seq", "map"))
+_PLAINLY = "write plain values only: words, numbers, lists and mappings"
 _MOST_NODES = 20_000
 _SCALARS: tuple[tuple[str, str, str], ...] = (
     ("null", r"^(?:~|null|Null|NULL|)$", "~nN\0"),
@@ -66,11 +67,12 @@ def place_of(node: Node, where: str) -> str:
 def _check(node: Node, where: str, count: list[None], depth: int = 0) -> None:
     count.append(None)
     if depth > 60 or len(count) > _MOST_NODES:
-        raise ConfigError("the YAML is nested too deeply, or its aliases unfold without end", where=where)
+        raise ConfigError(
+            "the YAML is nested too deeply, or its aliases unfold without end", where=where, hint=_PLAINLY
+        )
     if node.tag not in _ALLOWED:
         tag = node.tag.replace(_CORE, "!!")
-        hint = "write plain values only"
-        raise ConfigError(f"the YAML tag `{tag}` is not allowed", where=place_of(node, where), hint=hint)
+        raise ConfigError(f"the YAML tag `{tag}` is not allowed", where=place_of(node, where), hint=_PLAINLY)
     if isinstance(node, SequenceNode):
         for item in node.value:
             _check(item, where, count, depth + 1)
@@ -82,7 +84,8 @@ def _check_mapping(node: MappingNode, where: str, count: list[None], depth: int)
     seen: dict[str, Node] = {}
     for key, value in node.value:
         if not isinstance(key, ScalarNode):
-            raise ConfigError("a key must be a word, not a list or mapping", where=place_of(key, where))
+            what = "a key must be a word, not a list or mapping"
+            raise ConfigError(what, where=place_of(key, where), hint=_PLAINLY)
         if key.value in seen:
             first = place_of(seen[key.value], where)
             hint = f"it is also at {first}; keep one of the two"

@@ -1,0 +1,292 @@
+"""What users write, resolved; and what they get to read when they wrote it wrong."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpointing.durable import canonical
+from orchestrator.compose import Composed, compose, diff
+from orchestrator.errors import ConfigError
+
+Compose = Callable[..., Composed]
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    """A machine without site and user configs."""
+    return {"HOME": str(tmp_path / "home"), "ORCH_SITE_CONFIG": ""}
+
+
+@pytest.fixture
+def made(tmp_path: Path, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Compose:
+    """Compose a config of this text, with overrides."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(text: str, *overrides: str, name: str = "mine.yaml") -> Composed:
+        (tmp_path / name).write_text(text)
+        return compose(f"./{name}", overrides, environ=environ)
+
+    return make
+
+
+READS = "data: {text: [python-stdlib]}\n"
+
+
+def value(data: dict[str, Any], key: str) -> Any:
+    for name in key.split("."):
+        data = data[name]
+    return data
+
+
+def test_every_value_tells_where_it_came_from(made: Compose, tmp_path: Path) -> None:
+    composed = made("includes: [model/tiny]\n" + READS + "train:\n  steps: 7\n", "train.seed=9", "+env.A=017")
+    mine = tmp_path / "mine.yaml"
+    assert composed.origins["train.steps"] == f"{mine}:4"
+    assert composed.origins["train.seed"] == "override #1: train.seed=9"
+    assert composed.origins["env.A"] == "override #2: +env.A=017"
+    assert composed.origins["train.lr"] == "default"
+    assert composed.origins["model.dim"].endswith("configs/model/tiny.yaml:4")
+    assert composed.config.env == {"A": "017"}
+    assert composed.config.name == "mine"
+    assert composed.origins["name"] == f"name of {mine}"
+
+
+def test_the_digest_is_of_the_canonical_data_and_only_content_changes_it(made: Compose) -> None:
+    import hashlib
+
+    one = made(READS + "train: {steps: 7, seed: 2}\n")
+    other = made("# a comment\ntrain:\n  seed: 2\n" + READS, "train.steps=7")
+    assert one.digest == other.digest == hashlib.sha256(canonical(one.data)).hexdigest()
+    changed = made(READS, "train.steps=8", "train.seed=2")
+    assert changed.digest != one.digest
+    assert diff(one.data, changed.data) == {"train.steps": (7, 8)}
+
+
+def test_weaker_layers_yield_to_stronger_ones(made: Compose, environ: dict[str, str], tmp_path: Path) -> None:
+    site, home = tmp_path / "site.yaml", tmp_path / "home" / ".config" / "orch"
+    home.mkdir(parents=True)
+    site.write_text("cluster: {partition: site, account: site, qos: site}\n")
+    (home / "config.yaml").write_text("cluster: {account: user, qos: user}\n")
+    environ["ORCH_SITE_CONFIG"] = str(site)
+    composed = made(READS + "cluster: {qos: file}\n")
+    cluster = composed.config.cluster
+    assert (cluster.partition, cluster.account, cluster.qos) == ("site", "user", "file")
+    assert composed.origins["cluster.partition"] == f"{site}:1"
+
+
+def test_a_named_site_config_must_exist(made: Compose, environ: dict[str, str]) -> None:
+    environ["ORCH_SITE_CONFIG"] = "/nowhere/site.yaml"
+    with pytest.raises(ConfigError, match="no such file: /nowhere/site.yaml") as caught:
+        made(READS)
+    assert caught.value.where == "$ORCH_SITE_CONFIG"
+
+
+def test_includes_come_first_whatever_their_place_and_may_nest(made: Compose, tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("includes: [data/python-stdlib]\ntrain: {steps: 3, seed: 3}\n")
+    composed = made("train: {steps: 5}\nincludes: [./base.yaml]\n")
+    assert (composed.config.train.steps, composed.config.train.seed) == (5, 3)
+
+
+def test_a_circle_of_includes_is_named(made: Compose, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("includes: [./mine.yaml]\n")
+    with pytest.raises(ConfigError, match="includes itself") as caught:
+        made("includes: [./a.yaml]\n")
+    assert "mine.yaml -> " in caught.value.hint
+
+
+def test_texts_stay_as_they_were_written(made: Compose) -> None:
+    """YAML 1.1 would make 3600 of the time, False of `no` and 17 of 017."""
+    composed = made(
+        READS + "cluster: {time: 1:00:00, partition: no, account: 017}\nenv: {FLAG: on, N: 1e5}\n",
+        "cluster.constraint=[a|b]&c",
+    )
+    cluster = composed.config.cluster
+    assert (cluster.time, cluster.partition, cluster.account) == ("1:00:00", "no", "017")
+    assert composed.config.env == {"FLAG": "on", "N": "1e5"}
+    assert cluster.constraint == "[a|b]&c"
+
+
+def test_numbers_in_open_maps_keep_their_type(made: Compose) -> None:
+    composed = made(READS, "+workload.args.lr=1e-3", "+workload.args.deep.list=[1, {a: true}]", "+cluster.sbatch.x=")
+    assert composed.config.workload.args == {"lr": 1e-3, "deep": {"list": [1, {"a": True}]}}
+    assert composed.config.cluster.sbatch == {"x": None}
+
+
+def test_open_maps_merge_and_entries_can_be_taken_out(made: Compose) -> None:
+    text = READS + "env: {A: 1, B: 2}\n"
+    composed = made(text, "env.A=3", "~env.B", "+env.C=4")
+    assert composed.config.env == {"A": "3", "C": "4"}
+    assert made(text, "~env").config.env == {}
+
+
+def test_tilde_goes_back_to_the_default(made: Compose) -> None:
+    composed = made(READS + "train: {steps: 7}\n", "~train.steps")
+    assert composed.config.train.steps == 200
+    assert composed.origins["train.steps"] == "default (override #1: ~train.steps)"
+    assert made(READS + "train: {steps: 7, seed: 4}\n", "~train").config.train.seed == 1
+
+
+def test_a_workload_is_named_by_one_string(made: Compose) -> None:
+    assert made("workload: my_pkg.mod:Mine\n").config.workload.target == "my_pkg.mod:Mine"
+    composed = made("workload: {args: {a: 1}}\n", "workload=my_pkg.mod:Mine")
+    assert composed.config.workload.target == "my_pkg.mod:Mine"
+    assert composed.config.workload.args == {"a": 1}
+
+
+def test_a_command_needs_neither_data_nor_a_fitting_model(made: Compose) -> None:
+    composed = made("command: [python, train.py, --lr, 1e-3]\nmodel: {kv_heads: 1, heads: 1}\n")
+    assert composed.config.command == ("python", "train.py", "--lr", "1e-3")
+
+
+def test_interpolations_are_resolved_and_typed(made: Compose) -> None:
+    composed = made(READS + "train: {steps: 50, warmup_steps: '${train.steps}'}\nname: s${train.seed}\n")
+    assert composed.config.train.warmup_steps == 50
+    assert composed.config.name == "s1"
+
+
+def test_folders_are_absolute(made: Compose, tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    composed = made("data: {text: [texts, python-stdlib]}\ncluster: {root: runs}\n")
+    assert composed.config.cluster.root == str(tmp_path / "runs")
+    assert composed.config.data.text == (str(tmp_path / "texts"), "python-stdlib")
+
+
+def test_drill_events_are_typed_entries(made: Compose) -> None:
+    composed = made(READS, "drill.events=[{kind: raise, step: '5'}]", "drill.events=[{rank: 0, step: 6}]")
+    (event,) = composed.config.drill.events
+    assert (event.kind, event.rank, event.step, event.value) == ("kill-rank", 0, 6, 0.0)
+
+
+WRONG_OVERRIDES = [
+    ("train.stepps=5", "unknown key `train.stepps`", "did you mean `train.steps`?"),
+    ("train.stepps=5", "unknown key `train.stepps`", "keys in `train`: steps, seed, batch_size"),
+    ("steps=5", "unknown key `steps`", "did you mean `train.steps`?"),
+    ("trian.steps=5", "unknown key `trian`", "did you mean `train`?"),
+    ("train.steps=1e5", "`train.steps`=100000.0: must be a whole number", "write train.steps=100000"),
+    ("train.steps=abc", "`train.steps`=abc: must be a whole number", "its default is 200"),
+    ("train.steps=true", "`train.steps`=True: must be a whole number", "its default is 200"),
+    ("train.lr=fast", "`train.lr`=fast: must be a number", "its default is 0.003"),
+    ("train.activation_checkpointing=maybe", "must be true or false", "its default is False"),
+    ("train.steps=0", "train.steps=0: must be at least 1", "~train.steps takes its default"),
+    ("train.steps=", "`train.steps` is empty", "leave `train.steps` out"),
+    ("train.steps.x=3", "`train.steps` is a single value", "train.steps=VALUE"),
+    ("train=3", "`train` must be a mapping", "keys in `train`: steps"),
+    ("env=3", "`env` must be a mapping", "env={key: value}"),
+    ("train.steps", "no value", "train.steps=VALUE"),
+    ("nonsense here", "must be key=value, +key=value or ~key", "train.steps=100"),
+    ("~train.steps=3", "takes no value", "~train.steps"),
+    ("+train.steps=5", "`train.steps` is no entry of an open map", "train.steps=5"),
+    ("workload.args.a=1", "`workload.args.a` is not set", "+workload.args.a=VALUE"),
+    ("~env.NOPE", "`env.NOPE` is not set", "orch config show"),
+    ("train.steps=[1", "not YAML", "close the bracket"),
+    ("cluster.sbatch={a: 1, a: 2}", "`a` is given twice", "keep one"),
+    ("+cluster.sbatch.a=!!python/object/apply:os.getcwd []", "tag `!!python/object/apply:os.getcwd`", "plain values"),
+    ("command=python train.py", "must be a list of texts", "command=[python, train.py]"),
+    ("data.text=python-stdlib", "must be a list of texts", "data.text=[python-stdlib]"),
+    ("train.steps=${train.nope}", "Interpolation key 'train.nope' not found", "write the full key"),
+    ("drill.events=[{stepp: 3}]", "unknown key `drill.events.stepp`", "did you mean `drill.events.step`?"),
+    ("drill.events=[{step: abc}]", "drill.events: `step`", "an entry reads"),
+    ("drill.events=[7]", "every entry of `drill.events` must be a mapping", "keys: kind, rank"),
+    ("drill.events=[{kind: burn}]", "kind=burn must be one of kill-rank", "~drill.events"),
+    ("drill.events=[{rank: 9}]", "rank=9 is not one of the 4 ranks", "rank: 3"),
+    ("checkpoint.keep=1", "keep at least 2", "~checkpoint.keep"),
+    ("cluster.kind=pbs", "must be auto, slurm or local", "~cluster.kind"),
+    ("cluster.gpus_per_node=1", "must be 0 or equal cluster.ranks_per_node", "~cluster.gpus_per_node"),
+    ("parallel.dp_shard=3", "3 x tp=2 = 6, but cluster.nodes x cluster.ranks_per_node = 4", "parallel.dp_shard=0"),
+    ("train.batch_size=15", "multiple of the 2 data-parallel ranks", "train.batch_size=14"),
+    ("train.micro_batch_size=3", "must divide the 8 sequences", "train.micro_batch_size=0"),
+    ("train.seq_len=127", "train.seq_len=127: must be a multiple of parallel.tp=2", "train.seq_len=126"),
+    ("model.ffn_dim=191", "model.ffn_dim=191: must be a multiple of parallel.tp=2", "model.ffn_dim=190"),
+    ("model.kv_heads=1", "model.kv_heads=1: must be a multiple of parallel.tp=2", "parallel.tp=1"),
+    ("model.heads=0", "model.heads=0: must be at least 1", "~model.heads"),
+    ("name=a/b", "name=a/b: must be letters", "name=my-run"),
+    ("+env.A-B=1", "env.A-B: is no name of an environment variable", "+env.MY_VARIABLE"),
+    ("workload=nonsense", "must be package.module:Class", "workload=my_pkg.my_module:MyWorkload"),
+    ("workload.path=[/nowhere]", "no folder /nowhere", "workload.path=["),
+    ("~data.text", "nothing is given to train on", "data.text=[python-stdlib]"),
+    ("data.path=/nowhere", "both say what to read", "~data.path or ~data.text"),
+    ("data.text=[/nowhere.txt]", "no such file or folder /nowhere.txt", "python-stdlib"),
+]
+
+
+@pytest.mark.parametrize(("override", "what", "hint"), WRONG_OVERRIDES)
+def test_a_wrong_override_names_key_place_and_remedy(
+    override: str, what: str, hint: str, environ: dict[str, str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose("tiny-gpt", ["train.seed=3", override], environ=environ)
+    assert what in caught.value.what
+    assert f"override #2: {override}" in caught.value.where
+    assert hint in caught.value.hint
+    assert caught.value.exit_code == 2
+
+
+def test_a_run_is_a_command_or_a_workload(environ: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="one or the other") as caught:
+        compose("tiny-gpt", ["command=[python]", "workload=a.b:C"], environ=environ)
+    assert "override #1" in caught.value.where
+    assert "override #2" in caught.value.where
+
+
+def test_a_missing_data_folder_says_how_to_make_it(environ: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="data.path=/nowhere: no such folder") as caught:
+        compose("tiny-gpt", ["~data.text", "data.path=/nowhere"], environ=environ)
+    assert caught.value.hint == "orch data prepare YOUR-TEXTS --out /nowhere"
+
+
+WRONG_FILES = [
+    ("train: {steps: [1\n", "not YAML", 2),
+    ("a: b: c\n", "not YAML", 1),
+    ("- a\n- b\n", "must be a mapping, this is a list", None),
+    ("just words\n", "must be a mapping, this is a single value", None),
+    ("train:\n  steps: 1\n  steps: 2\n", "`steps` is given twice", 3),
+    ("train:\n  stepps: 1\n", "unknown key `train.stepps`", 2),
+    ("x: !!python/object:os.system {}\n", "not allowed", 1),
+    ("a: &a [*a]\n", "unfold without end", None),
+    ("---\na: 1\n---\nb: 2\n", "not YAML", 3),
+    ("train:\n  steps: many\n", "`train.steps`=many", 2),
+    ("includes: [model/tinny]\n", "no preset `model/tinny`", 1),
+    ("includes: {a: 1}\n", "`includes`", 1),
+    ("? [a, b]\n: 1\n", "a key must be a word", 1),
+    ("name: \n", "`name` is empty", 1),
+    ("env: {A: [1]}\n", "`env.A` is [1], must be text", 1),
+]
+
+
+@pytest.mark.parametrize(("text", "what", "line"), WRONG_FILES)
+def test_a_wrong_file_is_refused_at_its_line(
+    text: str, what: str, line: int | None, made: Compose, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        made(text)
+    assert what in caught.value.what
+    where = str(tmp_path / "mine.yaml")
+    assert where in caught.value.where
+    assert line is None or caught.value.where == f"{where}:{line}"
+    assert caught.value.hint
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path, environ: dict[str, str]) -> None:
+    for content in (b"\xff\xfe\x00\x01", b"a: \x00\n"):
+        (tmp_path / "bad.yaml").write_bytes(content)
+        with pytest.raises(ConfigError, match="not YAML"):
+            compose(str(tmp_path / "bad.yaml"), environ=environ)
+
+
+@pytest.mark.parametrize("source", ["tiny_gpt", "tinygpt", "tiny-gpt.yaml", "./tiny-gpt"])
+def test_a_missing_config_offers_the_nearest_preset(
+    source: str, environ: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        compose(source, environ=environ)
+    assert "did you mean tiny-gpt" in caught.value.hint
+
+
+@pytest.mark.parametrize("source", ["", "qqqqqqq", "."])
+def test_a_hopeless_config_lists_the_presets(source: str, environ: dict[str, str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose(source, environ=environ)
+    assert "presets: demo, slurm-first-run, tiny-gpt, torchrun-script" in caught.value.hint

@@ -1,0 +1,44 @@
+"""Every preset that orch brings along can be used, alone or under the data it lacks."""
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator import presets
+from orchestrator.compose import compose
+
+RUNNABLE = [name for name in presets.names() if "/" not in name]
+GROUPS = [name for name in presets.names() if "/" in name]
+
+
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_a_runnable_preset_composes(name: str) -> None:
+    composed = compose(name, environ={"HOME": "/nowhere"})
+    assert composed.config.cluster.world_size > 1
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_group_composes_with_data(name: str) -> None:
+    compose(name, ["data.text=[python-stdlib]", "train.batch_size=64"], environ={"HOME": "/nowhere"})
+
+
+def test_the_demo_kills_a_rank_between_two_checkpoints_in_mid_run() -> None:
+    config = compose("demo", environ={"HOME": "/nowhere"}).config
+    (event,) = config.drill.events
+    assert (event.kind, event.rank) == ("kill-rank", 1)
+    assert config.checkpoint.every < event.step < config.train.steps
+    assert event.step % config.checkpoint.every
+
+
+def test_every_preset_speaks_to_a_newcomer() -> None:
+    for name in presets.names():
+        first = (presets.folder("configs") / f"{name}.yaml").read_text().splitlines()[0]
+        assert first.startswith("# "), name
+
+
+def test_a_wheel_carries_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = tmp_path / "orchestrator" / "data" / "configs"
+    packed.mkdir(parents=True)
+    monkeypatch.setattr(presets, "__file__", str(tmp_path / "orchestrator" / "presets.py"))
+    assert presets.folder("configs") == packed
+    assert presets.folder("sbatch_templates") == tmp_path / "sbatch_templates"

@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable
 
-from trainer.agent.lineage import kill_group
+from trainer.agent.lineage import kill_children, kill_group
 from trainer.agent.local_ranks import LocalRank, LocalRanks
 
 _LONGEST = 30.0
@@ -14,17 +14,18 @@ _LONGEST = 30.0
 async def bury(
     ranks: LocalRanks, exited: Callable[[int, int | None, int | None], None], gone: Callable[[int], None]
 ) -> None:
-    """Kill the process groups of all ranks that are left, collect them, report each end.
+    """Kill the process groups of all ranks that are left, and what had left those groups; report each end.
 
     A process that cannot be killed (it hangs in the kernel) is given up after half a minute and not reported gone.
     """
     give_up = time.monotonic() + _LONGEST
-    while not ranks.all_gone() and time.monotonic() < give_up:
+    left = True
+    while (left or not ranks.all_gone()) and time.monotonic() < give_up:
         ranks.kill_directly()
         for local in ranks.by_rank.values():
             if not local.gone:
                 _collect(local, exited)
-        _collect_strangers()
+        _collect_strangers(ranks)
         for local in ranks.by_rank.values():
             if not local.gone and (local.pid is None or not kill_group(local.pid, 0)):
                 if not local.ended:
@@ -32,6 +33,8 @@ async def bury(
                     exited(local.rank, None, None)
                 local.gone = True
                 gone(local.rank)
+        # There is no nursery now, so every child of this process is a rank or was started by one.
+        left = kill_children()
         await asyncio.sleep(0.01)
 
 
@@ -48,10 +51,11 @@ def _collect(local: LocalRank, exited: Callable[[int, int | None, int | None], N
         exited(local.rank, code if code >= 0 else None, -code if code < 0 else None)
 
 
-def _collect_strangers() -> None:
-    """Processes that ranks had started; there is no nursery now, so every child is one of them."""
+def _collect_strangers(ranks: LocalRanks) -> None:
+    """Collect processes that ranks had started; the ranks themselves are left to `_collect`, which reports them."""
+    own = {local.pid for local in ranks.by_rank.values() if not local.ended}
     try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+        while (info := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and info.si_pid not in own:
+            os.waitpid(info.si_pid, 0)
     except ChildProcessError:
         return

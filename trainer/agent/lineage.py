@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from trainer.contract.outcome import ExitCode
 
@@ -57,6 +58,15 @@ def kill_group(group: int, number: int = signal.SIGKILL) -> bool:
     except PermissionError:  # a member has changed its user: it is there, and not ours to kill
         return True
     return True
+
+
+def kill_children() -> bool:
+    """Kill every child of this process, adopted orphans included; False when there are none."""
+    lists = [task / "children" for task in Path("/proc/self/task").iterdir()]
+    children = [int(pid) for listed in lists for pid in listed.read_text().split()]
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+    return bool(children)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -111,24 +111,21 @@ class Nursery:
         for group in [group for group in self._groups if not lineage.kill_group(group, 0)]:
             self._empty[group] = self._groups.pop(group)
         # The last ones to be reported: with no rank alive, every child left is one that had left its rank's group.
-        if self._empty and (self._leaders or self._groups or not _kill_children()):
+        if self._empty and (self._leaders or self._groups or not lineage.kill_children()):
             for group, rank in self._empty.items():
                 if not silent:
                     packets.send(self._link, {"say": "gone", "rank": rank, "pid": group})
             self._empty.clear()
 
     def _orphaned(self, *_: object) -> NoReturn:
+        """The agent is dead: take the ranks along, and then those whom their deaths bring here."""
         self._signal_all(signal.SIGKILL)
-        _kill_children()
+        give_up = time.monotonic() + 1.5
+        while lineage.kill_children() and time.monotonic() < give_up:
+            while (info := _next_dead()) is not None:
+                os.waitpid(info.si_pid, 0)
+            time.sleep(0.002)
         os._exit(0)
-
-
-def _kill_children() -> bool:
-    """Kill every child of this process, adopted orphans included; False when there are none."""
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    for child in children:
-        os.kill(int(child), signal.SIGKILL)
-    return bool(children)
 
 
 def _next_dead() -> os.waitid_result | None:

@@ -33,20 +33,23 @@ class LocalJob:
         self.nodes = nodes
         self.agents: list[subprocess.Popen[bytes]] = []
         # Stands for submitit's process, whose end is the end of the job.
-        self.job = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE, env={})
+        self.job = subprocess.Popen(
+            [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE, env={}
+        )
         self.job_id = local_job_id(self.job.pid)
 
     def go(self, **changes: Any) -> None:
         fields = {"attempt": 1, "epoch": 1, "job_id": self.job_id, "nonce": "0badcafe"}
         LaunchToken(**{**fields, **changes}).write(self.attempt.go)
 
-    def start(self, *, environ: dict[str, str] | None = None) -> "LocalJob":
+    def start(self, *, environ: dict[str, str] | None = None, local: bool = True) -> "LocalJob":
         for node in range(self.nodes):
             place = {
                 "SUBMITIT_LOCAL_JOB_ID": str(self.job.pid),
                 "SUBMITIT_LOCAL_GLOBALID": str(node),
                 "SUBMITIT_LOCAL_NTASKS": str(self.nodes),
             }
+            place = place if local else {}
             with (self.attempt.submission / f"{node}.err").open("ab") as log:
                 agent = subprocess.Popen(
                     [sys.executable, "-P", "-c", _AGENT, str(self.run.path), "1"],
@@ -85,7 +88,9 @@ class LocalJob:
 
     def story(self) -> str:
         """All that is known, for a failed test."""
-        lines = [f"{event.time:.3f} {event.source} g{event.generation} {event.kind} {event.data}" for event in self.events()]
+        lines = [
+            f"{event.time:.3f} {event.source} g{event.generation} {event.kind} {event.data}" for event in self.events()
+        ]
         logs = [*self.attempt.logs.glob("*"), *self.attempt.submission.glob("*.err")]
         texts = [f"--- {path.name}\n{path.read_text()}" for path in sorted(logs)]
         return "\n".join([*lines, *texts])

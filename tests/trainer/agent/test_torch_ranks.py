@@ -42,7 +42,9 @@ def training(job: Callable[..., LocalJob], data: Path) -> Callable[..., LocalJob
 
 def generations_of(work: LocalJob) -> dict[int, list[int]]:
     lines = [json.loads(line) for line in work.attempt.metrics.read_text().splitlines()]
-    return {g: [line["step"] for line in lines if line["generation"] == g] for g in {line["generation"] for line in lines}}
+    return {
+        g: [line["step"] for line in lines if line["generation"] == g] for g in {line["generation"] for line in lines}
+    }
 
 
 def test_a_sigkilled_rank_comes_back_warm_and_the_run_finishes(training):

@@ -37,7 +37,7 @@ def ls(screen: Screen, run: str, everything: bool) -> None:
         return
     columns = [
         Column("STEP", "step", count, right=True),
-        Column("AGE", "age" if screen.terminal else "committed_at", span),
+        Column("AGE", "age", span) if screen.terminal else Column("COMMITTED_AT", "committed_at"),
         Column("SIZE", "bytes", size, right=True),
         Column("TRUST", "trust"),
         Column("ATT", "attempt", right=True),

@@ -1,5 +1,6 @@
 """`orch controller`: the process that keeps runs going, as a daemon, as one pass, or from cron."""
 
+import time
 from typing import Any
 
 import click
@@ -37,7 +38,9 @@ def tick(screen: Screen) -> None:
     elif report is None:
         screen.note("another controller holds the lease and acts")
     else:
-        screen.say(_line(_plain(report)))
+        screen.say(f"{report.live} live runs")
+        for line in (*report.actions, *report.errors, *(f"{kind} does not answer" for kind in report.unreachable)):
+            screen.say(f"  {line}")
 
 
 @controller.command("status")
@@ -46,11 +49,16 @@ def status(screen: Screen) -> None:
     """Whether a controller lives, and when it last looked at the runs."""
     from orchestrator.controller import service
 
-    found = _plain(service.status(registry_path()))
+    health = service.status(registry_path())
     if screen.json:
-        screen.data("controller.status", found)
+        screen.data("controller.status", _plain(health))
+        return
+    looked = f"looked at the runs {span(time.time() - health.ticked_at)} ago" if health.ticked_at else "no look yet"
+    if health.alive:
+        screen.say(f"alive: pid {health.pid} on {health.host}, {looked}")
     else:
-        screen.say(_line(found))
+        screen.say(f"none lives ({looked}); the next `orch submit` starts one, or `orch controller run`")
+    screen.note(f"log {health.log}")
 
 
 @controller.command("stop")
@@ -107,10 +115,3 @@ def _plain(value: Any) -> Any:
     if isinstance(fields, (list, tuple, set, frozenset)):
         return [_plain(item) for item in fields]
     return fields
-
-
-def _line(fields: Any) -> str:
-    if not isinstance(fields, dict):
-        return str(fields)
-    words = [f"{key} {span(item) if key.endswith('age') else item}" for key, item in fields.items() if item is not None]
-    return "\n".join(words)

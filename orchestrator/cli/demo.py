@@ -27,8 +27,9 @@ from orchestrator.home import state_home
 def demo(screen: Screen, overrides: tuple[str, ...], root: Path | None, timeout: float) -> int:
     """A small run on this machine that is killed and recovers.
 
-    Two simulated nodes with two ranks each: it tokenizes real text, trains, loses a rank to SIGKILL, restarts in place from its newest checkpoint and
-    finishes; then it shows what happened. About a minute on two cores. Exit code 8 when it does not recover.
+    Two simulated nodes with two ranks each: it tokenizes real text, trains, loses a rank to SIGKILL, restarts in
+    place from its newest checkpoint and finishes; then it shows what happened. About a minute on two cores.
+    Exit code 8 when it does not recover.
     """
     from orchestrator.compose import compose  # omegaconf: only for the verbs that read configurations
 
@@ -58,7 +59,7 @@ def _show(screen: Screen, row: dict[str, Any], story: Story, seconds: float) -> 
         screen.data("demo", {**document, "recovered": story.recovered, "attempts": shown})
         return
     screen.say("")
-    status_table(screen, [row])
+    status_table(screen, [row], aligned=True)
     screen.say("\nattempts and their generations")
     attempt_table(screen, attempts, generations)
     screen.say("")
@@ -82,8 +83,8 @@ def _lines(story: Story) -> list[str]:
             f"exact      {story.replayed_equal} of {story.replayed} replayed steps had the same loss, bit for bit"
         )
     before, after = decimal(story.loss_before), decimal(story.loss_after)
-    lines.append(f"loss       first {decimal(story.first_loss)}, before the kill {before}, after it {after}")
-    return [*lines, f"           last {decimal(story.last_loss)}"]
+    first, last = decimal(story.first_loss), decimal(story.last_loss)
+    return [*lines, f"loss       first {first}, before the kill {before}, after it {after}, last {last}"]
 
 
 def _judge(screen: Screen, row: dict[str, Any], story: Story) -> int:

@@ -22,7 +22,8 @@ MARKS = {OK: "ok  ", INFO: "note", WARN: "warn", FAIL: "FAIL"}
 def doctor(screen: Screen, root: Path | None, source: str) -> int:
     """What works on this machine and cluster, and what to mend.
 
-    It also tells what orch can promise here, and changes nothing. Exit code 4 when something must be mended before runs can go on.
+    It also tells what orch can promise here, and changes nothing. Exit code 4 when something must be mended before
+    runs can go on.
     """
     found: list[Check] = []
     cluster = _cluster(source, found)

@@ -9,6 +9,7 @@ from typing import Any
 
 from orchestrator.cli.render import count, decimal, size
 from trainer.contract.events import Event, EventKind, read_events
+from trainer.contract.outcome import ExitCode
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 
@@ -103,10 +104,10 @@ def sentence(event: Event) -> str | None:
 
 def _exited(data: dict[str, Any]) -> str:
     code, signal = data.get("exit_code"), data.get("signal")
-    if not signal and code in (0, 76):
-        return ""
-    how = f"was killed by signal {signal}" if signal else f"exited with {code}"
-    return f"rank {data['rank']} on {data.get('node')} {how}" + (f" ({data['reason']})" if data.get("reason") else "")
+    if not signal and code in (ExitCode.FINISHED, ExitCode.STOPPED_AFTER_SAVE, ExitCode.RETRY):
+        return ""  # RETRY is what peers of a dead rank end with
+    how = data.get("reason") or (f"killed by signal {signal}" if signal else f"exit code {code}")
+    return f"rank {data['rank']} on {data.get('node')} ended: {how}"
 
 
 def _ended(data: dict[str, Any]) -> str:
@@ -119,7 +120,7 @@ _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
     EventKind.AGENT_LOST: lambda d: f"lost the agent of {d['name']}: {d['reason']}",
     EventKind.PREFLIGHT: lambda d: "" if d["ok"] else f"node {d['node']} failed its checks: {d['reason']}",
     EventKind.GENERATION_STARTED: lambda d: f"ranks start ({d['world']})",
-    EventKind.GENERATION_FIRST_STEP: lambda d: f"trains again: step {d['step']} after {d['seconds']:.1f} s",
+    EventKind.GENERATION_FIRST_STEP: lambda d: f"trains: step {d['step']} done after {d['seconds']:.1f} s",
     EventKind.GENERATION_ENDED: _ended,
     EventKind.RANK_EXITED: _exited,
     EventKind.DECISION: lambda d: f"decision: {d['action']} ({d['reason']})",

@@ -38,14 +38,14 @@ def ls(screen: Screen) -> None:
     if screen.json:
         screen.data("nodes.ls", [{key: row[key] for key in row if not key.startswith("_")} for row in rows])
         return
-    seen, left = ("_ago", "_left") if screen.terminal else ("last_seen", "excluded_until")
+    people = screen.terminal
     columns = [
         Column("NODE", "node"),
         Column("CLUSTER", "cluster"),
         Column("ATTEMPTS", "attempts", count, right=True),
         Column("FAILURES", "failures", count, right=True),
-        Column("LAST SEEN", seen, lambda age: f"{span(age)} ago"),
-        Column("EXCLUDED FOR", left, span),
+        Column("LAST SEEN", "_ago", lambda age: f"{span(age)} ago") if people else Column("LAST_SEEN", "last_seen"),
+        Column("EXCLUDED FOR", "_left", span) if people else Column("EXCLUDED_UNTIL", "excluded_until"),
         Column("WHY", "reason"),
     ]
     screen.table(columns, rows)

@@ -17,6 +17,8 @@ _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)
 _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)))
 _WORDS = 30
 """Characters that the last column of a table should have before it is folded."""
+_PAGE = 160
+"""Columns of a page that goes into a file or a pipe."""
 Meter = Callable[[int, int], None]
 """Called with what is done and what there is to do."""
 
@@ -158,9 +160,12 @@ class Screen:
         """A line of somebody else's text (a log, a script), without what could drive the terminal."""
         self._print(plain(text), sys.stdout)
 
-    def table(self, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> None:
-        """A table for people on a terminal; tab-separated values, complete and unformatted, anywhere else."""
-        if not self.terminal:
+    def table(self, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], *, aligned: bool = False) -> None:
+        """A table for people on a terminal; tab-separated values, complete and unformatted, anywhere else.
+
+        `aligned`: part of a page that is for people wherever it goes.
+        """
+        if not (self.terminal or aligned):
             self._print("\t".join(column.title for column in columns), sys.stdout)
             for row in rows:
                 self._print("\t".join(_raw(row.get(column.key)) for column in columns), sys.stdout)
@@ -190,7 +195,8 @@ class Screen:
     def _console(self, stream: TextIO) -> Any:
         from rich.console import Console  # as above
 
-        return Console(file=stream, no_color=self.colorless, highlight=False, soft_wrap=False)
+        width = None if stream.isatty() else _PAGE
+        return Console(file=stream, no_color=self.colorless, highlight=False, soft_wrap=False, width=width)
 
     @property
     def colorless(self) -> bool:

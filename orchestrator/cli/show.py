@@ -144,7 +144,7 @@ def attempt_table(screen: Screen, attempts: list[Attempt], generations: list[Gen
         rows.append(_attempt_row(attempt))
         mine = [item for item in generations if item.attempt == attempt.number]
         rows += [_generation_row(item) for item in mine]
-    screen.table(ATTEMPTS, rows)
+    screen.table(ATTEMPTS, rows, aligned=True)
 
 
 ATTEMPTS = [
@@ -207,7 +207,7 @@ def _checkpoint_table(screen: Screen, checkpoints: list[Checkpoint]) -> None:
         Column("WHY", "reason"),
     ]
     screen.say("")
-    screen.table(columns, kept)
+    screen.table(columns, kept, aligned=True)
 
 
 def _history(screen: Screen, transitions: list[Transition]) -> None:

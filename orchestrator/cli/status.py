@@ -121,9 +121,9 @@ def _show(screen: Screen, rows: list[dict[str, Any]]) -> None:
     screen.note(_footer(rows))
 
 
-def status_table(screen: Screen, rows: list[dict[str, Any]]) -> None:
+def status_table(screen: Screen, rows: list[dict[str, Any]], *, aligned: bool = False) -> None:
     """The table of `orch status`."""
-    screen.table(TABLE if screen.terminal else TSV, [_flat(row) for row in rows])
+    screen.table(TABLE if screen.terminal or aligned else TSV, [_flat(row) for row in rows], aligned=aligned)
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:

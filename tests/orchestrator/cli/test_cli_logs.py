@@ -217,8 +217,8 @@ def test_the_feed_gives_every_event_once_in_words(place: RunDir) -> None:
     feed = Feed(place.path)
     said = [text for event in feed.poll() if (text := sentence(event))]
     assert "attempt 1 generation 1: drill: kill-rank rank 1 at step 4" in said
-    assert "attempt 1 generation 1: rank 1 on n1 was killed by signal 9" in said
-    assert "attempt 1 generation 2: trains again: step 3 after 1.0 s" in said
+    assert "attempt 1 generation 1: rank 1 on n1 ended: killed by signal 9" in said
+    assert "attempt 1 generation 2: trains: step 3 done after 1.0 s" in said
     assert feed.beat is not None
     assert (feed.beat.step, feed.beat.loss) == (6, 1.0)
     assert feed.poll() == []

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from checkpointing.storage import LocalStorage
 from orchestrator.cli import checks, slurm_checks, timetable
 from orchestrator.errors import SlurmUnreachable
 from orchestrator.states import RunState
+from tests.checkpointing.made import make
 from tests.orchestrator.cli.conftest import Seeds, Type
 from trainer.contract.tokens import Index
 
@@ -61,12 +63,48 @@ def test_data_prepare(orch: Type, tmp_path: Path) -> None:
 
 @pytest.fixture
 def saved(seeds: Seeds) -> tuple[str, Path]:
-    """A run with a committed checkpoint of two files on disk; returns the run and a data file."""
-    durable = pytest.importorskip("tests.checkpointing.folders", reason="made by the checkpoint tests' own maker")
+    """A run with two committed checkpoints on disk; returns the run and the folder of the newer one."""
     run = seeds.run()
     root = seeds.root / run / "checkpoints"
     root.mkdir(parents=True)
-    return run, durable.committed(root, step=100, attempt=1, nonce="0123abcd")
+    for step in (50, 100):
+        name = make(LocalStorage(root), step, nonce="0123abcd", now=time.time())
+    return run, root / name
+
+
+def test_ckpt_verify_is_content_with_what_was_written(orch: Type, saved: tuple[str, Path]) -> None:
+    run, newest = saved
+    done = orch("ckpt", "verify", run, "--json")
+    assert done.code == 0
+    (report,) = done.data
+    assert (report["name"], report["ok"], report["faults"], report["level"]) == (newest.name, True, [], 2)
+    assert "GiB/s" in orch("ckpt", "verify", f"{run}@50").out
+    assert len(orch("ckpt", "verify", f"{run}@all", "--json").data) == 2
+    assert [row["reason"] for row in orch("ckpt", "ls", run, "--json").data] == ["not yet in the registry"] * 2
+
+
+@pytest.mark.parametrize("level", [0, 2])
+def test_ckpt_verify_names_file_and_chunk_of_every_fault(orch: Type, saved: tuple[str, Path], level: int) -> None:
+    run, newest = saved
+    victim = newest / "__0_0.distcp"
+    data = victim.read_bytes()
+    victim.write_bytes(data[:-1] if level == 0 else data[:10] + b"!" + data[11:])
+    bad = orch("ckpt", "verify", f"{run}@latest", "--level", level)
+    assert bad.code == 7
+    assert f"{newest.name}: INVALID" in bad.out
+    assert "__0_0.distcp" in bad.out
+    assert level == 0 or "chunk 0" in bad.out
+    as_json = orch("ckpt", "verify", f"{run}@100", "--level", level, "--json")
+    assert as_json.code == 7
+    assert as_json.data[0]["faults"][0]["file"] == "__0_0.distcp"
+    assert orch("ckpt", "verify", f"{run}@50").code == 0
+
+
+def test_ckpt_verify_of_a_step_that_is_not_there(orch: Type, saved: tuple[str, Path]) -> None:
+    none = orch("ckpt", "verify", f"{saved[0]}@77")
+    assert none.code == 3
+    assert "100, 50" in none.err
+    assert orch("ckpt", "verify", f"{saved[0]}@soon").code == 2
 
 
 def test_ckpt_ls_tells_of_what_no_controller_has_seen_yet(orch: Type, seeds: Seeds) -> None:

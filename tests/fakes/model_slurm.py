@@ -26,6 +26,7 @@ class ModelJob:
     nodes: tuple[str, ...] = ()
     started: float | None = None
     becomes: tuple[str, float] | None = None  # final state, and when COMPLETING ends
+    leaving: float | None = None
     ended: float | None = None
     accounted_at: float = 0.0
     agents: ModelAgents | None = None
@@ -168,7 +169,7 @@ class ModelSlurm:
             job.state, job.ended = state, self.clock.now
             job.accounted_at = self.clock.now + self.weather.accounting_lag
         elif job.state == "RUNNING":
-            job.state, job.becomes = "COMPLETING", (state, self.clock.now + wait)
+            job.state, job.leaving, job.becomes = "COMPLETING", self.clock.now, (state, self.clock.now + wait)
 
     def running(self) -> list[ModelJob]:
         return [job for job in self.jobs if job.state == "RUNNING"]
@@ -184,6 +185,12 @@ class ModelSlurm:
             job.agents.dead = not zombie
             if zombie:
                 self.zombies.append(job.agents)
+
+    def requeue(self, job: ModelJob) -> None:
+        """Slurm starts the job again under the same id, as a prolog's failure can make it do."""
+        job.state, job.started, job.nodes, job.restarts = "PENDING", None, (), job.restarts + 1
+        if job.agents is not None:
+            job.agents.dead = True
 
     def crash(self) -> None:
         """slurmctld dies and comes back: what it had not saved yet is gone, and its ids are given out again."""

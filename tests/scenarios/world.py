@@ -149,8 +149,8 @@ class World:
         assert len(released) <= 1, f"jobs {[job.job_id for job in released]} were let go at once"
 
     def _given_up(self, job: Any) -> bool:
-        stuck = job.becomes is not None and self.clock.now - (job.becomes[1]) < 0
-        return job.state == "COMPLETING" and stuck and job.becomes[1] - self.clock.now > LEAVING_LIMIT
+        """Stuck in COMPLETING for so long that its attempt was fenced off instead."""
+        return job.state == "COMPLETING" and self.clock.now - job.leaving >= LEAVING_LIMIT
 
     def _check_ended_means_gone(self) -> None:
         live = {job.spec.attempt: job for job in self.slurm.jobs if job.live and not job.held}

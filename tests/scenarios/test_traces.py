@@ -1,0 +1,50 @@
+"""Seeded traces through every kind of bad day: safety after each turn, and an end once the cluster has healed."""
+
+import shutil
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+
+from orchestrator.states import RunState
+from tests.scenarios.trace import Trace
+from tests.scenarios.world import checked_store
+
+MEMORY = Path("/dev/shm")
+"""Traces write many small files: in memory where there is such a place."""
+
+
+def live(seed: int, monkeypatch: pytest.MonkeyPatch, store: Any = None) -> None:
+    root = Path(mkdtemp(prefix="orch-trace-", dir=MEMORY if MEMORY.is_dir() else None))
+    try:
+        trace = Trace(root, seed, monkeypatch, store)
+        try:
+            run = trace.run()
+        except BaseException as error:
+            raise AssertionError(f"seed {seed} after {trace.told}: {error}") from error
+        allowed = {RunState.SUCCEEDED} if trace.cancel_at is None else {RunState.SUCCEEDED, RunState.CANCELLED}
+        assert run.state in allowed, f"seed {seed} after {trace.told}: {run.state}, {run.reason}"
+        assert not trace.world.store.asks(), f"seed {seed} after {trace.told}: an ask was never answered"
+    finally:
+        shutil.rmtree(root)
+
+
+@pytest.mark.parametrize("block", range(15))
+def test_three_hundred_seeds(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(block * 20, block * 20 + 20):
+        live(seed, monkeypatch)
+
+
+@pytest.mark.parametrize("seed", [3, 17, 42])
+def test_the_same_on_the_real_registry(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with checked_store(tmp_path / "registry.db") as store:
+        live(seed, monkeypatch, store)
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("block", range(100))
+def test_ten_thousand_seeds(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(1000 + block * 100, 1000 + block * 100 + 100):
+        live(seed, monkeypatch)

@@ -28,10 +28,12 @@ _WRITES = "orch_writes"
 class Database:
     """Runs transactions: reads see one snapshot, writes take the lock at once, and a busy one is tried again."""
 
-    def __init__(self, path: Path, *, readonly: bool = False, patience: float = 30.0) -> None:
+    def __init__(
+        self, path: Path, *, readonly: bool = False, patience: float = 30.0, busy_seconds: float = _BUSY_SECONDS
+    ) -> None:
         self.path, self._patience = path, patience
         self.after_commit: Callable[[set[str]], None] = lambda runs: None
-        self._engine = _engine(path, readonly)
+        self._engine = _engine(lambda: connect(path, readonly=readonly, busy_seconds=busy_seconds))
         self._active = threading.local()
 
     def read(self, work: Callable[[Connection], T]) -> T:
@@ -114,10 +116,8 @@ def connect(path: Path, *, readonly: bool = False, busy_seconds: float = _BUSY_S
     return connection
 
 
-def _engine(path: Path, readonly: bool) -> sqlalchemy.Engine:
-    engine = sqlalchemy.create_engine(
-        "sqlite://", creator=lambda: connect(path, readonly=readonly), poolclass=sqlalchemy.QueuePool, pool_size=2
-    )
+def _engine(creator: Callable[[], sqlite3.Connection]) -> sqlalchemy.Engine:
+    engine = sqlalchemy.create_engine("sqlite://", creator=creator, poolclass=sqlalchemy.QueuePool, pool_size=2)
     # A deferred BEGIN that turns into a write fails at once when another writer was faster, whatever the timeout.
     sqlalchemy.event.listen(engine, "begin", _begin)
     return engine

@@ -1,0 +1,39 @@
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from orchestrator.registry.records import Attempt, Lease, Run
+from orchestrator.registry.store import Store
+
+
+class Desk:
+    """A fresh registry with a lease, and short words for what most tests need."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.path = folder, folder / "registry.db"
+        self.root = folder / "runs"
+        self.root.mkdir()
+        self.store = Store.open(self.path)
+        lease = self.store.take_lease("here", 0.0, 1e9)
+        assert lease is not None
+        self.lease: Lease = lease
+
+    @property
+    def stamp(self) -> dict[str, float]:
+        return {"epoch": self.lease.epoch, "now": 10.0}
+
+    def run(self, slug: str = "tiny", now: float = 1.0) -> tuple[Run, Attempt]:
+        digest = self.store.put_config({"name": slug})
+        number = len(self.store.runs())
+        return self.store.create_run(
+            slug=slug, cluster="local", root=self.root, config_digest=digest, total_steps=100,
+            identity={"code": {"sha": "abc"}}, now=now, nonce=f"{number:08x}",
+        )  # fmt: skip
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    made = Desk(tmp_path)
+    yield made
+    made.store.close()

@@ -1,0 +1,272 @@
+"""The store's verbs one by one."""
+
+import math
+import sqlite3
+import stat
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.errors import Fenced, NotFound, RegistryError
+from orchestrator.registry.records import Checkpoint, Generation
+from orchestrator.registry.store import Store
+from orchestrator.states import AttemptState, RunState, Trust
+
+Desk = Any
+
+
+def checkpoint(run: str, step: int, **changes: Any) -> Checkpoint:
+    fields = {"trust": Trust.COMMITTED, "bytes": 9, "path": "/p", "committed_at": float(step), "attempt": 1}
+    return Checkpoint(**{**fields, "run": run, "name": f"step-{step}", "step": step, **changes})
+
+
+def test_a_run_is_numbered_by_its_slug_and_begins_with_an_intent(desk: Desk) -> None:
+    run, attempt = desk.run("tiny")
+    assert (run.name, run.state, run.run_dir) == ("tiny-1", RunState.CREATED, str(desk.root / "tiny-1"))
+    assert (attempt.state, attempt.job_name) == (AttemptState.INTENT, "orch-tiny-1-1-00000000")
+    assert [desk.run(slug)[0].name for slug in ("tiny", "tiny-big", "tiny")] == ["tiny-2", "tiny-big-1", "tiny-3"]
+    (desk.root / "tiny-4").mkdir()
+    assert desk.run("tiny")[0].name == "tiny-5"
+
+
+def test_a_run_is_found_by_name_beginning_or_last(desk: Desk) -> None:
+    with pytest.raises(NotFound, match="no run yet"):
+        desk.store.run("@last")
+    for slug in ("alpha", "beta", "beta"):
+        desk.run(slug)
+    assert desk.store.run("al").name == "alpha-1"
+    assert desk.store.run("beta-1").name == "beta-1"
+    assert desk.store.run("@last").name == "beta-2"
+    with pytest.raises(NotFound, match="several runs begin with beta: beta-2, beta-1"):
+        desk.store.run("beta")
+    with pytest.raises(NotFound, match="no run bata-1") as caught:
+        desk.store.run("bata-1")
+    assert "did you mean beta-1" in caught.value.hint
+    with pytest.raises(NotFound, match="no run $"):
+        desk.store.run("")
+    with pytest.raises(NotFound, match="no run %"):
+        desk.store.run("%")
+
+
+def test_an_exact_name_wins_over_longer_ones(desk: Desk) -> None:
+    for _ in range(10):
+        desk.run("tiny")
+    assert desk.store.run("tiny-1").name == "tiny-1"
+
+
+def test_runs_come_newest_first_and_by_state(desk: Desk) -> None:
+    names = [desk.run()[0].name for _ in range(3)]
+    desk.store.move_run(names[1], RunState.RUNNING, "go", **desk.stamp)
+    assert [run.name for run in desk.store.runs()] == names[::-1]
+    assert [run.name for run in desk.store.runs(limit=2)] == names[:0:-1]
+    assert [run.name for run in desk.store.runs([RunState.RUNNING])] == [names[1]]
+    assert desk.store.runs([]) == []
+
+
+def test_moves_are_written_with_their_reason_and_only_along_the_table(desk: Desk) -> None:
+    run, _ = desk.run()
+    desk.store.move_run(run.name, RunState.RUNNING, "job 7 runs", **desk.stamp, step=5)
+    desk.store.move_run(run.name, RunState.RUNNING, "again", **desk.stamp)
+    now = desk.store.run(run.name)
+    assert (now.state, now.reason, now.step) == (RunState.RUNNING, "job 7 runs", 5)
+    moved = [(item.before, item.after, item.reason) for item in desk.store.transitions(run.name) if item.kind == "run"]
+    assert moved == [("", "CREATED", "submitted"), ("CREATED", "RUNNING", "job 7 runs")]
+    with pytest.raises(AssertionError, match="may not go from RUNNING to CREATED"):
+        desk.store.move_run(run.name, RunState.CREATED, "back", **desk.stamp)
+    with pytest.raises(AssertionError, match="no \\['stepp'\\]"):
+        desk.store.note_run(run.name, **desk.stamp, stepp=6)
+    with pytest.raises(AssertionError, match="no \\['state'\\]"):
+        desk.store.note_run(run.name, **desk.stamp, state=RunState.FAILED)
+
+
+def test_an_attempt_keeps_what_it_is_told(desk: Desk) -> None:
+    run, _ = desk.run()
+    failure = {"kind": "rank_killed", "reason": "SIGKILL", "rank": 1}
+    desk.store.move_attempt(
+        run.name, 1, AttemptState.SUBMITTED, "job 7", **desk.stamp, job_id="7", nodes=("a", "b"), failure=failure
+    )
+    desk.store.note_attempt(run.name, 1, epoch=desk.lease.epoch, last_step=3)
+    attempt = desk.store.attempt(run.name, 1)
+    assert (attempt.job_id, attempt.nodes, attempt.failure, attempt.last_step) == ("7", ("a", "b"), failure, 3)
+    second = desk.store.add_attempt(run.name, nonce="ffffffff", excluded=("a",), **desk.stamp)
+    assert (second.number, second.excluded, second.epoch) == (2, ("a",), desk.lease.epoch)
+    assert [item.number for item in desk.store.attempts(run.name)] == [1, 2]
+    with pytest.raises(NotFound, match="no attempt 3"):
+        desk.store.attempt(run.name, 3)
+
+
+def test_generations_and_checkpoints(desk: Desk) -> None:
+    run, _ = desk.run()
+    epoch = desk.lease.epoch
+    for number in (1, 2):
+        desk.store.put_generation(Generation(run=run.name, attempt=1, number=number, started_at=1.0), epoch=epoch)
+    desk.store.put_generation(
+        Generation(run=run.name, attempt=1, number=1, started_at=1.0, reason="rank 1 died"), epoch=epoch
+    )
+    assert [(item.number, item.reason) for item in desk.store.generations(run.name)] == [(1, "rank 1 died"), (2, "")]
+    assert desk.store.generations(run.name, 2) == []
+    assert desk.store.attempt(run.name, 1).generations == 2
+    for step in (5, 10):
+        desk.store.put_checkpoint(checkpoint(run.name, step), epoch=epoch)
+    desk.store.put_checkpoint(checkpoint(run.name, 10, bytes=1), epoch=epoch)
+    desk.store.trust(run.name, "step-10", Trust.CORRUPT, "chunk 3 differs", **desk.stamp)
+    newest, older = desk.store.checkpoints(run.name)
+    assert (newest.step, newest.trust, newest.reason, newest.bytes) == (10, Trust.CORRUPT, "chunk 3 differs", 9)
+    assert older.trust is Trust.COMMITTED
+    with pytest.raises(AssertionError, match="may not go from CORRUPT to VERIFIED"):
+        desk.store.trust(run.name, "step-10", Trust.VERIFIED, "no", **desk.stamp)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf, 0.1 + 0.2, None])
+def test_a_loss_reads_back_exactly(desk: Desk, loss: float | None) -> None:
+    run, _ = desk.run()
+    desk.store.note_run(run.name, **desk.stamp, loss=loss)
+    assert repr(desk.store.run(run.name).loss) == repr(loss)
+
+
+def test_asks_are_answered_once(desk: Desk) -> None:
+    run, _ = desk.run()
+    number = desk.store.ask(run.name, "cancel", {"now": True}, 5.0)
+    (ask,) = desk.store.asks()
+    assert (ask.id, ask.verb, ask.args) == (number, "cancel", {"now": True})
+    desk.store.answer(number, "done", **desk.stamp)
+    desk.store.answer(number, "something else", **desk.stamp)
+    assert desk.store.asks() == []
+    assert [item.answer for item in desk.store.asks(pending=False)] == ["done"]
+    with pytest.raises(NotFound):
+        desk.store.ask("nobody-1", "cancel", {}, 5.0)
+
+
+def test_nodes_count_attempts_and_failures(desk: Desk) -> None:
+    epoch = desk.lease.epoch
+    desk.store.saw_node("n1", "slurm", epoch=epoch, now=1.0)
+    desk.store.saw_node("n1", "slurm", epoch=epoch, now=2.0)
+    desk.store.saw_node("n1", "slurm", epoch=epoch, now=3.0, failure="XID 79", excluded_until=99.0)
+    (node,) = desk.store.nodes()
+    assert (node.attempts, node.failures, node.excluded_until, node.reason) == (2, 1, 99.0, "XID 79")
+    assert (node.first_seen, node.last_seen) == (1.0, 3.0)
+
+
+def test_a_config_is_stored_once_and_never_changed(desk: Desk) -> None:
+    digest = desk.store.put_config({"b": 1.5, "a": "é"})
+    assert desk.store.put_config({"a": "é", "b": 1.5}) == digest
+    assert desk.store.config(digest) == {"a": "é", "b": 1.5}
+    raw = sqlite3.connect(desk.path)
+    for statement in (
+        "UPDATE configs SET data = '{}'",
+        "DELETE FROM configs",
+        f"INSERT OR REPLACE INTO configs VALUES ('{digest}', '{{}}')",
+        f"REPLACE INTO configs VALUES ('{digest}', '{{}}')",
+    ):
+        with pytest.raises(sqlite3.IntegrityError, match="a config is never"):
+            raw.execute(statement)
+    raw.close()
+    assert desk.store.config(digest) == {"a": "é", "b": 1.5}
+    with pytest.raises(NotFound):
+        desk.store.config("0" * 64)
+
+
+def test_a_fenced_controller_writes_nothing(desk: Desk) -> None:
+    run, _ = desk.run()
+    store, old = desk.store, desk.lease.epoch
+    store.drop_lease(desk.lease)
+    store.take_lease("other", 1.0, 100.0)
+    before = (store.run(run.name), store.attempts(run.name), store.transitions(run.name))
+    stamp = {"epoch": old, "now": 2.0}
+    number = store.ask(run.name, "cancel", {}, 1.0)
+    writes = [
+        lambda: store.move_run(run.name, RunState.RUNNING, "x", **stamp),
+        lambda: store.move_attempt(run.name, 1, AttemptState.ENDED, "x", **stamp),
+        lambda: store.note_run(run.name, **stamp, step=3),
+        lambda: store.note_attempt(run.name, 1, epoch=old, last_step=3),
+        lambda: store.add_attempt(run.name, nonce="ffffffff", excluded=(), **stamp),
+        lambda: store.put_generation(Generation(run=run.name, attempt=1, number=1, started_at=1.0), epoch=old),
+        lambda: store.put_checkpoint(checkpoint(run.name, 5), epoch=old),
+        lambda: store.trust(run.name, "step-5", Trust.CORRUPT, "x", **stamp),
+        lambda: store.saw_node("n", "slurm", **stamp),
+        lambda: store.set_cursor(run.name, "f", 1, epoch=old),
+        lambda: store.answer(number, "x", **stamp),
+        lambda: store.renew_lease(desk.lease, 2.0, 10.0),
+        lambda: store.ticked(desk.lease, 2.0),
+    ]
+    for write in writes:
+        with pytest.raises(Fenced):
+            write()
+    assert (store.run(run.name), store.attempts(run.name), store.transitions(run.name)) == before
+    assert store.nodes() == []
+    assert store.cursor(run.name, "f") == 0
+
+
+def test_together_is_all_or_nothing(desk: Desk) -> None:
+    run, _ = desk.run()
+
+    def half() -> None:
+        desk.store.note_run(run.name, **desk.stamp, step=7)
+        assert desk.store.run(run.name).step == 7
+        raise ValueError("in the middle")
+
+    with pytest.raises(ValueError, match="in the middle"):
+        desk.store.together(half)
+    assert desk.store.run(run.name).step == 0
+
+
+def test_a_read_in_another_thread_does_not_see_an_open_write(desk: Desk) -> None:
+    run, _ = desk.run()
+    seen: list[int] = []
+
+    def write() -> None:
+        desk.store.note_run(run.name, **desk.stamp, step=7)
+        reader = threading.Thread(target=lambda: seen.append(desk.store.run(run.name).step))
+        reader.start()
+        reader.join(10)
+
+    desk.store.together(write)
+    assert seen == [0]
+    assert desk.store.run(run.name).step == 7
+
+
+def test_a_registry_that_stays_locked_is_told_so(desk: Desk) -> None:
+    from orchestrator.registry.database import Database
+
+    desk.run()
+    blocker = sqlite3.connect(desk.path, isolation_level=None)
+    blocker.execute("BEGIN IMMEDIATE")
+    database = Database(desk.path, patience=0.0, busy_seconds=0.05)
+    with pytest.raises(RegistryError, match="locked by another process"):
+        database.write(lambda connection: None)
+    blocker.execute("ROLLBACK")
+    blocker.close()
+    database.write(lambda connection: None)
+    database.close()
+
+
+def test_the_file_is_private_and_a_readonly_store_makes_none(desk: Desk, tmp_path: Path) -> None:
+    assert stat.S_IMODE(desk.path.stat().st_mode) == 0o600
+    with pytest.raises(RegistryError, match="no registry yet"):
+        Store.open(tmp_path / "none.db", readonly=True)
+    assert not (tmp_path / "none.db").exists()
+    run, _ = desk.run()
+    with Store.open(desk.path, readonly=True) as reader:
+        assert reader.run(run.name).name == run.name
+        with pytest.raises(RegistryError, match="read-only"):
+            reader.put_config({"a": 1})
+
+
+def test_files_that_are_no_registry_are_refused(tmp_path: Path) -> None:
+    text = tmp_path / "text.db"
+    text.write_text("not a database at all, but long enough to look at" * 50)
+    with pytest.raises(RegistryError, match="is not a registry"):
+        Store.open(text)
+    other = sqlite3.connect(tmp_path / "other.db")
+    other.execute("CREATE TABLE mine (x)")
+    other.close()
+    with pytest.raises(RegistryError, match="not a registry of orch"):
+        Store.open(tmp_path / "other.db")
+    (tmp_path / "folder.db").mkdir()
+    with pytest.raises(RegistryError, match="cannot be written"):
+        Store.open(tmp_path / "folder.db")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RegistryError, match="cannot be written"):
+        Store.open(tmp_path / "file" / "registry.db")

@@ -159,7 +159,7 @@ class TrainConfig:
         for name in ("steps", "batch_size", "seq_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name}={getattr(self, name)}: must be at least 1")
-        for name in ("lr", "warmup_steps", "weight_decay", "clip_norm"):
+        for name in ("lr", "warmup_steps", "micro_batch_size", "weight_decay", "clip_norm"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"train.{name}={getattr(self, name)}: must be 0 or more")
         if not 0 <= self.min_lr_ratio <= 1:

@@ -60,6 +60,11 @@ class AttemptDir:
         """One appended line per rank and trained step: the workers' own proof of who trained what, when."""
         return self.path / "metrics" / "work.jsonl"
 
+    @property
+    def final(self) -> Path:
+        """What the finished run ended with: step, loss, digest of the weights."""
+        return self.path / "metrics" / "final.json"
+
     def rank_log(self, rank: int) -> Path:
         return self.logs / f"rank-{rank:05d}.log"
 

@@ -1,5 +1,6 @@
 """The training loop: steps, agreement at every step boundary, saves."""
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -46,6 +47,10 @@ class Outside:
     started: float  # time.monotonic() of the rank's start
 
 
+class NonFinite(ArithmeticError):
+    """The loss or the gradient is no number any more; nothing that came after it has been saved."""
+
+
 class Loop:
     """Trains from wherever `progressed` stands to the last step, or to the step boundary where all agree to stop.
 
@@ -58,7 +63,8 @@ class Loop:
         self._stop = StopFlag(outside.cell)
         self._unread: Reduced | None = None
         self._first = True
-        self._ended_at = time.perf_counter()
+        self._mark = time.perf_counter()
+        self._seconds = 0.0
 
     def run(self) -> ExitCode:
         """Train; returns FINISHED or STOPPED_AFTER_SAVE, raises what went wrong."""
@@ -107,7 +113,7 @@ class Loop:
         outside.journal.worked(step)
         outside.cell.update(step=step, saved_step=outside.saver.committed_step or 0)
         reason = self._settle()
-        self._unread = unread
+        self._unread, self._seconds = unread, self._lap()
         if self._first:
             self._first_step(step)
         every, total = self._config.checkpoint.every, self._config.train.steps
@@ -115,6 +121,7 @@ class Loop:
             # A save waits for the device anyway, so this step's own votes are read too.
             reason = max(reason, self._settle())
             self._save(reason)
+            self._lap()
         outside.drill.after_step(step)
         return reason
 
@@ -132,11 +139,22 @@ class Loop:
         self._progressed.loss = result.loss
         self._outside.cell.update(loss=result.loss, grad_norm=result.grad_norm)
         self._tell(result)
+        if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
+            # Before any save of it: every rank reads the same sums, so all of them end here.
+            raise NonFinite(
+                f"step {result.step}: loss {result.loss}, gradient norm {result.grad_norm}; lower train.lr, set "
+                "train.clip_norm, or look at the data of this step"
+            )
         return result.stop
 
+    def _lap(self) -> float:
+        """Seconds since the last call: a step's time, without the save that came before it."""
+        now = time.perf_counter()
+        seconds, self._mark = now - self._mark, now
+        return seconds
+
     def _tell(self, result: StepResult) -> None:
-        train, now = self._config.train, time.perf_counter()
-        seconds, self._ended_at = now - self._ended_at, now
+        train, seconds = self._config.train, self._seconds
         self._outside.journal.step(
             result.step,
             loss=result.loss,

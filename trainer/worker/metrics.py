@@ -11,8 +11,6 @@ from trainer.contract.events import EventKind, EventLog
 from trainer.contract.rank import RankSpec
 from trainer.contract.run_dir import AttemptDir
 
-FINAL_NAME = "final.json"
-
 
 class Lines:
     """Appends JSON lines; each is one write to an O_APPEND descriptor, so that many processes can share a file."""
@@ -35,7 +33,7 @@ class Journal:
         self._spec = spec
         self._work = Lines(attempt.work_log)
         self._steps = Lines(attempt.metrics) if spec.rank == 0 else None
-        self._final = attempt.metrics.parent / FINAL_NAME
+        self._final = attempt.final
         source = f"rank-{spec.rank:05d}"
         self._events = EventLog(attempt.event_file(source), source, spec.attempt)
         self._events.generation = spec.generation

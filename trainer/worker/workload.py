@@ -27,6 +27,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from trainer.contract.config import JobConfig, WorkloadConfig
+from trainer.contract.tokens import TokensError
 from trainer.worker.data import Data, TokenData
 from trainer.worker.mesh import Layout
 from trainer.worker.optimizer import adamw
@@ -78,9 +79,17 @@ class BaseWorkload:
         return adamw(model, self.config.train)
 
     def build_data(self, layout: Layout) -> Data:
-        train = self.config.train
         if not self.config.data.path:
             raise WorkloadError("data.path is empty: give data.text, or a folder made by `orch data prepare`")
+        try:
+            return self._token_data(layout)
+        except TokensError:  # a folder that cannot be read may be readable on another node
+            raise
+        except ValueError as error:
+            raise WorkloadError(str(error)) from error
+
+    def _token_data(self, layout: Layout) -> TokenData:
+        train = self.config.train
         return TokenData(
             Path(self.config.data.path),
             seq_len=train.seq_len,

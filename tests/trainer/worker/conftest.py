@@ -97,7 +97,7 @@ class Run:
         return [json.loads(line) for line in self.attempt.work_log.read_text().splitlines()]
 
     def final(self) -> dict[str, Any]:
-        return json.loads((self.attempt.metrics.parent / "final.json").read_text())
+        return json.loads(self.attempt.final.read_text())
 
 
 @pytest.fixture(scope="session")

@@ -72,7 +72,7 @@ def test_a_run_that_is_already_finished_only_says_so(make_run):
     run = make_run(1, train={"steps": 4})
     run.train()
     first = run.final()
-    (run.attempt.metrics.parent / "final.json").unlink()
+    run.attempt.final.unlink()
     assert run.train()["codes"] == [0], run.log()
     assert {key: run.final()[key] for key in ("step", "loss", "weights_digest")} == {
         key: first[key] for key in ("step", "loss", "weights_digest")
@@ -107,3 +107,13 @@ def test_a_mistake_in_the_configuration_is_never_tried_again(make_run):
     outcome = RankOutcome.read(run.attempt.rank_outcome(0, 1))
     assert outcome.exception == "WorkloadError"
     assert "cannot import nowhere.to_be_found" in (outcome.message or "")
+
+
+def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(make_run):
+    run = make_run(2, parallel={"dp_shard": 2}, train={"lr": 1e18, "warmup_steps": 0}, checkpoint={"every": 1})
+    assert run.train()["codes"] == [ExitCode.ERROR] * 2
+    outcome = RankOutcome.read(run.attempt.rank_outcome(1, 1))
+    assert (outcome.exception, outcome.echo) == ("NonFinite", False)
+    bad = max(run.losses())
+    assert f"step {bad}: " in (outcome.message or "")
+    assert all(event.data["step"] < bad for event in events(run, EventKind.CHECKPOINT_COMMITTED))

@@ -1,0 +1,62 @@
+"""A user's own workload, warm and cold."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer.contract.outcome import ExitCode, RankOutcome
+from trainer.contract.progress import Phase, ProgressCell
+from trainer.contract.rank import SPEC_VARIABLE, RankSpec, hear
+
+pytestmark = pytest.mark.multi
+
+HERE = Path(__file__).parent
+PLANE = {"target": "my_workload:Plane", "path": [str(HERE)], "args": {"width": 8}}
+TRAIN = {"steps": 40, "dtype": "float32"}
+
+
+def test_it_learns_and_survives_a_kill_with_the_same_bits(make_run):
+    """Dropout and momentum are the state that a restart must bring back."""
+    over = {"workload": PLANE, "train": TRAIN, "parallel": {"dp_shard": 2}, "checkpoint": {"every": 10}}
+    calm = make_run(2, **over)
+    assert calm.train()["codes"] == [0, 0], calm.log()
+    assert calm.losses()[40] < 0.5 * calm.losses()[1]
+    hurt = make_run(2, **over, drill={"events": [{"rank": 0, "step": 35}]})
+    assert hurt.train()["codes"][0] == -9
+    assert hurt.train()["codes"] == [0, 0], hurt.log()
+    assert hurt.losses() == calm.losses()
+    assert hurt.final()["weights_digest"] == calm.final()["weights_digest"]
+
+
+def test_without_a_plan_tensor_parallelism_is_refused(make_run):
+    run = make_run(2, workload=PLANE, train=TRAIN, parallel={"tp": 2})
+    assert run.train()["codes"] == [ExitCode.NEVER_RETRY] * 2
+    assert "has no `parallelize` of its own" in RankOutcome.read(run.attempt.rank_outcome(0, 1)).message
+
+
+def test_a_rank_started_cold_does_the_same(make_run):
+    run = make_run(1, workload=PLANE, train={**TRAIN, "steps": 3})
+    cell = ProgressCell.create()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    spec = RankSpec(
+        run_dir=str(run.dir.path), attempt=1, generation=1, rank=0, local_rank=0, world_size=1, local_world_size=1,
+        node=0, node_name="n0", cell_fd=cell.descriptor, control_fd=theirs.fileno(), host="127.0.0.1",
+    )  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "trainer.worker.main"],
+        env={**os.environ, SPEC_VARIABLE: spec.to_json(), "PYTHONPATH": str(HERE.parents[2])},
+        pass_fds=(cell.descriptor, theirs.fileno()), capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert hear(ours)["word"] == "store"
+    reading = cell.read()
+    assert (reading.step, reading.saved_step, reading.phase) == (3, 3, Phase.DONE)
+    assert json.loads(run.attempt.rank_outcome(0, 1).read_bytes())["exit_code"] == 0
+    cell.close()
+    ours.close()
+    theirs.close()

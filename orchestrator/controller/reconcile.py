@@ -191,6 +191,7 @@ class Controller:
         if view.cancel is not None:
             ended = self.store.run(view.run.name)
             self.store.answer(view.cancel.id, f"{ended.name} is {ended.state}", **self.actor.stamp())
+            failpoints.reach("after_ask")
 
     def _keep_going(self, view: RunView, job: JobStatus) -> None:
         """What a live job needs: its release, its true deadline, or its end when Slurm has started it again."""

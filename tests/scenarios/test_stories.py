@@ -119,7 +119,7 @@ def test_a_stranger_s_job_with_our_prefix_is_left_alone(tmp_path: Path) -> None:
     stranger = other.slurm.jobs[0]
     world.slurm.jobs.append(stranger)
     stranger.job_id = "99"
-    stranger.spec = type(stranger.spec)(**{**vars(stranger.spec), "name": "orch-theirs-1-deadbeef"})
+    stranger.spec = type(stranger.spec)(**{**vars(stranger.spec), "name": "orch-theirs-1-deadbeef", "comment": "x"})
     world.finish()
     assert stranger.state == "PENDING"
 

@@ -146,7 +146,8 @@ class World:
         given_up = [job.agents for job in self.slurm.jobs if self._given_up(job)]
         current = [agents for agents in training if agents not in self.slurm.zombies + given_up]
         assert len(current) <= 1, f"jobs {[agents.job_id for agents in current]} train at once"
-        released = [job for job in self.slurm.jobs if job.live and not job.held and not self._given_up(job)]
+        ours = [job for job in self.slurm.jobs if job.spec.comment.startswith(f"orch:{self.name}/")]
+        released = [job for job in ours if job.live and not job.held and not self._given_up(job)]
         assert len(released) <= 1, f"jobs {[job.job_id for job in released]} were let go at once"
 
     def _given_up(self, job: Any) -> bool:

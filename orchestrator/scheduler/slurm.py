@@ -1,11 +1,12 @@
 """The Slurm scheduler: jobs are submitted held through submitit, and looked up through squeue and sacct."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
-from orchestrator.errors import OrchError, SlurmUnreachable
+from orchestrator.errors import SlurmUnreachable
 from orchestrator.scheduler import payload
-from orchestrator.scheduler.base import JobSpec, JobStatus
+from orchestrator.scheduler.base import ENDED_STATES, LEAVING_STATES, JobSpec, JobStatus
 from orchestrator.scheduler.commands import TIMEOUT_S, ask, unreachable
 from orchestrator.scheduler.slurm_text import (
     SACCT_FORMAT,
@@ -20,11 +21,7 @@ LOOK_BACK_DAYS = 14
 """How far `find` looks into accounting: longer than any controller is likely to be away."""
 
 _NO_ACCOUNTING = "accounting storage is disabled"
-_OVER = (
-    "already finished", "invalid job id", "no longer pending", "already completing", "already completed",
-    "job/step already", "is not pending", "requested operation is presently disabled",
-)  # fmt: skip
-"""Slurm's words for a job on which there is nothing left to do."""
+_OVER = ENDED_STATES | LEAVING_STATES
 
 
 class SlurmScheduler:
@@ -65,10 +62,10 @@ class SlurmScheduler:
 
     def release(self, job_id: str, submission: Path) -> None:
         payload.adopt_payload(submission, job_id)
-        self._do(["scontrol", "release", job_id])
+        self._change(["scontrol", "release", job_id], job_id, lambda job: not job.held)
 
     def cancel(self, job_id: str) -> None:
-        self._do(["scancel", job_id])
+        self._change(["scancel", job_id], job_id, lambda job: job.state in _OVER)
 
     def _queue(self) -> list[JobStatus]:
         """This user's jobs, those that ended within MinJobAge included."""
@@ -94,13 +91,17 @@ class SlurmScheduler:
         except Garbage as error:
             raise unreachable("sacct", str(error)) from error
 
-    def _do(self, command: list[str]) -> None:
-        """Change one job; a job on which nothing is left to do is no error."""
-        done = ask(command, self._timeout)
-        said = done.stderr.lower()
-        if done.returncode != 0 and not any(words in said for words in _OVER):
-            words = " ".join(done.stderr.split())[:300]
-            raise OrchError(f"`{' '.join(command)}` failed: {words}", where=command[-1])
+    def _change(self, command: list[str], job_id: str, done: Callable[[JobStatus], bool]) -> None:
+        """Change one job; when Slurm objects, the job's state tells whether anything is left to do.
+
+        `scontrol release` fails on a released job whose nodes are not there now, and `scancel` on one that has ended.
+        """
+        said = ask(command, self._timeout)
+        if said.returncode == 0:
+            return
+        job = self.poll([job_id]).get(job_id)
+        if job is not None and not done(job):
+            raise unreachable(" ".join(command), said.stderr)
 
 
 def _newest(jobs: list[JobStatus]) -> list[JobStatus]:

@@ -19,6 +19,7 @@ SQUEUE_FORMAT = ",".join(f"{name}:{width}{SEPARATOR}" for name, width in SQUEUE_
 SACCT_FIELDS = ("JobIDRaw", "State", "Reason", "ExitCode", "Submit", "End", "NodeList", "Comment", "JobName")
 SACCT_FORMAT = ",".join(SACCT_FIELDS)
 
+_NAMELESS = "allocation"  # what sacct shows for a job without a name
 _JOB_ID = re.compile(r"\d+([_+].*)?", re.ASCII | re.DOTALL)
 _NO_VALUE = frozenset({"", "(null)", "N/A", "NONE", "None", "Unknown", "None assigned", "INVALID"})
 
@@ -56,9 +57,14 @@ def read_queue(text: str) -> list[JobStatus]:
 
 
 def read_accounting(text: str) -> list[JobStatus]:
-    """Jobs as `sacct -X -D -n -p --delimiter SEPARATOR -o SACCT_FORMAT` lists them; raises Garbage."""
+    """Jobs as `sacct -X -D -n -p --delimiter SEPARATOR -o SACCT_FORMAT` lists them; raises Garbage.
+
+    A row without a name is left out: slurmdbd has heard of the job's end before its start, and cannot tell whose it is.
+    """
     found = []
     for job, state, reason, code, submitted, end, nodes, comment, name in _rows(text, len(SACCT_FIELDS)):
+        if name == _NAMELESS and not _known(nodes):
+            continue
         word = plain_state(state)
         ending = exit_pair(code) if word in ENDED_STATES else Ending(None, None)
         found.append(

@@ -1,0 +1,218 @@
+"""The Slurm scheduler against a real Slurm, with its bad days."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from orchestrator.errors import SlurmUnreachable, SubmitAmbiguous, SubmitRejected
+from orchestrator.scheduler.base import Resources
+from orchestrator.scheduler.slurm import SlurmScheduler
+from tests.orchestrator.scheduler.contract import SchedulerContract, World, eventually
+from tests.slurm.lab import SlurmLab
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.fixture
+def world(lab: SlurmLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    for key, value in lab.environment().items():
+        monkeypatch.setenv(key, value)
+    tmp_path.chmod(0o755)
+    yield World(scheduler=SlurmScheduler(entry="tests.slurm.payload:record"), folder=tmp_path)
+    lab.ask("scancel", "--me")
+    eventually(lambda: not lab.ask("squeue", "-h", "--me").stdout.strip(), "the queue is empty", 60)
+
+
+class TestSlurm(SchedulerContract):
+    """The contract suite on the real Slurm."""
+
+
+def test_a_job_runs_in_its_own_environment_and_folder(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLOUD_SECRET_KEY", "hunter2")
+    monkeypatch.setenv("SBATCH_COMMENT", "not this one")
+    monkeypatch.setenv("SLURM_NTASKS", "7")
+    spec = world.spec()
+    job = world.submit(spec)
+    assert job.comment == spec.comment
+    world.release(job, spec)
+    world.until_running(job, spec)
+    facts = json.loads((spec.run_dir / "started-1.json").read_text())
+    assert facts["cwd"] == str(spec.run_dir)
+    assert "CLOUD_SECRET_KEY" not in facts["environ"]
+    assert facts["environ"]["SLURM_NTASKS"] == "2"
+    assert facts["environ"]["SLURM_CPUS_PER_TASK"] == "1"
+    assert "SLURM_RESTART_COUNT" not in facts["environ"]
+
+
+def test_an_ambiguous_submit_is_found_adopted_and_starts(lab: SlurmLab, world: World) -> None:
+    spec = world.spec()
+    lab.pause_controller()
+    try:
+        with pytest.raises(SubmitAmbiguous, match="may exist all the same"):
+            world.scheduler.submit(spec)
+    finally:
+        lab.resume_controller()
+    eventually(lambda: len(world.scheduler.find(spec.name)) == 1, "the job turns up")
+    (job,) = world.scheduler.find(spec.name)
+    assert job.held
+    assert not list(spec.submission.glob("*_submitted.pkl"))
+    world.release(job, spec)
+    world.until_running(job, spec)
+
+
+def test_no_controller_no_answer_and_nothing_is_assumed(lab: SlurmLab, world: World) -> None:
+    spec = world.spec()
+    job = world.submit(spec)
+    time.sleep(6)  # slurmctld saves its state at most every 5 s: before that a kill loses the job for good
+    lab.kill_controller()
+    try:
+        questions = (
+            lambda: world.scheduler.find(spec.name),
+            lambda: world.scheduler.poll([job.job_id]),
+            lambda: world.release(job, spec),
+            lambda: world.scheduler.cancel(job.job_id),
+            lambda: world.scheduler.submit(world.spec()),
+        )
+        for silent in _errors(questions):
+            assert isinstance(silent, SlurmUnreachable)
+    finally:
+        lab.start_controller()
+    assert world.state(job) == "PENDING"
+    world.release(job, spec)
+    world.until_running(job, spec)
+
+
+def _errors(questions: tuple[object, ...]) -> list[object]:
+    """Ask all at once, because each silence takes its time; the errors, or what was answered."""
+    said: list[object] = [None] * len(questions)
+
+    def ask(index: int, question: object) -> None:
+        try:
+            said[index] = question()  # type: ignore[operator]
+        except Exception as error:  # noqa: BLE001  whatever it is, the test judges it
+            said[index] = error
+
+    threads = [threading.Thread(target=ask, args=pair) for pair in enumerate(questions)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=100)
+    return said
+
+
+def test_without_accounting_the_queue_answers_for_what_it_knows(lab: SlurmLab, world: World) -> None:
+    spec = world.spec()
+    job = world.submit(spec)
+    lab.stop_accounting()
+    try:
+        assert world.state(job) == "PENDING"
+        assert [found.job_id for found in world.scheduler.find(spec.name)] == [job.job_id]
+        unknown = (lambda: world.scheduler.poll(["99999999"]), lambda: world.scheduler.find("orch-nobody"))
+        for silent in _errors(unknown):
+            assert isinstance(silent, SlurmUnreachable)
+    finally:
+        lab.start_accounting()
+    assert world.scheduler.poll(["99999999"]) == {}
+
+
+def test_a_dead_node_is_a_node_fail_with_the_names(lab: SlurmLab, world: World) -> None:
+    spec = world.spec()
+    job = world.submit(spec)
+    world.release(job, spec)
+    world.until_running(job, spec)
+    nodes = world.scheduler.poll([job.job_id])[job.job_id].nodes
+    lab.kill_node(nodes[1])
+    try:
+        eventually(lambda: world.state(job) not in ("RUNNING", "COMPLETING"), "Slurm has noticed", 60)
+        ended = world.scheduler.poll([job.job_id])[job.job_id]
+        assert (ended.state, ended.nodes, ended.restarts) == ("NODE_FAIL", nodes, 0)
+        assert ended.name == spec.name
+    finally:
+        lab.start_node(nodes[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"partition": "nonesuch"}, "partition"),
+        ({"constraint": "h100"}, "feature"),
+        ({"sbatch": {"reservation": "nonesuch"}}, "reservation"),
+        ({"sbatch": {"no-such-option": "1"}}, "unrecognized option"),
+    ],
+)
+def test_a_definite_no_is_a_rejection_in_slurms_words(world: World, change: dict[str, object], words: str) -> None:
+    spec = replace(world.spec(), resources=replace(Resources(nodes=1), **change))  # type: ignore[arg-type]
+    with pytest.raises(SubmitRejected, match=words):
+        world.scheduler.submit(spec)
+    assert world.scheduler.find(spec.name) == []
+
+
+def test_an_impossible_job_waits_with_slurms_reason(world: World) -> None:
+    """Slurm checks the shape of a held job only at its release, and then keeps it: nodes may come."""
+    world.resources = Resources(nodes=99, time="5")
+    spec = world.spec()
+    job = world.submit(spec)
+    world.release(job, spec)
+    world.release(job, spec)
+    waiting = world.scheduler.poll([job.job_id])[job.job_id]
+    assert (waiting.state, waiting.held, waiting.reason) == ("PENDING", False, "PartitionConfig")
+
+
+def test_a_failing_task_does_not_take_the_others_along(world: World) -> None:
+    spec = world.spec()
+    job = world.submit(spec)
+    world.release(job, spec)
+    world.until_running(job, spec)
+    facts = json.loads((spec.run_dir / "started-1.json").read_text())
+    os.kill(facts["pid"], signal.SIGKILL)
+    time.sleep(2)  # nothing can be waited for: it must not happen
+    assert world.state(job) == "RUNNING"
+    (spec.run_dir / "stop").touch()
+    assert world.until_ended(job) == "FAILED"
+    assert world.scheduler.poll([job.job_id])[job.job_id].exit_code == 137
+
+
+def test_strange_but_allowed_values_reach_slurm_unchanged(lab: SlurmLab, world: World) -> None:
+    more = {"nice": 7, "mail-type": "TIME_LIMIT_90"}
+    value = "a b,c;d|e&f=(g)[h]!*~^%i@j+k"
+    spec = replace(world.spec(), resources=Resources(nodes=1, time="5", sbatch={"mail-user": value, **more}))
+    job = world.submit(spec)
+    shown = lab.ask("scontrol", "show", "job", job.job_id).stdout
+    assert f"MailUser={value} " in shown.replace("\n", " ")
+    assert "Nice=7" in shown
+
+
+def test_times_and_identity_do_not_depend_on_the_shell(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = world.spec()
+    job = world.submit(spec)
+    monkeypatch.setenv("TZ", "America/New_York")
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "%c")
+    monkeypatch.setenv("SQUEUE_STATES", "RUNNING")
+    monkeypatch.setenv("SQUEUE_FORMAT", "%i")
+    assert world.scheduler.poll([job.job_id])[job.job_id].submit_time == job.submit_time
+
+
+def test_accounting_tells_of_jobs_the_queue_has_forgotten(lab: SlurmLab, world: World) -> None:
+    spec = world.spec()
+    job = world.submit(spec)
+    (spec.run_dir / "stop").touch()
+    world.release(job, spec)
+    world.until_ended(job)
+    scheduler = world.scheduler
+    assert isinstance(scheduler, SlurmScheduler)
+
+    def recorded() -> bool:
+        rows = scheduler._accounting(["-j", job.job_id]) or []
+        return [(row.state, row.name) for row in rows] == [("COMPLETED", spec.name)]
+
+    eventually(recorded, "accounting has it")
+    (row,) = scheduler._accounting(["-j", job.job_id]) or []
+    queued = scheduler.poll([job.job_id])[job.job_id]
+    assert replace(row, source="queue", reason=queued.reason) == queued

@@ -62,11 +62,17 @@ def kill_group(group: int, number: int = signal.SIGKILL) -> bool:
 
 def kill_children() -> bool:
     """Kill every child of this process, adopted orphans included; False when there are none."""
-    lists = [task / "children" for task in Path("/proc/self/task").iterdir()]
-    children = [int(pid) for listed in lists for pid in listed.read_text().split()]
+    children = [int(pid) for task in os.listdir("/proc/self/task") for pid in _children_of(task)]
     for pid in children:
         os.kill(pid, signal.SIGKILL)
     return bool(children)
+
+
+def _children_of(task: str) -> list[str]:
+    try:
+        return Path(f"/proc/self/task/{task}/children").read_text().split()
+    except FileNotFoundError:  # the thread has ended; its children have become another's
+        return []
 
 
 def _prctl(option: int, value: int) -> None:

@@ -1,0 +1,107 @@
+"""An existing script as ranks: torchrun's environment, its exit codes, its restarts."""
+
+import sys
+
+from checkpointing.durable import dump_line
+from tests.trainer.agent.job import until
+from trainer.contract.events import EventKind
+
+
+def test_a_command_finds_torchruns_variables_and_its_folder(job, tmp_path):
+    folder = tmp_path / "project"
+    folder.mkdir()
+    work = job("exit:3@2@1", cluster={"cpus_per_task": 4}, env={"COLOR": "green", "ORCH_SUBMIT_DIR": str(folder)})
+    work.start()
+    work.go()
+    assert work.wait() == [0, 0], work.story()
+    notes = {(note["generation"], note["rank"]): note for note in work.notes()}
+    env = notes[2, 3]["env"]
+    wanted = {
+        "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1",
+        "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RESTART_COUNT": "1",
+        "TORCHELASTIC_MAX_RESTARTS": "5", "TORCHELASTIC_RUN_ID": "run-1-1", "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "ORCH_RUN": "run-1", "ORCH_ATTEMPT": "1", "ORCH_GENERATION": "2", "ORCH_RUN_DIR": str(work.run.path),
+        "COLOR": "green",
+    }  # fmt: skip
+    assert {name: env[name] for name in wanted} == wanted
+    ports = {(generation, note["env"]["MASTER_PORT"]) for (generation, _), note in notes.items()}
+    assert len(ports) == 2
+    assert {note["cwd"] for note in work.notes()} == {str(folder)}
+    assert work.events(EventKind.GENERATION_ENDED)[0].data["failure"]["exit_code"] == 3
+
+
+def test_the_folder_of_the_submit_is_read_from_the_runs_record(job, tmp_path):
+    work = job(nodes=1, ranks=1)
+    work.run.run.write_text(dump_line({"submit_dir": str(tmp_path)}))
+    work.start()
+    work.go()
+    assert work.wait() == [0], work.story()
+    assert work.notes()[0]["cwd"] == str(tmp_path)
+
+
+def test_a_command_that_fails_alike_twice_at_once_is_the_users_error(job):
+    work = job("exit:2@1@*", "hang@*@*", nodes=1).start()
+    work.go()
+    assert work.wait() == [78], work.story()
+    assert (work.outcome().generations, work.outcome().failure.kind) == (2, "user_error")
+
+
+def test_the_budget_of_restarts_is_kept(job):
+    work = job("kill@0@*", nodes=1, ranks=1, recovery={"restarts_in_place": 2}).start()
+    work.go()
+    assert work.wait() == [75], work.story()
+    outcome = work.outcome()
+    assert (outcome.generations, outcome.failure.kind, outcome.failure.signal) == (3, "rank_killed", 9)
+    assert "all 2 restarts in place" in outcome.reason
+
+
+def test_reserved_exit_codes_end_the_attempt_at_once(job):
+    work = job("exit:77@1@1", "hang@*@*").start()
+    work.go()
+    assert work.wait() == [77, 77], work.story()
+    assert (work.outcome().failure.kind, work.outcome().failure.node) == ("node_suspect", "local-0")
+
+
+def test_a_program_that_does_not_exist_says_so_in_its_log(job):
+    work = job(nodes=1, ranks=1, command=["/no/such/program"]).start()
+    work.go()
+    assert work.wait() == [78], work.story()
+    assert "cannot start '/no/such/program'" in work.attempt.rank_log(0).read_text()
+
+
+def test_a_shell_that_reports_its_childs_signal_is_understood(job):
+    work = job(nodes=1, ranks=1, command=["sh", "-c", 'test "$ORCH_GENERATION" = 2 || sh -c "kill -9 \\$\\$"; exit $?'])
+    work.start()
+    work.go()
+    assert work.wait() == [0], work.story()
+    assert work.events(EventKind.RANK_EXITED)[0].data["signal"] == 9
+
+
+def test_submitits_exit_code_is_the_agents(job, tmp_path):
+    """The real submitit, in a process group of its own, with the agents as its tasks."""
+    work = job("exit:78@0@*", nodes=2, ranks=1)
+    code = f"""
+import submitit, sys, time
+from trainer.agent.main import run_agent
+executor = submitit.LocalExecutor({str(work.attempt.submission)!r}, python={sys.executable!r} + " -P")
+executor.update_parameters(tasks_per_node=2, timeout_min=2, gpus_per_node=0)
+job = executor.submit(run_agent, {str(work.run.path)!r}, "1")
+print(job.job_id, flush=True)
+job._process.wait()
+"""
+    import subprocess
+
+    launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert launcher.stdout is not None
+        pid = int(launcher.stdout.readline())
+        from trainer.contract.place import local_job_id
+
+        work.go(job_id=local_job_id(pid))
+        launcher.communicate(timeout=60)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    until(work.attempt.outcome.exists, 5, work.story)
+    assert work.outcome().exit_code == 78
+    assert not list(work.attempt.submission.glob("*result.pkl"))

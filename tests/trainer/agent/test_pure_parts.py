@@ -1,0 +1,158 @@
+"""Times, bounds, cores, preflight verdicts and torchrun's variables: pure functions on tables."""
+
+import pytest
+
+from trainer.agent import cores
+from trainer.agent.deadline import Bounds, bound, lead, parse_time, reason_of
+from trainer.agent.heartbeat import Standing
+from trainer.agent.preflight import Fault, examine, verdict
+from trainer.agent.stopping import Stopping
+from trainer.contract.config import ClusterShape, DataConfig, JobConfig
+from trainer.contract.outcome import FailureKind
+from trainer.contract.place import Place
+from trainer.contract.progress import StopReason
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 5400), ("1:30", 90), ("1:00:00", 3600), ("2-12", 216000), ("1-00:30", 88200), ("1-01:01:01", 90061),
+        ("UNLIMITED", None), ("infinite", None), ("", None),
+    ],
+)  # fmt: skip
+def test_slurms_notation_of_time(text, seconds):
+    assert parse_time(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["1h", "1:2:3:4", "-5", "1-"])
+def test_what_is_no_time_is_refused(text):
+    with pytest.raises(ValueError, match="not in Slurm's notation"):
+        parse_time(text)
+
+
+def test_the_lead_never_takes_most_of_a_short_job():
+    assert (lead(3600, 120), lead(100, 120), lead(None, 120)) == (120, 50, 120)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "left", "reason"),
+    [
+        ("SIGUSR2", "slurm", 150, StopReason.TIME_LIMIT),
+        ("SIGUSR2", "slurm", 500, StopReason.PREEMPTION),
+        ("SIGTERM", "slurm", 500, StopReason.PREEMPTION),
+        ("SIGTERM", "slurm", 10, StopReason.TIME_LIMIT),
+        ("SIGTERM", "slurm", None, StopReason.PREEMPTION),
+        ("SIGUSR2", "local", 500, StopReason.PREEMPTION),
+        ("SIGTERM", "local", 500, StopReason.CANCEL),
+    ],
+)
+def test_why_a_signal_came(name, kind, left, reason):
+    assert reason_of(name, kind=kind, left=left, lead_seconds=120) is reason
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "end", "until"),
+    [
+        ("SIGTERM", StopReason.PREEMPTION, None, 120),
+        ("SIGTERM", StopReason.PREEMPTION, 115, 110),
+        ("SIGUSR2", StopReason.PREEMPTION, None, 160),
+        ("", StopReason.CANCEL, 150, 145),
+        ("", StopReason.TIME_LIMIT, 400, 395),
+        ("SIGTERM", StopReason.TIME_LIMIT, 400, 120),
+        ("", StopReason.TIME_LIMIT, 102, 100),
+    ],
+)
+def test_by_when_ranks_must_have_saved(name, reason, end, until):
+    assert bound(name, reason, now=100, end=end, bounds=Bounds()) == until
+
+
+def stopping() -> Stopping:
+    return Stopping(kind="slurm", started=0.0, limit="1:00:00", signal_lead=120.0, bounds=Bounds())
+
+
+def test_the_end_of_the_job_asks_by_itself_and_the_scheduler_may_correct_it():
+    stop = stopping()
+    assert not stop.due(3479)
+    assert stop.due(3480)
+    stop.correct(1000.0)
+    assert stop.due(880)
+    assert stop.ending(880).until == 995
+    assert not stop.due(990)  # asked already
+    assert (stop.overdue(994), stop.overdue(995)) == (False, True)
+
+
+def test_a_later_signal_shortens_a_stop_and_keeps_its_reason():
+    stop = stopping()
+    assert stop.heard("SIGUSR2", 100).until == 160
+    second = stop.heard("SIGTERM", 110)
+    assert (second.reason, second.until) == (StopReason.PREEMPTION, 130)
+    assert stop.asked("again", 120).until == 130
+
+
+def place(node: int = 0, kind: str = "slurm") -> Place:
+    return Place(kind=kind, job_id="1", node=node, nodes=2, name=f"n{node}")
+
+
+def test_ranks_share_the_cores_they_are_allowed():
+    config = JobConfig(cluster=ClusterShape(nodes=2, ranks_per_node=2))
+    assert cores.of_rank(place(), config, 0, {4, 5, 6, 7, 9}) == [4, 5]
+    assert cores.of_rank(place(), config, 1, {4, 5, 6, 7, 9}) == [6, 7, 9]
+    assert cores.of_rank(place(), config, 0, {4}) == []
+    simulated = [cores.of_rank(place(node, "local"), config, local, range(4)) for node in (0, 1) for local in (0, 1)]
+    assert simulated == [[0], [1], [2], [3]]
+    assert cores.of_rank(place(1, "local"), config, 1, range(2)) == []
+
+
+def test_simulated_nodes_get_their_own_gpus():
+    config = JobConfig(cluster=ClusterShape(nodes=2, ranks_per_node=2, gpus_per_node=2))
+    visible = {"CUDA_VISIBLE_DEVICES": "3,4,5,6"}
+    assert cores.gpus(place(1, "local"), config, visible) == {"CUDA_VISIBLE_DEVICES": "5,6"}
+    assert cores.gpus(place(1), config, visible) == {}
+    assert cores.gpus(place(1, "local"), config, {"CUDA_VISIBLE_DEVICES": "0,1"}) == {}
+
+
+FOLDER = Fault(check="run folder", reason="cannot write", shared=True)
+FULL = Fault(check="run folder", reason="No space left", shared=True, full=True)
+DATA = Fault(check="data", reason="cannot read data.path=/x", shared=True)
+SHM = Fault(check="shared memory", reason="/dev/shm is missing", shared=False)
+
+
+@pytest.mark.parametrize(
+    ("faults", "kind", "node"),
+    [
+        ({"a": [], "b": []}, None, None),
+        ({"a": [], "b": [FOLDER]}, FailureKind.NODE_SUSPECT, "b"),
+        ({"a": [FOLDER], "b": [FOLDER]}, FailureKind.STORAGE, None),
+        ({"a": [], "b": [FULL]}, FailureKind.STORAGE, None),
+        ({"a": [DATA], "b": [DATA]}, FailureKind.USER_ERROR, None),
+        ({"a": [DATA]}, FailureKind.USER_ERROR, None),
+        ({"a": [SHM]}, FailureKind.NODE_SUSPECT, "a"),
+        ({"a": [FOLDER], "b": [FOLDER, SHM]}, FailureKind.NODE_SUSPECT, "b"),
+    ],
+)
+def test_a_node_is_blamed_only_for_its_own(faults, kind, node):
+    failure = verdict(faults)
+    assert (failure and failure.kind) == kind
+    assert (failure and failure.node) == node
+
+
+def test_a_healthy_node_passes_and_leaves_no_probe(tmp_path):
+    assert examine(tmp_path, JobConfig()) == []
+    assert list(tmp_path.iterdir()) == []
+    missing = JobConfig(data=DataConfig(path=str(tmp_path / "none")))
+    (fault,) = examine(tmp_path, missing)
+    assert fault.check == "data"
+    (fault,) = examine(tmp_path / "gone", JobConfig())
+    assert "No such file" in fault.reason
+
+
+def test_a_heartbeat_keeps_what_was_known_through_a_restart():
+    standing = Standing(1, "7", lambda: 5.0)
+    standing.merge(
+        [{"step": 9, "loss": 2.5, "saved": 8, "total": 20, "phase": "data"}, {"step": 8, "phase": "forward"}]
+    )
+    standing.merge([{"step": 0, "loss": None, "phase": "init"}, {"step": 0, "phase": "init"}])
+    beat = standing.beat(generation=2, nodes=["a"], state="running")
+    assert (beat.step, beat.loss, beat.saved_step, beat.total_steps, beat.phase) == (8, 2.5, 8, 20, "init")
+    standing.merge([{"step": 5, "loss": 3.0, "phase": "data"}])
+    assert standing.beat(generation=2, nodes=["a"], state="running").step == 5

@@ -146,16 +146,18 @@ class World:
         given_up = [job.agents for job in self.slurm.jobs if self._given_up(job)]
         current = [agents for agents in training if agents not in self.slurm.zombies + given_up]
         assert len(current) <= 1, f"jobs {[agents.job_id for agents in current]} train at once"
-        ours = [job for job in self.slurm.jobs if job.spec.comment.startswith(f"orch:{self.name}/")]
-        released = [job for job in ours if job.live and not job.held and not self._given_up(job)]
+        released = [job for job in self._ours() if job.live and not job.held and not self._given_up(job)]
         assert len(released) <= 1, f"jobs {[job.job_id for job in released]} were let go at once"
+
+    def _ours(self) -> list[Any]:
+        return [job for job in self.slurm.jobs if job.spec.comment.startswith(f"orch:{self.name}/")]
 
     def _given_up(self, job: Any) -> bool:
         """Stuck in COMPLETING for so long that its attempt was fenced off instead."""
         return job.state == "COMPLETING" and self.clock.now - job.leaving >= LEAVING_LIMIT
 
     def _check_ended_means_gone(self) -> None:
-        live = {job.spec.attempt: job for job in self.slurm.jobs if job.live and not job.held}
+        live = {job.spec.attempt: job for job in self._ours() if job.live and not job.held}
         for attempt in self.attempts:
             if attempt.state is AttemptState.ENDED and attempt.number in live:
                 job = live[attempt.number]

@@ -13,6 +13,7 @@ from orchestrator.registry.versions import HEAD, KNOWN
 if TYPE_CHECKING:
     import sqlalchemy
 
+FOLDER = Path(__file__).parent / "migrations"
 _PATIENCE = 30.0
 
 
@@ -50,8 +51,7 @@ def upgrade(path: Path) -> None:
     engine = sqlalchemy.create_engine("sqlite://", creator=lambda: _without_keys(path), poolclass=sqlalchemy.NullPool)
     sqlalchemy.event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
     config = Config()
-    folder = str(Path(__file__).parent / "migrations")
-    config.set_main_option("script_location", folder.replace("%", "%%"))
+    config.set_main_option("script_location", str(FOLDER).replace("%", "%%"))
     try:
         with engine.begin() as connection:
             _refuse_strangers(connection, path)

@@ -1,0 +1,55 @@
+"""Backups: whole, private, and never half there."""
+
+import os
+import sqlite3
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.errors import RegistryError
+from orchestrator.registry.backup import backup
+from orchestrator.registry.store import Store
+
+Desk = Any
+
+
+def test_a_backup_is_a_registry_with_what_was_committed(desk: Desk, tmp_path: Path) -> None:
+    run, _ = desk.run()
+    copy = tmp_path / "copy.db"
+
+    def in_the_middle() -> None:
+        desk.store.note_run(run.name, **desk.stamp, step=5)
+        backup(desk.path, copy)
+
+    desk.store.together(in_the_middle)
+    assert stat.S_IMODE(copy.stat().st_mode) == 0o600
+    with Store.open(copy, readonly=True) as other:
+        assert other.run(run.name) == run
+    assert sorted(name for name in os.listdir(tmp_path) if "copy" in name) == ["copy.db"]
+
+
+def test_a_backup_replaces_an_older_one_and_failure_leaves_it(desk: Desk, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.db"
+    backup(desk.path, copy)
+    run, _ = desk.run()
+    backup(desk.path, copy)
+    with Store.open(copy, readonly=True) as other:
+        assert other.runs() == [run]
+    before = copy.read_bytes()
+    damaged = tmp_path / "damaged.db"
+    damaged.write_bytes(before[:4096] + b"\xff" * 8192 + before[12288:])
+    with pytest.raises(RegistryError, match="damaged"):
+        backup(damaged, copy)
+    assert copy.read_bytes() == before
+
+
+def test_what_cannot_be_backed_up(desk: Desk, tmp_path: Path) -> None:
+    with pytest.raises(RegistryError, match="no registry to back up"):
+        backup(tmp_path / "none.db", tmp_path / "copy.db")
+    with pytest.raises(RegistryError, match="its own backup"):
+        backup(desk.path, desk.path)
+    with pytest.raises(RegistryError, match="cannot be written"):
+        backup(desk.path, tmp_path / "no" / "folder" / "copy.db")
+    assert sqlite3.connect(desk.path).execute("PRAGMA integrity_check").fetchone() == ("ok",)

@@ -1,0 +1,276 @@
+"""The registry is lost; the run directories have it all."""
+
+import json
+import logging
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpointing.durable import canonical, dump_line
+from orchestrator.errors import RegistryError
+from orchestrator.rebuild import rebuild
+from orchestrator.registry.records import Checkpoint, Generation
+from orchestrator.registry.store import Store
+from orchestrator.states import AttemptState, RunState, Trust
+from trainer.contract.events import EventKind, EventLog
+from trainer.contract.launch import LaunchToken
+from trainer.contract.outcome import AttemptOutcome, AttemptResult
+from trainer.contract.run_dir import RunDir
+
+Desk = Any
+CONFIG = {"name": "tiny", "train": {"steps": 100}}
+
+
+def begin(desk: Desk, slug: str = "tiny", now: float = 1.0) -> RunDir:
+    """A run as submit makes it: rows, and a folder with run.json, config.json and the first intent."""
+    digest = desk.store.put_config(CONFIG)
+    identity = {"code": {"sha": "abc"}}
+    run, attempt = desk.store.create_run(
+        slug=slug, cluster="slurm", root=desk.root, config_digest=digest, total_steps=100, identity=identity, now=now,
+        nonce=f"{len(desk.store.runs()):08x}",
+    )  # fmt: skip
+    folder = RunDir(Path(run.run_dir))
+    folder.make()
+    fields = {key: getattr(run, key) for key in ("name", "cluster", "created_at", "total_steps", "config_digest")}
+    about = {"schema": "orch.run/1", **fields, "nonce": attempt.nonce, "identity": identity}
+    folder.run.write_text(dump_line(about))
+    folder.config.write_bytes(canonical(CONFIG))
+    intend(folder, attempt)
+    return folder
+
+
+def intend(folder: RunDir, attempt: Any) -> None:
+    place = folder.attempt(attempt.number)
+    place.make()
+    fields = {"attempt": attempt.number, "nonce": attempt.nonce, "job_name": attempt.job_name}
+    intent = {"schema": "orch.intent/1", **fields, "excluded": list(attempt.excluded), "at": attempt.intent_at}
+    (place.path / "intent.json").write_text(dump_line(intent))
+
+
+def save(folder: RunDir, name: str) -> Path:
+    """A committed checkpoint folder, as far as the catalog looks."""
+    path = folder.checkpoints / name
+    path.mkdir()
+    (path / "COMMIT").write_text("{}")
+    return path
+
+
+def live_through_two_attempts(desk: Desk) -> RunDir:
+    """A node is lost, the next attempt finishes; checkpoints of every trust."""
+    folder = begin(desk)
+    store, stamp, epoch, name = desk.store, desk.stamp, desk.lease.epoch, folder.name
+    store.move_attempt(name, 1, AttemptState.SUBMITTED, "job 7 is queued", **stamp, job_id="7", submit_time="then")
+    store.move_run(name, RunState.QUEUED, "job 7 is queued", **stamp)
+    store.saw_node("n1", "slurm", **stamp)
+    store.put_generation(Generation(run=name, attempt=1, number=1, started_at=2.0, last_step=9), epoch=epoch)
+    for step, trust in ((5, Trust.DELETED), (10, Trust.CORRUPT), (20, Trust.VERIFIED)):
+        folder_name = f"step-{step:08d}.001-00000000"
+        if trust is not Trust.DELETED:
+            save(folder, folder_name)
+        item = Checkpoint(
+            run=name, name=folder_name, step=step, attempt=1, trust=Trust.COMMITTED, bytes=5,
+            path=str(folder.checkpoints / folder_name), committed_at=float(step),
+        )  # fmt: skip
+        store.put_checkpoint(item, epoch=epoch)
+        store.trust(name, folder_name, trust, "chunk 3 differs", **stamp)
+    failure = {"kind": "node_lost", "reason": "NODE_FAIL", "node": "n1"}
+    store.saw_node("n1", "slurm", **stamp, failure="node_lost", excluded_until=500.0)
+    store.move_attempt(
+        name, 1, AttemptState.ENDED, "NODE_FAIL", **stamp, nodes=("n1", "n2"), failure=failure, ended_at=30.0,
+        decision={"action": "retry", "reason": "budget left"}, last_step=25,
+    )  # fmt: skip
+    store.move_run(name, RunState.RECOVERING, "budget left", **stamp, not_before=40.0)
+    second = store.add_attempt(name, nonce="ffffffff", excluded=("n1",), **stamp)
+    intend(folder, second)
+    store.note_run(name, **stamp, step=100, loss=0.1 + 0.2)
+    store.move_attempt(name, 2, AttemptState.ENDED, "finished", **stamp, decision={"action": "succeed", "reason": ""})
+    store.move_run(name, RunState.SUCCEEDED, "all steps trained", **stamp, fresh_from=2)
+    return folder
+
+
+def everything(store: Store) -> dict[str, Any]:
+    runs = store.runs()
+    return {
+        "runs": runs,
+        "nodes": store.nodes(),
+        "configs": {run.config_digest: store.config(run.config_digest) for run in runs},
+        **{
+            f"{run.name} {verb}": getattr(store, verb)(run.name)
+            for run in runs
+            for verb in ("attempts", "generations", "checkpoints", "transitions", "cursors")
+        },
+    }
+
+
+def lose(desk: Desk) -> None:
+    desk.store.close()
+    for name in os.listdir(desk.folder):
+        if name.startswith(desk.path.name):
+            (desk.folder / name).unlink()
+
+
+def test_the_rebuilt_registry_equals_the_lost_one(desk: Desk) -> None:
+    live_through_two_attempts(desk)
+    begin(desk, now=2.0)
+    begin(desk, slug="alpha", now=3.0)
+    for run in desk.store.runs()[:2]:
+        desk.store.move_run(run.name, RunState.HELD, "disk full", **desk.stamp)
+    before = everything(desk.store)
+    assert len(before["runs"]) == 3
+    epoch = desk.lease.epoch
+    lose(desk)
+    assert rebuild(desk.path, [desk.root], now=50.0) == 3
+    with Store.open(desk.path) as store:
+        assert everything(store) == before
+        lease = store.take_lease("next", 60.0, 10.0)
+        assert lease is not None
+        assert lease.epoch > epoch
+
+
+def test_a_registry_that_is_there_is_set_aside(desk: Desk) -> None:
+    live_through_two_attempts(desk)
+    before = everything(desk.store)
+    desk.store.drop_lease(desk.lease)
+    desk.store.close()
+    rebuild(desk.path, [desk.root], now=0.0)
+    aside = desk.path.with_name("registry.db.19700101-000000.old")
+    with Store.open(desk.path) as store, Store.open(aside, readonly=True) as old:
+        assert everything(store) == everything(old) == before
+
+
+def test_a_living_controller_is_not_robbed_of_its_registry(desk: Desk) -> None:
+    with pytest.raises(RegistryError, match="a controller is alive") as caught:
+        rebuild(desk.path, [desk.root], now=50.0)
+    assert "orch controller stop" in caught.value.hint
+    assert desk.store.lease() == desk.lease
+
+
+def finish(folder: RunDir, number: int, result: AttemptResult, job_id: str = "7") -> None:
+    place = folder.attempt(number)
+    AttemptOutcome(
+        attempt=number, job_id=job_id, result=result, reason="said the job", exit_code=0, step=20, generations=1,
+        started_at=3.0, ended_at=9.0,
+    ).write(place.outcome)  # fmt: skip
+
+
+def tell(folder: RunDir) -> str:
+    """What a first attempt's coordinator and rank 0 write; returns the checkpoint's name."""
+    name = "step-00000020.001-00000000"
+    log = EventLog(folder.attempt(1).event_file("agent-0000"), "agent-0000", 1, clock=lambda: 5.0)
+    log.write(EventKind.ATTEMPT_STARTED, job_id="7", nodes=["n1", "n2"], world=4)
+    log.generation = 1
+    log.write(EventKind.GENERATION_STARTED, world=4, nodes=["n1", "n2"])
+    log.write(EventKind.CHECKPOINT_COMMITTED, step=20, name=name, bytes=5, seconds=1.0)
+    log.write(EventKind.GENERATION_ENDED, reason="finished", step=20, failure=None)
+    log.close()
+    return name
+
+
+def test_without_a_record_the_jobs_own_files_tell(desk: Desk) -> None:
+    folder = begin(desk)
+    save(folder, tell(folder))
+    save(folder, "step-00000030.001-00000000")
+    LaunchToken(attempt=1, epoch=41, job_id="7", nonce="00000000").write(folder.attempt(1).go)
+    finish(folder, 1, AttemptResult.FINISHED)
+    folder.record.unlink(missing_ok=True)
+    lose(desk)
+    rebuild(desk.path, [desk.root], now=50.0)
+    with Store.open(desk.path) as store:
+        run, (attempt,) = store.run("tiny-1"), store.attempts("tiny-1")
+        assert (run.state, run.identity) == (RunState.SUCCEEDED, {"code": {"sha": "abc"}})
+        assert (attempt.state, attempt.job_id, attempt.nodes) == (AttemptState.ENDED, "7", ("n1", "n2"))
+        assert (attempt.epoch, attempt.saved_step, attempt.last_step) == (41, 20, 20)
+        assert [(item.step, item.trust) for item in store.checkpoints("tiny-1")] == [
+            (30, Trust.COMMITTED),
+            (20, Trust.COMMITTED),
+        ]
+        assert [item.reason for item in store.generations("tiny-1")] == ["finished"]
+        assert store.config(run.config_digest) == CONFIG
+        assert store.take_lease("next", 60.0, 10.0).epoch > 41
+
+
+def test_without_a_record_nothing_is_started_that_a_person_may_have_cancelled(desk: Desk) -> None:
+    for result in (AttemptResult.STOPPED, AttemptResult.FAILED, None):
+        folder = begin(desk)
+        if result is not None:
+            finish(folder, 1, result)
+    alive = begin(desk, slug="alive")
+    LaunchToken(attempt=1, epoch=3, job_id="9", nonce="00000003").write(alive.attempt(1).go)
+    alive.attempt(1).heartbeat.write_text("{}")
+    for path in desk.root.iterdir():
+        RunDir(path).record.unlink(missing_ok=True)
+    lose(desk)
+    rebuild(desk.path, [desk.root])
+    with Store.open(desk.path) as store:
+        held = [store.run(f"tiny-{number}") for number in (1, 2, 3)]
+        assert {run.state for run in held} == {RunState.HELD}
+        assert all("orch resume tiny-" in run.reason for run in held)
+        assert store.run("alive-1").state is RunState.RUNNING
+        assert store.attempt("alive-1", 1).job_id == "9"
+
+
+def test_events_written_after_the_record_are_taken_in(desk: Desk) -> None:
+    folder = begin(desk)
+    desk.store.move_attempt(folder.name, 1, AttemptState.SUBMITTED, "job 7", **desk.stamp, job_id="7")
+    name = tell(folder)
+    save(folder, name)
+    lose(desk)
+    rebuild(desk.path, [desk.root], now=50.0)
+    with Store.open(desk.path) as store:
+        (checkpoint,) = store.checkpoints(folder.name)
+        assert (checkpoint.name, checkpoint.bytes) == (name, 5)
+        assert store.attempt(folder.name, 1).state is AttemptState.SUBMITTED
+        ((file, end),) = store.cursors(folder.name).items()
+        assert end == (folder.path / file).stat().st_size
+
+
+def test_folders_that_are_not_runs_or_are_damaged_are_left_out(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    good, changed = begin(desk), begin(desk)
+    changed.config.write_bytes(canonical({**CONFIG, "name": "other"}))
+    (desk.root / "notes").mkdir()
+    (desk.root / "broken").mkdir()
+    (desk.root / "broken" / "run.json").write_text("{")
+    lose(desk)
+    with caplog.at_level(logging.WARNING):
+        assert rebuild(desk.path, [desk.root], now=50.0) == 1
+    with Store.open(desk.path) as store:
+        assert [run.name for run in store.runs()] == [good.name]
+    told = "\n".join(record.getMessage() for record in caplog.records)
+    assert "tiny-2/config.json was changed" in told
+    assert "broken/run.json is not JSON" in told
+
+
+def test_two_folders_of_one_name_are_refused_and_nothing_changes(desk: Desk, tmp_path: Path) -> None:
+    begin(desk)
+    shutil.copytree(desk.root, tmp_path / "copy")
+    lose(desk)
+    with pytest.raises(RegistryError, match="two folders are the run tiny-1"):
+        rebuild(desk.path, [desk.root, tmp_path / "copy"])
+    assert not desk.path.exists()
+
+
+def test_folders_that_moved_are_known_at_their_new_place(desk: Desk, tmp_path: Path) -> None:
+    folder = live_through_two_attempts(desk)
+    old = desk.store.run(folder.name)
+    lose(desk)
+    moved = tmp_path / "elsewhere"
+    os.rename(desk.root, moved)
+    rebuild(desk.path, [moved / folder.name], now=50.0)
+    with Store.open(desk.path) as store:
+        assert store.run(folder.name) == replace(old, run_dir=str(moved / folder.name))
+        assert all(item.path.startswith(str(moved)) for item in store.checkpoints(folder.name))
+
+
+def test_a_damaged_record_is_as_good_as_none(desk: Desk) -> None:
+    folder = live_through_two_attempts(desk)
+    fields = json.loads(folder.record.read_text())
+    fields["run"]["state"] = "DANCING"
+    folder.record.write_text(json.dumps(fields))
+    lose(desk)
+    rebuild(desk.path, [desk.root], now=50.0)
+    with Store.open(desk.path) as store:
+        assert store.run(folder.name).state is RunState.HELD

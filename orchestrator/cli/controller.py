@@ -1,5 +1,7 @@
 """`orch controller`: the process that keeps runs going, as a daemon, as one pass, or from cron."""
 
+import logging
+import sys
 import time
 from typing import Any
 
@@ -22,6 +24,8 @@ def run(screen: Screen, idle_exit: float | None) -> None:
     """Keep runs going until stopped, in the foreground (`orch submit` starts one by itself)."""
     from orchestrator.controller import service
 
+    # The daemon tells what it does by logging; in the foreground that goes to the terminal.
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     screen.note(f"controller for {registry_path()}; Ctrl-C ends it, the runs go on")
     service.run_daemon(registry_path(), idle_exit)
 

@@ -72,4 +72,4 @@ def rebuild(screen: Screen, roots: tuple[Path, ...], more: tuple[Path, ...]) -> 
     if screen.json:
         screen.data("db.rebuild", {"path": str(registry_path()), "runs": found})
     else:
-        screen.say(f"rebuilt: {found}")
+        screen.say(f"rebuilt with {found} run{'' if found == 1 else 's'}")

@@ -190,7 +190,9 @@ class Screen:
         for index in range(len(rows)):
             texts = (cells[column][index] for column in kept)
             table.add_row(*(Text(text, style=_STYLES.get(text, "")) for text in texts))
-        console.print(table)
+        with console.capture() as capture:
+            console.print(table)
+        self._print("\n".join(line.rstrip() for line in capture.get().splitlines()), sys.stdout)
 
     def _console(self, stream: TextIO) -> Any:
         from rich.console import Console  # as above

@@ -1,5 +1,6 @@
 """`orch show`: one run in full."""
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ def _document(
     }  # fmt: skip
 
 
+_DIGEST = re.compile(r"\b[0-9a-f]{32,64}\b")
 FAILURE_KEYS = ("kind", "reason", "rank", "node", "evidence")
 
 
@@ -116,7 +118,7 @@ def _head(screen: Screen, run: Run, row: dict[str, Any]) -> None:
         "step": f"{count(run.step)} of {count(run.total_steps)}   loss {decimal(row['loss'])}",
         "created": f"{screen.when(run.created_at)}   updated {span(row['age_s'])} ago",
         "config": f"{run.config_digest[:12]}   orch config diff {run.config_digest[:12]} OTHER",
-        "code": _words(code),
+        "code": _code(code),
         "env": _words(env),
         "data": _words(run.identity.get("data") or {}),
         "folder": run.run_dir,
@@ -127,13 +129,29 @@ def _head(screen: Screen, run: Run, row: dict[str, Any]) -> None:
 
 
 def _words(fields: Any) -> str:
-    """The short values of an identity; long ones are for --json."""
+    """The values of an identity that fit a line; packages, variables and diffs are for --json."""
     if not isinstance(fields, dict):
-        return str(fields)
-    return "  ".join(f"{key} {str(value)[:40]}" for key, value in fields.items() if _is_short(value))
+        return _short(fields)
+    return "  ".join(f"{key} {_short(value)}" for key, value in fields.items() if _fits(value))
 
 
-def _is_short(value: Any) -> bool:
+def _code(fields: dict[str, Any]) -> str:
+    """Our own version, then every folder of the user's with its commit or digest."""
+    ours = fields.get("orch")
+    if not isinstance(ours, dict):
+        return _words(fields)
+    words = [f"orch {ours.get('version')} {_short(ours.get('sha256'))}"]
+    for place in fields.get("user") or []:
+        dirty = " with changes" if place.get("dirty") else ""
+        words.append(f"{place.get('path')} {_short(place.get('git') or place.get('sha256'))}{dirty}")
+    return "   ".join(words)
+
+
+def _short(value: Any) -> str:
+    return _DIGEST.sub(lambda match: match[0][:12], str(value))
+
+
+def _fits(value: Any) -> bool:
     return value is not None and not isinstance(value, (dict, list)) and "\n" not in str(value)
 
 

@@ -222,3 +222,25 @@ def test_the_feed_gives_every_event_once_in_words(place: RunDir) -> None:
     assert feed.beat is not None
     assert (feed.beat.step, feed.beat.loss) == (6, 1.0)
     assert feed.poll() == []
+
+
+@pytest.mark.parametrize(("hit", "state", "code"), [(True, "SUCCEEDED", 0), (False, "SUCCEEDED", 8), (True, "HELD", 8)])
+def test_the_demo_judges_by_what_happened(
+    orch: Type, seeds: Seeds, place: RunDir, monkeypatch: pytest.MonkeyPatch, hit: bool, state: str, code: int
+) -> None:
+    from orchestrator.cli import demo
+
+    if hit:
+        drilled(place)
+    seeds.store.move_run(place.name, RunState(state), "the end", epoch=seeds.epoch, now=time.time())
+    launched = {"run": place.name, "job_id": "41", "run_dir": str(place.path)}
+    monkeypatch.setattr(demo, "launch", lambda *_, **__: launched)
+    shown = orch("demo")
+    assert shown.code == code, shown.err
+    assert state in shown.out
+    assert ("recovered  trained again 1.5 s later, from the checkpoint of step 2" in shown.out) == hit
+    assert ("2 of 2 replayed steps" in shown.out) == hit
+    assert f"orch show {place.name}" in shown.out
+    as_json = orch("demo", "--json")
+    assert as_json.code == code
+    assert as_json.data["recovered"] == hit

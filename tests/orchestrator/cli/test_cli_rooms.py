@@ -266,3 +266,22 @@ def test_overview_json(orch: Type, seeds: Seeds) -> None:
     answer = json.loads(orch("--json").out)
     assert answer["schema"] == "orch.overview/1"
     assert [row["run"] for row in answer["data"]["needs_you"]] == ["tiny-2"]
+
+
+def test_db_rebuild_brings_the_runs_back(orch: Type, seeds: Seeds, home: Path) -> None:
+    pytest.importorskip("orchestrator.rebuild", reason="the room that reads run directories is not there")
+    lease = seeds.store.lease()
+    assert lease is not None
+    seeds.store.drop_lease(lease)
+    seeds.root.mkdir()
+    assert orch("db", "rebuild", seeds.root, "--json").data == {"path": str(home / "registry.db"), "runs": 0}
+
+
+def test_the_controller_is_asked_about_and_ticked(orch: Type, home: Path) -> None:
+    idle = orch("controller", "status")
+    assert idle.code == 0
+    assert idle.out.startswith("none lives")
+    assert orch("controller", "tick").out == "0 live runs\n"
+    assert orch("controller", "tick", "--json").data["acted"] is True
+    assert orch("controller", "stop").out == "none is running\n"
+    assert orch("controller", "status", "--json").data["alive"] is False

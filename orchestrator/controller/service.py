@@ -3,7 +3,6 @@
 import logging
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from orchestrator.home import state_home
 from orchestrator.registry import quick
 from orchestrator.registry.records import Lease
 from orchestrator.registry.store import Store
+from orchestrator.scheduler.job_environment import package_root
 from orchestrator.states import LIVE_RUNS
 
 log = logging.getLogger("orch.controller")
@@ -83,18 +83,20 @@ def ensure_running(store_path: Path) -> bool:
     command = [sys.executable, "-P", "-m", "orchestrator.controller.service", str(store_path.absolute())]
     # WARNING: setproctitle overwrites the environment's memory unless SPT_NOENV says otherwise.
     environment = {**os.environ, "SPT_NOENV": "1"}
-    root = str(Path(__file__).resolve().parents[2])
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
-    with open(log_path(), "ab", opener=_private) as sink:
-        subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True, cwd="/",
-            env=environment,
-        )  # fmt: skip
+    if root := package_root():
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+    log_file = str(log_path())
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    # Its own session, so that it outlives the terminal; nobody waits for it.
+    os.posix_spawn(
+        sys.executable, command, environment, setsid=True,
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, log_file, flags, 0o600),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ],
+    )  # fmt: skip
     return True
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def stop(store_path: Path) -> bool:
@@ -264,6 +266,7 @@ class Daemon:
 def main() -> None:
     """What `ensure_running` starts."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout)
+    os.chdir("/")  # a daemon must not keep a file system busy
     try:
         run_daemon(Path(sys.argv[1]), IDLE_EXIT)
     except Exception:  # outermost edge: the log is the only place where a daemon can say why it died

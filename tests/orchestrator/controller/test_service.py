@@ -1,0 +1,129 @@
+"""The controller as a process: started once, found, stopped, replaced."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from orchestrator.controller import service
+from orchestrator.controller.lease import host_name, this_process
+from orchestrator.controller.reconcile import Controller
+from orchestrator.controller.watch import Clock
+from orchestrator.registry.records import Lease
+from orchestrator.registry.store import Store
+
+
+def until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("ORCH_HOME", str(tmp_path / "home"))
+    registry = tmp_path / "registry.db"
+    Store.open(registry).close()
+    yield registry
+    found = service.status(registry)
+    if found.alive and found.pid not in (None, os.getpid()) and found.host == host_name():
+        psutil.Process(found.pid).kill()
+
+
+def test_a_daemon_is_started_once_found_and_stopped(path: Path) -> None:
+    assert not service.status(path).alive
+    assert service.ensure_running(path) is True
+    until(lambda: service.status(path).alive)
+    pid = service.status(path).pid
+    assert pid is not None
+    until(lambda: service.status(path).ticked_at is not None)
+    assert psutil.Process(pid).cmdline()[0].startswith("orch-controller")
+    assert os.getsid(pid) == pid, "it must outlive the terminal"
+    assert psutil.Process(pid).environ()["ORCH_HOME"] == os.environ["ORCH_HOME"]
+    assert service.ensure_running(path) is False
+    assert service.tick_once(path) is None
+    assert service.stop(path) is True
+    assert not service.status(path).alive
+    assert service.stop(path) is False
+    assert "controller ends" in service.log_path().read_text()
+
+
+def test_a_killed_daemon_is_replaced_at_once(path: Path) -> None:
+    service.ensure_running(path)
+    until(lambda: service.status(path).alive)
+    first = service.status(path)
+    assert first.pid is not None
+    os.kill(first.pid, signal.SIGKILL)
+    until(lambda: not service.status(path).alive)
+    report = service.tick_once(path)
+    assert report is not None
+    assert report.errors == ()
+    assert service.status(path).epoch == first.epoch + 1
+
+
+def test_a_second_daemon_finds_the_first_and_ends(path: Path) -> None:
+    service.ensure_running(path)
+    until(lambda: service.status(path).alive)
+    again = subprocess.run(
+        [sys.executable, "-P", "-m", "orchestrator.controller.service", str(path)], timeout=60, check=False,
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(Path(service.__file__).parents[2])},
+    )  # fmt: skip
+    assert again.returncode == 0
+    assert "another controller lives" in again.stdout
+    assert service.stop(path)
+
+
+def test_an_idle_daemon_ends_by_itself_and_gives_the_lease_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    with Store.open(path) as store:
+        daemon = service.Daemon(Controller(store, {}, clock=Clock()), idle_exit_s=0.0)
+        daemon.run()
+        lease = store.lease()
+    assert lease is not None
+    assert lease.holder == ""
+    assert lease.ticked_at > 0
+
+
+def test_a_daemon_that_lost_its_lease_ends_without_touching_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    with Store.open(path) as store:
+        controller = Controller(store, {}, clock=Clock())
+        stolen: list[Lease | None] = []
+
+        def rest(report: object) -> None:
+            stolen.append(store.take_lease("other:1:1", time.time() + 1000.0, 60.0))
+
+        daemon = service.Daemon(controller, idle_exit_s=None)
+        monkeypatch.setattr(daemon, "_rest", rest)
+        daemon.run()
+        lease = store.lease()
+    assert stolen
+    assert lease is not None
+    assert lease.holder == "other:1:1"
+
+
+def test_a_pass_drops_the_lease_it_took(path: Path) -> None:
+    assert service.tick_once(path) is not None
+    with Store.open(path) as store:
+        lease = store.lease()
+        assert lease is not None
+        assert lease.holder == ""
+        assert str(this_process())
+    assert not service.status(path).alive
+
+
+def test_another_host_s_controller_is_believed_for_a_while(path: Path) -> None:
+    with Store.open(path) as store:
+        store.take_lease("elsewhere:1:1", time.time(), 60.0)
+    assert service.status(path).alive
+    assert service.tick_once(path) is None
+    with pytest.raises(service.Precondition) as refused:
+        service.stop(path)
+    assert "orch controller stop` on elsewhere" in refused.value.hint

@@ -120,6 +120,9 @@ class Job:
         """Wait for the release, run the tasks, and say how they ended."""
         tasks = _Tasks(self._intent)
         signal.signal(signal.SIGTERM, self._on_term)
+        signal.signal(
+            signal.SIGUSR2, signal.SIG_IGN
+        )  # inherited by tasks: a warning must not kill one that just starts
         if not self._released():
             return self._end("CANCELLED", "cancelled while held")
         self._tasks = tasks

@@ -1,5 +1,7 @@
 """The sbatch script of one attempt, and its submission: submitit's SlurmExecutor with our options."""
 
+import contextlib
+import io
 import os
 import re
 import shlex
@@ -30,6 +32,7 @@ _REFUSALS = re.compile(
             r"node count specification invalid", r"(cpu|processor) count (per node )?(can not|cannot) be satisfied",
             r"memory (required by task|specification) (is not available|can not be satisfied)",
             r"user's group not permitted", r"access/permission denied", r"job size specification",
+            r"could not establish a configuration source",
             r"unrecognized option", r"requires an argument", r"unrecognized .* (value|option)",
             r"invalid (numeric value|argument)",
             r"too many (tasks|nodes|cpus)", r"no partition specified or system default partition",
@@ -146,7 +149,8 @@ def submit(spec: JobSpec, entry: str) -> None:
     require("sbatch")
     function = payload.load_entry(entry)
     try:
-        made.submit(function, *payload.arguments(spec))
+        with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it then raises
+            made.submit(function, *payload.arguments(spec))
     except FailedJobError as error:
         raise submit_error(str(error)) from error
     except (OSError, RuntimeError) as error:  # submitit could not read sbatch's answer, or the files behind it

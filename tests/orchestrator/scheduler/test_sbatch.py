@@ -1,0 +1,225 @@
+"""Job scripts: what stands in them, and that no value can become a command."""
+
+import os
+import shlex
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.errors import ConfigError, SubmitAmbiguous, SubmitRejected
+from orchestrator.scheduler.base import JobSpec, Resources
+from orchestrator.scheduler.sbatch import submit_error
+from orchestrator.scheduler.sbatch_values import KNOWN, OWNED, check_nodes, check_options, minutes
+from orchestrator.scheduler.slurm import render
+
+
+def spec(folder: Path = Path("/shared/runs/x-1"), **resources: Any) -> JobSpec:
+    return JobSpec(
+        name="orch-x-1-1-0011aabb", comment="orch:x-1/1", run_dir=folder, attempt=1, submission=folder / "submission",
+        resources=Resources(**{"nodes": 2, **resources}),
+    )  # fmt: skip
+
+
+def options(text: str) -> dict[str, str | bool]:
+    """The options of a script as a shell-like reader sees them."""
+    found: dict[str, str | bool] = {}
+    for line in text.splitlines():
+        if line.startswith("#SBATCH "):
+            (word,) = shlex.split(line.removeprefix("#SBATCH "))
+            name, _, value = word.removeprefix("--").partition("=")
+            found[name] = value if "=" in word else True
+    return found
+
+
+def test_the_script_holds_the_job_and_gives_every_node_one_task() -> None:
+    found = options(
+        render(spec(cpus_per_task=8, gpus_per_node=4, partition="gpu", mem="64G", time="2-00:00:00", account="phys"))
+    )
+    assert found["hold"] is True
+    assert found["no-requeue"] is True
+    wanted = {
+        "job-name": "orch-x-1-1-0011aabb", "comment": "orch:x-1/1", "nodes": "2", "ntasks-per-node": "1",
+        "cpus-per-task": "8", "gpus-per-node": "4", "partition": "gpu", "mem": "64G", "time": "2880", "account": "phys",
+        "signal": "USR2@120", "open-mode": "append", "chdir": "/shared/runs/x-1", "export": "ALL",
+        "output": "/shared/runs/x-1/submission/%j_0_log.out",
+    }  # fmt: skip
+    assert {key: found[key] for key in wanted} == wanted
+    assert not set(found) & {"wckey", "qos", "constraint", "exclude", "gpus-per-task", "requeue"}
+
+
+def test_srun_gets_the_cores_and_lets_agents_outlive_each_other() -> None:
+    (line,) = (line for line in render(spec(cpus_per_task=8)).splitlines() if line.startswith("srun "))
+    words = shlex.split(line)
+    assert {"--cpus-per-task=8", "--kill-on-bad-exit=0", "--wait=0", "--open-mode=append"} <= set(words)
+    assert words[words.index("-P") + 1 :] == ["-u", "-m", "submitit.core._submit", "/shared/runs/x-1/submission"]
+
+
+def test_excluded_nodes_are_folded_into_one_host_list() -> None:
+    assert options(render(spec(exclude=("gpu[001-003]", "gpu004", "login"))))["exclude"] == "gpu[001-004],login"
+    assert check_nodes("k", ("n1", "n1")) == "n1"
+
+
+@pytest.mark.parametrize("hostile", ["gpu[1-", "gpu[1-3", "@group", "*", "gpu 1", "gpu;rm"])
+def test_a_broken_host_list_is_refused(hostile: str) -> None:
+    with pytest.raises(ConfigError, match="cluster.exclude"):
+        render(spec(exclude=(hostile,)))
+
+
+HOSTILE = st.one_of(
+    st.text(max_size=40),
+    st.sampled_from(
+        ["x\ntouch canary", "x\rtouch canary", "$(touch canary)", "`touch canary`", "x'; touch canary; '", "-x",
+         "--wrap=x", 'x"; touch canary; "', "x\\", "x #", "#", "x\x00y", "x\u2028touch canary", "x\x85touch canary",
+         "\x0btouch canary", "${IFS}", "a b", "!!", "x&touch canary", "x|touch canary", ">canary", "~", "é",
+         "x\x1b[31m"]
+    ),
+)  # fmt: skip
+FIELDS = ("partition", "account", "qos", "constraint", "mem")
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    field=st.sampled_from((*FIELDS, "sbatch", "exclude", "time", "comment", "name", "run_dir", "python")), value=HOSTILE
+)
+def test_a_hostile_value_is_refused_or_arrives_unchanged_and_never_runs(
+    tmp_path_factory: pytest.TempPathFactory, field: str, value: str
+) -> None:
+    folder = tmp_path_factory.mktemp("hostile")
+    (folder / "srun").write_text("#!/bin/sh\n")
+    (folder / "srun").chmod(0o700)
+    asked = _with(field, value)
+    try:
+        text = render(asked)
+    except ConfigError:
+        return
+    script = folder / "script.sh"
+    script.write_text(text)
+    ran = subprocess.run(
+        ["bash", str(script)], cwd=folder, env={"PATH": f"{folder}:{os.defpath}"}, capture_output=True, check=False
+    )
+    assert (ran.returncode, ran.stderr) == (0, b"")
+    assert sorted(item.name for item in folder.iterdir()) == ["script.sh", "srun"], "something ran"
+    _assert_unchanged(field, value, options(text), text)
+
+
+def _with(field: str, value: str) -> JobSpec:
+    if field == "sbatch":
+        return spec(sbatch={"reservation": value})
+    if field == "exclude":
+        return spec(exclude=(value,))
+    if field in ("comment", "name", "python"):
+        return replace(spec(), **{field: value})
+    if field == "run_dir":
+        return spec(Path("/shared") / value)
+    return spec(**{field: value})
+
+
+def _assert_unchanged(field: str, value: str, found: dict[str, str | bool], text: str) -> None:
+    if field in FIELDS and value:
+        assert found[field] == value
+    if field == "sbatch":
+        assert found["reservation"] == value
+    if field == "run_dir":
+        assert found["chdir"] == str(Path("/shared") / value)
+    if field == "name":
+        assert found["job-name"] == value
+    if field == "python" and value:
+        (line,) = (line for line in text.splitlines() if line.startswith("srun "))
+        assert os.path.expanduser(value) in shlex.split(line)
+
+
+@pytest.mark.parametrize("option", sorted(OWNED))
+def test_options_that_orch_owns_are_refused_with_the_reason(option: str) -> None:
+    with pytest.raises(ConfigError, match="not yours to set") as caught:
+        check_options({option: "x"})
+    assert f"cluster.sbatch.{option}" in str(caught.value)
+
+
+@pytest.mark.parametrize("option", ["req", "part", "job_name", "ntasks_per_node", "out", "wra", "no-requ", "hol"])
+def test_their_abbreviations_and_underscores_are_refused_too(option: str) -> None:
+    with pytest.raises(ConfigError, match="not yours to set"):
+        check_options({option: "x"})
+
+
+@pytest.mark.parametrize(
+    "option", ["", "-N", "N", "--nodes", "nice=5\n", "nice 5", "NICE", "a;b", "x\ny", "-", "gres=1"]
+)
+def test_what_is_no_long_option_name_is_refused(option: str) -> None:
+    with pytest.raises(ConfigError):
+        check_options({option: "x"})
+
+
+def test_a_typing_error_in_an_option_gets_the_nearest_name() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_options({"reservaton": "x"})
+    assert caught.value.hint == "did you mean cluster.sbatch.reservation?"
+
+
+def test_known_options_pass_with_their_types() -> None:
+    given = {
+        "exclusive": True,
+        "nice": 5,
+        "mail_type": "END,FAIL",
+        "gres": "gpu:h100:4",
+        "contiguous": False,
+        "bb": None,
+    }
+    assert check_options(given) == {"exclusive": True, "nice": "5", "mail-type": "END,FAIL", "gres": "gpu:h100:4"}
+    assert not KNOWN & set(OWNED)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("5", 5), ("0:30", 1), ("90:01", 91), ("1:00:00", 60), ("2-0", 2880), ("1-2:30", 1590), ("1-00:00:01", 1441)],
+)
+def test_time_limits_are_read_as_slurm_reads_them(text: str, expected: int) -> None:
+    assert minutes("cluster.time", text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "0", "0:00", "1h", "-5", "1:2:3:4", "infinite", "٣", "1-", "5 "])
+def test_what_is_no_time_limit_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="cluster.time"):
+        minutes("cluster.time", text)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "sbatch: error: invalid partition specified: x\n"
+        "sbatch: error: Batch job submission failed: Invalid partition name specified",
+        "sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified",
+        "sbatch: error: Batch job submission failed: Invalid qos specification",
+        "sbatch: error: Batch job submission failed: Requested node configuration is not available",
+        "sbatch: error: Batch job submission failed: Requested time limit is invalid (missing or exceeds some limit)",
+        "sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job submission failed: Job violates "
+        "accounting/QOS policy (job submit limit, user's size and/or time limits)",
+        "sbatch: error: Batch job submission failed: More processors requested than permitted",
+        "sbatch: error: Batch job submission failed: Invalid generic resource (gres) specification",
+        "sbatch: fatal: Could not establish a configuration source",
+        "sbatch: unrecognized option '--foo'\nTry \"sbatch --help\" for more information",
+    ],
+)
+def test_a_definite_no_is_a_rejection(said: str) -> None:
+    error = submit_error(said)
+    assert isinstance(error, SubmitRejected)
+    assert error.hint
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "",
+        "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation",
+        "sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)",
+        "sbatch: error: Batch job submission failed: Unspecified error",
+        "sbatch: error: invalid partition specified: x\nsbatch: error: Socket timed out on send/recv operation",
+        "Segmentation fault",
+    ],
+)
+def test_everything_else_is_ambiguous(said: str) -> None:
+    assert isinstance(submit_error(said), SubmitAmbiguous)

@@ -1,0 +1,148 @@
+"""Template fragments: placeholders, srun arguments and the interpreter."""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestrator.errors import ConfigError
+from orchestrator.scheduler.base import JobSpec, Resources
+from orchestrator.scheduler.script import load, parse, prepare
+
+SHIPPED = Path(__file__).parents[3] / "sbatch_templates"
+
+
+def spec(*templates: str, python: str = "", gpus: int = 0, **args: str) -> JobSpec:
+    run_dir = Path("/shared/runs/x 1")
+    return JobSpec(
+        name="orch-x-1", comment="c", run_dir=run_dir, attempt=1, submission=run_dir / "s", python=python,
+        resources=Resources(nodes=1, gpus_per_node=gpus), templates=templates, template_args=args,
+    )  # fmt: skip
+
+
+def test_the_default_runs_the_interpreter_that_runs_orch() -> None:
+    made = prepare(spec("default"), SHIPPED)
+    assert made.python == f"{shlex.quote(sys.executable)} -P"
+    assert made.own_interpreter
+    assert "umask 077" in made.setup
+
+
+def test_a_configured_interpreter_is_quoted() -> None:
+    made = prepare(spec("default", python="/opt/my env/bin/python"), SHIPPED)
+    assert made.python == "'/opt/my env/bin/python' -P"
+    assert not made.own_interpreter
+
+
+def test_modules_are_words_each_quoted() -> None:
+    made = prepare(spec("modules", modules="cuda/12.8 nccl;reboot"), SHIPPED)
+    assert "module load cuda/12.8 'nccl;reboot' || exit 1" in made.setup
+
+
+def test_conda_uses_the_python_of_its_environment() -> None:
+    made = prepare(spec("conda", env="train", base="/opt/conda"), SHIPPED)
+    assert made.setup[-2:] == (". /opt/conda/etc/profile.d/conda.sh || exit 1", "conda activate train || exit 1")
+    assert made.python == "python3 -P"
+
+
+def test_pyxis_becomes_srun_arguments() -> None:
+    made = prepare(spec("pyxis", image="team#img:1", mounts="/data:/data"), SHIPPED)
+    assert made.srun == (
+        "--container-image=team#img:1",
+        "--container-mounts=/shared/runs/x 1:/shared/runs/x 1,/data:/data",
+        "--no-container-mount-home",
+    )
+    assert made.python == "python3 -P"
+
+
+@pytest.mark.parametrize(("gpus", "nv"), [(0, []), (8, ["--nv"])])
+def test_apptainer_wraps_the_interpreter(gpus: int, nv: list[str]) -> None:
+    made = prepare(spec("apptainer", image="/i/a.sif", gpus=gpus, python="/usr/bin/python3.12"), SHIPPED)
+    bind = ["--bind", "/shared/runs/x 1"]
+    assert shlex.split(made.python) == ["apptainer", "exec", *nv, *bind, "/i/a.sif", "/usr/bin/python3.12", "-P"]
+
+
+def test_nccl_sets_only_what_is_given() -> None:
+    assert prepare(spec("nccl"), SHIPPED).setup == ("export NCCL_DEBUG=WARN",)
+    made = prepare(spec("nccl", nccl_interface="ib0", nccl_hca="mlx5_0,mlx5_1"), SHIPPED)
+    assert made.setup[1:] == ("export NCCL_SOCKET_IFNAME=ib0", "export NCCL_IB_HCA=mlx5_0,mlx5_1")
+
+
+def test_fragments_add_up_in_their_order() -> None:
+    made = prepare(spec("default", "nccl", "pyxis", image="i"), SHIPPED)
+    assert made.setup[0] == "umask 077"
+    assert made.setup[-1].startswith("export NCCL_DEBUG")
+    assert made.srun
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in SHIPPED.glob("*.sh")))
+def test_every_shipped_fragment_is_shell_and_says_what_it_is_for(name: str) -> None:
+    fragment = load(name, SHIPPED)
+    assert fragment.about
+    assert all(argument.help for argument in fragment.args.values())
+    made = prepare(spec(name, **{key: "x" for key in fragment.args}), SHIPPED)
+    script = "\n".join([*made.setup, made.python])
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+
+
+def test_two_interpreters_are_refused() -> None:
+    with pytest.raises(ConfigError, match="conda and apptainer both say"):
+        prepare(spec("conda", "apptainer", env="e", base="b", image="i"), SHIPPED)
+
+
+@pytest.mark.parametrize(
+    ("templates", "args", "words"),
+    [
+        (("pyxis",), {}, "needs cluster.template_args.image"),
+        (("default",), {"image": "x"}, "cluster.template_args.image: not used"),
+        (("nonesuch",), {}, "no template 'nonesuch'"),
+        (("./nonesuch.sh",), {}, "cannot be read"),
+        (("conda",), {"env": "a\nreboot", "base": "b"}, "newlines and control characters"),
+        (("modules",), {"modules": "a --force"}, "must not begin with '-'"),
+    ],
+)
+def test_what_does_not_fit_is_refused(templates: tuple[str, ...], args: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        prepare(spec(*templates, **args), SHIPPED)
+
+
+def test_typing_errors_get_the_nearest_name() -> None:
+    with pytest.raises(ConfigError) as caught:
+        prepare(spec("defualt"), SHIPPED)
+    assert caught.value.hint == "did you mean default?"
+    with pytest.raises(ConfigError) as caught:
+        prepare(spec("pyxis", imgae="x"), SHIPPED)
+    assert caught.value.hint == "did you mean image?"
+
+
+def test_a_fragment_of_ones_own_is_given_by_its_path(tmp_path: Path) -> None:
+    own = tmp_path / "own.sh"
+    own.write_text(
+        "#!/bin/bash\n#---\n# about: mine\n# args:\n#   level: {help: how much, default: '3'}\n#---\n"
+        "export L={{ level }}\n"
+    )
+    assert prepare(spec(str(own), level="a b")).setup == ("export L='a b'",)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("echo {{ typo }}", "unknown placeholder"),
+        ("echo {{ typo", "not a template"),
+        ("#---\n# : [\n#---\n", "not YAML"),
+        ("#---\n# sruns: []\n#---\n", "unknown keys: sruns"),
+        ("#---\n# args: {run_dir: {help: x}}\n#---\n", "argument run_dir"),
+        ("#---\n# args: {x: {kind: number}}\n#---\n", "kind must be one of"),
+    ],
+)
+def test_a_broken_fragment_is_refused_with_the_place(tmp_path: Path, text: str, words: str) -> None:
+    own = tmp_path / "own.sh"
+    own.write_text(text)
+    with pytest.raises(ConfigError, match=words) as caught:
+        prepare(spec(str(own)))
+    assert "own.sh" in str(caught.value)
+
+
+def test_a_file_without_a_head_is_plain_shell() -> None:
+    assert parse("x", "export A=1\n").body == "export A=1\n"

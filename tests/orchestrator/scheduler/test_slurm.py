@@ -1,0 +1,195 @@
+"""The Slurm scheduler on commands that answer, fail, hang and talk nonsense."""
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from orchestrator.errors import ConfigError, Precondition, SlurmUnreachable, SubmitAmbiguous
+from orchestrator.scheduler.base import JobSpec, Resources
+from orchestrator.scheduler.choose import choose, resolve
+from orchestrator.scheduler.payload import adopt_payload
+from orchestrator.scheduler.slurm import SlurmScheduler
+from tests.orchestrator.scheduler.test_slurm_text import accounting, queue
+
+Program = Callable[[str, str], None]
+DISABLED = "echo 'Slurm accounting storage is disabled' >&2; exit 1"
+DBD_AWAY = "echo 'sacct: error: Problem talking to the database: Connection refused' >&2; exit 1"
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
+    """Puts a shell program of this name on PATH, where there is no Slurm otherwise."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for tool in ("sh", "cat", "sleep", "env", "timeout"):
+        (programs / tool).symlink_to(shutil.which(tool) or tool)
+    monkeypatch.setenv("PATH", str(programs))
+
+    def put(name: str, body: str) -> None:
+        (programs / name).write_text(f"#!/bin/sh\n{body}\n")
+        (programs / name).chmod(0o700)
+
+    return put
+
+
+def printing(folder: Path, name: str, text: str) -> str:
+    (folder / name).write_text(text)
+    return f"cat {folder / name}"
+
+
+def test_accounting_answers_for_what_the_queue_has_forgotten(program: Program, tmp_path: Path) -> None:
+    program("squeue", "true")
+    program("sacct", printing(tmp_path, "rows", accounting(JobIDRaw="7", State="TIMEOUT") + accounting(JobIDRaw="8")))
+    assert {job: status.state for job, status in SlurmScheduler().poll(["7"]).items()} == {"7": "TIMEOUT"}
+    assert [job.job_id for job in SlurmScheduler().find("orch-a-1")] == ["7", "8"]
+
+
+def test_the_queue_is_asked_first_and_believed(program: Program, tmp_path: Path) -> None:
+    program("squeue", printing(tmp_path, "queue", queue(JobID="7")))
+    program("sacct", printing(tmp_path, "rows", accounting(JobIDRaw="7", State="NODE_FAIL")))
+    assert SlurmScheduler().poll(["7"])["7"].state == "RUNNING"
+    assert [job.state for job in SlurmScheduler().find("orch-")] == ["RUNNING"]
+
+
+def test_a_reused_id_is_told_apart_by_its_submit_time(program: Program, tmp_path: Path) -> None:
+    program(
+        "squeue", printing(tmp_path, "queue", queue(JobID="7", SubmitTime="2026-11-21T05:00:00", Name="orch-a-2-ee"))
+    )
+    program("sacct", printing(tmp_path, "rows", accounting(JobIDRaw="7")))
+    found = SlurmScheduler().find("orch-a-")
+    assert [(job.job_id, job.name, job.source) for job in found] == [
+        ("7", "orch-a-2-ee", "queue"), ("7", "orch-a-1-abcd1234", "accounting"),
+    ]  # fmt: skip
+    assert SlurmScheduler().poll(["7"])["7"].name == "orch-a-2-ee"
+
+
+def test_of_several_rows_the_newest_submission_counts(program: Program, tmp_path: Path) -> None:
+    program("squeue", "true")
+    rows = accounting(JobIDRaw="7", State="COMPLETED", Submit="2026-11-21T09:00:00") + accounting(JobIDRaw="7")
+    program("sacct", printing(tmp_path, "rows", rows))
+    assert SlurmScheduler().poll(["7"])["7"].state == "COMPLETED"
+
+
+def test_a_site_without_accounting_has_a_queue_that_decides(program: Program, tmp_path: Path) -> None:
+    program("squeue", printing(tmp_path, "queue", queue(JobID="7")))
+    program("sacct", DISABLED)
+    assert set(SlurmScheduler().poll(["7", "8"])) == {"7"}
+    assert SlurmScheduler().find("orch-nobody") == []
+
+
+@pytest.mark.parametrize("sacct", [DBD_AWAY, "echo 'sacct: error: slurmdbd: gone' >&2", "echo nonsense", "exit 3"])
+def test_a_silent_accounting_leaves_what_the_queue_does_not_know_unknown(
+    program: Program, tmp_path: Path, sacct: str
+) -> None:
+    program("squeue", printing(tmp_path, "queue", queue(JobID="7")))
+    program("sacct", sacct)
+    assert set(SlurmScheduler().poll(["7"])) == {"7"}
+    assert len(SlurmScheduler().find("orch-a-1")) == 1
+    with pytest.raises(SlurmUnreachable):
+        SlurmScheduler().poll(["7", "8"])
+    with pytest.raises(SlurmUnreachable):
+        SlurmScheduler().find("orch-nobody")
+
+
+@pytest.mark.parametrize(
+    "squeue", ["echo nonsense", "exit 1", "echo 'error: Unable to contact slurm controller' >&2; exit 1"]
+)
+def test_a_silent_queue_is_no_answer_whatever_accounting_says(program: Program, tmp_path: Path, squeue: str) -> None:
+    program("squeue", squeue)
+    program("sacct", printing(tmp_path, "rows", accounting(JobIDRaw="7")))
+    with pytest.raises(SlurmUnreachable):
+        SlurmScheduler().poll(["7"])
+    with pytest.raises(SlurmUnreachable):
+        SlurmScheduler().find("orch-")
+
+
+def test_a_hanging_command_is_given_up(program: Program) -> None:
+    program("squeue", "exec sleep 60")
+    before = time.monotonic()
+    with pytest.raises(SlurmUnreachable, match="no answer within 0 s"):
+        SlurmScheduler(timeout=0.2).poll(["7"])
+    assert time.monotonic() - before < 10
+
+
+def test_look_ups_ignore_what_the_shell_adds(program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SQUEUE_USERS", "somebody")
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    program("squeue", f'echo "$TZ $SQUEUE_USERS." > {tmp_path / "seen"}')
+    program("sacct", DISABLED)
+    SlurmScheduler().poll(["7"])
+    assert (tmp_path / "seen").read_text() == "UTC .\n"
+
+
+def spec(folder: Path) -> JobSpec:
+    return JobSpec(
+        name="orch-a-1-abcd1234", comment="orch:a/1", run_dir=folder, attempt=1, submission=folder / "submission",
+        resources=Resources(nodes=1),
+    )  # fmt: skip
+
+
+def test_without_sbatch_there_is_a_hint_and_no_trace(program: Program, tmp_path: Path) -> None:
+    with pytest.raises(Precondition) as caught:
+        SlurmScheduler(entry="os:getpid").submit(spec(tmp_path))
+    assert "cluster.kind=local" in caught.value.hint
+    assert not (tmp_path / "submission").exists()
+
+
+@pytest.mark.parametrize(
+    "sbatch", ["exit 1", "echo Submitted", "kill -9 $$", "echo 'sbatch: error: Socket timed out' >&2; exit 1"]
+)
+def test_an_sbatch_that_does_not_say_no_is_ambiguous(program: Program, tmp_path: Path, sbatch: str) -> None:
+    program("sbatch", sbatch)
+    with pytest.raises(SubmitAmbiguous):
+        SlurmScheduler(entry="os:getpid").submit(spec(tmp_path))
+
+
+def test_sbatch_sees_no_variable_that_overrides_the_script(
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SBATCH_PARTITION", "elsewhere")
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    program("sbatch", f"env > {tmp_path / 'seen'}; echo Submitted batch job 5")
+    SlurmScheduler(entry="os:getpid").submit(spec(tmp_path))
+    seen = (tmp_path / "seen").read_text()
+    assert "SLURM_CONF=/etc/slurm.conf" in seen
+    assert "SBATCH_PARTITION" not in seen
+    assert "secret" not in seen
+
+
+def test_the_payload_is_adopted_once_from_whatever_is_there(tmp_path: Path) -> None:
+    orphan = tmp_path / ("0" * 32 + ".pkl")
+    orphan.write_bytes(b"payload")
+    for _ in range(2):
+        adopt_payload(tmp_path, "7")
+    adopt_payload(tmp_path, "8")
+    assert [(tmp_path / f"{job}_submitted.pkl").read_bytes() for job in (7, 8)] == [b"payload"] * 2
+    orphan.unlink()
+    adopt_payload(tmp_path, "9")
+    assert (tmp_path / "9_submitted.pkl").exists()
+
+
+def test_a_missing_payload_is_said(tmp_path: Path) -> None:
+    with pytest.raises(Precondition, match="payload of job 7 is missing"):
+        adopt_payload(tmp_path, "7")
+
+
+def test_auto_is_slurm_where_sbatch_is(program: Program) -> None:
+    assert (resolve("auto"), choose("auto").kind) == ("local", "local")
+    program("sbatch", "true")
+    assert (resolve("auto"), choose("auto").kind, choose("local").kind) == ("slurm", "slurm", "local")
+    with pytest.raises(ConfigError, match="cluster.kind=pbs"):
+        choose("pbs")
+
+
+def test_the_agents_entry_travels_by_reference(program: Program, tmp_path: Path) -> None:
+    """A payload that carried code by value would run the login node's code in a container that has another."""
+    program("sbatch", "echo Submitted batch job 5")
+    SlurmScheduler(entry="tests.slurm.payload:record").submit(replace(spec(tmp_path), attempt=3))
+    payload = (tmp_path / "submission" / "5_submitted.pkl").read_bytes()
+    assert b"tests.slurm.payload" in payload
+    assert len(payload) < 600

@@ -7,7 +7,7 @@ from trainer.contract.outcome import ExitCode
 
 pytestmark = pytest.mark.multi
 
-STEPS = 60
+STEPS = 30
 
 
 def events(run, kind: EventKind):

@@ -13,6 +13,7 @@ from trainer.agent import preflight, rungs
 from trainer.agent.blame import RankEnd
 from trainer.agent.command import free_port
 from trainer.agent.deadline import Bounds
+from trainer.agent.gate import Fence
 from trainer.agent.heartbeat import Standing
 from trainer.agent.preflight import Fault
 from trainer.agent.questions import Questions
@@ -22,6 +23,7 @@ from trainer.agent.stopping import Stop, Stopping
 from trainer.agent.wire import Door, Message
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind, EventLog
+from trainer.contract.launch import LaunchToken
 from trainer.contract.outcome import AttemptOutcome, AttemptResult, ExitCode, Failure, FailureKind
 from trainer.contract.place import Place
 from trainer.contract.progress import StopReason
@@ -53,7 +55,7 @@ class Coordinator:
 
     def __init__(
         self, *, run: RunDir, attempt: AttemptDir, config: JobConfig, place: Place, events: EventLog,
-        started: float, bounds: Bounds | None = None, wall: Callable[[], float] = time.time,
+        token: LaunchToken, started: float, bounds: Bounds | None = None, wall: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
         """`started` is when the job began, on the monotonic clock."""
         self._run, self._attempt, self._config, self._place = run, attempt, config, place
@@ -68,7 +70,9 @@ class Coordinator:
         )  # fmt: skip
         self._standing = Standing(attempt.number, place.job_id, wall)
         self._questions = Questions(run.requests, attempt.number, self._deliver)
+        self._fence = Fence(attempt.go, token)
         self._now, self._beating = Generation(), asyncio.Lock()
+        self._ticking: asyncio.Task[None] | None = None
         self._state, self._host = "joining", ""
         self._restarts, self._trained, self._mark = 0, False, ""
 
@@ -83,14 +87,14 @@ class Coordinator:
 
     async def run(self) -> int:
         """Lead the attempt to its end; returns the exit code of every agent."""
-        ticking = asyncio.get_running_loop().create_task(self._tick())
+        self._ticking = asyncio.get_running_loop().create_task(self._tick())
         try:
             decision = await self._gather()
             while decision is None:
                 decision = await self._generation()
             return await self._end(decision)
         finally:
-            ticking.cancel()
+            self._ticking.cancel()
             await self._door.close()
 
     # -- what arrives ------------------------------------------------------------------------------------------------
@@ -104,6 +108,9 @@ class Coordinator:
             node, message = await asyncio.wait_for(self._inbox.get(), max(0.0, patience))
         except TimeoutError:
             return
+        finally:
+            if self._ticking is not None and self._ticking.done():
+                self._ticking.result()  # without its pulse the coordinator must not go on in silence
         try:
             self._handle(node, message)
         except (KeyError, TypeError, ValueError) as error:
@@ -140,6 +147,9 @@ class Coordinator:
                 self._answer(message["request"])
             case "tick":
                 self._check_clock()
+            case "fenced":
+                reason = "its launch token was revoked: the controller has fenced this attempt off"
+                self._break(Failure(kind=FailureKind.UNKNOWN, reason=reason, step=self._standing.step))
             case _ if message["generation"] == self._now.number:
                 self._handle_news(node, message)
 
@@ -235,6 +245,8 @@ class Coordinator:
         while True:
             await self._beat()
             await self._questions.look()
+            if await asyncio.to_thread(self._fence.is_down):
+                self._deliver(-1, {"say": "fenced"})
             self._roster.tell("ping")
             self._deliver(-1, {"say": "tick"})
             await asyncio.sleep(1.0)
@@ -242,6 +254,8 @@ class Coordinator:
     async def _beat(self) -> None:
         members = [self._roster.members[node] for node in sorted(self._roster.members)]
         self._standing.merge([m.progress for m in members if m.progress.get("generation") == self._now.number])
+        if self._config.command:
+            self._standing.phase = "command"  # what a user's program does is not known
         async with self._beating:
             beat = self._standing.beat(generation=self._now.number, nodes=self._roster.names(), state=self._state)
             try:

@@ -43,3 +43,21 @@ async def _read_late(path: Path, patience: float) -> LaunchToken:
             raise Refused(f"{path} {problem} after {patience:.0f} s")
         await asyncio.sleep(pause)
         waited, pause = waited + pause, min(pause * 1.5, 0.25)
+
+
+class Fence:
+    """Looks at GO again and again: a token that is gone, or another's, means that this attempt must end."""
+
+    def __init__(self, path: Path, token: LaunchToken) -> None:
+        self._path, self._token, self._misses = path, token, 0
+
+    def is_down(self) -> bool:
+        """Whether two looks in a row found no token of ours; a file system that does not answer proves nothing."""
+        try:
+            held = LaunchToken.read(self._path) == self._token
+        except FileNotFoundError:
+            held = False
+        except (OSError, ValueError, TypeError, KeyError):
+            return False
+        self._misses = 0 if held else self._misses + 1
+        return self._misses >= 2

@@ -21,6 +21,7 @@ from trainer.agent.node import NodeAgent
 from trainer.agent.wire import Peer, connect
 from trainer.contract.config import JobConfig, load
 from trainer.contract.events import EventKind, EventLog
+from trainer.contract.launch import LaunchToken
 from trainer.contract.outcome import ExitCode
 from trainer.contract.place import Place, discover
 from trainer.contract.run_dir import AttemptDir, RunDir
@@ -85,9 +86,9 @@ class Agent:
         try:
             self._follow_job(place)
             _say_also(self._attempt.agent_log(place.node))
-            await wait_for_go(self._attempt.go, place, self._attempt.number)
+            token = await wait_for_go(self._attempt.go, place, self._attempt.number)
             config = await asyncio.to_thread(self._config, place)
-            return await self._work(place, config)
+            return await self._work(place, config, token)
         except Refused as refusal:
             return self._refuse(place, str(refusal))
         except asyncio.CancelledError:
@@ -144,12 +145,12 @@ class Agent:
 
     # -- work --------------------------------------------------------------------------------------------------------
 
-    async def _work(self, place: Place, config: JobConfig) -> int:
+    async def _work(self, place: Place, config: JobConfig, token: LaunchToken) -> int:
         events = self._log(f"agent-{place.node:04d}")
         self._node = NodeAgent(
             run=self._run, attempt=self._attempt, config=config, place=place, events=events, environ=os.environ
         )
-        leading = await self._lead(place, config) if place.node == 0 else None
+        leading = await self._lead(place, config, token) if place.node == 0 else None
         peer = await self._join(place)
         try:
             code = await self._node.serve(peer)
@@ -160,11 +161,11 @@ class Agent:
     def _log(self, source: str) -> EventLog:
         return SurvivingLog(self._attempt.event_file(source), source, self._attempt.number)
 
-    async def _lead(self, place: Place, config: JobConfig) -> "asyncio.Task[int]":
+    async def _lead(self, place: Place, config: JobConfig, token: LaunchToken) -> "asyncio.Task[int]":
         """Node 0 leads: its coordinator runs in this loop."""
         coordinator = Coordinator(
             run=self._run, attempt=self._attempt, config=config, place=place, events=self._log("coordinator"),
-            started=self._started,
+            token=token, started=self._started,
         )  # fmt: skip
         await coordinator.open(address.reachable(place.kind, config.cluster.interface))
         return asyncio.get_running_loop().create_task(coordinator.run())

@@ -2,7 +2,9 @@
 
 import pytest
 
+from tests.trainer.agent.job import until
 from trainer.contract.events import EventKind
+from trainer.contract.launch import revoke
 
 
 @pytest.mark.parametrize(
@@ -46,3 +48,12 @@ def test_a_job_of_another_size_than_configured_is_refused(job):
     work.start()
     assert work.wait(10) == [78], work.story()
     assert "configured for 2" in work.attempt.agent_log(0).read_text()
+
+
+def test_an_attempt_that_is_fenced_off_ends_soon(job):
+    work = job("hang@*@*").start()
+    work.go()
+    until(lambda: len(work.notes()) == 4, 20, work.story)
+    revoke(work.attempt.go)
+    assert work.wait(15) == [75, 75], work.story()
+    assert "fenced this attempt off" in work.outcome().reason

@@ -3,13 +3,14 @@
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.trainer.agent.job import LocalJob, until
+from tests.trainer.agent.job import LocalJob, alive, until
 from trainer.contract import tokens
 from trainer.contract.events import EventKind
 from trainer.contract.outcome import AttemptResult
@@ -112,3 +113,48 @@ def test_an_exception_twice_at_the_same_step_ends_the_attempt(training):
     outcome = work.outcome()
     assert (outcome.generations, outcome.failure.kind) == (2, "user_error")
     assert "for the second time at step 5" in outcome.reason
+
+
+def of_session(work: LocalJob, leader: int) -> list[int]:
+    """The agent with this pid and all its processes."""
+    return [pid for pid in work.processes() if alive(pid) and os.getsid(pid) == leader]
+
+
+@pytest.mark.parametrize("moment", ["importing", "training"])
+def test_kill_9_of_an_agent_with_a_warm_nursery_leaves_nothing(training, moment):
+    work = training(train={"steps": 100_000}).start()
+    work.go()
+    if moment == "training":
+        until(lambda: work.attempt.metrics.exists(), 60, work.story)
+    else:
+        until(lambda: work.events(EventKind.ATTEMPT_STARTED), 20, work.story)
+    victim = work.agents[1]
+    mine = until(lambda: (found := of_session(work, victim.pid))[1:] and found, 20, work.story)
+    victim.kill()
+    time.sleep(2.0)
+    assert [pid for pid in mine if alive(pid)] == []
+    assert work.agents[0].wait(20) == 75, work.story()
+    assert work.outcome().failure.kind == "agent_lost"
+
+
+NOISY = """
+import threading
+from trainer.worker.llama import LlamaWorkload
+
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+
+class Noisy(LlamaWorkload):
+    pass
+"""
+
+
+def test_a_workload_whose_import_starts_a_thread_is_started_cold_and_that_is_said(training, tmp_path):
+    (tmp_path / "noisy_workload.py").write_text(NOISY)
+    work = training(workload={"target": "noisy_workload:Noisy", "path": [str(tmp_path)]}, train={"steps": 3}).start()
+    work.go()
+    assert work.wait(120) == [0, 0], work.story()
+    nurseries = work.events(EventKind.NURSERY)
+    assert [(event.data["warm"], "started 1 thread" in event.data["reason"]) for event in nurseries] == [
+        (False, True)
+    ] * 2

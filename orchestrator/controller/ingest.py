@@ -157,7 +157,8 @@ def _ingest_progress(store: Store, view: RunView, epoch: int, now: float) -> boo
     if step is None:
         return False
     run, attempt = store.run(view.run.name), store.attempt(view.run.name, view.last.number)
-    if (run.step, run.loss, attempt.last_step) == (step, loss, step):
+    # By repr: a NaN is never equal to itself.
+    if repr((run.step, run.loss, attempt.last_step)) == repr((step, loss if loss is not None else run.loss, step)):
         return False
 
     def note() -> None:

@@ -1,0 +1,83 @@
+"""Event files become rows: once each, whenever the controller dies, whatever a killed writer left behind."""
+
+from pathlib import Path
+
+from orchestrator.controller.ingest import ingest
+from orchestrator.controller.view import RunView
+from orchestrator.states import Trust
+from tests.scenarios.world import World
+from trainer.contract.events import EventKind, EventLog
+
+
+def begun(tmp_path: Path) -> tuple[World, EventLog]:
+    world = World(tmp_path)
+    world.tick()
+    return world, EventLog(world.folder.attempt(1).event_file("rank-00000"), "rank-00000", 1, clock=world.clock)
+
+
+def read(world: World) -> bool:
+    config = next(iter(world.controller._configs.values()))
+    view = RunView(run=world.run, attempts=tuple(world.attempts), config=config)
+    return ingest(world.store, view, epoch=world.lease.epoch, now=world.clock.now)
+
+
+def test_an_event_counts_once_and_a_torn_line_later(tmp_path: Path) -> None:
+    world, log = begun(tmp_path)
+    log.write(EventKind.ATTEMPT_STARTED, job_id="1", nodes=["n1", "n2"], world=4)
+    path = world.folder.attempt(1).event_file("rank-00000")
+    with path.open("ab") as stream:
+        stream.write(b'{"time": 1.0, "sour')
+    assert read(world)
+    assert not read(world)
+    assert [(node.name, node.attempts) for node in world.store.nodes()] == [("n1", 1), ("n2", 1)]
+    with path.open("ab") as stream:
+        stream.write(b"\n")
+    log.write(EventKind.GENERATION_STARTED, world=4, nodes=["n1"])
+    assert read(world)
+    assert [node.attempts for node in world.store.nodes()] == [1, 1]
+
+
+def test_generations_keep_what_each_event_adds(tmp_path: Path) -> None:
+    world, log = begun(tmp_path)
+    for number in (1, 2):
+        log.generation = number
+        log.write(EventKind.GENERATION_STARTED, world=4, nodes=["n1"])
+        log.write(EventKind.CHECKPOINT_RESTORED, step=10 * number, name="step-x", seconds=0.1)
+        log.write(EventKind.GENERATION_FIRST_STEP, step=10 * number + 1, seconds=0.5)
+        log.write(EventKind.GENERATION_ENDED, reason="rank 1 died", step=10 * number + 5, failure=None)
+    read(world)
+    first, second = world.store.generations(world.name, 1)
+    assert (first.resumed_from, first.last_step, first.reason) == (10, 15, "rank 1 died")
+    assert (second.resumed_from, second.last_step) == (20, 25)
+    attempt = world.attempts[0]
+    assert (attempt.generations, attempt.first_step, attempt.resumed_from) == (2, 11, 10)
+
+
+def test_a_checkpoint_s_trust_follows_what_happened_to_it(tmp_path: Path) -> None:
+    world, log = begun(tmp_path)
+    for step, name in ((5, "a"), (10, "b"), (15, "c"), (20, "d")):
+        log.write(EventKind.CHECKPOINT_COMMITTED, step=step, name=name, bytes=7, seconds=0.1)
+    log.write(EventKind.CHECKPOINT_RESTORED, step=15, name="c", seconds=0.1)
+    log.write(EventKind.CHECKPOINT_REFUSED, step=20, name="d", reason="chunk 3 differs")
+    log.write(EventKind.CHECKPOINT_DELETED, step=5, name="a")
+    log.write(EventKind.CHECKPOINT_REFUSED, step=99, name="unknown", reason="no manifest")
+    read(world)
+    found = {item.name: (item.trust, item.reason) for item in world.store.checkpoints(world.name)}
+    assert found["a"][0] is Trust.DELETED
+    assert found["b"][0] is Trust.COMMITTED
+    assert found["c"] == (Trust.RESTORED, "attempt 1 resumed from it")
+    assert found["d"] == (Trust.CORRUPT, "attempt 1 refused it: chunk 3 differs")
+    assert world.attempts[0].saved_step == 20
+
+
+def test_progress_comes_from_the_last_whole_line_of_the_metrics(tmp_path: Path) -> None:
+    world, _ = begun(tmp_path)
+    metrics = world.folder.attempt(1).metrics
+    metrics.write_text('{"step":7,"loss":0.1}\n{"step":8,"loss":"nan"}\n{"step":9,"lo')
+    read(world)
+    assert world.run.step == 8
+    assert str(world.run.loss) == "nan"
+    world.folder.attempt(1).heartbeat.write_text('{"seq":1,"step":0,"loss":null}')
+    metrics.write_text("")
+    read(world)
+    assert world.run.step == 8, "a heartbeat that knows no step yet sets nothing back"

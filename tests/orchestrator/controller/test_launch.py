@@ -1,0 +1,153 @@
+"""`orch submit` before the controller: everything is checked first, and a kill in between is made good."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpointing.durable import read_json
+from orchestrator.compose import Composed, compose
+from orchestrator.controller import failpoints, launch
+from orchestrator.controller.folder import ensure_run_dir
+from orchestrator.errors import ConfigError, Precondition
+from orchestrator.registry.store import Store
+from orchestrator.states import AttemptState, RunState
+from trainer.contract.config import load
+from trainer.contract.run_dir import RunDir
+
+WORKLOAD = "class MyWorkload:\n    pass\n"
+
+
+def composed(tmp_path: Path, *overrides: str) -> Composed:
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be " * 100)
+    own = (f"cluster.root={tmp_path / 'runs'}", "cluster.kind=local", f"data.text=[{text}]", "train.seq_len=16")
+    return compose("tiny-gpt", (*own, *overrides), environ={"HOME": str(tmp_path)})
+
+
+def submit(tmp_path: Path, store: Store, *overrides: str, **given: Any) -> tuple[Any, Any]:
+    known: dict[str, Any] = {"name": None, "cluster": None, "now": 5.0, **given}
+    return launch.submit(store, composed(tmp_path, *overrides), **known)
+
+
+def nothing_was_written(tmp_path: Path, store: Store) -> bool:
+    return store.runs() == [] and not [path for path in (tmp_path / "runs").glob("*") if path.name != ".data"]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Any:
+    with Store.open(tmp_path / "registry.db") as opened:
+        yield opened
+
+
+def test_a_submitted_run_is_written_down_whole(tmp_path: Path, store: Store) -> None:
+    told: list[tuple[int, int]] = []
+    run, attempt = submit(tmp_path, store, name="mine", progress=lambda done, total: told.append((done, total)))
+    assert (run.name, run.state, attempt.state) == ("mine-1", RunState.CREATED, AttemptState.INTENT)
+    folder = RunDir(Path(run.run_dir))
+    assert folder.path == tmp_path / "runs" / "mine-1"
+    assert os.stat(folder.path).st_mode & 0o777 == 0o700
+    assert told
+    assert told[-1][0] == told[-1][1]
+    config = load(folder.config)
+    assert Path(config.data.path).parent == tmp_path / "runs" / ".data"
+    assert store.config(run.config_digest)["data"]["path"] == config.data.path
+    noted = read_json(folder.run)
+    assert noted["nonce"] == attempt.nonce
+    assert noted["identity"]["data"]["fingerprint"].startswith(Path(config.data.path).name)
+    assert noted["identity"]["env"]["torch"]
+    assert read_json(folder.attempt(1).path / "intent.json")["job_name"] == attempt.job_name
+
+
+def test_the_same_text_is_prepared_into_the_same_folder(tmp_path: Path, store: Store) -> None:
+    first, _ = submit(tmp_path, store)
+    second, _ = submit(tmp_path, store)
+    assert first.config_digest == second.config_digest
+    assert len(list((tmp_path / "runs" / ".data").iterdir())) == 1
+
+
+def test_a_kill_between_row_and_folder_is_made_good(tmp_path: Path, store: Store, monkeypatch: Any) -> None:
+    class Killed(BaseException):
+        pass
+
+    def die(point: str) -> None:
+        if point == "after_create":
+            raise Killed
+
+    monkeypatch.setattr(failpoints, "reach", die)
+    with pytest.raises(Killed):
+        submit(tmp_path, store)
+    run = store.runs()[0]
+    assert not Path(run.run_dir).exists()
+    folder = ensure_run_dir(run, store.attempts(run.name)[0], store.config(run.config_digest))
+    assert load(folder.config).train.seq_len == 16
+    again = ensure_run_dir(run, store.attempts(run.name)[0], store.config(run.config_digest))
+    assert again == folder
+    assert [path.name for path in folder.path.parent.iterdir() if path.name.endswith(".tmp")] == []
+
+
+def test_an_unwritable_root_is_said_before_anything_is_written(tmp_path: Path, store: Store) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Precondition) as refused:
+        submit(tmp_path, store, f"cluster.root={tmp_path / 'file' / 'runs'}")
+    assert refused.value.what.startswith("the folder of runs cannot be written")
+    assert str(tmp_path / "file" / "runs") in refused.value.where
+    assert store.runs() == []
+
+
+def test_no_slurm_is_said_at_once(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(Precondition, match="there is no Slurm on this machine"):
+        submit(tmp_path, store, cluster="slurm")
+    assert nothing_was_written(tmp_path, store)
+
+
+def test_data_that_is_missing_or_too_small(tmp_path: Path, store: Store) -> None:
+    with pytest.raises(ConfigError, match="no such file or folder"):
+        submit(tmp_path, store, f"data.text=[{tmp_path / 'nowhere'}]")
+    with pytest.raises(ConfigError, match=r"data\.path: .*holds no tokens"):
+        submit(tmp_path, store, "data.text=[]", f"data.path={tmp_path}")
+    with pytest.raises(ConfigError, match="only"):
+        submit(tmp_path, store, "train.seq_len=100000")
+    assert nothing_was_written(tmp_path, store)
+
+
+def own(tmp_path: Path, name: str, text: str = WORKLOAD) -> tuple[str, ...]:
+    folder = tmp_path / "mine"
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text)
+    return (f"workload.path=[{folder}]",)
+
+
+def test_a_module_named_like_one_of_ours_is_refused_with_what_to_do(tmp_path: Path, store: Store) -> None:
+    path = own(tmp_path, "trainer.py")
+    with pytest.raises(ConfigError, match="the name of one of orch's own packages") as refused:
+        submit(tmp_path, store, *path, "workload.target=trainer:MyWorkload")
+    assert "my_trainer.py" in refused.value.hint
+    own(tmp_path, "checkpointing/__init__.py")
+    (tmp_path / "mine" / "trainer.py").unlink()
+    with pytest.raises(ConfigError, match="checkpointing"):
+        submit(tmp_path, store, *path, "workload.target=checkpointing:MyWorkload")
+    assert nothing_was_written(tmp_path, store)
+
+
+def test_a_workload_is_looked_for_before_512_nodes_do(tmp_path: Path, store: Store) -> None:
+    path = own(tmp_path, "pkg/model.py")
+    with pytest.raises(ConfigError, match="no module pkg.modle"):
+        submit(tmp_path, store, *path, "workload.target=pkg.modle:MyWorkload")
+    with pytest.raises(ConfigError, match="no MyWorklod in") as refused:
+        submit(tmp_path, store, *path, "workload.target=pkg.model:MyWorklod")
+    assert refused.value.hint == "did you mean pkg.model:MyWorkload?"
+    own(tmp_path, "broken.py", "def (")
+    with pytest.raises(ConfigError, match="is no Python that runs here"):
+        submit(tmp_path, store, *path, "workload.target=broken:MyWorkload")
+    run, _ = submit(tmp_path, store, *path, "workload.target=pkg.model:MyWorkload")
+    assert run.name == "tiny-gpt-1"
+
+
+def test_a_snapshot_keeps_the_code_as_it_was(tmp_path: Path, store: Store) -> None:
+    path = own(tmp_path, "pkg/model.py")
+    run, _ = submit(tmp_path, store, *path, "workload.target=pkg.model:MyWorkload", "workload.snapshot=true")
+    (tmp_path / "mine" / "pkg" / "model.py").write_text("changed")
+    assert (RunDir(Path(run.run_dir)).code / "0" / "pkg" / "model.py").read_text() == WORKLOAD

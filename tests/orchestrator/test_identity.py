@@ -1,0 +1,66 @@
+"""What a run notes of its code and environment, and what it must never note."""
+
+import json
+import subprocess
+from pathlib import Path
+
+from orchestrator import identity
+from orchestrator.config import RunConfig
+from trainer.contract.config import WorkloadConfig
+
+SECRET = "hunter2-canary"
+
+
+def git(folder: Path, *words: str) -> None:
+    author = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+    subprocess.run(["git", "-C", str(folder), *author, *words], check=True, capture_output=True)
+
+
+def config(folder: Path) -> RunConfig:
+    return RunConfig(workload=WorkloadConfig(path=(str(folder),)))
+
+
+def test_a_clean_repository_is_named_by_its_commit(tmp_path: Path) -> None:
+    git(tmp_path, "init", "-q")
+    (tmp_path / "model.py").write_text("a = 1\n")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "first")
+    (found,) = identity.code(config(tmp_path))["user"]
+    assert len(found["git"]) == 40
+    assert found["dirty"] is False
+    (tmp_path / "model.py").write_text("a = 2\n")
+    (tmp_path / "new.py").write_text("b = 1\n")
+    (found,) = identity.code(config(tmp_path))["user"]
+    assert found["dirty"] is True
+    assert "+a = 2" in found["diff"]
+    assert found["untracked"] == ["new.py"]
+
+
+def test_a_folder_without_git_is_named_by_its_content(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("a = 1\n")
+    before = identity.digest([tmp_path])
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "__pycache__" / "model.pyc").write_text("x")
+    assert identity.digest([tmp_path]) == before
+    (tmp_path / "model.py").write_text("a = 2\n")
+    assert identity.digest([tmp_path]) != before
+    (tmp_path / "model.py").write_text("a = 1\n")
+    (tmp_path / "model.py").rename(tmp_path / "other.py")
+    assert identity.digest([tmp_path]) != before
+
+
+def test_no_secret_is_noted(tmp_path: Path) -> None:
+    environ = {
+        "WANDB_API_KEY": SECRET, "HF_TOKEN": SECRET, "NCCL_AUTH_TOKEN": SECRET, "MY_PASSWORD": SECRET,
+        "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4", "HOME": "/home/ann",
+    }  # fmt: skip
+    found = identity.identify(config(tmp_path), "local", data={}, environ=environ)
+    assert SECRET not in json.dumps(found)
+    assert found["env"]["variables"] == {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4"}
+
+
+def test_the_environment_is_named_without_importing_torch() -> None:
+    found = identity.environment("local", {})
+    assert found["torch"] == identity.packages()["torch"]
+    assert found["slurm"] is None
+    assert found["python"].count(".") == 2

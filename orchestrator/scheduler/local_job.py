@@ -178,7 +178,7 @@ def _live(intent: Intent, ready: int) -> None:
         os.write(ready, b"1")
         os.close(ready)
         end = job.run()
-    except Exception as error:  # noqa: BLE001  the outermost edge of this process: say how it ended
+    except Exception as error:  # noqa: BLE001  # outermost edge of this process: say how it ended
         traceback.print_exc()
         end = End(state="FAILED", reason=f"{type(error).__name__}: {error}", ended_at=time.time())
     if intent.folder.is_dir():

@@ -1,6 +1,8 @@
 """The lab for tests marked `slurm`: one for the whole session."""
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,18 +12,17 @@ from tests.slurm.lab import LabError, SlurmLab, install
 
 
 @pytest.fixture(scope="session")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmLab]:
+def lab() -> Iterator[SlurmLab]:
     """A running Slurm of four nodes; skipped with the reason where it cannot be had, except under CI=true."""
+    folder = Path(tempfile.mkdtemp(prefix="orch-slurm-"))  # pytest's own folders are closed to other users
+    folder.chmod(0o755)
     try:
         install()
-        slurm = SlurmLab(_private(tmp_path_factory)).start()
+        slurm = SlurmLab(folder).start()
     except LabError as error:
         if os.environ.get("CI") == "true":
             raise
         pytest.skip(str(error))
     yield slurm
     slurm.stop()
-
-
-def _private(factory: pytest.TempPathFactory) -> Path:
-    return factory.mktemp("slurm-lab")
+    shutil.rmtree(folder, ignore_errors=True)

@@ -92,7 +92,7 @@ class SlurmLab:
             self.start_controller()
             for node in self.nodes:
                 self._start_slurmd(node)
-            self._wait(self._nodes_idle, "the nodes to be idle", 30)
+            self._wait(self._nodes_idle, "the nodes to be idle", 60)
         except BaseException:
             self.stop()
             raise
@@ -161,9 +161,9 @@ class SlurmLab:
             f"--pid-file={self.folder / 'db' / 'pid'}", "--innodb-flush-log-at-trx-commit=0", "--skip-name-resolve",
             "--innodb-buffer-pool-size=64M",
         )  # fmt: skip
-        self._wait(lambda: _answers(self._ports.database), "mariadbd", 30)
+        self._wait(lambda: _answers(self._ports.database), "mariadbd", 60)
         self._spawn("slurmdbd", "slurmdbd", "-D")
-        self._wait(lambda: _answers(self._ports.accounting), "slurmdbd", 30)
+        self._wait(lambda: _answers(self._ports.accounting), "slurmdbd", 60)
 
     def stop_accounting(self) -> None:
         """slurmdbd and its database are gone, at once."""
@@ -172,7 +172,7 @@ class SlurmLab:
 
     def start_controller(self) -> None:
         self._spawn("slurmctld", "slurmctld", "-D")
-        self._wait(lambda: self.ask("scontrol", "ping").stdout.count("UP") > 0, "slurmctld", 30)
+        self._wait(lambda: self.ask("scontrol", "ping").stdout.count("UP") > 0, "slurmctld", 60)
 
     def kill_controller(self) -> None:
         self._kill("slurmctld")
@@ -202,7 +202,7 @@ class SlurmLab:
             self.ask("scontrol", "update", f"nodename={node}", "state=resume")
             return self.node_state(node) == "idle"
 
-        self._wait(idle, f"{node} to be idle", 30)
+        self._wait(idle, f"{node} to be idle", 60)
 
     # -- questions
 
@@ -230,7 +230,7 @@ class SlurmLab:
             done = self.ask("sacctmgr", "-i", "add", "cluster", "lab")
             return done.returncode == 0 or "already exists" in done.stdout + done.stderr
 
-        self._wait(known, "slurmdbd to know the cluster", 30)
+        self._wait(known, "slurmdbd to know the cluster", 60)
 
     def _nodes_idle(self) -> bool:
         states = self.ask("sinfo", "-h", "-N", "-p", "low", "-o", "%t").stdout.split()
@@ -251,7 +251,7 @@ class SlurmLab:
             child.kill()
             child.wait(timeout=20)
 
-    def _wait(self, ready: Callable[[], bool], what: str, timeout: float = 15) -> None:
+    def _wait(self, ready: Callable[[], bool], what: str, timeout: float = 30) -> None:
         deadline = time.monotonic() + timeout
         while not ready():
             dead = [name for name, child in self._children.items() if child.poll() is not None]

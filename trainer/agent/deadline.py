@@ -42,7 +42,8 @@ def lead(limit: float | None, asked: float) -> float:
 
 def reason_of(signal_name: str, *, kind: str, left: float | None, lead_seconds: float) -> StopReason:
     """Why an agent got this signal, with `left` seconds until the end of the job (None: no limit)."""
-    if left is not None and left <= lead_seconds + _SLURM_EARLY and kind == "slurm":
+    early = _SLURM_EARLY if kind == "slurm" else 0.0
+    if left is not None and left <= lead_seconds + early:
         return StopReason.TIME_LIMIT
     if signal_name == "SIGUSR2" or kind == "slurm":
         return StopReason.PREEMPTION

@@ -53,6 +53,8 @@ def run_agent(run_dir: str, attempt: str) -> NoReturn:
         for number in _HEARD:
             signal.signal(number, lambda received, _: early.append(received))
         signal.signal(signal.SIGCONT, signal.SIG_IGN)
+        # Titles must not cover the environment, by which the processes of a job are found.
+        os.environ.setdefault("SPT_NOENV", "1")
         setproctitle("orch-agent")
         run = RunDir(Path(run_dir))
         code = asyncio.run(Agent(run, run.attempt(int(attempt)), early).live())

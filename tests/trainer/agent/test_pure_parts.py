@@ -44,6 +44,8 @@ def test_the_lead_never_takes_most_of_a_short_job():
         ("SIGTERM", "slurm", None, StopReason.PREEMPTION),
         ("SIGUSR2", "local", 500, StopReason.PREEMPTION),
         ("SIGTERM", "local", 500, StopReason.CANCEL),
+        ("SIGUSR2", "local", 100, StopReason.TIME_LIMIT),
+        ("SIGTERM", "local", 150, StopReason.CANCEL),
     ],
 )
 def test_why_a_signal_came(name, kind, left, reason):

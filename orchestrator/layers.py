@@ -10,6 +10,7 @@ from typing import Any
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from orchestrator import keys, presets, yaml_text
+from orchestrator.config import RunConfig
 from orchestrator.errors import ConfigError
 from trainer.contract.config import WorkloadConfig
 
@@ -85,7 +86,7 @@ def from_file(path: Path, above: tuple[Path, ...] = ()) -> list[Assignment]:
         found += from_file(locate(included, path.parent, where), (*above, path))
     pairs = [(key, value) for key, value in node.value if key.value != INCLUDES]
     rest = MappingNode(node.tag, pairs, node.start_mark, node.end_mark)
-    return found + list(_assignments(rest, keys.RunConfig, (), str(path)))
+    return found + list(_assignments(rest, RunConfig, (), str(path)))
 
 
 def _text(path: Path) -> str:

@@ -116,10 +116,8 @@ def report(rows: list[dict[str, object]], runs: int, repeats: int, *, as_json: b
     for row in rows:
         limit = "-" if row["limit_ms"] is None else f"{row['limit_ms']} ms"
         share = "-" if row["of_limit"] is None else f"{row['of_limit']}"
-        times = [f"{row[key]} ms" for key in ("median_ms", "min_ms", "max_ms")]
-        print(
-            f"{row['command']:<24} {times[0]:>9} {times[1]:>9} {times[2]:>9} {limit:>8} {share:>9} {row['times_python']:>9}"
-        )
+        times = " ".join(f"{row[key]:>6} ms" for key in ("median_ms", "min_ms", "max_ms"))
+        print(f"{row['command']:<24} {times} {limit:>8} {share:>9} {row['times_python']:>9}")
 
 
 if __name__ == "__main__":

@@ -94,5 +94,6 @@ def _tell(screen: Screen, verb: str, asked: list[dict[str, Any]]) -> None:
         return
     for item in asked:
         answer = item["answer"] or "asked; the controller has not answered yet"
-        screen.say(f"{item['run']}: {answer} ({item['state']})")
+        said = answer if answer.startswith(item["run"]) else f"{item['run']}: {answer} ({item['state']})"
+        screen.say(said)
         screen.note(f"  look:  orch status {item['run']}")

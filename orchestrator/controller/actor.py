@@ -9,7 +9,7 @@ from orchestrator.controller.jobs import is_live, job_spec, oldest
 from orchestrator.controller.sight import Sight
 from orchestrator.controller.view import RunView
 from orchestrator.controller.watch import Clock, Watch
-from orchestrator.errors import SlurmUnreachable, SubmitRejected
+from orchestrator.errors import ConfigError, SlurmUnreachable, SubmitRejected
 from orchestrator.registry.records import Attempt, Lease, Run
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.base import JobStatus, Scheduler
@@ -69,7 +69,7 @@ class Actor:
                 return None
             try:
                 self._submit(view, scheduler)
-            except SubmitRejected as error:
+            except (SubmitRejected, ConfigError) as error:
                 hint = f"; {error.hint}" if error.hint else ""
                 return Failure(kind=FailureKind.SUBMIT_REJECTED, reason=f"{error.what}{hint}")
             except SlurmUnreachable as error:
@@ -165,18 +165,12 @@ class Actor:
     # -- taking things back
 
     def shut(self, place: AttemptDir) -> None:
-        """Fence an attempt off for good: a folder in the place of GO keeps a late write of a paused controller out."""
-        if place.go.is_dir() or not place.path.is_dir():
+        """Fence an attempt off: whoever of it reads GO from now on must neither commit nor delete."""
+        if not place.go.exists():
             return
         failpoints.reach("before_revoke")
         self.hold_lease()
-        while True:
-            revoke(place.go)
-            try:
-                place.go.mkdir(mode=0o700)
-                break
-            except FileExistsError:
-                continue
+        revoke(place.go)
         failpoints.reach("after_revoke")
 
     def cancel(self, run: Run, job_id: str, reason: str) -> None:

@@ -170,6 +170,9 @@ class Controller:
         asks.cancelled(self.actor, view)
 
     def _follow(self, view: RunView, sight: Sight) -> bool:
+        # A controller that was paused in the middle of a launch may have written an old GO again.
+        for attempt in view.attempts[-3:-1]:
+            self.actor.shut(view.folder.attempt(attempt.number))
         fresh = ingest(self.store, view, **self.actor.stamp())
         evidence = collect(view, sight, self.watch)
         job = evidence.job

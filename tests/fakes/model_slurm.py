@@ -61,6 +61,7 @@ class ModelSlurm:
         self.zombies: list[ModelAgents] = []
         self.reachable = True
         self.calls: list[str] = []
+        self.hidden: set[str] = set()  # ids that answers leave out, whose processes are frozen
         self.agents_of: dict[str, list[ModelAgents]] = {}
         self._next_id = 1
         self._arriving: list[tuple[float, JobSpec]] = []
@@ -108,10 +109,11 @@ class ModelSlurm:
     def _known(self) -> list[ModelJob]:
         """The queue with its memory of MinJobAge, then accounting, which may be late or absent."""
         now = self.clock.now
-        queue = [job for job in self.jobs if job.ended is None or now - job.ended < MIN_JOB_AGE]
+        shown = [job for job in self.jobs if job.job_id not in self.hidden]
+        queue = [job for job in shown if job.ended is None or now - job.ended < MIN_JOB_AGE]
         if not self.weather.accounting:
             return queue
-        return queue + [job for job in self.jobs if job not in queue and now >= job.accounted_at]
+        return queue + [job for job in shown if job not in queue and now >= job.accounted_at]
 
     def _status(self, job: ModelJob) -> JobStatus:
         return JobStatus(
@@ -153,7 +155,7 @@ class ModelSlurm:
         self.agents_of.setdefault(job.spec.comment.partition(":")[2].partition("/")[0], []).append(job.agents)
 
     def _run(self, job: ModelJob, seconds: float, now: float) -> None:
-        if job.state == "RUNNING" and job.agents is not None:
+        if job.state == "RUNNING" and job.agents is not None and job.job_id not in self.hidden:
             job.agents.step(seconds)
             if job.agents.exit_code is not None:
                 self.end(job, "COMPLETED" if job.agents.exit_code == 0 else "FAILED")

@@ -6,7 +6,7 @@ import pytest
 
 from orchestrator.controller.actor import AMBIGUOUS_FOR
 from orchestrator.controller.reconcile import Controller
-from orchestrator.errors import Fenced
+from orchestrator.errors import ConfigError, Fenced
 from orchestrator.recovery.failures import LEAVING_LIMIT
 from orchestrator.states import AttemptState, RunState, Trust
 from tests.fakes.model_slurm import Weather
@@ -66,7 +66,7 @@ def test_a_dead_node_is_avoided_and_its_zombies_are_fenced(tmp_path: Path) -> No
     assert first.failure["kind"] == FailureKind.NODE_LOST
     assert set(second.nodes).isdisjoint(first.nodes)
     assert len(job.agents.commits) - commits <= 1
-    assert world.folder.attempt(1).go.is_dir()
+    assert not world.folder.attempt(1).go.exists()
 
 
 def test_an_ambiguous_submit_is_looked_up_and_never_repeated_blindly(tmp_path: Path) -> None:
@@ -137,6 +137,17 @@ def test_a_refused_job_holds_the_run_with_slurm_s_words(tmp_path: Path) -> None:
     assert world.run.fresh_from == 2
 
 
+def test_a_value_that_sbatch_must_not_see_holds_the_run_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(tmp_path)
+
+    def refuse(spec: object) -> None:
+        raise ConfigError("cluster.partition: a line break", hint="cluster.partition=NAME")
+
+    monkeypatch.setattr(world.slurm, "submit", refuse)
+    assert world.finish().state is RunState.HELD
+    assert "a line break; cluster.partition=NAME" in world.run.reason
+
+
 def test_a_lost_job_needs_a_minute_of_answers_and_of_silence(tmp_path: Path) -> None:
     world = World(tmp_path)
     training(world, 12)
@@ -145,6 +156,25 @@ def test_a_lost_job_needs_a_minute_of_answers_and_of_silence(tmp_path: Path) -> 
     world.turns(200, 1.0, lambda: world.attempts[0].state is AttemptState.LOST)
     assert world.clock.now - gone >= 60
     assert world.finish().state is RunState.SUCCEEDED
+
+
+def test_a_lost_job_that_comes_back_is_ended_before_its_successor_begins(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    training(world, 12)
+    job = world.slurm.running()[0]
+    world.slurm.hidden.add(job.job_id)
+    world.turns(200, 1.0, lambda: world.attempts[0].state is AttemptState.LOST)
+    assert job.agents is not None
+    job.agents.dead = True  # stuck: its fence alone would have ended it
+    world.slurm.hidden.clear()
+    world.slurm.cancel = lambda job_id: None  # type: ignore[method-assign]
+    world.turns(60, 1.0)
+    assert len(world.attempts) == 1
+    assert "waits until job 1 has left the queue" in world.run.reason
+    del world.slurm.cancel
+    assert world.finish().state is RunState.SUCCEEDED
+    assert job.ended is not None
+    assert world.attempts[1].intent_at >= job.ended
 
 
 def test_a_reused_id_is_not_taken_for_the_job(tmp_path: Path) -> None:
@@ -289,6 +319,18 @@ def test_a_paused_controller_cannot_act_after_another_took_over(tmp_path: Path) 
     with pytest.raises(Fenced):
         paused.tick(lease)
     assert world.slurm.calls == before
+
+
+def test_an_old_go_that_comes_back_is_taken_away_again(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    training(world, 12)
+    late = LaunchToken.read(world.folder.attempt(1).go)
+    world.slurm.preempt(world.slurm.running()[0])
+    world.turns(100, 1.0, lambda: len(world.attempts) == 2 and world.attempts[1].state is AttemptState.RUNNING)
+    late.write(world.folder.attempt(1).go)
+    world.tick()
+    assert not world.folder.attempt(1).go.exists()
+    assert world.folder.attempt(2).go.exists()
 
 
 def test_one_run_s_trouble_does_not_stop_the_others(tmp_path: Path) -> None:

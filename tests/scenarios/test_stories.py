@@ -333,6 +333,18 @@ def test_an_old_go_that_comes_back_is_taken_away_again(tmp_path: Path) -> None:
     assert world.folder.attempt(2).go.exists()
 
 
+def test_a_go_in_force_is_never_rewritten_by_a_later_controller(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.tick()
+    token = LaunchToken.read(world.folder.attempt(1).go)
+    world.start_controller()
+    world.slurm.jobs[0].held = True
+    world.tick()
+    assert not world.slurm.jobs[0].held
+    assert LaunchToken.read(world.folder.attempt(1).go) == token
+    assert world.lease.epoch > token.epoch
+
+
 def test_one_run_s_trouble_does_not_stop_the_others(tmp_path: Path) -> None:
     world = World(tmp_path)
     run, _ = world.store.create_run(

@@ -9,6 +9,7 @@ from typing import Any
 from orchestrator.cli.render import plain
 from trainer.contract.events import Event, EventKind, read_events
 from trainer.contract.outcome import AttemptOutcome, ExitCode, Failure, RankOutcome
+from trainer.contract.rank import generation_mark
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 _QUIET_ENDS = (ExitCode.FINISHED, ExitCode.STOPPED_AFTER_SAVE)
@@ -85,7 +86,7 @@ def _told(folder: AttemptDir) -> list[Found]:
                 time=outcome.time,
                 path=path,
                 reason=f"{outcome.exception}: {outcome.message}" if outcome.exception else f"exit {outcome.exit_code}",
-                text=outcome.traceback or _around(folder.rank_log(outcome.rank)),
+                text=outcome.traceback or _around(folder.rank_log(outcome.rank), outcome.generation),
             )  # fmt: skip
         )
     return found
@@ -124,7 +125,7 @@ def _from_failure(folder: AttemptDir, failure: Failure, event: Event) -> Found:
     path = folder.rank_log(failure.rank) if failure.rank is not None else folder.agent_log(0)
     return Found(
         attempt=folder.number, generation=event.generation, rank=failure.rank, node=failure.node, step=failure.step,
-        time=event.time, reason=failure.reason, path=path, text=_around(path),
+        time=event.time, reason=failure.reason, path=path, text=_around(path, event.generation),
     )  # fmt: skip
 
 
@@ -140,19 +141,27 @@ def _concluded(place: RunDir, folder: AttemptDir) -> Found | None:
     path = place.path / failure.evidence if failure.evidence else folder.agent_log(0)
     return Found(
         attempt=folder.number, generation=outcome.generations, rank=failure.rank, node=failure.node, step=failure.step,
-        time=outcome.ended_at, reason=failure.reason, path=path, text=_around(path),
+        time=outcome.ended_at, reason=failure.reason, path=path, text=_around(path, outcome.generations),
     )  # fmt: skip
 
 
-def _around(path: Path) -> str:
-    """The lines around the first one that looks like an error, or the last lines when none does."""
+def _around(path: Path, generation: int) -> str:
+    """Of this generation's part: the lines around the first that looks like an error, or the last lines."""
     try:
         with path.open("rb") as stream:
             stream.seek(max(0, path.stat().st_size - _ENOUGH))
             lines = stream.read().decode(errors="replace").splitlines()
     except OSError:
         return ""
+    lines = _part(lines, generation)
     for at, line in enumerate(lines):
         if _LOOKS_BAD.search(line):
             return "\n".join(lines[max(0, at - _BEFORE) : at + _AFTER])
     return "\n".join(lines[-_LAST:])
+
+
+def _part(lines: list[str], generation: int) -> list[str]:
+    """What stands between this generation's opening line and the next one's; everything where there is none."""
+    first, after = generation_mark(generation), generation_mark(generation + 1)
+    start = lines.index(first) + 1 if first in lines else 0
+    return lines[start : lines.index(after)] if after in lines else lines[start:]

@@ -175,6 +175,7 @@ class NodeAgent:
         order: dict[str, Any] = {
             "rank": local.rank,
             "log": str(self._attempt.rank_log(local.rank)),
+            "generation": ranks.generation,
             "cores": cores.of_rank(place, config, local_rank, os.sched_getaffinity(0)),
             "env": {},
             "command": [],

@@ -13,7 +13,7 @@ from setproctitle import setproctitle
 
 from trainer.agent.lineage import ORPHANED, die_with
 from trainer.contract.outcome import ExitCode
-from trainer.contract.rank import SPEC_VARIABLE, RankSpec
+from trainer.contract.rank import SPEC_VARIABLE, RankSpec, generation_mark
 
 RankMain = Callable[[RankSpec], int]
 
@@ -28,7 +28,7 @@ def become_rank(
     code: int = ExitCode.ERROR
     try:
         _leave_nursery(parent, nursery_ends)
-        _redirect(order["log"])
+        _redirect(order["log"], order["generation"])
         os.environ.update(order["env"])
         if order["cores"]:
             os.sched_setaffinity(0, order["cores"])
@@ -57,10 +57,11 @@ def _leave_nursery(parent: int, nursery_ends: Sequence[int]) -> None:
         os.close(descriptor)
 
 
-def _redirect(log: str) -> None:
-    """Input from nowhere, output appended to the rank's log."""
+def _redirect(log: str, generation: int) -> None:
+    """Input from nowhere, output appended to the rank's log, below a line that names the generation."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.write(output, f"{generation_mark(generation)}\n".encode())
     for descriptor, target in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(descriptor, target)
     os.close(nothing)

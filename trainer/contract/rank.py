@@ -11,6 +11,11 @@ SPEC_VARIABLE = "ORCH_RANK_SPEC"
 """Environment variable with the RankSpec of a rank that was started cold (exec instead of fork)."""
 
 
+def generation_mark(generation: int) -> str:
+    """The line that opens a generation's part of a rank's log, which goes on over generations."""
+    return f"--- generation {generation} ---"
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankSpec:
     """One rank of one generation. Descriptors are those of the started process."""

@@ -63,7 +63,9 @@ class Commit:
     committed_at: float
 
     def encode(self) -> bytes:
-        return canonical({"schema": SCHEMA, **asdict(self)})
+        """Canonical JSON with a digest of its own: the marker must not be able to rot unseen either."""
+        fields = {"schema": SCHEMA, **asdict(self)}
+        return canonical({**fields, "digest": digest(canonical(fields))})
 
 
 def read_commit(storage: Storage, name: str) -> Commit:
@@ -72,10 +74,10 @@ def read_commit(storage: Storage, name: str) -> Commit:
         data = stream.read()
     try:
         fields = json.loads(data)
-        commit = Commit(**{key: value for key, value in fields.items() if key != "schema"})
-    except (ValueError, TypeError, AttributeError) as error:
+        commit = Commit(**{key: value for key, value in fields.items() if key not in ("schema", "digest")})
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ManifestError(f"{COMMIT} is damaged: {error}") from error
-    if fields.get("schema") != SCHEMA or not _HEX.fullmatch(str(commit.manifest)) or commit.encode() != data:
+    if not _HEX.fullmatch(str(commit.manifest)) or commit.encode() != data:
         raise ManifestError(f"{COMMIT} is damaged: it is not what a commit writes")
     return commit
 

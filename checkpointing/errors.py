@@ -17,7 +17,7 @@ class CheckpointError(Exception):
 
 
 class ManifestError(CheckpointError):
-    """A manifest or COMMIT that cannot be believed."""
+    """A manifest or COMMIT that cannot be believed; the message begins with the file's name."""
 
 
 class Refused(CheckpointError):

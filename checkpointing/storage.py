@@ -137,8 +137,13 @@ class _RemoteFile:
         self._stream.close()
 
     def abort(self) -> None:
-        # Not every fsspec file can be discarded; a torn object without COMMIT harms nobody.
-        getattr(self._stream, "discard", self._stream.close)()
+        from fsspec.spec import AbstractBufferedFile  # loaded by whoever opened the stream
+
+        if isinstance(self._stream, AbstractBufferedFile):
+            self._stream.discard()
+            self._stream.closed = True  # else the garbage collector would close, and so upload, the torn object
+        else:
+            self._stream.close()  # a torn object without COMMIT harms nobody
 
 
 class FsspecStorage:

@@ -84,7 +84,8 @@ def read_sealed(storage: Storage, name: str) -> tuple[Manifest | None, list[Faul
         manifest = _manifest_of(storage, name)
         present = storage.list(name)
     except ManifestError as error:
-        return None, [Fault(file=COMMIT if str(error).startswith(COMMIT) else MANIFEST, chunk=None, reason=str(error))]
+        file, _, reason = str(error).partition(" ")
+        return None, [Fault(file=file, chunk=None, reason=reason)]
     except OSError as error:
         return None, [Fault(file=_named(error), chunk=None, reason=f"unreadable: {error}")]
     return manifest, [fault for entry in manifest.files if (fault := _size_fault(entry, present))]
@@ -97,6 +98,8 @@ def _manifest_of(storage: Storage, name: str) -> Manifest:
     if digest(data) != commit.manifest:
         raise ManifestError(f"{MANIFEST} is not the one that {COMMIT} vouches for (digest differs)")
     manifest = parse(data)
+    if manifest.size != commit.size:
+        raise ManifestError(f"{MANIFEST} lists {manifest.size} bytes, {COMMIT} says {commit.size}")
     parts = parse_name(name)
     if manifest.name != name or parts is None:
         raise ManifestError(f"{MANIFEST} belongs to {manifest.name}, not to this folder (renamed or copied)")

@@ -1,0 +1,104 @@
+"""Checkpointers for one lone rank, with everything they tell written down."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+with warnings.catch_warnings():
+    # torch complains once, when it is imported, that NumPy is not there; orch does not use it.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
+    import torch
+    import torch.distributed.tensor
+
+    from checkpointing.engine.checkpointer import Checkpointer
+
+from checkpointing.storage import Storage
+
+NONCE = "ab12cd34"
+
+
+def state(seed: int) -> dict[str, torch.Tensor]:
+    """A small training state with every kind of tensor that a real one has."""
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        "model.weight": torch.randn(64, 33, generator=draw),
+        "model.half": torch.randn(17, generator=draw).to(torch.bfloat16),
+        "optim.weight.step": torch.tensor(float(seed)),
+        "optim.weight.exp_avg": torch.randn(64, 33, generator=draw),
+        "model.none": torch.empty(0, 4),
+        "model.mask": torch.randint(0, 2, (9,), generator=draw).to(torch.bool),
+        "rng/rank-00000": torch.randint(0, 255, (100,), generator=draw, dtype=torch.uint8),
+    }
+
+
+def blank() -> dict[str, torch.Tensor]:
+    return {key: torch.zeros_like(tensor) for key, tensor in state(0).items()}
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
+
+
+@dataclass
+class Bench:
+    """Makes checkpointers below one folder and collects their events."""
+
+    root: Path
+    events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    made: list[Checkpointer] = field(default_factory=list)
+
+    def checkpointer(
+        self,
+        *,
+        attempt: int = 1,
+        nonce: str = NONCE,
+        inherit: tuple[str, ...] = (),
+        fence: Callable[[], bool] = lambda: True,
+        keep: int = 3,
+        storage: Storage | None = None,
+        tell: Callable[[str, dict[str, Any]], None] | None = None,
+    ) -> Checkpointer:
+        made = Checkpointer(
+            self.root,
+            token_attempt=attempt,
+            nonce=nonce,
+            inherit=inherit,
+            process_group=None,
+            fence=fence,
+            keep=keep,
+            on_event=tell or (lambda kind, data: self.events.append((kind, data))),
+            world={"dp_shard": 1, "tp": 1},
+            storage=storage,
+        )
+        self.made.append(made)
+        return made
+
+    def saved(self, *steps: int, **options: Any) -> Checkpointer:
+        """A checkpointer that has saved `state(step)` at every one of `steps`."""
+        made = self.checkpointer(**options)
+        for step in steps:
+            made.save(step, state(step), {"position": step * 8})
+        made.wait()
+        return made
+
+    def kinds(self) -> list[str]:
+        return [kind for kind, _ in self.events]
+
+    def told(self, kind: str) -> list[dict[str, Any]]:
+        return [data for told, data in self.events if told == kind]
+
+    def folder(self, step: int, attempt: int = 1) -> Path:
+        return self.root / f"step-{step:08d}.{attempt:03d}-{NONCE}"
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path / "checkpoints")
+    made.root.mkdir()
+    yield made
+    for checkpointer in made.made:
+        checkpointer.close()

@@ -1,0 +1,205 @@
+"""One real rank of a scenario: `rank_program.py SCENARIO RANK SIZE FOLDER`; prints one JSON line at its end."""
+
+import errno
+import json
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+warnings.simplefilter("error")
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+
+import torch  # noqa: E402  warnings become errors before torch is imported
+import torch.distributed as dist  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor  # noqa: E402
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: E402
+
+from checkpointing.engine.checkpointer import Checkpointer  # noqa: E402
+from checkpointing.storage import LocalStorage, Storage  # noqa: E402
+from tests.checkpointing.storages import Faulty  # noqa: E402
+
+NONCE = "ab12cd34"
+Placed = dict[str, Tensor]
+Told = list[tuple[str, dict[str, Any]]]
+
+
+def whole(seed: int) -> Placed:
+    """The state as one piece: even and uneven shapes, a scalar, a replicated tensor, one too short for all ranks."""
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        "rows": torch.randn(8, 6, generator=draw),
+        "uneven": torch.randn(7, 5, generator=draw),
+        "columns": torch.randn(6, 9, generator=draw),
+        "tiny": torch.randn(1, 3, generator=draw),
+        "replicated": torch.randn(11, generator=draw),
+        "step": torch.tensor(float(seed)),
+    }
+
+
+PLACES = {"rows": Shard(0), "uneven": Shard(0), "columns": Shard(1), "tiny": Shard(0), "replicated": Replicate()}
+
+
+def placed(state: Placed) -> Placed:
+    """`state` over all ranks, and this rank's own random state beside it."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    tensors = {
+        key: distribute_tensor(tensor, mesh, [PLACES[key]]) if key in PLACES else tensor.clone()
+        for key, tensor in state.items()
+    }
+    rank = dist.get_rank()
+    return {**tensors, f"rng/rank-{rank:05d}": torch.full((4,), rank + 1.0)}
+
+
+def empty() -> Placed:
+    tensors = placed({key: torch.zeros_like(tensor) for key, tensor in whole(0).items()})
+    return {key: tensor.zero_() if key.startswith("rng/") else tensor for key, tensor in tensors.items()}
+
+
+def equal(tensors: Placed, state: Placed) -> bool:
+    full = {key: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for key, tensor in tensors.items()}
+    return all(torch.equal(full[key], state[key]) for key in state)
+
+
+def checkpointer(folder: Path, told: Told, **options: Any) -> Checkpointer:
+    fixed = {"token_attempt": 1, "nonce": NONCE, "inherit": (), "process_group": None, "keep": 3, "world": {}}
+    fixed["fence"] = lambda: True
+    return Checkpointer(folder, on_event=lambda kind, data: told.append((kind, data)), **{**fixed, **options})
+
+
+# ---- scenarios: each returns what the test asserts on
+
+
+def save(folder: Path, told: Told) -> dict[str, Any]:
+    """Two saves with changing state and a busy main thread in between."""
+    made = checkpointer(folder, told)
+    for seed in (1, 2):
+        tensors = placed(whole(seed))
+        made.save(seed, tensors, {"seed": seed})
+        for tensor in tensors.values():
+            tensor.mul_(0)
+        for _ in range(50):  # the training group works on while the saver's group does
+            dist.all_reduce(torch.ones(10))
+    made.wait()
+    made.close()
+    return {"committed": made.committed_step}
+
+
+def load(folder: Path, told: Told) -> dict[str, Any]:
+    made, tensors = checkpointer(folder, told), empty()
+    restored = made.restore(tensors)
+    made.close()
+    assert restored is not None
+    rng = tensors[f"rng/rank-{dist.get_rank():05d}"].tolist()
+    return {
+        "step": restored.step,
+        "exact": equal(tensors, whole(restored.extra["seed"])),
+        "rng": rng,
+        "absent": restored.absent,
+    }
+
+
+def disk_full_on_one_rank(folder: Path, told: Told) -> dict[str, Any]:
+    storage = Faulty(folder)
+    made = checkpointer(folder, told, storage=storage)
+    steps = []
+    for seed in (1, 2, 3):
+        broken = dist.get_rank() == 1 and seed == 2
+        storage.broken = lambda act, _, broken=broken: errno.ENOSPC if broken and act.startswith("write") else 0
+        made.save(seed, placed(whole(seed)), {"seed": seed})
+        made.wait()
+        steps.append(made.committed_step)
+    made.close()
+    return {"committed": steps}
+
+
+class OneSidedRot(LocalStorage):
+    """A node whose view of one checkpoint is damaged, while the other nodes read good bytes."""
+
+    def open(self, path: str) -> Any:
+        if dist.get_rank() == 1 and path.startswith("step-00000002") and path.endswith(".distcp"):
+            raise OSError(errno.EIO, "Input/output error")
+        return super().open(path)
+
+
+def one_rank_cannot_read(folder: Path, told: Told) -> dict[str, Any]:
+    storage: Storage = OneSidedRot(folder)
+    made, tensors = checkpointer(folder, told, storage=storage), empty()
+    restored = made.restore(tensors)
+    made.close()
+    assert restored is not None
+    return {"step": restored.step, "exact": equal(tensors, whole(restored.step))}
+
+
+def a_peer_dies_in_mid_save(folder: Path, told: Told) -> dict[str, Any]:
+    made = checkpointer(folder, told)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os._exit(9)
+    made.save(1, placed_alone(), {"seed": 1})
+    made.wait()
+    return {"committed": made.committed_step}
+
+
+def placed_alone() -> Placed:
+    return {"x": torch.ones(3)}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 12))
+
+
+def fsdp_and_tensor_parallel(folder: Path, told: Told) -> dict[str, Any]:
+    """FSDP2 over tensor parallelism, both cutting the same dimension, as the trainer does it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    net = model()
+    parallelize_module(net, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(net, mesh=mesh["dp"])
+    made = checkpointer(folder, told)
+    made.save(1, dict(net.named_parameters()), {})
+    made.wait()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.zero_()
+    restored = made.restore(dict(net.named_parameters()))
+    made.close()
+    reference = dict(model().named_parameters())
+    return {
+        "step": restored and restored.step,
+        "exact": equal({key: value.detach() for key, value in net.named_parameters()}, reference),
+    }
+
+
+SCENARIOS: dict[str, Callable[[Path, Told], dict[str, Any]]] = {
+    scenario.__name__: scenario
+    for scenario in (
+        save, load, disk_full_on_one_rank, one_rank_cannot_read, a_peer_dies_in_mid_save, fsdp_and_tensor_parallel,
+    )
+}  # fmt: skip
+
+
+def main() -> None:
+    name, rank, size, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    torch.set_num_threads(1)
+    meeting = folder.parent / f"meeting-{name}-{size}"
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
+    told: Told = []
+    result = SCENARIOS[name](folder, told)
+    sys.stdout.write(json.dumps({**result, "told": told, "threads": threading.active_count()}) + "\n")
+    sys.stdout.flush()
+    if name != "a_peer_dies_in_mid_save":
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""A real file system that is really full."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpointing.engine.conftest import Bench
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Iterator[Bench]:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"tmpfs cannot be mounted here: {mounted.stderr.strip()}")
+    bench = Bench(folder)
+    yield bench
+    for made in bench.made:
+        made.close()
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_training_goes_on_and_the_next_save_works(tiny: Bench) -> None:
+    made = tiny.checkpointer(keep=2)
+    small, large = {"x": torch.ones(1000)}, {"x": torch.ones(1 << 19)}
+    made.save(1, small, {})
+    made.save(2, large, {})
+    made.save(3, small, {})
+    made.wait()
+    (failure,) = tiny.told("checkpoint.failed")
+    assert failure["step"] == 2
+    assert "disk full ([Errno 28] No space left on device" in failure["reason"]
+    assert sorted(path.name for path in tiny.root.iterdir()) == [tiny.folder(1).name, tiny.folder(3).name]
+    target = {"x": torch.zeros(1000)}
+    restored = made.restore(target)
+    assert restored is not None
+    assert restored.step == 3
+    assert torch.equal(target["x"], small["x"])

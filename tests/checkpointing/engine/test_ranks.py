@@ -1,0 +1,125 @@
+"""Several real ranks over gloo: resharding, and agreement when only one of them has trouble."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpointing.catalog import Catalog
+from checkpointing.verify import verify
+from tests.checkpointing.engine.conftest import Bench
+
+PROGRAM = Path(__file__).with_name("rank_program.py")
+ROOT = Path(__file__).resolve().parents[3]
+
+pytestmark = pytest.mark.multi
+
+
+def run(scenario: str, size: int, folder: Path, dies: tuple[int, ...] = ()) -> list[dict[str, Any]]:
+    """Run a scenario to its end; one result per surviving rank."""
+    folder.mkdir(exist_ok=True)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(PROGRAM), scenario, str(rank), str(size), str(folder)],
+            cwd=ROOT,
+            env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    results = []
+    try:
+        for number, rank in enumerate(ranks):
+            out, err = rank.communicate(timeout=120)
+            if number not in dies:
+                assert rank.returncode == 0, err
+                results.append(json.loads(out.splitlines()[-1]))
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return results
+
+
+def kinds(result: dict[str, Any]) -> list[str]:
+    return [kind for kind, _ in result["told"]]
+
+
+def test_two_ranks_save_and_any_number_restores(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    first, second = run("save", 2, folder)
+    assert (first["committed"], second["committed"]) == (2, 2)
+    assert kinds(first) == ["checkpoint.saving", "checkpoint.committed"] * 2
+    assert kinds(second) == [], "only rank 0 tells"
+    for entry in Catalog(folder).committed():
+        assert verify(entry.path, 2).ok
+        assert len(list(entry.path.glob("*.distcp"))) == 2
+    for size in (1, 3):
+        for rank, result in enumerate(run("load", size, folder)):
+            assert (result["step"], result["exact"]) == (2, True), f"rank {rank} of {size}"
+            assert result["rng"] == [rank + 1.0 if rank < 2 else 0.0] * 4
+            assert result["absent"] == ([] if rank < 2 else [f"rng/rank-{rank:05d}"])
+
+
+def test_a_lone_process_without_a_group_takes_over_and_hands_back(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    run("save", 1, folder)
+    bench = Bench(folder)
+    made = bench.checkpointer()
+    target = {"rows": torch.zeros(8, 6), "uneven": torch.zeros(7, 5), "columns": torch.zeros(6, 9),
+              "tiny": torch.zeros(1, 3), "replicated": torch.zeros(11), "step": torch.tensor(0.0)}  # fmt: skip
+    restored = made.restore(target)
+    assert restored is not None
+    assert float(target["step"]) == 2.0
+    made.save(3, target, {"seed": 2})
+    made.close()
+    results = run("load", 2, folder)
+    assert [(result["step"], result["exact"]) for result in results] == [(3, True), (3, True)]
+    assert results[0]["absent"] == ["rng/rank-00000"]
+
+
+def test_a_full_disk_on_one_rank_fails_the_save_on_all(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    results = run("disk_full_on_one_rank", 2, folder)
+    assert [result["committed"] for result in results] == [[1, 1, 3], [1, 1, 3]]
+    (failure,) = [data for kind, data in results[0]["told"] if kind == "checkpoint.failed"]
+    assert failure["step"] == 2
+    assert failure["reason"].startswith("rank 1: disk full ([Errno 28] No space left on device")
+    assert [entry.step for entry in Catalog(folder).committed()] == [3, 1]
+    assert len(list(folder.iterdir())) == 2, "the half-written folder is gone"
+
+
+def test_all_ranks_leave_a_checkpoint_that_one_of_them_cannot_read(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    run("save", 2, folder)
+    results = run("one_rank_cannot_read", 2, folder)
+    assert [(result["step"], result["exact"]) for result in results] == [(1, True), (1, True)]
+    (refusal,) = [data for kind, data in results[0]["told"] if kind == "checkpoint.refused"]
+    assert refusal["step"] == 2
+    assert "Input/output error" in refusal["reason"]
+
+
+def test_a_save_whose_peer_died_is_told_by_the_survivor(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    (survivor,) = run("a_peer_dies_in_mid_save", 2, folder, dies=(1,))
+    assert survivor["committed"] is None
+    assert kinds(survivor)[-1] == "checkpoint.failed"
+    assert survivor["told"][-1][1]["reason"].startswith("rank 0: ")
+    assert Catalog(folder).committed() == []
+
+
+def test_fsdp_over_tensor_parallel_restores_and_reshards(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    for result in run("fsdp_and_tensor_parallel", 4, folder):
+        assert (result["step"], result["exact"]) == (1, True)
+    torch.manual_seed(5)
+    reference = torch.nn.Sequential(torch.nn.Linear(12, 20), torch.nn.ReLU(), torch.nn.Linear(20, 12))
+    target = {key: torch.zeros_like(value) for key, value in reference.named_parameters()}
+    Bench(folder).checkpointer().restore(target)
+    assert all(torch.equal(target[key], value) for key, value in reference.named_parameters())

@@ -1,0 +1,45 @@
+"""Checkpoints made without torch: the same folders, with files of any content."""
+
+from collections.abc import Callable, Mapping
+
+from checkpointing.commit import checkpoint_name, seal, write_file
+from checkpointing.manifest import FileEntry, Manifest
+from checkpointing.storage import Storage
+
+NONCE = "ab12cd34"
+FILES = {".metadata": b"metadata", "__0_0.distcp": b"x" * 1000, "__1_0.distcp": b"y" * 500}
+
+
+def make(
+    storage: Storage,
+    step: int,
+    *,
+    attempt: int = 1,
+    nonce: str = NONCE,
+    take: int = 1,
+    files: Mapping[str, bytes] = FILES,
+    fence: Callable[[], bool] = lambda: True,
+    now: float = 1000.0,
+) -> str:
+    """Write and commit one checkpoint; returns its name."""
+    name = checkpoint_name(step, attempt, nonce, take)
+    entries = []
+    for file, data in files.items():
+        sink = write_file(storage, name, file, data)
+        entries.append(FileEntry(name=file, size=sink.size, chunks=sink.chunks))
+    seal(storage, describe(name, step, attempt, nonce, entries), fence, now)
+    return name
+
+
+def describe(name: str, step: int, attempt: int, nonce: str, entries: list[FileEntry]) -> Manifest:
+    return Manifest(
+        name=name,
+        step=step,
+        attempt=attempt,
+        nonce=nonce,
+        created_at=1000.0,
+        torch="2.13.0",
+        world={"ranks": 2},
+        files=tuple(entries),
+        extra={"position": step * 8},
+    )

@@ -1,0 +1,81 @@
+"""What the catalog shows, and to whom."""
+
+from pathlib import Path
+
+from checkpointing.catalog import Catalog
+from checkpointing.storage import LocalStorage
+from tests.checkpointing.made import FILES, NONCE, make
+
+
+def names(entries: list) -> list[str]:
+    return [entry.name for entry in entries]
+
+
+def test_newest_first_by_step_then_attempt_then_take(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    make(storage, 20, attempt=1)
+    make(storage, 100, attempt=1)
+    make(storage, 100, attempt=2, nonce="ffff0000")
+    make(storage, 100, attempt=2, nonce="ffff0000", take=2)
+    make(storage, 30, attempt=10, nonce="00000000")
+    assert names(Catalog(tmp_path).committed()) == [
+        "step-00000100.002-ffff0000-2",
+        "step-00000100.002-ffff0000",
+        "step-00000100.001-ab12cd34",
+        "step-00000030.010-00000000",
+        "step-00000020.001-ab12cd34",
+    ]
+
+
+def test_an_entry_says_what_commit_recorded(tmp_path: Path) -> None:
+    name = make(LocalStorage(tmp_path), 20, now=1234.5)
+    (entry,) = Catalog(tmp_path).committed()
+    assert (entry.name, entry.path, entry.step, entry.attempt, entry.nonce) == (name, tmp_path / name, 20, 1, NONCE)
+    assert (entry.bytes, entry.committed_at) == (sum(map(len, FILES.values())), 1234.5)
+
+
+def test_half_written_and_unknown_folders_are_not_listed(tmp_path: Path) -> None:
+    name = make(LocalStorage(tmp_path), 20)
+    half = make(LocalStorage(tmp_path), 30)
+    (tmp_path / half / "COMMIT").unlink()
+    (tmp_path / "step-00000040.001-ab12cd34").mkdir()
+    (tmp_path / "my-notes").mkdir()
+    (tmp_path / "my-notes" / "COMMIT").write_text("mine")
+    (tmp_path / "step-00000050.001-ab12cd34").write_text("a file, not a folder")
+    assert names(Catalog(tmp_path).committed()) == [name]
+
+
+def test_no_folder_is_an_empty_catalog(tmp_path: Path) -> None:
+    assert Catalog(tmp_path / "nothing").committed() == []
+
+
+def test_a_damaged_commit_stays_listed_so_that_somebody_is_told(tmp_path: Path) -> None:
+    name = make(LocalStorage(tmp_path), 20)
+    (tmp_path / name / "COMMIT").write_bytes(b"\0" * 10)
+    (entry,) = Catalog(tmp_path).committed()
+    assert (entry.name, entry.bytes, entry.committed_at) == (name, 0, 0.0)
+
+
+def test_an_attempt_sees_its_own_and_what_it_may_inherit(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    inherited = make(storage, 10, attempt=1)
+    make(storage, 15, attempt=1)  # committed by a zombie after the token of attempt 2 was written
+    own = make(storage, 20, attempt=2, nonce="22222222")
+    make(storage, 25, attempt=2, nonce="33333333")  # another submission that called itself attempt 2
+    catalog = Catalog(tmp_path)
+    assert names(catalog.accepted(2, "22222222", [inherited, "step-00000099.001-ab12cd34"])) == [own, inherited]
+    assert names(catalog.inheritable([inherited, "../elsewhere"])) == [inherited]
+
+
+def test_debris_belongs_to_its_owner_only(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    half_own = make(storage, 10, attempt=2, nonce="22222222")
+    half_inherited = make(storage, 5, attempt=1)
+    half_foreign = make(storage, 6, attempt=1)
+    whole = make(storage, 20, attempt=2, nonce="22222222")
+    for name in (half_own, half_inherited, half_foreign):
+        (tmp_path / name / "COMMIT").unlink()
+    (tmp_path / "my-notes").mkdir()
+    debris = Catalog(tmp_path).debris(2, "22222222", [half_inherited])
+    assert debris == [half_own, half_inherited]
+    assert whole not in debris

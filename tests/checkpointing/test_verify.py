@@ -1,0 +1,104 @@
+"""What each level of verification sees, and how it says so."""
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from checkpointing.digests import CHUNK
+from checkpointing.storage import LocalStorage
+from checkpointing.verify import verify
+from tests.checkpointing.made import make
+
+BIG = {".metadata": b"metadata", "__0_0.distcp": random.Random(3).randbytes(2 * CHUNK + 77)}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return tmp_path / make(LocalStorage(tmp_path), 5)
+
+
+def faults(path: Path, level: int) -> list[str]:
+    report = verify(path, level)
+    assert report.ok == (not report.faults)
+    return [str(fault) for fault in report.faults]
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_a_healthy_one_has_no_faults(checkpoint: Path, level: int) -> None:
+    assert faults(checkpoint, level) == []
+
+
+def test_progress_counts_every_byte(tmp_path: Path) -> None:
+    path = tmp_path / make(LocalStorage(tmp_path), 5, files=BIG)
+    told: list[tuple[int, int]] = []
+    report = verify(path, 2, lambda done, total: told.append((done, total)))
+    size = sum(map(len, BIG.values()))
+    assert told[-1] == (size, size)
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert len(told) == 4
+    assert report.bytes == size
+
+
+def test_a_fault_names_its_file_and_chunk(tmp_path: Path) -> None:
+    path = tmp_path / make(LocalStorage(tmp_path), 5, files=BIG)
+    with (path / "__0_0.distcp").open("r+b") as stream:
+        stream.seek(CHUNK + 5)
+        stream.write(b"?")
+    assert faults(path, 0) == []
+    (fault,) = verify(path, 2).faults
+    assert (fault.file, fault.chunk, fault.reason) == ("__0_0.distcp", 1, "digest differs")
+    assert str(fault) == "__0_0.distcp chunk 1: digest differs"
+
+
+def test_level_one_sees_both_ends_of_every_file(tmp_path: Path) -> None:
+    path = tmp_path / make(LocalStorage(tmp_path), 5, files=BIG)
+    with (path / "__0_0.distcp").open("r+b") as stream:
+        stream.seek(-1, 2)
+        stream.write(b"?")
+    assert faults(path, 1) == ["__0_0.distcp chunk 2: digest differs"]
+
+
+def test_missing_and_resized_files_show_at_every_level(checkpoint: Path) -> None:
+    (checkpoint / "__0_0.distcp").unlink()
+    with (checkpoint / "__1_0.distcp").open("ab") as stream:
+        stream.write(b"tail")
+    for level in (0, 1, 2):
+        assert faults(checkpoint, level) == ["__0_0.distcp: missing", "__1_0.distcp: has 504 bytes instead of 500"]
+
+
+def test_no_checkpoint_at_all(tmp_path: Path) -> None:
+    (found,) = faults(tmp_path / "step-00000005.001-ab12cd34", 0)
+    assert found.startswith("COMMIT: unreadable: [Errno 2]")
+
+
+def test_a_manifest_that_commit_does_not_know(checkpoint: Path) -> None:
+    path = checkpoint / "manifest.json"
+    path.write_bytes(path.read_bytes().replace(b"2.13.0", b"2.13.1"))
+    assert faults(checkpoint, 0) == ["manifest.json: is not the one that COMMIT vouches for (digest differs)"]
+
+
+def test_a_missing_manifest(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").unlink()
+    (found,) = faults(checkpoint, 0)
+    assert found.startswith("manifest.json: unreadable")
+
+
+def test_a_copied_folder_is_not_another_checkpoint(checkpoint: Path) -> None:
+    copy = checkpoint.with_name("step-00000009.001-ab12cd34")
+    shutil.copytree(checkpoint, copy)
+    (found,) = faults(copy, 0)
+    assert "renamed or copied" in found
+
+
+def test_a_shard_that_cannot_be_read_is_a_fault(checkpoint: Path) -> None:
+    (checkpoint / "__0_0.distcp").unlink()
+    (checkpoint / "__0_0.distcp").mkdir()
+    (found,) = faults(checkpoint, 2)
+    assert found == "__0_0.distcp: has None bytes instead of 1000"
+
+
+def test_an_unknown_level_is_a_mistake(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="level 7"):
+        verify(checkpoint, 7)

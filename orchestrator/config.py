@@ -26,8 +26,6 @@ class ClusterConfig(ClusterShape):
     """Values for the placeholders of those fragments."""
     python: str = ""
     """Interpreter on the compute nodes; empty takes the one that runs orch, or the template's."""
-    signal_lead: int = 120
-    """Seconds before the time limit at which Slurm is asked to signal the job."""
     sbatch: dict[str, Any] = field(default_factory=dict)
     """Any further sbatch option, by its long name."""
 

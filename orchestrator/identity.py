@@ -29,7 +29,7 @@ def identify(
     config: RunConfig, kind: str, *, data: dict[str, Any], environ: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
     """The identity of a run that is about to be submitted, as plain JSON."""
-    return {"code": code(config), "env": environment(kind, environ), "data": data}
+    return {"code": code(config), "env": environment(kind, environ), "data": data, "submit_dir": os.getcwd()}
 
 
 def code(config: RunConfig) -> dict[str, Any]:

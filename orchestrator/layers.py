@@ -11,7 +11,7 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from orchestrator import keys, presets, yaml_text
 from orchestrator.config import RunConfig
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, NotFound
 from trainer.contract.config import WorkloadConfig
 
 INCLUDES = "includes"
@@ -45,20 +45,21 @@ def standing_files(environ: Mapping[str, str]) -> list[Path]:
 
 
 def locate(source: str, beside: Path, where: str) -> Path:
-    """The file of a preset's name or of a path; raises ConfigError with near names."""
+    """The file of a preset or path; raises NotFound with near names, ConfigError when a file asked for it."""
+    missing = ConfigError if where else NotFound
     as_path = Path(source).expanduser()
     if not source.strip() or source.startswith((".", "/", "~")) or as_path.suffix in (".yaml", ".yml"):
         path = beside / as_path
         if not source.strip() or not path.is_file():
             what = "is a folder" if path.is_dir() else "no such file"
-            raise ConfigError(f"config {source or '(empty)'}: {what}", where=where or str(path), hint=_offer(source))
+            raise missing(f"config {source or '(empty)'}: {what}", where=where or str(path), hint=_offer(source))
         return path
     preset = presets.folder("configs") / f"{source}.yaml"
     if source in presets.names():
         return preset
     if (beside / as_path).is_file():
         return beside / as_path
-    raise ConfigError(f"no preset `{source}`, and no such file", where=where or source, hint=_offer(source))
+    raise missing(f"no preset `{source}`, and no such file", where=where or source, hint=_offer(source))
 
 
 def _offer(source: str) -> str:

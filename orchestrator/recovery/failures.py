@@ -107,6 +107,10 @@ def classify(evidence: Evidence) -> Failure:
     # Slurm names the cause.
     if job is not None and job.state in _SLURM_KINDS:
         return _by_slurm(job, outcome)
+    # The coordinator lost a node before Slurm did, and by now Slurm misses it too.
+    down = _down_node(job, outcome)
+    if down is not None:
+        return down
     # The coordinator's last word wins over COMPLETED, FAILED and CANCELLED.
     if outcome is not None:
         return _by_outcome(outcome)
@@ -131,7 +135,16 @@ def _by_slurm(job: JobStatus, outcome: AttemptOutcome | None) -> Failure:
     if seen is not None and kind in (FailureKind.NODE_LOST, FailureKind.RANK_KILLED):
         return replace(seen, kind=kind, reason=f"{reason}; the job saw: {seen.reason}")
     step = outcome.step if outcome else None
-    return Failure(kind=kind, reason=reason, step=step, exit_code=job.exit_code, signal=job.signal)
+    node = job.nodes_down[0] if kind is FailureKind.NODE_LOST and job.nodes_down else None
+    return Failure(kind=kind, reason=reason, node=node, step=step, exit_code=job.exit_code, signal=job.signal)
+
+
+def _down_node(job: JobStatus | None, outcome: AttemptOutcome | None) -> Failure | None:
+    seen = outcome.failure if outcome else None
+    if job is None or seen is None or seen.kind is not FailureKind.AGENT_LOST or seen.node not in job.nodes_down:
+        return None
+    reason = f"Slurm has node {seen.node} down; the job saw: {seen.reason}"
+    return replace(seen, kind=FailureKind.NODE_LOST, reason=reason)
 
 
 def _by_outcome(outcome: AttemptOutcome) -> Failure:

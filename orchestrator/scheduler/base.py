@@ -54,6 +54,7 @@ class JobStatus:
     restarts: int = 0
     end_time: float | None = None  # seconds since the epoch, the planned or actual end
     held: bool = False
+    nodes_down: tuple[str, ...] = ()  # nodes of a job that ends or has ended that the scheduler itself calls down
     source: str = "queue"  # or "accounting"
 
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from orchestrator.errors import SlurmUnreachable
@@ -13,7 +14,9 @@ from orchestrator.scheduler.slurm_text import (
     SEPARATOR,
     SQUEUE_FORMAT,
     Garbage,
+    fold_nodes,
     read_accounting,
+    read_down_nodes,
     read_queue,
 )
 
@@ -58,7 +61,7 @@ class SlurmScheduler:
         if missing:
             recorded = self._accounting(["-j", ",".join(missing)])
             found.update({job.job_id: job for job in _newest(recorded or []) if job.job_id in wanted})
-        return found
+        return self._with_down_nodes(found)
 
     def release(self, job_id: str, submission: Path) -> None:
         payload.adopt_payload(submission, job_id)
@@ -76,6 +79,23 @@ class SlurmScheduler:
             return read_queue(done.stdout)
         except Garbage as error:
             raise unreachable("squeue", str(error)) from error
+
+    def _with_down_nodes(self, jobs: dict[str, JobStatus]) -> dict[str, JobStatus]:
+        """Tell of jobs that are over which of their nodes are down: a job may end before Slurm misses its node."""
+        suspects = {node for job in jobs.values() if job.state in _OVER for node in job.nodes}
+        if not suspects:
+            return jobs
+        done = ask(["sinfo", "-h", "-N", "-n", fold_nodes(tuple(sorted(suspects))), "-o", "%N %T"], self._timeout)
+        if done.returncode != 0:
+            raise unreachable("sinfo", done.stderr)
+        try:
+            down = read_down_nodes(done.stdout)
+        except Garbage as error:
+            raise unreachable("sinfo", str(error)) from error
+        return {
+            job_id: replace(job, nodes_down=tuple(node for node in job.nodes if node in down))
+            for job_id, job in jobs.items()
+        }
 
     def _accounting(self, which: list[str]) -> list[JobStatus] | None:
         """Rows of accounting; None where the site keeps none. Raises SlurmUnreachable when it cannot be read."""

@@ -77,6 +77,17 @@ def read_accounting(text: str) -> list[JobStatus]:
     return found
 
 
+_DOWN = frozenset({"DOWN", "FAIL", "FAILING"})
+
+
+def read_down_nodes(text: str) -> frozenset[str]:
+    """Nodes that `sinfo -h -N -o "%N %T"` shows as down; the `*` of a node that does not answer is no verdict yet."""
+    rows = [line.split() for line in text.splitlines() if line.strip()]
+    if any(len(row) != 2 for row in rows):
+        raise Garbage(f"expected a node and a state in every line, got {text[:200]!r}")
+    return frozenset(node for node, state in rows if plain_state(state) in _DOWN)
+
+
 def _rows(text: str, width: int) -> Iterator[list[str]]:
     """Records of `width` separator-ended fields; a newline within a name does not end a record."""
     fields = text.split(SEPARATOR)

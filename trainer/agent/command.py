@@ -61,8 +61,8 @@ def folder(run: RunDir, config: JobConfig) -> Path:
 def _from_record(run: RunDir) -> str | None:
     try:
         record = json.loads(run.run.read_bytes())
-        found = record.get("submit_dir")
-    except (OSError, ValueError, AttributeError):
+        found = record["identity"]["submit_dir"]
+    except (OSError, ValueError, TypeError, KeyError):
         return None
     return found if isinstance(found, str) else None
 

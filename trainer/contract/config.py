@@ -2,13 +2,14 @@
 
 import types
 import typing
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from checkpointing.config import CheckpointConfig
 from checkpointing.durable import read_json
+from trainer.contract.run_dir import RunDir
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,10 +277,13 @@ class JobConfig:
 
 
 def load(path: Path) -> JobConfig:
-    """Read `config.json`; raises OSError or ValueError."""
+    """Read `config.json` of a run directory; raises OSError or ValueError."""
     config = build(JobConfig, read_json(path))
     assert isinstance(config, JobConfig)
-    return config
+    if not config.workload.snapshot:
+        return config
+    copies = tuple(str(RunDir(path.parent).code / str(index)) for index in range(len(config.workload.path)))
+    return replace(config, workload=replace(config.workload, path=copies))
 
 
 def build(kind: Any, value: Any) -> Any:

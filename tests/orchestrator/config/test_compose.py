@@ -8,7 +8,7 @@ import pytest
 
 from checkpointing.durable import canonical
 from orchestrator.compose import Composed, compose, diff
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, NotFound
 
 Compose = Callable[..., Composed]
 
@@ -280,13 +280,13 @@ def test_a_missing_config_offers_the_nearest_preset(
     source: str, environ: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(NotFound) as caught:
         compose(source, environ=environ)
     assert "did you mean tiny-gpt" in caught.value.hint
 
 
 @pytest.mark.parametrize("source", ["", "qqqqqqq", "."])
 def test_a_hopeless_config_lists_the_presets(source: str, environ: dict[str, str]) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(NotFound) as caught:
         compose(source, environ=environ)
     assert "presets: demo, slurm-first-run, tiny-gpt, torchrun-script" in caught.value.hint

@@ -57,6 +57,7 @@ def test_nothing_certain_is_no_end(name: str) -> None:
     assert words in verdict.reason
 
 
+LOST = Failure(kind=FailureKind.AGENT_LOST, reason="its connection ended", node="n2")
 ENDS = {
     "finished": (evidence("COMPLETED", outcome=FINISHED), End.FINISHED, None, "all ranks finished"),
     "finished, then preempted": (evidence("PREEMPTED", outcome=FINISHED), End.FINISHED, None, "all ranks"),
@@ -80,6 +81,14 @@ ENDS = {
     "node fail seen inside": (
         evidence("NODE_FAIL", outcome=outcome(AttemptResult.FAILED, "", replace(KILLED, kind=FailureKind.AGENT_LOST))),
         End.FAILED, FailureKind.NODE_LOST, "the job saw: rank 1",
+    ),
+    "node down, the job ended first": (
+        evidence("FAILED", job=job("FAILED", nodes_down=("n2",)), outcome=outcome(AttemptResult.FAILED, "", LOST)),
+        End.FAILED, FailureKind.NODE_LOST, "Slurm has node n2 down; the job saw: its connection ended",
+    ),
+    "another node down": (
+        evidence("FAILED", job=job("FAILED", nodes_down=("n1",)), outcome=outcome(AttemptResult.FAILED, "", LOST)),
+        End.FAILED, FailureKind.AGENT_LOST, "its connection ended",
     ),
     "out of memory": (evidence("OUT_OF_MEMORY"), End.FAILED, FailureKind.RANK_KILLED, "OUT_OF_MEMORY"),
     "boot": (evidence("BOOT_FAIL", started=False), End.FAILED, FailureKind.LAUNCH_FAILED, "BOOT_FAIL"),

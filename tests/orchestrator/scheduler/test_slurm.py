@@ -44,6 +44,7 @@ def printing(folder: Path, name: str, text: str) -> str:
 def test_accounting_answers_for_what_the_queue_has_forgotten(program: Program, tmp_path: Path) -> None:
     program("squeue", "true")
     program("sacct", printing(tmp_path, "rows", accounting(JobIDRaw="7", State="TIMEOUT") + accounting(JobIDRaw="8")))
+    program("sinfo", "echo 'n1 idle'")
     assert {job: status.state for job, status in SlurmScheduler().poll(["7"]).items()} == {"7": "TIMEOUT"}
     assert [job.job_id for job in SlurmScheduler().find("orch-a-1")] == ["7", "8"]
 
@@ -71,7 +72,24 @@ def test_of_several_rows_the_newest_submission_counts(program: Program, tmp_path
     program("squeue", "true")
     rows = accounting(JobIDRaw="7", State="COMPLETED", Submit="2026-11-21T09:00:00") + accounting(JobIDRaw="7")
     program("sacct", printing(tmp_path, "rows", rows))
+    program("sinfo", "echo 'n1 idle'")
     assert SlurmScheduler().poll(["7"])["7"].state == "COMPLETED"
+
+
+def test_a_job_that_is_over_says_which_of_its_nodes_are_down(program: Program, tmp_path: Path) -> None:
+    program("squeue", printing(tmp_path, "queue", queue(JobID="7", State="FAILED", NodeList="n[1-3]")))
+    program("sacct", "true")
+    program("sinfo", r"printf 'n1 idle\nn2 down*\nn3 idle*\n'")
+    assert SlurmScheduler().poll(["7"])["7"].nodes_down == ("n2",)
+
+
+@pytest.mark.parametrize("sinfo", ["exit 1", "echo nonsense of three words"])
+def test_silence_about_nodes_is_no_answer(program: Program, tmp_path: Path, sinfo: str) -> None:
+    program("squeue", printing(tmp_path, "queue", queue(JobID="7", State="FAILED", NodeList="n1")))
+    program("sacct", "true")
+    program("sinfo", sinfo)
+    with pytest.raises(SlurmUnreachable):
+        SlurmScheduler().poll(["7"])
 
 
 def test_a_site_without_accounting_has_a_queue_that_decides(program: Program, tmp_path: Path) -> None:

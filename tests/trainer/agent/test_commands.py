@@ -32,7 +32,7 @@ def test_a_command_finds_torchruns_variables_and_its_folder(job, tmp_path):
 
 def test_the_folder_of_the_submit_is_read_from_the_runs_record(job, tmp_path):
     work = job(nodes=1, ranks=1)
-    work.run.run.write_text(dump_line({"submit_dir": str(tmp_path)}))
+    work.run.run.write_text(dump_line({"identity": {"submit_dir": str(tmp_path)}}))
     work.start()
     work.go()
     assert work.wait() == [0], work.story()

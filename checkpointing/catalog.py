@@ -38,7 +38,14 @@ class Catalog:
         return [str(parts) for parts in sorted(known, reverse=True)]
 
     def is_committed(self, name: str) -> bool:
-        return COMMIT in self.storage.list(name)
+        """Whether the marker is there; one that cannot be read counts, so that it is told of and never tidied away."""
+        try:
+            self.storage.open(f"{name}/{COMMIT}").close()
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        return True
 
     def committed(self) -> list[Entry]:
         """All committed checkpoints, the highest step first, at the same step the latest attempt first."""

@@ -1,6 +1,5 @@
 """Digests of the bytes that are handed to write, chunk by chunk: xxh3-128, 8 MiB chunks."""
 
-from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -24,13 +23,6 @@ class Sink(Protocol):
 def digest(data: Bytes) -> str:
     """xxh3-128 as 32 hex digits."""
     return xxhash.xxh3_128_hexdigest(data)
-
-
-def lengths(size: int, chunk_size: int) -> Iterator[int]:
-    """Lengths of the chunks of a file of `size` bytes: all full but the last; none for an empty file."""
-    while size > 0:
-        yield min(size, chunk_size)
-        size -= chunk_size
 
 
 class DigestSink:

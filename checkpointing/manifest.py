@@ -5,7 +5,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from checkpointing.digests import CHUNK, digest, lengths
+from checkpointing.digests import CHUNK, digest
 from checkpointing.durable import canonical
 from checkpointing.errors import ManifestError
 
@@ -37,10 +37,6 @@ class FileEntry:
             raise ValueError(f"{self.name}: {len(self.chunks)} digests for {self.size} bytes")
         if not all(isinstance(chunk, str) and _HEX.fullmatch(chunk) for chunk in self.chunks):
             raise ValueError(f"{self.name}: a digest is not 32 hex digits")
-
-    @property
-    def chunk_lengths(self) -> list[int]:
-        return list(lengths(self.size, self.chunk_size))
 
 
 @dataclass(frozen=True, kw_only=True)

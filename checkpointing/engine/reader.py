@@ -65,8 +65,9 @@ class VerifiedFile:
 
     def _chunk(self, index: int) -> bytes:
         if self._held[0] != index:
-            self._stream.seek(index * self._entry.chunk_size)
-            data = self._stream.read(self._entry.chunk_lengths[index])
+            start = index * self._entry.chunk_size
+            self._stream.seek(start)
+            data = self._stream.read(min(self._entry.chunk_size, self._entry.size - start))
             if digest(data) != self._entry.chunks[index]:
                 raise Refused(self._name, f"{self._entry.name} chunk {index}: digest differs")
             self._held = (index, data)

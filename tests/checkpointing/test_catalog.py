@@ -1,10 +1,12 @@
 """What the catalog shows, and to whom."""
 
+import errno
 from pathlib import Path
 
 from checkpointing.catalog import Catalog
 from checkpointing.storage import LocalStorage
 from tests.checkpointing.made import FILES, NONCE, make
+from tests.checkpointing.storages import Faulty
 
 
 def names(entries: list) -> list[str]:
@@ -79,3 +81,12 @@ def test_debris_belongs_to_its_owner_only(tmp_path: Path) -> None:
     debris = Catalog(tmp_path).debris(2, "22222222", [half_inherited])
     assert debris == [half_own, half_inherited]
     assert whole not in debris
+
+
+def test_a_marker_that_cannot_be_read_is_never_taken_for_debris(tmp_path: Path) -> None:
+    storage = Faulty(tmp_path)
+    name = make(storage, 20)
+    storage.broken = lambda act, _: errno.EIO if act.startswith("open") else 0
+    catalog = Catalog(tmp_path, storage)
+    assert names(catalog.committed()) == [name]
+    assert catalog.debris(1, NONCE, []) == []

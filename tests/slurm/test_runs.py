@@ -65,19 +65,40 @@ def test_a_dead_node_leads_to_a_new_job_elsewhere(lab: SlurmLab, user: User, cal
     submitted = user.submit("tiny-gpt", *SMALL)
     run = submitted["run"]
     training(user, run, 18)
-    (dead, *_) = reversed(lab.nodes_of(submitted["job_id"]))
+    dead = lab.nodes_of(submitted["job_id"])[-1]
     lab.kill_node(dead)
     try:
         assert user.wait(run) == 0
     finally:
         lab.start_node(dead)
+    assert_moved_away(user, run, dead)
+    (user.run_dir(run).path.parent / "calm").symlink_to(calm[0].run_dir(calm[1]).path)
+    assert_exact(user, run, "calm")
+
+
+def test_a_node_whose_ranks_outlive_its_daemons_is_left_too(lab: SlurmLab, user: User) -> None:
+    submitted = user.submit("tiny-gpt", *SMALL, "train.steps=4000")
+    run = submitted["run"]
+    training(user, run, 10)
+    dead = lab.nodes_of(submitted["job_id"])[-1]
+    lab.kill_node(dead, ranks_too=False)
+    try:
+        user.until(lambda: {line["attempt"] for line in user.steps(run)} == {1, 2}, 120, "training elsewhere")
+    finally:
+        lab.start_node(dead)
+    assert_moved_away(user, run, dead)
+    listed = lab.ask("sacct", "-X", "-D", "-n", "-P", "-j", submitted["job_id"], "-o", "State,JobName").stdout
+    assert "NODE_FAIL" in listed
+
+
+def assert_moved_away(user: User, run: str, dead: str) -> None:
+    """The first attempt was lost with its node, the second trained elsewhere, and never both at once."""
     first, second = user.show(run)["attempts"]
     assert first["failure"]["kind"] == "node_lost"
     assert first["failure"]["node"] == dead
     assert dead not in second["nodes"]
+    assert dead in second["excluded"]
     assert_no_step_twice_at_once(user, run)
-    (user.run_dir(run).path.parent / "calm").symlink_to(calm[0].run_dir(calm[1]).path)
-    assert_exact(user, run, "calm")
 
 
 def test_preemption_uses_no_failure_budget(lab: SlurmLab, user: User) -> None:

@@ -58,6 +58,8 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self.committed_step: int | None = None
         """Step of the newest checkpoint that this object has committed or restored; settled after `wait`."""
+        self.failure: str | None = None
+        """Why the newest save did not happen, known on every rank; None when it did. Settled after `wait`."""
 
     def save(self, step: int, tensors: Mapping[str, Tensor], extra: dict[str, Any]) -> None:
         """Copy the state, then write it in the background; waits for an earlier save first.
@@ -72,15 +74,17 @@ class Checkpointer:
         self._thread.start()
 
     def _save(self, job: Job) -> None:
+        self.failure = None
         try:
             name = self._saver.run(job)
         except SaveFailed as failure:
+            self.failure = failure.reason
             self._lead("checkpoint.failed", step=job.step, reason=failure.reason)
             return
         except FAILURES as error:
             # The group itself broke: nobody can speak for the others any more.
-            reason = f"rank {self._ranks.rank}: {explain(error)}"
-            self._tell("checkpoint.failed", {"step": job.step, "reason": reason})
+            self.failure = f"rank {self._ranks.rank}: {explain(error)}"
+            self._tell("checkpoint.failed", {"step": job.step, "reason": self.failure})
             return
         self.committed_step = job.step
         if self._ranks.leads:

@@ -13,6 +13,8 @@ _STORAGE = re.compile(
     r"|inline_container\.cc.*unexpected pos",
     re.IGNORECASE,
 )
+_CHECKPOINTS = frozenset({"SaveFailed", "NothingVerifies"})
+"""Exceptions that say: the run's checkpoints cannot be written, or none of them can be trusted."""
 _RENDEZVOUS = re.compile(
     r"DistNetworkError|DistStoreError|Address already in use|clients joined|client socket has (timed out|failed)"
     r"|connectFullMesh|Timed out waiting \d+ms",
@@ -96,6 +98,8 @@ def _classify(end: RankEnd) -> tuple[FailureKind, bool, str]:
         return FailureKind.USER_ERROR, False, f"asked never to be retried (exit code 78){_after(said)}"
     if end.exit_code == ExitCode.NODE_SUSPECT:
         return FailureKind.NODE_SUSPECT, False, f"suspects its node (exit code 77){_after(said)}"
+    if end.exception in _CHECKPOINTS:
+        return FailureKind.STORAGE, False, f"could not use its checkpoints: {_short(said)}"
     if _STORAGE.search(said):
         return FailureKind.STORAGE, False, f"could not use its storage: {_short(said)}"
     if end.echo:

@@ -18,7 +18,7 @@ from trainer.worker.mesh import Layout
 from trainer.worker.metrics import Journal
 from trainer.worker.optimizer import set_learning_rate
 from trainer.worker.reduction import Reduced, StepResult
-from trainer.worker.saving import Progressed, SaveEvents, SaveFailed, Saver
+from trainer.worker.saving import Progressed, SaveFailed, Saver
 from trainer.worker.schedule import learning_rate
 from trainer.worker.stop import StopFlag
 from trainer.worker.workload import Workload
@@ -42,7 +42,6 @@ class Outside:
     cell: ProgressCell
     journal: Journal
     saver: Saver
-    save_events: SaveEvents
     drill: Drill
     started: float  # time.monotonic() of the rank's start
 
@@ -177,7 +176,7 @@ class Loop:
             outside.saver.wait()
             outside.cell.update(saved_step=outside.saver.committed_step or 0)
             if outside.saver.committed_step != step:
-                raise SaveFailed(f"the last checkpoint, of step {step}, was not saved: {outside.save_events.failure}")
+                raise SaveFailed(f"the last checkpoint, of step {step}, was not saved: {outside.saver.failure}")
 
     def _finish(self) -> None:
         """The weights' digest, by which two runs are compared, and the last words."""

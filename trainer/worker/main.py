@@ -27,7 +27,7 @@ from trainer.worker.drill import Drill
 from trainer.worker.echo import is_echo
 from trainer.worker.loop import Loop, Outside, Trained
 from trainer.worker.metrics import Journal
-from trainer.worker.saving import Progressed, SaveEvents, Saver
+from trainer.worker.saving import Progressed, Saver
 
 
 def warm(config: JobConfig) -> None:
@@ -86,8 +86,9 @@ def _loop(
 ) -> ExitCode:
     """Restore the newest checkpoint, if any, and train on."""
     journal = Journal(run_dir.attempt(spec.attempt), spec)
-    save_events = SaveEvents(journal.event)
-    saver = _checkpointer(spec, config, run_dir, trained.layout, save_events)
+    saver = _checkpointer(
+        spec, config, run_dir, trained.layout, lambda kind, data: journal.event(EventKind(kind), **data)
+    )
     progressed = Progressed(
         model=trained.model,
         optimizer=trained.optimizer,
@@ -105,7 +106,6 @@ def _loop(
         cell=cell,
         journal=journal,
         saver=saver,
-        save_events=save_events,
         drill=_drill(spec, config, journal),
         started=started,
     )

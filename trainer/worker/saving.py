@@ -1,13 +1,12 @@
 """A run's checkpoints, seen from the loop: what is saved, where it goes on after a restart, what became of it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from checkpointing.durable import number
-from trainer.contract.events import EventKind
 from trainer.worker import optimizer as optimizers
 from trainer.worker import state
 from trainer.worker.data import Data
@@ -17,6 +16,7 @@ class Saver(Protocol):
     """The part of `checkpointing.engine.checkpointer.Checkpointer` that a rank uses."""
 
     committed_step: int | None
+    failure: str | None
 
     def save(self, step: int, tensors: Mapping[str, torch.Tensor], extra: dict[str, Any]) -> None: ...
 
@@ -29,19 +29,6 @@ class Saver(Protocol):
 
 class SaveFailed(OSError):
     """The save that the run must not end without did not happen; the event `checkpoint.failed` says why."""
-
-
-class SaveEvents:
-    """Passes the checkpointer's events on and remembers why a save failed."""
-
-    def __init__(self, write: Callable[..., None]) -> None:
-        self._write = write
-        self.failure = "the reason is in the events of rank 0"
-
-    def __call__(self, kind: str, data: dict[str, Any]) -> None:
-        if kind == EventKind.CHECKPOINT_FAILED:
-            self.failure = str(data["reason"])
-        self._write(EventKind(kind), **data)
 
 
 class Progressed:

@@ -44,6 +44,8 @@ CAUSES = [
     ([raised(1, "OSError", "[Errno 28] No space left on device")], FailureKind.STORAGE, 1, False, "its storage"),
     ([raised(1, "RuntimeError", "[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")],
      FailureKind.STORAGE, 1, False, "its storage"),
+    ([raised(1, "SaveFailed", "the last checkpoint was not saved")], FailureKind.STORAGE, 1, False, "its checkpoints"),
+    ([raised(1, "NothingVerifies", "2 refused")], FailureKind.STORAGE, 1, False, "its checkpoints"),
     ([raised(1, "OSError", "[Errno 122] Disk quota exceeded")], FailureKind.STORAGE, 1, False, "its storage"),
     ([raised(1, "OSError", "[Errno 5] Input/output error")], FailureKind.STORAGE, 1, False, "its storage"),
     ([raised(1, "OSError", "[Errno 55] else")], FailureKind.USER_ERROR, 1, True, "raised OSError"),

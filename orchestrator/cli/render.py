@@ -16,7 +16,7 @@ from checkpointing.durable import dump_line
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[PX^_][^\x1b]*(?:\x1b\\)?|[@-Z\\-_])")
 _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)))
 _WORDS = 30
-"""Characters that the last column of a table should have before it is folded."""
+"""Characters that a column of sentences should have before it is folded."""
 _PAGE = 160
 """Columns of a page that goes into a file or a pipe."""
 Meter = Callable[[int, int], None]
@@ -108,16 +108,18 @@ class Column:
     show: Callable[[Any], str] = _text
     right: bool = False
     spare: int = 0  # on a narrow terminal the column with the highest number goes first; 0 stays
+    folds: bool = False  # sentences: folded over several lines where there is no room; the last column always is
 
 
 def fitting(cells: Mapping[Column, Sequence[str]], width: int) -> list[Column]:
-    """The columns that fit: empty ones go, then spare ones, until the last one has room for its words."""
+    """The columns that fit: empty ones go, then spare ones, until those that fold have room for some words."""
     kept = [column for column, texts in cells.items() if not texts or any(text not in ("", "-") for text in texts)]
     kept = kept or list(cells)
 
     def needed() -> int:
-        wide = [max(map(len, (column.title, *cells[column]))) for column in kept]
-        return sum(wide[:-1]) + 2 * len(wide) + min(wide[-1], _WORDS)
+        wide = {column: max(map(len, (column.title, *cells[column]))) for column in kept}
+        folding = {column for column in kept if column.folds or column is kept[-1]}
+        return sum(min(wide[each], _WORDS) if each in folding else wide[each] for each in kept) + 2 * len(kept)
 
     while needed() > width and any(column.spare for column in kept):
         kept.remove(max(kept, key=lambda column: column.spare))
@@ -182,7 +184,7 @@ class Screen:
         kept = fitting(cells, console.width)
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
         for column in kept:
-            folds = column is kept[-1]
+            folds = column.folds or column is kept[-1]
             table.add_column(
                 column.title, justify="right" if column.right else "left", no_wrap=not folds,
                 overflow="fold" if folds else "ellipsis",

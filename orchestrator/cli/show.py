@@ -173,8 +173,8 @@ ATTEMPTS = [
     Column("FROM", "resumed_from", count, right=True),
     Column("TO", "last_step", count, right=True),
     Column("TOOK", "took", span, right=True, spare=1),
-    Column("ENDED BY", "failure"),
-    Column("DECISION", "decision"),
+    Column("ENDED BY", "failure", folds=True),
+    Column("DECISION", "decision", folds=True),
 ]
 
 

@@ -197,8 +197,9 @@ def main() -> None:
     result = SCENARIOS[name](folder, told)
     sys.stdout.write(json.dumps({**result, "told": told, "threads": threading.active_count()}) + "\n")
     sys.stdout.flush()
-    if name != "a_peer_dies_in_mid_save":
-        dist.destroy_process_group()
+    # As real ranks end: gloo's threads may still be letting go of tensors, and an interpreter that is being taken down
+    # ends them with "terminate called without an active exception".
+    os._exit(0)
 
 
 if __name__ == "__main__":

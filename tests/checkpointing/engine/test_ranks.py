@@ -33,18 +33,15 @@ def run(scenario: str, size: int, folder: Path, dies: tuple[int, ...] = ()) -> l
         )
         for rank in range(size)
     ]
-    results = []
     try:
-        for number, rank in enumerate(ranks):
-            out, err = rank.communicate(timeout=120)
-            if number not in dies:
-                assert rank.returncode == 0, err
-                results.append(json.loads(out.splitlines()[-1]))
+        ended = [rank.communicate(timeout=120) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait()
-    return results
+            rank.communicate()
+    failed = {n: err for n, (_, err) in enumerate(ended) if n not in dies and ranks[n].returncode != 0}
+    assert not failed, "\n".join(f"rank {n}: {err}" for n, err in failed.items())
+    return [json.loads(out.splitlines()[-1]) for n, (out, _) in enumerate(ended) if n not in dies]
 
 
 def kinds(result: dict[str, Any]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -82,6 +83,19 @@ def test_a_bug_in_the_training_code_fails_the_run_with_its_traceback(user: User)
     assert "Traceback" in log
 
 
+def test_the_time_limit_is_met_with_a_save_and_goes_on_in_a_new_attempt(user: User) -> None:
+    limit = ["cluster.time=0:00:40", "cluster.signal_lead=20", "recovery.max_failures=1"]
+    run = user.submit("tiny-gpt", *limit, "train.steps=3000", "checkpoint.every=0")["run"]
+    user.until(lambda: {line["attempt"] for line in user.steps(run)} == {1, 2}, 120, "training in a second attempt")
+    shown = user.show(run)
+    first, second = shown["attempts"]
+    assert first["failure"]["kind"] == "time_limit"
+    assert first["generations"] == 1
+    assert second["resumed_from"] == first["last_step"]
+    assert shown["state"] == "RUNNING"
+    assert_no_step_twice_at_once(user, run)
+
+
 def test_cancel_saves_first_and_resume_goes_on(user: User) -> None:
     run = user.submit("tiny-gpt", *SMALL, "train.steps=2000", "checkpoint.every=0")["run"]
     user.until(lambda: user.step(run) > 5, 90, "training")
@@ -119,12 +133,21 @@ def test_the_newest_checkpoint_is_damaged_and_an_older_one_is_taken(user: User) 
     assert trusts[int(newest.name[5:13])] == "CORRUPT"
 
 
-def test_an_unchanged_torchrun_script_is_restarted_in_place(user: User) -> None:
-    command = f"command=[python, {PLAIN_DDP}, --steps, '60', --kill-rank, '1', --kill-at, '20']"
-    run = user.submit("torchrun-script", command, "cluster.nodes=2", "cluster.ranks_per_node=1")["run"]
-    assert user.wait(run) == 0
-    (attempt,) = user.show(run)["attempts"]
+def test_an_unchanged_torchrun_script_is_restarted_in_place(user: User, tmp_path: Path) -> None:
+    def command(name: str, *more: str) -> str:
+        words = [sys.executable, str(PLAIN_DDP), "--folder", str(tmp_path / name), "--steps", "60", "--every", "10"]
+        return f"command=[{', '.join(repr(word) for word in [*words, *more])}]"
+
+    nodes = ["cluster.nodes=2", "cluster.ranks_per_node=1"]
+    calm = user.submit("torchrun-script", command("calm"), *nodes)["run"]
+    killed = user.submit("torchrun-script", command("killed", "--die-at", "25", "--die-rank", "1"), *nodes)["run"]
+    assert user.wait(calm) == 0
+    assert user.wait(killed) == 0
+    (attempt,) = user.show(killed)["attempts"]
     assert attempt["generations"] == 2
+    logs = [user.run("logs", run, "--rank", "0").stdout.splitlines() for run in (calm, killed)]
+    last = [[line for line in lines if "loss" in line][-1].split("loss")[1] for lines in logs]
+    assert last[0] == last[1]
 
 
 def test_the_registry_comes_back_from_the_run_directories(user: User) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -58,15 +59,18 @@ class EventLog:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._source, self._attempt, self._clock, self._seq = source, attempt, clock, 0
+        self._lock = threading.Lock()
         self.generation = 0
 
     def write(self, kind: EventKind, /, **data: Any) -> None:
         """Append one event, stamped with this process's clock and the current generation."""
-        self._seq += 1
+        with self._lock:  # a checkpoint's thread writes too
+            self._seq += 1
+            seq = self._seq
         line = {
             "time": self._clock(),
             "source": self._source,
-            "seq": self._seq,
+            "seq": seq,
             "kind": str(kind),
             "attempt": self._attempt,
             "generation": self.generation,

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer.agent import packets
 from trainer.agent.lineage import kill_group
-from trainer.contract.progress import Phase, Progress, ProgressCell, StopReason
+from trainer.contract.progress import Progress, ProgressCell, StopReason
 
 
 @dataclass(kw_only=True)
@@ -23,7 +23,6 @@ class LocalRank:
     handle: int | None = None  # pidfd
     ended: bool = False
     gone: bool = False
-    base: int = 0  # newest step seen before training began: restored, not trained
     last: Progress = field(default_factory=Progress)
 
     def descriptors(self) -> list[int]:
@@ -35,13 +34,11 @@ class LocalRank:
         reading = self.cell.read()
         if reading is not None:
             self.last = reading
-            if reading.phase <= Phase.RESTORE:
-                self.base = reading.step
         return self.last
 
     def stepped(self) -> bool:
         """Whether this generation has trained a step."""
-        return self.last.step > self.base and self.last.phase > Phase.RESTORE
+        return self.last.step > self.last.restored_step
 
 
 class LocalRanks:

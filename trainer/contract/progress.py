@@ -10,7 +10,7 @@ from enum import IntEnum
 SIZE = 4096
 _STOP_AT = 2048
 _SEQ = struct.Struct("<Q")
-_BODY = struct.Struct("<qIIqqqqddqq")
+_BODY = struct.Struct("<qIIqqqqddqqq")
 _STOP = struct.Struct("<IId")
 
 
@@ -54,6 +54,7 @@ class Progress:
     grad_norm: float = 0.0
     saved_step: int = 0
     total_steps: int = 0
+    restored_step: int = 0  # where this generation began: 0 from scratch
 
 
 class ProgressCell:
@@ -90,7 +91,7 @@ class ProgressCell:
         now = self._now
         return (
             now.step, int(now.phase), now.generation, now.collective, now.io_bytes, now.step_at,
-            now.phase_at, now.loss, now.grad_norm, now.saved_step, now.total_steps,
+            now.phase_at, now.loss, now.grad_norm, now.saved_step, now.total_steps, now.restored_step,
         )  # fmt: skip
 
     def read(self, tries: int = 1000) -> Progress | None:
@@ -104,7 +105,13 @@ class ProgressCell:
         return None
 
     def ask_stop(self, reason: StopReason, deadline: float = 0.0) -> None:
-        """Agent side: ask the rank to stop; `deadline` is in seconds of CLOCK_MONOTONIC, 0 for none."""
+        """Agent side: ask the rank to stop; `deadline` is in seconds of CLOCK_MONOTONIC, 0 for none.
+
+        There is one slot, and a stop that stands in it is never taken back: a lesser wish is dropped.
+        """
+        standing, _ = self.stop_asked()
+        if standing > StopReason.SAVE_AND_GO_ON and reason < standing:
+            return
         _STOP.pack_into(self._map, _STOP_AT, int(reason), 0, deadline)
 
     def stop_asked(self) -> tuple[StopReason, float]:
@@ -118,9 +125,9 @@ class ProgressCell:
 
 
 def _progress(body: tuple[float, ...]) -> Progress:
-    step, phase, generation, collective, io_bytes, step_at, phase_at, loss, norm, saved, total = body
+    step, phase, generation, collective, io_bytes, step_at, phase_at, loss, norm, saved, total, restored = body
     return Progress(
         step=int(step), phase=Phase(int(phase)), generation=int(generation), collective=int(collective),
         io_bytes=int(io_bytes), step_at=int(step_at), phase_at=int(phase_at), loss=loss, grad_norm=norm,
-        saved_step=int(saved), total_steps=int(total),
+        saved_step=int(saved), total_steps=int(total), restored_step=int(restored),
     )  # fmt: skip

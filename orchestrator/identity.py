@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config import RunConfig
+from orchestrator.scheduler.job_environment import SECRET, Submitter
 
 DIFF_LIMIT = 256 * 1024
 """Bytes of a dirty diff that are kept; its digest always covers all of it."""
@@ -21,7 +22,6 @@ FILES_LIMIT = 20_000
 ANSWER_WITHIN = 10.0
 _ROOT = Path(__file__).resolve().parent.parent
 _VARIABLES = re.compile(r"(NCCL|CUDA|TORCH|PYTORCH|OMP|MKL|GLOO|UCX|FI|TRITON)_[A-Z0-9_]+|LD_LIBRARY_PATH|PYTHONPATH")
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CRED|AUTH", re.IGNORECASE)
 _LEFT_OUT = {"__pycache__", ".git", ".venv", "venv", "node_modules", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
 
 
@@ -29,7 +29,13 @@ def identify(
     config: RunConfig, kind: str, *, data: dict[str, Any], environ: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
     """The identity of a run that is about to be submitted, as plain JSON."""
-    return {"code": code(config), "env": environment(kind, environ), "data": data, "submit_dir": os.getcwd()}
+    return {
+        "code": code(config),
+        "env": environment(kind, environ),
+        "job": Submitter.here(environ).to_json(),
+        "data": data,
+        "submit_dir": os.getcwd(),
+    }
 
 
 def code(config: RunConfig) -> dict[str, Any]:
@@ -114,9 +120,7 @@ def packages() -> dict[str, str]:
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Variables that change how a job computes; names that sound like a secret are left out."""
     return {
-        name: value
-        for name, value in sorted(environ.items())
-        if _VARIABLES.fullmatch(name) and not _SECRET.search(name)
+        name: value for name, value in sorted(environ.items()) if _VARIABLES.fullmatch(name) and not SECRET.search(name)
     }
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from orchestrator.config import RunConfig
 from orchestrator.registry.records import Attempt, Run
 from orchestrator.scheduler.base import ENDED_STATES, JobSpec, JobStatus, Resources
+from orchestrator.scheduler.job_environment import Submitter
 from trainer.contract.run_dir import RunDir
 
 PREFIX = "orch-"
@@ -74,4 +75,5 @@ def job_spec(run: Run, attempt: Attempt, config: RunConfig) -> JobSpec:
         templates=cluster.templates,
         template_args=dict(cluster.template_args),
         python=cluster.python,
+        submitter=Submitter.of(run.identity),
     )

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from orchestrator.scheduler.job_environment import Submitter
+
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
@@ -36,6 +38,7 @@ class JobSpec:
     templates: tuple[str, ...] = ("default",)
     template_args: dict[str, str] = field(default_factory=dict)
     python: str = ""
+    submitter: Submitter = field(default_factory=Submitter.unrecorded)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,15 +1,19 @@
 """Which variables of the submitting shell a job sees: a short allow-list, so that no secret leaks into jobs.
 
-A run must not depend on the shell it was submitted from: its later attempts are submitted by a controller that started
-in another one. So a job gets what identifies the user, what finds programs and libraries, and what makes `module` work;
-everything else comes from `env` in the run's configuration (by file, never on a command line), from the templates, or
-from the node. `SBATCH_*`, `SRUN_*` and most of `SLURM_*` are left out because they silently override the script: a
-controller that itself runs inside a job would pass its own job's shape on.
+A run must not depend on the shell in which a controller happened to start: what its submitter's shell had is recorded
+with the run, and every attempt gets it. So a job gets what identifies the user, what finds programs and libraries, and
+what makes `module` work; everything else comes from `env` in the run's configuration (by file, never on a command
+line), from the templates, or from the node. `SBATCH_*`, `SRUN_*` and most of `SLURM_*` are left out because they silently
+override the script: a controller that itself runs inside a job would pass its own job's shape on.
 """
 
+import re
+import sys
 import sysconfig
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, Self
 
 import trainer
 
@@ -23,6 +27,11 @@ _NAMES = frozenset(
     }
 )  # fmt: skip
 _PREFIXES = ("LC_", "LMOD_", "__LMOD_", "ORCH_", "BASH_FUNC_module", "BASH_FUNC_ml", "BASH_FUNC__module_raw")
+
+SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CRED|AUTH|JWT", re.IGNORECASE)
+"""Names that sound like a secret: never written down."""
+_OF_THE_ASKER = frozenset({"SLURM_CONF", "SLURM_CLUSTERS"})
+"""Which Slurm is meant: jobs must go to the one where the controller looks for them."""
 
 
 def passes(name: str) -> bool:
@@ -40,3 +49,54 @@ def package_root() -> str:
     root = Path(trainer.__path__[0]).resolve().parent
     installed = {Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib")}
     return "" if root in installed else str(root)
+
+
+def is_recorded(name: str) -> bool:
+    """Whether a run keeps its submitter's value of this variable; for the others a job sees the controller's own."""
+    return passes(name) and name not in _OF_THE_ASKER and not SECRET.search(name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submitter:
+    """The interpreter and the variables of the process that submitted a run: what all its attempts start with."""
+
+    python: str
+    package_root: str
+    variables: dict[str, str] | None = field(repr=False)  # None: not recorded, those of this process
+
+    @classmethod
+    def unrecorded(cls) -> Self:
+        """This process in the place of a submitter of whom nothing is known."""
+        return cls(python=sys.executable, package_root=package_root(), variables=None)
+
+    @classmethod
+    def here(cls, environ: Mapping[str, str]) -> Self:
+        """This process, with what of its variables is recorded."""
+        kept = {name: value for name, value in sorted(environ.items()) if is_recorded(name) and _is_text(value)}
+        return cls(python=sys.executable, package_root=package_root(), variables=kept)
+
+    @classmethod
+    def of(cls, identity: Mapping[str, Any]) -> Self:
+        """As `to_json` has left it in a run's identity; runs of older versions have none."""
+        kept: Any = identity.get("job")
+        try:
+            python, root, variables = kept["python"], kept["package_root"], kept["variables"]
+            return cls(
+                python=str(python), package_root=str(root), variables={str(k): str(variables[k]) for k in variables}
+            )
+        except (KeyError, TypeError):
+            return cls.unrecorded()
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def environ(self, own: Mapping[str, str]) -> dict[str, str]:
+        """What a job sees when a process with the variables `own` submits it."""
+        if self.variables is None:
+            return allowed(own)
+        return {name: value for name, value in allowed(own).items() if not is_recorded(name)} | self.variables
+
+
+def _is_text(value: str) -> bool:
+    """Whether it can be written down: bytes that are no UTF-8 come as lone surrogates."""
+    return not any("\ud800" <= char <= "\udfff" for char in value)

@@ -21,7 +21,7 @@ from orchestrator.home import state_home
 from orchestrator.scheduler import local_records as records
 from orchestrator.scheduler import payload
 from orchestrator.scheduler.base import JobSpec, JobStatus
-from orchestrator.scheduler.job_environment import allowed, package_root
+from orchestrator.scheduler.job_environment import package_root
 from orchestrator.scheduler.local_records import End, Host, Intent
 from orchestrator.scheduler.sbatch_values import check_field, minutes
 
@@ -46,7 +46,7 @@ class LocalScheduler:
         intent.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         records.forget_old(self._index, intent.asked_at)
         path = records.write_intent(self._index, intent)
-        _start(intent, path)
+        _start(intent, path, spec.submitter.environ(os.environ))
 
     def find(self, name_prefix: str) -> list[JobStatus]:
         found = [self._status(intent) for intent in self._intents() if intent.name.startswith(name_prefix)]
@@ -107,8 +107,9 @@ def _intent(spec: JobSpec, entry: str) -> Intent:
             hint="cluster.templates=[default]",
         )
     lines = list(prepared.setup)
-    if prepared.own_interpreter and package_root():
-        lines.append(f"export PYTHONPATH={shlex.quote(package_root())}")
+    if prepared.own_interpreter:
+        root = spec.submitter.package_root
+        lines.append(f"export PYTHONPATH={shlex.quote(root)}" if root else "unset PYTHONPATH")
     return Intent(
         name=check_field("name", "name", spec.name), comment=spec.comment, submission=str(spec.submission.absolute()),
         run_dir=str(spec.run_dir), entry=entry, arguments=payload.arguments(spec), nodes=spec.resources.nodes,
@@ -142,9 +143,9 @@ def _gpus() -> list[str]:
     return [str(number) for number in range(len(numbers))]
 
 
-def _start(intent: Intent, path: Path) -> None:
+def _start(intent: Intent, path: Path, seen: dict[str, str]) -> None:
     """Start the job's process and wait until it has written itself down."""
-    environ = {**allowed(os.environ), records.MARK: intent.name, "SPT_NOENV": "1"}
+    environ = {**seen, records.MARK: intent.name, "SPT_NOENV": "1"}
     root = package_root()
     command = [sys.executable, "-P", "-m", "orchestrator.scheduler.local_job", str(path)]
     try:

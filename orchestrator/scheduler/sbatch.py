@@ -5,6 +5,7 @@ import io
 import os
 import re
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from orchestrator.errors import ConfigError, SubmitAmbiguous, SubmitRejected
 from orchestrator.scheduler import payload
 from orchestrator.scheduler.base import JobSpec, Resources
 from orchestrator.scheduler.commands import no_contact, require
-from orchestrator.scheduler.job_environment import package_root, passes
+from orchestrator.scheduler.job_environment import Submitter
 from orchestrator.scheduler.sbatch_values import check_field, check_nodes, check_options, check_text, minutes
 from orchestrator.scheduler.script import prepare
 
@@ -49,17 +50,23 @@ _REFUSALS = re.compile(
 class HeldExecutor(SlurmExecutor):  # type: ignore[misc]  # submitit is not type-checked here
     """SlurmExecutor that bounds sbatch in time and hides the variables a job must not see.
 
-    `env -u` takes names only, so no value of a hidden variable appears on a command line.
+    `env -u` takes names only, so no value of a hidden variable appears on a command line; the values that do are those
+    which the run has recorded, never a secret.
     """
+
+    submitter: Submitter
 
     @classmethod
     def affinity(cls) -> int:
         return 2  # a script can be shown on a machine without Slurm
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        hidden = [word for name in sorted(os.environ) if not passes(name) for word in ("-u", name)]
+        seen = self.submitter.environ(os.environ)
+        hidden = [word for name in sorted(os.environ) if name not in seen for word in ("-u", name)]
+        changed = [f"{name}={value}" for name, value in sorted(seen.items()) if os.environ.get(name) != value]
         bounded = ["timeout", "--kill-after=5", str(SBATCH_TIMEOUT_S)]
-        return [*bounded, "env", *hidden, "sbatch", str(submission_file_path)]
+        # The submitter's PATH must not choose another sbatch than the one whose Slurm is asked about the job.
+        return [*bounded, "env", *hidden, *changed, shutil.which("sbatch") or "sbatch", str(submission_file_path)]
 
 
 def executor(spec: JobSpec) -> HeldExecutor:
@@ -69,9 +76,10 @@ def executor(spec: JobSpec) -> HeldExecutor:
     _check_path("cluster.root", spec.run_dir)
     prepared = prepare(spec)
     made = HeldExecutor(folder=spec.submission, python=prepared.python)
+    made.submitter = spec.submitter
     setup = ["export SPT_NOENV=1", *prepared.setup]  # processes that rename themselves keep a readable environment
-    if prepared.own_interpreter and package_root():
-        setup.append(f"export PYTHONPATH={shlex.quote(package_root())}")
+    if prepared.own_interpreter and spec.submitter.package_root:
+        setup.append(f"export PYTHONPATH={shlex.quote(spec.submitter.package_root)}")
     made.update_parameters(
         job_name=check_field("name", "name", spec.name),
         comment=check_field("name", "comment", spec.comment),

@@ -19,7 +19,6 @@ import difflib
 import os
 import re
 import shlex
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,7 +79,7 @@ def prepare(spec: JobSpec, folder: Path | None = None) -> Prepared:
     built_in = {"run_dir": str(spec.run_dir), "gpus": str(spec.resources.gpus_per_node), "python": chosen or "python3"}
     setup: list[str] = []
     srun: list[str] = []
-    python = shlex.quote(chosen or sys.executable)
+    python = shlex.quote(chosen or spec.submitter.python)
     for fragment in fragments:
         values = {**built_in, **_values(fragment, given)}
         setup += _fill(fragment, fragment.body, values, quoted=True).splitlines()

@@ -15,6 +15,7 @@ import pytest
 from orchestrator.errors import ConfigError, SubmitRejected
 from orchestrator.scheduler import local, local_records
 from orchestrator.scheduler.base import JobSpec, JobStatus, Resources
+from orchestrator.scheduler.job_environment import Submitter
 from orchestrator.scheduler.local import LocalScheduler
 from tests.orchestrator.scheduler.contract import World, eventually
 from trainer.contract.place import discover
@@ -59,6 +60,21 @@ def test_a_job_sees_no_secret_of_the_submitting_shell(world: World, monkeypatch:
     assert "SLURM_JOB_ID" not in environ
     assert environ["HOME"] == os.environ["HOME"]
     assert environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_every_attempt_sees_what_the_submitter_saw(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VIRTUAL_ENV", raising=False)
+    monkeypatch.setenv("CONDA_PREFIX", "/opt/of-the-submitter")
+    spec = replace(world.spec(), submitter=Submitter.here(os.environ))
+    monkeypatch.setenv("CONDA_PREFIX", "/opt/of-the-controller")
+    monkeypatch.setenv("VIRTUAL_ENV", "/opt/of-the-controller")
+    job = world.submit(spec)
+    world.release(job, spec)
+    world.until_running(job, spec)
+    environ = facts(spec, 0)["environ"]
+    assert isinstance(environ, dict)
+    assert environ["CONDA_PREFIX"] == "/opt/of-the-submitter"
+    assert "VIRTUAL_ENV" not in environ
 
 
 def test_a_job_has_a_session_of_its_own(world: World) -> None:

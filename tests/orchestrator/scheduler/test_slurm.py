@@ -11,6 +11,7 @@ import pytest
 from orchestrator.errors import ConfigError, Precondition, SlurmUnreachable, SubmitAmbiguous
 from orchestrator.scheduler.base import JobSpec, Resources
 from orchestrator.scheduler.choose import choose, resolve
+from orchestrator.scheduler.job_environment import Submitter
 from orchestrator.scheduler.payload import adopt_payload
 from orchestrator.scheduler.slurm import SlurmScheduler
 from tests.orchestrator.scheduler.test_slurm_text import accounting, queue
@@ -177,6 +178,26 @@ def test_sbatch_sees_no_variable_that_overrides_the_script(
     assert "SLURM_CONF=/etc/slurm.conf" in seen
     assert "SBATCH_PARTITION" not in seen
     assert "secret" not in seen
+
+
+def test_every_attempt_sees_what_the_submitter_saw_and_asks_the_slurm_of_the_controller(
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = {
+        "LD_LIBRARY_PATH": "/opt/a b/lib",
+        "PATH": "/opt/bin:/usr/bin:/bin",
+        "SLURM_CONF": "/other",
+        "ORCH_KEY": "s3",
+    }
+    recorded = {"job": {**Submitter.here(theirs).to_json(), "python": "/opt/venv/bin/python"}}
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    monkeypatch.setenv("VIRTUAL_ENV", "/home/ann/another")
+    program("sbatch", f"env > {tmp_path / 'seen'}; echo Submitted batch job 5")
+    SlurmScheduler(entry="os:getpid").submit(replace(spec(tmp_path), submitter=Submitter.of(recorded)))
+    seen = (tmp_path / "seen").read_text().splitlines()
+    assert {"LD_LIBRARY_PATH=/opt/a b/lib", "PATH=/opt/bin:/usr/bin:/bin", "SLURM_CONF=/etc/slurm.conf"} <= set(seen)
+    assert not [line for line in seen if line.startswith(("VIRTUAL_ENV=", "ORCH_KEY="))]
+    assert "/opt/venv/bin/python -P" in (tmp_path / "submission" / "5_submission.sh").read_text()
 
 
 def test_the_payload_is_adopted_once_from_whatever_is_there(tmp_path: Path) -> None:

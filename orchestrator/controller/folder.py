@@ -3,6 +3,7 @@
 import os
 import shutil
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 from checkpointing.durable import canonical, dump_line, fsync_dir, read_json, write_durably
@@ -15,15 +16,15 @@ from trainer.contract.run_dir import RunDir
 def ensure_run_dir(run: Run, first: Attempt, config: dict[str, Any]) -> RunDir:
     """Make the folder of a run unless it stands; raises Precondition when another run's folder stands there.
 
-    It is built beside its place under a name of its own and renamed: nobody ever sees half of it.
+    It is built beside its place under a name of its own and renamed: nobody ever sees half of it. The submitter and
+    a controller may both be at it: each has a draft of its own, and the second one takes the first one's folder.
     """
     final = RunDir(Path(run.run_dir))
     if final.run.exists():
         _check_owner(final, run, first)
         return final
     failpoints.reach("before_folder")
-    draft = RunDir(final.path.with_name(f".{run.name}.{first.nonce}.tmp"))
-    shutil.rmtree(draft.path, ignore_errors=True)
+    draft = RunDir(final.path.with_name(f"{_draft(run, first)}{token_hex(4)}.tmp"))
     try:
         draft.make()
         write_durably(draft.config, canonical(config))
@@ -43,7 +44,19 @@ def ensure_run_dir(run: Run, first: Attempt, config: dict[str, Any]) -> RunDir:
         ) from error
     fsync_dir(final.path.parent)
     failpoints.reach("after_folder")
+    _sweep_drafts(final.path.parent, _draft(run, first))
     return final
+
+
+def _draft(run: Run, first: Attempt) -> str:
+    return f".{run.name}.{first.nonce}."
+
+
+def _sweep_drafts(root: Path, beginning: str) -> None:
+    """Remove what killed makers left; one that is still at work finds the folder made and takes it."""
+    for path in root.iterdir():
+        if path.name.startswith(beginning) and path.name.endswith(".tmp"):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _check_owner(folder: RunDir, run: Run, first: Attempt) -> None:

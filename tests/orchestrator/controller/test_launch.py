@@ -1,5 +1,6 @@
 """`orch submit` before the controller: everything is checked first, and a kill in between is made good."""
 
+import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,43 @@ def test_a_kill_between_row_and_folder_is_made_good(tmp_path: Path, store: Store
     again = ensure_run_dir(run, store.attempts(run.name)[0], store.config(run.config_digest))
     assert again == folder
     assert [path.name for path in folder.path.parent.iterdir() if path.name.endswith(".tmp")] == []
+
+
+def _make(barrier: Any, answers: Any, runs: list[Any]) -> None:
+    for run, attempt, config in runs:
+        barrier.wait(60.0)
+        try:
+            ensure_run_dir(run, attempt, config)
+            answers.put("made")
+        except Precondition as error:
+            answers.put(error.what)
+
+
+def test_the_submitter_and_a_controller_may_make_the_folder_at_once(tmp_path: Path, store: Store) -> None:
+    config = {"name": "both", "train": {"steps": 1}}
+    digest, count = store.put_config(config), 30
+    (tmp_path / "runs").mkdir()
+    runs = []
+    for number in range(count):
+        run, attempt = store.create_run(
+            slug="both", cluster="local", root=tmp_path / "runs", config_digest=digest, total_steps=1, identity={},
+            now=1.0, nonce=f"{number:08x}",
+        )  # fmt: skip
+        runs.append((run, attempt, config))
+    fork = multiprocessing.get_context("fork")
+    barrier, answers = fork.Barrier(2), fork.SimpleQueue()
+    makers = [fork.Process(target=_make, args=(barrier, answers, runs)) for _ in range(2)]
+    for maker in makers:
+        maker.start()
+    told = [answers.get() for _ in range(2 * count)]
+    for maker in makers:
+        maker.join(60.0)
+    assert told == ["made"] * (2 * count)
+    for run, attempt, _ in runs:
+        folder = RunDir(Path(run.run_dir))
+        assert read_json(folder.config) == config
+        assert read_json(folder.run)["nonce"] == attempt.nonce
+        assert (folder.attempt(1).path / "intent.json").exists()
 
 
 def test_an_unwritable_root_is_said_before_anything_is_written(tmp_path: Path, store: Store) -> None:

@@ -9,7 +9,7 @@ from orchestrator.errors import NotFound
 from orchestrator.recovery.policy import after_cancel
 from orchestrator.registry.records import Ask, Run
 from orchestrator.scheduler.base import LEAVING_STATES, QUEUED_STATES
-from orchestrator.states import LIVE_RUNS, AttemptState, RunState
+from orchestrator.states import LIVE_ATTEMPTS, LIVE_RUNS, AttemptState, RunState
 from trainer.contract.requests import RequestKind
 
 STOP_LIMIT = 300.0
@@ -58,14 +58,20 @@ def _cancel_idle(actor: Actor, run: Run, ask: Ask) -> bool:
         _answer(actor, ask, f"{run.name} is {run.state} already")
         return True
 
+    # Held says that a person is needed, not that no job lives: that one must end first, and is followed until it has.
+    over = actor.store.attempts(run.name)[-1].state not in LIVE_ATTEMPTS
+
     def cancel() -> None:
         stamp = actor.stamp()
+        if not over:
+            actor.store.move_run(run.name, RunState.RECOVERING, "to be cancelled once its job is gone", **stamp)
+            return
         actor.store.move_run(run.name, RunState.CANCELLED, "cancelled by `orch cancel` while it was held", **stamp)
         actor.store.answer(ask.id, f"{run.name} is cancelled", **stamp)
 
     actor.store.together(cancel)
     failpoints.reach("after_ask")
-    actor.did(f"{run.name} cancelled")
+    actor.did(f"{run.name} {'cancelled' if over else 'is to be cancelled'}")
     return True
 
 

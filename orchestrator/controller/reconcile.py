@@ -150,11 +150,12 @@ class Controller:
         return self._next(view, sight)
 
     def _intent(self, view: RunView, sight: Sight) -> bool:
-        ensure_run_dir(view.run, view.attempts[0], self.store.config(view.run.config_digest))
+        # First of all: a run whose folder cannot be made must be cancellable.
         if view.cancel is not None:
             if asks.cancel_intent(self.actor, view, sight):
                 self._end_cancelled(view)
             return True
+        ensure_run_dir(view.run, view.attempts[0], self.store.config(view.run.config_digest))
         failure = self.actor.launch(view, sight)
         if failure is not None:
             self._conclude(view, Verdict(end=End.FAILED, reason=failure.reason, failure=failure))
@@ -296,6 +297,12 @@ class Controller:
 
     def _hold(self, run: Run, error: Precondition) -> None:
         reason = "; ".join(part for part in (error.what, error.where, error.hint) if part)
+        last = self.store.attempts(run.name)[-1]
+        # Nobody follows the job of a held run: hold it only when there can be none.
+        if last.state in LIVE_ATTEMPTS and last.submitted_at is not None:
+            self._errors.append(f"{run.name}: {reason}")
+            self._note(run, f"{reason}; its job is followed meanwhile")
+            return
         reason = f"{reason}; when it is mended: orch resume {run.name}"
         self.store.move_run(run.name, RunState.HELD, reason, **self.actor.stamp())
         self.actor.did(f"{run.name} held: {reason}")

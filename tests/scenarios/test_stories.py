@@ -6,7 +6,7 @@ import pytest
 
 from orchestrator.controller.actor import AMBIGUOUS_FOR
 from orchestrator.controller.reconcile import Controller
-from orchestrator.errors import ConfigError, Fenced
+from orchestrator.errors import ConfigError, Fenced, Precondition
 from orchestrator.recovery.failures import LEAVING_LIMIT
 from orchestrator.states import AttemptState, RunState, Trust
 from tests.fakes.model_slurm import Weather
@@ -244,6 +244,47 @@ def test_a_run_that_never_trained_is_cancelled_at_once(tmp_path: Path, turns: in
     world.turns(4, 1.0)
     assert world.run.state is RunState.CANCELLED
     assert not [job for job in world.slurm.jobs if job.live]
+
+
+def test_the_job_of_a_held_run_ends_before_the_run_is_cancelled(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    training(world, 12)
+    # As `orch db rebuild` leaves a run whose record is lost.
+    world.store.move_run(world.name, RunState.HELD, "rebuilt", epoch=world.lease.epoch, now=world.clock.now)
+    world.store.ask(world.name, "cancel", {}, world.clock.now)
+    world.tick()
+    assert world.run.state is RunState.RECOVERING
+    assert world.finish().state is RunState.CANCELLED
+    assert not [job for job in world.slurm.jobs if job.live]
+    assert world.attempts[0].saved_step == world.slurm.agents_of[world.name][0].step_done
+    assert world.store.asks() == []
+
+
+def test_a_run_is_not_held_while_its_job_may_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(tmp_path)
+    release = world.slurm.release
+
+    def refuse(job_id: str, submission: object) -> None:
+        raise Precondition("the submission of the job is gone")
+
+    monkeypatch.setattr(world.slurm, "release", refuse)
+    report = world.controller.tick(world.lease)
+    assert [error.split(":")[0] for error in report.errors] == [world.name]
+    assert world.run.state is RunState.QUEUED
+    assert "the submission of the job is gone" in world.run.reason
+    monkeypatch.setattr(world.slurm, "release", release)
+    assert world.finish().state is RunState.SUCCEEDED
+    assert len(world.attempts) == 1
+
+
+def test_a_run_whose_folder_cannot_be_made_can_be_cancelled(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.folder.make()
+    assert world.finish().state is RunState.HELD
+    world.store.ask(world.name, "cancel", {}, world.clock.now)
+    world.turns(3, 1.0)
+    assert world.run.state is RunState.CANCELLED
+    assert world.store.asks() == []
 
 
 def test_a_cancelled_run_resumes_from_what_was_saved(tmp_path: Path) -> None:

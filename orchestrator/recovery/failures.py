@@ -15,7 +15,7 @@ OUTCOME_GRACE = 5.0
 GONE_AFTER = 5.0
 """Seconds of answered look-ups without the job that an outcome needs as company."""
 LEAVING_LIMIT = 600.0
-"""Seconds in COMPLETING after which the attempt is fenced off and its nodes are avoided instead of waited for."""
+"""Seconds in COMPLETING after which the attempt is fenced off, and the next one begins without waiting for it."""
 
 
 class End(StrEnum):
@@ -88,6 +88,8 @@ _SLURM_KINDS = {
 }
 """States in which Slurm itself names the cause: they stay what they are."""
 
+_TAKEN_AWAY = frozenset({"CANCELLED", "REVOKED"})
+"""States that a person's scancel leaves."""
 _OWN_CAUSES = frozenset({FailureKind.USER_ERROR, FailureKind.STORAGE, FailureKind.NODE_SUSPECT})
 """Causes that the job saw from inside and that Slurm's word about its end must not cover."""
 
@@ -104,6 +106,10 @@ def classify(evidence: Evidence) -> Failure:
     # A requeued job must not train again: somebody else restarted it, and orch ended it.
     if job is not None and job.restarts > 0:
         return _requeued(evidence, job)
+    # Somebody took the job away from it; that it could still save on the way out does not ask for a restart.
+    if job is not None and job.state in _TAKEN_AWAY and outcome and outcome.result is AttemptResult.STOPPED:
+        said = f"job {job.job_id} was cancelled, not by orch, and saved at step {outcome.step}"
+        return Failure(kind=FailureKind.CANCELLED, reason=said, step=outcome.step)
     # Slurm names the cause.
     if job is not None and job.state in _SLURM_KINDS:
         return _by_slurm(job, outcome)
@@ -111,7 +117,7 @@ def classify(evidence: Evidence) -> Failure:
     down = _down_node(job, outcome)
     if down is not None:
         return down
-    # The coordinator's last word wins over COMPLETED, FAILED and CANCELLED.
+    # The coordinator's last word wins over COMPLETED and FAILED.
     if outcome is not None:
         return _by_outcome(outcome)
     if job is None:
@@ -168,7 +174,7 @@ def _from_logs(evidence: Evidence, job: JobStatus) -> tuple[FailureKind, str]:
     found = earliest(scan(evidence.tails))
     ended = f"job {job.job_id} ended as {job.state} without an outcome"
     # Logs full of echoes do not explain away that somebody cancelled the job.
-    if job.state in ("CANCELLED", "REVOKED") and (found is None or found.role is not Role.ROOT):
+    if job.state in _TAKEN_AWAY and (found is None or found.role is not Role.ROOT):
         return FailureKind.CANCELLED, f"job {job.job_id} was cancelled, not by orch"
     if found is not None:
         return found.kind, f"{ended}; {found.source} says: {found.line}"

@@ -113,6 +113,18 @@ ENDS = {
         End.FAILED, FailureKind.PREEMPTED, "SIGUSR2",
     ),
     "scancelled": (evidence("CANCELLED"), End.FAILED, FailureKind.CANCELLED, "cancelled, not by orch"),
+    "scancelled, saved": (
+        evidence("CANCELLED", outcome=outcome(AttemptResult.STOPPED, "an agent got SIGTERM")),
+        End.FAILED, FailureKind.CANCELLED, "cancelled, not by orch, and saved at step 30",
+    ),
+    "revoked, saved": (
+        evidence("REVOKED", outcome=outcome(AttemptResult.STOPPED, "an agent got SIGTERM")),
+        End.FAILED, FailureKind.CANCELLED, "cancelled, not by orch",
+    ),
+    "killed before the scancel": (
+        evidence("CANCELLED", outcome=outcome(AttemptResult.FAILED, "", KILLED)), End.FAILED,
+        FailureKind.RANK_KILLED, "rank 1 died of SIGKILL",
+    ),
     "cancelled by us": (
         evidence("CANCELLED", cancel_asked=True), End.FAILED, FailureKind.CANCELLED, "cancelled by `orch cancel`",
     ),

@@ -39,7 +39,7 @@ def demo(screen: Screen, overrides: tuple[str, ...], root: Path | None, timeout:
     words = (f"cluster.root={folder}", "cluster.kind=local", *overrides)
     composed = compose("demo", words, environ=os.environ)
     screen.note("demo: 2 simulated nodes x 2 ranks train on real text; a rank is killed on the way")
-    launched = launch(screen, composed, None, "local", no_controller=False)
+    launched = launch(screen, composed, "local", no_controller=False)
     run = launched["run"]
     screen.note(f"{run}: job {launched['job_id']}, folder {launched['run_dir']}")
     row = until_end(screen, run, timeout=timeout, follow=True)

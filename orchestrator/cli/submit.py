@@ -1,5 +1,6 @@
 """`orch submit`: from a configuration to a job that is queued, and to a controller that sees it through."""
 
+import json
 import os
 import shutil
 import time
@@ -52,11 +53,13 @@ def submit(
 
     if cluster is not None:
         overrides = (*overrides, f"cluster.kind={cluster}")
+    if name is not None:
+        overrides = (*overrides, f"name={json.dumps(name, ensure_ascii=False)}")  # checked like the key; YAML reads JSON's quotes
     composed = compose(source, overrides, environ=os.environ)
     if dry_run or print_sbatch:
-        preview(screen, composed, name, cluster, only_script=print_sbatch and not dry_run)
+        preview(screen, composed, cluster, only_script=print_sbatch and not dry_run)
         return 0
-    launched = launch(screen, composed, name, cluster, no_controller=no_controller)
+    launched = launch(screen, composed, cluster, no_controller=no_controller)
     if not (wait_ or follow):
         _tell(screen, launched)
         return 0
@@ -73,15 +76,13 @@ def submit(
     return 0
 
 
-def launch(
-    screen: Screen, composed: Any, name: str | None, cluster: str | None, *, no_controller: bool
-) -> dict[str, Any]:
+def launch(screen: Screen, composed: Any, cluster: str | None, *, no_controller: bool) -> dict[str, Any]:
     """Write the run down, see to it that somebody launches it, and wait for its job; the data of `orch submit`."""
     from orchestrator.controller import launch as launching
     from orchestrator.controller import service
 
     with open_store() as store, screen.bar("tokenizing") as meter:
-        run, attempt = launching.submit(store, composed, name=name, cluster=cluster, now=time.time(), progress=meter)
+        run, attempt = launching.submit(store, composed, name=None, cluster=cluster, now=time.time(), progress=meter)
     if not no_controller:
         service.ensure_running(registry_path())
     row = _await_job(screen, run.name, no_controller=no_controller)
@@ -137,10 +138,10 @@ def _tell(screen: Screen, launched: dict[str, Any]) -> None:
     screen.note(f"  cancel   orch cancel {run}\n  folder   {where}")
 
 
-def preview(screen: Screen, composed: Any, name: str | None, cluster: str | None, *, only_script: bool) -> None:
+def preview(screen: Screen, composed: Any, cluster: str | None, *, only_script: bool) -> None:
     """What would be submitted: the resolved config with origins and the sbatch text. Nothing is written."""
     kind = _kind(screen, cluster or composed.config.cluster.kind)
-    script = _script(composed, name or composed.config.name) if kind == "slurm" else None
+    script = _script(composed, composed.config.name) if kind == "slurm" else None
     if screen.json:
         answer = {"cluster": kind, "config_digest": composed.digest, "config": composed.data}
         screen.data("submit.preview", {**answer, "origins": composed.origins, "sbatch": script})

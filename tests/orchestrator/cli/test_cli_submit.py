@@ -162,6 +162,21 @@ def test_an_unwritable_run_folder_is_refused_and_nothing_is_lost(
     assert os.listdir(tmp_path / "home")
 
 
+@pytest.mark.parametrize("name", ["../esc", "a/b", "a b", "-x", "a\nb", "", "x" * 64, "\N{SNOWMAN}", "a'\"b", "${env}"])
+def test_a_name_is_checked_before_anything_is_written(
+    orch: Type, service: SimpleNamespace, tmp_path: Path, text: str, name: str
+) -> None:
+    refused = orch(*words(tmp_path, text), f"--name={name}")
+    assert refused.code == 2, refused.err
+    assert "name" in refused.err
+    assert orch("status", "--json").data == []
+    assert service.knocks == []
+
+
+def test_a_name_may_look_like_a_number(orch: Type, service: SimpleNamespace, tmp_path: Path, text: str) -> None:
+    assert orch(*words(tmp_path, text), "--name", "007", "--json").data["run"] == "007-1"
+
+
 def test_missing_text_is_refused(orch: Type, service: SimpleNamespace, tmp_path: Path) -> None:
     refused = orch(*words(tmp_path, f"data.text=[{tmp_path / 'nothing'}]"))
     assert refused.code in (2, 3)

@@ -17,6 +17,14 @@ def test_a_runnable_preset_composes(name: str) -> None:
     assert composed.config.cluster.world_size > 1
 
 
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_no_preset_overrides_where_a_user_runs(name: str, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("cluster: {root: /shared/ann/runs, partition: gpu, account: phys}\n")
+    cluster = compose(name, environ={"HOME": "/nowhere", "ORCH_USER_CONFIG": str(mine)}).config.cluster
+    assert (cluster.root, cluster.partition, cluster.account) == ("/shared/ann/runs", "gpu", "phys")
+
+
 @pytest.mark.parametrize("name", GROUPS)
 def test_a_group_composes_with_data(name: str) -> None:
     compose(name, ["data.text=[python-stdlib]", "train.batch_size=64"], environ={"HOME": "/nowhere"})

@@ -16,6 +16,7 @@ from orchestrator.layers import Assignment
 from trainer.contract.config import build
 
 DEFAULT = "default"
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ def compose(source: str, overrides: Sequence[str] = (), *, environ: Mapping[str,
     for file in (*layers.standing_files(environ), path):
         found += layers.from_file(file)
     values, origins = _applied([*found, *layers.from_overrides(overrides)])
-    data = _absolute(_resolved(values, origins))
+    data = _absolute(_resolved(values, origins), origins, environ)
     config = _built(data, origins)
     checks.check(config, origins)
     data = _plain(asdict(config))
@@ -176,17 +177,27 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _absolute(data: dict[str, Any]) -> dict[str, Any]:
-    """Folders are meant from where the command was typed; the job starts elsewhere."""
-    data["cluster"]["root"] = _folder(data["cluster"]["root"])
-    data["data"]["path"] = data["data"]["path"] and _folder(data["data"]["path"])
-    data["data"]["text"] = [name if name in checks.KNOWN_TEXTS else _folder(name) for name in data["data"]["text"]]
-    data["workload"]["path"] = [_folder(name) for name in data["workload"]["path"]]
+def _absolute(data: dict[str, Any], origins: dict[keys.Path, str], environ: Mapping[str, str]) -> dict[str, Any]:
+    """Folders are meant from where the command was typed, with the variables of that shell; the job starts elsewhere."""
+
+    def folder(name: str, *key: str) -> str:
+        def value(match: re.Match[str]) -> str:
+            variable = match[1] or match[2]
+            if variable not in environ:
+                what = f"`{keys.dotted(key)}`={name}: there is no variable {variable} here"
+                raise ConfigError(
+                    what, where=_where(key, origins), hint=f"export {variable}=..., or write the folder out"
+                )
+            return environ[variable]
+
+        return os.path.abspath(os.path.expanduser(_VARIABLE.sub(value, name)))
+
+    data["cluster"]["root"] = folder(data["cluster"]["root"], "cluster", "root")
+    data["data"]["path"] = data["data"]["path"] and folder(data["data"]["path"], "data", "path")
+    texts = data["data"]["text"]
+    data["data"]["text"] = [name if name in checks.KNOWN_TEXTS else folder(name, "data", "text") for name in texts]
+    data["workload"]["path"] = [folder(name, "workload", "path") for name in data["workload"]["path"]]
     return data
-
-
-def _folder(name: str) -> str:
-    return os.path.abspath(os.path.expanduser(name))
 
 
 def _built(data: dict[str, Any], origins: dict[keys.Path, str]) -> RunConfig:

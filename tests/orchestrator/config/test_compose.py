@@ -290,3 +290,14 @@ def test_a_hopeless_config_lists_the_presets(source: str, environ: dict[str, str
     with pytest.raises(NotFound) as caught:
         compose(source, environ=environ)
     assert "presets: demo, slurm-first-run, tiny-gpt, torchrun-script" in caught.value.hint
+
+
+def test_folders_may_be_written_with_variables_of_the_shell(
+    made: Compose, environ: dict[str, str], tmp_path: Path
+) -> None:
+    environ["SCRATCH"] = str(tmp_path / "scratch")
+    for written in ("$SCRATCH/runs", r"\${SCRATCH}/runs", "$SCRATCH//x/../runs"):
+        assert made(READS, f"cluster.root={written}").config.cluster.root == str(tmp_path / "scratch" / "runs")
+    with pytest.raises(ConfigError, match=r"cluster.root`=\$SCRATHC/runs: there is no variable SCRATHC") as refused:
+        made(READS, "cluster.root=$SCRATHC/runs")
+    assert refused.value.where == "override #1: cluster.root=$SCRATHC/runs"

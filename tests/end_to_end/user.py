@@ -80,8 +80,8 @@ class User:
         """Every line of the workers' own log: who trained which step, when."""
         lines = []
         for attempt in self.run_dir(run).all_attempts():
-            if attempt.work_log.exists():
-                lines += [json.loads(line) for line in attempt.work_log.read_text().splitlines()]
+            for path in attempt.work_logs():
+                lines += [json.loads(line) for line in path.read_text().splitlines()]
         return lines
 
     def step(self, run: str) -> int:

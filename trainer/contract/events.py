@@ -1,7 +1,6 @@
 """Events: what happened, one JSON line each, one file for each writing process."""
 
 import json
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.durable import dump_line
+from trainer.contract.lines import LineFile
 
 
 class EventKind(StrEnum):
@@ -56,30 +56,28 @@ class EventLog:
     """Appends events of one process to its own file; every line is one write to an O_APPEND descriptor."""
 
     def __init__(self, path: Path, source: str, attempt: int, *, clock: Callable[[], float] = time.time) -> None:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._file = LineFile(path)
         self._source, self._attempt, self._clock, self._seq = source, attempt, clock, 0
         self._lock = threading.Lock()
         self.generation = 0
 
     def write(self, kind: EventKind, /, **data: Any) -> None:
-        """Append one event, stamped with this process's clock and the current generation."""
+        """Append one event, stamped with this process's clock and the current generation; raises OSError."""
         with self._lock:  # a checkpoint's thread writes too
             self._seq += 1
-            seq = self._seq
-        line = {
-            "time": self._clock(),
-            "source": self._source,
-            "seq": seq,
-            "kind": str(kind),
-            "attempt": self._attempt,
-            "generation": self.generation,
-            "data": data,
-        }
-        os.write(self._descriptor, (dump_line(line) + "\n").encode())
+            line = {
+                "time": self._clock(),
+                "source": self._source,
+                "seq": self._seq,
+                "kind": str(kind),
+                "attempt": self._attempt,
+                "generation": self.generation,
+                "data": data,
+            }
+            self._file.append(dump_line(line))
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        self._file.close()
 
 
 def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:

@@ -67,6 +67,11 @@ class Failure:
         return cls(**{**known, "kind": FailureKind(fields["kind"])})
 
 
+def legible(text: str) -> str:
+    """`text` with lone surrogates (bytes of a file name that are no UTF-8) spelled out, so that it can be written."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankOutcome:
     """What a rank wrote about its own end; absent when it was killed."""
@@ -84,7 +89,8 @@ class RankOutcome:
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_durably(path, dump_line(asdict(self)).encode())
+        fields = {key: legible(value) if isinstance(value, str) else value for key, value in asdict(self).items()}
+        write_durably(path, dump_line(fields).encode())
 
     @classmethod
     def read(cls, path: Path) -> "RankOutcome":

@@ -56,17 +56,23 @@ class AttemptDir:
         return self.path / "metrics" / "steps.jsonl"
 
     @property
-    def work_log(self) -> Path:
-        """One appended line per rank and trained step: the workers' own proof of who trained what, when."""
-        return self.path / "metrics" / "work.jsonl"
-
-    @property
     def final(self) -> Path:
         """What the finished run ended with: step, loss, digest of the weights."""
         return self.path / "metrics" / "final.json"
 
     def rank_log(self, rank: int) -> Path:
         return self.logs / f"rank-{rank:05d}.log"
+
+    def work_log(self, rank: int) -> Path:
+        """One line per step that this rank has trained: the workers' own proof of who trained what, when.
+
+        A file for each rank: appends of several nodes to one file lose lines on NFS.
+        """
+        return self.path / "metrics" / f"work-{rank:05d}.jsonl"
+
+    def work_logs(self) -> list[Path]:
+        """The work logs that are there, in the order of ranks."""
+        return sorted((self.path / "metrics").glob("work-*.jsonl"))
 
     def agent_log(self, node: int) -> Path:
         return self.logs / f"agent-{node:04d}.log"

@@ -4,9 +4,7 @@ import hashlib
 import os
 import random
 import socket
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,14 +15,13 @@ from checkpointing.durable import canonical, read_json
 from trainer.contract.config import JobConfig, load
 from trainer.contract.events import EventKind
 from trainer.contract.launch import LaunchToken, holds
-from trainer.contract.outcome import ExitCode, RankOutcome
+from trainer.contract.outcome import ExitCode
 from trainer.contract.progress import Phase, ProgressCell
 from trainer.contract.rank import SPEC_VARIABLE, RankSpec
 from trainer.contract.run_dir import RunDir
 from trainer.worker import device as devices
-from trainer.worker import mesh, rendezvous, warming, workload
+from trainer.worker import last_words, mesh, rendezvous, warming, workload
 from trainer.worker.drill import Drill
-from trainer.worker.echo import is_echo
 from trainer.worker.loop import Loop, Outside, Trained
 from trainer.worker.metrics import Journal
 from trainer.worker.saving import Progressed, Saver
@@ -41,18 +38,17 @@ def rank_main(spec: RankSpec) -> int:
     """Train as the rank that `spec` describes; returns its exit code and never raises."""
     started = time.monotonic()
     setproctitle.setproctitle(f"orch-rank-{spec.rank}")
-    cell = ProgressCell(spec.cell_fd)
+    cell, control = ProgressCell(spec.cell_fd), socket.socket(fileno=spec.control_fd)
+    control.set_inheritable(False)  # a rank that was started cold got it so; its end must be the rank's end
     try:
-        code = _train(spec, cell, started)
-        _record(spec, cell, code)
-    except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001  # outermost edge: recorded in the outcome
-        code = _record_failure(spec, cell, error)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return int(code)
+        last = last_words.finished(spec, cell, _train(spec, cell, control, started))
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001  # outermost edge: kept as last words
+        last = last_words.failed(spec, cell, error)
+    last_words.leave(spec, control, last)
+    return last.exit_code
 
 
-def _train(spec: RankSpec, cell: ProgressCell, started: float) -> ExitCode:
+def _train(spec: RankSpec, cell: ProgressCell, control: socket.socket, started: float) -> ExitCode:
     run_dir = RunDir(Path(spec.run_dir))
     config = load(run_dir.config)
     cell.update(phase=Phase.INIT, generation=spec.generation, total_steps=config.train.steps)
@@ -62,7 +58,7 @@ def _train(spec: RankSpec, cell: ProgressCell, started: float) -> ExitCode:
     made = workload.build(config)
     device = devices.choose(config.cluster, spec.local_rank)
     rendezvous.choose_interface(config.cluster.interface, spec.host)
-    rendezvous.join(spec, socket.socket(fileno=spec.control_fd), device)
+    rendezvous.join(spec, control, device)
     trained = _build(made, mesh.build(config.parallel, device, spec.rank, spec.world_size))
     code = _loop(spec, config, run_dir, cell, trained, started)
     rendezvous.leave()
@@ -86,9 +82,7 @@ def _loop(
 ) -> ExitCode:
     """Restore the newest checkpoint, if any, and train on."""
     journal = Journal(run_dir.attempt(spec.attempt), spec)
-    saver = _checkpointer(
-        spec, config, run_dir, trained.layout, lambda kind, data: journal.event(EventKind(kind), **data)
-    )
+    saver = _checkpointer(spec, config, run_dir, trained.layout, journal.checkpoint)
     progressed = Progressed(
         model=trained.model,
         optimizer=trained.optimizer,
@@ -160,49 +154,6 @@ def _checkpointer(
             "generation": spec.generation,
         },
     )
-
-
-def _record(spec: RankSpec, cell: ProgressCell, code: ExitCode) -> None:
-    _outcome(spec, cell, code).write(_outcome_path(spec))
-
-
-def _record_failure(spec: RankSpec, cell: ProgressCell, error: BaseException) -> ExitCode:
-    """Keep the cause in the rank's outcome and its log."""
-    text = "".join(traceback.format_exception(error))
-    sys.stderr.write(text)
-    echo = is_echo(error)
-    code = _exit_code(error, echo)
-    outcome = _outcome(spec, cell, code, exception=type(error).__name__, message=str(error), traceback=text, echo=echo)
-    try:
-        outcome.write(_outcome_path(spec))
-    except OSError as problem:  # the disk may be what is wrong: the log still has the cause
-        sys.stderr.write(f"orch: could not write this rank's outcome: {problem}\n")
-    return code
-
-
-def _exit_code(error: BaseException, echo: bool) -> ExitCode:
-    if echo:
-        return ExitCode.RETRY
-    if isinstance(error, workload.WorkloadError):
-        return ExitCode.NEVER_RETRY
-    return ExitCode.ERROR
-
-
-def _outcome(spec: RankSpec, cell: ProgressCell, code: ExitCode, **cause: object) -> RankOutcome:
-    reading = cell.read()
-    return RankOutcome(
-        rank=spec.rank,
-        generation=spec.generation,
-        node=spec.node_name,
-        step=reading.step if reading else 0,
-        exit_code=int(code),
-        time=time.time(),
-        **cause,
-    )
-
-
-def _outcome_path(spec: RankSpec) -> Path:
-    return RunDir(Path(spec.run_dir)).attempt(spec.attempt).rank_outcome(spec.rank, spec.generation)
 
 
 if __name__ == "__main__":

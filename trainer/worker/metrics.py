@@ -1,29 +1,32 @@
 """What a rank tells while it trains: metric lines, the work log, its progress cell and its events."""
 
 import os
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from checkpointing.durable import dump_line, write_durably
 from trainer.contract.events import EventKind, EventLog
+from trainer.contract.lines import LineFile
 from trainer.contract.rank import RankSpec
 from trainer.contract.run_dir import AttemptDir
+from trainer.worker.lament import lament
 
 
 class Lines:
-    """Appends JSON lines; each is one write to an O_APPEND descriptor, so that many processes can share a file."""
+    """JSON lines whose loss is told on stderr and ends nothing: a full disk must not kill what computes."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._path, self._file = path, LineFile(path)
 
     def write(self, fields: dict[str, Any]) -> None:
-        os.write(self._descriptor, (dump_line(fields) + "\n").encode())
+        try:
+            self._file.append(dump_line(fields))
+        except OSError as error:
+            lament(f"orch: a line of {self._path.name} is lost: {error}")
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        self._file.close()
 
 
 class Journal:
@@ -31,20 +34,26 @@ class Journal:
 
     def __init__(self, attempt: AttemptDir, spec: RankSpec) -> None:
         self._spec = spec
-        self._work = Lines(attempt.work_log)
+        self._work = Lines(attempt.work_log(spec.rank))
         self._steps = Lines(attempt.metrics) if spec.rank == 0 else None
         self._final = attempt.final
         source = f"rank-{spec.rank:05d}"
         self._events = EventLog(attempt.event_file(source), source, spec.attempt)
         self._events.generation = spec.generation
-        self._lock = threading.Lock()
 
     def _stamp(self) -> dict[str, Any]:
         return {"time": time.time(), "attempt": self._spec.attempt, "generation": self._spec.generation}
 
     def event(self, kind: EventKind, /, **data: Any) -> None:
-        with self._lock:
+        """Tell an event; like every line here, it is lost when the disk is full."""
+        try:
             self._events.write(kind, **data)
+        except OSError as error:
+            lament(f"orch: event {kind} {data} is lost: {error}")
+
+    def checkpoint(self, kind: str, data: dict[str, Any]) -> None:
+        """Tell an event of the checkpointer, which tells it again when this raises OSError."""
+        self._events.write(EventKind(kind), **data)
 
     def worked(self, step: int) -> None:
         """This rank has trained `step`: the line by which anybody can check that no step was trained twice at once."""

@@ -22,6 +22,12 @@ def test_a_ranks_outcome(tmp_path):
     assert RankOutcome.read(tmp_path / "outcomes" / "rank.json") == outcome
 
 
+def test_an_outcome_with_words_that_are_no_unicode(tmp_path):
+    outcome = RankOutcome(rank=0, generation=1, node="n", step=1, exit_code=1, time=1.0, message="caf\udce9")
+    outcome.write(tmp_path / "rank.json")
+    assert RankOutcome.read(tmp_path / "rank.json").message == "caf\\udce9"
+
+
 @pytest.mark.parametrize("failure", [None, Failure(kind=FailureKind.RANK_KILLED, reason="rank 1: SIGKILL", signal=9)])
 def test_an_attempts_outcome(tmp_path, failure):
     outcome = AttemptOutcome(

@@ -1,5 +1,7 @@
 """Event files: whole lines only, and no line lost to a torn one."""
 
+import os
+
 import pytest
 
 from trainer.contract.events import EventKind, EventLog, read_events
@@ -59,3 +61,14 @@ def test_floats_read_back_to_the_bit_and_nan_is_a_string(log, path):
     log.write(EventKind.DECISION, exact=0.1 + 0.2, bad=float("nan"), far=float("-inf"))
     (event,), _ = read_events(path)
     assert event.data == {"exact": 0.1 + 0.2, "bad": "nan", "far": "-inf"}
+
+
+def test_an_event_cut_short_by_a_full_disk_is_an_error_and_costs_only_itself(log, path, monkeypatch):
+    write = os.write
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:9]))
+        with pytest.raises(OSError, match="No space left on device|bytes arrived"):
+            log.write(EventKind.DECISION, action="lost")
+    log.write(EventKind.DECISION, action="kept")
+    events, _ = read_events(path)
+    assert [event.data["action"] for event in events] == ["kept"]

@@ -94,7 +94,7 @@ class Run:
         return {step: line["loss"] for step, line in self.metrics(generation).items()}
 
     def work(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.attempt.work_log.read_text().splitlines()]
+        return [json.loads(line) for path in self.attempt.work_logs() for line in path.read_text().splitlines()]
 
     def final(self) -> dict[str, Any]:
         return json.loads(self.attempt.final.read_text())

@@ -2,7 +2,7 @@
 
 Started once per test session, because importing torch takes seconds. Reads scenarios as JSON lines on stdin:
 {run_dir, attempt, generation, world, actions: [{at_step, of_rank, do: ask|kill|revoke, rank, reason}], patience}
-and answers each with {codes: [exit code or minus signal], steps: [...], seconds}.
+and answers each with {codes: [exit code or minus signal], steps: [...], last: [last word or null], seconds}.
 """
 
 import contextlib
@@ -46,6 +46,7 @@ class Rank:
             os._exit(rank_main(spec))
         theirs.close()
         self.code: int | None = None
+        self.last: dict | None = None
 
     def poll(self) -> bool:
         if self.code is None:
@@ -57,6 +58,12 @@ class Rank:
     def step(self) -> int:
         reading = self.cell.read()
         return reading.step if reading else -1
+
+    def heard(self) -> dict | None:
+        """What the dead rank has said last, if it could."""
+        while (message := hear(self.control)) is not None:
+            self.last = message
+        return self.last
 
     def close(self) -> None:
         self.cell.close()
@@ -78,7 +85,9 @@ def act(ranks: list[Rank], scenario: dict, actions: list[dict]) -> None:
 def run(scenario: dict) -> dict:
     begin = time.monotonic()
     ranks = [Rank(scenario, rank) for rank in range(scenario["world"])]
-    store = hear(ranks[0].control)
+    first = hear(ranks[0].control)
+    store = first if first and first["word"] == "store" else None
+    ranks[0].last = None if store else first
     for rank in ranks[1:] if store else []:
         with contextlib.suppress(OSError):  # it may be dead already
             say(rank.control, "store", host=store["host"], port=store["port"])
@@ -96,6 +105,7 @@ def run(scenario: dict) -> dict:
         "codes": [rank.code for rank in ranks],
         "steps": [rank.step() for rank in ranks],
         "saved": [rank.cell.read().saved_step for rank in ranks],
+        "last": [rank.heard() for rank in ranks],
         "seconds": time.monotonic() - begin,
         "timed_out": timed_out,
     }

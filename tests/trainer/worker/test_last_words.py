@@ -1,0 +1,72 @@
+"""A disk that is full, and words that cannot be written: the rank goes on, and its agent hears how it ends."""
+
+import pytest
+
+from checkpointing.durable import read_json
+from trainer.contract.outcome import ExitCode, RankOutcome
+
+pytestmark = pytest.mark.multi
+
+FULL = "/dev/full"
+
+
+def fill_up(run, *, outcomes: bool) -> None:
+    """Telemetry of rank 0 onto a device that is always full; outcomes into a folder that cannot be made."""
+    for path in (
+        run.attempt.work_log(0), run.attempt.metrics, run.attempt.event_file("rank-00000"), run.attempt.rank_log(0),
+    ):  # fmt: skip
+        path.symlink_to(FULL)
+    if outcomes:
+        run.attempt.outcomes.rmdir()
+        run.attempt.outcomes.touch()
+
+
+def test_lost_telemetry_does_not_end_the_training(make_run):
+    run = make_run(1, train={"steps": 3}, checkpoint={"every": 0}, drill={"events": [{"kind": "slow-rank", "step": 1}]})
+    fill_up(run, outcomes=False)
+    answer = run.train()
+    # Only the checkpointer's own events are kept back, and told as the cause when the run has to end without them.
+    assert answer["steps"] == [3]
+    assert answer["saved"] == [3]
+    assert "[Errno 28]" in answer["last"][0]["message"]
+    assert run.final()["step"] == 3
+
+
+def test_the_agent_hears_the_cause_when_no_file_can_be_written(make_run):
+    run = make_run(1, drill={"events": [{"kind": "raise", "step": 2}]})
+    fill_up(run, outcomes=True)
+    answer = run.train()
+    assert answer["codes"] == [ExitCode.ERROR]
+    (last,) = answer["last"]
+    assert last == {
+        "word": "last", "exit_code": 1, "exception": "DrillError", "echo": False, "step": 2,
+        "message": "drill: raised on rank 0 after step 2",
+    }  # fmt: skip
+
+
+def test_a_finish_that_cannot_be_written_is_still_a_finish(make_run):
+    run = make_run(1, train={"steps": 2})
+    run.attempt.outcomes.rmdir()
+    run.attempt.outcomes.touch()
+    answer = run.train()
+    assert answer["codes"] == [0]
+    assert (answer["last"][0]["exit_code"], answer["last"][0]["exception"]) == (0, None)
+
+
+def test_every_good_end_is_told_and_written(make_run):
+    run = make_run(1, train={"steps": 30}, checkpoint={"every": 0})
+    stop = {"do": "ask", "reason": "CANCEL", "rank": 0, "of_rank": 0, "at_step": 1}
+    assert [run.train([stop])["last"][0]["exit_code"], run.train()["last"][0]["exit_code"]] == [76, 0]
+    outcomes = [RankOutcome.read(run.attempt.rank_outcome(0, generation)).exit_code for generation in (1, 2)]
+    assert outcomes == [76, 0]
+
+
+def test_words_that_are_no_unicode_reach_the_agent_and_the_file(make_run, tmp_path):
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    (folder / "odd_workload.py").write_text(
+        "class Odd:\n    def __init__(self, config):\n        raise RuntimeError('no file caf\\udce9')\n"
+    )
+    run = make_run(1, name="run", workload={"target": "odd_workload:Odd", "path": [str(folder)]})
+    assert run.train()["last"][0]["message"] == "no file caf\\udce9"
+    assert read_json(run.attempt.rank_outcome(0, 1))["message"] == "no file caf\\udce9"

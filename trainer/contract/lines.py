@@ -1,0 +1,25 @@
+"""Files of lines that several generations of a process append to, one write for each line."""
+
+import errno
+import os
+from pathlib import Path
+
+
+class LineFile:
+    """Appends to an O_APPEND descriptor; a line that a full disk has cut short never takes the next one with it."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._torn = False
+
+    def append(self, line: str) -> None:
+        """Write `line` and a newline; raises OSError when not all of it arrived."""
+        data = ("\n" if self._torn else "").encode() + line.encode(errors="backslashreplace") + b"\n"
+        written = os.write(self._descriptor, data)
+        self._torn = written < len(data) and (written > 0 or self._torn)
+        if written < len(data):
+            raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes arrived")
+
+    def close(self) -> None:
+        os.close(self._descriptor)

@@ -1,0 +1,73 @@
+"""What a rank says about its own end: to its log, its agent and its outcome file, each as far as it still can."""
+
+import socket
+import time
+import traceback
+from pathlib import Path
+
+from trainer.contract.outcome import ExitCode, RankOutcome, legible
+from trainer.contract.progress import ProgressCell
+from trainer.contract.rank import RankSpec, say
+from trainer.contract.run_dir import RunDir
+from trainer.worker import workload
+from trainer.worker.echo import is_echo
+from trainer.worker.lament import flush, lament
+
+_MESSAGE = 8000
+"""Characters of an exception's text that are told over the control socket, whose packets are limited."""
+
+
+def finished(spec: RankSpec, cell: ProgressCell, code: ExitCode) -> RankOutcome:
+    """The end of a rank that did what it was asked to."""
+    return _outcome(spec, cell, code)
+
+
+def failed(spec: RankSpec, cell: ProgressCell, error: BaseException) -> RankOutcome:
+    """The end of a rank that `error` ended; the log gets the whole of it."""
+    text = "".join(traceback.format_exception(error))
+    lament(text)
+    echo = is_echo(error)
+    cause = {"exception": type(error).__name__, "message": str(error), "traceback": text, "echo": echo}
+    return _outcome(spec, cell, _exit_code(error, echo), **cause)
+
+
+def leave(spec: RankSpec, control: socket.socket, last: RankOutcome) -> None:
+    """Tell the agent and write the outcome file; neither can change how the rank ends."""
+    try:
+        say(
+            control,
+            "last",
+            exit_code=last.exit_code,
+            exception=last.exception,
+            message=None if last.message is None else legible(last.message)[:_MESSAGE],
+            echo=last.echo,
+            step=last.step,
+        )
+    except OSError as error:
+        lament(f"orch: could not tell the agent how this rank ends: {error}")
+    try:
+        last.write(RunDir(Path(spec.run_dir)).attempt(spec.attempt).rank_outcome(spec.rank, spec.generation))
+    except OSError as error:  # the disk may be what is wrong: the agent has heard the cause
+        lament(f"orch: could not write this rank's outcome: {error}")
+    flush()
+
+
+def _exit_code(error: BaseException, echo: bool) -> ExitCode:
+    if echo:
+        return ExitCode.RETRY
+    if isinstance(error, workload.WorkloadError):
+        return ExitCode.NEVER_RETRY
+    return ExitCode.ERROR
+
+
+def _outcome(spec: RankSpec, cell: ProgressCell, code: ExitCode, **cause: object) -> RankOutcome:
+    reading = cell.read()
+    return RankOutcome(
+        rank=spec.rank,
+        generation=spec.generation,
+        node=spec.node_name,
+        step=reading.step if reading else 0,
+        exit_code=int(code),
+        time=time.time(),
+        **cause,
+    )

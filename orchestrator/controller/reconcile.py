@@ -94,9 +94,8 @@ class Controller:
     def news(self) -> tuple[object, ...]:
         """What can be seen without asking a scheduler; another value than before calls for a pass."""
         runs = self.store.runs(LIVE_RUNS)
-        places = [RunDir(Path(run.run_dir)).all_attempts()[-1:] for run in runs]
-        ended = [place[0].outcome.exists() for place in places if place]
-        return tuple(ask.id for ask in self.store.asks()), tuple(run.name for run in runs), tuple(ended)
+        ended = tuple(_has_outcome(RunDir(Path(run.run_dir))) for run in runs)
+        return tuple(ask.id for ask in self.store.asks()), tuple(run.name for run in runs), ended
 
     def _look(self, kind: str, runs: list[Run], attempts: Mapping[str, tuple[Attempt, ...]]) -> Sight:
         if kind not in self.schedulers:
@@ -306,3 +305,11 @@ class Controller:
         reason = f"{reason}; when it is mended: orch resume {run.name}"
         self.store.move_run(run.name, RunState.HELD, reason, **self.actor.stamp())
         self.actor.did(f"{run.name} held: {reason}")
+
+
+def _has_outcome(folder: RunDir) -> bool:
+    """Whether the newest attempt says that it has ended; a folder that cannot be read has no news."""
+    try:
+        return any(place.outcome.exists() for place in folder.all_attempts()[-1:])
+    except OSError:
+        return False

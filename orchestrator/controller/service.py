@@ -167,6 +167,7 @@ class Daemon:
     def __init__(self, controller: Controller, idle_exit_s: float | None) -> None:
         self.controller, self.idle_exit_s = controller, idle_exit_s
         self.stopping = False
+        self._lease: Lease | None = None
         self._pause = SHORTEST
         self._idle_since: float | None = None
 
@@ -174,16 +175,14 @@ class Daemon:
         """Take the lease and pass over the runs, again and again."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
-        lease = self._await_lease()
-        if lease is None:
-            return
-        log.info("controller with epoch %d on %s, pid %d", lease.epoch, host_name(), os.getpid())
         try:
-            self._loop(lease)
+            while not self.stopping and self._turn():
+                pass
         except Fenced as error:
             log.warning("%s: this one ends", error.what)
             return
-        self.controller.store.drop_lease(self.controller.actor.lease)
+        if self._lease is not None:
+            self.controller.store.drop_lease(self._lease)
         log.info("controller ends")
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
@@ -206,38 +205,47 @@ class Daemon:
             time.sleep(1.0)
         return None
 
-    def _loop(self, lease: Lease) -> None:
-        while not self.stopping:
-            report = self._tick(lease)
-            lease = self.controller.actor.lease
-            if self._is_idle(report):
-                # A run may have been submitted while its submitter still saw this controller alive.
-                self.controller.store.drop_lease(lease)
-                if not self._has_work():
-                    return
-                taken = acquire(self.controller.store, self.controller.watch, time.time())
-                if taken is None:
-                    raise Fenced("another controller took over")
-                lease = taken
-            self._rest(report)
-
-    def _tick(self, lease: Lease) -> TickReport | None:
+    def _turn(self) -> bool:
+        """One pass and the rest after it; whether there is to be another. Raises Fenced, and nothing else expected."""
+        report = None
         try:
-            report = self.controller.tick(lease)
+            if self._lease is None:
+                self._lease = self._await_lease()
+                if self._lease is None:
+                    return False
+                log.info("controller with epoch %d on %s, pid %d", self._lease.epoch, host_name(), os.getpid())
+            report = self._tick(self._lease)
+            self._lease = self.controller.actor.lease
+            if self._is_idle(report) and self._leave():
+                return False
         except Fenced:
             raise
         except (OrchError, OSError) as error:
-            log.error("pass failed: %s", error)
-            self.controller.actor.hold_lease()
-            return None
+            # A registry or a file system that fails for a while must not cost the runs their controller.
+            log.error("this turn failed, and is tried again: %s", error)
+        self._rest(report)
+        return True
+
+    def _leave(self) -> bool:
+        """Give the lease back; False when a run came in whose submitter still saw this controller alive."""
+        lease, self._lease = self._lease, None
+        assert lease is not None
+        self.controller.store.drop_lease(lease)
+        if not self._has_work():
+            return True
+        self._pause = SHORTEST
+        return False
+
+    def _tick(self, lease: Lease) -> TickReport:
+        report = self.controller.tick(lease)
         for line in (*report.actions, *report.errors):
             log.info("%s", line)
         for kind in report.unreachable:
             log.warning("%s does not answer: nothing is assumed", kind)
         return report
 
-    def _is_idle(self, report: TickReport | None) -> bool:
-        if report is None or report.live > 0:
+    def _is_idle(self, report: TickReport) -> bool:
+        if report.live > 0:
             self._idle_since = None
             return False
         now = time.monotonic()
@@ -252,15 +260,21 @@ class Daemon:
         changed = report is not None and report.changed
         self._pause = SHORTEST if changed else min(LONGEST, self._pause * 1.5)
         until = time.monotonic() + self._pause
-        before = self.controller.news()
+        before = self._news()
         while not self.stopping and time.monotonic() < until:
             time.sleep(min(LOOK, max(0.0, until - time.monotonic())))
-            try:
-                if self.controller.news() != before:
-                    self._pause = SHORTEST
-                    return
-            except RegistryError as error:
-                log.warning("%s", error.what)
+            now = self._news()
+            if before is not None and now is not None and now != before:
+                self._pause = SHORTEST
+                return
+            before = before if now is None else now
+
+    def _news(self) -> tuple[object, ...] | None:
+        try:
+            return self.controller.news()
+        except (RegistryError, OSError) as error:
+            log.warning("%s", error)
+            return None
 
 
 def main() -> None:

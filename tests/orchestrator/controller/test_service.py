@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -15,8 +16,10 @@ from orchestrator.controller import service
 from orchestrator.controller.lease import host_name, this_process
 from orchestrator.controller.reconcile import Controller
 from orchestrator.controller.watch import Clock
+from orchestrator.errors import RegistryError
 from orchestrator.registry.records import Lease
 from orchestrator.registry.store import Store
+from trainer.contract.run_dir import RunDir
 
 
 def until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
@@ -89,6 +92,55 @@ def test_an_idle_daemon_ends_by_itself_and_gives_the_lease_back(path: Path, monk
     assert lease is not None
     assert lease.holder == ""
     assert lease.ticked_at > 0
+
+
+def test_a_registry_or_a_disk_that_fails_for_a_while_does_not_end_the_daemon(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(service, "LONGEST", 0.01)
+    with Store.open(path) as store:
+        controller = Controller(store, {}, clock=Clock())
+        daemon = service.Daemon(controller, idle_exit_s=0.0)
+        real = {"tick": controller.tick, "news": controller.news, "drop": store.drop_lease, "lease": store.lease}
+        troubles: dict[str, list[Exception]] = {
+            "lease": [RegistryError("locked")],
+            "tick": [RegistryError("locked"), OSError("stale file handle")],
+            "news": [OSError("stale file handle"), RegistryError("locked")],
+            "drop": [RegistryError("locked")],
+        }
+
+        def shaky(name: str) -> Callable[..., Any]:
+            def call(*args: Any) -> Any:
+                if troubles[name]:
+                    raise troubles[name].pop(0)
+                return real[name](*args)
+
+            return call
+
+        monkeypatch.setattr(controller, "tick", shaky("tick"))
+        monkeypatch.setattr(controller, "news", shaky("news"))
+        monkeypatch.setattr(store, "drop_lease", shaky("drop"))
+        monkeypatch.setattr(store, "lease", shaky("lease"))
+        daemon.run()
+        assert not any(troubles.values())
+        lease = real["lease"]()
+    assert lease is not None
+    assert lease.holder == ""
+
+
+def test_a_run_s_folder_that_cannot_be_read_is_no_news(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stale(folder: RunDir) -> Any:
+        raise PermissionError("no")
+
+    with Store.open(path) as store:
+        digest = store.put_config({"name": "a"})
+        store.create_run(
+            slug="a", cluster="local", root=path.parent, config_digest=digest, total_steps=1, identity={}, now=1.0,
+            nonce="00000001",
+        )  # fmt: skip
+        monkeypatch.setattr(RunDir, "all_attempts", stale)
+        assert Controller(store, {}, clock=Clock()).news() == ((), ("a-1",), (False,))
 
 
 def test_a_daemon_that_lost_its_lease_ends_without_touching_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,7 +178,7 @@ def _plain(value: Any) -> Any:
 
 
 def _absolute(data: dict[str, Any], origins: dict[keys.Path, str], environ: Mapping[str, str]) -> dict[str, Any]:
-    """Folders are meant from where the command was typed, with the variables of that shell; the job starts elsewhere."""
+    """Folders are meant from where the command was typed, with that shell's variables; the job starts elsewhere."""
 
     def folder(name: str, *key: str) -> str:
         def value(match: re.Match[str]) -> str:

@@ -10,6 +10,7 @@ from orchestrator.errors import Precondition, SlurmUnreachable
 from orchestrator.home import registry_path, state_home
 
 MARK = "# orch controller:"
+LOG = "controller-tick.log"
 TIMEOUT = 30.0
 
 
@@ -17,14 +18,24 @@ def lines(via: str, every: int) -> list[str]:
     """Our lines: a mark by which they are found again, for scrontab its options, and the command."""
     minute = "*" if every == 1 else f"*/{every}"
     words = [sys.executable, "-P", "-m", "orchestrator.cli.main", "controller", "tick", "--quiet"]
-    home, registry = str(state_home().resolve()), str(registry_path().absolute())
-    command = f"ORCH_HOME={shlex.quote(home)} ORCH_REGISTRY={shlex.quote(registry)} {shlex.join(words)}"
-    log = shlex.quote(str(state_home().resolve() / "controller-tick.log"))
+    registry = str(registry_path().absolute())
+    places = {"ORCH_HOME": str(state_home().resolve()), "ORCH_REGISTRY": registry, **_finds()}
+    variables = [f"{name}={shlex.quote(value)}" for name, value in places.items()]
+    command = " ".join(["umask 077;", *variables, shlex.join(words)])
+    log = shlex.quote(str(state_home().resolve() / LOG))
     options = ["#SCRON --time=00:10:00", "#SCRON --job-name=orch-controller", f"#SCRON --output={log}"]
     mark = f"{MARK} keeps the runs of {registry} going; written by `orch controller install`"
     # In a crontab a bare per cent sign ends the command.
     entry = f"{minute} * * * * {command} >>{log} 2>&1".replace("%", "\\%")
     return [mark, *(options if via == "scrontab" else []), entry]
+
+
+def _finds() -> dict[str, str]:
+    """What finds Slurm here: cron starts commands with a PATH of two folders and nothing else."""
+    folders = dict.fromkeys(name for name in os.environ.get("PATH", "").split(":") if os.path.isdir(name))
+    others = {name: os.environ[name] for name in ("SLURM_CONF", "LD_LIBRARY_PATH") if os.environ.get(name)}
+    # Some crons take no more than 1000 characters: folders that are not there only make the line longer.
+    return {"PATH": ":".join(folders), **others}
 
 
 def read(via: str) -> list[str]:
@@ -57,6 +68,7 @@ def without(table: list[str]) -> list[str]:
 
 def write(via: str, table: list[str]) -> None:
     """Put the whole table back."""
+    (state_home() / LOG).touch(mode=0o600)  # Slurm opens a job's `--output` with a umask that is not ours
     done = _run(via, "-", text="".join(f"{line}\n" for line in table))
     if done.returncode:
         raise Precondition(

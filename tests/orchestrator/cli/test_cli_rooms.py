@@ -3,6 +3,8 @@
 import json
 import os
 import stat
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -188,11 +190,33 @@ def test_install_writes_its_line_once_and_keeps_what_is_there(orch: Type, tables
     assert table.read_text() == "0 4 * * * backup\n"
 
 
-def test_install_into_scrontab_brings_its_options(orch: Type, tables: Path) -> None:
+def test_install_into_scrontab_brings_its_options(orch: Type, home: Path, tables: Path) -> None:
     assert orch("controller", "install", "--via", "scrontab").code == 0
     text = (tables / "scrontab.table").read_text()
     assert "#SCRON --time" in text
+    assert (home / "controller-tick.log").stat().st_mode & 0o077 == 0
     assert timetable.without(text.splitlines()) == []
+
+
+@pytest.mark.parametrize("via", ["cron", "scrontab"])
+def test_what_cron_starts_finds_slurm_and_keeps_its_log_private(
+    orch: Type, home: Path, tables: Path, via: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm = tables / "slurm bin"
+    slurm.mkdir()
+    monkeypatch.setenv("PATH", f"{os.environ['PATH']}:{slurm}:/not/there")
+    monkeypatch.setenv("SLURM_CONF", "/opt/slurm/slurm.conf")
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/slurm/lib")
+    monkeypatch.setattr(sys, "executable", str(tables / "say"))
+    (tables / "say").write_text('#!/bin/sh\necho "$PATH|$SLURM_CONF|$LD_LIBRARY_PATH"\n')
+    (tables / "say").chmod(0o755)
+    line = orch("controller", "install", "--via", via).out.splitlines()[-1].removeprefix("* * * * * ")
+    subprocess.run(["/bin/sh", "-c", line], env={"PATH": "/usr/bin:/bin"}, check=True, timeout=20)
+    log = home / "controller-tick.log"
+    path, conf, libraries = log.read_text().strip().split("|")
+    assert path.endswith(f":{slurm}")
+    assert (conf, libraries) == ("/opt/slurm/slurm.conf", "/opt/slurm/lib")
+    assert log.stat().st_mode & 0o077 == 0
 
 
 def test_without_cron_install_says_what_else(orch: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

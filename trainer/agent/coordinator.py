@@ -5,7 +5,6 @@ import secrets
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from checkpointing.durable import dump_line, write_durably
@@ -14,8 +13,10 @@ from trainer.agent.blame import RankEnd
 from trainer.agent.command import free_port
 from trainer.agent.deadline import Bounds
 from trainer.agent.gate import Fence
+from trainer.agent.generation import Generation
 from trainer.agent.heartbeat import Standing
 from trainer.agent.preflight import Fault
+from trainer.agent.pulse import Pulse
 from trainer.agent.questions import Questions
 from trainer.agent.roster import Roster
 from trainer.agent.rungs import Action, Decision, Situation
@@ -37,17 +38,6 @@ READY_SECONDS = 1800.0
 """Importing torch on a busy parallel file system takes minutes at worst."""
 CLEAR_SECONDS = 40.0
 HANG_UP_SECONDS = 5.0
-
-
-@dataclass(kw_only=True)
-class Generation:
-    """What is known of the generation that runs."""
-
-    number: int = 0
-    started: float = 0.0
-    ends: dict[int, RankEnd] = field(default_factory=dict)
-    first_failure: float | None = None
-    broken: Failure | None = None
 
 
 class Coordinator:
@@ -72,7 +62,7 @@ class Coordinator:
         self._questions = Questions(run.requests, attempt.number, self._deliver)
         self._fence = Fence(attempt.go, token)
         self._now, self._beating = Generation(), asyncio.Lock()
-        self._ticking: asyncio.Task[None] | None = None
+        self._pulse = Pulse(self._tick, self._touch_files)
         self._state, self._host = "joining", ""
         self._restarts, self._trained, self._mark = 0, False, ""
 
@@ -87,14 +77,14 @@ class Coordinator:
 
     async def run(self) -> int:
         """Lead the attempt to its end; returns the exit code of every agent."""
-        self._ticking = asyncio.get_running_loop().create_task(self._tick())
+        self._pulse.start()
         try:
             decision = await self._gather()
             while decision is None:
                 decision = await self._generation()
             return await self._end(decision)
         finally:
-            self._ticking.cancel()
+            self._pulse.stop()
             await self._door.close()
 
     # -- what arrives ------------------------------------------------------------------------------------------------
@@ -109,8 +99,7 @@ class Coordinator:
         except TimeoutError:
             return
         finally:
-            if self._ticking is not None and self._ticking.done():
-                self._ticking.result()  # without its pulse the coordinator must not go on in silence
+            self._pulse.check()
         try:
             self._handle(node, message)
         except (KeyError, TypeError, ValueError) as error:
@@ -175,10 +164,8 @@ class Coordinator:
             rank=int(message["rank"]), node=self._roster.members[node].name, at=time.monotonic(),
             step=int(message["step"]), echo=bool(message.get("echo")), **fields,
         )  # fmt: skip
-        self._now.ends[end.rank] = end
+        self._now.note(end)
         self._trained = self._trained or bool(message.get("stepped"))
-        if not end.good and self._now.first_failure is None:
-            self._now.first_failure = end.at
 
     def _unloadable(self, node: int, message: Message) -> Failure:
         reason = f"the workload cannot be imported: {message['exception']}: {message['message']}"
@@ -188,11 +175,7 @@ class Coordinator:
         return Failure(kind=kind, reason=reason, node=self._roster.members[node].name, step=self._standing.step)
 
     def _break(self, failure: Failure) -> None:
-        """The machinery failed; the first such failure counts, unless an agent is lost."""
-        if self._now.broken is None or failure.kind is FailureKind.AGENT_LOST:
-            self._now.broken = failure
-        if self._now.first_failure is None:
-            self._now.first_failure = time.monotonic()
+        self._now.fail(failure, time.monotonic())
 
     def _lose(self, node: int, reason: str) -> None:
         member = self._roster.members.get(node)
@@ -220,6 +203,8 @@ class Coordinator:
             answer = f"the job ends in {request.value - self._wall():.0f} s"
         elif request.kind == "save" and self._config.command:
             answer = "refused: the ranks are the user's own command, orch cannot ask it to save"
+        elif request.kind == "save" and self._stopping.stop is not None:
+            answer = "a stop with a save is under way"
         elif request.kind == "save":
             self._roster.tell("ask", reason=int(StopReason.SAVE_AND_GO_ON), seconds=3600.0)
             self._questions.await_save(request.name, self._standing.saved)
@@ -240,16 +225,16 @@ class Coordinator:
         if self._stopping.due(now):
             self._ask_stop(self._stopping.ending(now))
 
-    async def _tick(self) -> None:
-        """The coordinator's pulse; slow file systems delay it, never the inbox."""
-        while True:
-            await self._beat()
-            await self._questions.look()
-            if await asyncio.to_thread(self._fence.is_down):
-                self._deliver(-1, {"say": "fenced"})
-            self._roster.tell("ping")
-            self._deliver(-1, {"say": "tick"})
-            await asyncio.sleep(1.0)
+    def _tick(self) -> None:
+        """What agents must hear and what the clock must bring about, however slow the file system is."""
+        self._roster.tell("ping")
+        self._deliver(-1, {"say": "tick"})
+
+    async def _touch_files(self) -> None:
+        await self._beat()
+        await self._questions.look()
+        if await asyncio.to_thread(self._fence.is_down):
+            self._deliver(-1, {"say": "fenced"})
 
     async def _beat(self) -> None:
         members = [self._roster.members[node] for node in sorted(self._roster.members)]

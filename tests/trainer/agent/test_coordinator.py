@@ -1,0 +1,122 @@
+"""The coordinator alone: agents that the test plays, files that answer late."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.agent import coordinator as coordinating
+from trainer.agent.coordinator import Coordinator
+from trainer.agent.heartbeat import Heartbeat
+from trainer.agent.wire import Message, Peer, connect
+from trainer.contract.config import ClusterShape, JobConfig
+from trainer.contract.events import Event, EventKind, EventLog, read_events
+from trainer.contract.launch import LaunchToken
+from trainer.contract.outcome import AttemptOutcome
+from trainer.contract.place import Place
+from trainer.contract.requests import Request, RequestKind
+from trainer.contract.run_dir import RunDir
+
+
+class Scene:
+    """One coordinator of two nodes and the agents that have joined it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run = RunDir(folder / "run-1")
+        self.run.make()
+        self.attempt = self.run.attempt(1)
+        self.attempt.make()
+        self._token = LaunchToken(attempt=1, epoch=1, job_id="7", nonce="0badcafe")
+        self._token.write(self.attempt.go)
+        self._events = EventLog(self.attempt.event_file("coordinator"), "coordinator", 1)
+        self.leader = Coordinator(
+            run=self.run, attempt=self.attempt, config=JobConfig(cluster=ClusterShape(nodes=2)),
+            place=Place(kind="slurm", job_id="7", node=0, nodes=2, name="n0"), events=self._events,
+            token=self._token, started=time.monotonic(),
+        )  # fmt: skip
+        self._found: dict[str, Any] = {}
+        self._peers: list[Peer] = []
+        self.leading: asyncio.Task[int]
+
+    @asynccontextmanager
+    async def led(self) -> AsyncIterator["Scene"]:
+        self._found = await self.leader.open("127.0.0.1")
+        self.leading = asyncio.get_running_loop().create_task(self.leader.run())
+        try:
+            yield self
+        finally:
+            for peer in self._peers:
+                await peer.close()
+            self.leading.cancel()
+            await asyncio.gather(self.leading, return_exceptions=True)
+            self._events.close()
+
+    async def join(self, node: int, *, fit: bool = True, ready: bool = True) -> Peer:
+        hello = {"token": self._found["token"], "node": node, "name": f"n{node}", "attempt": 1}
+        peer = await connect(self._found["host"], self._found["port"], hello)
+        self._peers.append(peer)
+        if fit:
+            peer.send("fit", faults=[])
+        if ready:
+            peer.send("ready", warm=True)
+        return peer
+
+    def events(self, kind: EventKind) -> list[Event]:
+        return [event for event in read_events(self.attempt.event_file("coordinator"))[0] if event.kind == kind]
+
+
+async def hear(peer: Peer, say: str, seconds: float = 10.0) -> Message:
+    """The next message of this kind."""
+    async with asyncio.timeout(seconds):
+        while (message := await peer.receive()) is not None:
+            if message["say"] == say:
+                return message
+    raise AssertionError(f"the coordinator hung up before it said {say!r}")
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Callable[[Callable[[Scene], Any]], None]:
+    """Runs one coroutine with a coordinator that leads."""
+
+    def run(script: Callable[[Scene], Any]) -> None:
+        async def whole() -> None:
+            async with Scene(tmp_path).led() as scene:
+                await script(scene)
+
+        asyncio.run(whole())
+
+    return run
+
+
+def test_agents_hear_from_a_coordinator_whose_file_system_hangs(play, monkeypatch):
+    back = threading.Event()
+    monkeypatch.setattr(Heartbeat, "write", lambda *_: back.wait(20))
+
+    async def script(scene: Scene) -> None:
+        peer = await scene.join(1)
+        try:
+            for _ in range(3):
+                await hear(peer, "ping", 5)
+        finally:
+            back.set()
+
+    play(script)
+
+
+def test_a_save_that_is_asked_for_after_a_stop_is_answered_by_the_stop(play):
+    async def script(scene: Scene) -> None:
+        peers = [await scene.join(node) for node in (0, 1)]
+        await hear(peers[1], "start")
+        Request(kind=RequestKind.STOP, attempt=1, reason="enough").write(scene.run.requests)
+        await hear(peers[1], "ask")
+        name = Request(kind=RequestKind.SAVE, attempt=1, reason="?").write(scene.run.requests)
+        while not (answers := [e for e in scene.events(EventKind.REQUEST_ANSWERED) if e.data["name"] == name]):
+            await hear(peers[1], "ping")
+        assert answers[0].data["answer"] == "a stop with a save is under way"
+
+    play(script)

@@ -43,10 +43,11 @@ def read(via: str) -> list[str]:
     done = _run(via, "-l")
     if done.returncode == 0:
         return done.stdout.splitlines()
-    if "no crontab" in done.stderr.lower() or not done.stderr.strip():
+    # Nothing else may count as empty: what is read here is written back in place of the whole table.
+    if "no crontab" in done.stderr.lower():
         return []
     raise Precondition(
-        f"{_program(via)} -l failed: {done.stderr.strip()}",
+        f"{_program(via)} -l failed: {done.stderr.strip() or f'exit code {done.returncode} without a word'}",
         where=via,
         hint="the other table may work: --via scrontab" if via == "cron" else "the other table may work: --via cron",
     )

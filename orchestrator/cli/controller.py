@@ -9,6 +9,7 @@ import click
 
 from orchestrator.cli.options import Noun
 from orchestrator.cli.render import Screen, iso, span
+from orchestrator.errors import SlurmUnreachable
 from orchestrator.home import registry_path
 
 
@@ -32,8 +33,11 @@ def run(screen: Screen, idle_exit: float | None) -> None:
 
 @controller.command("tick")
 @click.pass_obj
-def tick(screen: Screen) -> None:
-    """One pass over all runs, for cron and scrontab; nothing when another controller holds the lease."""
+def tick(screen: Screen) -> int:
+    """One pass over all runs, for cron and scrontab; nothing when another controller holds the lease.
+
+    Exit code 5 when a scheduler gave no answer: what it holds was left as it is.
+    """
     from orchestrator.controller import service
 
     report = service.tick_once(registry_path())
@@ -43,8 +47,13 @@ def tick(screen: Screen) -> None:
         screen.note("another controller holds the lease and acts")
     else:
         screen.say(f"{report.live} live runs")
-        for line in (*report.actions, *report.errors, *(f"{kind} does not answer" for kind in report.unreachable)):
+        for line in (
+            *report.actions,
+            *report.errors,
+            *(f"{kind} does not answer: nothing is assumed" for kind in report.unreachable),
+        ):
             screen.say(f"  {line}")
+    return SlurmUnreachable.exit_code if report is not None and report.unreachable else 0
 
 
 @controller.command("status")

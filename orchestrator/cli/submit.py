@@ -24,6 +24,8 @@ JOB_WITHIN = 30.0
 JOB_WITHIN_ALONE = 150.0
 """Without a controller: an unanswered sbatch takes 60 s of look-ups before it may be repeated."""
 LOOK_EVERY = 0.1
+KNOCK_EVERY = 3.0
+"""Seconds after which submit sees to it again that a controller lives."""
 
 
 @click.command(cls=Verb)
@@ -54,7 +56,10 @@ def submit(
     if cluster is not None:
         overrides = (*overrides, f"cluster.kind={cluster}")
     if name is not None:
-        overrides = (*overrides, f"name={json.dumps(name, ensure_ascii=False)}")  # checked like the key; YAML reads JSON's quotes
+        overrides = (
+            *overrides,
+            f"name={json.dumps(name, ensure_ascii=False)}",
+        )  # checked like the key; YAML reads JSON's quotes
     composed = compose(source, overrides, environ=os.environ)
     if dry_run or print_sbatch:
         preview(screen, composed, cluster, only_script=print_sbatch and not dry_run)
@@ -85,11 +90,17 @@ def launch(screen: Screen, composed: Any, cluster: str | None, *, no_controller:
         run, attempt = launching.submit(store, composed, name=None, cluster=cluster, now=time.time(), progress=meter)
     if not no_controller:
         service.ensure_running(registry_path())
-    row = _await_job(screen, run.name, no_controller=no_controller)
+    row, silent = _await_job(screen, run.name, no_controller=no_controller)
     if row["state"] in (RunState.HELD, RunState.FAILED) and row["job_id"] is None:
         trouble = verdict(row)
         assert trouble is not None
         raise trouble
+    if row["job_id"] is None and run.cluster in silent:
+        raise SlurmUnreachable(
+            f"{run.cluster} does not answer: {run.name} is written down, and whether it has a job is not known",
+            where=run.run_dir,
+            hint="`orch controller tick` or `orch controller run` goes on with it: do not submit it again",
+        )
     if row["job_id"] is None:
         screen.warn("no_job_yet", f"no job yet; whoever drives the run goes on trying: orch status {run.name}")
     return {
@@ -98,33 +109,47 @@ def launch(screen: Screen, composed: Any, cluster: str | None, *, no_controller:
     }  # fmt: skip
 
 
-def _await_job(screen: Screen, run: str, *, no_controller: bool) -> dict[str, Any]:
-    """The run's row once its first job is known, or once it has stopped before, or when the patience is spent."""
-    deadline = time.monotonic() + (JOB_WITHIN_ALONE if no_controller else JOB_WITHIN)
-    unreachable = ""
+def _await_job(screen: Screen, run: str, *, no_controller: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The run's row once its first job is known, or it has stopped before, or the patience is spent.
+
+    With it the schedulers that gave this process no answer in the end.
+    """
+    now = time.monotonic()
+    deadline, knock_at = now + (JOB_WITHIN_ALONE if no_controller else JOB_WITHIN), now + KNOCK_EVERY
+    silent: tuple[str, ...] = ()
     while True:
         if no_controller:
-            unreachable = _tick(screen, unreachable)
+            silent = _tick(screen, silent)
         row = one_row(run)
         if row["job_id"] is not None or row["state"] in ENDED_RUNS or row["state"] == RunState.HELD:
-            return row
-        if time.monotonic() >= deadline:
-            return row
+            return row, silent
+        now = time.monotonic()
+        if now >= deadline:
+            return row, silent
+        if not no_controller and now >= knock_at:
+            _knock()
+            knock_at = now + KNOCK_EVERY
         time.sleep(LOOK_EVERY if not no_controller else 1.0)
 
 
-def _tick(screen: Screen, said: str) -> str:
+def _knock() -> None:
+    """What held the lease may have been a single pass that has ended since, and the daemon beside it has gone."""
+    from orchestrator.controller import service
+
+    service.ensure_running(registry_path())
+
+
+def _tick(screen: Screen, said: tuple[str, ...]) -> tuple[str, ...]:
     from orchestrator.controller import service
 
     try:
-        service.tick_once(registry_path())
+        report = service.tick_once(registry_path())
     except Fenced:
-        return ""
-    except SlurmUnreachable as error:
-        if error.what != said:
-            screen.note(f"{error.what}; the run is written down, asking again")
-        return error.what
-    return ""
+        return ()
+    silent: tuple[str, ...] = report.unreachable if report is not None else ()
+    if silent and silent != said:
+        screen.note(f"{' and '.join(silent)} does not answer; the run is written down, asking again")
+    return silent
 
 
 def _tell(screen: Screen, launched: dict[str, Any]) -> None:

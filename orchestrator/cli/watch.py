@@ -10,7 +10,7 @@ from orchestrator.cli.feed import Feed, progress_line, sentence
 from orchestrator.cli.pulse import controller_lives
 from orchestrator.cli.render import Screen, Ticker
 from orchestrator.cli.status import one_row
-from orchestrator.errors import Fenced, RunCancelled, RunFailed, SlurmUnreachable, WaitTimeout
+from orchestrator.errors import Fenced, RunCancelled, RunFailed, WaitTimeout
 from orchestrator.home import registry_path
 from orchestrator.states import ENDED_RUNS, RunState
 
@@ -76,14 +76,13 @@ class _Watch:
         from orchestrator.controller import service  # sqlalchemy: only where nobody else drives
 
         try:
-            service.tick_once(registry_path())
-            self._unreachable = ""
+            report = service.tick_once(registry_path())
+            silent = " and ".join(report.unreachable) if report is not None else ""
+            if silent and silent != self._unreachable:
+                self._screen.note(f"{silent} does not answer; nothing is assumed, asking again")
+            self._unreachable = silent
         except Fenced:
             pass  # a controller has come to life meanwhile, and acts
-        except SlurmUnreachable as error:
-            if error.what != self._unreachable:
-                self._screen.note(f"{error.what}; nothing is assumed, asking again")
-            self._unreachable = error.what
         self._next_tick = time.monotonic() + TICK_EVERY
 
 

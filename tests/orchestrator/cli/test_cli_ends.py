@@ -60,7 +60,7 @@ def test_waiting_drives_a_run_that_nobody_drives(orch: Type, seeds: Seeds, servi
         fresh = seeds.store.take_lease("me:1:1", time.time(), 60.0)
         assert fresh is not None
         seeds.store.move_run(run, RunState.SUCCEEDED, "all steps", epoch=fresh.epoch, now=time.time())
-        return object()
+        return SimpleNamespace(unreachable=())
 
     assert orch("wait", run, "--timeout", 0).code == 124
     assert service.knocks == []

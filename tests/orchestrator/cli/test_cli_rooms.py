@@ -12,6 +12,8 @@ import pytest
 
 from checkpointing.storage import LocalStorage
 from orchestrator.cli import checks, slurm_checks, timetable
+from orchestrator.controller import service
+from orchestrator.controller.reconcile import TickReport
 from orchestrator.errors import SlurmUnreachable
 from orchestrator.states import RunState
 from tests.checkpointing.made import make
@@ -219,6 +221,18 @@ def test_what_cron_starts_finds_slurm_and_keeps_its_log_private(
     assert log.stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.parametrize("said", ["", "crontab: you are not allowed to use this program"])
+def test_a_table_that_cannot_be_read_is_not_replaced(orch: Type, tables: Path, said: str) -> None:
+    table = tables / "crontab.table"
+    table.write_text("0 4 * * * backup\n")
+    program = tables / "bin" / "crontab"
+    program.write_text(f'#!/bin/sh\n[ "$1" = -l ] && {{ echo "{said}" >&2; exit 1; }}\nexec cat > {table}\n')
+    refused = orch("controller", "install", "--via", "cron")
+    assert refused.code == 4
+    assert said in refused.err
+    assert table.read_text() == "0 4 * * * backup\n"
+
+
 def test_without_cron_install_says_what_else(orch: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     refused = orch("controller", "install", "--via", "cron")
@@ -309,3 +323,16 @@ def test_the_controller_is_asked_about_and_ticked(orch: Type, home: Path) -> Non
     assert orch("controller", "tick", "--json").data["acted"] is True
     assert orch("controller", "stop").out == "none is running\n"
     assert orch("controller", "status", "--json").data["alive"] is False
+
+
+def test_a_pass_without_an_answer_of_slurm_says_so_by_its_exit_code(
+    orch: Type, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = TickReport(live=1, changed=False, unreachable=("slurm",))
+    monkeypatch.setattr(service, "tick_once", lambda path: report)
+    silent = orch("controller", "tick")
+    assert silent.code == 5
+    assert "slurm does not answer" in silent.out
+    as_json = orch("controller", "tick", "--json")
+    assert as_json.code == 5
+    assert as_json.data["report"]["unreachable"] == ["slurm"]

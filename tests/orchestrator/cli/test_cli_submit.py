@@ -33,7 +33,7 @@ def service(home: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         store.move_attempt(run.name, 1, AttemptState.SUBMITTED, "queued", **stamp, job_id="41", job_state="PENDING")
         store.move_run(run.name, RunState.QUEUED, "job 41 is queued", **stamp)
 
-    fake = SimpleNamespace(knocks=[], act=launch)
+    fake = SimpleNamespace(knocks=[], act=launch, silent=())
 
     def drive(path: Path) -> object:
         with Store.open(path) as store:
@@ -42,10 +42,10 @@ def service(home: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             for run in store.runs([RunState.CREATED]):
                 fake.act(store, run, lease.epoch)
             store.drop_lease(lease)
-        return object()
+        return SimpleNamespace(unreachable=fake.silent)
 
     fake.ensure_running = lambda path: (fake.knocks.append("ensure_running"), drive(path))
-    fake.tick_once = lambda path: (fake.knocks.append("tick_once"), drive(path))
+    fake.tick_once = lambda path: (fake.knocks.append("tick_once"), drive(path))[1]
     monkeypatch.setattr(orchestrator.controller, "service", fake, raising=False)
     monkeypatch.setitem(sys.modules, "orchestrator.controller.service", fake)
     return fake
@@ -181,3 +181,31 @@ def test_missing_text_is_refused(orch: Type, service: SimpleNamespace, tmp_path:
     refused = orch(*words(tmp_path, f"data.text=[{tmp_path / 'nothing'}]"))
     assert refused.code in (2, 3)
     assert "nothing" in refused.err
+
+
+def test_submit_starts_a_controller_again_when_the_one_it_saw_was_a_single_pass(
+    orch: Type, service: SimpleNamespace, tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = service.act
+
+    def late(store: Store, run: Any, epoch: int) -> None:
+        if len(service.knocks) >= 3:
+            launch(store, run, epoch)
+
+    service.act = late
+    monkeypatch.setattr(submitting, "KNOCK_EVERY", 0.2)
+    done = orch(*words(tmp_path, text), "--json")
+    assert done.data["job_id"] == "41"
+    assert service.knocks == ["ensure_running"] * 3
+
+
+def test_without_a_controller_a_silent_slurm_is_said_and_the_run_stays(
+    orch: Type, service: SimpleNamespace, tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service.act, service.silent = (lambda *_: None), ("local",)
+    monkeypatch.setattr(submitting, "JOB_WITHIN_ALONE", 0.0)
+    done = orch(*words(tmp_path, text), "--no-controller")
+    assert done.code == 5
+    assert "local does not answer" in done.err
+    assert "tiny-gpt-1 is written down" in done.err
+    assert [row["state"] for row in orch("status", "--json").data] == ["CREATED"]

@@ -25,7 +25,10 @@ GOOD = (ExitCode.FINISHED, ExitCode.STOPPED_AFTER_SAVE)
 
 @dataclass(frozen=True, kw_only=True)
 class RankEnd:
-    """How one rank ended; `exception`, `message` and `echo` are what it wrote itself, if it still could."""
+    """How one rank ended; `exception`, `message` and `echo` are what it said itself, if it still could.
+
+    `word`: it said how it ends, or is a command, which cannot.
+    """
 
     rank: int
     node: str
@@ -36,10 +39,12 @@ class RankEnd:
     exception: str | None = None
     message: str | None = None
     echo: bool = False
+    word: bool = True
 
     @property
     def good(self) -> bool:
-        return self.exit_code in GOOD
+        # Training code can leave with 0 in many ways; only a rank that says so has trained all its steps.
+        return self.exit_code in GOOD and self.word
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +115,8 @@ def _classify(end: RankEnd) -> tuple[FailureKind, bool, str]:
         return FailureKind.UNKNOWN, True, f"could not meet its peers: {_short(said)}"
     if end.exception is not None:
         return FailureKind.USER_ERROR, True, f"raised {_short(said)}"
+    if end.exit_code in GOOD:
+        return FailureKind.USER_ERROR, True, f"left without a word (exit code {end.exit_code})"
     return FailureKind.USER_ERROR, True, f"ended with exit code {end.exit_code}"
 
 

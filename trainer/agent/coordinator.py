@@ -162,7 +162,7 @@ class Coordinator:
         fields = {key: message.get(key) for key in ("exit_code", "signal", "exception", "message")}
         end = RankEnd(
             rank=int(message["rank"]), node=self._roster.members[node].name, at=time.monotonic(),
-            step=int(message["step"]), echo=bool(message.get("echo")), **fields,
+            step=int(message["step"]), echo=bool(message.get("echo")), word=bool(message["word"]), **fields,
         )  # fmt: skip
         self._now.note(end)
         self._trained = self._trained or bool(message.get("stepped"))

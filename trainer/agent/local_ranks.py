@@ -9,6 +9,7 @@ from typing import Any
 from trainer.agent import packets
 from trainer.agent.lineage import kill_group
 from trainer.contract.progress import Progress, ProgressCell, StopReason
+from trainer.contract.rank import hear
 
 
 @dataclass(kw_only=True)
@@ -24,10 +25,23 @@ class LocalRank:
     ended: bool = False
     gone: bool = False
     last: Progress = field(default_factory=Progress)
+    word: dict[str, Any] | None = None  # how it said that it ends, over its control socket
 
     def descriptors(self) -> list[int]:
         assert self.theirs is not None
         return [self.cell.descriptor, self.theirs.fileno()]
+
+    def hear(self) -> dict[str, Any] | None:
+        """Its next message, if there is one; what it says of its own end is kept as well."""
+        try:
+            message = hear(self.control)
+        except OSError:
+            return None
+        except ValueError:  # cut off: nothing that could be understood
+            return {}
+        if message is not None and message.get("word") == "last":
+            self.word = message
+        return message
 
     def look(self) -> Progress:
         """The newest consistent reading; a torn one (the rank died while writing) leaves the one before."""
@@ -70,6 +84,11 @@ class LocalRanks:
 
     def all_gone(self) -> bool:
         return all(local.gone for local in self.by_rank.values())
+
+    def never_began(self) -> None:
+        """No process was started for any of them."""
+        for local in self.by_rank.values():
+            local.ended = local.gone = True
 
     def summary(self) -> dict[str, Any]:
         """What the coordinator wants to know: the slowest rank's step and phase, the first one's loss."""

@@ -22,7 +22,7 @@ from trainer.contract.events import EventKind, EventLog
 from trainer.contract.outcome import ExitCode, RankOutcome
 from trainer.contract.place import Place
 from trainer.contract.progress import StopReason
-from trainer.contract.rank import RankSpec, hear
+from trainer.contract.rank import RankSpec
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 _REPORT_SECONDS = 0.5
@@ -160,10 +160,14 @@ class NodeAgent:
         per_node = self._config.cluster.ranks_per_node
         first = self._place.node * per_node
         ranks = self._ranks = LocalRanks(generation, range(first, first + per_node))
+        if self._link is None or self._link.lost:
+            # It died when the other nodes were ready: its replacement belongs to the next generation.
+            ranks.never_began()
+            self._peer.send("broken", generation=generation, reason="before its ranks were started")
+            return
         for local_rank, local in enumerate(ranks.by_rank.values()):
             order = self._order(ranks, local, local_rank, master)
-            # A nursery that is lost in here has told so by now; what was not started is gone.
-            assert self._link is not None
+            # A nursery that is lost in here tells so itself, and what was not started is buried with it.
             self._link.start_rank(order, local.descriptors() if master is None else ())
             self._listen_to(local)
             assert local.theirs is not None
@@ -216,10 +220,7 @@ class NodeAgent:
         assert ranks is not None
 
         def read() -> None:
-            try:
-                message = hear(local.control)
-            except OSError:
-                message = None
+            message = local.hear()
             if message is None:
                 loop.remove_reader(local.control)
             elif message.get("word") == "store":
@@ -257,19 +258,24 @@ class NodeAgent:
         )
         self._peer.send("progress", generation=self._ranks.generation, **self._ranks.summary())
         end: dict[str, Any] = {"exit_code": exit_code, "signal": number, "step": local.look().step}
-        outcome = self._outcome(rank)
-        if outcome is not None:
+        said = self._own_words(local)
+        if said is not None:
             # It had said all when it died: dying in the interpreter's teardown changes nothing.
-            end = {"exit_code": outcome.exit_code, "signal": None, "step": outcome.step, "echo": outcome.echo}
-            end.update(exception=outcome.exception, message=(outcome.message or "")[:4000])
+            end = {**said, "signal": None, "message": (said["message"] or "")[:4000]}
+        end["word"] = said is not None or bool(self._config.command)
         self._peer.send("exit", generation=self._ranks.generation, rank=rank, stepped=local.stepped(), **end)
 
-    def _outcome(self, rank: int) -> RankOutcome | None:
+    def _own_words(self, local: LocalRank) -> dict[str, Any] | None:
+        """How this rank says that it ended: by its outcome file, or by its socket when it could not write that."""
         assert self._ranks is not None
+        while local.hear() is not None:
+            pass
         try:
-            return RankOutcome.read(self._attempt.rank_outcome(rank, self._ranks.generation))
+            word = asdict(RankOutcome.read(self._attempt.rank_outcome(local.rank, self._ranks.generation)))
         except (OSError, ValueError, TypeError):
-            return None
+            word = local.word or {}
+        keys = ("exit_code", "step", "exception", "message", "echo")
+        return {key: word[key] for key in keys} if set(keys) <= word.keys() else None
 
     def _gone(self, rank: int) -> None:
         """Nothing is left of this rank, its own children included."""

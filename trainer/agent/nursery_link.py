@@ -64,6 +64,10 @@ class NurseryLink:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def lost(self) -> bool:
+        return self._lost
+
     def start_rank(self, order: dict[str, Any], descriptors: Sequence[int]) -> None:
         """Ask for one rank; a nursery that cannot be asked counts as lost."""
         self._send({"do": "start", **order}, descriptors)

@@ -52,6 +52,8 @@ CAUSES = [
     ([raised(1, "DistStoreError", "2/4 clients joined")], FailureKind.UNKNOWN, 1, True, "could not meet its peers"),
     ([killed(1, 40)], FailureKind.RANK_KILLED, 1, True, "signal 40"),
     ([end(2)], FailureKind.USER_ERROR, 2, True, "exit code None"),
+    ([end(1, exit_code=0, word=False)], FailureKind.USER_ERROR, 1, True, "left without a word (exit code 0)"),
+    ([end(1, exit_code=76, word=False), killed(2)], FailureKind.RANK_KILLED, 2, True, "SIGKILL"),
 ]  # fmt: skip
 
 
@@ -99,6 +101,7 @@ DECISIONS = [
     (situation(), Action.WAIT, "0 of 4 ranks have ended"),
     (situation(end(0, **ZERO)), Action.WAIT, "1 of 4"),
     (situation(*ALL_DONE), Action.FINISH, "all ranks finished"),
+    (situation(*ALL_DONE[1:], end(0, exit_code=0, word=False)), Action.RESTART, "rank 0 on n0 left without a word"),
     (situation(*ALL_SAVED, stopping=TERM), Action.STOP, "all ranks stopped: preemption"),
     (situation(*ALL_DONE, stopping=TERM), Action.FINISH, "all ranks finished"),
     (situation(*ALL_DONE, stopping=TERM, command=True), Action.STOP, "all ranks stopped"),

@@ -158,3 +158,22 @@ def test_a_workload_whose_import_starts_a_thread_is_started_cold_and_that_is_sai
     assert [(event.data["warm"], "started 1 thread" in event.data["reason"]) for event in nurseries] == [
         (False, True)
     ] * 2
+
+
+LEAVING = """
+import os
+from trainer.worker.llama import LlamaWorkload
+
+
+class Leaving(LlamaWorkload):
+    def build_data(self, layout):
+        os._exit(0)
+"""
+
+
+def test_training_code_that_leaves_with_zero_has_not_finished_the_run(training, tmp_path):
+    (tmp_path / "leaving_workload.py").write_text(LEAVING)
+    work = training(workload={"target": "leaving_workload:Leaving", "path": [str(tmp_path)]}).start()
+    work.go()
+    assert work.wait(60) == [78, 78], work.story()
+    assert "left without a word (exit code 0), before the first step" in work.outcome().reason

@@ -1,0 +1,119 @@
+"""One agent alone: what it tells the coordinator of its ranks and its nursery."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.agent.local_ranks import LocalRanks
+from trainer.agent.node import NodeAgent
+from trainer.contract.config import ClusterShape, JobConfig
+from trainer.contract.events import EventLog
+from trainer.contract.outcome import RankOutcome
+from trainer.contract.place import Place
+from trainer.contract.rank import say
+from trainer.contract.run_dir import RunDir
+
+
+class Told:
+    """Stands for the connection to the coordinator: remembers what was said."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+
+    def send(self, kind: str, /, **fields: Any) -> None:
+        self.messages.append({"say": kind, **fields})
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [message for message in self.messages if message["say"] == kind]
+
+
+class LostLink:
+    """A nursery that has just died."""
+
+    lost = True
+
+
+class Alone:
+    """An agent of two ranks whose coordinator and nursery the test plays."""
+
+    def __init__(self, folder: Path, **config: Any) -> None:
+        run = RunDir(folder / "run-1")
+        run.make()
+        self.attempt = run.attempt(1)
+        self.attempt.make()
+        self.events = EventLog(self.attempt.event_file("agent-0000"), "agent-0000", 1)
+        self.agent = NodeAgent(
+            run=run, attempt=self.attempt, config=JobConfig(cluster=ClusterShape(ranks_per_node=2), **config),
+            place=Place(kind="slurm", job_id="7", node=0, nodes=1, name="n0"), events=self.events, environ={},
+        )  # fmt: skip
+        self.told = self.agent._peer = Told()
+        self.ranks = self.agent._ranks = LocalRanks(1, range(2))
+
+    def ended(self, exit_code: int | None, number: int | None = None) -> dict[str, Any]:
+        self.agent._exited(0, exit_code, number)
+        return self.told.of("exit")[-1]
+
+    def close(self) -> None:
+        self.agent._ranks.close()
+        self.events.close()
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Alone]:
+    made = Alone(tmp_path)
+    yield made
+    made.close()
+
+
+LAST = {"exit_code": 1, "exception": "OSError", "message": "[Errno 28] full", "echo": False, "step": 9}
+
+
+def test_a_rank_that_could_not_write_its_outcome_is_believed_by_its_socket(alone):
+    theirs = alone.ranks.by_rank[0].theirs
+    say(theirs, "store", host="h", port=1)
+    say(theirs, "last", **LAST)
+    end = alone.ended(1)
+    assert {key: end[key] for key in LAST} == LAST
+    assert end["word"]
+
+
+def test_the_outcome_file_comes_before_the_socket(alone):
+    say(alone.ranks.by_rank[0].theirs, "last", **LAST)
+    RankOutcome(rank=0, generation=1, node="n0", step=10, exit_code=0, time=0.0).write(alone.attempt.rank_outcome(0, 1))
+    # It died in the interpreter's teardown.
+    end = alone.ended(None, 6)
+    assert (end["exit_code"], end["signal"], end["step"], end["word"]) == (0, None, 10, True)
+
+
+def test_a_rank_that_leaves_with_zero_and_says_nothing_has_not_said_so(alone):
+    assert not alone.ended(0)["word"]
+    assert not alone.ended(76)["word"]
+
+
+def test_a_last_word_that_cannot_be_read_is_none(alone):
+    alone.ranks.by_rank[0].theirs.send(b'{"word": "last", "mess')
+    say(alone.ranks.by_rank[0].theirs, "last", exit_code=0)
+    assert not alone.ended(0)["word"]
+
+
+def test_a_command_needs_no_word(tmp_path):
+    alone = Alone(tmp_path, command=["true"])
+    assert alone.ended(0)["word"]
+    alone.close()
+
+
+async def begin(alone: Alone) -> None:
+    alone.agent._begin(2, None)
+
+
+def test_a_start_that_meets_a_dead_nursery_breaks_the_generation(alone):
+    alone.agent._link = LostLink()
+    alone.ranks.close()
+    alone.agent._ranks = None
+    asyncio.run(begin(alone))
+    assert [message["generation"] for message in alone.told.of("broken")] == [2]
+    alone.agent._kill(2)
+    assert [message["generation"] for message in alone.told.of("gone")] == [2]

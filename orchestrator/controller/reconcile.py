@@ -24,7 +24,7 @@ from orchestrator.recovery.evidence import Evidence
 from orchestrator.recovery.failures import LEAVING_LIMIT, End, Verdict, judge
 from orchestrator.registry.records import Attempt, Lease, Run
 from orchestrator.registry.store import Store
-from orchestrator.scheduler.base import LEAVING_STATES, RUNNING_STATES, JobStatus, Scheduler
+from orchestrator.scheduler.base import LEAVING_STATES, RUNNING_STATES, UNREADABLE, JobStatus, Scheduler
 from orchestrator.states import LIVE_ATTEMPTS, LIVE_RUNS, AttemptState, RunState
 from trainer.contract.config import build
 from trainer.contract.requests import RequestKind
@@ -128,18 +128,27 @@ class Controller:
 
     def _view(self, run: Run, attempts: tuple[Attempt, ...]) -> RunView:
         if run.config_digest not in self._configs:
-            config = build(RunConfig, self.store.config(run.config_digest))
+            config = build(RunConfig, self._data(run))
             assert isinstance(config, RunConfig)
             self._configs[run.config_digest] = config
         pending = [ask for ask in self.store.asks() if ask.run == run.name and ask.verb == "cancel"]
         config = self._configs[run.config_digest]
         return RunView(run=run, attempts=attempts, config=config, cancel=pending[0] if pending else None)
 
+    def _data(self, run: Run) -> dict[str, Any]:
+        """The run's config; a damaged one is this run's trouble alone."""
+        try:
+            return self.store.config(run.config_digest)
+        except RegistryError as error:
+            raise ValueError(error.what) from error
+
     def _again(self, view: RunView) -> RunView:
         """The same run as its rows stand now."""
         return self._view(self.store.run(view.run.name), tuple(self.store.attempts(view.run.name)))
 
     def _advance(self, view: RunView, sight: Sight) -> bool:
+        if view.last.state in LIVE_ATTEMPTS:
+            sight = sight.of(view.last)
         if not sight.answered:
             self._note(view.run, f"{view.run.cluster} does not answer, nothing is assumed: {sight.error}")
         if view.last.state is AttemptState.INTENT:
@@ -154,7 +163,7 @@ class Controller:
             if asks.cancel_intent(self.actor, view, sight):
                 self._end_cancelled(view)
             return True
-        ensure_run_dir(view.run, view.attempts[0], self.store.config(view.run.config_digest))
+        ensure_run_dir(view.run, view.attempts[0], self._data(view.run))
         failure = self.actor.launch(view, sight)
         if failure is not None:
             self._conclude(view, Verdict(end=End.FAILED, reason=failure.reason, failure=failure))
@@ -243,7 +252,7 @@ class Controller:
         if blockers:
             self._note(run, f"waits until job {blockers[0].job_id} has left the queue ({blockers[0].state})")
             return False
-        ensure_run_dir(run, view.attempts[0], self.store.config(run.config_digest))
+        ensure_run_dir(run, view.attempts[0], self._data(run))
         # Nobody of an older attempt may commit or delete from here on.
         for attempt in view.attempts:
             self.actor.shut(view.folder.attempt(attempt.number))
@@ -267,11 +276,11 @@ class Controller:
     def _sweep(self, kind: str, sight: Sight) -> None:
         """Cancel live jobs of attempts that are over, and late duplicates; jobs of other registries are not ours."""
         for job in sight.found:
-            if is_live(job) and job.state not in LEAVING_STATES:
+            if is_live(job) and job.state not in LEAVING_STATES and job.state != UNREADABLE:
                 try:
                     self._sweep_job(job)
-                except SlurmUnreachable as error:
-                    log.warning("%s: %s", kind, error.what)
+                except (SlurmUnreachable, Precondition, OSError, ValueError) as error:
+                    log.warning("%s: %s", kind, error)
 
     def _sweep_job(self, job: JobStatus) -> None:
         name = parse_name(job.name)

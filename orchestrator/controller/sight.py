@@ -1,12 +1,12 @@
 """What one scheduler answered in this tick; no answer is kept apart from an empty one."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from orchestrator.controller.jobs import PREFIX, is_live, is_same, parse_name
-from orchestrator.errors import SlurmUnreachable
+from orchestrator.errors import OrchError, Precondition, SlurmUnreachable
 from orchestrator.registry.records import Attempt
-from orchestrator.scheduler.base import JobStatus, Scheduler
+from orchestrator.scheduler.base import UNREADABLE, JobStatus, Scheduler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +18,13 @@ class Sight:
     polled: dict[str, JobStatus]
     found: tuple[JobStatus, ...] = ()
     error: str = ""
+
+    def of(self, attempt: Attempt) -> "Sight":
+        """What was answered as far as this attempt goes: nothing, when just its job's record cannot be read."""
+        for job in (*self.found, *self.polled.values()):
+            if job.state == UNREADABLE and job.name == attempt.job_name:
+                return replace(BLIND, error=f"the record of job {job.name} cannot be read: {job.reason}")
+        return self
 
     def job_of(self, attempt: Attempt) -> JobStatus | None:
         """The attempt's own job, or None when the answers do not know it."""
@@ -32,7 +39,8 @@ class Sight:
 
     def of_run(self, run: str) -> list[JobStatus]:
         """Live jobs of any attempt of this run."""
-        return [job for job in self.found if is_live(job) and (name := parse_name(job.name)) and name.run == run]
+        live = [job for job in self.found if is_live(job) and job.state != UNREADABLE]
+        return [job for job in live if (name := parse_name(job.name)) and name.run == run]
 
 
 BLIND = Sight(answered=False, swept=False, polled={}, error="no such scheduler here")
@@ -47,5 +55,7 @@ def look(scheduler: Scheduler, attempts: Iterable[Attempt], *, sweep: bool) -> S
         if not sweep and all(seen.job_of(attempt) is not None for attempt in adopted):
             return seen
         return Sight(answered=True, swept=True, polled=polled, found=tuple(scheduler.find(PREFIX)))
-    except SlurmUnreachable as error:
-        return Sight(answered=False, swept=False, polled={}, error=error.what)
+    except (SlurmUnreachable, Precondition, OSError, ValueError) as error:
+        # Whatever kept the answer away says nothing about the jobs, nor about those of another kind.
+        said = error.what if isinstance(error, OrchError) else str(error)
+        return replace(BLIND, error=said)

@@ -72,6 +72,9 @@ ENDED_STATES = frozenset(
     }
 )  # fmt: skip
 
+UNREADABLE = "UNREADABLE"
+"""No word of Slurm: what is written down about this one job cannot be read, so nothing is known of it."""
+
 
 class Scheduler(Protocol):
     """Where jobs run. Every method raises `SlurmUnreachable` instead of guessing when it gets no answer."""
@@ -85,7 +88,10 @@ class Scheduler(Protocol):
         """All jobs of this user whose name starts so: the queue first, then accounting where there is one."""
 
     def poll(self, ids: list[str]) -> dict[str, JobStatus]:
-        """One batched look-up; an id that was asked for and is missing is unknown to the scheduler."""
+        """One batched look-up; an id that was asked for and is missing is unknown to the scheduler.
+
+        A job in state UNREADABLE stands under its name, because its id is not known.
+        """
 
     def release(self, job_id: str, submission: Path) -> None:
         """Let a held job start, with its payload under the adopted id; repeating it is harmless."""

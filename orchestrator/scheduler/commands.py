@@ -37,8 +37,10 @@ def require(program: str) -> None:
 
 
 def ask(command: list[str], timeout: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end; raises SlurmUnreachable when it takes too long or says that it got no answer."""
-    require(command[0])
+    """Run a command to its end; raises SlurmUnreachable when it is missing, takes too long or got no answer."""
+    if shutil.which(command[0]) is None:
+        hint = "load Slurm's module, or work on a login node of the cluster"
+        raise SlurmUnreachable(f"{command[0]} is not on PATH: Slurm cannot be asked", hint=hint)
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=timeout, check=False,

@@ -20,7 +20,7 @@ from orchestrator.errors import ConfigError, SlurmUnreachable, SubmitAmbiguous, 
 from orchestrator.home import state_home
 from orchestrator.scheduler import local_records as records
 from orchestrator.scheduler import payload
-from orchestrator.scheduler.base import JobSpec, JobStatus
+from orchestrator.scheduler.base import UNREADABLE, JobSpec, JobStatus
 from orchestrator.scheduler.job_environment import package_root
 from orchestrator.scheduler.local_records import End, Host, Intent
 from orchestrator.scheduler.sbatch_values import check_field, minutes
@@ -49,16 +49,22 @@ class LocalScheduler:
         _start(intent, path, spec.submitter.environ(os.environ))
 
     def find(self, name_prefix: str) -> list[JobStatus]:
-        found = [self._status(intent) for intent in self._intents() if intent.name.startswith(name_prefix)]
+        found = [self._status_or_trouble(intent) for intent in self._intents() if intent.name.startswith(name_prefix)]
+        for status in found:
+            if status is not None and status.state == UNREADABLE and status.name == name_prefix:
+                raise SlurmUnreachable(status.reason)  # the one that was asked for
         return [status for status in found if status is not None]
 
     def poll(self, ids: list[str]) -> dict[str, JobStatus]:
         wanted = set(ids)
         found = {}
         for intent in self._intents():
-            host = records.read_host(intent.folder)
-            if host is not None and host.job_id in wanted:
-                found[host.job_id] = _known(intent, host)
+            try:
+                host = records.read_host(intent.folder)
+                if host is not None and host.job_id in wanted:
+                    found[host.job_id] = _known(intent, host)
+            except (OSError, ValueError) as error:
+                found[intent.name] = _unreadable(intent, str(error))
         return found
 
     def release(self, job_id: str, submission: Path) -> None:
@@ -68,7 +74,10 @@ class LocalScheduler:
 
     def cancel(self, job_id: str) -> None:
         for intent in self._intents():
-            host = records.read_host(intent.folder)
+            try:
+                host = records.read_host(intent.folder)
+            except (OSError, ValueError):
+                continue  # nobody could have told this id
             if host is None or host.job_id != job_id or records.read_end(intent.folder) is not None:
                 continue
             if records.is_alive(host):
@@ -81,6 +90,15 @@ class LocalScheduler:
             return records.intents(self._index)
         except OSError as error:
             raise SlurmUnreachable(f"local jobs cannot be looked up: {error}", where=str(self._index)) from error
+
+    def _status_or_trouble(self, intent: Intent) -> JobStatus | None:
+        """One job that cannot be looked up must not hide the others."""
+        try:
+            return self._status(intent)
+        except SlurmUnreachable as error:
+            return _unreadable(intent, error.what)
+        except (OSError, ValueError) as error:
+            return _unreadable(intent, str(error))
 
     def _status(self, intent: Intent) -> JobStatus | None:
         """What is known of a job; one that is just being started is waited for."""
@@ -190,6 +208,10 @@ def _known(intent: Intent, host: Host) -> JobStatus:
         exit_code=worst if worst is None or worst >= 0 else None, signal=-worst if worst and worst < 0 else None,
         reason=end.reason if end else "held" if held else "", end_time=end.ended_at if end else limit, held=held,
     )  # fmt: skip
+
+
+def _unreadable(intent: Intent, why: str) -> JobStatus:
+    return JobStatus(job_id="", name=intent.name, state=UNREADABLE, comment=intent.comment, reason=why)
 
 
 def _without_end(intent: Intent, host: Host) -> End | None:

@@ -113,10 +113,11 @@ def intents(index: Path) -> list[Intent]:
 def forget_old(index: Path, now: float) -> None:
     """Drop entries of jobs that ended long ago, or whose run directory was deleted."""
     for intent in intents(index):
-        ended = read_end(intent.folder)
-        gone = not intent.folder.is_dir() and not marked(intent.name)
-        if gone or (ended is not None and ended.ended_at < now - KEEP_ENDED_S):
-            intent_file(index, intent.name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError, ValueError):  # what cannot be read is not forgotten
+            ended = read_end(intent.folder)
+            gone = not intent.folder.is_dir() and not marked(intent.name)
+            if gone or (ended is not None and ended.ended_at < now - KEEP_ENDED_S):
+                intent_file(index, intent.name).unlink(missing_ok=True)
 
 
 def claim(submission: Path) -> Host | None:
@@ -138,8 +139,12 @@ def write_host(submission: Path, host: Host) -> None:
 
 
 def read_host(submission: Path) -> Host | None:
+    """The job's process; None while it has not written itself down. Raises OSError or ValueError."""
     fields = _read(_host_file(submission))
-    return None if fields is None else Host(**fields)
+    try:
+        return None if fields is None else Host(**fields)
+    except TypeError as error:
+        raise ValueError(f"{_host_file(submission)}: {error}") from error
 
 
 def write_end(submission: Path, end: End) -> None:
@@ -147,8 +152,12 @@ def write_end(submission: Path, end: End) -> None:
 
 
 def read_end(submission: Path) -> End | None:
+    """How the job ended; None while it has not. Raises OSError or ValueError."""
     fields = _read(_end_file(submission))
-    return None if fields is None else End(**{**fields, "exit_codes": tuple(fields["exit_codes"])})
+    try:
+        return None if fields is None else End(**{**fields, "exit_codes": tuple(fields["exit_codes"])})
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"{_end_file(submission)}: {error}") from error
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -6,8 +6,9 @@ import pytest
 
 from orchestrator.controller.actor import AMBIGUOUS_FOR
 from orchestrator.controller.reconcile import Controller
-from orchestrator.errors import ConfigError, Fenced, Precondition
+from orchestrator.errors import ConfigError, Fenced, Precondition, RegistryError
 from orchestrator.recovery.failures import LEAVING_LIMIT
+from orchestrator.scheduler.base import UNREADABLE, JobStatus
 from orchestrator.states import AttemptState, RunState, Trust
 from tests.fakes.model_slurm import Weather
 from tests.scenarios.world import World, config
@@ -397,6 +398,62 @@ def test_one_run_s_trouble_does_not_stop_the_others(tmp_path: Path) -> None:
     assert [error.split(":")[0] for error in report.errors] == ["bad-2"]
     assert world.attempts[0].state is AttemptState.SUBMITTED
     assert "cannot serve this run" in world.store.run(run.name).reason
+
+
+@pytest.mark.parametrize("trouble", [OSError("stale file handle"), ValueError("not JSON"), Precondition("no squeue")])
+def test_whatever_keeps_an_answer_away_is_silence(
+    tmp_path: Path, trouble: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path)
+    training(world, 12)
+
+    def fail(ids: list[str]) -> object:
+        raise trouble
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.slurm, "poll", fail)
+        report = world.controller.tick(world.lease)
+        assert (report.unreachable, report.errors) == (("slurm",), ())
+        assert str(trouble) in world.run.reason
+    assert world.finish().state is RunState.SUCCEEDED
+    assert len(world.attempts) == 1
+
+
+def test_a_job_whose_record_cannot_be_read_is_never_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(tmp_path)
+    training(world, 12)
+    broken = JobStatus(job_id="", name=world.attempts[0].job_name, state=UNREADABLE, reason="is not JSON")
+    with monkeypatch.context() as patch:
+        patch.setattr(world.slurm, "poll", lambda ids: {broken.name: broken})
+        patch.setattr(world.slurm, "find", lambda prefix: [broken])
+        for _ in range(20):
+            world.clock.advance(20.0)
+            report = world.controller.tick(world.lease)
+        assert (report.unreachable, report.errors) == ((), ())
+        assert world.attempts[0].state is AttemptState.RUNNING
+        assert "cannot be read: is not JSON" in world.run.reason
+    assert not [call for call in world.slurm.calls if call.startswith("cancel")]
+    assert world.finish().state is RunState.SUCCEEDED
+    assert len(world.attempts) == 1
+
+
+def test_a_damaged_config_is_its_run_s_trouble_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(tmp_path)
+    world.store.create_run(
+        slug="bad", cluster="slurm", root=tmp_path, config_digest="damaged", total_steps=1, identity={}, now=0.0,
+        nonce="00000002",
+    )  # fmt: skip
+    read = world.store.config
+
+    def config_of(digest: str) -> object:
+        if digest == "damaged":
+            raise RegistryError("config damaged is damaged")
+        return read(digest)
+
+    monkeypatch.setattr(world.store, "config", config_of)
+    report = world.controller.tick(world.lease)
+    assert [error.split(":")[0] for error in report.errors] == ["bad-2"]
+    assert world.attempts[0].state is AttemptState.SUBMITTED
 
 
 def test_a_folder_of_another_registry_holds_the_run(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orchestrator.errors import ConfigError, SubmitRejected
+from orchestrator.errors import ConfigError, SlurmUnreachable, SubmitRejected
 from orchestrator.scheduler import local, local_records
-from orchestrator.scheduler.base import JobSpec, JobStatus, Resources
+from orchestrator.scheduler.base import UNREADABLE, JobSpec, JobStatus, Resources
 from orchestrator.scheduler.job_environment import Submitter
 from orchestrator.scheduler.local import LocalScheduler
 from tests.orchestrator.scheduler.contract import World, eventually
@@ -75,6 +75,26 @@ def test_every_attempt_sees_what_the_submitter_saw(world: World, monkeypatch: py
     assert isinstance(environ, dict)
     assert environ["CONDA_PREFIX"] == "/opt/of-the-submitter"
     assert "VIRTUAL_ENV" not in environ
+
+
+def test_a_record_that_cannot_be_read_hides_its_own_job_only(world: World) -> None:
+    bad, good = world.spec(), world.spec()
+    broken, job = world.submit(bad), world.submit(good)
+    record = bad.submission / "local-job.json"
+    kept = record.read_text()
+    for text in ("{", '{"pid": 1}', "[]"):
+        record.write_text(text)
+        seen = world.scheduler.poll([broken.job_id, job.job_id])
+        assert {name: status.state for name, status in seen.items()} == {job.job_id: "PENDING", bad.name: UNREADABLE}
+        found = {status.name: status.state for status in world.scheduler.find("orch-")}
+        assert found == {good.name: "PENDING", bad.name: UNREADABLE}
+        with pytest.raises(SlurmUnreachable):
+            world.scheduler.find(bad.name)
+    world.scheduler.cancel(job.job_id)
+    assert world.until_ended(job) == "CANCELLED"
+    world.submit(world.spec())
+    record.write_text(kept)
+    assert world.scheduler.poll([broken.job_id])[broken.job_id].state == "PENDING"
 
 
 def test_a_job_has_a_session_of_its_own(world: World) -> None:

@@ -232,3 +232,9 @@ def test_the_agents_entry_travels_by_reference(program: Program, tmp_path: Path)
     payload = (tmp_path / "submission" / "5_submitted.pkl").read_bytes()
     assert b"tests.slurm.payload" in payload
     assert len(payload) < 600
+
+
+def test_a_client_that_is_missing_is_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SlurmUnreachable, match="squeue is not on PATH"):
+        SlurmScheduler().poll(["7"])

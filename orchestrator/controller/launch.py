@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
+from typing import Any, NoReturn
 
 from orchestrator.compose import Composed
 from orchestrator.config import RunConfig
@@ -37,7 +37,8 @@ def submit(
 ) -> tuple[Run, Attempt]:
     """Check, prepare data, write the run and the intent of its first attempt, make its folder.
 
-    A kill in between leaves nothing, or a run that the next pass of a controller finishes.
+    A kill in between leaves nothing, or a run that the next pass of a controller finishes; a refusal after the row
+    is there leaves a run that the next pass cancels.
     Raises ConfigError, Precondition, RegistryError.
     """
     config = composed.config
@@ -59,8 +60,18 @@ def submit(
         nonce=token_hex(4),
     )
     failpoints.reach("after_create")
-    ensure_run_dir(run, attempt, data)
+    try:
+        ensure_run_dir(run, attempt, data)
+    except Precondition as error:
+        _take_back(store, run, error, now)
     return run, attempt
+
+
+def _take_back(store: Store, run: Run, error: Precondition, now: float) -> NoReturn:
+    """Nobody may launch later what was refused now: only a controller may say that a run is cancelled, so ask it."""
+    store.ask(run.name, "cancel", {"now": True}, now)
+    hint = f"{error.hint}; then submit again ({run.name} will not be launched)"
+    raise Precondition(error.what, where=error.where, hint=hint) from error
 
 
 def _kind(wanted: str) -> str:

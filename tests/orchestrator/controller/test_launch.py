@@ -3,7 +3,7 @@
 import multiprocessing
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -11,6 +11,7 @@ from checkpointing.durable import read_json
 from orchestrator.compose import Composed, compose
 from orchestrator.controller import failpoints, launch
 from orchestrator.controller.folder import ensure_run_dir
+from orchestrator.controller.reconcile import Controller
 from orchestrator.errors import ConfigError, Precondition
 from orchestrator.registry.store import Store
 from orchestrator.states import AttemptState, RunState
@@ -132,6 +133,36 @@ def test_an_unwritable_root_is_said_before_anything_is_written(tmp_path: Path, s
     assert refused.value.what.startswith("the folder of runs cannot be written")
     assert str(tmp_path / "file" / "runs") in refused.value.where
     assert store.runs() == []
+
+
+def test_a_run_that_was_refused_is_named_and_never_launched_later(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Silent:
+        kind = "local"
+        submitted: ClassVar[list[Any]] = []
+
+        def submit(self, spec: Any) -> None:
+            self.submitted.append(spec)
+
+        def find(self, prefix: str) -> list[Any]:
+            return []
+
+    def full(*args: Any) -> None:
+        raise Precondition("cannot make the run's folder: No space left on device", hint="make room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "ensure_run_dir", full)
+        with pytest.raises(Precondition, match="No space left") as refused:
+            submit(tmp_path, store)
+    (run,) = store.runs()
+    assert refused.value.hint == f"make room; then submit again ({run.name} will not be launched)"
+    lease = store.take_lease("me", 6.0, 60.0)
+    assert lease is not None
+    Controller(store, {"local": Silent()}).tick(lease)  # type: ignore[dict-item]
+    assert store.run(run.name).state is RunState.CANCELLED
+    assert Silent.submitted == []
+    assert store.asks() == []
 
 
 def test_no_slurm_is_said_at_once(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,8 @@ DIFF_LIMIT = 256 * 1024
 """Bytes of a dirty diff that are kept; its digest always covers all of it."""
 FILES_LIMIT = 20_000
 """Files of a folder without git that are hashed at most."""
+BYTES_LIMIT = 256 * 1024 * 1024
+"""Bytes of them that are read; of files beyond that, name, size and time of change stand for the content."""
 ANSWER_WITHIN = 10.0
 _ROOT = Path(__file__).resolve().parent.parent
 _VARIABLES = re.compile(r"(NCCL|CUDA|TORCH|PYTORCH|OMP|MKL|GLOO|UCX|FI|TRITON)_[A-Z0-9_]+|LD_LIBRARY_PATH|PYTHONPATH")
@@ -55,16 +57,26 @@ def _place(place: Path) -> dict[str, Any]:
     sha = _git(folder, "rev-parse", "HEAD")
     if sha is None:
         return {"path": str(place), "sha256": digest([place])}
-    diff = _git(folder, "diff", "HEAD", "--binary", "--", ".") or ""
-    untracked = (_git(folder, "ls-files", "--others", "--exclude-standard", "--", ".") or "").splitlines()
-    found: dict[str, Any] = {"path": str(place), "git": sha.strip(), "dirty": bool(diff.strip() or untracked)}
-    if diff.strip():
-        found["diff"] = diff[:DIFF_LIMIT]
+    diff = _git(folder, "diff", "HEAD", "--binary", "--", ".")
+    # -z: without it git quotes names that are not ASCII, and no such file is found.
+    listed = _git(folder, "ls-files", "-z", "--others", "--exclude-standard", "--", ".")
+    untracked = [name for name in (listed or "").split("\0") if name]
+    found: dict[str, Any] = {"path": str(place), "git": sha.strip(), "dirty": bool((diff or "").strip() or untracked)}
+    silent = [name for name, answer in (("git diff", diff), ("git ls-files", listed)) if answer is None]
+    if silent:
+        found["dirty"] = found["dirty"] or None
+        found["dirty_reason"] = f"{' and '.join(silent)} failed, or took longer than {ANSWER_WITHIN:.0f} s"
+    if diff and diff.strip():
+        found["diff"] = _printable(diff[:DIFF_LIMIT])
         found["diff_sha256"] = hashlib.sha256(diff.encode(errors="surrogateescape")).hexdigest()
     if untracked:
-        found["untracked"] = untracked[:1000]
+        found["untracked"] = [_printable(name) for name in untracked[:1000]]
         found["untracked_sha256"] = digest(folder / name for name in untracked)
     return found
+
+
+def _printable(name: str) -> str:
+    return name.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
@@ -72,17 +84,30 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def digest(places: Iterable[Path]) -> str:
-    """SHA-256 over the names and contents of all source files below `places`, in a fixed order."""
-    total = hashlib.sha256()
+    """SHA-256 over the names and contents of all source files below `places`, in a fixed order.
+
+    Of what lies beyond `BYTES_LIMIT`, sizes and times of change stand for the contents.
+    """
+    total, left = hashlib.sha256(), BYTES_LIMIT
     for place in places:
         for path in _files(place):
             try:
-                content = hashlib.sha256(path.read_bytes()).hexdigest()
+                status = path.stat()
+                if status.st_size <= left:
+                    left -= status.st_size
+                    content = _content(path)
+                else:
+                    content = f"size {status.st_size} mtime {status.st_mtime_ns}"
             except OSError as error:
                 content = f"unreadable: {error.strerror}"
             name = path.relative_to(place) if path != place else Path(path.name)
             total.update(f"{name}\0{content}\0".encode(errors="surrogateescape"))
     return total.hexdigest()
+
+
+def _content(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _files(place: Path) -> list[Path]:
@@ -128,7 +153,7 @@ def _driver() -> str | None:
     if shutil.which("nvidia-smi") is None:
         return None
     said = _answer(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
-    return said.splitlines()[0].strip() if said and said.strip() else None
+    return _printable(said.splitlines()[0].strip()) if said and said.strip() else None
 
 
 def _version(name: str) -> str | None:
@@ -142,7 +167,7 @@ def _answer(command: list[str]) -> str | None:
     """What a command prints; None when it fails, is missing or does not answer in time."""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=ANSWER_WITHIN, check=False
+            command, capture_output=True, text=True, errors="surrogateescape", timeout=ANSWER_WITHIN, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -142,7 +142,8 @@ def _code(fields: dict[str, Any]) -> str:
         return _words(fields)
     words = [f"orch {ours.get('version')} {_short(ours.get('sha256'))}"]
     for place in fields.get("user") or []:
-        dirty = " with changes" if place.get("dirty") else ""
+        unknown = f" (changes not known: {place['dirty_reason']})" if place.get("dirty_reason") else ""
+        dirty = " with changes" if place.get("dirty") else unknown
         words.append(f"{place.get('path')} {_short(place.get('git') or place.get('sha256'))}{dirty}")
     return "   ".join(words)
 

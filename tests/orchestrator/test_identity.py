@@ -1,8 +1,11 @@
 """What a run notes of its code and environment, and what it must never note."""
 
 import json
+import os
 import subprocess
 from pathlib import Path
+
+import pytest
 
 from orchestrator import identity
 from orchestrator.config import RunConfig
@@ -64,3 +67,44 @@ def test_the_environment_is_named_without_importing_torch() -> None:
     assert found["torch"] == identity.packages()["torch"]
     assert found["slurm"] is None
     assert found["python"].count(".") == 2
+
+
+def test_a_git_that_does_not_answer_leaves_open_whether_there_are_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = {"rev-parse": "0" * 40, "ls-files": ""}
+    monkeypatch.setattr(identity, "_git", lambda folder, verb, *more: answers.get(verb))
+    (found,) = identity.code(config(tmp_path))["user"]
+    assert found["dirty"] is None
+    assert "git diff" in found["dirty_reason"]
+    answers["ls-files"] = "new.py\0"
+    (found,) = identity.code(config(tmp_path))["user"]
+    assert found["dirty"] is True
+
+
+def test_untracked_files_count_whatever_their_names_are(tmp_path: Path) -> None:
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "commit", "-qm", "first", "--allow-empty")
+    for name in ("m\N{LATIN SMALL LETTER U WITH DIAERESIS}ll.py", "a\nb.py", os.fsdecode(b"\xff.py")):
+        (tmp_path / name).write_text("a = 1\n")
+        (before,) = identity.code(config(tmp_path))["user"]
+        (tmp_path / name).write_text("a = 2\n")
+        (after,) = identity.code(config(tmp_path))["user"]
+        assert before["untracked_sha256"] != after["untracked_sha256"]
+        json.dumps(after, ensure_ascii=False).encode()
+        (tmp_path / name).unlink()
+
+
+def test_files_beyond_the_limit_are_named_by_size_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity, "BYTES_LIMIT", 10)
+    large, small = tmp_path / "a-dump.bin", tmp_path / "model.py"
+    large.write_bytes(b"x" * 11)
+    small.write_text("a = 1\n")
+    with monkeypatch.context() as patched:
+        read = []
+        patched.setattr(identity, "_content", lambda path: read.append(path.name) or "")
+        identity.digest([tmp_path])
+        assert read == ["model.py"]
+    before = identity.digest([tmp_path])
+    os.utime(large, ns=(1, 1))
+    assert identity.digest([tmp_path]) != before

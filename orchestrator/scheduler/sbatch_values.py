@@ -40,7 +40,7 @@ OWNED = {
     "requeue": "orch starts new attempts itself, on other nodes if need be",
     "no-requeue": "orch sets it itself",
     "array": "one run is one job",
-    "dependency": "orch decides when an attempt starts; use `orch submit --after` for an order of runs",
+    "dependency": "orch decides when an attempt starts; for an order of runs: `orch wait RUN && orch submit ...`",
     "begin": "a held job is released by orch",
     "export": "a job's variables come from `env`",
     "export-file": "a job's variables come from `env`",

@@ -1,16 +1,19 @@
 """Job scripts: what stands in them, and that no value can become a command."""
 
 import os
+import re
 import shlex
 import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrator.cli.main import orch
 from orchestrator.errors import ConfigError, SubmitAmbiguous, SubmitRejected
 from orchestrator.scheduler.base import JobSpec, Resources
 from orchestrator.scheduler.sbatch import submit_error
@@ -144,6 +147,15 @@ def test_options_that_orch_owns_are_refused_with_the_reason(option: str) -> None
 def test_their_abbreviations_and_underscores_are_refused_too(option: str) -> None:
     with pytest.raises(ConfigError, match="not yours to set"):
         check_options({option: "x"})
+
+
+def test_what_such_a_refusal_says_to_type_can_be_typed() -> None:
+    for why in OWNED.values():
+        for verb, option in re.findall(r"orch (\w+)[^`]*? (--[\w-]+)", why):
+            context = click.Context(orch)
+            command = orch.get_command(context, verb)
+            assert command is not None
+            assert any(option in parameter.opts for parameter in command.params), why
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import click
 from orchestrator.cli.options import Verb
 from orchestrator.cli.registry import open_store, wake_controller
 from orchestrator.cli.render import Screen
-from orchestrator.errors import OrchError, Precondition
+from orchestrator.errors import NotFound, OrchError, Precondition
 from orchestrator.states import RunState, may_move
 
 NO_CONTROLLER = click.option("--no-controller", is_flag=True, help="Act once from here; start no controller.")
@@ -60,6 +60,8 @@ def _ask(screen: Screen, verb: str, names: tuple[str, ...], target: RunState, no
 
 def _request(store: Any, verb: str, name: str, target: RunState) -> dict[str, Any]:
     run = store.run(name)
+    if name not in (run.name, "@last"):
+        raise NotFound(f"no run {name}", hint=f"{verb} takes whole names, so that it meets no other run: {run.name}?")
     item = {"run": run.name, "state": str(run.state), "ask": None, "answer": ""}
     if verb == "cancel" and run.state is RunState.CANCELLED:
         return {**item, "answer": "was cancelled already"}

@@ -112,6 +112,18 @@ def test_what_cannot_be_cancelled_or_resumed_is_refused(orch: Type, seeds: Seeds
     assert orch("resume", seeds.run()).out.startswith("tiny-2: is going on already")
 
 
+@pytest.mark.parametrize("verb", ["cancel", "resume"])
+def test_the_beginning_of_a_name_is_not_enough_to_end_a_run(
+    orch: Type, seeds: Seeds, service: SimpleNamespace, verb: str
+) -> None:
+    run = seeds.run(state=RunState.HELD)
+    refused = orch(verb, run[:-1], "--no-controller")
+    assert refused.code == 3
+    assert run in refused.err
+    assert seeds.store.asks() == []
+    assert orch(verb, "@last", "--no-controller").code == 0
+
+
 def test_of_several_runs_those_are_cancelled_that_can_be(orch: Type, seeds: Seeds, service: SimpleNamespace) -> None:
     run = seeds.run()
     some = orch("cancel", run, "nobody-7", "--no-controller")

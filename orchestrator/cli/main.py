@@ -1,6 +1,7 @@
 """The `orch` program: which module holds which verb, and the edge where errors become exit codes."""
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -82,7 +83,7 @@ def run(args: Sequence[str] | None = None) -> int:
     except OSError as error:
         return _tell(screen, Precondition(*_os_words(error), hint="mend that, then type the same command again"))
     except Exception as error:  # outermost edge: recorded, and told  # noqa: BLE001
-        return _internal(screen, error)
+        return _internal(screen, error, words)
     return result if isinstance(result, int) else 0
 
 
@@ -108,14 +109,22 @@ def _usage(screen: Screen, error: click.ClickException) -> int:
     return NotFound.exit_code if code == "NotFound" else 2
 
 
-def _internal(screen: Screen, error: Exception) -> int:
+def shown(words: Sequence[str]) -> str:
+    """A command line as it may be kept: values of `env` are where people put what is secret."""
+    return " ".join(re.sub(r"(?s)^(\+?env(?:\.[^=]*)?=).*", r"\1***", word) for word in words)
+
+
+def _internal(screen: Screen, error: Exception, words: Sequence[str]) -> int:
     from orchestrator.home import state_home
 
     text = traceback.format_exc()
     where = ""
     try:
         saved = state_home() / "last-error.txt"
-        saved.write_text(f"orch {' '.join(sys.argv[1:])}\n\n{text}")
+        descriptor = os.open(saved, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", errors="backslashreplace") as stream:
+            os.fchmod(descriptor, 0o600)  # one that was there keeps its mode
+            stream.write(f"orch {shown(words)}\n\n{text}")
         where = f"the traceback is in {saved}"
     except OSError:
         where = "the traceback could not be saved; --debug prints it"

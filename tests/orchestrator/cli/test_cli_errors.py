@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator import compose
 from orchestrator.cli import main, status
 from tests.orchestrator.cli.conftest import Seeds, Type
 
@@ -126,3 +127,23 @@ def test_main_exits_with_the_code(home: Path) -> None:
     with pytest.raises(SystemExit) as stopped:
         main.main(["show", "x"])
     assert stopped.value.code == 3
+
+
+def test_what_is_kept_of_an_internal_error_is_private_and_without_secrets(
+    orch: Type, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(compose, "compose", broken)
+    home.mkdir()
+    saved = home / "last-error.txt"
+    saved.write_text("an older one")
+    saved.chmod(0o644)
+    typed = ["+env.A=hunter2", "env.B=hunter2\nhunter2", "env={C: hunter2}", "env.WORD=x=hunter2", "train.steps=7"]
+    assert orch("submit", "tiny-gpt", *typed).code == 1
+    kept = saved.read_text()
+    assert "orch submit tiny-gpt +env.A=*** env.B=*** env=*** env.WORD=***" in kept
+    assert "train.steps=7" in kept
+    assert "hunter2" not in kept
+    assert saved.stat().st_mode & 0o777 == 0o600

@@ -261,11 +261,19 @@ class Coordinator:
             world=self._config.cluster.world_size,
         )  # fmt: skip
         await self._until(lambda: self._roster.all_examined() or self._hopeless(), EXAMINE_SECONDS)
-        faults = {member.name: member.faults or [] for member in self._roster.present()}
+        faults = {member.name: member.faults for member in self._roster.present() if member.faults is not None}
         failure = preflight.verdict(faults)
         if failure is not None:
             return rungs.end(failure.reason, failure)
+        if not (self._roster.all_examined() or self._hopeless()):
+            return self._unanswered("was not examined", self._roster.unexamined(), EXAMINE_SECONDS)
         return await self._get_ready()
+
+    def _unanswered(self, what: str, names: list[str], seconds: float) -> Decision:
+        reason = f"{', '.join(names)} {what} within {seconds:.0f} s"
+        # Of one node of many the node itself is the likeliest cause.
+        only = names[0] if len(names) == 1 else None
+        return rungs.end(reason, Failure(kind=FailureKind.UNKNOWN, reason=reason, node=only))
 
     def _hopeless(self) -> bool:
         return self._fatal() is not None or self._stopping.stop is not None
@@ -287,8 +295,7 @@ class Coordinator:
         if stop is not None:
             return rungs.stop_failure(stop.reason, "asked to stop between two generations")
         if not ready:
-            reason = f"not every nursery was ready within {READY_SECONDS:.0f} s"
-            return rungs.end(reason, Failure(kind=FailureKind.UNKNOWN, reason=reason))
+            return self._unanswered("had no nursery ready", self._roster.unready(), READY_SECONDS)
         return None
 
     async def _generation(self) -> Decision | None:

@@ -73,6 +73,12 @@ class Roster:
     def all_examined(self) -> bool:
         return self.complete() and all(member.faults is not None for member in self.present())
 
+    def unexamined(self) -> list[str]:
+        return [member.name for member in self.present() if member.faults is None]
+
+    def unready(self) -> list[str]:
+        return [member.name for member in self.present() if not member.ready]
+
     def all_ready(self) -> bool:
         return self.complete() and all(member.ready for member in self.present())
 

@@ -120,3 +120,25 @@ def test_a_save_that_is_asked_for_after_a_stop_is_answered_by_the_stop(play):
         assert answers[0].data["answer"] == "a stop with a save is under way"
 
     play(script)
+
+
+@pytest.mark.parametrize(
+    ("patience", "says", "words"),
+    [
+        ("EXAMINE_SECONDS", {"fit": False}, "n1 was not examined within"),
+        ("READY_SECONDS", {"ready": False}, "n1 had no nursery ready within"),
+    ],
+)
+def test_a_node_that_does_not_answer_is_not_taken_for_fit_and_is_named(play, monkeypatch, patience, says, words):
+    monkeypatch.setattr(coordinating, patience, 1.5)
+
+    async def script(scene: Scene) -> None:
+        await scene.join(0)
+        await scene.join(1, **says)
+        assert await asyncio.wait_for(scene.leading, 15) == 75
+        outcome = AttemptOutcome.read(scene.attempt.outcome)
+        assert words in outcome.reason
+        assert outcome.failure is not None
+        assert outcome.failure.node == "n1"
+
+    play(script)

@@ -18,7 +18,8 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 def send(link: socket.socket, packet: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
     """Send one packet; raises OSError when the other side is gone or does not listen."""
-    data = dump_line(packet).encode()
+    # A lone surrogate (of a file name in an exception, say) must not silence the rest.
+    data = dump_line(packet).encode(errors="replace")
     if len(data) > _LARGEST:
         raise OSError(f"packet of {len(data)} bytes is larger than {_LARGEST}")
     socket.send_fds(link, [data], list(descriptors))

@@ -34,7 +34,8 @@ class Peer:
         """Queue one message; a message for a lost peer is dropped, its reader notices the loss."""
         if self._writer.is_closing():
             return
-        self._writer.write((dump_line({"say": say, **fields}) + "\n").encode())
+        # Nor may a lone surrogate in what is told go on: whoever writes it down could not encode it.
+        self._writer.write((dump_line({"say": say, **fields}) + "\n").encode(errors="replace"))
         if self._writer.transport.get_write_buffer_size() > _LARGEST_BACKLOG:
             self._writer.transport.abort()
 

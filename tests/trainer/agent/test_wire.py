@@ -7,6 +7,7 @@ import threading
 import time
 
 from tests.trainer.agent.job import until
+from trainer.agent import packets
 from trainer.agent.wire import LONGEST_LINE, Door, Peer, connect
 
 GARBAGE = [
@@ -44,6 +45,26 @@ async def hung_up(reader: asyncio.StreamReader) -> bool:
         return await asyncio.wait_for(reader.read(), 2.0) == b""
     except ConnectionResetError:
         return True
+
+
+def test_a_text_that_utf_8_cannot_encode_arrives_without_what_it_cannot():
+    ours, theirs = packets.pair()
+    packets.send(ours, {"say": "unloadable", "message": "bad \udcff name"})
+    assert packets.receive(theirs)[0]["message"] == "bad ? name"
+    ours.close()
+    theirs.close()
+
+    async def scene() -> None:
+        host = Host()
+        port = await host.door.open("127.0.0.1")
+        member = await connect("127.0.0.1", port, {"token": "secret"})
+        assert (await member.receive())["say"] == "welcome"
+        member.send("bad \udcff name")
+        assert (await asyncio.wait_for(member.receive(), 5))["what"] == "bad ? name"
+        await member.close()
+        await host.door.close()
+
+    asyncio.run(scene())
 
 
 def test_a_member_is_served_while_strangers_send_garbage():

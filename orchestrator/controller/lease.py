@@ -9,24 +9,32 @@ from orchestrator.controller.watch import Watch
 from orchestrator.registry.records import Lease
 from orchestrator.registry.store import Store
 
+ONCE = "+once"
+"""Ends the name of a holder that makes a single pass."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """A process that holds or wants the lease: `host:pid:start time`, because pids come back."""
+    """A process that holds or wants the lease: `host:pid:start time`, because pids come back.
+
+    `+once` at the end says that it makes a single pass: it is no controller that anybody may rely on.
+    """
 
     host: str
     pid: int
     started: str
+    once: bool = False
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.pid}:{self.started}"
+        return f"{self.host}:{self.pid}:{self.started}{ONCE if self.once else ''}"
 
     @classmethod
     def parse(cls, text: str) -> "Holder | None":
         """The parts of a holder; None for the empty one of a dropped lease, or for anything else."""
         host, _, rest = text.rpartition(":")[0].rpartition(":")
         pid, started = rest, text.rpartition(":")[2]
-        return cls(host=host, pid=int(pid), started=started) if host and pid.isdigit() else None
+        once, started = started.endswith(ONCE), started.removesuffix(ONCE)
+        return cls(host=host, pid=int(pid), started=started, once=once) if host and pid.isdigit() else None
 
     @property
     def is_here(self) -> bool:
@@ -38,8 +46,8 @@ class Holder:
         return start_time(self.pid) == self.started if self.is_here else None
 
 
-def this_process() -> Holder:
-    return Holder(host=host_name(), pid=os.getpid(), started=start_time(os.getpid()) or "0")
+def this_process(*, once: bool = False) -> Holder:
+    return Holder(host=host_name(), pid=os.getpid(), started=start_time(os.getpid()) or "0", once=once)
 
 
 def host_name() -> str:
@@ -65,16 +73,18 @@ def may_take(held: Lease | None, watch: Watch, *, ttl: float = LEASE_TTL) -> boo
     lives = holder.lives if holder is not None else None
     # On this host the process itself can be looked at, dead or alive.
     if lives is not None:
-        return not lives or holder == this_process()
+        return not lives or holder in (this_process(), this_process(once=True))
     return watch.age("lease", f"{held.epoch}:{held.renewed_at}") >= ttl
 
 
-def acquire(store: Store, watch: Watch, now: float, *, ttl: float = LEASE_TTL) -> Lease | None:
+def acquire(
+    store: Store, watch: Watch, now: float, *, ttl: float = LEASE_TTL, once: bool = False
+) -> Lease | None:
     """The lease for this process; None while another controller lives."""
     held = store.lease()
     if not may_take(held, watch, ttl=ttl):
         return None
     # The store compares with its column: let a lease that we saw die count as expired, whatever that host's clock said.
     then = now if held is None else max(now, held.expires_at)
-    lease = store.take_lease(str(this_process()), then, ttl)
+    lease = store.take_lease(str(this_process(once=once)), then, ttl)
     return store.renew_lease(lease, now, ttl) if lease is not None else None

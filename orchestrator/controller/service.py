@@ -31,6 +31,8 @@ SHORTEST, LONGEST = 1.0, 15.0
 """Seconds between passes: while something changes, and once nothing does any more."""
 LOOK = 0.5
 """Seconds between looks for news that need no scheduler: requests, new runs, outcomes."""
+AGAIN = 0.25
+"""Seconds between tries for the lease: single passes leave gaps that are no longer than this."""
 STOP_WITHIN = 15.0
 """Seconds that `stop` waits for the daemon to finish its pass."""
 FRESH = 45.0
@@ -39,7 +41,7 @@ FRESH = 45.0
 
 @dataclass(frozen=True, kw_only=True)
 class Health:
-    """Whether a controller lives, as far as this host can tell."""
+    """Whether a controller lives, as far as this host can tell; `once`: it makes a single pass and then ends."""
 
     alive: bool
     host: str | None
@@ -48,6 +50,7 @@ class Health:
     renewed_at: float | None
     ticked_at: float | None
     log: str
+    once: bool = False
 
 
 def status(store_path: Path) -> Health:
@@ -62,6 +65,7 @@ def status(store_path: Path) -> Health:
         renewed_at=held.renewed_at if held else None,
         ticked_at=(held.ticked_at or None) if held else None,
         log=str(log_path()),
+        once=holder.once if holder else False,
     )
 
 
@@ -78,7 +82,9 @@ def log_path() -> Path:
 
 def ensure_running(store_path: Path) -> bool:
     """Start a controller of this user unless one lives; whether one was started. It outlives the caller."""
-    if status(store_path).alive:
+    found = status(store_path)
+    # A single pass drives nothing afterwards: the new controller waits until it is done.
+    if found.alive and not found.once:
         return False
     command = [sys.executable, "-P", "-m", "orchestrator.controller.service", str(store_path.absolute())]
     # WARNING: setproctitle overwrites the environment's memory unless SPT_NOENV says otherwise.
@@ -103,7 +109,7 @@ def stop(store_path: Path) -> bool:
     """End the controller that holds the lease; whether there was one. Raises Precondition when it cannot be reached."""
     held = quick.lease(store_path)
     holder = Holder.parse(held.holder) if held is not None else None
-    if holder is None or not _alive(held, holder):
+    if holder is None or holder.once or not _alive(held, holder):
         return False
     if not holder.is_here:
         raise Precondition(
@@ -137,7 +143,7 @@ def tick_once(store_path: Path) -> TickReport | None:
     if status(store_path).alive and not _is_mine(store_path):
         return None
     with _controller(store_path) as controller:
-        lease = acquire(controller.store, controller.watch, time.time())
+        lease = acquire(controller.store, controller.watch, time.time(), once=True)
         if lease is None:
             controller.watch.save()
             return None
@@ -197,12 +203,14 @@ class Daemon:
             if lease is not None:
                 return lease
             held = store.lease()
-            here = Holder.parse(held.holder) if held else None
+            holder = Holder.parse(held.holder) if held else None
             renewed = held is not None and first is not None and held.renewed_at != first.renewed_at
-            if renewed or (here is not None and here.lives):
+            # A single pass is soon over, and nobody would go on after it.
+            single = holder is not None and holder.once
+            if not single and (renewed or (holder is not None and holder.lives)):
                 log.info("another controller lives: %s", held.holder if held else "")
                 return None
-            time.sleep(1.0)
+            time.sleep(AGAIN)
         return None
 
     def _turn(self) -> bool:

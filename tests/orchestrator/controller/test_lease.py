@@ -30,6 +30,9 @@ def test_a_holder_is_named_by_host_pid_and_start_time() -> None:
     assert Holder.parse(str(me)) == me
     assert me.lives is True
     assert me.started == start_time(os.getpid())
+    once = this_process(once=True)
+    assert Holder.parse(str(once)) == once
+    assert once.lives is True
     assert Holder.parse("") is None
     assert Holder.parse("nonsense") is None
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from orchestrator.controller import service
-from orchestrator.controller.lease import host_name, this_process
+from orchestrator.controller.lease import Holder, host_name, start_time, this_process
 from orchestrator.controller.reconcile import Controller
 from orchestrator.controller.watch import Clock
 from orchestrator.errors import RegistryError
@@ -81,6 +81,41 @@ def test_a_second_daemon_finds_the_first_and_ends(path: Path) -> None:
     assert again.returncode == 0
     assert "another controller lives" in again.stdout
     assert service.stop(path)
+
+
+def test_a_single_pass_is_no_controller_and_is_waited_for(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    spawned: list[object] = []
+    try:
+        once = Holder(host=host_name(), pid=other.pid, started=start_time(other.pid) or "", once=True)
+        with Store.open(path) as store:
+            lease = store.take_lease(str(once), time.time(), 60.0)
+            assert lease is not None
+            assert (service.status(path).alive, service.status(path).once) == (True, True)
+            assert service.stop(path) is False, "a pass of somebody's shell is not to be ended"
+            assert service.tick_once(path) is None
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "posix_spawn", lambda *args, **more: spawned.append(args))
+                assert service.ensure_running(path) is True
+            daemon = service.Daemon(Controller(store, {}, clock=Clock()), idle_exit_s=0.0)
+
+            def pass_on(seconds: float) -> None:
+                renewed = store.lease()
+                assert renewed is not None
+                if renewed.holder == str(once):
+                    store.renew_lease(renewed, time.time(), 60.0)
+                    store.drop_lease(renewed)
+
+            monkeypatch.setattr(service.time, "sleep", pass_on)
+            daemon.run()
+            after = store.lease()
+    finally:
+        other.communicate(b"\n", timeout=30.0)
+    assert len(spawned) == 1
+    assert after is not None
+    assert after.epoch == lease.epoch + 1
+    assert after.ticked_at > 0
 
 
 def test_an_idle_daemon_ends_by_itself_and_gives_the_lease_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

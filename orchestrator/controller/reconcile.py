@@ -38,13 +38,17 @@ SWEEP_EVERY = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class TickReport:
-    """What one pass did. `unreachable` names schedulers that gave no answer, `errors` runs that could not be served."""
+    """What one pass did; `errors` names runs that could not be served.
+
+    `unreachable` names the kinds of schedulers that gave no answer at some moment, `silence` says so in their words.
+    """
 
     live: int
     changed: bool
     actions: tuple[str, ...] = ()
     errors: tuple[str, ...] = ()
     unreachable: tuple[str, ...] = ()
+    silence: tuple[str, ...] = ()
 
 
 class Controller:
@@ -67,13 +71,14 @@ class Controller:
         self.pool_size = pool_size
         self._configs: dict[str, RunConfig] = {}
         self._errors: list[str] = []
+        self._silent: dict[str, str] = {}
         self._swept_at: dict[str, float] = {}
 
     def tick(self, lease: Lease) -> TickReport:
         """One pass; raises Fenced when the lease is lost, RegistryError when the registry cannot be used."""
         self.actor.begin(lease)
         self.actor.hold_lease()
-        self._errors = []
+        self._errors, self._silent = [], {}
         asks.answer_idle(self.actor)
         runs = self.store.runs(LIVE_RUNS)
         attempts = {run.name: tuple(self.store.attempts(run.name)) for run in runs}
@@ -88,7 +93,8 @@ class Controller:
             changed=any(fresh) or bool(self.actor.actions),
             actions=tuple(self.actor.actions),
             errors=tuple(self._errors),
-            unreachable=tuple(kind for kind, sight in sights.items() if not sight.answered),
+            unreachable=tuple(sorted(self._silent)),
+            silence=tuple(words for _, words in sorted(self._silent.items())),
         )
 
     def news(self) -> tuple[object, ...]:
@@ -99,11 +105,14 @@ class Controller:
 
     def _look(self, kind: str, runs: list[Run], attempts: Mapping[str, tuple[Attempt, ...]]) -> Sight:
         if kind not in self.schedulers:
-            return replace(BLIND, error=f"{kind} cannot be used on this machine")
+            self._silent[kind] = f"{kind} cannot be used on this machine"
+            return replace(BLIND, error=self._silent[kind])
         last = [attempts[run.name][-1] for run in runs if run.cluster == kind]
         adopted = [attempt for attempt in last if attempt.state in (AttemptState.SUBMITTED, AttemptState.RUNNING)]
         due = self.clock.mono() - self._swept_at.get(kind, -SWEEP_EVERY) >= SWEEP_EVERY
         sight = look(self.schedulers[kind], adopted, sweep=due or len(adopted) < len(last))
+        if not sight.answered:
+            self._silent[kind] = sight.error
         if sight.swept:
             self._swept_at[kind] = self.clock.mono()
         return sight
@@ -117,6 +126,7 @@ class Controller:
         except (Fenced, RegistryError):
             raise
         except SlurmUnreachable as error:
+            self._silent.setdefault(run.cluster, error.what)
             self._note(run, f"{run.cluster} does not answer, nothing is assumed: {error.what}")
         except Precondition as error:
             self._hold(run, error)

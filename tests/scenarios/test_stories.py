@@ -469,4 +469,20 @@ def test_a_scheduler_that_this_machine_lacks_is_silence(tmp_path: Path) -> None:
     controller = Controller(world.store, {}, clock=world.clock.as_clock())
     report = controller.tick(world.lease)
     assert report.unreachable == ("slurm",)
+    assert report.silence == ("slurm cannot be used on this machine",)
+    assert world.attempts[0].state is AttemptState.INTENT
+
+
+def test_silence_in_the_middle_of_a_pass_is_reported_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(tmp_path)
+    answers = world.slurm.submit
+
+    def fall_silent(spec: object) -> None:
+        answers(spec)  # type: ignore[arg-type]
+        world.slurm.reachable = False
+
+    monkeypatch.setattr(world.slurm, "submit", fall_silent)
+    report = world.controller.tick(world.lease)
+    assert report.unreachable == ("slurm",)
+    assert "Unable to contact slurm controller" in report.silence[0]
     assert world.attempts[0].state is AttemptState.INTENT

@@ -213,6 +213,7 @@ def test_what_cron_starts_finds_slurm_and_keeps_its_log_private(
     (tables / "say").write_text('#!/bin/sh\necho "$PATH|$SLURM_CONF|$LD_LIBRARY_PATH"\n')
     (tables / "say").chmod(0o755)
     line = orch("controller", "install", "--via", via).out.splitlines()[-1].removeprefix("* * * * * ")
+    (home / "controller-tick.log").unlink()  # as after a tidying up
     subprocess.run(["/bin/sh", "-c", line], env={"PATH": "/usr/bin:/bin"}, check=True, timeout=20)
     log = home / "controller-tick.log"
     path, conf, libraries = log.read_text().strip().split("|")

@@ -14,6 +14,7 @@ from checkpointing.catalog import Catalog
 from checkpointing.durable import canonical
 from checkpointing.engine.failure import FAILURES, explain
 from checkpointing.engine.group import Ranks
+from checkpointing.engine.reader import MayLack
 from checkpointing.engine.restoring import Restored, Restorer
 from checkpointing.engine.saving import Job, Owner, Saver
 from checkpointing.engine.staging import stage
@@ -108,15 +109,21 @@ class Checkpointer:
             _log.warning("old checkpoints could not be deleted yet: %s", error)
 
     def restore(
-        self, tensors: Mapping[str, Tensor], *, optional_prefixes: tuple[str, ...] = ("rng/",)
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        optional_prefixes: tuple[str, ...] = ("rng/",),
+        optional_folders: tuple[str, ...] = (),
     ) -> Restored | None:
         """Fill `tensors` in place from the newest checkpoint that verifies; None when there is none at all.
 
-        Keys that begin with an optional prefix may be missing from the checkpoint. Raises NothingVerifies when
-        checkpoints exist and every one was refused: starting from nothing is then somebody's decision, not ours.
+        Keys that begin with an optional prefix may be missing from the checkpoint; below a prefix of
+        `optional_folders`, the keys of one folder (up to their last slash) may be missing together. Raises
+        NothingVerifies when there should be checkpoints and none can be loaded: starting from nothing is then
+        somebody's decision, not ours.
         """
         self.wait()
-        restored = self._restorer.run(tensors, optional_prefixes)
+        restored = self._restorer.run(tensors, MayLack(alone=optional_prefixes, together=optional_folders))
         self.committed_step = restored.step if restored else None
         return restored
 

@@ -1,6 +1,7 @@
 """What a failed save or load is called: which exceptions count, and what they mean in words."""
 
 import errno
+import pickle
 
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -18,6 +19,7 @@ FAILURES = (
     LookupError,
     MemoryError,
     OSError,
+    pickle.PickleError,
     RuntimeError,
     TypeError,
     ValueError,

@@ -4,6 +4,7 @@ import io
 import math
 import pickle
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import torch
@@ -89,13 +90,36 @@ def read_metadata(storage: Storage, manifest: Manifest) -> Metadata:
     return metadata
 
 
+@dataclass(frozen=True, kw_only=True)
+class MayLack:
+    """Which keys a checkpoint may be without: those below `alone`, and whole folders directly below `together`.
+
+    A folder is a key up to its last slash: the state that an optimizer keeps for one parameter. A checkpoint that has
+    nothing at all below a prefix of `together` lacks more than a folder.
+    """
+
+    alone: tuple[str, ...] = ("rng/",)
+    together: tuple[str, ...] = ()
+
+    def needed(self, absent: Iterable[str], known: Iterable[str]) -> list[str]:
+        """The keys among `absent` that must not be."""
+        whole = tuple(prefix for prefix in self.together if any(key.startswith(prefix) for key in known))
+        folders = {_folder(key) for key in known}
+        rest = [key for key in absent if not key.startswith(self.alone)]
+        return [key for key in rest if not key.startswith(whole) or _folder(key) in folders]
+
+
+def _folder(key: str) -> str:
+    return key.rpartition("/")[0]
+
+
 def plan_read(
-    name: str, metadata: Metadata, tensors: Mapping[str, Tensor], optional_prefixes: tuple[str, ...]
+    name: str, metadata: Metadata, tensors: Mapping[str, Tensor], may_lack: MayLack
 ) -> tuple[LoadPlan, tuple[str, ...]]:
     """What to read for `tensors`, and the optional keys that are absent; raises Refused before anything is touched."""
     known = metadata.state_dict_metadata
     absent = sorted(key for key in tensors if key not in known)
-    needed = [key for key in absent if not key.startswith(optional_prefixes)]
+    needed = may_lack.needed(absent, known)
     if needed:
         more = f" and {len(needed) - 1} more" if len(needed) > 1 else ""
         raise Refused(name, f"has no tensor {needed[0]}{more}")

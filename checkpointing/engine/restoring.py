@@ -1,7 +1,7 @@
 """The ladder of restore: newest committed checkpoint first, verified by all ranks together, else the next older one."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -11,7 +11,7 @@ from checkpointing.catalog import Catalog
 from checkpointing.commit import parse_name
 from checkpointing.engine.failure import FAILURES, explain
 from checkpointing.engine.group import Ranks
-from checkpointing.engine.reader import plan_read, read_into, read_metadata
+from checkpointing.engine.reader import MayLack, plan_read, read_into, read_metadata
 from checkpointing.engine.saving import Owner, Tell
 from checkpointing.errors import NothingVerifies, Refused
 from checkpointing.manifest import Manifest
@@ -20,7 +20,9 @@ from checkpointing.verify import all_chunks, check_chunks, read_sealed
 T = TypeVar("T")
 
 LATE_S = 30.0
-"""How long a rank waits for a file that rank 0 already sees: shared file systems show names late."""
+"""How long to wait for what must be there by what others have seen: shared file systems show names late."""
+
+_PATIENCE_S = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +44,18 @@ class Restorer:
         self.refused: set[str] = set()
         self._touched = False
 
-    def run(self, tensors: Mapping[str, Tensor], optional_prefixes: tuple[str, ...]) -> Restored | None:
+    def run(self, tensors: Mapping[str, Tensor], may_lack: MayLack) -> Restored | None:
         """Load the newest checkpoint that can be trusted; None when there is none; raises NothingVerifies."""
         self._touched = False
         refusals: list[Refused] = []
-        for name in self._candidates():
+        found, missing = self._candidates()
+        for name in missing:
+            refusals.append(Refused(name, "not there, although this attempt is to inherit it"))
+            self._refuse(refusals[-1])
+        for name in found:
             start = time.monotonic()
             try:
-                restored = self._load(name, tensors, optional_prefixes)
+                restored = self._load(name, tensors, may_lack)
             except Refused as refusal:
                 refusals.append(refusal)
                 self._refuse(refusal)
@@ -60,25 +66,32 @@ class Restorer:
             raise NothingVerifies(refusals, touched=self._touched)
         return None
 
-    def _candidates(self) -> list[str]:
-        owner = self._owner
-        found: list[str] | Refused | None = None
+    def _candidates(self) -> tuple[list[str], list[str]]:
+        """What there is to load, newest first, and what should be there and be newer than all of it, but is not."""
+        listed: tuple[list[str], list[str]] | Refused | None = None
         if self._ranks.leads:
-            found = _try(
-                "", lambda: [e.name for e in self._catalog.accepted(owner.attempt, owner.nonce, owner.inherit)]
-            )
-        found = self._ranks.broadcast(found)
-        if isinstance(found, Refused):
+            listed = _try("", self._await_inherited)
+        listed = self._ranks.broadcast(listed)
+        if isinstance(listed, Refused):
             # Not knowing what there is must never look like a fresh start.
-            raise NothingVerifies([Refused("the checkpoint folder", found.reason)], touched=False)
-        return found
+            raise NothingVerifies([Refused("the checkpoint folder", listed.reason)], touched=False)
+        return listed
 
-    def _load(self, name: str, tensors: Mapping[str, Tensor], optional_prefixes: tuple[str, ...]) -> Restored:
+    def _await_inherited(self) -> tuple[list[str], list[str]]:
+        owner, deadline = self._owner, time.monotonic() + LATE_S
+        while True:
+            found = [entry.name for entry in self._catalog.accepted(owner.attempt, owner.nonce, owner.inherit)]
+            missing = _newer(owner.inherit, found)
+            if not missing or time.monotonic() >= deadline:
+                return found, missing
+            time.sleep(_PATIENCE_S)
+
+    def _load(self, name: str, tensors: Mapping[str, Tensor], may_lack: MayLack) -> Restored:
         manifest = self._sealed(name)
         self._together(name, lambda: self._check_share(manifest))
         # Only from here on is anything unpickled: every byte on every rank's share matched its digest.
         metadata = self._together(name, lambda: read_metadata(self._storage, manifest))
-        plan, absent = self._together(name, lambda: plan_read(name, metadata, tensors, optional_prefixes))
+        plan, absent = self._together(name, lambda: plan_read(name, metadata, tensors, may_lack))
         self._touched = True
         self._together(name, lambda: read_into(self._storage, manifest, metadata, plan, tensors))
         return Restored(step=manifest.step, extra=manifest.extra, name=name, absent=absent)
@@ -111,7 +124,7 @@ class Restorer:
     def _await_files(self, manifest: Manifest, files: set[str]) -> None:
         deadline = time.monotonic() + LATE_S
         while not files <= self._storage.list(manifest.name).keys() and time.monotonic() < deadline:
-            time.sleep(0.2)
+            time.sleep(_PATIENCE_S)
 
     def _together(self, name: str, act: Callable[[], T]) -> T:
         """Do this rank's part; raises the same Refused on every rank when any of them failed."""
@@ -133,6 +146,13 @@ class Restorer:
     def _say(self, kind: str, **data: Any) -> None:
         if self._ranks.leads:
             self._tell(kind, data)
+
+
+def _newer(names: Sequence[str], found: Sequence[str]) -> list[str]:
+    """Those of `names` that are newer than everything in `found`, newest first."""
+    newest = parse_name(found[0]) if found else None
+    parsed = [parts for name in names if (parts := parse_name(name)) is not None]
+    return [str(parts) for parts in sorted(parsed, reverse=True) if newest is None or parts > newest]
 
 
 def _try(name: str, act: Callable[[], T]) -> T | Refused:

@@ -2,6 +2,7 @@
 
 import errno
 import math
+import pickle
 import threading
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,29 @@ def test_other_prefixes_can_be_made_optional(bench: Bench) -> None:
     restored = made.restore({"ema.weight": torch.zeros(2)}, optional_prefixes=("ema.",))
     assert restored is not None
     assert restored.absent == ("ema.weight",)
+
+
+def test_a_folder_of_keys_may_be_absent_as_a_whole_and_only_so(bench: Bench) -> None:
+    made = bench.checkpointer()
+    made.save(1, {"optim/a/m": torch.ones(2), "optim/a/v": torch.ones(2)}, {})
+    whole = {"optim/a/m": torch.zeros(2), "optim/b/m": torch.zeros(2), "optim/b/v": torch.zeros(2)}
+    restored = made.restore(whole, optional_folders=("optim/",))
+    assert restored is not None
+    assert restored.absent == ("optim/b/m", "optim/b/v")
+    with pytest.raises(NothingVerifies, match="has no tensor optim/a/w"):
+        made.restore({"optim/a/m": torch.zeros(2), "optim/a/w": torch.zeros(2)}, optional_folders=("optim/",))
+    with pytest.raises(NothingVerifies, match="has no tensor other/a/m"):
+        made.restore({"other/a/m": torch.zeros(2)}, optional_folders=("other/",))
+
+
+def test_a_tensor_that_cannot_be_unpickled_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: Any, **__: Any) -> torch.Tensor:
+        raise pickle.UnpicklingError("Weights only load failed")
+
+    made = bench.saved(5)
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(NothingVerifies, match="UnpicklingError: Weights only load failed"):
+        made.restore(blank())
 
 
 @pytest.mark.parametrize(

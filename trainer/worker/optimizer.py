@@ -1,5 +1,7 @@
 """AdamW, and making an optimizer's state exist before it is read from a checkpoint."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
@@ -40,6 +42,7 @@ def prime(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
 
 
-def forget(optimizer: torch.optim.Optimizer) -> None:
-    """Drop all state: the next step starts afresh."""
-    optimizer.state.clear()
+def forget(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter] | None = None) -> None:
+    """Drop the state of `parameters`, by default of all: their next step starts afresh."""
+    for parameter in list(optimizer.state) if parameters is None else parameters:
+        optimizer.state.pop(parameter, None)

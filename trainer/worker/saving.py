@@ -20,7 +20,13 @@ class Saver(Protocol):
 
     def save(self, step: int, tensors: Mapping[str, torch.Tensor], extra: dict[str, Any]) -> None: ...
 
-    def restore(self, tensors: Mapping[str, torch.Tensor]) -> Any: ...
+    def restore(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        optional_prefixes: tuple[str, ...] = ...,
+        optional_folders: tuple[str, ...] = ...,
+    ) -> Any: ...
 
     def wait(self) -> None: ...
 
@@ -39,7 +45,7 @@ class Progressed:
         config_digest: str, seed: int,
     ) -> None:  # fmt: skip
         self._model, self._optimizer, self._data = model, optimizer, data
-        self._rng, self._device = state.rng_name(rank), device
+        self._rank, self._rng, self._device = rank, state.rng_name(rank), device
         self._config_digest, self._seed = config_digest, seed
         self.step = 0
         self.loss = float("nan")
@@ -53,20 +59,34 @@ class Progressed:
             config_digest=self._config_digest,
             seed=self._seed,
         )
-        saver.save(self.step, {**self._tensors(), self._rng: state.pack_rng(self._device)}, extra)
+        own = {self._rng: state.pack_rng(self._device), **state.rank_buffers(self._model, self._rank)}
+        saver.save(self.step, {**self._tensors(), **own}, extra)
 
     def restore(self, saver: Saver) -> None:
         """Fill everything from the newest checkpoint that verifies; stay at step 0 when there is none."""
         optimizers.prime(self._optimizer)
         packed = torch.zeros_like(state.pack_rng(self._device))
-        restored = saver.restore({**self._tensors(), self._rng: packed})
+        buffers = state.rank_buffers(self._model, self._rank)
+        first = {key: torch.zeros_like(buffer) for key, buffer in state.rank_buffers(self._model, 0).items()}
+        restored = saver.restore(
+            {**self._tensors(), **first, **buffers, self._rng: packed},
+            # Those of the first rank are always there: ranks that the saving world did not have begin with them.
+            optional_prefixes=("rng/", *((state.buffers_name(self._rank),) if self._rank else ())),
+            # A parameter that has never had a gradient has no state to save.
+            optional_folders=("optimizer/",),
+        )
         if restored is None:
             optimizers.forget(self._optimizer)
             return
+        absent = set(restored.absent)
+        for (key, buffer), other in zip(buffers.items(), first.values(), strict=True):
+            if key in absent:
+                buffer.copy_(other)
+        optimizers.forget(self._optimizer, state.without_state(self._model, absent))
         self.step, self.loss = restored.step, number(restored.extra["loss"])
         self._data.seek(restored.extra["consumed"])
         if packed.any():  # the checkpoint of a smaller world has none for this rank: it keeps its fresh one
             state.unpack_rng(packed, self._device)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        return {**state.model_tensors(self._model), **state.optimizer_tensors(self._model, self._optimizer)}
+        return {**state.shared_tensors(self._model), **state.optimizer_tensors(self._model, self._optimizer)}

@@ -2,6 +2,7 @@
 
 import ctypes
 import random
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -22,6 +23,27 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+def shared_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The part of `model_tensors` that is one value for all ranks together."""
+    own = {f"model/{name}" for name in _own_buffers(model)}
+    return {key: tensor for key, tensor in model_tensors(model).items() if key not in own}
+
+
+def buffers_name(rank: int) -> str:
+    return f"buffers/rank-{rank:05d}/"
+
+
+def rank_buffers(model: nn.Module, rank: int) -> dict[str, torch.Tensor]:
+    """Buffers that differ between ranks, as the statistics of a batch norm do, under keys of this rank's own."""
+    return {f"{buffers_name(rank)}{name}": buffer for name, buffer in _own_buffers(model).items()}
+
+
+def _own_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    kept = model.state_dict().keys()
+    found = {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    return {name: b for name, b in found.items() if b.is_floating_point() and not isinstance(b, DTensor)}
+
+
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Every tensor of the optimizer's state under `optimizer/<parameter>/<key>`; settings come from the config."""
     found = {}
@@ -30,6 +52,12 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
             if isinstance(value, torch.Tensor):
                 found[f"optimizer/{name}/{key}"] = value
     return found
+
+
+def without_state(model: nn.Module, absent: Collection[str]) -> list[nn.Parameter]:
+    """The parameters of which a checkpoint, that lacks the keys `absent`, has no optimizer state."""
+    names = {key.removeprefix("optimizer/").rpartition("/")[0] for key in absent if key.startswith("optimizer/")}
+    return [parameter for name, parameter in model.named_parameters() if name in names]
 
 
 def rng_name(rank: int) -> str:

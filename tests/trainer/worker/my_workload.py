@@ -37,3 +37,20 @@ class Plane(BaseWorkload):
     def loss(self, model, batch):
         x, y = batch
         return nn.functional.mse_loss(model(x), y)
+
+
+class Uneven(Plane):
+    """A parameter that never gets a gradient, and statistics that every rank gathers from its own data."""
+
+    def build_model(self):
+        model = super().build_model()
+        model.add_module("statistics", nn.BatchNorm1d(1))
+        model.unused = nn.Linear(3, 3)
+        model.forward = lambda x: model.statistics(model[3](model[2](model[1](model[0](x)))))
+        return model
+
+    def build_optimizer(self, model):
+        return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def loss(self, model, batch):
+        return super().loss(model, batch) + model.statistics.running_mean.square().sum()

@@ -55,3 +55,17 @@ def test_priming_makes_the_state_and_leaves_the_weights():
 def test_only_matrices_decay():
     optimizer = optimizers.adamw(nn.Linear(4, 3), TrainConfig(weight_decay=0.3))
     assert [(group["weight_decay"], len(group["params"])) for group in optimizer.param_groups] == [(0.3, 1), (0.0, 1)]
+
+
+def test_the_state_of_some_parameters_can_be_forgotten():
+    model = nn.Linear(4, 3)
+    optimizer = optimizers.adamw(model, TrainConfig())
+    optimizers.prime(optimizer)
+    absent = ["optimizer/bias/exp_avg", "optimizer/bias/step", "rng/rank-00003"]
+    optimizers.forget(optimizer, state.without_state(model, absent))
+    assert sorted({key.split("/")[1] for key in state.optimizer_tensors(model, optimizer)}) == ["weight"]
+
+
+def test_floating_buffers_stand_under_their_rank():
+    assert list(state.rank_buffers(Tied(), 3)) == ["buffers/rank-00003/kept"]
+    assert "model/kept" not in state.shared_tensors(Tied())

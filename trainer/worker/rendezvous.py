@@ -5,6 +5,7 @@ import socket
 from datetime import timedelta
 from ipaddress import ip_address
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -36,10 +37,22 @@ def torchrun_environment(spec: RankSpec) -> dict[str, str]:
 
 def choose_interface(interface: str, host: str) -> None:
     """Tell gloo and NCCL which network to use, unless the user's environment already does."""
-    chosen = interface or ("lo" if _loopback(host) else "")
+    chosen = interface or interface_of(host)
     if chosen:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", chosen)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", chosen)
+        # "=": NCCL would take every interface whose name begins so.
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={chosen}")
+
+
+def interface_of(host: str) -> str:
+    """The interface that bears the address `host`; empty when it is not one of this machine.
+
+    Left to itself gloo takes the address of the host's own name, which many distributions make a loopback address.
+    """
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == host for address in addresses):
+            return name
+    return "lo" if _loopback(host) else ""
 
 
 def _loopback(host: str) -> bool:

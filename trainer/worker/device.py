@@ -26,13 +26,21 @@ def backend(device: torch.device) -> str:
 
 
 def be_deterministic(threads: int) -> None:
-    """Fix what could change bits between two runs: thread count, kernel choice, scratch memory of cuBLAS."""
+    """Fix what could change bits between two runs: thread count, kernel choice, scratch memory of cuBLAS.
+
+    Operations that have no deterministic kernel only warn, until `be_strict`.
+    """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Filling every fresh tensor costs a write of it; nothing here reads uninitialized memory.
     torch.utils.deterministic.fill_uninitialized_memory = False
     torch.backends.cudnn.benchmark = False
+
+
+def be_strict() -> None:
+    """Raise where an operation has no deterministic kernel; attention's backward on GPUs takes its own only then."""
+    torch.use_deterministic_algorithms(True, warn_only=False)
 
 
 def threads_per_rank(cluster: ClusterShape) -> int:

@@ -56,6 +56,8 @@ def _train(spec: RankSpec, cell: ProgressCell, control: socket.socket, started: 
     devices.be_deterministic(devices.threads_per_rank(config.cluster))
     _seed(config.train.seed)
     made = workload.build(config)
+    if getattr(made, "strictly_deterministic", False):
+        devices.be_strict()
     device = devices.choose(config.cluster, spec.local_rank)
     rendezvous.choose_interface(config.cluster.interface, spec.host)
     rendezvous.join(spec, control, device)
@@ -95,7 +97,7 @@ def _loop(
     _diversify(config.train.seed, trained.layout)
     cell.update(phase=Phase.RESTORE)
     progressed.restore(saver)
-    cell.update(step=progressed.step, saved_step=progressed.step)
+    cell.update(step=progressed.step, saved_step=progressed.step, restored_step=progressed.step)
     outside = Outside(
         cell=cell,
         journal=journal,

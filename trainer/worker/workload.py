@@ -59,6 +59,10 @@ class Workload(Protocol):
 class BaseWorkload:
     """Defaults: every child of the model sharded by FSDP, AdamW, token shards from `data.path`."""
 
+    strictly_deterministic = False
+    """True: an operation without a deterministic kernel raises. False: it warns, and fused attention on GPUs is free
+    to differ in the last bits between two runs."""
+
     def __init__(self, config: JobConfig, **args: Any) -> None:
         self.config, self.args = config, args
 

@@ -105,6 +105,7 @@ def run(scenario: dict) -> dict:
         "codes": [rank.code for rank in ranks],
         "steps": [rank.step() for rank in ranks],
         "saved": [rank.cell.read().saved_step for rank in ranks],
+        "restored": [rank.cell.read().restored_step for rank in ranks],
         "last": [rank.heard() for rank in ranks],
         "seconds": time.monotonic() - begin,
         "timed_out": timed_out,

@@ -49,6 +49,11 @@ def test_save_and_go_on_saves_once(make_run):
 
 
 def test_a_stop_at_the_last_step_is_a_finish(make_run):
-    run = make_run(1, train={"steps": 2}, checkpoint={"every": 0})
-    assert run.train([ask("CANCEL", rank=0, at=0)])["codes"][0] in (0, ExitCode.STOPPED_AFTER_SAVE)
+    # The sleep after step 1 lets the request arrive; the last step reads its own votes.
+    run = make_run(
+        1, train={"steps": 2}, checkpoint={"every": 0}, drill={"events": [{"kind": "slow-rank", "step": 1, "value": 1}]}
+    )
+    assert run.train([ask("CANCEL", rank=0, at=1)])["codes"] == [ExitCode.FINISHED]
+    (agreed,) = events(run, EventKind.STOP_AGREED)
+    assert agreed.data["step"] == 2
     assert len(events(run, EventKind.CHECKPOINT_COMMITTED)) == 1

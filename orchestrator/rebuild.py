@@ -13,11 +13,12 @@ from checkpointing.catalog import Catalog
 from checkpointing.durable import canonical, fsync_dir, read_json
 from orchestrator.config import RunConfig
 from orchestrator.controller.ingest import ingest
+from orchestrator.controller.lease import Holder
 from orchestrator.controller.view import RunView
 from orchestrator.errors import RegistryError
 from orchestrator.registry import quick
 from orchestrator.registry.recording import Record
-from orchestrator.registry.records import Checkpoint
+from orchestrator.registry.records import Checkpoint, Lease
 from orchestrator.registry.store import Store
 from orchestrator.salvage import salvage
 from orchestrator.states import Trust
@@ -27,6 +28,8 @@ from trainer.contract.run_dir import RunDir
 
 log = logging.getLogger("orch.registry")
 HOLDER = "orch db rebuild"
+_UNUSABLE = (OSError, ValueError, TypeError, KeyError, AttributeError)
+"""What files that are damaged, or not ours, lead to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +69,19 @@ def _refuse_while_served(path: Path, now: float) -> None:
         lease = quick.lease(path)
     except RegistryError:
         return  # a registry that cannot be read is what this is for
-    if lease is not None and lease.holder and lease.expires_at > now:
+    if lease is not None and lease.holder and _lives(lease, now):
         raise RegistryError(
             f"a controller is alive ({lease.holder}) and writes to this registry",
             where=str(path),
             hint="orch controller stop, then again",
         )
+
+
+def _lives(lease: Lease, now: float) -> bool:
+    """Of this host the process itself is looked at: a long pass outlives its lease, and a killed one leaves it."""
+    holder = Holder.parse(lease.holder)
+    lives = holder.lives if holder is not None else None
+    return lease.expires_at > now if lives is None else lives
 
 
 def _refuse_twins(found: list[Found]) -> None:
@@ -91,25 +101,28 @@ def _found(roots: Sequence[Path]) -> Iterator[Found]:
     for root in dict.fromkeys(root.resolve() for root in roots):
         folders = [root] if (root / "run.json").is_file() else sorted(root.iterdir())
         for path in folders:
-            if (path / "run.json").is_file() and not path.name.startswith("."):
-                try:
+            try:
+                if (path / "run.json").is_file() and not path.name.startswith("."):
                     yield _read(RunDir(path))
-                except (OSError, ValueError, TypeError, KeyError) as error:
-                    log.warning("left out: %s: %s", path, error)
+            except _UNUSABLE as error:
+                log.warning("left out: %s: %s", path, error)
 
 
 def _read(folder: RunDir) -> Found:
     run, config = read_json(folder.run), read_json(folder.config)
+    if not isinstance(run, dict) or not isinstance(config, dict):
+        raise ValueError(f"{folder.run} or {folder.config} is no JSON object")
     if run.get("schema") != "orch.run/1":
         raise ValueError(f"{folder.run} is not of a run of orch")
     digest = hashlib.sha256(canonical(config)).hexdigest()
     if digest != run["config_digest"]:
         raise ValueError(f"{folder.config} was changed: its digest is {digest}, the run's is {run['config_digest']}")
+    build(RunConfig, config)  # refused by the rules of today: no controller could serve it
     try:
         record = Record.read(folder.record)
         if record.run.config_digest != digest or record.run.name != run["name"]:
             raise ValueError(f"{folder.record} is of another run")
-    except (OSError, ValueError) as error:
+    except _UNUSABLE as error:
         log.info("no record: %s", error)
         record = salvage(folder, run)
     return Found(folder=folder, config=config, record=_moved(record, folder))
@@ -159,7 +172,10 @@ def _catch_up(store: Store, item: Found, epoch: int, now: float) -> None:
     attempts = item.record.attempts
     for count in range(1, len(attempts) + 1):
         view = RunView(run=item.record.run, attempts=attempts[:count], config=config)
-        ingest(store, view, epoch=epoch, now=now)
+        try:
+            ingest(store, view, epoch=epoch, now=now)
+        except _UNUSABLE as error:
+            log.warning("%s: what attempt %d wrote last is not taken in: %s", item.folder.path, count, error)
     _check_against_disk(store, item, epoch, now)
     # Reading old events again is no news about the run.
     store.note_run(item.record.run.name, epoch=epoch, now=item.record.run.updated_at)

@@ -1,5 +1,6 @@
 """The registry is lost; the run directories have it all."""
 
+import hashlib
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from checkpointing.durable import canonical, dump_line
+from orchestrator.controller.lease import Holder, host_name, start_time
 from orchestrator.errors import RegistryError
 from orchestrator.rebuild import rebuild
 from orchestrator.registry.records import Checkpoint, Generation
@@ -234,6 +236,14 @@ def test_folders_that_are_not_runs_or_are_damaged_are_left_out(desk: Desk, caplo
     (desk.root / "notes").mkdir()
     (desk.root / "broken").mkdir()
     (desk.root / "broken" / "run.json").write_text("{")
+    (desk.root / "listed").mkdir()
+    (desk.root / "listed" / "run.json").write_text("[]")
+    (desk.root / "listed" / "config.json").write_text("{}")
+    refused = begin(desk)
+    config = {**CONFIG, "train": {"steps": -1}}
+    refused.config.write_bytes(canonical(config))
+    about = {**json.loads(refused.run.read_text()), "config_digest": hashlib.sha256(canonical(config)).hexdigest()}
+    refused.run.write_text(dump_line(about))
     lose(desk)
     with caplog.at_level(logging.WARNING):
         assert rebuild(desk.path, [desk.root], now=50.0) == 1
@@ -242,6 +252,41 @@ def test_folders_that_are_not_runs_or_are_damaged_are_left_out(desk: Desk, caplo
     told = "\n".join(record.getMessage() for record in caplog.records)
     assert "tiny-2/config.json was changed" in told
     assert "broken/run.json is not JSON" in told
+    assert "listed/run.json or" in told
+    assert "tiny-3: train.steps=-1" in told
+
+
+def test_a_folder_that_may_not_be_read_is_left_out(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = begin(desk)
+    (desk.root / "secret").mkdir()
+    lose(desk)
+    is_file = Path.is_file
+
+    def refuse(path: Path) -> bool:
+        if path.parent.name == "secret":
+            raise PermissionError(13, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    assert rebuild(desk.path, [desk.root], now=50.0) == 1
+    with Store.open(desk.path) as store:
+        assert [run.name for run in store.runs()] == [good.name]
+
+
+def test_a_controller_of_this_host_is_judged_by_its_process_not_by_its_lease(desk: Desk) -> None:
+    begin(desk)
+    desk.store.drop_lease(desk.lease)
+    parent = os.getppid()
+    alive = Holder(host=host_name(), pid=parent, started=start_time(parent) or "")
+    held = desk.store.take_lease(str(alive), 0.0, 1.0)
+    assert held is not None
+    with pytest.raises(RegistryError, match="a controller is alive"):
+        rebuild(desk.path, [desk.root], now=5000.0)
+    desk.store.drop_lease(held)
+    killed = Holder(host=host_name(), pid=parent, started="1")
+    assert desk.store.take_lease(str(killed), 0.0, 1e9) is not None
+    desk.store.close()
+    assert rebuild(desk.path, [desk.root], now=5000.0) == 1
 
 
 def test_two_folders_of_one_name_are_refused_and_nothing_changes(desk: Desk, tmp_path: Path) -> None:

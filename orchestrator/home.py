@@ -9,10 +9,10 @@ def state_home(environ: Mapping[str, str] = os.environ) -> Path:
     """`ORCH_HOME`, or `orch` below the XDG state folder; made private to the user on first use."""
     base = environ.get("ORCH_HOME")
     if base:
-        home = Path(base).expanduser()
+        home = Path(base).expanduser().absolute()
     else:
         state = environ.get("XDG_STATE_HOME") or "~/.local/state"
-        home = Path(state).expanduser() / "orch"
+        home = Path(state).expanduser().absolute() / "orch"
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     return home
 
@@ -20,4 +20,4 @@ def state_home(environ: Mapping[str, str] = os.environ) -> Path:
 def registry_path(environ: Mapping[str, str] = os.environ) -> Path:
     """`ORCH_REGISTRY` (a file name), or `registry.db` in the state folder."""
     named = environ.get("ORCH_REGISTRY")
-    return Path(named).expanduser() if named else state_home(environ) / "registry.db"
+    return Path(named).expanduser().absolute() if named else state_home(environ) / "registry.db"

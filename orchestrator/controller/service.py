@@ -88,7 +88,7 @@ def ensure_running(store_path: Path) -> bool:
         return False
     command = [sys.executable, "-P", "-m", "orchestrator.controller.service", str(store_path.absolute())]
     # WARNING: setproctitle overwrites the environment's memory unless SPT_NOENV says otherwise.
-    environment = {**os.environ, "SPT_NOENV": "1"}
+    environment = {**os.environ, "SPT_NOENV": "1", **_places(store_path)}
     if root := package_root():
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
     log_file = str(log_path())
@@ -103,6 +103,12 @@ def ensure_running(store_path: Path) -> bool:
         ],
     )  # fmt: skip
     return True
+
+
+def _places(store_path: Path) -> dict[str, str]:
+    """The same places for a daemon, whose working folder is another."""
+    registry = {"ORCH_REGISTRY": str(store_path.absolute())} if "ORCH_REGISTRY" in os.environ else {}
+    return {"ORCH_HOME": str(state_home()), **registry}
 
 
 def stop(store_path: Path) -> bool:

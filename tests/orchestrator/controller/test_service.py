@@ -17,6 +17,7 @@ from orchestrator.controller.lease import Holder, host_name, start_time, this_pr
 from orchestrator.controller.reconcile import Controller
 from orchestrator.controller.watch import Clock
 from orchestrator.errors import RegistryError
+from orchestrator.home import registry_path, state_home
 from orchestrator.registry.records import Lease
 from orchestrator.registry.store import Store
 from trainer.contract.run_dir import RunDir
@@ -116,6 +117,18 @@ def test_a_single_pass_is_no_controller_and_is_waited_for(path: Path, monkeypatc
     assert after is not None
     assert after.epoch == lease.epoch + 1
     assert after.ticked_at > 0
+
+
+def test_a_daemon_is_told_its_places_in_full(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(path.parent)
+    monkeypatch.setenv("ORCH_HOME", "state")
+    monkeypatch.setenv("ORCH_REGISTRY", path.name)
+    assert state_home() == path.parent / "state"
+    assert registry_path() == path
+    given: list[dict[str, str]] = []
+    monkeypatch.setattr(os, "posix_spawn", lambda program, command, environ, **more: given.append(environ))
+    service.ensure_running(registry_path())
+    assert (given[0]["ORCH_HOME"], given[0]["ORCH_REGISTRY"]) == (str(path.parent / "state"), str(path))
 
 
 def test_an_idle_daemon_ends_by_itself_and_gives_the_lease_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

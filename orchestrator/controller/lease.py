@@ -77,9 +77,7 @@ def may_take(held: Lease | None, watch: Watch, *, ttl: float = LEASE_TTL) -> boo
     return watch.age("lease", f"{held.epoch}:{held.renewed_at}") >= ttl
 
 
-def acquire(
-    store: Store, watch: Watch, now: float, *, ttl: float = LEASE_TTL, once: bool = False
-) -> Lease | None:
+def acquire(store: Store, watch: Watch, now: float, *, ttl: float = LEASE_TTL, once: bool = False) -> Lease | None:
     """The lease for this process; None while another controller lives."""
     held = store.lease()
     if not may_take(held, watch, ttl=ttl):

@@ -51,12 +51,16 @@ def _ask(partition: str) -> int | None:
 
 
 def read_sizes(text: str, partition: str) -> int | None:
-    """Nodes of `partition` in lines of `count name`; the default one (marked by *) when none is named."""
+    """Nodes of `partition` in lines of `count name`; the default one (marked by *) when none is named.
+
+    Of several (`gpu,gpu-long`) the largest counts: they may share nodes, and a job runs in one of them.
+    """
     sizes: dict[str, int] = {}
     for line in text.splitlines():
         count, _, name = line.strip().partition(" ")
         if count.isdigit():
             sizes[name] = sizes.get(name, 0) + int(count)
     if partition:
-        return sizes.get(partition, sizes.get(f"{partition}*"))
+        known = [sizes.get(name, sizes.get(f"{name}*")) for name in partition.split(",")]
+        return max((size for size in known if size is not None), default=None)
     return next((size for name, size in sizes.items() if name.endswith("*")), None)

@@ -102,7 +102,7 @@ def _final(failure: Failure) -> Decision | None:
     if failure.kind is FailureKind.STORAGE:
         return Decision(action=Action.HOLD, reason=f"storage must be mended first: {failure.reason}")
     if failure.kind is FailureKind.SUBMIT_REJECTED:
-        return Decision(action=Action.HOLD, reason=f"Slurm refuses the job: {failure.reason}")
+        return Decision(action=Action.HOLD, reason=f"the job was refused: {failure.reason}")
     if failure.kind is FailureKind.CANCELLED:
         return Decision(action=Action.HOLD, reason=failure.reason)
     return None

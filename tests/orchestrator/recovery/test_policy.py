@@ -31,7 +31,7 @@ TABLE = {
     "time limit": ([past(1, FailureKind.TIME_LIMIT, 10)], Action.RETRY, "goes on after time_limit"),
     "user": ([past(1, FailureKind.USER_ERROR, 10)], Action.FAIL, "the training code failed: its reason"),
     "storage": ([past(1, FailureKind.STORAGE, 10)], Action.HOLD, "storage must be mended first: its reason"),
-    "rejected": ([past(1, FailureKind.SUBMIT_REJECTED, None)], Action.HOLD, "Slurm refuses the job: its reason"),
+    "rejected": ([past(1, FailureKind.SUBMIT_REJECTED, None)], Action.HOLD, "the job was refused: its reason"),
     "scancel": ([past(1, FailureKind.CANCELLED, 10)], Action.HOLD, "its reason"),
     "stalled": ([past(n, FailureKind.RANK_KILLED, None) for n in (1, 2, 3)], Action.HOLD, "3 attempts in a row"),
     "stalled at the same step": (

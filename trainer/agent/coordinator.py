@@ -222,6 +222,7 @@ class Coordinator:
         for name in self._questions.saved(self._standing.saved):
             answer = f"saved at step {self._standing.saved}"
             self._events.write(EventKind.REQUEST_ANSWERED, name=name, answer=answer)
+        self._stopping.watch([member.progress for member in self._roster.present()], now)
         if self._stopping.due(now):
             self._ask_stop(self._stopping.ending(now))
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from trainer.contract.progress import StopReason
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
+PRESSING = ("SIGTERM", "SIGINT")
+"""Signals after which the sender will soon kill."""
 _SLURM_EARLY = 60.0
 """Slurm may send the signal of --signal up to so many seconds before it was asked to."""
 
@@ -14,7 +16,8 @@ _SLURM_EARLY = 60.0
 class Bounds:
     """Seconds that ranks get to agree, save and leave."""
 
-    asked: float = 60.0  # after a request or USR2
+    asked: float = 60.0  # after a request or USR2, or after the last progress since then
+    longest: float = 1800.0  # after a request or USR2, whatever progress there is
     term: float = 20.0  # after SIGTERM: Slurm's KillWait is 30
     margin: float = 5.0  # to the end of the job, for writing the outcome
 
@@ -54,7 +57,7 @@ def reason_of(signal_name: str, *, kind: str, left: float | None, lead_seconds: 
 def bound(signal_name: str, reason: StopReason, *, now: float, end: float | None, bounds: Bounds) -> float:
     """By when, on the clock of `now`, ranks must be done; `end` is the job's end on the same clock."""
     last = None if end is None else end - bounds.margin
-    if signal_name in ("SIGTERM", "SIGINT"):
+    if signal_name in PRESSING:
         wish = now + bounds.term
     elif reason is StopReason.TIME_LIMIT and last is not None:
         wish = last  # all the time there is

@@ -1,8 +1,10 @@
 """Why and by when the attempt is asked to stop: signals, requests, and the job's own end."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from trainer.agent.deadline import Bounds, bound, lead, parse_time, reason_of
+from trainer.agent.deadline import PRESSING, Bounds, bound, lead, parse_time, reason_of
 from trainer.contract.progress import StopReason
 
 
@@ -13,6 +15,7 @@ class Stop:
     reason: StopReason
     why: str
     until: float
+    latest: float  # `until` is never put off beyond this
 
 
 class Stopping:
@@ -21,6 +24,7 @@ class Stopping:
     def __init__(self, *, kind: str, started: float, limit: str, signal_lead: float, bounds: Bounds) -> None:
         seconds = parse_time(limit)
         self._kind, self._bounds = kind, bounds
+        self._seen: list[tuple[Any, ...]] = []
         self._lead = lead(seconds, signal_lead)
         self.end = None if seconds is None else started + seconds
         self.stop: Stop | None = None
@@ -50,12 +54,27 @@ class Stopping:
     def overdue(self, now: float) -> bool:
         return self.stop is not None and now >= self.stop.until
 
+    def watch(self, reports: Sequence[Mapping[str, Any]], now: float) -> None:
+        """Once a second, the nodes' newest reports: who trains on or writes its checkpoint gets its time again."""
+        seen = [(report.get("generation"), report.get("step"), report.get("saved")) for report in reports]
+        moved = seen != self._seen or any(report.get("phase") == "checkpoint" for report in reports)
+        self._seen = seen
+        if moved and self.stop is not None:
+            until = min(now + self._bounds.asked, self.stop.latest)
+            if self.end is not None:
+                until = min(until, self.end - self._bounds.margin)
+            self.stop = replace(self.stop, until=max(self.stop.until, until))
+
     def _ask(self, reason: StopReason, signal_name: str, why: str, now: float) -> Stop:
         """The first reason stays; a later one can only shorten the time."""
         first = self.stop
         until = bound(signal_name, first.reason if first else reason, now=now, end=self.end, bounds=self._bounds)
         if first is None:
-            self.stop = Stop(reason=reason, why=why, until=until)
+            stop = Stop(reason=reason, why=why, until=until, latest=self._latest(reason, until, now))
         else:
-            self.stop = replace(first, until=min(first.until, until))
+            stop = replace(first, until=min(first.until, until))
+        self.stop = replace(stop, latest=stop.until) if signal_name in PRESSING else stop
         return self.stop
+
+    def _latest(self, reason: StopReason, until: float, now: float) -> float:
+        return until if reason is StopReason.TIME_LIMIT else max(until, now + self._bounds.longest)

@@ -169,7 +169,11 @@ class Agent:
             run=self._run, attempt=self._attempt, config=config, place=place, events=self._log("coordinator"),
             token=token, started=self._started,
         )  # fmt: skip
-        await coordinator.open(address.reachable(place.kind, config.cluster.interface))
+        try:
+            host = address.reachable(place.kind, config.cluster.interface)
+        except RuntimeError as error:
+            raise Refused(str(error)) from error
+        await coordinator.open(host)
         return asyncio.get_running_loop().create_task(coordinator.run())
 
     async def _join(self, place: Place) -> Peer:

@@ -4,16 +4,21 @@ import errno
 import os
 import resource
 import secrets
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from checkpointing.durable import write_durably
+from trainer.agent import address
 from trainer.contract.config import JobConfig
 from trainer.contract.outcome import Failure, FailureKind
 
 _FEWEST_FILES = 1024
+_DEVICES = Path("/dev")
+_AMD = Path("/dev/kfd")
+_DRIVER_SECONDS = 60.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -32,7 +37,15 @@ class Fault:
 
 def examine(run_dir: Path, config: JobConfig) -> list[Fault]:
     """All checks on the calling node."""
-    found = (_run_folder(run_dir), _data(config), _shared_memory(), _open_files(config.cluster.ranks_per_node))
+    cluster = config.cluster
+    found = (
+        _run_folder(run_dir),
+        _data(config),
+        _shared_memory(),
+        _open_files(cluster.ranks_per_node),
+        _interface(cluster.interface),
+        _devices(cluster.gpus_per_node),
+    )
     return [fault for fault in found if fault is not None]
 
 
@@ -83,6 +96,38 @@ def _open_files(ranks: int) -> Fault | None:
     if soft >= _FEWEST_FILES:
         return None
     return Fault(check="open files", reason=f"open-files limit is {soft}, below {_FEWEST_FILES}", shared=False)
+
+
+def _interface(name: str) -> Fault | None:
+    try:
+        if name:
+            address.of_interface(name)
+    except RuntimeError as error:
+        return Fault(check="interface", reason=str(error), shared=False)
+    return None
+
+
+def _devices(wanted: int) -> Fault | None:
+    """A GPU that has fallen off the bus keeps its file in /dev, so the driver is asked first."""
+    if not wanted or _AMD.exists():
+        return None
+    found = _driver_count()
+    if found is None:
+        found = sum(1 for path in _DEVICES.glob("nvidia[0-9]*"))
+    if found >= wanted:
+        return None
+    return Fault(check="GPUs", reason=f"{found} GPU(s), cluster.gpus_per_node={wanted}", shared=False)
+
+
+def _driver_count() -> int | None:
+    """GPUs that answer nvidia-smi; 0 when it hangs, None when there is no nvidia-smi."""
+    try:
+        said = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_DRIVER_SECONDS).stdout
+    except subprocess.TimeoutExpired:
+        return 0
+    except OSError:
+        return None
+    return sum(1 for line in said.splitlines() if line.strip().startswith(("GPU ", "MIG ")))
 
 
 def verdict(faults: Mapping[str, Sequence[Fault]]) -> Failure | None:

@@ -57,3 +57,12 @@ def test_an_attempt_that_is_fenced_off_ends_soon(job):
     revoke(work.attempt.go)
     assert work.wait(15) == [75, 75], work.story()
     assert "fenced this attempt off" in work.outcome().reason
+
+
+def test_a_leader_without_the_named_interface_says_so_and_is_not_retried(job):
+    work = job(nodes=1, cluster={"interface": "nowhere0"})
+    work.go()
+    work.start()
+    assert work.wait(15) == [78], work.story()
+    (event,) = work.events(EventKind.DECISION)
+    assert "cluster.interface=nowhere0" in event.data["reason"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.agent import cores
+from trainer.agent import cores, preflight
 from trainer.agent.deadline import Bounds, bound, lead, parse_time, reason_of
 from trainer.agent.heartbeat import Standing
 from trainer.agent.preflight import Fault, examine, verdict
@@ -91,6 +91,41 @@ def test_a_later_signal_shortens_a_stop_and_keeps_its_reason():
     assert stop.asked("again", 120).until == 130
 
 
+def report(**fields) -> list[dict]:
+    return [{"generation": 1, "step": 5, "saved": 0, "phase": "forward", **fields}]
+
+
+def test_ranks_that_move_get_their_time_again_when_nobody_presses():
+    stop = stopping()
+    assert stop.asked("enough", 100).until == 160
+    stop.watch(report(step=6), 150)
+    assert stop.stop.until == 210
+    stop.watch(report(step=6), 200)  # nothing has moved since
+    assert stop.stop.until == 210
+    stop.watch(report(step=6, phase="checkpoint"), 205)
+    assert stop.stop.until == 265
+    assert stop.asked("again", 210).until == 265
+    stop.watch(report(step=6, phase="checkpoint"), 1899)
+    assert stop.stop.until == 1900  # a save that hangs does not keep the job
+
+
+def test_who_presses_gives_no_more_time_than_there_is():
+    stop = stopping()
+    stop.asked("enough", 100)
+    assert stop.heard("SIGTERM", 110).until == 130
+    stop.watch(report(step=7), 125)
+    assert stop.stop.until == 130
+    short = stopping()
+    short.correct(300)
+    short.asked("enough", 100)
+    short.watch(report(step=8), 290)
+    assert short.stop.until == 295
+    ending = stopping()
+    ending.ending(3500)
+    ending.watch(report(step=9), 3590)
+    assert ending.stop.until == 3595
+
+
 def place(node: int = 0, kind: str = "slurm") -> Place:
     return Place(kind=kind, job_id="1", node=node, nodes=2, name=f"n{node}")
 
@@ -146,6 +181,38 @@ def test_a_healthy_node_passes_and_leaves_no_probe(tmp_path):
     assert fault.check == "data"
     (fault,) = examine(tmp_path / "gone", JobConfig())
     assert "No such file" in fault.reason
+
+
+def test_a_node_without_the_named_interface_is_not_fit(tmp_path):
+    assert examine(tmp_path, JobConfig(cluster=ClusterShape(interface="lo"))) == []
+    (fault,) = examine(tmp_path, JobConfig(cluster=ClusterShape(interface="nowhere0")))
+    assert (fault.check, fault.shared) == ("interface", False)
+    assert "cluster.interface=nowhere0" in fault.reason
+
+
+@pytest.mark.parametrize(
+    ("driver", "files", "left"),
+    [
+        ("echo 'GPU 0: X (UUID: a)'; echo 'GPU 1: X (UUID: b)'", 0, None),
+        ("echo 'GPU 0: X (UUID: a)'; echo 'Unable to determine the device handle for GPU1'; exit 15", 2, 1),
+        ("exec sleep 20", 2, 0),
+        (None, 2, None),
+        (None, 1, 1),
+    ],
+)
+def test_gpus_are_counted_before_anything_trains(tmp_path, monkeypatch, driver, files, left):
+    monkeypatch.setattr(preflight, "_DEVICES", tmp_path)
+    monkeypatch.setattr(preflight, "_AMD", tmp_path / "kfd")
+    monkeypatch.setattr(preflight, "_DRIVER_SECONDS", 1.0)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin" if driver else str(tmp_path))
+    for number in range(files):
+        (tmp_path / f"nvidia{number}").touch()
+    if driver:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{driver}\n")
+        (tmp_path / "nvidia-smi").chmod(0o700)
+    faults = examine(tmp_path, JobConfig(cluster=ClusterShape(ranks_per_node=2, gpus_per_node=2)))
+    assert [(fault.check, fault.shared) for fault in faults] == ([] if left is None else [("GPUs", False)])
+    assert all(fault.reason.startswith(f"{left} GPU(s)") for fault in faults)
 
 
 def test_a_heartbeat_keeps_what_was_known_through_a_restart():

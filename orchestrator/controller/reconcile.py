@@ -110,7 +110,9 @@ class Controller:
         last = [attempts[run.name][-1] for run in runs if run.cluster == kind]
         adopted = [attempt for attempt in last if attempt.state in (AttemptState.SUBMITTED, AttemptState.RUNNING)]
         due = self.clock.mono() - self._swept_at.get(kind, -SWEEP_EVERY) >= SWEEP_EVERY
-        sight = look(self.schedulers[kind], adopted, sweep=due or len(adopted) < len(last))
+        self.actor.keep_lease()
+        missing = len(adopted) < len(last)
+        sight = look(self.schedulers[kind], adopted, sweep=due or missing, between=self.actor.keep_lease)
         if not sight.answered:
             self._silent[kind] = sight.error
         if sight.swept:
@@ -121,6 +123,7 @@ class Controller:
 
     def _serve(self, run: Run, attempts: tuple[Attempt, ...], sight: Sight) -> bool:
         """One run; its troubles are recorded and stay its own."""
+        self.actor.keep_lease()
         try:
             return self._advance(self._view(run, attempts), sight)
         except (Fenced, RegistryError):

@@ -1,6 +1,6 @@
 """What one scheduler answered in this tick; no answer is kept apart from an empty one."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from orchestrator.controller.jobs import PREFIX, is_live, is_same, parse_name
@@ -46,14 +46,17 @@ class Sight:
 BLIND = Sight(answered=False, swept=False, polled={}, error="no such scheduler here")
 
 
-def look(scheduler: Scheduler, attempts: Iterable[Attempt], *, sweep: bool) -> Sight:
-    """One batched poll for the adopted jobs of `attempts`; the sweep when asked for, or when a job is missing."""
+def look(
+    scheduler: Scheduler, attempts: Iterable[Attempt], *, sweep: bool, between: Callable[[], None] = lambda: None
+) -> Sight:
+    """One batched poll for the adopted jobs; `between`, and the sweep, when asked for or when a job is missing."""
     adopted = [attempt for attempt in attempts if attempt.job_id is not None]
     try:
         polled = scheduler.poll(sorted({attempt.job_id for attempt in adopted if attempt.job_id})) if adopted else {}
         seen = Sight(answered=True, swept=False, polled=polled)
         if not sweep and all(seen.job_of(attempt) is not None for attempt in adopted):
             return seen
+        between()
         return Sight(answered=True, swept=True, polled=polled, found=tuple(scheduler.find(PREFIX)))
     except (SlurmUnreachable, Precondition, OSError, ValueError) as error:
         # Whatever kept the answer away says nothing about the jobs, nor about those of another kind.

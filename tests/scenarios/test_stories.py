@@ -1,6 +1,8 @@
 """Stories of single runs: what happened, and what the registry says about it afterwards."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -361,6 +363,32 @@ def test_a_paused_controller_cannot_act_after_another_took_over(tmp_path: Path) 
     with pytest.raises(Fenced):
         paused.tick(lease)
     assert world.slurm.calls == before
+
+
+def test_the_lease_is_renewed_between_slow_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(tmp_path)
+    training(world, 12)
+    world.clock.advance(1000.0)
+    poll, find = world.slurm.poll, world.slurm.find
+    left: list[float] = []
+
+    def slow(answer: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def call(asked: Any) -> Any:
+            held = world.store.lease()
+            assert held is not None
+            left.append(held.expires_at - world.clock.now)
+            world.clock.advance(50.0)
+            return answer(asked)
+
+        return call
+
+    monkeypatch.setattr(world.slurm, "poll", slow(poll))
+    monkeypatch.setattr(world.slurm, "find", slow(find))
+    world.controller.tick(world.lease)
+    held = world.store.lease()
+    assert held is not None
+    assert left == [60.0, 60.0]
+    assert held.expires_at - world.clock.now == 60.0
 
 
 def test_an_old_go_that_comes_back_is_taken_away_again(tmp_path: Path) -> None:

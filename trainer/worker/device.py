@@ -1,10 +1,27 @@
 """The device of a rank, its backend, and the settings that make two runs of the same step give the same bits."""
 
 import os
+import re
 
 import torch
 
 from trainer.contract.config import ClusterShape
+
+_BROKEN = re.compile(
+    r"uncorrectable (ECC|NVLink) error|fallen off the bus|GPU is lost|hardware stack error|"
+    r"no CUDA-capable device is detected|CUDA-capable device\(s\) is/are busy or unavailable|"
+    r"system not yet initialized|system has unsupported display driver",
+    re.IGNORECASE,
+)
+
+
+class NodeFault(RuntimeError):
+    """This node lacks what the job was promised; the same work may well succeed on another one."""
+
+
+def is_node_fault(error: BaseException) -> bool:
+    """Whether `error` speaks of broken hardware rather than of the training code."""
+    return isinstance(error, NodeFault) or (isinstance(error, RuntimeError) and bool(_BROKEN.search(str(error))))
 
 
 def choose(cluster: ClusterShape, local_rank: int) -> torch.device:
@@ -12,10 +29,11 @@ def choose(cluster: ClusterShape, local_rank: int) -> torch.device:
     if not cluster.gpus_per_node:
         return torch.device("cpu")
     visible = torch.cuda.device_count()
-    if not visible:
-        raise RuntimeError(f"cluster.gpus_per_node={cluster.gpus_per_node}, but torch sees no GPU on this node")
-    # An agent that binds GPUs by CUDA_VISIBLE_DEVICES leaves one visible device, which then is number 0.
-    device = torch.device("cuda", local_rank if visible > local_rank else 0)
+    # A launcher that binds each rank to its GPU leaves one visible device, which then is number 0.
+    number = 0 if visible == 1 else local_rank
+    if visible <= number:
+        raise NodeFault(f"cluster.gpus_per_node={cluster.gpus_per_node}, but torch sees {visible} GPU(s) on this node")
+    device = torch.device("cuda", number)
     torch.cuda.set_device(device)
     return device
 

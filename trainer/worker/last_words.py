@@ -10,6 +10,7 @@ from trainer.contract.progress import ProgressCell
 from trainer.contract.rank import RankSpec, say
 from trainer.contract.run_dir import RunDir
 from trainer.worker import workload
+from trainer.worker.device import is_node_fault
 from trainer.worker.echo import is_echo
 from trainer.worker.lament import flush, lament
 
@@ -26,7 +27,7 @@ def failed(spec: RankSpec, cell: ProgressCell, error: BaseException) -> RankOutc
     """The end of a rank that `error` ended; the log gets the whole of it."""
     text = "".join(traceback.format_exception(error))
     lament(text)
-    echo = is_echo(error)
+    echo = is_echo(error) and not is_node_fault(error)
     cause = {"exception": type(error).__name__, "message": str(error), "traceback": text, "echo": echo}
     return _outcome(spec, cell, _exit_code(error, echo), **cause)
 
@@ -53,6 +54,8 @@ def leave(spec: RankSpec, control: socket.socket, last: RankOutcome) -> None:
 
 
 def _exit_code(error: BaseException, echo: bool) -> ExitCode:
+    if is_node_fault(error):
+        return ExitCode.NODE_SUSPECT
     if echo:
         return ExitCode.RETRY
     if isinstance(error, workload.WorkloadError):

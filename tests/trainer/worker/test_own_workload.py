@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from trainer.contract.outcome import ExitCode, RankOutcome
 from trainer.contract.progress import Phase, ProgressCell
@@ -91,3 +92,11 @@ def test_a_rank_started_cold_does_the_same(make_run):
     cell.close()
     ours.close()
     theirs.close()
+
+
+def test_a_node_without_its_gpus_is_suspect_and_the_code_is_not(make_run):
+    run = make_run(1, cluster={"gpus_per_node": 1}, train={"steps": 1})
+    if torch.cuda.is_available():
+        pytest.skip("this machine has what the run asks for")
+    assert run.train()["codes"] == [ExitCode.NODE_SUSPECT]
+    assert RankOutcome.read(run.attempt.rank_outcome(0, 1)).exception == "NodeFault"

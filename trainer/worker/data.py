@@ -14,7 +14,10 @@ _MASK = (1 << 64) - 1
 
 
 class Data(Protocol):
-    """What the loop asks of a rank's data; the position is all that a checkpoint keeps of it."""
+    """What the loop asks of a rank's data; a checkpoint keeps its position.
+
+    Data with a `fingerprint`, a string, is only continued with data of the same one.
+    """
 
     consumed: int
 
@@ -100,6 +103,7 @@ class TokenData:
         self._dp_rank, self._dp_size, self._device = dp_rank, dp_size, device
         self.sequences = (len(self._stream) - 1) // seq_len
         self.consumed = 0
+        self.fingerprint = self._stream.index.fingerprint
         self._check(folder)
 
     def _check(self, folder: Path) -> None:

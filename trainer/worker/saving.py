@@ -10,6 +10,7 @@ from checkpointing.durable import number
 from trainer.worker import optimizer as optimizers
 from trainer.worker import state
 from trainer.worker.data import Data
+from trainer.worker.workload import WorkloadError
 
 
 class Saver(Protocol):
@@ -58,6 +59,7 @@ class Progressed:
             loss=self.loss,
             config_digest=self._config_digest,
             seed=self._seed,
+            fingerprint=getattr(self._data, "fingerprint", None),
         )
         own = {self._rng: state.pack_rng(self._device), **state.rank_buffers(self._model, self._rank)}
         saver.save(self.step, {**self._tensors(), **own}, extra)
@@ -78,6 +80,7 @@ class Progressed:
         if restored is None:
             optimizers.forget(self._optimizer)
             return
+        self._check_identity(restored.extra)
         absent = set(restored.absent)
         for (key, buffer), other in zip(buffers.items(), first.values(), strict=True):
             if key in absent:
@@ -87,6 +90,13 @@ class Progressed:
         self._data.seek(restored.extra["consumed"])
         if packed.any():  # the checkpoint of a smaller world has none for this rank: it keeps its fresh one
             state.unpack_rng(packed, self._device)
+
+    def _check_identity(self, extra: Mapping[str, Any]) -> None:
+        """A position in other data, or in another order of it, would repeat some of it and leave some out."""
+        now = {"seed": self._seed, "fingerprint": getattr(self._data, "fingerprint", None)}
+        for key, name in (("seed", "train.seed"), ("fingerprint", "the fingerprint of the data")):
+            if None not in (extra.get(key), now[key]) and extra[key] != now[key]:
+                raise WorkloadError(f"{name} is {now[key]}, but the checkpoint was made with {extra[key]}")
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {**state.shared_tensors(self._model), **state.optimizer_tensors(self._model, self._optimizer)}

@@ -95,9 +95,18 @@ def unpack_rng(packed: torch.Tensor, device: torch.device) -> None:
         torch.cuda.set_rng_state(parts[3], device)
 
 
-def facts(*, step: int, consumed: int, loss: float, config_digest: str, seed: int) -> dict[str, Any]:
-    """The plain part of a checkpoint."""
-    return {"step": step, "consumed": consumed, "loss": loss, "config_digest": config_digest, "seed": seed}
+def facts(
+    *, step: int, consumed: int, loss: float, config_digest: str, seed: int, fingerprint: str | None
+) -> dict[str, Any]:
+    """The plain part of a checkpoint; `fingerprint` is that of the data, None when the data has none."""
+    return {
+        "step": step,
+        "consumed": consumed,
+        "loss": loss,
+        "config_digest": config_digest,
+        "seed": seed,
+        "fingerprint": fingerprint,
+    }
 
 
 def weights_digest(model: nn.Module) -> str | None:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from trainer.contract import tokens
 from trainer.contract.events import EventKind, read_events
 from trainer.contract.outcome import ExitCode, RankOutcome
 
@@ -119,3 +120,22 @@ def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(make_run):
     bad = max(run.losses())
     assert f"step {bad}: " in (outcome.message or "")
     assert all(event.data["step"] < bad for event in events(run, EventKind.CHECKPOINT_COMMITTED))
+
+
+@pytest.mark.parametrize("change", ["seed", "data"])
+def test_other_data_is_never_taken_for_the_rest_of_the_same(make_run, tmp_path, change):
+    run = make_run(1, name="run", train={"steps": 6}, drill=kill(0, after=5))
+    run.train()
+    config = json.loads(run.dir.config.read_bytes())
+    if change == "seed":
+        config["train"]["seed"] += 1
+    else:
+        text = tmp_path / "other.txt"
+        text.write_text("other words " * 500)
+        tokens.prepare([text], tmp_path / "other")
+        config["data"]["path"] = str(tmp_path / "other")
+    run.dir.config.write_text(json.dumps(config))
+    assert run.train()["codes"] == [ExitCode.NEVER_RETRY]
+    outcome = RankOutcome.read(run.attempt.rank_outcome(0, 2))
+    assert outcome.exception == "WorkloadError"
+    assert "but the checkpoint was made with" in (outcome.message or "")

@@ -3,8 +3,8 @@
 A run must not depend on the shell in which a controller happened to start: what its submitter's shell had is recorded
 with the run, and every attempt gets it. So a job gets what identifies the user, what finds programs and libraries, and
 what makes `module` work; everything else comes from `env` in the run's configuration (by file, never on a command
-line), from the templates, or from the node. `SBATCH_*`, `SRUN_*` and most of `SLURM_*` are left out because they silently
-override the script: a controller that itself runs inside a job would pass its own job's shape on.
+line), from the templates, or from the node. `SBATCH_*`, `SRUN_*` and most of `SLURM_*` are left out because they
+silently override the script: a controller that itself runs inside a job would pass its own job's shape on.
 """
 
 import re

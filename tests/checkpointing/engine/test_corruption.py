@@ -207,7 +207,7 @@ def test_a_fault_is_refused_unread_and_the_older_one_is_taken(
     assert not verify(folder, 2).ok, what
     made, target = bench.checkpointer(), blank()
     with monkeypatch.context() as patch:
-        patch.setattr("checkpointing.engine.restoring.Restorer._candidates", lambda self: [folder.name])
+        patch.setattr("checkpointing.engine.restoring.Restorer._candidates", lambda self: ([folder.name], []))
         watch.found = []
         with nothing_unpickled(watch, folder, monkeypatch), pytest.raises(NothingVerifies) as raised:
             made.restore(target)

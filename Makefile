@@ -37,7 +37,7 @@ check: lint  ## lint, types, house rules and the fast tests (under 2 minutes)
 	$(PYTEST) -n 2 -m "not slurm and not multi and not proof"
 
 test: check  ## everything, the real Slurm included (under 15 minutes)
-	$(PYTEST) -n 2 --dist worksteal -m "(multi or slurm) and not proof"
+	$(PYTEST) -n 3 --dist worksteal -m "(multi or slurm) and not proof"
 
 proof: venv  ## the long counts; writes docs/proof.md
 	$(BIN)/python -m benchmarks.proof

@@ -20,8 +20,8 @@ What the long counts of the seeded proofs showed, the last time they ran (`make 
 - machine: {machine}
 - result: {result}
 
-| proof | result | seconds | figures |
-|---|---|---|---|
+| proof | cases | passed | seconds | figures |
+|---|---|---|---|---|
 """
 
 
@@ -30,25 +30,49 @@ def machine() -> str:
     return f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
 
 
-def row(case: Xml.Element) -> str:
-    """One line of the table; figures are what the test recorded as properties."""
-    figures = ", ".join(f"{item.get('name')}: {item.get('value')}" for item in case.iter("property"))
-    bad = next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), None)
-    name = str(case.get("name")).removeprefix("test_").replace("_", " ")
-    return f"| {name} | {bad or 'passed'} | {float(case.get('time', 0)):.0f} | {figures} |"
+def rows(cases: list[Xml.Element]) -> list[str]:
+    """One line for each test, its parameters counted; figures are what the tests recorded as properties."""
+    groups: dict[str, list[Xml.Element]] = {}
+    for case in cases:
+        name = str(case.get("name")).partition("[")[0].removeprefix("test_").replace("_", " ")
+        groups.setdefault(name, []).append(case)
+    return [_row(name, members) for name, members in sorted(groups.items())]
+
+
+def _row(name: str, cases: list[Xml.Element]) -> str:
+    bad = sum(not good(case) for case in cases)
+    seconds = sum(float(case.get("time", 0)) for case in cases)
+    figures = ", ".join(f"{item.get('name')}: {item.get('value')}" for case in cases for item in case.iter("property"))
+    return f"| {name} | {len(cases)} | {len(cases) - bad} | {seconds:.0f} | {figures} |"
+
+
+def good(case: Xml.Element) -> bool:
+    return not any(child.tag in ("failure", "error", "skipped") for child in case)
 
 
 def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-m", "proof", f"--junitxml={report}", "-o", "timeout=7200"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-n",
+            "2",
+            "-m",
+            "proof",
+            f"--junitxml={report}",
+            "-o",
+            "timeout=7200",
+        ]
         code = subprocess.run(command, cwd=ROOT, check=False).returncode
         cases = list(Xml.parse(report).iter("testcase"))
-    passed = sum(1 for case in cases if not len(case.findall("failure") + case.findall("error")))
+    passed = sum(map(good, cases))
     head = HEAD.format(
         date=datetime.datetime.now(datetime.UTC).date(), machine=machine(), result=f"{passed} of {len(cases)} passed"
     )
-    TARGET.write_text(head + "\n".join(row(case) for case in cases) + "\n")
+    TARGET.write_text(head + "\n".join(rows(cases)) + "\n")
     print(f"{passed} of {len(cases)} passed; written to {TARGET.relative_to(ROOT)}")
     return code
 

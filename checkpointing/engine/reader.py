@@ -5,6 +5,7 @@ import math
 import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, BinaryIO
 
 import torch
@@ -37,11 +38,18 @@ class _AllowList(pickle.Unpickler):
         self._name = name
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return self._enum_member  # how Python before 3.11.4 pickles the members of an enum
         if (module, name) in _ALLOWED:
             return super().find_class(module, name)
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         raise UnsafePickle(self._name, f"{METADATA} asks for {module}.{name}, which no checkpoint needs")
+
+    def _enum_member(self, kind: Any, member: str) -> Any:
+        if not (isinstance(kind, type) and issubclass(kind, Enum) and member in kind.__members__):
+            raise UnsafePickle(self._name, f"{METADATA} asks for an attribute {member!r}, which no checkpoint needs")
+        return kind.__members__[member]
 
 
 class VerifiedFile:

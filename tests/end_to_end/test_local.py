@@ -7,10 +7,9 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.end_to_end.user import User, assert_exact, assert_no_step_twice_at_once
+from tests.end_to_end.user import User, assert_exact, assert_gone, assert_no_step_twice_at_once
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(400)]
 SMALL = ["train.steps=40", "checkpoint.every=8", "recovery.backoff=0.2"]
@@ -39,8 +38,7 @@ def test_a_killed_agent_leaves_nothing_and_the_run_goes_on_in_a_new_attempt(user
     family = victim.children(recursive=True)
     assert family
     victim.kill()
-    gone, alive = psutil.wait_procs(family, timeout=2)
-    assert not alive, alive
+    assert_gone(family, 2)
     assert user.wait(run) == 0
     first, *later = user.show(run)["attempts"]
     assert first["failure"]["kind"] in ("agent_lost", "unknown")

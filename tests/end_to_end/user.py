@@ -122,6 +122,13 @@ class User:
                 process.kill()
 
 
+def assert_gone(family: list[psutil.Process], seconds: float) -> None:
+    """None of these processes runs any more; one that is dead and only not yet reaped by its new parent is gone."""
+    _, left = psutil.wait_procs(family, timeout=seconds)
+    alive = [process for process in left if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert not alive, alive
+
+
 def final(user: User, run: str) -> dict[str, Any]:
     """The digest of the final weights, as the last attempt wrote it."""
     path = user.run_dir(run).all_attempts()[-1].metrics.with_name("final.json")

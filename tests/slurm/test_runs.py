@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.end_to_end.user import User, assert_exact, assert_no_step_twice_at_once
+from tests.end_to_end.user import User, assert_exact, assert_gone, assert_no_step_twice_at_once
 from tests.slurm import processes
 from tests.slurm.lab import SlurmLab
 
@@ -139,8 +139,7 @@ def test_a_killed_agent_leaves_no_process_and_the_run_recovers(lab: SlurmLab, us
     family = agent.children(recursive=True)
     assert family
     os.kill(agent.pid, signal.SIGKILL)
-    gone, alive = psutil.wait_procs(family, timeout=2)
-    assert not alive, alive
+    assert_gone(family, 2)
     assert user.wait(run) == 0
     assert_no_step_twice_at_once(user, run)
 

@@ -125,8 +125,15 @@ class User:
 def assert_gone(family: list[psutil.Process], seconds: float) -> None:
     """None of these processes runs any more; one that is dead and only not yet reaped by its new parent is gone."""
     _, left = psutil.wait_procs(family, timeout=seconds)
-    alive = [process for process in left if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    alive = [process for process in left if _runs(process)]
     assert not alive, alive
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def final(user: User, run: str) -> dict[str, Any]:

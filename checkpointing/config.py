@@ -1,20 +1,124 @@
 """What a user may say about checkpoints."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
+
+AUTO = "auto"
+RUN = "run"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierConfig:
+    """One place where checkpoints are kept; the first of a run's tiers receives every save, the next ones copies."""
+
+    path: str = RUN
+    """A folder, a URL of fsspec (`s3://bucket/prefix`), or `run`: the run's own folder. The run's name is added."""
+
+    every: int = 0
+    """Receive a checkpoint that is at least so many steps newer than the newest one here; 0 receives every one."""
+
+    keep: int = 3
+    """Keep the newest so many checkpoints here; at least 2."""
+
+    shared: bool = True
+    """False for a disk of the node itself: every node then keeps the files of its own ranks there."""
+
+    bandwidth: float = 0.0
+    """Most MiB/s that each rank may write to this tier; 0 sets no limit."""
+
+    stripes: int = 1
+    """Lustre stripe count of the folder, set when `lfs` is there; 0 leaves the site's default."""
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise ValueError("checkpoint.tiers: path is empty; name a folder, a URL, or `run`")
+        if self.keep < 2:
+            raise ValueError(f"checkpoint.tiers: {self.path}: keep={self.keep}: keep at least 2, as a substitute")
+        if self.every < 0 or self.stripes < 0 or not 0 <= self.bandwidth < math.inf:
+            raise ValueError(f"checkpoint.tiers: {self.path}: every, stripes and bandwidth must be 0 or more")
+        if not self.shared and "://" in self.path:
+            raise ValueError(f"checkpoint.tiers: {self.path}: a URL is not a disk of the node; leave `shared` out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetentionConfig:
+    """Which checkpoints stay besides the newest `keep`; pinned ones always do."""
+
+    every: int = 0
+    """Keep every checkpoint whose step is a multiple of this; 0 keeps none for that reason."""
+
+    best: int = 0
+    """Keep the best so many by `metric`."""
+
+    metric: str = "loss"
+    """A number in the checkpoint's own facts (`loss`)."""
+
+    mode: str = "min"
+    """`min` when a smaller `metric` is better, `max` when a larger one is."""
+
+    def __post_init__(self) -> None:
+        if self.every < 0 or self.best < 0:
+            raise ValueError("checkpoint.retention: every and best must be 0 or more")
+        if self.mode not in ("min", "max"):
+            raise ValueError(f"checkpoint.retention.mode={self.mode}: must be min or max")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagingConfig:
+    """How a rank hands its state to the writer."""
+
+    mode: str = "block"
+    """`block`: copied before training goes on. `lazy`: copied during the next forward and backward pass."""
+
+    host_memory: float = 0.0
+    """Most GiB of host memory for one rank's copies; 0 takes what two copies need. Too small stages in buckets."""
+
+    files: int = 1
+    """Files that each rank writes."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("block", "lazy"):
+            raise ValueError(f"checkpoint.staging.mode={self.mode}: must be block or lazy")
+        if not 0 <= self.host_memory < math.inf:
+            raise ValueError(f"checkpoint.staging.host_memory={self.host_memory}: must be 0 or a number of GiB")
+        if not 1 <= self.files <= 64:
+            raise ValueError(f"checkpoint.staging.files={self.files}: must be from 1 to 64")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """How often a run is saved and how many checkpoints are kept."""
+    """How often a run is saved, where to, and how many checkpoints are kept."""
 
-    every: int = 100
-    """Save after every so many steps; 0 saves only at the end and when the run is stopped."""
+    every: int | str = 100
+    """Save after every so many steps; `auto` finds the cadence itself; 0 saves only at the end and when stopped."""
 
     keep: int = 3
     """Keep the newest so many committed checkpoints; at least 2, so that a damaged newest one has a substitute."""
 
+    max_unsaved_steps: int = 0
+    """End the attempt when so many steps are not in any committed checkpoint; 0 trains on, however long saves fail."""
+
+    plausibility: str = "refuse"
+    """What to do with a state that cannot be right (NaN, a stale copy, a wrong step): `refuse`, `warn` or `off`."""
+
+    staging: StagingConfig = field(default_factory=StagingConfig)
+
+    tiers: tuple[TierConfig, ...] = ()
+    """Places from the fastest to the most durable one; none is the run's own folder alone."""
+
+    retention: RetentionConfig = field(default_factory=RetentionConfig)
+
     def __post_init__(self) -> None:
-        if self.every < 0:
+        if isinstance(self.every, str) and self.every != AUTO:
+            raise ValueError(f"checkpoint.every={self.every}: must be a number of steps, 0 (only at the end) or auto")
+        if isinstance(self.every, int) and self.every < 0:
             raise ValueError(f"checkpoint.every={self.every}: must be 0 (only at the end) or a number of steps")
         if self.keep < 2:
             raise ValueError(f"checkpoint.keep={self.keep}: keep at least 2, or a damaged newest one loses the run")
+        if self.max_unsaved_steps < 0:
+            raise ValueError(f"checkpoint.max_unsaved_steps={self.max_unsaved_steps}: must be 0 (no limit) or more")
+        if self.plausibility not in ("refuse", "warn", "off"):
+            raise ValueError(f"checkpoint.plausibility={self.plausibility}: must be refuse, warn or off")
+        paths = [tier.path for tier in self.tiers]
+        if len(set(paths)) != len(paths):
+            raise ValueError("checkpoint.tiers: two tiers have the same path")

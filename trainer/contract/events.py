@@ -34,8 +34,14 @@ class EventKind(StrEnum):
     CHECKPOINT_COMMITTED = "checkpoint.committed"  # step, name, bytes, seconds
     CHECKPOINT_FAILED = "checkpoint.failed"  # step, reason
     CHECKPOINT_REFUSED = "checkpoint.refused"  # step, name, reason
-    CHECKPOINT_RESTORED = "checkpoint.restored"  # step, name, seconds
-    CHECKPOINT_DELETED = "checkpoint.deleted"  # step, name
+    CHECKPOINT_RESTORED = "checkpoint.restored"  # step, name, seconds, tier (`memory` or the tier's path)
+    CHECKPOINT_DELETED = "checkpoint.deleted"  # step, name (, tier)
+    CHECKPOINT_SKIPPED = "checkpoint.skipped"  # step, reason: both copies are still being written
+    CHECKPOINT_RETRIED = "checkpoint.retried"  # step, reason: the save failed and is tried again
+    CHECKPOINT_DOUBTED = "checkpoint.doubted"  # step, reason: saved, but its plausibility is in doubt
+    CHECKPOINT_FLUSHED = "checkpoint.flushed"  # step, name, tier, bytes, seconds: copied to a further tier
+    CHECKPOINT_STUCK = "checkpoint.stuck"  # step, reason: a write does not come to an end; training goes on
+    CHECKPOINT_SUSPECT = "checkpoint.suspect"  # step, reason: the same failure twice soon after loading it
     ATTEMPT_ENDED = "attempt.ended"  # result, reason
 
 

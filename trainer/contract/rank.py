@@ -32,6 +32,9 @@ class RankSpec:
     cell_fd: int  # progress cell (memfd)
     control_fd: int  # SOCK_SEQPACKET pair to the agent
     host: str  # address of this node that peers can reach
+    arena_fd: int = -1  # memory of the checkpoints' copies (memfd); -1: the rank makes its own
+    writer_fd: int = -1  # stream socket to the checkpoint writer that the agent owns; -1: the rank starts its own
+    suspects: tuple[int, ...] = ()  # steps whose checkpoints must not be loaded
     env: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
@@ -39,7 +42,8 @@ class RankSpec:
 
     @classmethod
     def from_json(cls, text: str) -> "RankSpec":
-        return cls(**json.loads(text))
+        fields = json.loads(text)
+        return cls(**{**fields, "suspects": tuple(fields["suspects"])})
 
 
 def say(control: socket.socket, word: str, **data: Any) -> None:

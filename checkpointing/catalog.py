@@ -14,7 +14,10 @@ _UNREADABLE = Commit(manifest="", size=0, committed_at=0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One committed checkpoint; `bytes` and `committed_at` are 0 when its COMMIT is damaged (verifying says so)."""
+    """One committed checkpoint; `bytes` and `committed_at` are 0 when its COMMIT is damaged (verifying says so).
+
+    `place` is where it lies, a path or a URL; `path` is the same as a path, of use on mounted file systems only.
+    """
 
     name: str
     path: Path
@@ -23,13 +26,14 @@ class Entry:
     nonce: str
     bytes: int
     committed_at: float
+    place: str = ""
 
 
 class Catalog:
     """Reads names and COMMIT markers only; folders it does not know and half-written ones are never listed."""
 
-    def __init__(self, root: Path, storage: Storage | None = None) -> None:
-        self.root = root
+    def __init__(self, root: Path | str, storage: Storage | None = None) -> None:
+        self.root, self.place = Path(root), str(root).rstrip("/")
         self.storage = storage or storage_at(root)
 
     def names(self) -> list[str]:
@@ -82,6 +86,7 @@ class Catalog:
             nonce=parts.nonce,
             bytes=commit.size,
             committed_at=commit.committed_at,
+            place=f"{self.place}/{name}",
         )
 
 

@@ -1,0 +1,67 @@
+"""The tiers of a run: from the fastest place for its checkpoints to the most durable one."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpointing.catalog import Catalog
+from checkpointing.config import RUN, CheckpointConfig, TierConfig
+from checkpointing.storage import Storage, storage_at
+
+_FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,254}")
+
+
+@dataclass(frozen=True)
+class TierPlace:
+    """One tier as this node sees it: `path` is the absolute folder or the URL that holds the checkpoints themselves."""
+
+    path: str
+    storage: Storage
+    catalog: Catalog
+    every: int = 0
+    keep: int = 3
+    shared: bool = True
+    bandwidth: float = 0.0  # MiB/s that each rank may write; 0: no limit
+    stripes: int = 0  # Lustre stripe count of a new checkpoint's folder; 0: the site's default
+
+
+def places(config: CheckpointConfig, run_checkpoints: Path, run_name: str, node_name: str) -> tuple[TierPlace, ...]:
+    """The configured tiers, in their order; none configured is the run's own folder alone.
+
+    A relative path lies below the run's folder, so that it means the same wherever a command is typed. Makes no
+    folder; raises ValueError for a name that is no folder's, ImportError when a URL needs a library that is missing.
+    """
+    for name in (run_name, node_name):
+        if not _FOLDER.fullmatch(name):
+            raise ValueError(f"checkpoint.tiers: {name!r} cannot be the name of a folder")
+    tiers = config.tiers or (TierConfig(keep=config.keep),)
+    return tuple(_place(tier, run_checkpoints, run_name, node_name) for tier in tiers)
+
+
+def _place(tier: TierConfig, run_checkpoints: Path, run_name: str, node_name: str) -> TierPlace:
+    path = _root(tier, run_checkpoints, run_name, node_name)
+    storage = storage_at(path)
+    return TierPlace(
+        path=path,
+        storage=storage,
+        catalog=Catalog(path, storage),
+        every=tier.every,
+        keep=tier.keep,
+        shared=tier.shared,
+        bandwidth=tier.bandwidth,
+        stripes=tier.stripes,
+    )
+
+
+def _root(tier: TierConfig, run_checkpoints: Path, run_name: str, node_name: str) -> str:
+    if tier.path == RUN:
+        if not tier.shared:
+            raise ValueError("checkpoint.tiers: `run` is the run's own, shared folder; leave `shared` out")
+        return str(run_checkpoints.absolute())
+    if "://" in tier.path:
+        return f"{tier.path.rstrip('/')}/{run_name}"
+    try:
+        folder = run_checkpoints.absolute().parent / Path(tier.path).expanduser() / run_name
+    except RuntimeError as error:  # a home that nobody knows
+        raise ValueError(f"checkpoint.tiers: {tier.path}: {error}; write the whole path") from error
+    return str(folder if tier.shared else folder / node_name)

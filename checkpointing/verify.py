@@ -2,33 +2,45 @@
 
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
 
 from checkpointing.commit import parse_name, read_commit
 from checkpointing.digests import digest
 from checkpointing.errors import ManifestError
+from checkpointing.index import INDEX, Index, parse_index
 from checkpointing.manifest import COMMIT, MANIFEST, FileEntry, Manifest, parse
+from checkpointing.scan import Scan, digester_of
 from checkpointing.storage import LocalStorage, Storage
 
 Progress = Callable[[int, int], None]
 
 LEVELS = {0: "committed, sizes", 1: "sampled chunks", 2: "all chunks"}
 _SAMPLE_ONE_IN = 16
+_NAMED = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One thing that is wrong, in one file; `chunk` counts from 0."""
+    """One thing that is wrong, in one file; `chunk` counts from 0; `tensors` are those whose values it touches."""
 
     file: str
     chunk: int | None
     reason: str
+    tensors: tuple[str, ...] = ()
+
+    @property
+    def tensor(self) -> str | None:
+        """The tensors as people want to read them: the first ones, and how many more."""
+        if not self.tensors:
+            return None
+        more = len(self.tensors) - _NAMED
+        return ", ".join(self.tensors[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
     def __str__(self) -> str:
-        return f"{self.file}: {self.reason}" if self.chunk is None else f"{self.file} chunk {self.chunk}: {self.reason}"
+        place = self.file if self.chunk is None else f"{self.file} chunk {self.chunk}"
+        return f"{place}: {self.reason}" + (f" ({self.tensor})" if self.tensors else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +60,10 @@ class Chunk:
 
     file: FileEntry
     index: int
+
+    @property
+    def name(self) -> str:
+        return self.file.name
 
     @property
     def offset(self) -> int:
@@ -73,7 +89,7 @@ def verify_in(storage: Storage, name: str, level: int, progress: Progress | None
     if sealed is not None:
         bad = {fault.file for fault in faults}
         wanted = [chunk for chunk in _chosen(sealed, level) if chunk.file.name not in bad]
-        faults += check_chunks(storage, name, wanted, progress)
+        faults = named(storage, sealed, faults + check_chunks(storage, name, wanted, progress))
         done = sum(chunk.length for chunk in wanted)
     return Report(ok=not faults, level=level, bytes=done, seconds=time.monotonic() - start, faults=tuple(faults))
 
@@ -144,28 +160,62 @@ def _sampled(chunks: Sequence[Chunk], seed: str) -> list[Chunk]:
 
 
 def check_chunks(storage: Storage, name: str, chunks: Iterable[Chunk], progress: Progress | None = None) -> list[Fault]:
-    """Read `chunks` and compare their digests; each file is opened once, a file that cannot be read is one fault."""
-    by_file: dict[str, list[Chunk]] = {}
-    for chunk in chunks:
-        by_file.setdefault(chunk.file.name, []).append(chunk)
-    total = sum(chunk.length for group in by_file.values() for chunk in group)
-    faults, done = [], 0
-    for file, group in by_file.items():
-        try:
-            with storage.open(f"{name}/{file}") as stream:
-                for chunk, fault in _compared(stream, group):
-                    faults += [fault] if fault else []
-                    done += chunk.length
-                    if progress:
-                        progress(done, total)
-        except OSError as error:
-            faults.append(Fault(file=file, chunk=None, reason=f"unreadable: {error}"))
-    return faults
+    """Read `chunks`, several at a time, and compare their digests; faults come in the order of the chunks."""
+    wanted = list(chunks)
+    order = {(chunk.file.name, chunk.index): at for at, chunk in enumerate(wanted)}
+    found: dict[int, Fault] = {}
+    total, done = sum(chunk.length for chunk in wanted), 0
+
+    def tell(chunk: Chunk, result: str | OSError) -> None:
+        nonlocal done
+        fault = _compared(chunk, result)
+        if fault is not None:
+            found[order[chunk.file.name, chunk.index]] = fault
+        done += chunk.length
+        if progress:
+            progress(done, total)
+
+    Scan(digester_of(storage, name), tell).run(wanted)
+    return [found[at] for at in sorted(found)]
 
 
-def _compared(stream: BinaryIO, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, Fault | None]]:
-    for chunk in chunks:
-        stream.seek(chunk.offset)
-        data = stream.read(chunk.length)
-        good = len(data) == chunk.length and digest(data) == chunk.file.chunks[chunk.index]
-        yield chunk, None if good else Fault(file=chunk.file.name, chunk=chunk.index, reason="digest differs")
+def _compared(chunk: Chunk, result: str | OSError) -> Fault | None:
+    if result == chunk.file.chunks[chunk.index]:
+        return None
+    reason = f"unreadable: {result}" if isinstance(result, OSError) else "digest differs"
+    return Fault(file=chunk.file.name, chunk=chunk.index, reason=reason)
+
+
+def read_listed(storage: Storage, manifest: Manifest, file: str) -> bytes:
+    """The bytes of a small file that the manifest lists, verified; raises ManifestError or OSError."""
+    entry = manifest.file(file)
+    if entry is None:
+        raise ManifestError(f"{file} is not listed in {MANIFEST}")
+    with storage.open(f"{manifest.name}/{file}") as stream:
+        data = stream.read()
+    pieces = (data[at : at + entry.chunk_size] for at in range(0, max(len(data), entry.size), entry.chunk_size))
+    if len(data) != entry.size or tuple(map(digest, pieces)) != entry.chunks:
+        raise ManifestError(f"{file} does not match its digest")
+    return data
+
+
+def named(storage: Storage, manifest: Manifest, faults: list[Fault]) -> list[Fault]:
+    """The faults with the tensors that they touch, as far as the index of the checkpoint can still be believed."""
+    if not faults or manifest.file(INDEX) is None:
+        return faults
+    try:
+        index = parse_index(read_listed(storage, manifest, INDEX))
+    except (ManifestError, OSError):
+        return faults
+    places = {entry.name: entry for entry in manifest.files}
+    return [replace(fault, tensors=_touched(index, places, fault)) for fault in faults]
+
+
+def _touched(index: Index, places: Mapping[str, FileEntry], fault: Fault) -> tuple[str, ...]:
+    entry = places.get(fault.file)
+    if entry is None:
+        return fault.tensors
+    start = 0 if fault.chunk is None else fault.chunk * entry.chunk_size
+    end = entry.size if fault.chunk is None else start + entry.chunk_size
+    hit = (p for p in index.pieces if p.file == fault.file and p.start < end and p.start + p.length > start)
+    return tuple(dict.fromkeys(piece.key for piece in hit))

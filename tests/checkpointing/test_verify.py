@@ -1,17 +1,36 @@
 """What each level of verification sees, and how it says so."""
 
+import errno
+import fcntl
+import os
 import random
 import shutil
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
 from checkpointing.digests import CHUNK
+from checkpointing.index import Index, Piece, TensorInfo
 from checkpointing.storage import LocalStorage
-from checkpointing.verify import verify
+from checkpointing.verify import all_chunks, check_chunks, read_sealed, verify, verify_in
 from tests.checkpointing.made import make
 
 BIG = {".metadata": b"metadata", "__0_0.distcp": random.Random(3).randbytes(2 * CHUNK + 77)}
+
+
+class Streaming(LocalStorage):
+    """Opens files in a way of its own, as storages do that are no plain folder."""
+
+    def open(self, path: str) -> BinaryIO:
+        return super().open(path)
+
+
+def drop_cache(path: Path) -> None:
+    """Whatever the file system keeps of this file in memory is given up."""
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 @pytest.fixture
@@ -102,3 +121,78 @@ def test_a_shard_that_cannot_be_read_is_a_fault(checkpoint: Path) -> None:
 def test_an_unknown_level_is_a_mistake(checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="level 7"):
         verify(checkpoint, 7)
+
+
+def test_a_chunk_is_read_the_same_way_from_the_cache_past_it_and_through_streams(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    path = tmp_path / make(storage, 5, files=BIG)
+    drop_cache(path / "__0_0.distcp")
+    assert faults(path, 2) == []
+    assert (path / "__0_0.distcp").read_bytes() == BIG["__0_0.distcp"]
+    assert faults(path, 2) == []
+    assert verify_in(Streaming(tmp_path), path.name, 2).faults == ()
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_file_that_ends_early_is_a_fault_of_its_last_chunk(tmp_path: Path, cached: bool) -> None:
+    storage = LocalStorage(tmp_path)
+    path = tmp_path / make(storage, 5, files=BIG)
+    manifest, _ = read_sealed(storage, path.name)
+    assert manifest is not None
+    os.truncate(path / "__0_0.distcp", 2 * CHUNK + 70)
+    if not cached:
+        drop_cache(path / "__0_0.distcp")
+    (fault,) = check_chunks(storage, path.name, all_chunks(manifest))
+    assert (fault.chunk, fault.reason) == (2, "digest differs")
+
+
+def test_a_file_system_that_refuses_direct_reads_is_read_through_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / make(LocalStorage(tmp_path), 5, files=BIG)
+    read = os.preadv
+
+    def refusing(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no")
+        return read(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", refusing)
+    drop_cache(path / "__0_0.distcp")
+    assert faults(path, 2) == []
+
+
+def test_a_chunk_that_cannot_be_read_is_named_and_the_others_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / make(LocalStorage(tmp_path), 5, files=BIG)
+    read = os.preadv
+
+    def failing(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        if CHUNK <= offset < 2 * CHUNK:
+            raise OSError(errno.EIO, "bad sector")
+        return read(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    (fault,) = verify(path, 2).faults
+    assert (fault.file, fault.chunk) == ("__0_0.distcp", 1)
+    assert "bad sector" in fault.reason
+
+
+def test_a_bad_chunk_names_the_tensors_that_lie_in_it(tmp_path: Path) -> None:
+    half = CHUNK // 2
+    keys = ["a", "b", "c", "d"]
+    pieces = tuple(Piece(k, "__0_0.distcp", (0,), (half,), i * half, half, i * half, half) for i, k in enumerate(keys))
+    index = Index({key: TensorInfo("uint8", (half,)) for key in keys}, pieces)
+    path = tmp_path / make(LocalStorage(tmp_path), 5, files={**BIG, "index.json": index.encode()})
+    with (path / "__0_0.distcp").open("r+b") as stream:
+        stream.seek(CHUNK + 5)
+        stream.write(b"?")
+    (fault,) = verify(path, 2).faults
+    assert fault.tensors == ("c", "d")
+    assert str(fault) == "__0_0.distcp chunk 1: digest differs (c, d)"
+    (path / "__0_0.distcp").unlink()
+    (fault,) = verify(path, 0).faults
+    assert fault.tensor == "a, b and 2 more"
+    (path / "index.json").write_bytes(b"{}")
+    assert {fault.tensors for fault in verify(path, 2).faults} == {()}

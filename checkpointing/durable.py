@@ -19,6 +19,17 @@ def fsync_dir(folder: Path) -> None:
         os.close(descriptor)
 
 
+def fsync_file(path: Path) -> None:
+    """Make the bytes of a file durable, whoever wrote them, and forget them: they are next read from the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+        # An earlier fsync that failed leaves pages that look written and are not.
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
 def write_durably(path: Path, data: bytes, *, mode: int = 0o600) -> None:
     """Replace `path` with `data` in one step that a power loss cannot tear."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from checkpointing.digests import Bytes, Sink
-from checkpointing.durable import fsync_dir, write_durably
+from checkpointing.durable import fsync_dir, fsync_file, write_durably
 
 _HOLD = 1 << 20
 
@@ -190,6 +190,16 @@ class FsspecStorage:
                 self._fs.rmdir(target)
             else:
                 self._fs.rm_file(target)
+
+
+def settle(storage: Storage, path: str) -> None:
+    """Make a file durable that somebody else has written, so that what is read next is what the disk has.
+
+    A closed object of a store is durable already. Raises OSError.
+    """
+    if isinstance(storage, LocalStorage):
+        fsync_file(storage.root / path)
+        fsync_dir((storage.root / path).parent)
 
 
 def storage_at(place: str | Path) -> Storage:

@@ -1,7 +1,9 @@
 """Storages that record what is done to them, or that fail at a chosen moment."""
 
 import errno
+import itertools
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,13 +94,22 @@ class _FaultyFile:
 
 @dataclass
 class Faulty(LocalStorage):
-    """A local storage whose operations fail while `broken` says so; it is told the operation and the bytes so far."""
+    """A local storage whose operations fail while `broken` says so; it is told the operation and the bytes so far.
+
+    While `hung` says so of an operation, it does not come to an end before `healed` is set, like on a dead mount.
+    """
 
     root: Path
     broken: Callable[[str, int], int] = lambda operation, written: 0
+    hung: Callable[[str], bool] = lambda operation: False
+    healed: threading.Event = field(default_factory=threading.Event)
+    met: threading.Event = field(default_factory=threading.Event)
     written: int = 0
 
     def meet(self, operation: str, size: int) -> None:
+        if self.hung(operation):
+            self.met.set()
+            assert self.healed.wait(60.0), "nobody healed the file system"
         self.written += size
         number = self.broken(operation, self.written)
         if number:
@@ -116,7 +127,26 @@ class Faulty(LocalStorage):
         self.meet(f"open {path}", 0)
         return super().open(path)
 
+    def list(self, path: str) -> dict[str, int | None]:
+        self.meet(f"list {path}", 0)
+        return super().list(path)
+
+    def delete(self, path: str) -> None:
+        self.meet(f"delete {path}", 0)
+        super().delete(path)
+
 
 def full_after(size: int) -> Callable[[str, int], int]:
     """A disk that takes `size` bytes and no more."""
     return lambda operation, written: errno.ENOSPC if operation.startswith("write") and written > size else 0
+
+
+def failing_at(number: int, error: int = errno.EIO, operation: str = "write") -> Callable[[str, int], int]:
+    """A disk on which the `number`-th operation of a kind (counting from 1) fails, that one only."""
+    count = itertools.count(1)
+    return lambda met, written: error if met.startswith(operation) and next(count) == number else 0
+
+
+def read_only(operation: str, written: int) -> int:
+    """A disk that was mounted again without the right to write."""
+    return 0 if operation.startswith(("open", "list")) else errno.EROFS

@@ -1,0 +1,100 @@
+"""What a rank and its writer say to each other over a stream socket: a JSON header, and bytes beside it.
+
+A frame is a 4-byte length, the header, and as many bytes as the header's `blob` says.
+"""
+
+import json
+import os
+import socket
+import struct
+import threading
+from dataclasses import asdict
+from typing import Any
+
+from checkpointing.engine.writing import WriteOrder, Wrote
+from checkpointing.manifest import FileEntry
+
+_LENGTH = struct.Struct("<I")
+_LONGEST_HEADER = 1 << 28
+
+Frame = tuple[dict[str, Any], bytes]
+
+
+class Frames:
+    """One end of the socket, which it owns; any thread may send, one reads."""
+
+    def __init__(self, stream: socket.socket) -> None:
+        self._stream, self._lock = stream, threading.Lock()
+
+    def send(self, header: dict[str, Any], blob: bytes = b"") -> None:
+        """Send one frame whole; raises OSError when the other side is gone."""
+        data = json.dumps({**header, "blob": len(blob)}, separators=(",", ":")).encode()
+        with self._lock:
+            self._stream.sendall(_LENGTH.pack(len(data)) + data)
+            if blob:
+                self._stream.sendall(blob)
+
+    def receive(self) -> Frame | None:
+        """The next frame; None when the other side is gone, or does not speak like this."""
+        try:
+            head = self._exactly(_LENGTH.size)
+            length = _LENGTH.unpack(head)[0] if head else 0
+            data = self._exactly(length) if 0 < length <= _LONGEST_HEADER else b""
+            header = json.loads(data) if data else None
+            blob = self._exactly(header["blob"]) if header else b""
+        except (OSError, ValueError):
+            return None
+        return (header, blob) if header and len(blob) == header["blob"] else None
+
+    def _exactly(self, size: int) -> bytes:
+        """`size` bytes, or none when the stream ends before."""
+        pieces, left = [], size
+        while left:
+            piece = self._stream.recv(min(left, 1 << 20))
+            if not piece:
+                return b""
+            pieces.append(piece)
+            left -= len(piece)
+        return b"".join(pieces)
+
+    def hang_up(self) -> None:
+        """End the conversation for both sides, and wake a reader; the descriptor stays until `close`."""
+        try:
+            self._stream.shutdown(socket.SHUT_RDWR)
+        except OSError:  # the other side was faster
+            return
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def fault(error: BaseException) -> dict[str, Any]:
+    """An error as it travels."""
+    if isinstance(error, OSError) and error.errno is not None:
+        named = error.filename if isinstance(error.filename, (str, bytes, type(None))) else str(error.filename)
+        return {"errno": error.errno, "text": error.strerror, "file": os.fsdecode(named) if named else None}
+    return {"errno": None, "text": f"{type(error).__name__}: {error}"[:4000], "file": None}
+
+
+def as_error(fault: dict[str, Any]) -> OSError:
+    """The error that travelled, with its errno; one that had none is an OSError without one."""
+    if fault["errno"] is None:
+        return OSError(fault["text"])
+    return OSError(fault["errno"], fault["text"], *([fault["file"]] if fault["file"] else []))
+
+
+def order_header(order: WriteOrder) -> dict[str, Any]:
+    return asdict(order)
+
+
+def order_of(fields: dict[str, Any]) -> WriteOrder:
+    files = tuple((name, offset, size) for name, offset, size in fields["files"])
+    return WriteOrder(**{**fields, "files": files})
+
+
+def entry_of(fields: dict[str, Any]) -> FileEntry:
+    return FileEntry(**{**fields, "chunks": tuple(fields["chunks"])})
+
+
+def wrote_of(fields: dict[str, Any]) -> Wrote:
+    return Wrote(**{**fields, "files": tuple(entry_of(entry) for entry in fields["files"])})

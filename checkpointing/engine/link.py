@@ -1,0 +1,194 @@
+"""A rank's end of its writer: orders become futures. The writer is a process, or threads of this one."""
+
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from checkpointing.engine.arena import Arena
+from checkpointing.engine.framing import Frames, as_error, entry_of, order_header, wrote_of
+from checkpointing.engine.orders import Orders
+from checkpointing.engine.writing import WriteOrder, Wrote, put_file, write_files
+from checkpointing.manifest import FileEntry
+from checkpointing.storage import Storage, storage_at
+
+T = TypeVar("T")
+
+_PATIENCE = 10.0
+_LEAVE_SECONDS = 2.0
+
+
+class WriterLost(ConnectionError):
+    """The writer process is gone: what it had not reported is not durable, and nobody reads the buffers any more."""
+
+
+class WriterLink:
+    """A writer process over a stream socket; two descriptors in all: the socket's and the arena's.
+
+    Every future ends: with its result, with an OSError (errno kept), or with WriterLost when the process is gone. When
+    a `write` has ended in any of these ways, nothing reads its buffer any more.
+    """
+
+    def __init__(self, stream: socket.socket, arena: Arena, process: "subprocess.Popen[bytes] | None" = None) -> None:
+        self.arena = arena
+        self._frames, self._process = Frames(stream), process
+        self._numbers, self._lock = itertools.count(1), threading.Lock()
+        self._waiting: dict[int, tuple[Future[Any], Callable[[dict[str, Any]], Any]]] = {}
+        self._lost = False
+        self._reader = threading.Thread(target=self._read, name="writer-link", daemon=True)
+        self._reader.start()
+
+    @classmethod
+    def start(cls, arena: Arena | None = None, label: str = "") -> "WriterLink":
+        """Start a writer of one's own, over a new arena or the given one; it dies with this process.
+
+        Returns while the process is still starting: what cannot start at all shows as WriterLost.
+        """
+        arena = arena if arena is not None else Arena.create()
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-P", "-m", "checkpointing.engine.writer_process", "one"]
+        command += [str(theirs.fileno()), str(arena.descriptor), str(os.getpid()), label]
+        with theirs:
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno(), arena.descriptor], stdin=subprocess.DEVNULL)
+        return cls(ours, arena, process)
+
+    @classmethod
+    def attach(cls, socket_fd: int, arena_fd: int, patience: float = _PATIENCE) -> "WriterLink":
+        """Take over a writer that somebody else owns; both descriptors become the link's.
+
+        Returns when whatever an earlier generation had ordered has ceased to touch the arena. Raises WriterLost.
+        """
+        link = cls(socket.socket(fileno=socket_fd), Arena(arena_fd))
+        try:
+            link.ping().result(patience)
+        except (WriterLost, TimeoutError):
+            link._hang_up()
+            raise WriterLost(f"the writer did not answer within {patience:.0f} s") from None
+        return link
+
+    def replacement(self) -> "WriterLink":
+        """A writer of one's own in the place of a lost one, over the same arena; this link is closed."""
+        self._hang_up()
+        return WriterLink.start(self.arena)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the writer still is there, as far as is known."""
+        return not self._lost
+
+    def write(self, order: WriteOrder) -> "Future[Wrote]":
+        """Write files out of a buffer; the buffer must not change before the future has ended."""
+        return self._ask({"do": "write", "order": order_header(order), "stamp": self.arena.stamp}, wrote_of)
+
+    def put(self, place: str, folder: str, name: str, blob: bytes) -> "Future[FileEntry]":
+        """Write one small file durably, beside whatever else is going on."""
+        return self._ask({"do": "put", "place": place, "folder": folder, "name": name}, entry_of, blob)
+
+    def ping(self) -> "Future[None]":
+        """Ends when the writer listens, whatever its disks do."""
+        return self._ask({"do": "ping"}, lambda _: None)
+
+    def warm(self) -> "Future[None]":
+        """Have the writer map the arena's newest shape with all its pages, ahead of the first order."""
+        return self._ask({"do": "warm", "stamp": self.arena.stamp}, lambda _: None)
+
+    def cancel(self) -> None:
+        """Give up what is in flight, between two blocks: those futures end with OSError (ECANCELED)."""
+        self._ask({"do": "cancel"}, lambda _: None)
+
+    def _ask(self, header: dict[str, Any], decode: Callable[[dict[str, Any]], T], blob: bytes = b"") -> "Future[T]":
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()
+        with self._lock:
+            if self._lost:
+                future.set_exception(WriterLost("the checkpoint writer is gone"))
+                return future
+            number = next(self._numbers)
+            self._waiting[number] = (future, decode)
+        try:
+            self._frames.send({"id": number, **header}, blob)
+        except OSError:
+            # Whatever it has answered is still to be read; the reader sees the end, and ends the futures.
+            self._frames.hang_up()
+        return future
+
+    def _read(self) -> None:
+        while (frame := self._frames.receive()) is not None:
+            header, _ = frame
+            with self._lock:
+                future, decode = self._waiting.pop(header["id"])
+            if "fault" in header:
+                future.set_exception(as_error(header["fault"]))
+            else:
+                future.set_result(decode(header["result"]))
+        with self._lock:
+            self._lost, orphans = True, list(self._waiting.values())
+            self._waiting.clear()
+        for future, _ in orphans:
+            future.set_exception(WriterLost("the checkpoint writer is gone"))
+
+    def close(self) -> None:
+        """Abandon what is in flight and end the connection; a process of one's own ends with it."""
+        self._hang_up()
+        self.arena.close()
+
+    def _hang_up(self) -> None:
+        self._frames.hang_up()
+        if threading.current_thread() is not self._reader:
+            self._reader.join()
+        self._frames.close()
+        if self._process is not None:
+            try:
+                self._process.wait(_LEAVE_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait(_LEAVE_SECONDS)
+
+
+class InProcessWriter:
+    """The same orders in threads of this process, onto one storage (or wherever each order says)."""
+
+    alive = True
+
+    def __init__(self, storage: Storage | None = None, arena: Arena | None = None) -> None:
+        self.arena = arena if arena is not None else Arena.create()
+        self._storage, self._orders = storage, Orders()
+
+    def write(self, order: WriteOrder) -> "Future[Wrote]":
+        """Write files out of a buffer; the buffer must not change before the future has ended."""
+        return self._orders.begin(
+            lambda ticket: write_files(order, self.arena, ticket, self._storage), reads_memory=True
+        )
+
+    def put(self, place: str, folder: str, name: str, blob: bytes) -> "Future[FileEntry]":
+        """Write one small file durably, beside whatever else is going on."""
+        return self._orders.begin(lambda _: put_file(self._at(place), folder, name, blob))
+
+    def ping(self) -> "Future[None]":
+        """Ends at once."""
+        return self._orders.begin(lambda _: None)
+
+    def warm(self) -> "Future[None]":
+        """Ends when all pages are in this process's table."""
+        return self._orders.begin(lambda _: self.arena.populate())
+
+    def replacement(self) -> "InProcessWriter":
+        """Itself: threads are not lost."""
+        return self
+
+    def cancel(self) -> None:
+        """Give up what is in flight, between two blocks: those futures end with OSError (ECANCELED)."""
+        self._orders.cancel()
+
+    def close(self) -> None:
+        """Abandon what is in flight."""
+        self._orders.quiesce(_LEAVE_SECONDS)
+        self.arena.close()
+
+    def _at(self, place: str) -> Storage:
+        return self._storage if self._storage is not None else storage_at(place)

@@ -1,0 +1,191 @@
+"""One order to write: the files of a rank's buffer, digested while they are written, vouched for in the arena."""
+
+import contextlib
+import errno
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from checkpointing.commit import write_file
+from checkpointing.digests import CHUNK, digest
+from checkpointing.direct import BLOCK, make_folder, write_direct
+from checkpointing.durable import fsync_dir
+from checkpointing.engine.arena import Arena, Record
+from checkpointing.engine.ticket import Ticket
+from checkpointing.manifest import FileEntry
+from checkpointing.storage import LocalStorage, Storage, storage_at
+
+_MOST_AT_ONCE = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteOrder:
+    """Write parts of a buffer as new files of a checkpoint; with `publish`, vouch for the buffer in the arena."""
+
+    place: str  # root path or URL
+    folder: str
+    buffer: int
+    files: tuple[tuple[str, int, int], ...]  # name, offset in the buffer, size
+    step: int
+    extra: dict[str, Any] = field(default_factory=dict)
+    plan: str
+    publish: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wrote:
+    """What is durable now; `direct` when all of it went past the page cache."""
+
+    files: tuple[FileEntry, ...]
+    seconds: float
+    direct: bool
+
+
+class _Target(Protocol):
+    """The folder of one checkpoint in one place."""
+
+    def write(self, name: str, data: memoryview) -> bool: ...
+
+    def finish(self) -> None: ...
+
+
+class _LocalTarget:
+    """A folder of a mounted file system."""
+
+    def __init__(self, folder: Path, ticket: Ticket) -> None:
+        self._folder, self._ticket = folder, ticket
+        make_folder(folder)
+
+    def write(self, name: str, data: memoryview) -> bool:
+        return write_direct(self._folder / name, data, cancelled=self._ticket.cancelled)
+
+    def finish(self) -> None:
+        fsync_dir(self._folder)
+
+
+class _StorageTarget:
+    """A folder of any storage; its sinks promise durability when they are closed."""
+
+    def __init__(self, storage: Storage, folder: str, ticket: Ticket) -> None:
+        self._storage, self._folder, self._ticket = storage, folder, ticket
+
+    def write(self, name: str, data: memoryview) -> bool:
+        sink = self._storage.create(f"{self._folder}/{name}")
+        try:
+            for start in range(0, len(data), BLOCK):
+                self._ticket.check()
+                sink.write(data[start : start + BLOCK])
+        except OSError:
+            sink.abort()
+            raise
+        sink.close()
+        return False
+
+    def finish(self) -> None:
+        pass
+
+
+def _target(order: WriteOrder, storage: Storage | None, ticket: Ticket) -> _Target:
+    storage = storage if storage is not None else storage_at(order.place)
+    # A storage that a test or a caller has made of a local one must see every byte.
+    if type(storage) is LocalStorage:
+        return _LocalTarget(storage.root / order.folder, ticket)
+    return _StorageTarget(storage, order.folder, ticket)
+
+
+def write_files(order: WriteOrder, arena: Arena, ticket: Ticket, storage: Storage | None = None) -> Wrote:
+    """Write, digest and vouch; raises OSError with its errno.
+
+    When it returns or raises, nothing reads the buffer any more. The buffer is digested and vouched for even when it
+    cannot be written: its copy in memory is as good as ever.
+    """
+    start = time.monotonic()
+    if arena.plan != order.plan:
+        raise OSError(errno.ESTALE, "the buffers are laid out for another plan")
+    buffer = arena.buffer(order.buffer)
+    parts = [(name, buffer[offset : offset + size]) for name, offset, size in order.files]
+    inspector = _Inspector(order, arena, parts, ticket)
+    inspector.start()
+    try:
+        target = _target(order, storage, ticket)
+        direct = _write_all(target, parts)
+        target.finish()
+    finally:
+        inspector.join()
+    ticket.check()
+    assert inspector.files is not None
+    return Wrote(files=inspector.files, seconds=time.monotonic() - start, direct=direct)
+
+
+def put_file(storage: Storage, folder: str, name: str, blob: bytes) -> FileEntry:
+    """Write one small file durably; raises OSError."""
+    sink = write_file(storage, folder, name, blob)
+    return FileEntry(name=name, size=sink.size, chunks=sink.chunks)
+
+
+def _write_all(target: _Target, parts: Sequence[tuple[str, memoryview]]) -> bool:
+    """Write a few files at a time; raises the first failure when all have stopped."""
+    if len(parts) < 2:
+        return all([target.write(name, data) for name, data in parts])
+    left = list(reversed(parts))
+    direct: list[bool] = []
+    failures: list[OSError] = []
+
+    def work() -> None:
+        while left and not failures:
+            try:
+                name, data = left.pop()
+                direct.append(target.write(name, data))
+            except IndexError:  # another thread took the last one
+                return
+            except OSError as error:
+                failures.append(error)
+
+    threads = [threading.Thread(target=work, name=f"file-{n}") for n in range(min(len(parts), _MOST_AT_ONCE))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    return all(direct)
+
+
+class _Inspector(threading.Thread):
+    """Digests the parts of a buffer beside their writing, then publishes the record."""
+
+    def __init__(
+        self, order: WriteOrder, arena: Arena, parts: Sequence[tuple[str, memoryview]], ticket: Ticket
+    ) -> None:
+        super().__init__(name="inspector", daemon=True)
+        self._order, self._arena, self._parts, self._ticket = order, arena, parts, ticket
+        self.files: tuple[FileEntry, ...] | None = None
+
+    def run(self) -> None:
+        files = []
+        for name, data in self._parts:
+            chunks = self._digests(data)
+            if self._ticket.halted():
+                return
+            files.append(FileEntry(name=name, size=len(data), chunks=chunks))
+        self.files = tuple(files)
+        if self._order.publish:
+            self._publish(self.files)
+        self._ticket.settled.set()
+
+    def _digests(self, data: memoryview) -> tuple[str, ...]:
+        starts = range(0, len(data), CHUNK)
+        return tuple(digest(data[start : start + CHUNK]) for start in starts if not self._ticket.halted())
+
+    def _publish(self, files: tuple[FileEntry, ...]) -> None:
+        order = self._order
+        record = Record(
+            step=order.step, plan=order.plan, name=order.folder, extra=order.extra, files=files,
+            places=tuple(offset for _, offset, _ in order.files),
+        )  # fmt: skip
+        # A record that outgrows its area costs the copy in memory its voucher, and nothing else.
+        with contextlib.suppress(ValueError):
+            self._ticket.unless_halted(lambda: self._arena.publish(order.buffer, record))

@@ -1,4 +1,4 @@
-"""Copying one file of a checkpoint to another storage: every chunk is verified before it is passed on."""
+"""Copying files of a checkpoint to another storage: every chunk is verified before it is passed on."""
 
 import contextlib
 import errno
@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, TypeVar
 from checkpointing.digests import CHUNK, Sink, digest
 from checkpointing.errors import Refused
 from checkpointing.manifest import FileEntry
-from checkpointing.storage import Storage, settle
+from checkpointing.storage import Storage, settle, storage_at
 
 T = TypeVar("T")
 
@@ -73,6 +73,51 @@ class Retry:
                     raise
             self.sleep(self.draw() * min(self.most, self.first * 2**attempt))
         raise AssertionError("attempts must be 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyOrder:
+    """What one rank copies of one checkpoint: `source` and `target` are root paths or URLs, `bandwidth` in MiB/s."""
+
+    source: str
+    target: str
+    folder: str
+    files: tuple[FileEntry, ...]
+    bandwidth: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copied:
+    """What came of it: bytes written (files that were there already cost none); `bad` says what is wrong at the source."""
+
+    bytes: int
+    seconds: float
+    bad: str = ""
+
+
+def copy_files(
+    order: CopyOrder,
+    *,
+    source: Storage | None = None,
+    target: Storage | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+    sleep: Callable[[float], Any] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> Copied:
+    """Carry out an order, in this thread; ends at the first bad source, which is reported and not raised.
+
+    Raises OSError as `copy_file` does. A `sleep` that can be woken makes a throttled copy stop sooner.
+    """
+    start, done = clock(), 0
+    origin, goal = source or storage_at(order.source), target or storage_at(order.target)
+    throttle = Throttle(order.bandwidth * MIB, clock=clock, sleep=sleep)
+    retry = Retry(sleep=sleep)
+    try:
+        for entry in order.files:
+            done += copy_file(origin, goal, order.folder, entry, throttle=throttle, retry=retry, stopped=stopped)
+    except Refused as refusal:
+        return Copied(bytes=done, seconds=clock() - start, bad=refusal.reason)
+    return Copied(bytes=done, seconds=clock() - start)
 
 
 def copy_file(

@@ -3,7 +3,7 @@
 import errno
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from checkpointing.digests import digest
 from checkpointing.errors import Refused
-from checkpointing.flush import Retry, Throttle, copy_file
+from checkpointing.flush import CopyOrder, Retry, Throttle, copy_file, copy_files
 from checkpointing.manifest import FileEntry
 from checkpointing.storage import LocalStorage
 from tests.checkpointing.storages import Faulty, failing_at, full_after, read_only
@@ -193,6 +193,35 @@ def test_no_stretch_of_time_gets_more_than_the_rate_and_one_burst(sizes: list[in
         stretch = passed[-1][0] - passed[first][0]
         # The last piece is still being paid for, and so is what was taken on credit before it.
         assert sent <= stretch * rate * (1 + 1e-9) + burst + 2 * max(sizes) + 1
+
+
+def order(source: Faulty, target: Faulty, *files: FileEntry, bandwidth: float = 0.0) -> CopyOrder:
+    return CopyOrder(source=str(source.root), target=str(target.root), folder=FOLDER, files=files, bandwidth=bandwidth)
+
+
+def test_an_order_copies_all_its_files_and_says_how_much(source: Faulty, target: Faulty) -> None:
+    other = replace(described(DATA), name="other")
+    (source.root / FOLDER / "other").write_bytes(DATA)
+    copied = copy_files(order(source, target, described(DATA), other))
+    assert (copied.bytes, copied.bad) == (2 * len(DATA), "")
+    assert target.list(FOLDER) == {FILE: len(DATA), "other": len(DATA)}
+    assert copy_files(order(source, target, described(DATA), other)).bytes == 0
+
+
+def test_an_order_says_what_is_wrong_at_its_source(source: Faulty, target: Faulty) -> None:
+    put(source, DATA[:-5] + b"fault")
+    copied = copy_files(order(source, target, described(DATA)))
+    assert (copied.bytes, copied.bad) == (0, "__0_0.distcp chunk 10: digest differs")
+
+
+def test_an_orders_files_share_its_bandwidth(source: Faulty, target: Faulty) -> None:
+    big = bytes(9 << 20)
+    for name in ("a", "b", "c"):
+        (source.root / FOLDER / name).write_bytes(big)
+    files = [replace(described(big, 1 << 20), name=name) for name in ("a", "b", "c")]
+    clock = Clock()
+    copied = copy_files(order(source, target, *files, bandwidth=2.0), sleep=clock.sleep, clock=clock)
+    assert copied.seconds == pytest.approx((27 - 8 - 1) / 2.0, abs=0.51), "all but the first burst of 8 MiB"
 
 
 def test_no_limit_never_sleeps() -> None:

@@ -8,10 +8,10 @@ import os
 import socket
 import struct
 import threading
-from dataclasses import asdict
 from typing import Any
 
 from checkpointing.engine.writing import WriteOrder, Wrote
+from checkpointing.flush import CopyOrder
 from checkpointing.manifest import FileEntry
 
 _LENGTH = struct.Struct("<I")
@@ -83,13 +83,13 @@ def as_error(fault: dict[str, Any]) -> OSError:
     return OSError(fault["errno"], fault["text"], *([fault["file"]] if fault["file"] else []))
 
 
-def order_header(order: WriteOrder) -> dict[str, Any]:
-    return asdict(order)
-
-
-def order_of(fields: dict[str, Any]) -> WriteOrder:
+def write_order_of(fields: dict[str, Any]) -> WriteOrder:
     files = tuple((name, offset, size) for name, offset, size in fields["files"])
     return WriteOrder(**{**fields, "files": files})
+
+
+def copy_order_of(fields: dict[str, Any]) -> CopyOrder:
+    return CopyOrder(**{**fields, "files": tuple(entry_of(entry) for entry in fields["files"])})
 
 
 def entry_of(fields: dict[str, Any]) -> FileEntry:

@@ -8,12 +8,14 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from checkpointing.engine.arena import Arena
-from checkpointing.engine.framing import Frames, as_error, entry_of, order_header, wrote_of
+from checkpointing.engine.framing import Frames, as_error, entry_of, wrote_of
 from checkpointing.engine.orders import Orders
 from checkpointing.engine.writing import WriteOrder, Wrote, put_file, write_files
+from checkpointing.flush import Copied, CopyOrder, copy_files
 from checkpointing.manifest import FileEntry
 from checkpointing.storage import Storage, storage_at
 
@@ -83,11 +85,15 @@ class WriterLink:
 
     def write(self, order: WriteOrder) -> "Future[Wrote]":
         """Write files out of a buffer; the buffer must not change before the future has ended."""
-        return self._ask({"do": "write", "order": order_header(order), "stamp": self.arena.stamp}, wrote_of)
+        return self._ask({"do": "write", "order": asdict(order), "stamp": self.arena.stamp}, wrote_of)
 
     def put(self, place: str, folder: str, name: str, blob: bytes) -> "Future[FileEntry]":
         """Write one small file durably, beside whatever else is going on."""
         return self._ask({"do": "put", "place": place, "folder": folder, "name": name}, entry_of, blob)
+
+    def copy(self, order: CopyOrder) -> "Future[Copied]":
+        """Copy files of a checkpoint to another tier, beside whatever else is going on."""
+        return self._ask({"do": "copy", "order": asdict(order)}, lambda fields: Copied(**fields))
 
     def ping(self) -> "Future[None]":
         """Ends when the writer listens, whatever its disks do."""
@@ -168,6 +174,10 @@ class InProcessWriter:
     def put(self, place: str, folder: str, name: str, blob: bytes) -> "Future[FileEntry]":
         """Write one small file durably, beside whatever else is going on."""
         return self._orders.begin(lambda _: put_file(self._at(place), folder, name, blob))
+
+    def copy(self, order: CopyOrder) -> "Future[Copied]":
+        """Copy files of a checkpoint to another tier, between the places that the order names."""
+        return self._orders.begin(lambda ticket: copy_files(order, stopped=ticket.cancelled, sleep=ticket.sleep))
 
     def ping(self) -> "Future[None]":
         """Ends at once."""

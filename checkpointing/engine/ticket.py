@@ -14,24 +14,28 @@ class Ticket:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._cancelled = self._halted = False
+        self._cancelled, self._halted = threading.Event(), False
         self.settled = threading.Event()
         """Set once the order has no further use for the buffer's bytes, except to write them out."""
 
     def cancel(self) -> None:
-        self._cancelled = True
+        self._cancelled.set()
 
     def cancelled(self) -> bool:
-        return self._cancelled
+        return self._cancelled.is_set()
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep, or wake up at once when the order is cancelled."""
+        self._cancelled.wait(seconds)
 
     def check(self) -> None:
         """Raise OSError (ECANCELED) once the order is cancelled."""
-        if self._cancelled:
+        if self._cancelled.is_set():
             raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
 
     def halt(self) -> None:
         """When this returns, nothing that `unless_halted` guards will happen any more."""
-        self._cancelled = True
+        self._cancelled.set()
         with self._lock:
             self._halted = True
 

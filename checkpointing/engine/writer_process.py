@@ -19,9 +19,10 @@ from setproctitle import setproctitle
 
 from checkpointing.engine import courtesy
 from checkpointing.engine.arena import Arena
-from checkpointing.engine.framing import Frames, fault, order_of
+from checkpointing.engine.framing import Frames, copy_order_of, fault, write_order_of
 from checkpointing.engine.orders import Orders
 from checkpointing.engine.writing import put_file, write_files
+from checkpointing.flush import copy_files
 from checkpointing.storage import storage_at
 
 _PATIENCE = 5.0
@@ -60,7 +61,7 @@ class Session:
         match header["do"]:
             case "write":
                 self._see(header["stamp"])
-                order = order_of(header["order"])
+                order = write_order_of(header["order"])
                 write = self._orders.begin(lambda ticket: write_files(order, self._arena, ticket), reads_memory=True)
                 self._promise(number, write, asdict)
             case "put":
@@ -68,6 +69,12 @@ class Session:
                 self._promise(
                     number, self._orders.begin(lambda _: put_file(storage_at(place), folder, name, blob)), asdict
                 )
+            case "copy":
+                flush = copy_order_of(header["order"])
+                copied = self._orders.begin(
+                    lambda ticket: copy_files(flush, stopped=ticket.cancelled, sleep=ticket.sleep)
+                )
+                self._promise(number, copied, asdict)
             case "warm":
                 self._see(header["stamp"])
                 self._promise(number, self._orders.begin(lambda _: self._arena.populate()), lambda _: {})
@@ -105,6 +112,7 @@ def _serve_many(control: socket.socket, arena: Arena) -> None:
             session.end()
         session = Session(socket.socket(fileno=descriptors[0]), arena)
         session.start()
+        control.send(b"t")  # taken: an owner who misses this replaces a writer that is stopped or stuck
 
 
 def main(arguments: list[str]) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from trainer.agent.lineage import kill_children, kill_group
 from trainer.agent.local_ranks import LocalRank, LocalRanks
@@ -12,9 +12,14 @@ _LONGEST = 30.0
 
 
 async def bury(
-    ranks: LocalRanks, exited: Callable[[int, int | None, int | None], None], gone: Callable[[int], None]
+    ranks: LocalRanks,
+    exited: Callable[[int, int | None, int | None], None],
+    gone: Callable[[int], None],
+    spare: Collection[int] = (),
 ) -> None:
     """Kill the process groups of all ranks that are left, and what had left those groups; report each end.
+
+    `spare` are children of this process that are no rank's: the checkpoint writers.
 
     A process that cannot be killed (it hangs in the kernel) is given up after half a minute and not reported gone.
     """
@@ -33,8 +38,8 @@ async def bury(
                     exited(local.rank, None, None)
                 local.gone = True
                 gone(local.rank)
-        # There is no nursery now, so every child of this process is a rank or was started by one.
-        left = kill_children()
+        # There is no nursery now, so every other child of this process is a rank or was started by one.
+        left = kill_children(spare)
         await asyncio.sleep(0.01)
 
 

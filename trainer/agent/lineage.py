@@ -3,7 +3,7 @@
 import ctypes
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -60,9 +60,10 @@ def kill_group(group: int, number: int = signal.SIGKILL) -> bool:
     return True
 
 
-def kill_children() -> bool:
-    """Kill every child of this process, adopted orphans included; False when there are none."""
+def kill_children(spare: Collection[int] = ()) -> bool:
+    """Kill every child of this process, adopted orphans included, but those to `spare`; False when there are none."""
     children = [int(pid) for task in os.listdir("/proc/self/task") for pid in _children_of(task)]
+    children = [pid for pid in children if pid not in spare]
     for pid in children:
         os.kill(pid, signal.SIGKILL)
     return bool(children)

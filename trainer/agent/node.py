@@ -16,6 +16,7 @@ from trainer.agent.command import environment, folder
 from trainer.agent.local_ranks import LocalRank, LocalRanks
 from trainer.agent.nursery_link import NurseryLink
 from trainer.agent.roster import SILENCE_SECONDS
+from trainer.agent.scribes import Scribes
 from trainer.agent.wire import Message, Peer, WireError
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind, EventLog
@@ -42,6 +43,7 @@ class NodeAgent:
         self._events, self._environ = events, environ
         self._link: NurseryLink | None = None
         self._ranks: LocalRanks | None = None
+        self._scribes: Scribes | None = None
         self._stillborn = 0
         self._told_command = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -60,6 +62,7 @@ class NodeAgent:
             peer.send("fit", faults=[fault.to_json() for fault in faults])
             if not faults:
                 self._start_nursery()
+                self._start_scribes()
             self._spawn(self._watch())
             return await self._listen()
         finally:
@@ -114,6 +117,16 @@ class NodeAgent:
             on_lost=self._lost_nursery,
         )
 
+    def _start_scribes(self) -> None:
+        """Before step 1, and for all generations; a user's own script saves in its own way."""
+        if not self._config.command:
+            log = self._attempt.agent_log(self._place.node)
+            self._scribes = Scribes(self._local_ranks(), {**self._environ, **self._config.env}, log)
+
+    def _local_ranks(self) -> range:
+        per_node = self._config.cluster.ranks_per_node
+        return range(self._place.node * per_node, (self._place.node + 1) * per_node)
+
     def _hear_nursery(self, packet: dict[str, Any], descriptors: list[int]) -> None:
         match packet["say"]:
             case "ready":
@@ -145,7 +158,8 @@ class NodeAgent:
     async def _bury_and_replace(self, reason: str) -> None:
         """Ranks of a dead nursery are this process's children now: end them, collect them, then begin anew."""
         if self._ranks is not None:
-            await burial.bury(self._ranks, self._exited, self._gone)
+            spare = self._scribes.pids() if self._scribes is not None else ()
+            await burial.bury(self._ranks, self._exited, self._gone, spare)
         self._stillborn += 1
         if self._stillborn < _MOST_STILLBORN:
             self._start_nursery()
@@ -157,9 +171,7 @@ class NodeAgent:
     def _begin(self, generation: int, master: list[Any] | None) -> None:
         self._forget_ranks()
         self._events.generation = generation
-        per_node = self._config.cluster.ranks_per_node
-        first = self._place.node * per_node
-        ranks = self._ranks = LocalRanks(generation, range(first, first + per_node))
+        ranks = self._ranks = LocalRanks(generation, self._local_ranks())
         if self._link is None or self._link.lost:
             # It died when the other nodes were ready: its replacement belongs to the next generation.
             ranks.never_began()
@@ -168,11 +180,19 @@ class NodeAgent:
         for local_rank, local in enumerate(ranks.by_rank.values()):
             order = self._order(ranks, local, local_rank, master)
             # A nursery that is lost in here tells so itself, and what was not started is buried with it.
-            self._link.start_rank(order, local.descriptors() if master is None else ())
+            self._start_rank(order, local, local_rank)
             self._listen_to(local)
             assert local.theirs is not None
             local.theirs.close()
             local.theirs = None
+
+    def _start_rank(self, order: dict[str, Any], local: LocalRank, local_rank: int) -> None:
+        assert self._link is not None
+        if self._scribes is None:
+            self._link.start_rank(order, local.descriptors() if order["spec"] else ())
+            return
+        with self._scribes.connection(local_rank) as ends:
+            self._link.start_rank(order, [*local.descriptors(), *ends])
 
     def _order(self, ranks: LocalRanks, local: LocalRank, local_rank: int, master: list[Any] | None) -> dict[str, Any]:
         config, place = self._config, self._place
@@ -315,8 +335,11 @@ class NodeAgent:
         """Leave no process behind."""
         clean = self._link is None or await self._link.stop()
         if self._ranks is not None and not clean:
-            await burial.bury(self._ranks, lambda *_: None, lambda _: None)
+            spare = self._scribes.pids() if self._scribes is not None else ()
+            await burial.bury(self._ranks, lambda *_: None, lambda _: None, spare)
         self._forget_ranks()
+        if self._scribes is not None:
+            await self._scribes.close()
 
     def _forget_ranks(self) -> None:
         loop = asyncio.get_running_loop()

@@ -6,7 +6,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NoReturn
 
 from setproctitle import setproctitle
@@ -81,15 +80,17 @@ def _run_command(command: Sequence[str], folder: str) -> NoReturn:
 
 
 def _run_cold(spec: RankSpec) -> NoReturn:
-    for descriptor in (spec.cell_fd, spec.control_fd):
-        os.set_inheritable(descriptor, True)
+    for descriptor in (spec.cell_fd, spec.control_fd, spec.arena_fd, spec.writer_fd):
+        if descriptor >= 0:
+            os.set_inheritable(descriptor, True)
     os.environ[SPEC_VARIABLE] = spec.to_json()
     os.execve(sys.executable, [sys.executable, "-P", "-m", "trainer.worker.main"], os.environ)
 
 
 def _spec(order: dict[str, Any], descriptors: Sequence[int]) -> RankSpec:
-    cell, control = descriptors
-    return replace(RankSpec.from_json(json.dumps(order["spec"])), cell_fd=cell, control_fd=control)
+    # Arena and writer may be missing: then the rank makes its own.
+    names = ("cell_fd", "control_fd", "arena_fd", "writer_fd")
+    return RankSpec.from_json(json.dumps({**order["spec"], **dict(zip(names, descriptors, strict=False))}))
 
 
 def _flush() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpointing.commit import Commit, Name, parse_name, read_commit
+from checkpointing.commit import DELETED, Commit, Name, parse_name, read_commit
 from checkpointing.errors import ManifestError
 from checkpointing.manifest import COMMIT
 from checkpointing.storage import Storage, storage_at
@@ -42,13 +42,23 @@ class Catalog:
         return [str(parts) for parts in sorted(known, reverse=True)]
 
     def is_committed(self, name: str) -> bool:
-        """Whether the marker is there; one that cannot be read counts, so that it is told of and never tidied away."""
+        """Whether the marker is there and no tombstone is.
+
+        A marker that cannot be read counts, so that it is told of and never tidied away; such a tombstone does not.
+        """
+        return self._has(name, COMMIT, unreadable=True) and not self.is_buried(name)
+
+    def is_buried(self, name: str) -> bool:
+        """Whether its deletion was begun: whoever comes by may finish it."""
+        return self._has(name, DELETED, unreadable=False)
+
+    def _has(self, name: str, file: str, *, unreadable: bool) -> bool:
         try:
-            self.storage.open(f"{name}/{COMMIT}").close()
+            self.storage.open(f"{name}/{file}").close()
         except FileNotFoundError:
             return False
         except OSError:
-            return True
+            return unreadable
         return True
 
     def committed(self) -> list[Entry]:

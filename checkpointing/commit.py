@@ -12,6 +12,8 @@ from checkpointing.manifest import COMMIT, MANIFEST, Manifest
 from checkpointing.storage import Storage
 
 SCHEMA = "orch.commit/1"
+DELETED = "DELETED"
+"""The tombstone: published before COMMIT is taken away, the last file to go; a folder with one is no checkpoint."""
 
 _NAME = re.compile(r"step-(\d{8,})\.(\d{3,})-([0-9a-z]{1,32})(?:-(\d{1,4}))?")
 _HEX = re.compile(r"[0-9a-f]{32}")
@@ -90,15 +92,29 @@ def write_file(storage: Storage, folder: str, name: str, data: bytes) -> DigestS
 
 
 def seal(storage: Storage, manifest: Manifest, fence: Callable[[], bool], now: float) -> Commit:
-    """Write the manifest, then COMMIT: the checkpoint exists from then on. Raises FencedOff before COMMIT.
+    """Publish the manifest, then COMMIT: the checkpoint exists from then on. Raises FencedOff before COMMIT.
 
+    Sealing again with the same manifest changes nothing, whoever did it first (node leaders that share a folder, or an
+    earlier try); with another one it raises FileExistsError.
     WARNING: every file that the manifest lists must be durable before this is called.
     """
     data = manifest.encode()
-    write_file(storage, manifest.name, MANIFEST, data)
     commit = Commit(manifest=digest(data), size=manifest.size, committed_at=now)
+    earlier = _sealed_earlier(storage, manifest.name)
+    if earlier is not None:
+        if earlier.manifest != commit.manifest:
+            raise FileExistsError(f"{manifest.name} is committed already, with another manifest")
+        return earlier
+    storage.publish(f"{manifest.name}/{MANIFEST}", data)
     # The fence is read as late as possible: whoever revoked it in the meantime must not see a new checkpoint.
     if not fence():
         raise FencedOff(manifest.step, "fenced off: the launch token of this attempt was revoked before COMMIT")
     storage.publish(f"{manifest.name}/{COMMIT}", commit.encode())
     return commit
+
+
+def _sealed_earlier(storage: Storage, name: str) -> Commit | None:
+    try:
+        return read_commit(storage, name)
+    except FileNotFoundError:
+        return None

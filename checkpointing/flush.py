@@ -88,7 +88,7 @@ class CopyOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class Copied:
-    """What came of it: bytes written (files that were there already cost none); `bad` says what is wrong at the source."""
+    """What came of it: bytes written (files already there cost none); `bad` says what is wrong at the source."""
 
     bytes: int
     seconds: float

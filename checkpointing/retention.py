@@ -1,12 +1,128 @@
-"""Which checkpoints may go (pure), and the act of deleting one."""
+"""Which checkpoints may go (pure), and the pass over one tier that lets them go."""
 
-from collections.abc import Callable, Collection, Sequence
+import logging
+import math
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from checkpointing.catalog import Entry
-from checkpointing.manifest import COMMIT
+from checkpointing.collect import act, delete, plan, survey
+from checkpointing.commit import parse_name
+from checkpointing.config import RetentionConfig
+from checkpointing.durable import number
+from checkpointing.manifest import Manifest
+from checkpointing.pins import pinned_names
 from checkpointing.storage import Storage
+from checkpointing.tiers import TierPlace
+from checkpointing.verify import read_sealed
+
+__all__ = ["FLOOR", "Owner", "Policy", "delete", "doomed", "judge", "metric_of", "retain", "surplus"]
+
+_log = logging.getLogger(__name__)
 
 FLOOR = 2
+"""So many trusted checkpoints always stay, so that a damaged newest one has a substitute."""
+
+Metrics = MutableMapping[str, float | None]
+Tell = Callable[[str, dict[str, Any]], None]
+
+
+class Owner(Protocol):
+    """Whose checkpoints may be deleted: the attempt's own and those that its launch token lists."""
+
+    @property
+    def attempt(self) -> int: ...
+
+    @property
+    def nonce(self) -> str: ...
+
+    @property
+    def inherit(self) -> tuple[str, ...]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What stays: the newest `keep` (at least 2), every multiple of `every` steps, the `best` so many by `metric`."""
+
+    keep: int = 3
+    every: int = 0
+    best: int = 0
+    metric: str = "loss"
+    mode: str = "min"
+
+    @classmethod
+    def of(cls, keep: int, config: RetentionConfig) -> "Policy":
+        """The policy of a tier that keeps the newest `keep`."""
+        return cls(keep=keep, every=config.every, best=config.best, metric=config.metric, mode=config.mode)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """Whether one checkpoint stays, and why or why not."""
+
+    entry: Entry
+    stays: bool
+    reason: str
+
+
+def judge(
+    entries: Sequence[Entry],
+    policy: Policy,
+    *,
+    metrics: Mapping[str, float | None] | None = None,
+    pinned: Collection[str] = (),
+    refused: Collection[str] = (),
+    held: Collection[str] = (),
+    newest: str | None = None,
+) -> list[Judged]:
+    """Decide on every committed checkpoint; `entries` are newest first, and so is the result.
+
+    `refused` ones (not trusted: SUSPECT, CORRUPT, refused by a restore) count as nobody's substitute and stay as
+    evidence. `held` ones are being read; `newest` was just committed, which after a roll-back need not be the highest
+    step. `metrics` by name; a checkpoint without a finite one is never among the best.
+    """
+    trusted = [entry for entry in entries if entry.name not in refused]
+    recent = {entry.name for entry in trusted[: max(policy.keep, FLOOR)]}
+    best = _best(trusted, policy, metrics or {})
+
+    def reason_to_stay(entry: Entry) -> str | None:
+        if entry.name in refused:
+            return "it is not trusted, and stays as evidence"
+        if entry.name == newest:
+            return "it was just committed"
+        if entry.name in pinned:
+            return "it is pinned"
+        if entry.name in recent:
+            return f"it is one of the newest {max(policy.keep, FLOOR)}"
+        if policy.every and entry.step % policy.every == 0:
+            return f"its step is a multiple of {policy.every}"
+        if entry.name in best:
+            return f"it is one of the best {policy.best} by {policy.metric}"
+        return "it is being copied" if entry.name in held else None
+
+    reasons = [(entry, reason_to_stay(entry)) for entry in entries]
+    return [Judged(entry=entry, stays=why is not None, reason=why or _let_go(policy)) for entry, why in reasons]
+
+
+def _let_go(policy: Policy) -> str:
+    rules = [f"not one of the newest {max(policy.keep, FLOOR)}"]
+    rules += [f"no multiple of {policy.every} steps"] if policy.every else []
+    rules += [f"not one of the best {policy.best} by {policy.metric}"] if policy.best else []
+    return ", ".join(rules)
+
+
+def _best(trusted: Sequence[Entry], policy: Policy, metrics: Mapping[str, float | None]) -> set[str]:
+    sign = 1.0 if policy.mode == "min" else -1.0
+    found = [(metrics.get(entry.name), entry) for entry in trusted]
+    rated = [(value * sign, entry) for value, entry in found if value is not None and math.isfinite(value)]
+    # Newest first and a stable sort: of two equally good ones the newer stays.
+    return {entry.name for _, entry in sorted(rated, key=lambda pair: pair[0])[: policy.best]}
+
+
+def doomed(entries: Sequence[Entry], policy: Policy, **facts: Any) -> list[tuple[Entry, str]]:
+    """What `judge` (same arguments) lets go, oldest first, each with the reason."""
+    return [(judged.entry, judged.reason) for judged in judge(entries, policy, **facts) if not judged.stays][::-1]
 
 
 def surplus(entries: Sequence[Entry], keep: int, pinned: Collection[str] = ()) -> list[Entry]:
@@ -18,17 +134,95 @@ def surplus(entries: Sequence[Entry], keep: int, pinned: Collection[str] = ()) -
     return loose[max(keep, FLOOR) :][::-1]
 
 
-def delete(storage: Storage, name: str, fence: Callable[[], bool]) -> bool:
-    """Delete one checkpoint, COMMIT first; False when the fence was lost and nothing more was touched.
+def metric_of(manifest: Manifest, metric: str) -> float | None:
+    """A number in the checkpoint's facts, by its key or by a dotted path (`eval.loss`); None when there is none."""
+    value: Any = manifest.extra
+    for key in (metric,) if metric in manifest.extra else metric.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    try:
+        return number(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else None
+    except KeyError:  # a word, no number
+        return None
 
-    A crash in between leaves a folder without COMMIT, which no reader lists and its owner collects.
+
+def retain(
+    place: TierPlace,
+    policy: Policy,
+    owner: Owner,
+    newest: str,
+    fence: Callable[[], bool],
+    refused: Collection[str],
+    tell: Tell,
+    *,
+    held: Collection[str] = (),
+    pins: Storage | None = None,
+    metrics: Metrics | None = None,
+) -> None:
+    """Delete in one tier what `policy` no longer keeps and what died half-written; what fails is tried next time.
+
+    `pins` is the storage of the run's own folder (default: the tier's own), `metrics` a cache between calls. Never
+    raises OSError: old checkpoints that cannot be deleted yet are no reason to fail.
     """
-    files = storage.list(name)
-    for file in sorted(files, key=lambda file: file != COMMIT):
-        if not fence():
-            return False
-        storage.delete(f"{name}/{file}")
-    if not fence():
-        return False
-    storage.delete(name)
-    return True
+    sweep = _Pass(place, policy, owner, newest, fence, tell, held, pins or place.storage)
+    try:
+        if sweep.let_go(refused, metrics if metrics is not None else {}):
+            sweep.collect()
+    except OSError as error:
+        _log.warning("%s: old checkpoints could not be deleted yet: %s", place.path, error)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    place: TierPlace
+    policy: Policy
+    owner: Owner
+    newest: str
+    fence: Callable[[], bool]
+    tell: Tell
+    held: Collection[str]
+    pins: Storage
+
+    def let_go(self, refused: Collection[str], metrics: Metrics) -> bool:
+        """False when the fence was lost."""
+        owner, catalog = self.owner, self.place.catalog
+        entries = catalog.accepted(owner.attempt, owner.nonce, owner.inherit)
+        pinned = pinned_names(self.pins)
+        rule = self.policy
+        if len(entries) <= max(rule.keep, FLOOR):
+            return True
+        refused = {*refused, *self._unsound(entries, refused, metrics)}
+        facts = {"metrics": metrics, "pinned": pinned, "refused": refused, "held": self.held, "newest": self.newest}
+        for entry, _ in doomed(entries, rule, **facts):
+            # Asked again: somebody may pin it while its elders are being deleted.
+            if entry.name in pinned_names(self.pins):
+                continue
+            if not delete(catalog.storage, entry.name, self.fence):
+                return False
+            self.tell("checkpoint.deleted", {"step": entry.step, "name": entry.name, "tier": self.place.path})
+        return True
+
+    def _unsound(self, entries: Sequence[Entry], refused: Collection[str], metrics: Metrics) -> set[str]:
+        """Those that no longer are what was committed, by names and sizes: no substitutes for anything."""
+        unsound = set()
+        for entry in entries:
+            if entry.name in refused or entry.name in metrics:
+                continue
+            manifest, faults = read_sealed(self.place.storage, entry.name)
+            # On a node's own disk the files of other nodes are missing, and that is right.
+            if manifest is None or (faults and self.place.shared):
+                unsound.add(entry.name)
+                continue
+            metrics[entry.name] = metric_of(manifest, self.policy.metric)
+        return unsound
+
+    def collect(self) -> None:
+        owner = self.owner
+        ended = {(parts.attempt, parts.nonce) for name in owner.inherit if (parts := parse_name(name)) is not None}
+        verdicts = plan(
+            survey(self.place.catalog),
+            owner=(owner.attempt, owner.nonce),
+            ended=ended,
+            inherit=owner.inherit,
+            busy=self.held,
+        )
+        act(self.place.storage, verdicts, self.fence)

@@ -1,6 +1,8 @@
 """Checkpoints made without torch: the same folders, with files of any content."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
 
 from checkpointing.commit import checkpoint_name, seal, write_file
 from checkpointing.manifest import FileEntry, Manifest
@@ -20,6 +22,7 @@ def make(
     files: Mapping[str, bytes] = FILES,
     fence: Callable[[], bool] = lambda: True,
     now: float = 1000.0,
+    extra: dict[str, Any] | None = None,
 ) -> str:
     """Write and commit one checkpoint; returns its name."""
     name = checkpoint_name(step, attempt, nonce, take)
@@ -27,7 +30,8 @@ def make(
     for file, data in files.items():
         sink = write_file(storage, name, file, data)
         entries.append(FileEntry(name=file, size=sink.size, chunks=sink.chunks))
-    seal(storage, describe(name, step, attempt, nonce, entries), fence, now)
+    manifest = describe(name, step, attempt, nonce, entries)
+    seal(storage, replace(manifest, extra=extra) if extra is not None else manifest, fence, now)
     return name
 
 

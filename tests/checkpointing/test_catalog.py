@@ -4,6 +4,7 @@ import errno
 from pathlib import Path
 
 from checkpointing.catalog import Catalog
+from checkpointing.commit import DELETED
 from checkpointing.storage import LocalStorage
 from tests.checkpointing.made import FILES, NONCE, make
 from tests.checkpointing.storages import Faulty
@@ -81,6 +82,22 @@ def test_debris_belongs_to_its_owner_only(tmp_path: Path) -> None:
     debris = Catalog(tmp_path).debris(2, "22222222", [half_inherited])
     assert debris == [half_own, half_inherited]
     assert whole not in debris
+
+
+def test_a_buried_checkpoint_is_none_even_while_its_marker_is_still_seen(tmp_path: Path) -> None:
+    name = make(LocalStorage(tmp_path), 20)
+    (tmp_path / name / DELETED).write_text("")
+    catalog = Catalog(tmp_path)
+    assert catalog.committed() == []
+    assert catalog.accepted(1, NONCE, [name]) == []
+    assert catalog.debris(1, NONCE, []) == [name]
+
+
+def test_a_tombstone_that_cannot_be_read_buries_nothing(tmp_path: Path) -> None:
+    storage = Faulty(tmp_path)
+    name = make(storage, 20)
+    storage.broken = lambda act, _: errno.EIO if act == f"open {name}/{DELETED}" else 0
+    assert names(Catalog(tmp_path, storage).committed()) == [name]
 
 
 def test_a_marker_that_cannot_be_read_is_never_taken_for_debris(tmp_path: Path) -> None:

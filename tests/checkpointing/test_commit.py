@@ -2,6 +2,7 @@
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointing.catalog import Catalog
-from checkpointing.commit import checkpoint_name, fresh_name, parse_name, read_commit
+from checkpointing.collect import act, delete, plan, survey
+from checkpointing.commit import DELETED, checkpoint_name, fresh_name, parse_name, read_commit, seal
 from checkpointing.errors import FencedOff, ManifestError
-from checkpointing.retention import delete, surplus
+from checkpointing.manifest import parse
+from checkpointing.retention import surplus
 from checkpointing.storage import LocalStorage
 from checkpointing.verify import verify
 from tests.checkpointing.made import NONCE, make
@@ -55,7 +58,8 @@ def test_data_is_on_disk_before_the_marker_appears(tmp_path: Path, monkeypatch: 
 
     def fsync(descriptor: int) -> None:
         path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        calls.append(f"fsync {'COMMIT.tmp' if path.name.startswith('.COMMIT.') else path.relative_to(tmp_path)}")
+        shown = f"{path.name.split('.')[1]}.tmp" if path.suffix == ".tmp" else path.relative_to(tmp_path)
+        calls.append(f"fsync {shown}")
         assert path.is_dir() or path.stat().st_size > 0, "an unflushed file was synced"
         true_fsync(descriptor)
 
@@ -72,7 +76,8 @@ def test_data_is_on_disk_before_the_marker_appears(tmp_path: Path, monkeypatch: 
         f"fsync {name}",
         f"fsync {name}/__0_0.distcp",
         f"fsync {name}",
-        f"fsync {name}/manifest.json",
+        "fsync manifest.tmp",
+        "rename to manifest.json",
         f"fsync {name}",
         "fsync COMMIT.tmp",
         "rename to COMMIT",
@@ -81,7 +86,7 @@ def test_data_is_on_disk_before_the_marker_appears(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("power_loss", [False, True], ids=["crash", "power-loss"])
-def test_every_prefix_of_a_save_and_its_retention_shows_whole_checkpoints(tmp_path: Path, power_loss: bool) -> None:
+def test_every_prefix_of_a_save_and_its_deletion_shows_whole_checkpoints(tmp_path: Path, power_loss: bool) -> None:
     storage = Recording(tmp_path / "real")
     history: list[tuple[int, set[str]]] = []  # length of the log, and what is committed from there on
 
@@ -105,6 +110,20 @@ def test_every_prefix_of_a_save_and_its_retention_shows_whole_checkpoints(tmp_pa
         assert all(verify(entry.path, 2).ok for entry in found), f"after {length} operations"
         floor = min(2, max((len(names) for at, names in history if at <= length), default=0))
         assert len(found) >= floor, f"after {length} operations something committed is lost"
+        _assert_the_next_collector_tidies(root, {entry.name for entry in found}, f"after {length} operations")
+
+
+def _assert_the_next_collector_tidies(root: Path, committed: set[str], when: str) -> None:
+    """The owner's next start takes all remains away, and a stranger's those of deletions only."""
+    catalog = Catalog(root)
+    stranger = plan(survey(catalog), owner=(9, "99999999"))
+    begun = {verdict.folder.name for verdict in stranger if verdict.collect}
+    assert begun == {verdict.folder.name for verdict in stranger if (root / verdict.folder.name / DELETED).exists()}, (
+        when
+    )
+    act(catalog.storage, plan(survey(catalog), owner=(1, NONCE)), lambda: True)
+    assert {path.name for path in root.iterdir()} == committed, when
+    assert all(verify(root / name, 2).ok for name in committed), when
 
 
 def test_without_the_fence_there_is_no_commit(tmp_path: Path) -> None:
@@ -118,15 +137,40 @@ def test_the_fence_is_the_last_thing_asked(tmp_path: Path) -> None:
     storage = Recording(tmp_path)
     make(storage, 5, fence=lambda: not storage.log.append(("fence", "")))
     assert [entry[0] for entry in storage.log[-2:]] == ["fence", "publish"]
-    assert storage.log[-3] == ("close", f"{checkpoint_name(5, 1, NONCE)}/manifest.json")
+    assert storage.log[-3][:2] == ("publish", f"{checkpoint_name(5, 1, NONCE)}/manifest.json")
+
+
+def test_sealing_again_with_the_same_manifest_changes_nothing(tmp_path: Path) -> None:
+    storage = Recording(tmp_path)
+    name = make(storage, 5, now=1000.0)
+    manifest = parse((tmp_path / name / "manifest.json").read_bytes())
+    first = read_commit(storage, name)
+    storage.log.clear()
+    assert seal(storage, manifest, lambda: True, 2000.0) == first
+    assert storage.log == [], "a second node leader in the same folder"
+    with pytest.raises(FileExistsError, match="committed already, with another manifest"):
+        seal(storage, replace(manifest, extra={"position": 7}), lambda: True, 2000.0)
+    assert read_commit(storage, name) == first
+    assert verify(tmp_path / name, 2).ok
+
+
+def test_a_seal_that_was_cut_short_is_finished(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    name = make(storage, 5)
+    manifest = parse((tmp_path / name / "manifest.json").read_bytes())
+    (tmp_path / name / "COMMIT").unlink()
+    (tmp_path / name / "manifest.json").write_bytes(b"torn")
+    seal(storage, manifest, lambda: True, 1000.0)
+    assert verify(tmp_path / name, 2).ok
 
 
 @pytest.mark.parametrize("operation", ["create", "write", "fsync", "publish"])
 def test_no_failed_operation_leaves_a_checkpoint(tmp_path: Path, operation: str) -> None:
-    for file in (".metadata", "__1_0.distcp", "manifest.json", "COMMIT"):
+    published = ("manifest.json", "COMMIT")
+    for file in (".metadata", "__1_0.distcp", *published):
         root = tmp_path / file
         storage = Faulty(root, lambda op, _, file=file: errno.EIO if op.startswith(operation) and file in op else 0)
-        if (operation == "publish") != (file == "COMMIT"):
+        if (operation == "publish") != (file in published):
             continue
         with pytest.raises(OSError, match="Input/output error"):
             make(storage, 5)

@@ -57,7 +57,7 @@ def optimal(cost: float, mtbf: float) -> float:
 
 
 def lost_share(interval: float, measured: Measured, mtbf: float) -> float:
-    """The share of time that saves and failures take, to first order: half an interval and a save in flight are lost."""
+    """The share of time that saves and failures take, to first order: half an interval and a save in flight."""
     return measured.cost / (interval + measured.cost) + (interval / 2 + measured.save) / mtbf
 
 
@@ -89,7 +89,8 @@ def retry_after(interval: int, failures: int) -> int:
     `interval` is 0 where saves have no cadence; then a hundred steps stand for it.
     """
     usual = interval or 100
-    return min(usual, max(1, usual // 10) * 2 ** min(failures - 1, 10))
+    pause: int = max(1, usual // 10) << min(failures - 1, 10)
+    return min(usual, pause)
 
 
 def hold_back(left: float, *, interval: float, save: float) -> bool:

@@ -86,11 +86,33 @@ class StagingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AutoConfig:
+    """Bounds of the cadence that `checkpoint.every: auto` finds."""
+
+    least: int = 10
+    """Fewest steps between two saves; the first save comes after so many, and its cost decides on the next ones."""
+
+    most: int = 5000
+    """Most steps between two saves."""
+
+    node_days: float = 64.0
+    """Days of one node per failure to begin with; what this cluster and this run have seen soon outweighs it."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.least <= self.most:
+            raise ValueError(f"checkpoint.auto.least={self.least}: must be from 1 to checkpoint.auto.most={self.most}")
+        if not 0 < self.node_days < math.inf:
+            raise ValueError(f"checkpoint.auto.node_days={self.node_days}: must be a number of days above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """How often a run is saved, where to, and how many checkpoints are kept."""
 
     every: int | str = 100
     """Save after every so many steps; `auto` finds the cadence itself; 0 saves only at the end and when stopped."""
+
+    auto: AutoConfig = field(default_factory=AutoConfig)
 
     keep: int = 3
     """Keep the newest so many committed checkpoints; at least 2, so that a damaged newest one has a substitute."""
@@ -119,6 +141,21 @@ class CheckpointConfig:
             raise ValueError(f"checkpoint.max_unsaved_steps={self.max_unsaved_steps}: must be 0 (no limit) or more")
         if self.plausibility not in ("refuse", "warn", "off"):
             raise ValueError(f"checkpoint.plausibility={self.plausibility}: must be refuse, warn or off")
+        if isinstance(self.every, int) and 0 < self.max_unsaved_steps < self.every:
+            raise ValueError(
+                f"checkpoint.max_unsaved_steps={self.max_unsaved_steps}: must be 0 or at least checkpoint.every"
+                f"={self.every}, better twice that: a save takes its time"
+            )
+        if self.every == AUTO and 0 < self.max_unsaved_steps < 2 * self.auto.least:
+            raise ValueError(
+                f"checkpoint.max_unsaved_steps={self.max_unsaved_steps}: must be 0 or at least twice "
+                f"checkpoint.auto.least={self.auto.least}"
+            )
+        if self.tiers and not any(tier.shared for tier in self.tiers):
+            raise ValueError(
+                "checkpoint.tiers: none of them is shared, so that a job on other nodes would find nothing; "
+                "add {path: run}"
+            )
         paths = [tier.path for tier in self.tiers]
         if len(set(paths)) != len(paths):
             raise ValueError("checkpoint.tiers: two tiers have the same path")

@@ -3,17 +3,18 @@
 import hashlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from checkpointing.config import RUN, TierConfig
 from checkpointing.durable import canonical
 from orchestrator import checks, keys, layers
 from orchestrator.config import RunConfig
 from orchestrator.errors import ConfigError
 from orchestrator.layers import Assignment
-from trainer.contract.config import build
+from trainer.contract.config import DrillEvent, build
 
 DEFAULT = "default"
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})", re.ASCII)
@@ -114,21 +115,35 @@ def _resolved(values: dict[str, Any], origins: dict[keys.Path, str]) -> dict[str
         OmegaConf.set_readonly(schema, False)  # frozen dataclasses make read-only configs
         merged = OmegaConf.merge(schema, values)
         data: dict[str, Any] = _plain(OmegaConf.to_container(merged, resolve=True))
-        for event in data["drill"]["events"]:
-            _typed_event(event)
     except OmegaConfBaseException as error:
         raise _refusal(error, values, origins) from error
+    for path, kind, example in _LISTS:
+        _typed_entries(data[path[0]][path[1]], kind, path, example, origins)
     return data
 
 
-def _typed_event(event: dict[str, Any]) -> None:
+_LISTS: tuple[tuple[keys.Path, Any, str], ...] = (
+    (("drill", "events"), DrillEvent, "{kind: kill-rank, rank: 1, step: 20}"),
+    (("checkpoint", "tiers"), TierConfig, "{path: /scratch/ckpt, every: 1000, keep: 5}"),
+)
+"""Lists of mappings, of which OmegaConf does not check the entries."""
+
+
+def _typed_entries(
+    entries: list[dict[str, Any]], kind: Any, path: keys.Path, example: str, origins: dict[keys.Path, str]
+) -> None:
     from omegaconf import OmegaConf  # heavy
+    from omegaconf.errors import OmegaConfBaseException
 
-    from trainer.contract.config import DrillEvent
-
-    schema = OmegaConf.structured(DrillEvent)
+    schema = OmegaConf.structured(kind)
     OmegaConf.set_readonly(schema, False)
-    event.update(_plain(OmegaConf.to_container(OmegaConf.merge(schema, event))))
+    for entry in entries:
+        try:
+            entry.update(_plain(OmegaConf.to_container(OmegaConf.merge(schema, entry))))
+        except OmegaConfBaseException as error:
+            name, what = keys.dotted(path), str(error).splitlines()[0]
+            hint = f"an entry reads {example}"
+            raise ConfigError(f"{name}: `{error.full_key}`: {what}", where=_where(path, origins), hint=hint) from error
 
 
 def _refusal(error: Any, values: dict[str, Any], origins: dict[keys.Path, str]) -> ConfigError:
@@ -141,14 +156,8 @@ def _refusal(error: Any, values: dict[str, Any], origins: dict[keys.Path, str]) 
     if "nterpolation" in type(error).__name__ or isinstance(given, str) and "${" in given:
         hint = "write the full key, as in ${train.steps}; a literal one is \\${"
         return ConfigError(f"`{keys.dotted(path)}`={given}: {what}", where=_where(path, origins), hint=hint)
-    try:
-        kind = keys.kind_of(path, "")
-    except ConfigError:
-        # An entry of a list of mappings: OmegaConf names the key below the entry.
-        place = _where(("drill", "events"), origins)
-        hint = "an entry reads {kind: kill-rank, rank: 1, step: 20}"
-        return ConfigError(f"drill.events: `{keys.dotted(path)}`: {what}", where=place, hint=hint)
-    hint = f"write {keys.dotted(path)}={int(given)}" if kind is int and _is_whole(given) else ""
+    kind = keys.kind_of(path, "")
+    hint = f"write {keys.dotted(path)}={int(given)}" if kind in (int, int | str) and _is_whole(given) else ""
     shown = f"`{keys.dotted(path)}`={given}: must be {keys.type_words(kind)}"
     return ConfigError(shown, where=_where(path, origins), hint=hint or f"its default is {keys.default_of(path)}")
 
@@ -196,8 +205,17 @@ def _absolute(data: dict[str, Any], origins: dict[keys.Path, str], environ: Mapp
     data["data"]["path"] = data["data"]["path"] and folder(data["data"]["path"], "data", "path")
     texts = data["data"]["text"]
     data["data"]["text"] = [name if name in checks.KNOWN_TEXTS else folder(name, "data", "text") for name in texts]
+    for tier in data["checkpoint"]["tiers"]:
+        tier["path"] = _tier(tier["path"], folder)
     data["workload"]["path"] = [folder(name, "workload", "path") for name in data["workload"]["path"]]
     return data
+
+
+def _tier(path: str, folder: Callable[..., str]) -> str:
+    """A tier's folder with this shell's variables; a relative one lies below the run's folder, wherever that is."""
+    if path == RUN or "://" in path or not path.startswith(("/", "~", "$")):
+        return path
+    return folder(path, "checkpoint", "tiers")
 
 
 def _built(data: dict[str, Any], origins: dict[keys.Path, str]) -> RunConfig:

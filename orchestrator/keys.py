@@ -1,6 +1,7 @@
 """Every key that a config may have, read off the dataclasses, and the nearest right one for a wrong one."""
 
 import difflib
+import types
 import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
@@ -113,4 +114,6 @@ def type_words(kind: Any) -> str:
     if typing.get_origin(kind) is tuple:
         inner = item_kind(kind)
         return "a list of mappings" if is_section(inner) else "a list of texts"
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return " or ".join(type_words(inner) for inner in typing.get_args(kind))
     return words.get(kind, "a mapping" if is_section(kind) or is_open(kind) else "a value")

@@ -159,6 +159,18 @@ def test_drill_events_are_typed_entries(made: Compose) -> None:
     assert (event.kind, event.rank, event.step, event.value) == ("kill-rank", 0, 6, 0.0)
 
 
+def test_tiers_are_typed_entries_and_their_folders_are_the_submitting_shells(made: Compose) -> None:
+    text = "[{path: $HOME/disk, shared: 'false'}, {path: run, keep: '4'}, {path: 's3://bucket/a'}, {path: deep/er}]"
+    composed = made(READS, f"checkpoint.tiers={text}", "checkpoint.every=auto")
+    disk, run, bucket, relative = composed.config.checkpoint.tiers
+    assert disk.path.endswith("/disk")
+    assert "$" not in disk.path
+    assert (disk.shared, disk.keep, run.path, run.keep) == (False, 3, "run", 4)
+    assert (bucket.path, relative.path) == ("s3://bucket/a", "deep/er")
+    assert composed.config.checkpoint.every == "auto"
+    assert composed.origins["checkpoint.tiers"] == f"override #1: checkpoint.tiers={text}"
+
+
 WRONG_OVERRIDES = [
     ("train.stepps=5", "unknown key `train.stepps`", "did you mean `train.steps`?"),
     ("train.stepps=5", "unknown key `train.stepps`", "keys in `train`: steps, seed, batch_size"),
@@ -192,6 +204,25 @@ WRONG_OVERRIDES = [
     ("drill.events=[{kind: burn}]", "kind=burn must be one of kill-rank", "~drill.events"),
     ("drill.events=[{rank: 9}]", "rank=9 is not one of the 4 ranks", "rank: 3"),
     ("checkpoint.keep=1", "keep at least 2", "~checkpoint.keep"),
+    ("checkpoint.every=often", "must be a number of steps, 0 (only at the end) or auto", "~checkpoint.every"),
+    (
+        "checkpoint.every=1e3",
+        "`checkpoint.every`=1000.0: must be a whole number or text",
+        "write checkpoint.every=1000",
+    ),
+    ("checkpoint.every=-1", "checkpoint.every=-1: must be 0", "~checkpoint.every"),
+    ("checkpoint.evry=auto", "unknown key `checkpoint.evry`", "did you mean `checkpoint.every`?"),
+    ("checkpoint.auto.last=5", "unknown key `checkpoint.auto.last`", "did you mean `checkpoint.auto.least`?"),
+    ("checkpoint.auto.least=0", "checkpoint.auto.least=0: must be from 1", "~checkpoint.auto"),
+    ("checkpoint.max_unsaved_steps=5", "must be 0 or at least checkpoint.every=10,", "~checkpoint.max_unsaved_steps"),
+    ("checkpoint.stagin.mode=lazy", "unknown key `checkpoint.stagin`", "did you mean `checkpoint.staging`?"),
+    ("checkpoint.staging.mode=lasy", "must be block or lazy", "~checkpoint.staging"),
+    ("checkpoint.tiers=[{pth: /a}]", "unknown key `checkpoint.tiers.pth`", "did you mean `checkpoint.tiers.path`?"),
+    ("checkpoint.tiers=[{path: /a, keep: many}]", "checkpoint.tiers: `keep`", "an entry reads {path: "),
+    ("checkpoint.tiers=[{path: /a, keep: 1}]", "/a: keep=1: keep at least 2", "~checkpoint.tiers"),
+    ("checkpoint.tiers=[{path: /a, shared: false}]", "none of them is shared", "~checkpoint.tiers"),
+    ("checkpoint.tiers=[{path: $NOPE/a}]", "there is no variable NOPE here", "export NOPE=..."),
+    ("checkpoint.tiers=/a", "must be a list of mappings", "checkpoint.tiers=["),
     ("cluster.kind=pbs", "must be auto, slurm or local", "~cluster.kind"),
     ("cluster.gpus_per_node=1", "must be 0 or equal cluster.ranks_per_node", "~cluster.gpus_per_node"),
     ("parallel.dp_shard=3", "3 x tp=2 = 6, but cluster.nodes x cluster.ranks_per_node = 4", "parallel.dp_shard=0"),

@@ -1,0 +1,126 @@
+"""What a saved tensor says about itself: the zip archive that torch.save makes of one, read without torch.
+
+Nothing in it is executed: the description of the tensor is unpickled with stand-ins for the few names that it uses.
+"""
+
+import collections
+import io
+import math
+import pickle
+import struct
+import zipfile
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+_STORAGES = {
+    "FloatStorage": "float32", "DoubleStorage": "float64", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
+    "ByteStorage": "uint8", "BoolStorage": "bool", "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
+}  # fmt: skip
+_LOCAL_HEADER = struct.Struct("<26xHH")
+_LONGEST = 1 << 20
+_MALFORMED = (
+    zipfile.BadZipFile, pickle.UnpicklingError, ValueError, KeyError, EOFError, TypeError, AttributeError, IndexError,
+    struct.error, NotImplementedError, RuntimeError, RecursionError,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One saved tensor; `data` is where its `nbytes` of values begin, row by row, from the start of the frame."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: int
+    nbytes: int
+
+
+def read_frame(stream: BinaryIO, start: int, length: int) -> Frame:
+    """The frame that takes these bytes of a file; raises ValueError when it is none of a whole plain tensor."""
+    try:
+        with zipfile.ZipFile(_Window(stream, start, length)) as archive:
+            members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+            described, values = members["data.pkl"], members["data/0"]
+            if described.compress_type or values.compress_type or described.file_size > _LONGEST:
+                raise ValueError("it is packed in another way")
+            dtype, shape = _describe(archive.read(described))
+    except _MALFORMED as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    stream.seek(start + values.header_offset)
+    header = stream.read(_LOCAL_HEADER.size)
+    if len(header) < _LOCAL_HEADER.size:
+        raise ValueError("it ends within a header")
+    name, extra = _LOCAL_HEADER.unpack(header)
+    return Frame(dtype, shape, values.header_offset + _LOCAL_HEADER.size + name + extra, values.file_size)
+
+
+class _Window(io.RawIOBase):
+    """A part of a file as a file of its own."""
+
+    def __init__(self, stream: BinaryIO, start: int, length: int) -> None:
+        self._stream, self._start, self._length, self._at = stream, start, length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        if base + offset < 0:
+            raise ValueError("a place before the beginning")
+        self._at = base + offset
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._length - self._at)
+        wanted = left if size < 0 else min(size, left)
+        self._stream.seek(self._start + self._at)
+        data = self._stream.read(wanted)
+        self._at += len(data)
+        return data
+
+
+def _describe(data: bytes) -> tuple[str, tuple[int, ...]]:
+    dtype, numel, offset, shape, stride = _Description(io.BytesIO(data)).load()
+    dense = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
+    # The stride of a dimension that has one value, and any of an empty tensor, means nothing.
+    loose = any(size > 1 and step != want for size, step, want in zip(shape, stride, dense, strict=True))
+    if offset or math.prod(shape) != numel or (numel and loose):
+        raise ValueError("it is a view into other values")
+    return dtype, tuple(shape)
+
+
+class _Description(pickle.Unpickler):
+    """Turns the pickle of a tensor into (dtype, number of values, offset, shape, stride)."""
+
+    def persistent_load(self, pid: Any) -> Any:
+        kind, dtype, _key, _place, numel = pid
+        if kind != "storage":
+            raise pickle.UnpicklingError(f"it refers to a {kind}")
+        return dtype, numel
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
+            return _rebuilt
+        if (module, name) == ("collections", "OrderedDict"):
+            return collections.OrderedDict
+        if (module, name) == ("torch.storage", "UntypedStorage"):
+            return ""
+        if module == "torch" and name.isidentifier():
+            return _STORAGES.get(name, name)  # a type of storage, or a dtype by its own name
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+
+def _rebuilt(
+    storage: Any, offset: int, shape: Any, stride: Any, _grad: bool, _hooks: Any, dtype: str = "", *_more: Any
+) -> tuple[str, int, int, tuple[int, ...], tuple[int, ...]]:
+    named, numel = storage
+    if named:
+        return named, numel, offset, tuple(shape), tuple(stride)
+    return dtype, math.prod(shape), offset, tuple(shape), tuple(stride)  # an untyped storage counts bytes

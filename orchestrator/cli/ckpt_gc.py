@@ -1,0 +1,202 @@
+"""`orch ckpt gc`: takes away what attempts that have ended left half-written.
+
+The registry decides whose folder is nobody's: an attempt that is ENDED never comes back, nothing that it left
+uncommitted is ever read, and taking it away twice does no harm. So this needs no lease and disturbs no controller.
+A committed checkpoint that was refused is evidence. It goes only when that is asked for, when no attempt of its run
+may still hold it, and under the lease, because the registry must say so too.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from orchestrator.cli.ckpt_target import Tier, tiers_of
+from orchestrator.cli.options import Verb
+from orchestrator.cli.registry import open_store
+from orchestrator.cli.render import Column, Screen, size
+from orchestrator.errors import ConfigError, Precondition
+from orchestrator.states import AttemptState, Trust
+from trainer.contract.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from orchestrator.registry.records import Lease, Run
+    from orchestrator.registry.store import Store
+
+REFUSED = "refused"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loose:
+    """A folder that is no good checkpoint: what it is, whether it goes, and why or why not."""
+
+    run: str
+    tier: Tier
+    name: str
+    bytes: int
+    what: str
+    goes: bool
+    reason: str
+
+
+@click.command("gc", cls=Verb)
+@click.argument("runs", metavar="[RUN...]", nargs=-1)
+@click.option("-a", "--all", "everything", is_flag=True, help="Every run.")
+@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+@click.option("--refused", is_flag=True, help="Committed checkpoints that were found corrupt, too.")
+@click.pass_obj
+def gc(screen: Screen, runs: tuple[str, ...], everything: bool, dry_run: bool, refused: bool) -> int:
+    """Take away half-written checkpoints of attempts that have ended.
+
+    What an attempt that has not ended writes is never touched. Corrupt checkpoints are named, and stay as evidence
+    unless --refused says otherwise.
+    """
+    if bool(runs) == everything:
+        raise ConfigError("say which runs", where="command line: orch ckpt gc", hint="orch ckpt gc RUN, or --all")
+    with _opened(locked=refused and not dry_run) as (store, lease):
+        chosen = store.runs() if everything else [store.run(name) for name in runs]
+        found = [item for run in chosen for item in loose(store, run, screen, refused=refused)]
+        failed = [] if dry_run else [item for item in found if item.goes and not _take(screen, store, lease, item)]
+    _show(screen, found, failed, dry_run)
+    return Precondition.exit_code if failed else 0
+
+
+@contextmanager
+def _opened(*, locked: bool) -> "Iterator[tuple[Store, Lease | None]]":
+    """The registry, with the lease where committed checkpoints are to be deleted."""
+    with open_store(readonly=not locked) as store:
+        if not locked:
+            yield store, None
+            return
+        from orchestrator.controller.lease import acquire
+        from orchestrator.controller.watch import Clock, Watch
+
+        lease = acquire(store, Watch(Clock().mono), time.time(), once=True)
+        if lease is None:
+            raise Precondition(
+                "a controller is at work, and only one may delete what is committed",
+                where="orch controller status tells which",
+                hint="orch controller stop, then this again; runs go on meanwhile, and the next submit starts one",
+            )
+        try:
+            yield store, lease
+        finally:
+            store.drop_lease(lease)
+
+
+def loose(store: "Store", run: "Run", screen: Screen, *, refused: bool = False) -> list[Loose]:
+    """Every folder of a run that is no good checkpoint, judged; a tier that cannot be read is told of and left."""
+    found: list[Loose] = []
+    for tier in tiers_of(RunDir(Path(run.run_dir))):
+        try:
+            found += [*_half_written(store, run, tier), *_corrupt(store, run, tier, refused)]
+        except OSError as error:
+            screen.warn("TierUnreadable", f"{run.name}: tier {tier.label} cannot be read: {error}")
+    return found
+
+
+def _half_written(store: "Store", run: "Run", tier: Tier) -> Iterator[Loose]:
+    from checkpointing.collect import plan, survey
+
+    attempts = store.attempts(run.name)
+    ended = {(attempt.number, attempt.nonce) for attempt in attempts if attempt.state is AttemptState.ENDED}
+    others = {(attempt.number, attempt.nonce) for attempt in attempts} - ended
+    for verdict in plan(survey(tier.catalog), ended=ended):
+        folder = verdict.folder
+        # Its own attempt finishes what it began, a deletion too.
+        mine = folder.epoch in others
+        reason = f"attempt {folder.epoch[0]} has not ended" if mine else verdict.reason
+        yield Loose(
+            run=run.name, tier=tier, name=folder.name, bytes=folder.bytes, what=folder.state.value,
+            goes=verdict.collect and not mine, reason=reason,
+        )  # fmt: skip
+
+
+def _corrupt(store: "Store", run: "Run", tier: Tier, refused: bool) -> Iterator[Loose]:
+    from checkpointing.pins import pinned_names
+
+    bad = {row.name: row.reason for row in store.checkpoints(run.name) if row.trust is Trust.CORRUPT}
+    if not bad:
+        return
+    live = any(attempt.state is not AttemptState.ENDED for attempt in store.attempts(run.name))
+    pinned = pinned_names(tiers_of(RunDir(Path(run.run_dir)))[0].storage)
+    for entry in tier.catalog.committed():
+        if entry.name not in bad:
+            continue
+        if entry.name in pinned:
+            stays = "it is pinned"
+        elif live:
+            stays = "an attempt of the run has not ended"
+        else:
+            stays = _still_good(tier, entry.name) if refused else f"evidence, until --refused: {bad[entry.name]}"
+        yield Loose(
+            run=run.name, tier=tier, name=entry.name, bytes=entry.bytes, what=REFUSED, goes=not stays,
+            reason=stays or bad[entry.name],
+        )  # fmt: skip
+
+
+def _still_good(tier: Tier, name: str) -> str:
+    """Why a refused copy stays all the same: what was bad is another copy, or a disk for a moment."""
+    from checkpointing.verify import verify_in
+
+    return "its bytes are as they were written" if verify_in(tier.storage, name, 2).ok else ""
+
+
+def _take(screen: Screen, store: "Store", lease: "Lease | None", item: Loose) -> bool:
+    """Delete one folder, then write that down; False when it could not be deleted."""
+    from checkpointing.collect import delete
+
+    try:
+        gone = delete(item.tier.storage, item.name, _fence(store, lease))
+    except OSError as error:
+        screen.warn("NotDeleted", f"{item.tier.catalog.place}/{item.name}: {error}")
+        return False
+    if gone and item.what == REFUSED and lease is not None:
+        places = tiers_of(RunDir(Path(store.run(item.run).run_dir)))
+        if not any(tier.catalog.is_committed(item.name) for tier in places):
+            reason = "deleted by `orch ckpt gc --refused`"
+            store.trust(item.run, item.name, Trust.DELETED, reason, epoch=lease.epoch, now=time.time())
+    return gone
+
+
+def _fence(store: "Store", lease: "Lease | None") -> Callable[[], bool]:
+    """Debris of an ended attempt is nobody's; what is committed may be deleted as long as the lease is ours."""
+    if lease is None:
+        return lambda: True
+
+    def held() -> bool:
+        now = store.lease()
+        return now is not None and (now.epoch, now.holder) == (lease.epoch, lease.holder)
+
+    return held
+
+
+def _show(screen: Screen, found: list[Loose], failed: list[Loose], dry_run: bool) -> None:
+    rows = [_row(item, item in failed, dry_run) for item in found]
+    if screen.json:
+        screen.data("ckpt.gc", rows)
+        return
+    columns = [
+        Column("RUN", "run"),
+        Column("TIER", "tier"),
+        Column("NAME", "name"),
+        Column("SIZE", "bytes", size, right=True),
+        Column("WHAT", "what"),
+        Column("DONE", "done"),
+        Column("WHY", "reason"),
+    ]
+    screen.table(columns, rows)
+    freed = sum(item.bytes for item in found if item.goes and item not in failed)
+    screen.note(f"{size(freed)} {'would be freed' if dry_run else 'freed'}" if found else "nothing is left over")
+
+
+def _row(item: Loose, failed: bool, dry_run: bool) -> dict[str, Any]:
+    done = "left" if not item.goes or failed else "would be deleted" if dry_run else "deleted"
+    return {
+        "run": item.run, "tier": item.tier.label, "path": f"{item.tier.catalog.place}/{item.name}", "name": item.name,
+        "bytes": item.bytes, "what": item.what, "done": done, "reason": item.reason,
+    }  # fmt: skip

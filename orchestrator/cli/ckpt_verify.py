@@ -1,0 +1,91 @@
+"""`orch ckpt verify`: from a look at the names up to every value."""
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from orchestrator.cli.ckpt_target import Target, find
+from orchestrator.cli.options import Verb
+from orchestrator.cli.render import Screen, size
+from orchestrator.errors import CheckpointInvalid
+
+if TYPE_CHECKING:
+    from checkpointing.verify import Fault, Report
+
+SHOWN = 20
+"""Faults of one checkpoint that people are shown; programs get all."""
+
+
+@click.command("verify", cls=Verb)
+@click.argument("target", metavar="RUN[@STEP]|FOLDER")
+@click.option(
+    "--level",
+    type=click.IntRange(0, 4),
+    default=2,
+    show_default=True,
+    help="0: committed, complete, right sizes. 1: a sample of the chunks too. 2: every chunk. 3: and its structure. "
+    "4: and every value.",
+)
+@click.option("--copies", is_flag=True, help="Every copy, on every tier; otherwise the nearest one.")
+@click.pass_obj
+def verify(screen: Screen, target: str, level: int, copies: bool) -> int:
+    """Compare a checkpoint's bytes with the digests taken when it was written.
+
+    Without @STEP the newest one; `@all` takes every one. Exit code 7 when any fault is found.
+    """
+    found = find(target)
+    chosen = found if copies else list({item.name: item for item in reversed(found)}.values())[::-1]
+    answers = [_answer(screen, item, level) for item in chosen]
+    if screen.json:
+        screen.data("ckpt.verify", answers)
+    return 0 if all(answer["ok"] for answer in answers) else CheckpointInvalid.exit_code
+
+
+def _answer(screen: Screen, target: Target, level: int) -> dict[str, Any]:
+    with screen.bar(target.name if target.step is None else f"step {target.step}") as meter:
+        report = _report(target, level, meter)
+    rate = report.bytes / report.seconds / 1024**3 if report.seconds > 0 else 0.0
+    _show(screen, target, report, rate)
+    return {
+        "name": target.name, "step": target.step, "path": target.path, "ok": report.ok, "level": level,
+        "bytes": report.bytes, "seconds": round(report.seconds, 4), "gib_per_s": round(rate, 3), "tier": target.tier,
+        "faults": [_fault(fault) for fault in report.faults],
+    }  # fmt: skip
+
+
+def _report(target: Target, level: int, meter: Any) -> "Report":
+    if level < 3:
+        from checkpointing.verify import verify_in
+
+        return verify_in(target.storage, target.name, level, meter)
+    # The only levels that need torch, which takes seconds to import.
+    from checkpointing.engine.audit import audit_in
+    from trainer.worker.expectations import expected
+
+    config = target.config
+    report: Report = audit_in(target.storage, target.name, level, meter, lambda manifest: expected(manifest, config))
+    return report
+
+
+def _show(screen: Screen, target: Target, report: "Report", rate: float) -> None:
+    word = "VALID" if report.ok else "INVALID"
+    read = f"{size(report.bytes)} in {report.seconds:.2f} s, {rate:.2f} GiB/s" if report.level else "sizes only"
+    place = f" on {target.tier}" if target.tier not in ("", "run") else ""
+    screen.say(f"{target.name}{place}: {word}  (level {report.level}; {read})")
+    for fault in report.faults[:SHOWN]:
+        screen.say(f"  {_line(fault)}")
+    if len(report.faults) > SHOWN:
+        screen.say(f"  and {len(report.faults) - SHOWN} more; --json tells all")
+
+
+def _line(fault: "Fault") -> str:
+    chunk = "" if fault.chunk is None else f", chunk {fault.chunk}"
+    tensor = f", {fault.tensor}" if fault.tensor else ""
+    return f"{fault.file}{chunk}{tensor}: {fault.reason}"
+
+
+def _fault(fault: "Fault") -> dict[str, Any]:
+    return {
+        "file": fault.file, "chunk": fault.chunk, "tensor": fault.tensor, "tensors": list(fault.tensors),
+        "reason": fault.reason,
+    }  # fmt: skip

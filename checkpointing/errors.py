@@ -7,6 +7,7 @@ CheckpointError
  +- NothingVerifies   checkpoints exist and every one of them was refused
  +- SaveFailed        one save was given up; carries its step and the reason
      +- FencedOff     the attempt no longer holds its launch token, so it must not commit
+     +- Unsound       the state itself must not be saved, however often that is tried
 """
 
 from collections.abc import Sequence
@@ -51,3 +52,7 @@ class SaveFailed(CheckpointError):
 
 class FencedOff(SaveFailed):
     """A save that was stopped before COMMIT because another attempt owns the run by now."""
+
+
+class Unsound(SaveFailed):
+    """A save that was given up because of what was to be saved: it was torn, or cannot be right."""

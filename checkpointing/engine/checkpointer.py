@@ -1,9 +1,11 @@
 """The seam between training and checkpoints: save in the background, restore what verifies."""
 
+import collections
+import concurrent.futures
 import json
 import logging
-import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,32 +13,44 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checkpointing.catalog import Catalog
+from checkpointing.config import CheckpointConfig
 from checkpointing.durable import canonical
-from checkpointing.engine.failure import FAILURES, explain
+from checkpointing.engine.confirming import Agreed, Standing, agree
+from checkpointing.engine.failure import Failed, attempt, explain
 from checkpointing.engine.group import Ranks
+from checkpointing.engine.lane import PAUSES, Lane
+from checkpointing.engine.link import InProcessWriter, WriterLink
+from checkpointing.engine.planning import Plan, agree_on_plan, budgeted
 from checkpointing.engine.reader import MayLack
 from checkpointing.engine.restoring import Restored, Restorer
-from checkpointing.engine.saving import Job, Owner, Saver
-from checkpointing.engine.staging import stage
-from checkpointing.errors import SaveFailed
+from checkpointing.engine.saving import Job, Owner, Saved, Saver, Writer
+from checkpointing.engine.staging import Stager, Structure
+from checkpointing.engine.telling import Teller
 from checkpointing.retention import delete, surplus
 from checkpointing.storage import Storage
+from checkpointing.tiers import TierPlace
 
 __all__ = ["Checkpointer", "Restored"]
 
 _log = logging.getLogger(__name__)
 
+GIB = 1 << 30
+
+_WARM_SECONDS = 30.0
+_FACTS_ROOM = 1 << 16
+"""Bytes in the arena's records for the caller's own facts."""
+
 
 class Checkpointer:
     """One per rank and generation; all ranks call the same methods in the same order.
 
-    `on_event` is called on rank 0 (for a broken group: on every rank that notices), for saves from the saving thread.
+    `on_event` is called on rank 0 (for what only one rank can know: on that one), for saves from the saving thread.
     `extra` is rank 0's; `fence` is asked before every COMMIT and every delete.
     """
 
     def __init__(
         self,
-        root: Path,
+        root: Path | str,
         *,
         token_attempt: int,
         nonce: str,
@@ -47,49 +61,165 @@ class Checkpointer:
         on_event: Callable[[str, dict[str, Any]], None],
         world: dict[str, Any],
         storage: Storage | None = None,
+        config: CheckpointConfig | None = None,
+        link: Writer | None = None,
+        tiers: Sequence[TierPlace] = (),
+        suspects: Collection[int] = (),
+        leads_node: bool = True,
+        trust_foreign: bool = False,
+        pauses: Sequence[float] = PAUSES,
     ) -> None:
-        """Create the process group of the saves: collective, on the caller's thread, before any training step."""
-        self._catalog = Catalog(root, storage)
+        """Create the process groups of the saves: collective, on the caller's thread, before any training step.
+
+        `link` goes to the writer that the agent owns; without one, a writer of one's own is started when needed (in
+        threads of this process when `storage` is given, which another process could not see). `pauses` are the seconds
+        before a failed save is tried again.
+        """
+        self._config = config or CheckpointConfig(keep=keep)
+        self._place = str(root) if "://" in str(root) else str(Path(root).absolute())
+        self._catalog = Catalog(Path(root), storage)
+        self._storage, self._link = storage, link
         self._owner = Owner(token_attempt, nonce, tuple(inherit), fence)
-        self._keep, self._on_event, self._world = keep, on_event, _plain(world, "world")
-        self._untold: list[tuple[str, dict[str, Any]]] = []
-        self._ranks = Ranks(process_group)
-        self._saver = Saver(self._catalog, self._ranks, self._owner, self._tell)
-        self._restorer = Restorer(self._catalog, self._ranks, self._owner, self._tell)
-        self._thread: threading.Thread | None = None
+        self._keep, self._world = keep, _plain(world, "world")
+        self._teller = Teller(on_event)
+        self._ranks, self._lane_ranks = Ranks(process_group), Ranks(process_group)
+        self._restorer = Restorer(self._catalog, self._ranks, self._owner, self._teller.tell)
+        self._stager: Stager | None = None
+        self._saver: Saver | None = None
+        self._lane: Lane | None = None
+        self._pauses = pauses
         self.committed_step: int | None = None
         """Step of the newest checkpoint that this object has committed or restored; settled after `wait`."""
+        self.agreed_committed_step: int | None = None
+        """The same on all ranks: what was committed on every one of them when `save` was last called."""
         self.failure: str | None = None
         """Why the newest save did not happen, known on every rank; None when it did. Settled after `wait`."""
+        self.stall_seconds = 0.0
+        """How long the last `save` kept its caller."""
+        self.save_seconds: collections.deque[float] = collections.deque(maxlen=64)
+        """How long the last saves took, from the naming to COMMIT."""
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], extra: dict[str, Any]) -> None:
-        """Copy the state, then write it in the background; waits for an earlier save first.
+    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+        """Do all that is to be done once: plan, memory, frames, writer; collective.
+
+        Raises ValueError on every rank for state that cannot be saved, OSError when there is no memory for it.
+        """
+        if not self._agree(0, self._match(tensors)).same:
+            self._plan(tensors)
+        assert self._saver is not None
+        # What the writer cannot do now it will say at the first save.
+        concurrent.futures.wait([self._saver.writer.warm()], _WARM_SECONDS)
+
+    def save(self, step: int, tensors: Mapping[str, Tensor], extra: dict[str, Any]) -> bool:
+        """Copy the state, then write it in the background; False when it was skipped, on all ranks alike.
 
         DTensors are saved in shards, plain tensors once. Raises ValueError or TypeError for state that cannot be saved;
-        whatever goes wrong later is the event `checkpoint.failed`, and `committed_step` stays behind.
+        whatever goes wrong later is the event `checkpoint.failed`, and `committed_step` stays behind. With lazy staging
+        the tensors must not change before `before_optimizer_step` was called.
         """
-        self.wait()
-        job = Job(step=step, staged=stage(tensors), extra=_plain(extra, "extra"), world=self._world)
-        # A daemon: a rank that must die does not wait for peers that are already gone.
-        self._thread = threading.Thread(target=self._save, args=(job,), name=f"checkpoint-{step}", daemon=True)
-        self._thread.start()
-
-    def _save(self, job: Job) -> None:
-        self.failure = None
+        start = time.perf_counter()
+        facts = _plain(extra, "extra")
+        self.before_optimizer_step()
         try:
-            name = self._saver.run(job)
-        except SaveFailed as failure:
-            self.failure = failure.reason
-            self._lead("checkpoint.failed", step=job.step, reason=failure.reason)
-            return
-        except FAILURES as error:
-            # The group itself broke: nobody can speak for the others any more.
+            parts = self._admitted(step, tensors)
+        except (OSError, RuntimeError) as error:
+            # No memory for a new plan, or a broken group: training finds out about its peers by itself.
             self.failure = f"rank {self._ranks.rank}: {explain(error)}"
-            self._tell("checkpoint.failed", {"step": job.step, "reason": self.failure})
+            self._teller.tell("checkpoint.failed", {"step": step, "reason": self.failure})
+            return False
+        if parts is not None:
+            self._begin(step, parts, facts)
+        self.stall_seconds = time.perf_counter() - start
+        return parts is not None
+
+    def _admitted(self, step: int, tensors: Mapping[str, Tensor]) -> list[Tensor] | None:
+        """This rank's parts of the tensors, laid out for; None when this save has to be skipped."""
+        parts = self._match(tensors)
+        agreed = self._agree(step, parts)
+        self.agreed_committed_step = agreed.committed
+        reason = self._reason_to_skip(agreed)
+        if reason is not None:
+            self._lead("checkpoint.skipped", step=step, reason=reason)
+            return None
+        return parts if agreed.same else self._plan(tensors)
+
+    def _match(self, tensors: Mapping[str, Tensor]) -> list[Tensor] | None:
+        return self._stager.match(tensors) if self._stager is not None else None
+
+    def _agree(self, step: int, parts: list[Tensor] | None) -> Agreed:
+        stager = self._stager
+        return agree(
+            self._ranks,
+            Standing(
+                plan=stager.plan.number if stager is not None and parts is not None else 0,
+                step=step,
+                has_room=stager is None or stager.has_room,
+                idle=stager is None or stager.buffers.idle,
+                committed=self.committed_step,
+            ),
+        )
+
+    def _reason_to_skip(self, agreed: Agreed) -> str | None:
+        """Training never waits for a disk: without a free copy on every rank there is no save."""
+        if not agreed.same and not agreed.idle:
+            return "the state has another structure than before, and an earlier save is still being written"
+        if not agreed.has_room:
+            return "earlier saves are still being written, and there is no free copy"
+        return None
+
+    def _begin(self, step: int, parts: Sequence[Tensor], facts: dict[str, Any]) -> None:
+        assert self._stager is not None and self._lane is not None
+        staged = self._stager.stage(parts)
+        self._lane.submit(Job(step=step, plan=self._stager.plan, staged=staged, extra=facts, world=self._world))
+        self._stager.stage_buckets(staged, parts)
+
+    def _plan(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        """Agree on a plan and lay memory out for it; no save is under way. Returns this rank's parts."""
+        staging = self._config.staging
+        lay = budgeted(staging.files, staging.host_memory)
+        plan = agree_on_plan(self._ranks, tensors, lay, int(staging.host_memory * GIB))
+        structure = Structure(tensors)
+        if self._stager is not None:
+            self._stager.close()
+            self._stager = None
+        stager = attempt(lambda: self._stager_for(plan, structure))
+        told = [result for result in self._ranks.all_gather(stager if isinstance(stager, Failed) else None) if result]
+        if told:
+            raise OSError(told[0].reason)
+        assert isinstance(stager, Stager)
+        self._stager = stager
+        parts = stager.match(tensors)
+        assert parts is not None, "a state does not match its own structure"
+        return parts
+
+    def _stager_for(self, plan: Plan, structure: Structure) -> Stager:
+        writer = self._open_writer()
+        arena = writer.arena
+        arena.reload()
+        if (arena.plan, arena.buffers) == (plan.hash, plan.buffers) and arena.buffer_bytes >= plan.buffer_bytes:
+            arena.populate()  # an earlier generation's: what it holds may be worth loading
+        else:
+            arena.shape(plan.buffer_bytes, plan.buffers, plan.hash, _FACTS_ROOM)
+        return Stager(arena, plan, structure, self._config.staging.mode)
+
+    def _open_writer(self) -> Writer:
+        if self._saver is None:
+            link = self._link or (WriterLink.start() if self._storage is None else InProcessWriter(self._storage))
+            self._link = link
+            tell = self._teller.tell
+            self._saver = Saver(self._catalog, self._place, self._lane_ranks, self._owner, link, tell)
+            self._lane = Lane(self._saver, self._lane_ranks, tell, self._ended, self._pauses)
+        return self._saver.writer
+
+    def _ended(self, job: Job, saved: Saved | None, reason: str) -> None:
+        """On the lane's thread, after every save."""
+        if saved is None:
+            self.failure = reason
             return
-        self.committed_step = job.step
+        self.failure, self.committed_step = None, job.step
+        self.save_seconds.append(saved.seconds)
         if self._ranks.leads:
-            self._retain(name)
+            self._retain(saved.name)
 
     def _retain(self, newest: str) -> None:
         """Delete what retention no longer keeps and what died half-written; what fails is tried again next time."""
@@ -102,11 +232,16 @@ class Checkpointer:
             for entry in (entry for entry in surplus(trusted, self._keep) if entry.name != newest):
                 if not delete(storage, entry.name, owner.fence):
                     return
-                self._tell("checkpoint.deleted", {"step": entry.step, "name": entry.name})
+                self._teller.tell("checkpoint.deleted", {"step": entry.step, "name": entry.name})
             for name in self._catalog.debris(owner.attempt, owner.nonce, owner.inherit):
                 delete(storage, name, owner.fence)
         except OSError as error:
             _log.warning("old checkpoints could not be deleted yet: %s", error)
+
+    def before_optimizer_step(self) -> None:
+        """Return when the tensors of the last save may change; without lazy staging that is always so."""
+        if self._stager is not None:
+            self._stager.before_optimizer_step()
 
     def restore(
         self,
@@ -124,39 +259,36 @@ class Checkpointer:
         """
         self.wait()
         restored = self._restorer.run(tensors, MayLack(alone=optional_prefixes, together=optional_folders))
-        self.committed_step = restored.step if restored else None
+        self.committed_step = self.agreed_committed_step = restored.step if restored else None
         return restored
 
     def wait(self) -> None:
         """Return when no save is under way and every event is told."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        self._flush()
+        self.before_optimizer_step()
+        if self._lane is not None:
+            self._lane.wait()
+        self._teller.flush()
 
     def close(self) -> None:
-        """Wait, then give the process group back; raises what kept an event from being told."""
+        """Wait, then give memory, writer and process groups back; raises what kept an event from being told."""
         self.wait()
+        if self._lane is not None:
+            self._lane.close()
+        if self._stager is not None:
+            self._stager.close()
+            self._stager = None
+        if self._saver is not None:
+            self._saver.writer.close()
+        elif self._link is not None:
+            self._link.close()
+        self._saver = self._lane = self._link = None
         self._ranks.close()
-        for kind, data in self._untold:
-            self._on_event(kind, data)
+        self._lane_ranks.close()
+        self._teller.close()
 
     def _lead(self, kind: str, **data: Any) -> None:
         if self._ranks.leads:
-            self._tell(kind, data)
-
-    def _tell(self, kind: str, data: dict[str, Any]) -> None:
-        self._untold.append((kind, data))
-        self._flush()
-
-    def _flush(self) -> None:
-        try:
-            while self._untold:
-                self._on_event(*self._untold[0])
-                self._untold.pop(0)
-        except OSError as error:
-            # The disk that is too full for a checkpoint may be too full for its event: told again at the next chance.
-            _log.warning("event %s could not be written yet: %s", self._untold[0][0], error)
+            self._teller.tell(kind, data)
 
 
 def _plain(value: dict[str, Any], what: str) -> dict[str, Any]:

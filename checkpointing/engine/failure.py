@@ -2,10 +2,15 @@
 
 import errno
 import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from checkpointing.errors import CheckpointError, Refused, SaveFailed
+from checkpointing.errors import CheckpointError, FencedOff, Refused, SaveFailed
+
+T = TypeVar("T")
 
 # Everything that reading, writing, torch and our own code may raise: a rank that fails in a collective act must say so
 # to its peers, or they wait for it. CheckpointException is a BaseException, so that it must be named.
@@ -42,3 +47,20 @@ def explain(error: BaseException) -> str:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or ["no message"])[0]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """What a rank sends instead of its result; `final` when trying again cannot help."""
+
+    reason: str
+    fenced: bool = False
+    final: bool = False
+
+
+def attempt(act: Callable[[], T]) -> T | Failed:
+    """Do one rank's part; a failure becomes a message, so that the peers are not left waiting."""
+    try:
+        return act()
+    except FAILURES as error:
+        return Failed(explain(error), fenced=isinstance(error, FencedOff))

@@ -76,6 +76,14 @@ class Ranks:
         dist.broadcast(tensor, group=self._group, group_src=0)
         return pickle.loads(room)
 
+    def minimum(self, numbers: Sequence[int]) -> list[int]:
+        """The least of every rank's number, place by place, on every rank: 8 bytes for each on the wire."""
+        if self.size == 1:
+            return list(numbers)
+        tensor = torch.tensor(list(numbers), dtype=torch.int64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._group)
+        return [int(number) for number in tensor.tolist()]
+
     def _sizes(self, mine: int) -> list[int]:
         found = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(found, torch.tensor([mine]), group=self._group)

@@ -15,7 +15,9 @@ with warnings.catch_warnings():
     import torch.distributed.tensor
 
     from checkpointing.engine.checkpointer import Checkpointer
+    from checkpointing.engine.link import InProcessWriter
 
+from checkpointing.config import CheckpointConfig
 from checkpointing.storage import Storage
 
 NONCE = "ab12cd34"
@@ -61,6 +63,9 @@ class Bench:
         keep: int = 3,
         storage: Storage | None = None,
         tell: Callable[[str, dict[str, Any]], None] | None = None,
+        pauses: tuple[float, ...] = (),
+        config: CheckpointConfig | None = None,
+        link: Any = None,
     ) -> Checkpointer:
         made = Checkpointer(
             self.root,
@@ -73,6 +78,10 @@ class Bench:
             on_event=tell or (lambda kind, data: self.events.append((kind, data))),
             world={"dp_shard": 1, "tp": 1},
             storage=storage,
+            pauses=pauses,
+            config=config,
+            # In threads of this process, unless a test is about the other one.
+            link=link or InProcessWriter(storage),
         )
         self.made.append(made)
         return made
@@ -81,8 +90,8 @@ class Bench:
         """A checkpointer that has saved `state(step)` at every one of `steps`."""
         made = self.checkpointer(**options)
         for step in steps:
-            made.save(step, state(step), {"position": step * 8})
-        made.wait()
+            assert made.save(step, state(step), {"position": step * 8})
+            made.wait()
         return made
 
     def kinds(self) -> list[str]:

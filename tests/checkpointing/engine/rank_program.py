@@ -69,7 +69,15 @@ def equal(tensors: Placed, state: Placed) -> bool:
 
 
 def checkpointer(folder: Path, told: Told, **options: Any) -> Checkpointer:
-    fixed = {"token_attempt": 1, "nonce": NONCE, "inherit": (), "process_group": None, "keep": 3, "world": {}}
+    fixed = {
+        "token_attempt": 1,
+        "nonce": NONCE,
+        "inherit": (),
+        "process_group": None,
+        "keep": 3,
+        "world": {},
+        "pauses": (),
+    }
     fixed["fence"] = lambda: True
     return Checkpointer(folder, on_event=lambda kind, data: told.append((kind, data)), **{**fixed, **options})
 
@@ -82,7 +90,7 @@ def save(folder: Path, told: Told) -> dict[str, Any]:
     made = checkpointer(folder, told)
     for seed in (1, 2):
         tensors = placed(whole(seed))
-        made.save(seed, tensors, {"seed": seed})
+        assert made.save(seed, tensors, {"seed": seed})
         for tensor in tensors.values():
             tensor.mul_(0)
         for _ in range(50):  # the training group works on while the saver's group does
@@ -148,6 +156,16 @@ def a_peer_dies_in_mid_save(folder: Path, told: Told) -> dict[str, Any]:
     return {"committed": made.committed_step}
 
 
+def a_peer_dies_while_it_writes(folder: Path, told: Told) -> dict[str, Any]:
+    storage = Faulty(folder)
+    if dist.get_rank() == 1:
+        storage.broken = lambda act, _: os._exit(9) if act.startswith("write") else 0
+    made = checkpointer(folder, told, storage=storage)
+    begun = made.save(1, placed(whole(1)), {"seed": 1})
+    made.wait()
+    return {"begun": begun, "committed": made.committed_step}
+
+
 def placed_alone() -> Placed:
     return {"x": torch.ones(3)}
 
@@ -181,7 +199,8 @@ def fsdp_and_tensor_parallel(folder: Path, told: Told) -> dict[str, Any]:
 SCENARIOS: dict[str, Callable[[Path, Told], dict[str, Any]]] = {
     scenario.__name__: scenario
     for scenario in (
-        save, load, disk_full_on_one_rank, one_rank_cannot_read, a_peer_dies_in_mid_save, fsdp_and_tensor_parallel,
+        save, load, disk_full_on_one_rank, one_rank_cannot_read, a_peer_dies_in_mid_save,
+        a_peer_dies_while_it_writes, fsdp_and_tensor_parallel,
     )
 }  # fmt: skip
 

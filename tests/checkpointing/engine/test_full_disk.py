@@ -32,10 +32,9 @@ def tiny(tmp_path: Path) -> Iterator[Bench]:
 def test_training_goes_on_and_the_next_save_works(tiny: Bench) -> None:
     made = tiny.checkpointer(keep=2)
     small, large = {"x": torch.ones(1000)}, {"x": torch.ones(1 << 19)}
-    made.save(1, small, {})
-    made.save(2, large, {})
-    made.save(3, small, {})
-    made.wait()
+    for step, tensors in ((1, small), (2, large), (3, small)):
+        made.save(step, tensors, {})
+        made.wait()
     (failure,) = tiny.told("checkpoint.failed")
     assert failure["step"] == 2
     assert "disk full ([Errno 28] No space left on device" in failure["reason"]

@@ -111,6 +111,14 @@ def test_a_save_whose_peer_died_is_told_by_the_survivor(tmp_path: Path) -> None:
     assert Catalog(folder).committed() == []
 
 
+def test_a_peer_that_dies_while_it_writes_takes_the_save_along(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    (survivor,) = run("a_peer_dies_while_it_writes", 2, folder, dies=(1,))
+    assert (survivor["begun"], survivor["committed"]) == (True, None)
+    assert kinds(survivor)[-1] == "checkpoint.failed"
+    assert Catalog(folder).committed() == []
+
+
 def test_fsdp_over_tensor_parallel_restores_and_reshards(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     for result in run("fsdp_and_tensor_parallel", 4, folder):

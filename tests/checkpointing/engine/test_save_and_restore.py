@@ -78,7 +78,7 @@ def test_tensors_with_strange_memory_are_saved_by_value(bench: Bench) -> None:
     made.restore(target)
     assert all(torch.equal(target[key], odd[key]) for key in odd)
     assert target["param"].requires_grad
-    assert sum(file.stat().st_size for file in bench.folder(1).glob("*.distcp")) < 8000, "whole storages were written"
+    assert sum(file.stat().st_size for file in bench.folder(1).glob("*.distcp")) <= 8192, "whole storages were written"
 
 
 def test_a_save_keeps_the_values_of_its_moment(bench: Bench) -> None:
@@ -265,7 +265,8 @@ def test_without_the_fence_nothing_is_committed_or_deleted(bench: Bench) -> None
 
 
 FAILING = [
-    *((act, file) for act in ("create", "write", "fsync") for file in ("__0_0.distcp", ".metadata", "manifest.json")),
+    *((act, file) for act in ("create", "write", "fsync") for file in ("__0_0.distcp", ".metadata", "index.json")),
+    ("publish", "manifest.json"),
     ("publish", "COMMIT"),
 ]
 

@@ -1,0 +1,43 @@
+"""The one small collective of a repeated save: is the plan still everybody's, and is there room on every rank?"""
+
+from dataclasses import dataclass
+
+from checkpointing.engine.group import Ranks
+
+_NEVER = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """What one rank knows when a save begins; `plan` is the number of its plan, 0 when its state has another form."""
+
+    plan: int
+    step: int
+    has_room: bool
+    idle: bool
+    committed: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreed:
+    """The same on every rank: `same` when all can use the plan that they have."""
+
+    same: bool
+    has_room: bool
+    idle: bool
+    committed: int | None
+
+
+def agree(ranks: Ranks, mine: Standing) -> Agreed:
+    """Exchange 56 bytes for each rank; raises ValueError on every rank when they are not at the same step."""
+    committed = _NEVER if mine.committed is None else mine.committed
+    least = ranks.minimum([mine.plan, -mine.plan, mine.step, -mine.step, mine.has_room, mine.idle, committed])
+    plan, most_plan, step, most_step, has_room, idle, committed = least
+    if step != -most_step:
+        raise ValueError(f"the ranks save different steps, from {step} to {-most_step}: they must call save together")
+    return Agreed(
+        same=plan == -most_plan != 0,
+        has_room=bool(has_room),
+        idle=bool(idle),
+        committed=None if committed == _NEVER else committed,
+    )

@@ -1,24 +1,26 @@
-"""Reads a checkpoint into tensors that are already there: only verified bytes, only known classes."""
+"""Reads what describes a checkpoint: `index.json`, or the `.metadata` of older ones; verified bytes, known classes."""
 
 import io
-import math
 import pickle
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import replace
 from enum import Enum
 from typing import Any, BinaryIO
 
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
-from torch.distributed.tensor import DTensor
 
 from checkpointing.digests import digest
-from checkpointing.errors import Refused, UnsafePickle
+from checkpointing.engine.locating import locate_values
+from checkpointing.engine.sources import MayLack
+from checkpointing.errors import ManifestError, Refused, UnsafePickle
+from checkpointing.index import INDEX, Index, Piece, TensorInfo, parse_index
 from checkpointing.manifest import METADATA, FileEntry, Manifest
 from checkpointing.storage import Storage
+
+__all__ = [
+    "AllowList", "MayLack", "VerifiedFile", "described", "metadata_from", "read_index", "read_metadata", "resolved",
+]  # fmt: skip
 
 _META = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {
@@ -28,9 +30,10 @@ _ALLOWED = {
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
 }
+_HELD = 2
 
 
-class _AllowList(pickle.Unpickler):
+class AllowList(pickle.Unpickler):
     """Builds DCP's metadata classes and torch dtypes, nothing else: no bytes items, no callables of anyone else."""
 
     def __init__(self, data: bytes, name: str) -> None:
@@ -53,11 +56,11 @@ class _AllowList(pickle.Unpickler):
 
 
 class VerifiedFile:
-    """Ranges of one file, every chunk compared with its digest as it is read; keeps the last chunk."""
+    """Ranges of one file, every chunk compared with its digest as it is read; keeps the last chunks."""
 
     def __init__(self, stream: BinaryIO, entry: FileEntry, name: str) -> None:
         self._stream, self._entry, self._name = stream, entry, name
-        self._held: tuple[int, bytes] = (-1, b"")
+        self._held: dict[int, bytes] = {}
 
     def read(self, offset: int, length: int) -> bytes:
         """Exactly these bytes; raises Refused when the file has others, or fewer."""
@@ -73,138 +76,86 @@ class VerifiedFile:
         return b"".join(pieces)
 
     def _chunk(self, index: int) -> bytes:
-        if self._held[0] != index:
+        if index not in self._held:
             start = index * self._entry.chunk_size
             self._stream.seek(start)
             data = self._stream.read(min(self._entry.chunk_size, self._entry.size - start))
             if digest(data) != self._entry.chunks[index]:
                 raise Refused(self._name, f"{self._entry.name} chunk {index}: digest differs")
-            self._held = (index, data)
-        return self._held[1]
+            while len(self._held) >= _HELD:
+                self._held.pop(next(iter(self._held)))
+            self._held[index] = data
+        return self._held[index]
+
+
+def _read(storage: Storage, manifest: Manifest, file: str) -> bytes:
+    entry = manifest.file(file)
+    assert entry is not None
+    with storage.open(f"{manifest.name}/{file}") as stream:
+        return VerifiedFile(stream, entry, manifest.name).read(0, entry.size)
+
+
+def read_index(storage: Storage, manifest: Manifest) -> Index:
+    """`index.json` from verified bytes; raises Refused or OSError."""
+    try:
+        return parse_index(_read(storage, manifest, INDEX))
+    except ManifestError as error:
+        raise Refused(manifest.name, str(error)) from error
 
 
 def read_metadata(storage: Storage, manifest: Manifest) -> Metadata:
     """Unpickle `.metadata` from verified bytes through the allow-list; raises Refused (UnsafePickle) or OSError."""
-    entry = manifest.file(METADATA)
-    assert entry is not None
-    with storage.open(f"{manifest.name}/{METADATA}") as stream:
-        data = VerifiedFile(stream, entry, manifest.name).read(0, entry.size)
+    return metadata_from(_read(storage, manifest, METADATA), manifest.name)
+
+
+def metadata_from(data: bytes, name: str, kind: type[AllowList] = AllowList) -> Metadata:
+    """Unpickle a `.metadata` through an allow-list; raises Refused (UnsafePickle)."""
     try:
-        metadata = _AllowList(data, manifest.name).load()
+        metadata = kind(data, name).load()
     except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, LookupError) as error:
-        raise Refused(manifest.name, f"{METADATA} is malformed: {error}") from error
+        raise Refused(name, f"{METADATA} is malformed: {error}") from error
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise Refused(manifest.name, f"{METADATA} does not describe a checkpoint")
+        raise Refused(name, f"{METADATA} does not describe a checkpoint")
     return metadata
 
 
-@dataclass(frozen=True, kw_only=True)
-class MayLack:
-    """Which keys a checkpoint may be without: those below `alone`, and whole folders directly below `together`.
-
-    A folder is a key up to its last slash: the state that an optimizer keeps for one parameter. A checkpoint that has
-    nothing at all below a prefix of `together` lacks more than a folder.
-    """
-
-    alone: tuple[str, ...] = ("rng/",)
-    together: tuple[str, ...] = ()
-
-    def needed(self, absent: Iterable[str], known: Iterable[str]) -> list[str]:
-        """The keys among `absent` that must not be."""
-        whole = tuple(prefix for prefix in self.together if any(key.startswith(prefix) for key in known))
-        folders = {_folder(key) for key in known}
-        rest = [key for key in absent if not key.startswith(self.alone)]
-        return [key for key in rest if not key.startswith(whole) or _folder(key) in folders]
-
-
-def _folder(key: str) -> str:
-    return key.rpartition("/")[0]
+def described(metadata: Metadata) -> Index:
+    """The tensors and frames that `.metadata` tells of; where the values lie in the frames it does not say."""
+    tensors = {
+        key: TensorInfo(str(saved.properties.dtype).removeprefix("torch."), tuple(saved.size))
+        for key, saved in metadata.state_dict_metadata.items()
+        if isinstance(saved, TensorStorageMetadata)
+    }
+    sizes = {
+        (key, tuple(chunk.offsets)): tuple(chunk.sizes)
+        for key in tensors
+        for chunk in metadata.state_dict_metadata[key].chunks
+    }
+    pieces = []
+    for at, place in metadata.storage_data.items():
+        key, offsets = at.fqn, tuple(at.offset or ())
+        if (key, offsets) in sizes:
+            frame = (place.relative_path, offsets, sizes[key, offsets], place.offset, place.length)
+            pieces.append(Piece(key, *frame, 0, 0))
+    return Index(tensors, tuple(sorted(pieces, key=lambda piece: (piece.file, piece.start))))
 
 
-def plan_read(
-    name: str, metadata: Metadata, tensors: Mapping[str, Tensor], may_lack: MayLack
-) -> tuple[LoadPlan, tuple[str, ...]]:
-    """What to read for `tensors`, and the optional keys that are absent; raises Refused before anything is touched."""
-    known = metadata.state_dict_metadata
-    absent = sorted(key for key in tensors if key not in known)
-    needed = may_lack.needed(absent, known)
-    if needed:
-        more = f" and {len(needed) - 1} more" if len(needed) > 1 else ""
-        raise Refused(name, f"has no tensor {needed[0]}{more}")
-    wanted = {key: tensor for key, tensor in sorted(tensors.items()) if key in known}
-    for key, tensor in wanted.items():
-        _check_fit(name, key, known[key], tensor)
-    plan = create_default_local_load_plan(wanted, metadata)
-    _check_cover(name, plan, wanted)
-    return plan, tuple(absent)
-
-
-def _check_fit(name: str, key: str, saved: Any, tensor: Tensor) -> None:
-    if not isinstance(saved, TensorStorageMetadata):
-        raise Refused(name, f"{key} is not a tensor in it")
-    if tuple(saved.size) != tuple(tensor.size()):
-        raise Refused(name, f"{key} has shape {tuple(saved.size)} in it, {tuple(tensor.size())} here")
-    if saved.properties.dtype != tensor.dtype:
-        raise Refused(name, f"{key} is {saved.properties.dtype} in it, {tensor.dtype} here")
-
-
-def _check_cover(name: str, plan: LoadPlan, tensors: Mapping[str, Tensor]) -> None:
-    """A hole between saved shards would leave old values in a tensor, silently."""
-    covered = dict.fromkeys(tensors, 0)
-    for item in plan.items:
-        covered[item.dest_index.fqn] += math.prod(item.lengths)
-    for key, tensor in tensors.items():
-        needed = local_part(tensor).numel()
-        if covered[key] != needed:
-            raise Refused(name, f"{key}: its shards hold {covered[key]} of the {needed} values needed here")
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """The memory of a tensor on this rank, detached from autograd."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def read_into(
-    storage: Storage, manifest: Manifest, metadata: Metadata, plan: LoadPlan, tensors: Mapping[str, Tensor]
-) -> None:
-    """Fill the tensors in place; raises Refused or OSError, and may have filled some of them by then."""
-    for file, items in _by_file(metadata, plan.items).items():
+def resolved(storage: Storage, manifest: Manifest, index: Index, files: Iterable[str]) -> list[Piece]:
+    """The pieces in `files` with the places of their values, by way of verified frames; raises Refused or OSError."""
+    found = []
+    for file in files:
         entry = manifest.file(file)
         if entry is None:
             raise Refused(manifest.name, f"{METADATA} names {file}, which the manifest does not list")
         with storage.open(f"{manifest.name}/{file}") as stream:
             verified = VerifiedFile(stream, entry, manifest.name)
-            for place, group in items:
-                saved = _load(verified.read(place.offset, place.length))
-                for item in group:
-                    _copy_region(manifest.name, saved, item, tensors[item.dest_index.fqn])
+            found += [_placed(verified, manifest.name, piece) for piece in index.pieces if piece.file == file]
+    return found
 
 
-def _by_file(metadata: Metadata, items: Iterable[ReadItem]) -> dict[str, list[tuple[Any, list[ReadItem]]]]:
-    """Items grouped by saved tensor, in file order: each saved tensor is read once."""
-    groups: dict[tuple[str, int], tuple[Any, list[ReadItem]]] = {}
-    for item in items:
-        place = metadata.storage_data[item.storage_index]
-        groups.setdefault((place.relative_path, place.offset), (place, []))[1].append(item)
-    files: dict[str, list[tuple[Any, list[ReadItem]]]] = {}
-    for file, offset in sorted(groups):
-        files.setdefault(file, []).append(groups[file, offset])
-    return files
-
-
-def _load(data: bytes) -> Tensor:
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-
-
-def _region(tensor: Tensor, offsets: Iterable[int], lengths: Iterable[int]) -> Tensor:
-    for dimension, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
-        tensor = tensor.narrow(dimension, offset, length)
-    return tensor
-
-
-def _copy_region(name: str, saved: Tensor, item: ReadItem, target: Tensor) -> None:
-    source = _region(saved, item.storage_offsets, item.lengths)
-    goal = _region(local_part(target), item.dest_offsets, item.lengths)
-    if source.dtype != goal.dtype:
-        raise Refused(name, f"{item.dest_index.fqn}: its shard is {source.dtype}, {goal.dtype} here")
-    goal.copy_(source)
+def _placed(verified: VerifiedFile, name: str, piece: Piece) -> Piece:
+    try:
+        data, nbytes = locate_values(verified.read, piece.start, piece.length)
+    except ValueError as error:
+        raise Refused(name, f"{piece.file} has no whole frame of {piece.key} at {piece.start}: {error}") from error
+    return replace(piece, data=data, nbytes=nbytes)

@@ -1,23 +1,27 @@
-"""The ladder of restore: newest committed checkpoint first, verified by all ranks together, else the next older one."""
+"""The ladder of restore: the newest checkpoint that all ranks together can verify, from the fastest tier with it."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
 from checkpointing.catalog import Catalog
 from checkpointing.commit import parse_name
 from checkpointing.engine.failure import FAILURES, explain
+from checkpointing.engine.foreign import describe, foreign_names, source_of, step_of
 from checkpointing.engine.group import Ranks
-from checkpointing.engine.reader import MayLack, plan_read, read_into, read_metadata
+from checkpointing.engine.loading import Loaded, load, together
+from checkpointing.engine.memory import TIER, Memory
+from checkpointing.engine.reader import described, read_index, read_metadata, resolved
 from checkpointing.engine.saving import Owner, Tell
+from checkpointing.engine.sources import MayLack, Source, shards_of
 from checkpointing.errors import NothingVerifies, Refused
+from checkpointing.index import INDEX, Index
 from checkpointing.manifest import Manifest
-from checkpointing.verify import all_chunks, check_chunks, read_sealed
-
-T = TypeVar("T")
+from checkpointing.tiers import TierPlace
+from checkpointing.verify import read_sealed
 
 LATE_S = 30.0
 """How long to wait for what must be there by what others have seen: shared file systems show names late."""
@@ -27,138 +31,297 @@ _PATIENCE_S = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """What was loaded; `absent` are optional keys of this rank that the checkpoint does not have."""
+    """What was loaded; `absent` are optional keys of this rank that the checkpoint does not have.
+
+    `tier` is `memory` or the path of the tier. `bytes_read` is what all ranks together have read from it,
+    `bytes_needed` what they needed, every byte counted once. Nothing vouches for what is not `verified`.
+    """
 
     step: int
     extra: dict[str, Any]
     name: str
     absent: tuple[str, ...] = ()
+    tier: str = ""
+    bytes_read: int = 0
+    bytes_needed: int = 0
+    verified: bool = True
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A checkpoint in a tier: `place` is the tier's number, -1 for memory."""
+
+    step: int
+    name: str
+    place: int
+    foreign: bool = False
 
 
 class Restorer:
-    """Tries checkpoints in turn; every decision is taken by all ranks together, so all load the same one."""
+    """Tries checkpoints in turn; every decision is taken by all ranks together, so all load the same one.
 
-    def __init__(self, catalog: Catalog, ranks: Ranks, owner: Owner, tell: Tell) -> None:
-        self._catalog, self._storage = catalog, catalog.storage
+    `memory` may be set at any time before `run`.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[TierPlace] | Catalog,
+        ranks: Ranks,
+        owner: Owner,
+        tell: Tell,
+        memory: Memory | None = None,
+        suspects: Collection[int] = (),
+        trust_foreign: bool = False,
+    ) -> None:
+        self._places = (_place(places),) if isinstance(places, Catalog) else tuple(places)
         self._ranks, self._owner, self._tell = ranks, owner, tell
+        self._suspects, self._trust_foreign = frozenset(suspects), trust_foreign
+        self.memory = memory
         self.refused: set[str] = set()
-        self._touched = False
+        """Names of what was refused, in whatever tier."""
 
     def run(self, tensors: Mapping[str, Tensor], may_lack: MayLack) -> Restored | None:
         """Load the newest checkpoint that can be trusted; None when there is none; raises NothingVerifies."""
-        self._touched = False
         refusals: list[Refused] = []
         found, missing = self._candidates()
         for name in missing:
             refusals.append(Refused(name, "not there, although this attempt is to inherit it"))
-            self._refuse(refusals[-1])
-        for name in found:
+            self._refuse(refusals[-1], None)
+        for candidate in self._without_suspects(found):
             start = time.monotonic()
             try:
-                restored = self._load(name, tensors, may_lack)
+                restored = self._load(candidate, tensors, may_lack)
             except Refused as refusal:
                 refusals.append(refusal)
-                self._refuse(refusal)
+                self._refuse(refusal, candidate)
                 continue
-            self._say("checkpoint.restored", step=restored.step, name=name, seconds=time.monotonic() - start)
+            self._say_restored(restored, time.monotonic() - start)
             return restored
         if refusals:
-            raise NothingVerifies(refusals, touched=self._touched)
+            raise NothingVerifies(refusals, touched=False)
         return None
 
-    def _candidates(self) -> tuple[list[str], list[str]]:
-        """What there is to load, newest first, and what should be there and be newer than all of it, but is not."""
-        listed: tuple[list[str], list[str]] | Refused | None = None
-        if self._ranks.leads:
-            listed = _try("", self._await_inherited)
-        listed = self._ranks.broadcast(listed)
-        if isinstance(listed, Refused):
-            # Not knowing what there is must never look like a fresh start.
-            raise NothingVerifies([Refused("the checkpoint folder", listed.reason)], touched=False)
-        return listed
+    # ---- what there is
 
-    def _await_inherited(self) -> tuple[list[str], list[str]]:
+    def _candidates(self) -> tuple[list[Candidate], list[str]]:
+        """What there is to load, best first, and what should be there and be newer than all of it, but is not."""
+        listed = [_tried(self._listed)] if self._ranks.leads or self._some_places_are_of_a_node() else [None]
+        told = [each for (each,) in self._ranks.all_gather(listed) if each is not None]
+        for each in told:
+            if isinstance(each, Refused):
+                # Not knowing what there is must never look like a fresh start.
+                raise NothingVerifies([Refused("the checkpoint folder", each.reason)], touched=False)
+        names = {each for listing in told if not isinstance(listing, Refused) for each in listing}
+        found = [candidate for candidate in names if not candidate.foreign]
+        if self.memory is not None:
+            memory = self.memory
+            found += [Candidate(memory.step(name), name, -1) for name in memory.names(self._ranks)]
+        foreign = [candidate for candidate in names if candidate.foreign]
+        return [*sorted(found, key=_rank), *sorted(foreign, key=_rank)], _newer(self._owner.inherit, found)
+
+    def _some_places_are_of_a_node(self) -> bool:
+        return any(not place.shared for place in self._places)
+
+    def _listed(self) -> list[Candidate]:
+        """What this rank is to look for: everything below its node's places, and on rank 0 below the shared ones."""
         owner, deadline = self._owner, time.monotonic() + LATE_S
         while True:
-            found = [entry.name for entry in self._catalog.accepted(owner.attempt, owner.nonce, owner.inherit)]
-            missing = _newer(owner.inherit, found)
-            if not missing or time.monotonic() >= deadline:
-                return found, missing
+            found = [
+                Candidate(entry.step, entry.name, number)
+                for number, place in enumerate(self._places)
+                if self._ranks.leads or not place.shared
+                for entry in place.catalog.accepted(owner.attempt, owner.nonce, owner.inherit)
+            ]
+            # Only what lies in a shared place can be late; the others' nodes tell for themselves.
+            late = self._ranks.leads and not self._some_places_are_of_a_node() and _newer(owner.inherit, found)
+            if not late or time.monotonic() >= deadline:
+                return found + self._listed_foreign()
             time.sleep(_PATIENCE_S)
 
-    def _load(self, name: str, tensors: Mapping[str, Tensor], may_lack: MayLack) -> Restored:
-        manifest = self._sealed(name)
-        self._together(name, lambda: self._check_share(manifest))
-        # Only from here on is anything unpickled: every byte on every rank's share matched its digest.
-        metadata = self._together(name, lambda: read_metadata(self._storage, manifest))
-        plan, absent = self._together(name, lambda: plan_read(name, metadata, tensors, may_lack))
-        self._touched = True
-        self._together(name, lambda: read_into(self._storage, manifest, metadata, plan, tensors))
-        return Restored(step=manifest.step, extra=manifest.extra, name=name, absent=absent)
+    def _listed_foreign(self) -> list[Candidate]:
+        if not (self._trust_foreign and self._ranks.leads):
+            return []
+        return [
+            Candidate(step_of(name), name, number, foreign=True)
+            for number, place in enumerate(self._places)
+            if place.shared
+            for name in foreign_names(place.storage)
+        ]
 
-    def _sealed(self, name: str) -> Manifest:
-        """The manifest as rank 0 reads it, the same object on every rank; raises Refused on all of them."""
-        found: Manifest | Refused | None = None
-        if self._ranks.leads:
-            found = _try(name, lambda: self._read_sealed(name))
-        found = self._ranks.broadcast(found)
-        if isinstance(found, Refused):
-            raise found
-        return found
+    def _without_suspects(self, found: Sequence[Candidate]) -> list[Candidate]:
+        """Suspects come last: they are loaded only when nothing else can be."""
+        trusted = [candidate for candidate in found if candidate.step not in self._suspects]
+        doubted = [candidate for candidate in found if candidate.step in self._suspects]
+        if trusted:
+            for step in sorted({candidate.step for candidate in doubted}, reverse=True):
+                self._say(
+                    "checkpoint.suspect", step=step, reason="left out: the same failure came twice after loading it"
+                )
+        return [*trusted, *doubted]
 
-    def _read_sealed(self, name: str) -> Manifest:
-        manifest, faults = read_sealed(self._storage, name)
-        if manifest is None or faults:
+    # ---- one of them
+
+    def _load(self, candidate: Candidate, tensors: Mapping[str, Tensor], may_lack: MayLack) -> Restored:
+        if candidate.place < 0:
+            return self._from_memory(candidate, tensors, may_lack)
+        place = self._places[candidate.place]
+        if candidate.foreign:
+            return self._from_foreign(place, candidate, tensors, may_lack)
+        manifest, index = self._sealed(place, candidate.name)
+        loaded = self._filled(self._source(place, manifest, index), tensors, may_lack)
+        return _restored(candidate, place.path, manifest.extra, loaded)
+
+    def _from_memory(self, candidate: Candidate, tensors: Mapping[str, Tensor], may_lack: MayLack) -> Restored:
+        assert self.memory is not None
+        try:
+            loaded = self.memory.load(candidate.name, self._ranks, tensors, may_lack)
+        except Refused:
+            self.memory.forget(candidate.name)
+            raise
+        extra = self._ranks.broadcast(self.memory.extra(candidate.name))
+        return _restored(candidate, TIER, extra, loaded)
+
+    def _from_foreign(
+        self, place: TierPlace, candidate: Candidate, tensors: Mapping[str, Tensor], may_lack: MayLack
+    ) -> Restored:
+        def open_it() -> Source:
+            return source_of(place.storage, candidate.name, describe(place.storage, candidate.name))
+
+        source = self._mine(candidate.name, open_it)
+        loaded = self._filled(source, tensors, may_lack)
+        return replace(_restored(candidate, place.path, {}, loaded), verified=False)
+
+    def _filled(self, source: Source, tensors: Mapping[str, Tensor], may_lack: MayLack) -> Loaded:
+        memory = self.memory
+        if memory is None:
+            return load(source, self._ranks, tensors, may_lack, lambda _: [])
+        try:
+            return load(source, self._ranks, tensors, may_lack, memory.lend)
+        finally:
+            memory.take_back()
+
+    def _mine(self, name: str, act: Any) -> Any:
+        """This rank's result of what all ranks do; raises Refused on all of them when one failed."""
+        kept: list[Any] = []
+        together(self._ranks, name, lambda: kept.append(act()))
+        return kept[0]
+
+    def _sealed(self, place: TierPlace, name: str) -> tuple[Manifest, Index]:
+        """The manifest and the index as one rank reads them, the same on all; raises Refused on all of them."""
+        ranks = self._ranks
+        if place.shared:
+            mine = _tried(lambda: self._read_sealed(place, name)) if ranks.leads else None
+            found = ranks.broadcast(mine)
+            if isinstance(found, Refused):
+                raise Refused(name, found.reason)
+        else:
+            told = ranks.all_gather(_tried(lambda: self._read_sealed(place, name)))
+            found = next((each for each in told if not isinstance(each, Refused)), None)
+            if found is None:
+                raise Refused(name, told[0].reason if isinstance(told[0], Refused) else "not there")
+        assert found is not None
+        manifest, index = found
+        return manifest, self._resolved(place, manifest, index)
+
+    def _read_sealed(self, place: TierPlace, name: str) -> tuple[Manifest, Index]:
+        manifest, faults = read_sealed(place.storage, name)
+        if manifest is None or (faults and place.shared):
             raise Refused(name, "; ".join(map(str, faults)))
-        return manifest
+        if manifest.file(INDEX) is not None:
+            return manifest, read_index(place.storage, manifest)
+        return manifest, described(read_metadata(place.storage, manifest))
 
-    def _check_share(self, manifest: Manifest) -> None:
-        chunks = all_chunks(manifest)
-        rank, size = self._ranks.rank, self._ranks.size
-        mine = chunks[rank * len(chunks) // size : (rank + 1) * len(chunks) // size]
-        self._await_files(manifest, {chunk.file.name for chunk in mine})
-        faults = check_chunks(self._storage, manifest.name, mine)
-        if faults:
-            raise Refused(manifest.name, "; ".join(map(str, faults[:4])))
+    def _resolved(self, place: TierPlace, manifest: Manifest, index: Index) -> Index:
+        """With the places of all values; in older checkpoints only the files tell, of which each rank looks at some."""
+        if manifest.file(INDEX) is not None:
+            return index
+        ranks = self._ranks
+        files = sorted({piece.file for piece in index.pieces})[ranks.rank :: ranks.size]
+        found = together(ranks, manifest.name, lambda: resolved(place.storage, manifest, index, files))
+        return Index(index.tensors, tuple(piece for part in found for piece in part))
 
-    def _await_files(self, manifest: Manifest, files: set[str]) -> None:
-        deadline = time.monotonic() + LATE_S
-        while not files <= self._storage.list(manifest.name).keys() and time.monotonic() < deadline:
-            time.sleep(_PATIENCE_S)
+    def _source(self, place: TierPlace, manifest: Manifest, index: Index) -> Source:
+        storage, name = place.storage, manifest.name
+        seen = {entry.name: entry.size for entry in manifest.files}
+        if not place.shared:
+            present = self._mine(name, lambda: storage.list(name))
+            seen = {file: size for file, size in seen.items() if present.get(file) == size}
+        return Source(
+            name=name,
+            shards=shards_of(manifest.files),
+            index=index,
+            open=lambda file: storage.open(f"{name}/{file}"),
+            seen=frozenset(seen),
+            patience=LATE_S if place.shared else 0.0,
+            pause=_PATIENCE_S,
+        )
 
-    def _together(self, name: str, act: Callable[[], T]) -> T:
-        """Do this rank's part; raises the same Refused on every rank when any of them failed."""
-        result = _try(name, act)
-        told = self._ranks.all_gather(result.reason if isinstance(result, Refused) else None)
-        reasons = {reason: rank for rank, reason in reversed(list(enumerate(told))) if reason is not None}
-        if reasons:
-            ordered = sorted(reasons, key=reasons.__getitem__)
-            raise Refused(name, "; ".join(ordered[:4]))
-        assert not isinstance(result, Refused)
-        return result
+    # ---- telling
 
-    def _refuse(self, refusal: Refused) -> None:
+    def _refuse(self, refusal: Refused, candidate: Candidate | None) -> None:
         self.refused.add(refusal.name)
         parts = parse_name(refusal.name)
-        assert parts is not None
-        self._say("checkpoint.refused", step=parts.step, name=refusal.name, reason=refusal.reason)
+        step = candidate.step if candidate is not None else parts.step if parts is not None else 0
+        where = {} if candidate is None else self._where(candidate.place)
+        self._say("checkpoint.refused", step=step, name=refusal.name, reason=refusal.reason, **where)
+
+    def _where(self, place: int) -> dict[str, str]:
+        """The tier, when there is more than one that it could be."""
+        if place < 0:
+            return {"tier": TIER}
+        return {"tier": self._places[place].path} if len(self._places) > 1 or self.memory is not None else {}
+
+    def _say_restored(self, restored: Restored, seconds: float) -> None:
+        more = {} if restored.verified else {"verified": False}
+        self._say(
+            "checkpoint.restored",
+            step=restored.step,
+            name=restored.name,
+            seconds=seconds,
+            tier=restored.tier,
+            **more,
+        )
 
     def _say(self, kind: str, **data: Any) -> None:
         if self._ranks.leads:
             self._tell(kind, data)
 
 
-def _newer(names: Sequence[str], found: Sequence[str]) -> list[str]:
+def _place(catalog: Catalog) -> TierPlace:
+    return TierPlace(path=str(catalog.root), storage=catalog.storage, catalog=catalog)
+
+
+def _restored(candidate: Candidate, tier: str, extra: dict[str, Any], loaded: Loaded) -> Restored:
+    return Restored(
+        step=candidate.step,
+        extra=extra,
+        name=candidate.name,
+        absent=loaded.absent,
+        tier=tier,
+        bytes_read=loaded.bytes_read,
+        bytes_needed=loaded.bytes_needed,
+    )
+
+
+def _rank(candidate: Candidate) -> tuple[Any, ...]:
+    """The newest step first, at the same step the fastest tier, there the latest attempt and take."""
+    parts = parse_name(candidate.name)
+    latest = (-parts.attempt, -parts.take, parts.nonce) if parts is not None else (0, 0, candidate.name)
+    return -candidate.step, candidate.place, *latest
+
+
+def _newer(names: Sequence[str], found: Sequence[Candidate]) -> list[str]:
     """Those of `names` that are newer than everything in `found`, newest first."""
-    newest = parse_name(found[0]) if found else None
+    known = [parts for candidate in found if (parts := parse_name(candidate.name)) is not None]
+    newest = max(known, default=None)
     parsed = [parts for name in names if (parts := parse_name(name)) is not None]
     return [str(parts) for parts in sorted(parsed, reverse=True) if newest is None or parts > newest]
 
 
-def _try(name: str, act: Callable[[], T]) -> T | Refused:
+def _tried(act: Any) -> Any:
     try:
         return act()
     except Refused as refusal:
         return refusal
     except FAILURES as error:
-        return Refused(name, explain(error))
+        return Refused("", explain(error))

@@ -17,8 +17,10 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesSto
 
 from checkpointing.commit import Commit
 from checkpointing.digests import CHUNK, digest
-from checkpointing.engine.reader import _AllowList, read_metadata
+from checkpointing.engine.reader import AllowList, read_metadata
+from checkpointing.engine.restoring import Candidate
 from checkpointing.errors import NothingVerifies, Refused, UnsafePickle
+from checkpointing.index import FINGERPRINTS, INDEX
 from checkpointing.manifest import FileEntry, parse
 from checkpointing.storage import LocalStorage
 from checkpointing.verify import verify
@@ -56,21 +58,21 @@ def watch() -> _Watch:
 def nothing_unpickled(watch: _Watch, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fails when any byte below `folder` reached an unpickler; other checkpoints may be read."""
     reached: list[str] = []
-    true_load, true_init = torch.load, _AllowList.__init__
+    true_load, true_init = torch.load, AllowList.__init__
     names = {digest(file.read_bytes()): file.name for file in folder.iterdir() if file.is_file()}
 
     def load(stream: Any, **options: Any) -> Any:
         reached.append("torch.load")
         return true_load(stream, **options)
 
-    def init(self: _AllowList, data: bytes, name: str) -> None:
+    def init(self: AllowList, data: bytes, name: str) -> None:
         if name == folder.name:
             reached.append(names.get(digest(data), "bytes from nowhere"))
         true_init(self, data, name)
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "load", load)
-        patch.setattr(_AllowList, "__init__", init)
+        patch.setattr(AllowList, "__init__", init)
         yield
     assert reached == []
 
@@ -207,7 +209,8 @@ def test_a_fault_is_refused_unread_and_the_older_one_is_taken(
     assert not verify(folder, 2).ok, what
     made, target = bench.checkpointer(), blank()
     with monkeypatch.context() as patch:
-        patch.setattr("checkpointing.engine.restoring.Restorer._candidates", lambda self: ([folder.name], []))
+        only = [Candidate(2, folder.name, 0)]
+        patch.setattr("checkpointing.engine.restoring.Restorer._candidates", lambda self: (only, []))
         watch.found = []
         with nothing_unpickled(watch, folder, monkeypatch), pytest.raises(NothingVerifies) as raised:
             made.restore(target)
@@ -262,11 +265,15 @@ def test_when_all_are_damaged_nothing_is_started_over(bench: Bench) -> None:
 
 
 def resealed(folder: Path, metadata: bytes) -> None:
-    """Replace `.metadata` as somebody would who can also redo every digest."""
+    """Replace `.metadata` as somebody would who can also redo every digest, and take away the index beside it."""
     (folder / ".metadata").write_bytes(metadata)
     old = parse((folder / "manifest.json").read_bytes())
     entry = FileEntry(name=".metadata", size=len(metadata), chunks=(digest(metadata),))
-    new = replace(old, files=(entry, *old.files[1:]))
+    kept = [file for file in old.files if file.name.endswith(".distcp")]
+    for file in old.files:
+        if file.name in (INDEX, FINGERPRINTS):
+            (folder / file.name).unlink()
+    new = replace(old, files=(entry, *kept))
     (folder / "manifest.json").write_bytes(new.encode())
     commit = Commit(manifest=digest(new.encode()), size=new.size, committed_at=1.0)
     (folder / "COMMIT").write_bytes(commit.encode())
@@ -332,27 +339,42 @@ def test_a_well_sealed_enemy_runs_nothing(bench: Bench, made: Callable[[Path], b
     assert CANARY == []
 
 
-def test_bytes_that_rot_between_check_and_read_are_caught(bench: Bench) -> None:
-    """The check over all ranks passes, then the disk gives other bytes to the reader."""
+class Rotting(LocalStorage):
+    """A disk that gives good bytes so often, and other ones from then on."""
 
-    class Rotting(LocalStorage):
-        opened = 0
+    def __init__(self, root: Path, good: int) -> None:
+        super().__init__(root)
+        self.good, self.opened = good, 0
 
-        def open(self, path: str) -> Any:
-            self.opened += path.endswith(".distcp")
-            if path.endswith(".distcp") and self.opened == 2:
-                data = bytearray((self.root / path).read_bytes())
-                data[len(data) // 2] ^= 1
-                return io.BytesIO(data)
+    def open(self, path: str) -> Any:
+        if not path.endswith(".distcp"):
             return super().open(path)
+        self.opened += 1
+        data = bytearray((self.root / path).read_bytes())
+        data[len(data) // 2] ^= self.opened > self.good
+        return io.BytesIO(data)
 
+
+def test_bytes_that_rot_between_check_and_read_are_caught(bench: Bench) -> None:
+    """The seal is in order, then the disk gives other bytes to the reader."""
     bench.saved(1, 2)
+    assert verify(bench.folder(2), 2).ok
     target = blank()
-    restored = bench.checkpointer(storage=Rotting(bench.root)).restore(target)
+    storage = Rotting(bench.root, good=0)
+    with pytest.raises(NothingVerifies) as raised:
+        bench.checkpointer(storage=storage).restore(target)
+    assert [refusal.reason for refusal in raised.value.refusals] == ["__0_0.distcp chunk 0: digest differs"] * 2
+    assert all(not tensor.any() for tensor in target.values())
+
+
+def test_what_was_verified_is_what_is_delivered(bench: Bench) -> None:
+    """No byte is read a second time: what the disk would give by then reaches nobody."""
+    bench.saved(1)
+    target, storage = blank(), Rotting(bench.root, good=1)
+    restored = bench.checkpointer(storage=storage).restore(target)
     assert restored is not None
-    assert restored.step == 1
+    assert storage.opened == 1
     assert same(target, state(1))
-    assert bench.told("checkpoint.refused")[0]["reason"] == "__0_0.distcp chunk 0: digest differs"
 
 
 def test_large_tensors_cross_chunks(bench: Bench) -> None:
@@ -363,7 +385,25 @@ def test_large_tensors_cross_chunks(bench: Bench) -> None:
     made.restore(target)
     assert torch.equal(target["big"], big)
     assert torch.equal(target["z"], torch.ones(5))
-    assert len(parse((bench.folder(1) / "manifest.json").read_bytes()).files[1].chunks) == 4
+    shard = parse((bench.folder(1) / "manifest.json").read_bytes()).file("__0_0.distcp")
+    assert shard is not None
+    assert len(shard.chunks) == 4
+
+
+@pytest.mark.parametrize("chunk", range(4))
+def test_whichever_chunk_is_bad_no_tensor_changes(bench: Bench, chunk: int) -> None:
+    made = bench.checkpointer()
+    made.save(1, {"a": torch.ones(3), "big": torch.ones(3 * CHUNK // 4), "z": torch.ones(5)}, {})
+    made.wait()
+    with (bench.folder(1) / "__0_0.distcp").open("r+b") as stream:
+        stream.seek((chunk + 1) * CHUNK - 1 if chunk < 3 else -1, 0 if chunk < 3 else 2)
+        byte = stream.read(1)
+        stream.seek(-1, 1)
+        stream.write(bytes([byte[0] ^ 4]))
+    target = {"a": torch.zeros(3), "big": torch.zeros(3 * CHUNK // 4), "z": torch.zeros(5)}
+    with pytest.raises(NothingVerifies, match=f"__0_0.distcp chunk {chunk}: digest differs"):
+        made.restore(target)
+    assert all(not tensor.any() for tensor in target.values())
 
 
 def test_the_allow_list_takes_what_dcp_writes_and_nothing_of_torch_besides(bench: Bench) -> None:
@@ -373,9 +413,9 @@ def test_the_allow_list_takes_what_dcp_writes_and_nothing_of_torch_besides(bench
     assert set(metadata.state_dict_metadata) == set(state(1))
     for name in ("load", "compile", "_C", "Tensor", "nonsense"):
         with pytest.raises(UnsafePickle):
-            _AllowList(b"", "x").find_class("torch", name)
+            AllowList(b"", "x").find_class("torch", name)
     with pytest.raises(Refused):
-        _AllowList(b"", "x").find_class("torch.distributed.checkpoint.metadata", "BytesStorageMetadata")
+        AllowList(b"", "x").find_class("torch.distributed.checkpoint.metadata", "BytesStorageMetadata")
 
 
 class ByName:
@@ -390,7 +430,7 @@ class ByName:
 
 def test_members_of_enums_may_come_by_name_and_other_attributes_may_not() -> None:
     by_name = pickle.dumps(ByName(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT"))
-    assert _AllowList(by_name, "x").load() is _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    assert AllowList(by_name, "x").load() is _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
     for kind, member in ((_MEM_FORMAT_ENCODING, "__class__"), (Metadata, "__init__"), (torch.Size, "numel")):
         with pytest.raises(UnsafePickle, match="attribute"):
-            _AllowList(pickle.dumps(ByName(kind, member)), "x").load()
+            AllowList(pickle.dumps(ByName(kind, member)), "x").load()

@@ -115,6 +115,10 @@ class LocalStorage:
             return
         fsync_dir(target.parent)
 
+    def make_folder(self, path: str) -> None:
+        """Make a folder and those above it, durably; nothing happens when it is there."""
+        self._make(self.root / path)
+
     def _make(self, folder: Path) -> None:
         missing = [folder, *folder.parents]
         missing = missing[: next(at for at, path in enumerate(missing) if path.is_dir())]

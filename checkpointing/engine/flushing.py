@@ -1,0 +1,247 @@
+"""The flush lane: what is committed in a fast tier is copied to the slower ones, beside training and saving."""
+
+import errno
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+
+from checkpointing.commit import parse_name
+from checkpointing.config import RetentionConfig
+from checkpointing.engine.aside import Aside
+from checkpointing.engine.background import background
+from checkpointing.engine.failure import FAILURES, explain
+from checkpointing.engine.group import Ranks
+from checkpointing.engine.saving import Owner, Tell
+from checkpointing.engine.transfer import Copier, Patience, Route, Short, Transfer, tried
+from checkpointing.errors import Refused
+from checkpointing.flush_plan import Choice, Shelf, choose
+from checkpointing.manifest import Manifest
+from checkpointing.retention import Metrics, Policy, retain
+from checkpointing.storage import Storage
+from checkpointing.striping import make_folder
+from checkpointing.tiers import TierPlace
+from checkpointing.verify import read_sealed
+
+__all__ = ["Copier", "Flusher", "Patience"]
+
+_log = logging.getLogger(__name__)
+
+
+class Flusher:
+    """One per rank, made by all ranks together; with fewer than two tiers it does nothing.
+
+    All ranks call `committed`, `drain` and `close` in the same order. Newest first: what was committed while a copy was
+    under way is skipped in favour of the newest one. A tier that fails or hangs is told of (`checkpoint.failed`,
+    `checkpoint.stuck`, with the tier) and tried again after the next commit; it holds up neither saves nor training.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[TierPlace],
+        ranks: Ranks,
+        owner: Owner,
+        link: Callable[[], Copier],
+        tell: Tell,
+        *,
+        leads_node: bool = True,
+        retention: RetentionConfig | None = None,
+        refused: Callable[[], Collection[str]] = tuple,
+        pins: Storage | None = None,
+        patience: Patience | None = None,
+    ) -> None:
+        """Begin with what an earlier generation or attempt has left undone.
+
+        Takes `ranks` over: a group for this lane alone. `link` gives the writer of the moment, `refused` the names of
+        checkpoints that must not be passed on, `pins` is the storage of the run's own folder.
+        """
+        self._places, self._ranks, self._owner, self._tell = tuple(places), ranks, owner, tell
+        self._refused, self._pins, self._patience = refused, pins, patience or Patience()
+        self._policies = [Policy.of(place.keep, retention or RetentionConfig()) for place in self._places]
+        self._metrics: list[Metrics] = [{} for _ in self._places]
+        self._asides = [Aside(place.path) for place in self._places]
+        self._transfer = Transfer(
+            self._places, self._asides, ranks, owner, link, self._patience, leads_node, lambda: self._closing
+        )
+        self._last: dict[int, str] = {}
+        self._bad: set[str] = set()
+        self._changed = threading.Condition()
+        self._signals = self._done = self._whole = self._everything = 0
+        self._latest: str | None = None
+        self._closing = self._ended = False
+        self.held: frozenset[str] = frozenset()
+        """Checkpoints that are being copied: retention must leave them alone."""
+        self._thread: threading.Thread | None = None
+        if len(self._places) > 1:
+            self._signals = 1
+            self._thread = background(self._serve, "checkpoint-flush")
+
+    def committed(self, name: str, manifest: Manifest | None = None) -> None:
+        """A save was committed in the first tier; returns at once. The manifest itself is read back from there."""
+        with self._changed:
+            self._latest = name
+            self._signal()
+
+    def drain(self, timeout: float) -> bool:
+        """Bring the newest checkpoint to every tier, whatever `every` says; False when that failed or took too long."""
+        if self._thread is None:
+            return True
+        with self._changed:
+            self._everything = at = self._signal()
+            self._changed.wait_for(lambda: self._done >= at or self._ended, timeout)
+            return self._whole >= at
+
+    def close(self, timeout: float = 10.0) -> None:
+        """End, without waiting for a copy that is under way: the run's next start goes on with it."""
+        if self._thread is not None:
+            with self._changed:
+                self._closing = True
+                self._signal()
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                _log.warning("a checkpoint tier does not answer; the next start goes on with what is not copied yet")
+                return  # the group is in use
+            self._thread = None
+        self._ranks.close()
+
+    def _signal(self) -> int:
+        """Ranks number the same signals in the same way, whenever each of them comes to hear of one."""
+        self._signals += 1
+        self._changed.notify_all()
+        return self._signals
+
+    def _serve(self) -> None:
+        try:
+            while self._round():
+                pass
+        except FAILURES as error:
+            # The group itself broke: the generation is at its end, and so is this lane.
+            _log.warning("checkpoints are no longer copied to further tiers: %s", explain(error))
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def _round(self) -> bool:
+        """Deal with all signals that rank 0 has heard by now; False at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._signals > self._done)
+            order = (self._signals, self._everything > self._done, self._closing)
+        upto, everything, closing = self._ranks.broadcast(order if self._ranks.leads else None)
+        if closing:
+            return False
+        arrived = [self._serve_tier(target, everything) for target in range(1, len(self._places))]
+        with self._changed:
+            # A rank that has yet to hear of some of them finds them done already.
+            self._done = upto
+            self._whole = upto if all(arrived) else self._whole
+            self._changed.notify_all()
+        return True
+
+    def _serve_tier(self, target: int, everything: bool) -> bool:
+        """Bring one tier up to date; False when it should have received something and did not."""
+        route = self._ranks.broadcast(tried(lambda: self._route(target, everything)) if self._ranks.leads else None)
+        if route == ():
+            return True
+        start = time.monotonic()
+        short = route if isinstance(route, Short) else self._carried(route)
+        if short is None:
+            self._arrived(route, time.monotonic() - start)
+            return True
+        if short.bad and isinstance(route, Route):
+            self._bad.add(route.manifest.name)
+        self._told_short(target, short)
+        return False
+
+    def _carried(self, route: Route) -> Short | None:
+        self.held = frozenset({route.manifest.name})
+        try:
+            return self._transfer.run(route)
+        finally:
+            self.held = frozenset()
+
+    def _route(self, target: int, everything: bool) -> "Route | tuple[()]":
+        """Rank 0's decision, an empty tuple for nothing to do; raises what keeps the target or the source away."""
+        if not self._owner.fence():
+            return ()
+        choice = self._choice(target, everything)
+        if choice.name is None:
+            _log.debug("%s: %s", self._places[target].path, choice.reason)
+            return ()
+        manifest = self._manifest(choice.name, choice.source)
+        place = self._places[target]
+        if place.shared:
+            warning = self._asides[target].run(lambda: make_folder(place, manifest.name), self._patience.access)
+            if warning:
+                _log.warning("%s", warning)
+        return Route(choice.source, target, manifest)
+
+    def _choice(self, target: int, everything: bool) -> Choice:
+        shelves = []
+        for tier in range(target + 1):
+            shelf = tried(lambda tier=tier: self._shelf(tier))
+            if isinstance(shelf, Short):
+                if tier == target:
+                    raise OSError(errno.ETIMEDOUT if shelf.stuck else None, shelf.reason)
+                shelf = Shelf(())  # some other tier may have what is needed
+            shelves.append(shelf)
+        return choose(
+            shelves,
+            target,
+            every=self._places[target].every,
+            latest=self._latest,
+            last=self._last.get(target),
+            refused={*self._refused(), *self._bad},
+            everything=everything,
+        )
+
+    def _shelf(self, tier: int) -> Shelf:
+        catalog, owner = self._places[tier].catalog, self._owner
+        entries = self._asides[tier].run(
+            lambda: catalog.accepted(owner.attempt, owner.nonce, owner.inherit), self._patience.access
+        )
+        return Shelf(tuple(entry.name for entry in entries))
+
+    def _manifest(self, name: str, source: int) -> Manifest:
+        storage = self._places[source].storage
+        manifest, faults = self._asides[source].run(lambda: read_sealed(storage, name), self._patience.access)
+        if manifest is None:
+            self._bad.add(name)
+            raise Refused(name, f"the source is damaged: {'; '.join(map(str, faults))}")
+        return manifest
+
+    def _arrived(self, route: Route, seconds: float) -> None:
+        manifest, place = route.manifest, self._places[route.target]
+        self._last[route.target] = manifest.name
+        if self._ranks.leads:
+            facts = {"step": manifest.step, "name": manifest.name, "tier": place.path}
+            self._tell("checkpoint.flushed", {**facts, "bytes": manifest.size, "seconds": seconds})
+        if self._transfer.leads(route.target):
+            short = tried(lambda: self._asides[route.target].run(lambda: self._retain(route), self._patience.copy))
+            if isinstance(short, Short):
+                _log.warning("%s: old checkpoints could not be deleted yet: %s", place.path, short.reason)
+
+    def _retain(self, route: Route) -> None:
+        retain(
+            self._places[route.target],
+            self._policies[route.target],
+            self._owner,
+            route.manifest.name,
+            self._owner.fence,
+            {*self._refused(), *self._bad},
+            self._tell if self._ranks.leads else _silent,
+            pins=self._pins,
+            metrics=self._metrics[route.target],
+        )
+
+    def _told_short(self, target: int, short: Short) -> None:
+        if not self._ranks.leads or self._closing:
+            return
+        path = self._places[target].path
+        parts = parse_name(self._latest or "")
+        kind = "checkpoint.stuck" if short.stuck else "checkpoint.failed"
+        reason = f"not copied to {path}: {short.reason}"
+        self._tell(kind, {"step": parts.step if parts else 0, "reason": reason, "tier": path})
+
+
+def _silent(kind: str, data: dict[str, object]) -> None:
+    """Other nodes do the same; rank 0 speaks for all."""

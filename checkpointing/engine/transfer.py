@@ -1,0 +1,174 @@
+"""One checkpoint on its way to another tier: every rank copies its share, the leaders of the target seal it."""
+
+import concurrent.futures
+import errno
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from checkpointing.commit import Commit, seal
+from checkpointing.engine.aside import Aside
+from checkpointing.engine.failure import FAILURES, explain
+from checkpointing.engine.group import Ranks
+from checkpointing.engine.saving import Owner
+from checkpointing.flush import MIB, Copied, CopyOrder
+from checkpointing.flush_plan import share
+from checkpointing.manifest import FileEntry, Manifest
+from checkpointing.tiers import TierPlace
+
+T = TypeVar("T")
+
+_SLOW_DISK = 8.0  # MiB/s
+
+
+class Copier(Protocol):
+    """The part of a link to the writer that a flush uses."""
+
+    def copy(self, order: CopyOrder) -> "Future[Copied]": ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """Seconds: for one access to names and markers, for a rank's copies on top of what a slow disk takes for them, and
+    between two looks at how far the other ranks are."""
+
+    access: float = 120.0
+    copy: float = 300.0
+    look: float = 1.0
+
+
+@dataclass(frozen=True)
+class Short:
+    """Why a checkpoint did not arrive; `stuck` when something gave no answer, `bad` when the source is damaged."""
+
+    reason: str
+    stuck: bool = False
+    bad: bool = False
+
+
+@dataclass(frozen=True)
+class Route:
+    """What goes where; `source` and `target` count the tiers."""
+
+    source: int
+    target: int
+    manifest: Manifest
+
+
+class Transfer:
+    """All ranks call `run` with the same route; every step that can fail or hang is agreed on before the next one."""
+
+    def __init__(
+        self,
+        places: Sequence[TierPlace],
+        asides: Sequence[Aside],
+        ranks: Ranks,
+        owner: Owner,
+        link: Callable[[], Copier],
+        patience: Patience,
+        leads_node: bool,
+        given_up: Callable[[], bool],
+    ) -> None:
+        """`given_up` is asked on rank 0 while copies are under way, which then are no longer waited for."""
+        self._places, self._asides, self._ranks, self._owner = places, asides, ranks, owner
+        self._link, self._patience, self._leads_node, self._given_up = link, patience, leads_node, given_up
+
+    def run(self, route: Route) -> Short | None:
+        """Copy and seal; None when the checkpoint is committed at the target, else the same reason on every rank."""
+        seen = self._ranks.all_gather(tried(lambda: self._seen(route)))
+        short = _first(seen)
+        if short is not None:
+            return short
+        names = [None if isinstance(found, Short) else found for found in seen]
+        shares = tried(lambda: share(route.manifest.files, names))
+        if isinstance(shares, Short):
+            return shares  # the same on every rank: all have computed it from the same lists
+        short = _first(self._copied(route, shares[self._ranks.rank]))
+        return short or _first(self._ranks.all_gather(tried(lambda: self._sealed(route))))
+
+    def leads(self, target: int) -> bool:
+        """Whether this rank looks after the folder of tier `target` that it sees."""
+        return self._leads_node if not self._places[target].shared else self._ranks.leads
+
+    def _seen(self, route: Route) -> Collection[str] | None:
+        place = self._places[route.source]
+        if place.shared:
+            return None
+        listed = self._asides[route.source].run(lambda: place.storage.list(route.manifest.name), self._patience.access)
+        return frozenset(listed)
+
+    def _copied(self, route: Route, files: tuple[FileEntry, ...]) -> list[Copied | Short | None]:
+        """What became of every rank's copies; a rank that is done waits here for the others, and hears of them."""
+        begun = tried(lambda: self._begin(route, files))
+        late = time.monotonic() + self._allowed(route, files)
+        while True:
+            mine = begun if isinstance(begun, Short) else self._outcome(route, begun, late)
+            told = self._ranks.all_gather((mine, self._ranks.leads and self._given_up()))
+            outcomes = [outcome for outcome, _ in told]
+            if all(outcome is not None for outcome in outcomes):
+                return outcomes
+            if any(given_up for _, given_up in told):
+                return [Short("given up for now: the run ends")]
+
+    def _begin(self, route: Route, files: tuple[FileEntry, ...]) -> "Future[Copied]":
+        source, target = self._places[route.source], self._places[route.target]
+        for tier in (route.source, route.target):
+            self._asides[tier].check()
+        if not files:
+            nothing: Future[Copied] = Future()
+            nothing.set_result(Copied(bytes=0, seconds=0.0))
+            return nothing
+        return self._link().copy(
+            CopyOrder(
+                source=source.path,
+                target=target.path,
+                folder=route.manifest.name,
+                files=files,
+                bandwidth=target.bandwidth,
+            )
+        )
+
+    def _allowed(self, route: Route, files: tuple[FileEntry, ...]) -> float:
+        rate = min(self._places[route.target].bandwidth or _SLOW_DISK, _SLOW_DISK) / 2
+        return self._patience.copy + sum(entry.size for entry in files) / MIB / rate
+
+    def _outcome(self, route: Route, begun: "Future[Copied]", late: float) -> Copied | Short | None:
+        """None while it is under way."""
+        if not concurrent.futures.wait([begun], self._patience.look).done:
+            if time.monotonic() < late:
+                return None
+            self._asides[route.target].give_up(begun)
+            return Short(f"rank {self._ranks.rank}: the copy does not come to an end", stuck=True)
+        copied = tried(begun.result)
+        if isinstance(copied, Short):
+            return Short(f"rank {self._ranks.rank}: {copied.reason}", copied.stuck, copied.bad)
+        if copied.bad:
+            return Short(f"rank {self._ranks.rank}: the source is damaged: {copied.bad}", bad=True)
+        return copied
+
+    def _sealed(self, route: Route) -> Commit | None:
+        if not self.leads(route.target):
+            return None
+        storage = self._places[route.target].storage
+        return self._asides[route.target].run(
+            lambda: seal(storage, route.manifest, self._owner.fence, time.time()), self._patience.access
+        )
+
+
+def tried(act: Callable[[], T]) -> T | Short:
+    """Do this rank's part; a failure becomes a message, so that the peers are not left waiting."""
+    try:
+        return act()
+    except FAILURES as error:
+        return Short(explain(error), stuck=isinstance(error, OSError) and error.errno == errno.ETIMEDOUT)
+
+
+def _first(outcomes: Sequence[object]) -> Short | None:
+    """What went wrong, told once for all ranks."""
+    shorts = [outcome for outcome in outcomes if isinstance(outcome, Short)]
+    if not shorts:
+        return None
+    reasons = list(dict.fromkeys(short.reason for short in shorts))
+    return Short("; ".join(reasons[:4]), any(short.stuck for short in shorts), any(short.bad for short in shorts))

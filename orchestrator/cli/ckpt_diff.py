@@ -10,7 +10,7 @@ from orchestrator.cli.render import Column, Screen, count
 from orchestrator.errors import CheckpointInvalid
 
 if TYPE_CHECKING:
-    from checkpointing.engine.diff import TensorDiff
+    from checkpointing.difference import TensorDiff
 
 SHOWN = 40
 """Tensors that people are shown without --all."""

@@ -44,15 +44,20 @@ def read_frame(stream: BinaryIO, start: int, length: int) -> Frame:
             described, values = members["data.pkl"], members["data/0"]
             if described.compress_type or values.compress_type or described.file_size > _LONGEST:
                 raise ValueError("it is packed in another way")
-            dtype, shape = _describe(archive.read(described))
+            place = _place(stream, start, described)
+        stream.seek(start + place)
+        # Not by way of the archive, which would compare checksums: torch may have been told to leave them out.
+        dtype, shape = _describe(stream.read(described.file_size))
+        return Frame(dtype, shape, _place(stream, start, values), values.file_size)
     except _MALFORMED as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
-    stream.seek(start + values.header_offset)
-    header = stream.read(_LOCAL_HEADER.size)
-    if len(header) < _LOCAL_HEADER.size:
-        raise ValueError("it ends within a header")
-    name, extra = _LOCAL_HEADER.unpack(header)
-    return Frame(dtype, shape, values.header_offset + _LOCAL_HEADER.size + name + extra, values.file_size)
+
+
+def _place(stream: BinaryIO, start: int, member: zipfile.ZipInfo) -> int:
+    """Where the bytes of a member begin, from the start of the frame: behind a header of its own."""
+    stream.seek(start + member.header_offset)
+    name, extra = _LOCAL_HEADER.unpack(stream.read(_LOCAL_HEADER.size))
+    return member.header_offset + _LOCAL_HEADER.size + int(name) + int(extra)
 
 
 class _Window(io.RawIOBase):

@@ -45,13 +45,17 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a verification found; `bytes` is what was read and compared, `seconds` the time it took."""
+    """What a verification found; `bytes` is what was read and compared, `seconds` the time it took.
+
+    `notes` tell what could not be looked at, because the checkpoint does not have it.
+    """
 
     ok: bool
     level: int
     bytes: int
     seconds: float
     faults: tuple[Fault, ...]
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

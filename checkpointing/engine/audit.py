@@ -19,6 +19,7 @@ from checkpointing.storage import Storage
 from checkpointing.verify import Fault, Progress, Report, read_listed, read_sealed, verify_in
 
 AUDITS = {3: "structure", 4: "every value"}
+_WANTED = {3: (INDEX,), 4: (INDEX, FINGERPRINTS)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,14 +56,17 @@ def audit_in(
         raise ValueError(f"audit level {level}: must be one of {sorted(AUDITS)}")
     start = time.monotonic()
     report = verify_in(storage, name, 2, progress)
-    faults, size = list(report.faults), report.bytes
+    faults, size, notes = list(report.faults), report.bytes, list[str]()
     if not faults:
         manifest, faults = read_sealed(storage, name)
         if manifest is not None and not faults:
             faults, read = _audited(storage, manifest, level, progress, expect)
             size += read
-    seconds = time.monotonic() - start
-    return Report(ok=not faults, level=level, bytes=size, seconds=seconds, faults=tuple(faults))
+            notes = [f"it has no {file}" for file in _WANTED[level] if manifest.file(file) is None]
+    return Report(
+        ok=not faults, level=level, bytes=size, seconds=time.monotonic() - start, faults=tuple(faults),
+        notes=tuple(notes),
+    )  # fmt: skip
 
 
 def _audited(

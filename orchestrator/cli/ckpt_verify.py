@@ -49,7 +49,7 @@ def _answer(screen: Screen, target: Target, level: int) -> dict[str, Any]:
     return {
         "name": target.name, "step": target.step, "path": target.path, "ok": report.ok, "level": level,
         "bytes": report.bytes, "seconds": round(report.seconds, 4), "gib_per_s": round(rate, 3), "tier": target.tier,
-        "faults": [_fault(fault) for fault in report.faults],
+        "faults": [_fault(fault) for fault in report.faults], "notes": list(report.notes),
     }  # fmt: skip
 
 
@@ -72,6 +72,8 @@ def _show(screen: Screen, target: Target, report: "Report", rate: float) -> None
     read = f"{size(report.bytes)} in {report.seconds:.2f} s, {rate:.2f} GiB/s" if report.level else "sizes only"
     place = f" on {target.tier}" if target.tier not in ("", "run") else ""
     screen.say(f"{target.name}{place}: {word}  (level {report.level}; {read})")
+    for note in report.notes:
+        screen.note(f"  {note}: that part was not looked at")
     for fault in report.faults[:SHOWN]:
         screen.say(f"  {_line(fault)}")
     if len(report.faults) > SHOWN:

@@ -15,6 +15,7 @@ from checkpointing.engine.audit import Expected, audit_in, step_reasons
 from checkpointing.index import Index, Piece, TensorInfo
 from checkpointing.storage import LocalStorage
 from checkpointing.verify import Report
+from tests.checkpointing.engine.conftest import Bench
 
 STEP = 5
 
@@ -53,9 +54,9 @@ def test_a_sound_checkpoint_has_no_faults(built: Built, tmp_path: Path, level: i
 
 def test_one_of_an_older_version_has_no_index_and_no_fingerprints(built: Built, tmp_path: Path) -> None:
     built.indexed, built.fingerprints = False, None
-    path = built.write(tmp_path)
-    assert reasons(audit(path, 4)) == []
-    assert "index.json" not in [file.name for file in path.iterdir()]
+    report = audit(built.write(tmp_path), 4)
+    assert reasons(report) == []
+    assert report.notes == ("it has no index.json", "it has no fingerprints.json")
 
 
 def test_bytes_come_first(built: Built, tmp_path: Path) -> None:
@@ -71,6 +72,16 @@ def test_a_file_that_nobody_listed_is_named(built: Built, tmp_path: Path) -> Non
     path = built.write(tmp_path)
     (path / "notes.txt").write_text("hello")
     assert reasons(audit(path)) == ["notes.txt: is not listed in manifest.json"]
+
+
+def test_what_the_engine_writes_is_sound(bench: Bench) -> None:
+    bench.saved(3, 4)
+    path = bench.folder(4)
+    expected = Expected(
+        facts={"position": 32}, counts=("position",), steps=r"optim\..+\.step", required=("model.half",)
+    )
+    report = audit(path, 4, expected)
+    assert (reasons(report), report.notes) == ([], ())
 
 
 # -- level 3: what describes the tensors

@@ -1,16 +1,21 @@
 """Where checkpoints lie: a seam of five methods, on a local (or mounted) file system and on anything fsspec speaks."""
 
 import contextlib
+import io
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol, cast
 
 from checkpointing.digests import Bytes, Sink
 from checkpointing.durable import fsync_dir, fsync_file, write_durably
+from checkpointing.remote_errors import said_as_oserror
 
 _HOLD = 1 << 20
+_OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci", "oss", "r2"})
+_SECRET = re.compile(r"(\w+)://[^/@]*:[^/@]*@")
 
 
 class Storage(Protocol):
@@ -134,54 +139,108 @@ class _RemoteFile:
         self._stream = stream
 
     def write(self, data: Bytes) -> int:
-        self._stream.write(bytes(data))
+        with said_as_oserror():
+            self._stream.write(bytes(data))
         return len(data)
 
     def close(self) -> None:
-        self._stream.close()
+        with said_as_oserror():
+            self._stream.close()
 
     def abort(self) -> None:
         from fsspec.spec import AbstractBufferedFile  # loaded by whoever opened the stream
 
-        if isinstance(self._stream, AbstractBufferedFile):
-            self._stream.discard()
-            self._stream.closed = True  # else the garbage collector would close, and so upload, the torn object
-        else:
-            self._stream.close()  # a torn object without COMMIT harms nobody
+        with said_as_oserror():
+            if isinstance(self._stream, AbstractBufferedFile):
+                self._stream.closed = True  # else the garbage collector would close, and so upload, the torn object
+                self._stream.discard()
+            else:
+                self._stream.close()  # a torn object without COMMIT harms nobody
+
+
+class _RemoteReader(io.RawIOBase):
+    """An object being read; what goes wrong on the way is an OSError."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+
+    def read(self, size: int = -1) -> bytes:
+        with said_as_oserror():
+            return self._stream.read(size)
+
+    def readinto(self, room: Any) -> int:
+        view = memoryview(room).cast("B")
+        data = self.read(len(view))
+        view[: len(data)] = data
+        return len(data)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._stream.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._stream.tell()
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
 
 
 class FsspecStorage:
-    """Anything fsspec speaks; durability is what the store promises for a closed object, nothing is renamed."""
+    """Anything fsspec speaks; durability is what the store promises for a closed object, nothing is renamed.
+
+    What others wrote is seen at once: make the file system with `use_listings_cache=False`, as `storage_at` does.
+    """
 
     def __init__(self, filesystem: Any, root: str) -> None:
         self._fs, self._root = filesystem, root.rstrip("/")
+        spoken = filesystem.protocol
+        # An object store has no folders: asking it to make one costs requests, and may ask for rights on the bucket.
+        self._folders = _OBJECT_STORES.isdisjoint((spoken,) if isinstance(spoken, str) else spoken)
 
     def _at(self, path: str) -> str:
         return f"{self._root}/{path}" if path else self._root
 
+    def _make_folder_of(self, target: str) -> None:
+        if self._folders:
+            self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+
     def create(self, path: str) -> Sink:
         target = self._at(path)
-        if self._fs.exists(target):
-            raise FileExistsError(f"{target} exists already")
-        self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
-        return _RemoteFile(self._fs.open(target, "wb"))
+        with said_as_oserror():
+            self._fs.invalidate_cache(target.rpartition("/")[0])
+            if self._fs.exists(target):
+                raise FileExistsError(f"{target} exists already")
+            self._make_folder_of(target)
+            return _RemoteFile(self._fs.open(target, "wb"))
 
     def publish(self, path: str, data: bytes) -> None:
         target = self._at(path)
-        self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
-        self._fs.pipe_file(target, data)
+        with said_as_oserror():
+            self._make_folder_of(target)
+            self._fs.pipe_file(target, data)
 
     def open(self, path: str) -> BinaryIO:
-        stream: BinaryIO = self._fs.open(self._at(path), "rb")
-        return stream
+        target = self._at(path)
+        with said_as_oserror():
+            self._fs.invalidate_cache(target.rpartition("/")[0])
+            # Checkpoints are read in chunks of several MiB: reading ahead would fetch most bytes twice.
+            stream: BinaryIO = self._fs.open(target, "rb", cache_type="none")
+        return stream if self._folders else cast(BinaryIO, _RemoteReader(stream))
 
     def list(self, path: str) -> dict[str, int | None]:
         target = self._at(path)
-        self._fs.invalidate_cache(target)
-        try:
-            found = self._fs.ls(target, detail=True)
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
+        with said_as_oserror():
+            self._fs.invalidate_cache(target)
+            try:
+                found = self._fs.ls(target, detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                return {}
         entries = {item["name"].rstrip("/").rpartition("/")[2]: item for item in found}
         return {
             name: None if item["type"] == "directory" else int(item["size"]) for name, item in sorted(entries.items())
@@ -189,8 +248,8 @@ class FsspecStorage:
 
     def delete(self, path: str) -> None:
         target = self._at(path)
-        with contextlib.suppress(FileNotFoundError):
-            if self._fs.isdir(target):
+        with said_as_oserror(), contextlib.suppress(FileNotFoundError):
+            if self._folders and self._fs.isdir(target):
                 self._fs.rmdir(target)
             else:
                 self._fs.rm_file(target)
@@ -207,13 +266,20 @@ def settle(storage: Storage, path: str) -> None:
 
 
 def storage_at(place: str | Path) -> Storage:
-    """The storage for a path or URL: local for paths and `file://`, else through fsspec (`s3://`, `memory://`)."""
+    """The storage for a path or URL: local for paths and `file://`, else through fsspec (`s3://`, `memory://`).
+
+    Credentials come from the environment alone. Raises ValueError for a URL that has some, ImportError when the library
+    for its kind is not installed (`pip install "orch[s3]"`).
+    """
     text = str(place)
     if "://" not in text:
         return LocalStorage(Path(text))
     if text.startswith("file://"):
         return LocalStorage(Path(text.removeprefix("file://")))
+    if _SECRET.match(text):
+        shown = _SECRET.sub(r"\1://***@", text)
+        raise ValueError(f"{shown}: credentials belong into the environment, not into a URL")
     import fsspec  # only for remote places: most readers never need it
 
-    filesystem, root = fsspec.core.url_to_fs(text)
+    filesystem, root = fsspec.core.url_to_fs(text, use_listings_cache=False)
     return FsspecStorage(filesystem, root)

@@ -1,5 +1,6 @@
 """One suite for every storage: what the rest of checkpointing relies on."""
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,10 +10,12 @@ import pytest
 from checkpointing.storage import FsspecStorage, LocalStorage, Storage, storage_at
 
 
-@pytest.fixture(params=["local", "memory", "fsspec-local"])
+@pytest.fixture(params=["local", "memory", "fsspec-local", "s3"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]:
     if request.param == "local":
         yield LocalStorage(tmp_path / "root")
+    elif request.param == "s3":
+        yield storage_at(request.getfixturevalue("s3_url"))
     elif request.param == "fsspec-local":
         yield FsspecStorage(fsspec.filesystem("file"), str(tmp_path / "root"))
     else:
@@ -100,6 +103,43 @@ def test_files_go_first_then_their_folder(storage: Storage) -> None:
     assert storage.list("") == {"b": None}
 
 
+def test_publishing_again_replaces(storage: Storage) -> None:
+    storage.publish("a/note", b"old and longer")
+    assert storage.list("a") == {"note": 14}
+    storage.publish("a/note", b"new")
+    assert storage.list("a") == {"note": 3}
+    assert read(storage, "a/note") == b"new"
+
+
+def test_what_another_process_did_is_seen_at_once(storage: Storage) -> None:
+    assert storage.list("a") == {}
+    with pytest.raises(FileNotFoundError):
+        storage.open("a/file")
+    other = copy.copy(storage)
+    if isinstance(storage, FsspecStorage):
+        filesystem = type(storage._fs)(skip_instance_cache=True, **storage._fs.storage_options)
+        other = FsspecStorage(filesystem, storage._root)
+    written(other, "a/file", b"1")
+    assert storage.list("a") == {"file": 1}
+    assert read(storage, "a/file") == b"1"
+    with pytest.raises(FileExistsError):
+        storage.create("a/file")
+    other.delete("a/file")
+    assert storage.list("a") == {}
+    with pytest.raises(FileNotFoundError):
+        storage.open("a/file")
+
+
+def test_reading_into_a_buffer(storage: Storage) -> None:
+    written(storage, "a/file", b"0123456789")
+    room = bytearray(6)
+    with storage.open("a/file") as stream:
+        assert stream.readinto(room) == 6
+        assert bytes(room) == b"012345"
+        assert stream.readinto(room) == 4
+        assert stream.readinto(room) == 0
+
+
 def test_places_choose_their_storage(tmp_path: Path) -> None:
     assert isinstance(storage_at(tmp_path), LocalStorage)
     assert isinstance(storage_at(f"file://{tmp_path}"), LocalStorage)
@@ -108,3 +148,9 @@ def test_places_choose_their_storage(tmp_path: Path) -> None:
     written(remote, "a/file", b"x")
     assert fsspec.filesystem("memory").cat("/somewhere/a/file") == b"x"
     fsspec.filesystem("memory").rm("/somewhere", recursive=True)
+
+
+def test_credentials_in_a_url_are_refused_and_not_repeated() -> None:
+    with pytest.raises(ValueError, match="belong into the environment") as caught:
+        storage_at("s3://key:secret@bucket/prefix")
+    assert "secret" not in str(caught.value)

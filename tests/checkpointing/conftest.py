@@ -1,0 +1,42 @@
+"""A server that speaks S3, for every test that asks for one."""
+
+import logging
+import os
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+
+BUCKET = "checkpoints"
+_CREDENTIALS = {"AWS_ACCESS_KEY_ID": "tester", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """The server's address; everything that a client needs stands in the environment, as it would in a job."""
+    from moto.server import ThreadedMotoServer  # half a second, for those who ask
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    address = f"http://{host}:{port}"
+    patch = pytest.MonkeyPatch()
+    for key, value in {**_CREDENTIALS, "AWS_ENDPOINT_URL": address}.items():
+        patch.setenv(key, value)
+    for key in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "HTTP_PROXY", "http_proxy"):
+        patch.delenv(key, raising=False)
+    patch.setenv("NO_PROXY", ",".join(filter(None, [os.environ.get("NO_PROXY"), host])))
+    with urllib.request.urlopen(urllib.request.Request(f"{address}/{BUCKET}", method="PUT"), timeout=10):
+        pass
+    try:
+        yield address
+    finally:
+        patch.undo()
+        server.stop()
+
+
+@pytest.fixture
+def s3_url(s3_server: str, request: pytest.FixtureRequest) -> str:
+    """A prefix of the bucket that no other test uses."""
+    return f"s3://{BUCKET}/{abs(hash(request.node.nodeid)):x}"

@@ -118,10 +118,10 @@ class Share:
                 by_chunk[part.chunk] = by_chunk.get(part.chunk, 0) + part.high - part.low
             nbytes = sum(strip.nbytes for strip in rows)
             tensor = self._tensors[need.key]
-            if not isinstance(tensor, DTensor):
+            if isinstance(tensor, DTensor) and tensor.device_mesh.size() == self._ranks.size:
+                unique += nbytes if _first_replica(tensor) else 0
+            else:
                 plain[self._shard(need).name, rows[0].offset] = nbytes
-            elif _first_replica(tensor):
-                unique += nbytes
         return Wanted(seen=source.seen, by_chunk=by_chunk, unique=unique, plain=plain)
 
     def _shard(self, need: Need) -> Shard:

@@ -3,6 +3,7 @@
 Checksums in the archive are not looked at: torch may write none, and a manifest has better ones.
 """
 
+import errno
 import io
 import struct
 import zipfile
@@ -51,7 +52,7 @@ class _Window(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
         if self._at < 0:
-            raise ValueError("a place before the beginning")
+            raise OSError(errno.EINVAL, "a place before the beginning")  # as a file would, which zipfile expects
         return self._at
 
     def read(self, size: int = -1) -> bytes:

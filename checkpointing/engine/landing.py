@@ -213,7 +213,9 @@ def _reopened(descriptor: int, flags: int) -> int:
 class Reader:
     """Reads chunks of one checkpoint into a landing and verifies them there."""
 
-    def __init__(self, name: str, shards: Sequence[Shard], open_file: Open, *, patience: float, pause: float) -> None:
+    def __init__(
+        self, name: str, shards: Sequence[Shard], open_file: Open, *, patience: float = 0, pause: float = 0
+    ) -> None:
         """`patience` is how long to wait for files that others have seen already, in seconds."""
         self._name, self._open_file = name, open_file
         self._patience, self._pause = patience, pause

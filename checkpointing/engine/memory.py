@@ -4,6 +4,7 @@ The arena outlives the rank that filled it. Each rank has its own files in it, a
 all of them (replicated tensors).
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -77,18 +78,13 @@ class Memory:
         """Collective: verify what is held of this save and fill `tensors`; raises Refused, then none has changed."""
         at, record = self._held[name]
         facts = self._told(record, ranks, tensors)
-        owners = [
-            owner for owner, told in enumerate(facts) for _, size, chunk in told.files for _ in range(-(-size // chunk))
-        ]
-        source = self._source(record, ranks.rank, facts)
+        source, owners = self._source(record, ranks.rank, facts)
         share = Share(source, ranks, tensors)
         wanted = together(ranks, record.name, lambda: share.plan(may_lack))
 
         def check() -> Held:
-            placed = [
-                (source.shard[entry.name], place) for entry, place in zip(record.files, record.places, strict=True)
-            ]
-            landing = Landing.of(self._arena.buffer(at), placed)
+            shards = [source.shard[entry.name] for entry in record.files]
+            landing = Landing.of(self._arena.buffer(at), zip(shards, record.places, strict=True))
             mine = [chunk for chunk, owner in enumerate(owners) if owner == ranks.rank]
             Reader(record.name, source.shards, source.open).check(mine, landing)
             return share.hold(landing, [(owner,) for owner in owners], 0)
@@ -96,14 +92,18 @@ class Memory:
         return share.finish(together(ranks, record.name, check), wanted)
 
     def _told(self, record: Record, ranks: Ranks, tensors: Mapping[str, Tensor]) -> list[_Facts]:
+        told = together(ranks, record.name, lambda: self._lacking(tensors))
+        asked = set[str]().union(*told)
+        pieces = tuple((item.piece, _info(item)) for item in self._plan.items if item.key in asked)
+        files = tuple((entry.name, entry.size, entry.chunk_size) for entry in record.files)
+        return ranks.all_gather(_Facts(files, pieces))
+
+    def _lacking(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Keys of which this rank has not saved all of its part itself."""
         own: dict[str, list[Item]] = {}
         for item in self._plan.items:
             own.setdefault(item.key, []).append(item)
-        lacking = [key for key, tensor in tensors.items() if not _served(tensor, own.get(key, ()))]
-        asked = set[str]().union(*ranks.all_gather(lacking))
-        pieces = tuple((item.piece, _info(item)) for item in self._plan.items if item.key in asked)
-        files = tuple((entry.name, entry.size, entry.chunk_size) for entry in record.files)
-        return together(ranks, record.name, lambda: _Facts(files, pieces))
+        return [key for key, tensor in tensors.items() if not _served(tensor, own.get(key, ()))]
 
     def _source(self, record: Record, rank: int, facts: Sequence[_Facts]) -> tuple[Source, list[int]]:
         """All ranks' files as one checkpoint, and for every chunk the rank that has it."""
@@ -151,12 +151,5 @@ def _info(item: "Item") -> TensorInfo:
 def _served(tensor: Tensor, items: Sequence["Item"]) -> bool:
     """Whether the rank's own items hold all of its part of a tensor."""
     local = local_box(tensor)
-    needs = (intersect(item.piece, 0, local) for item in items)
-    return sum(_volume(need.sizes) for need in needs if need is not None) == local.volume
-
-
-def _volume(sizes: Sequence[int]) -> int:
-    volume = 1
-    for size in sizes:
-        volume *= size
-    return volume
+    needs = [intersect(item.piece, 0, local) for item in items if item.share.whole == tuple(tensor.shape)]
+    return sum(math.prod(need.sizes) for need in needs if need is not None) == local.volume

@@ -95,12 +95,14 @@ def seal(storage: Storage, manifest: Manifest, fence: Callable[[], bool], now: f
     """Publish the manifest, then COMMIT: the checkpoint exists from then on. Raises FencedOff before COMMIT.
 
     Sealing again with the same manifest changes nothing, whoever did it first (node leaders that share a folder, or an
-    earlier try); with another one it raises FileExistsError.
+    earlier try); with another one, or when its deletion was begun, it raises FileExistsError.
     WARNING: every file that the manifest lists must be durable before this is called.
     """
     data = manifest.encode()
     commit = Commit(manifest=digest(data), size=manifest.size, committed_at=now)
     earlier = _sealed_earlier(storage, manifest.name)
+    if _is_there(storage, f"{manifest.name}/{DELETED}"):
+        raise FileExistsError(f"{manifest.name} is half-deleted; collect its remains first")
     if earlier is not None:
         if earlier.manifest != commit.manifest:
             raise FileExistsError(f"{manifest.name} is committed already, with another manifest")
@@ -118,3 +120,11 @@ def _sealed_earlier(storage: Storage, name: str) -> Commit | None:
         return read_commit(storage, name)
     except FileNotFoundError:
         return None
+
+
+def _is_there(storage: Storage, path: str) -> bool:
+    try:
+        storage.open(path).close()
+    except FileNotFoundError:
+        return False
+    return True

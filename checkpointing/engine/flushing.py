@@ -17,7 +17,7 @@ from checkpointing.engine.transfer import Copier, Patience, Route, Short, Transf
 from checkpointing.errors import Refused
 from checkpointing.flush_plan import Choice, Shelf, choose
 from checkpointing.manifest import Manifest
-from checkpointing.retention import Metrics, Policy, retain
+from checkpointing.retention import Metrics, Policy, delete, retain
 from checkpointing.storage import Storage
 from checkpointing.striping import make_folder
 from checkpointing.tiers import TierPlace
@@ -73,7 +73,7 @@ class Flusher:
         """Checkpoints that are being copied: retention must leave them alone."""
         self._thread: threading.Thread | None = None
         if len(self._places) > 1:
-            self._signals = 1
+            self._signals = self._everything = 1
             self._thread = background(self._serve, "checkpoint-flush")
 
     def committed(self, name: str, manifest: Manifest | None = None) -> None:
@@ -168,12 +168,17 @@ class Flusher:
             _log.debug("%s: %s", self._places[target].path, choice.reason)
             return ()
         manifest = self._manifest(choice.name, choice.source)
-        place = self._places[target]
-        if place.shared:
-            warning = self._asides[target].run(lambda: make_folder(place, manifest.name), self._patience.access)
-            if warning:
-                _log.warning("%s", warning)
+        if self._places[target].shared:
+            self._asides[target].run(lambda: self._make_room(target, manifest.name), self._patience.access)
         return Route(choice.source, target, manifest)
+
+    def _make_room(self, target: int, name: str) -> None:
+        place = self._places[target]
+        if place.catalog.is_buried(name):
+            delete(place.storage, name, self._owner.fence)  # somebody began to, and did not finish
+        warning = make_folder(place, name)
+        if warning:
+            _log.warning("%s", warning)
 
     def _choice(self, target: int, everything: bool) -> Choice:
         shelves = []

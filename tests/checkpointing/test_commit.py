@@ -154,6 +154,15 @@ def test_sealing_again_with_the_same_manifest_changes_nothing(tmp_path: Path) ->
     assert verify(tmp_path / name, 2).ok
 
 
+def test_what_is_being_deleted_is_not_sealed(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    name = make(storage, 5)
+    manifest = parse((tmp_path / name / "manifest.json").read_bytes())
+    (tmp_path / name / DELETED).write_text("")
+    with pytest.raises(FileExistsError, match="half-deleted"):
+        seal(storage, manifest, lambda: True, 1000.0)
+
+
 def test_a_seal_that_was_cut_short_is_finished(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     name = make(storage, 5)

@@ -1,6 +1,9 @@
 """The flush lane: what reaches the slower tiers, and that trouble there stays there."""
 
 import errno
+import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -247,6 +250,27 @@ def test_a_slow_tier_gets_every_so_many_steps_and_the_last_one(tmp_path: Path) -
     assert tiers.drain()
     assert tiers.steps("slow")[0] == 80
     tiers.close()
+
+
+def test_a_start_brings_the_newest_everywhere_whatever_the_rule(tmp_path: Path) -> None:
+    tiers = tiers_of(tmp_path, slow={"every": 1000})
+    make(tiers.storages["slow"], 10)
+    make(tiers.storages["fast"], 20)
+    tiers.start()
+    tiers.idle()
+    assert tiers.steps("slow") == [20, 10]
+    tiers.close()
+
+
+def test_remains_of_a_deletion_in_the_slow_tier_make_room(tiers: Tiers) -> None:
+    make(tiers.storages["fast"], 10)
+    made = make(tiers.storages["slow"], 10)
+    (tiers.root / "slow" / made / "DELETED").write_text("")
+    (tiers.root / "slow" / made / "__0_0.distcp").unlink()
+    tiers.start()
+    tiers.idle()
+    assert tiers.kinds() == ["checkpoint.flushed"]
+    assert verify(tiers.root / "slow" / made, 2).ok
 
 
 def test_three_tiers_each_with_its_own_rule(tmp_path: Path) -> None:
@@ -510,3 +534,33 @@ def test_a_peer_that_dies_ends_the_lane_and_nothing_else(tmp_path: Path, caplog:
     assert "no longer copied" in caplog.text
     tiers.flushers[0].close()
     tiers.flushers[1].close()
+
+
+@pytest.mark.multi
+def test_real_ranks_flush_with_real_writers(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[3]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("flush_program.py")), str(rank), "2", str(tmp_path)],
+            cwd=root,
+            env={"PYTHONPATH": str(root), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        ended = [rank.communicate(timeout=90) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert [rank.returncode for rank in ranks] == [0, 0], ended
+    first, second = (json.loads(out.splitlines()[-1]) for out, _ in ended)
+    assert first["told"][-1] == ["checkpoint.flushed", 20]
+    assert second["told"] == [], "only rank 0 tells"
+    assert (first["drained"], second["drained"]) == (True, True)
+    newest = Catalog(tmp_path / "slow").committed()[0]
+    assert newest.step == 20
+    assert verify(newest.path, 2).ok

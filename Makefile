@@ -42,8 +42,9 @@ test: check  ## everything, the real Slurm included (under 15 minutes)
 proof: venv  ## the long counts; writes docs/proof.md
 	$(BIN)/python -m benchmarks.proof
 
-bench: venv  ## times beside their limits
+bench: venv  ## times beside their limits; only numbers of a quiet machine count (about half an hour)
 	$(BIN)/python -m benchmarks.cli
+	$(BIN)/python -m benchmarks.checkpoint
 
 wheel: venv  ## build dist/*.whl
 	$(BIN)/python -m build --wheel --outdir dist .

@@ -42,8 +42,21 @@ def rows(cases: list[Xml.Element]) -> list[str]:
 def _row(name: str, cases: list[Xml.Element]) -> str:
     bad = sum(not good(case) for case in cases)
     seconds = sum(float(case.get("time", 0)) for case in cases)
-    figures = ", ".join(f"{item.get('name')}: {item.get('value')}" for case in cases for item in case.iter("property"))
-    return f"| {name} | {len(cases)} | {len(cases) - bad} | {seconds:.0f} | {figures} |"
+    return f"| {name} | {len(cases)} | {len(cases) - bad} | {seconds:.0f} | {figures(cases)} |"
+
+
+def figures(cases: list[Xml.Element]) -> str:
+    """What the cases recorded; whole numbers of one name are added up, since the cases share a count out."""
+    found: dict[str, list[str]] = {}
+    for item in (item for case in cases for item in case.iter("property")):
+        found.setdefault(str(item.get("name")), []).append(str(item.get("value")))
+    return "; ".join(f"{name}: {_total(values)}" for name, values in found.items())
+
+
+def _total(values: list[str]) -> str:
+    if all(value.isdigit() for value in values):
+        return str(sum(map(int, values)))
+    return ", ".join(dict.fromkeys(values))
 
 
 def good(case: Xml.Element) -> bool:

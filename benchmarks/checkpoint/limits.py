@@ -1,0 +1,151 @@
+"""What the machine can do at best: bytes copied, written and read with nothing around them."""
+
+import ctypes
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.checkpoint.cold import drop
+from benchmarks.checkpoint.contest import LIMIT
+
+BLOCK = 8 << 20
+"""Bytes of one write or read; the engine's own chunks are of the same size."""
+
+CORES = len(os.sched_getaffinity(0))
+
+
+def room(nbytes: int, *, shared: bool = False) -> memoryview:
+    """Page-aligned memory whose pages are there already; `shared` takes it from a memfd, as the engine's arena is."""
+    if not shared:
+        view = memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    else:
+        descriptor = os.memfd_create("limit")
+        os.ftruncate(descriptor, nbytes)
+        view = memoryview(mmap.mmap(descriptor, nbytes))
+        os.close(descriptor)
+    for start in range(0, nbytes, BLOCK):
+        # Random, because some disks and file systems treat zeros and repetitions differently.
+        view[start : start + BLOCK] = os.urandom(len(view[start : start + BLOCK]))
+    return view
+
+
+def address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+def in_threads(threads: int, act: Callable[[int], None]) -> float:
+    """Seconds until `act(0)` to `act(threads - 1)` are done, each in a thread that waits already when time starts."""
+    gate = threading.Barrier(threads + 1)
+
+    def body(number: int) -> None:
+        gate.wait()
+        act(number)
+
+    if threads == 1:
+        start = time.perf_counter()
+        act(0)
+        return time.perf_counter() - start
+    workers = [threading.Thread(target=body, args=(number,)) for number in range(threads)]
+    for worker in workers:
+        worker.start()
+    gate.wait()
+    start = time.perf_counter()
+    for worker in workers:
+        worker.join()
+    return time.perf_counter() - start
+
+
+def memcpy(source: memoryview, target: memoryview) -> float:
+    """Seconds of one memcpy in this thread; ctypes lets go of the interpreter's lock meanwhile."""
+    there, here, size = address(target), address(source), len(source)
+    start = time.perf_counter()
+    ctypes.memmove(there, here, size)
+    return time.perf_counter() - start
+
+
+def raw_write(view: memoryview, folder: Path, *, threads: int = 1) -> float:
+    """Seconds to write `view` into a fresh file and wait for the disk: O_DIRECT where it is taken."""
+    path = folder / "raw-write"
+    path.unlink(missing_ok=True)
+    start = time.perf_counter()
+    descriptor = _open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        os.posix_fallocate(descriptor, 0, len(view))
+        in_threads(threads, lambda number: _write(descriptor, view, number, threads))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    _fsync_dir(folder)
+    seconds = time.perf_counter() - start
+    path.unlink()
+    return seconds
+
+
+def _write(descriptor: int, view: memoryview, number: int, threads: int) -> None:
+    for at in range(number * BLOCK, len(view), threads * BLOCK):
+        _whole(os.pwrite(descriptor, view[at : at + BLOCK], at), len(view[at : at + BLOCK]))
+
+
+def raw_reads(files: list[Path], target: memoryview, *, cold: bool) -> dict[str, Callable[[], float]]:
+    """The ways to read at the limit: warm through the page cache, cold also past it."""
+    ways = {LIMIT: lambda: raw_read(files, target, threads=CORES, cold=cold)}
+    if cold:
+        ways[f"{LIMIT}, O_DIRECT"] = lambda: raw_read(files, target, threads=CORES, cold=cold, direct=True)
+    return ways
+
+
+def raw_read(files: list[Path], target: memoryview, *, threads: int, cold: bool, direct: bool = False) -> float:
+    """Seconds to read `files` one after the other into `target`, `threads` at a time.
+
+    `target` may be smaller than the files: then it is filled again and again, as a verifier's memory is.
+    """
+    if cold:
+        drop(files)
+    pieces, filled = [], 0
+    for path in files:
+        size = path.stat().st_size
+        for at in range(0, size, BLOCK):
+            if filled + BLOCK > len(target):
+                filled = 0
+            pieces.append((path, at, filled))
+            filled += BLOCK
+    start = time.perf_counter()
+    opened = {path: _open(path, os.O_RDONLY, direct=direct) for path in files}
+    try:
+        in_threads(threads, lambda number: _read(pieces[number::threads], opened, target, number, threads))
+        return time.perf_counter() - start
+    finally:
+        for descriptor in opened.values():
+            os.close(descriptor)
+
+
+def _read(
+    pieces: list[tuple[Path, int, int]], opened: dict[Path, int], target: memoryview, number: int, threads: int
+) -> None:
+    for path, at, place in pieces:
+        # A small target is shared out: two threads never fill the same block.
+        place = place if len(target) > threads * BLOCK else number * BLOCK
+        os.preadv(opened[path], [target[place : place + BLOCK]], at)
+
+
+def _open(path: Path, flags: int, *, direct: bool = True) -> int:
+    if direct:
+        try:
+            return os.open(path, flags | os.O_DIRECT, 0o600)
+        except OSError:
+            path.unlink(missing_ok=True) if flags & os.O_CREAT else None
+    return os.open(path, flags, 0o600)
+
+
+def _whole(done: int, asked: int) -> None:
+    if done != asked:
+        raise OSError(f"{done} of {asked} bytes were written")
+
+
+def _fsync_dir(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)

@@ -1,0 +1,81 @@
+"""A checkpoint verified and loaded into the tensors of a model, beside reading the same bytes."""
+
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from benchmarks.checkpoint import limits
+from benchmarks.checkpoint.cold import drop, warm
+from benchmarks.checkpoint.contest import LIMIT, OURS, Side, interleaved
+from benchmarks.checkpoint.ours import Ours, files_of
+from benchmarks.checkpoint.rows import Measured, Setting
+from benchmarks.checkpoint.states import State, state
+
+_TIMES_DCP = 2.0
+
+
+def load(setting: Setting, set_name: str, cold: bool) -> Measured:
+    """The same layout; every side ends in memory of the state's own size that is there already."""
+    torch.set_num_threads(1)
+    made = state(set_name, setting.scale)
+    ours = Ours(setting.folder / "ours", made)
+    place = ours.folder / ours.save().name
+    files, target = files_of(place), made.blank()
+    whole, threads = setting.folder / "torch.pt", limits.CORES
+    torch.save(made.tensors, whole)
+    room = limits.room(sum(-(-path.stat().st_size // limits.BLOCK) * limits.BLOCK for path in files))
+    everything = [*files, whole]
+    if not cold:
+        warm(everything)
+
+    def prepared() -> None:
+        for tensor in target.values():
+            tensor.zero_()
+        if cold:
+            drop(everything)
+
+    def restored() -> float:
+        prepared()
+        start = time.perf_counter()
+        found = ours.checkpointer.restore(target)
+        seconds = time.perf_counter() - start
+        if found is None or not _same(target, made):
+            raise RuntimeError("what was loaded is not what was saved")
+        return seconds
+
+    sides: dict[str, Side] = {
+        **limits.raw_reads(files, room, cold=cold),
+        OURS: restored,
+        "dcp.load": lambda: _dcp_load(place, target, prepared),
+        "torch.load": lambda: _torch_load(whole, prepared),
+    }
+    times = interleaved(sides, setting.rounds)
+    ours.close()
+    faster = times["dcp.load"] / times[OURS]
+    return Measured(
+        ours=times[OURS], limit=times[LIMIT], peers={name: times[name] for name in ("dcp.load", "torch.load")},
+        threads=threads, rounds=setting.rounds, cache="cold" if cold else "warm",
+        demands=((f"{_TIMES_DCP:g} x dcp.load", faster >= _TIMES_DCP),),
+        note=f"{faster:.1f} x dcp.load; raw read {made.nbytes / times[LIMIT] / 1e9:.1f} GB/s",
+    )  # fmt: skip
+
+
+def _same(target: dict[str, Tensor], made: State) -> bool:
+    return all(torch.equal(target[key], tensor) for key, tensor in made.tensors.items())
+
+
+def _dcp_load(place: Path, target: dict[str, Tensor], prepared: Side) -> float:
+    prepared()
+    start = time.perf_counter()
+    dcp.load(target, checkpoint_id=place, no_dist=True)
+    return time.perf_counter() - start
+
+
+def _torch_load(path: Path, prepared: Side) -> float:
+    prepared()
+    start = time.perf_counter()
+    torch.load(path, weights_only=True)
+    return time.perf_counter() - start

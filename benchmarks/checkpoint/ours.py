@@ -1,0 +1,72 @@
+"""Our side: a checkpointer as the trainer uses it, with the clock read at its seams."""
+
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.checkpoint.states import State
+from checkpointing.config import CheckpointConfig, StagingConfig
+from checkpointing.engine.checkpointer import Checkpointer
+from checkpointing.manifest import Manifest, parse
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Seconds of one save: the trainer stood still for `stall`; `written` from then to COMMIT; `whole` is both."""
+
+    stall: float
+    written: float
+    whole: float
+    name: str
+
+
+class Ours:
+    """One checkpointer over one state set in a folder of its own."""
+
+    def __init__(self, folder: Path, state: State, *, mode: str = "block", **options: Any) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.state = folder, state
+        self.events: list[tuple[float, str, dict[str, Any]]] = []
+        fixed: dict[str, Any] = {"token_attempt": 1, "nonce": "ab12cd34", "inherit": (), "process_group": None}
+        self.checkpointer = Checkpointer(
+            folder, fence=lambda: True, keep=2, on_event=self._told, world={},
+            config=CheckpointConfig(keep=2, staging=StagingConfig(mode=mode)), **{**fixed, **options},
+        )  # fmt: skip
+        self.checkpointer.prepare(state.tensors)
+
+    def _told(self, kind: str, data: dict[str, Any]) -> None:
+        self.events.append((time.perf_counter(), kind, data))
+
+    def save(self) -> Saved:
+        """One save in block mode, until it is committed and what is too old is deleted; raises RuntimeError."""
+        step = self.state.next_step()
+        start = time.perf_counter()
+        self.checkpointer.save(step, self.state.tensors, {})
+        staged = time.perf_counter()
+        committed, name = self.committed(step)
+        return Saved(staged - start, committed - staged, committed - start, name)
+
+    def committed(self, step: int) -> tuple[float, str]:
+        """Wait until `step` is saved: when it was committed, and under which name; raises RuntimeError if it was not.
+
+        The moment is the event's, so that the deleting of older checkpoints, which follows, is not counted.
+        """
+        self.checkpointer.wait()
+        for when, kind, data in reversed(self.events):
+            if kind == "checkpoint.committed" and data["step"] == step:
+                return when, str(data["name"])
+        raise RuntimeError(f"step {step} was not committed: {[event[1:] for event in self.events[-3:]]}")
+
+    def manifest(self, name: str) -> Manifest:
+        return parse((self.folder / name / "manifest.json").read_bytes())
+
+    def close(self) -> None:
+        self.checkpointer.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Every file of a checkpoint, the largest first."""
+    return sorted((path for path in folder.iterdir() if path.is_file()), key=lambda path: -path.stat().st_size)

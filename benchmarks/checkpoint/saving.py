@@ -1,0 +1,54 @@
+"""How fast a state becomes a durable, digested, committed checkpoint."""
+
+import torch
+
+from benchmarks.checkpoint import limits
+from benchmarks.checkpoint.contest import LIMIT, OURS, Side, interleaved, peers
+from benchmarks.checkpoint.ours import Ours
+from benchmarks.checkpoint.rows import Measured, Setting
+from benchmarks.checkpoint.states import state
+from benchmarks.checkpoint.torch_own import KINDS, Dcp, dcp_save, lone_group, torch_save
+
+
+def save(setting: Setting, set_name: str) -> Measured:
+    """From the end of the staging, whose time is a row of its own, to COMMIT; the raw write starts staged, too."""
+    return _raced(setting, set_name, whole=False)
+
+
+def whole(setting: Setting, set_name: str) -> Measured:
+    """From the call to COMMIT, staging and all."""
+    return _raced(setting, set_name, whole=True)
+
+
+def _raced(setting: Setting, set_name: str, *, whole: bool) -> Measured:
+    torch.set_num_threads(1)
+    made, folder = state(set_name, setting.scale), setting.folder
+    ours = Ours(folder / "ours", made)
+    staged = limits.room(made.nbytes, shared=True)
+    with lone_group(folder):
+        dcps = {kind: Dcp(folder, made, kind) for kind in KINDS if "async staging" not in kind}
+
+        def ours_seconds() -> float:
+            saved = ours.save()
+            return saved.whole if whole else saved.written
+
+        def dcp_seconds(dcp: Dcp) -> float:
+            times = dcp.save()
+            return times.whole if whole else times.whole - times.staged
+
+        sides: dict[str, Side] = {LIMIT: lambda: limits.raw_write(staged, folder), OURS: ours_seconds}
+        # The engine writes large buffers with two threads.
+        sides[f"{LIMIT}, 2 threads"] = lambda: limits.raw_write(staged, folder, threads=2)
+        sides |= {kind: (lambda dcp=dcp: dcp_seconds(dcp)) for kind, dcp in dcps.items()}
+        sides["dcp.save, 1 thread"] = lambda: dcp_save(made.tensors, folder / "dcp", threads=1)
+        sides["dcp.save, 2 threads"] = lambda: dcp_save(made.tensors, folder / "dcp", threads=2)
+        sides["torch.save"] = lambda: torch_save(made.tensors, folder / "torch.pt")
+        times = interleaved(sides, setting.rounds)
+        for dcp in dcps.values():
+            dcp.close()
+    ours.close()
+    rate = made.nbytes / times[LIMIT] / 1e9
+    return Measured(
+        ours=times[OURS], limit=times[LIMIT], peers=peers(times), threads=limits.CORES, rounds=setting.rounds,
+        cache="O_DIRECT", note=f"raw write {rate:.2f} GB/s",
+    )  # fmt: skip

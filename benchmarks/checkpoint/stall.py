@@ -1,0 +1,108 @@
+"""How long training stands still for a save."""
+
+import time
+
+import torch
+
+from benchmarks.checkpoint import limits
+from benchmarks.checkpoint.contest import LIMIT, OURS, Side, interleaved, peers
+from benchmarks.checkpoint.ours import Ours
+from benchmarks.checkpoint.rows import Measured, Setting
+from benchmarks.checkpoint.states import State, state
+from benchmarks.checkpoint.torch_own import Dcp, lone_group
+
+
+def block(setting: Setting, set_name: str) -> Measured:
+    """The call that copies the state and returns, beside one memcpy into a shared mapping, one thread both."""
+    torch.set_num_threads(1)
+    made = state(set_name, setting.scale)
+    ours = Ours(setting.folder / "ours", made)
+    with lone_group(setting.folder):
+        dcps = {kind: Dcp(setting.folder, made, kind) for kind in ("DCP thread", "DCP process")}
+        sides: dict[str, Side] = {LIMIT: _memcpy(made), OURS: lambda: ours.save().stall}
+        sides |= {kind: (lambda dcp=dcp: dcp.save().staged) for kind, dcp in dcps.items()}
+        times = interleaved(sides, setting.rounds)
+        for dcp in dcps.values():
+            dcp.close()
+    ours.close()
+    return _measured(times, setting, "")
+
+
+def lazy(setting: Setting, set_name: str) -> Measured:
+    """The call and the wait before the optimizer, with a forward and backward pass of some memcpys' time between."""
+    torch.set_num_threads(1)
+    made = state(set_name, setting.scale)
+    ours = Ours(setting.folder / "ours", made, mode="lazy")
+    copied = _memcpy(made)
+    training = _Passes(8 * min(copied() for _ in range(5)))
+    lengths: list[float] = []
+
+    def ours_stall() -> float:
+        step = made.next_step()
+        start = time.perf_counter()
+        ours.checkpointer.save(step, made.tensors, {})
+        called = time.perf_counter()
+        lengths.append(training.run())
+        asked = time.perf_counter()
+        ours.checkpointer.before_optimizer_step()
+        waited = time.perf_counter() - asked
+        ours.committed(step)
+        return called - start + waited
+
+    with lone_group(setting.folder):
+        kinds = ("DCP thread, async staging", "DCP process, async staging")
+        dcps = {kind: Dcp(setting.folder, made, kind) for kind in kinds}
+        sides: dict[str, Side] = {LIMIT: copied, OURS: ours_stall}
+        sides |= {kind: (lambda dcp=dcp: _overlapped(dcp, made, training)) for kind, dcp in dcps.items()}
+        times = interleaved(sides, setting.rounds)
+        for dcp in dcps.values():
+            dcp.close()
+    ours.close()
+    alone = min(training.run() for _ in range(5))
+    slower = sorted(lengths)[len(lengths) // 2] / alone - 1
+    return _measured(times, setting, f"the passes between took {slower:+.0%} of their time alone")
+
+
+def _overlapped(dcp: Dcp, made: State, training: "_Passes") -> float:
+    made.next_step()
+    start = time.perf_counter()
+    ended, staging = dcp.start()
+    called = time.perf_counter()
+    training.run()
+    asked = time.perf_counter()
+    if staging is not None:
+        staging.result()
+    stall = called - start + time.perf_counter() - asked
+    ended.result()
+    dcp.clean()
+    return stall
+
+
+def _memcpy(made: State) -> Side:
+    source, target = limits.room(made.nbytes), limits.room(made.nbytes, shared=True)
+    return lambda: limits.memcpy(source, target)
+
+
+class _Passes:
+    """Matrix products in one thread that take about `seconds`: what a forward and backward pass does meanwhile."""
+
+    def __init__(self, seconds: float) -> None:
+        self._left, self._right = torch.randn(256, 512), torch.randn(512, 512)
+        start, number = time.perf_counter(), 0
+        while time.perf_counter() - start < 0.1:
+            self._product()
+            number += 1
+        self._number = max(1, int(number * seconds / 0.1))
+
+    def _product(self) -> None:
+        self._left = torch.tanh(self._left @ self._right)
+
+    def run(self) -> float:
+        start = time.perf_counter()
+        for _ in range(self._number):
+            self._product()
+        return time.perf_counter() - start
+
+
+def _measured(times: dict[str, float], setting: Setting, note: str) -> Measured:
+    return Measured(ours=times[OURS], limit=times[LIMIT], peers=peers(times), rounds=setting.rounds, note=note)

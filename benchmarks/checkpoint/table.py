@@ -1,0 +1,71 @@
+"""The table that people read."""
+
+import math
+from typing import Any
+
+from benchmarks.checkpoint.rows import MISSED
+
+_HEAD = ("row", "ours", "limit", "ratio", "must", "stretch", "verdict", "best other", "its ratio", "cache", "thr", "n")
+
+
+def render(report: dict[str, Any]) -> str:
+    """The machine, the rows, and below them what has to be said about single rows."""
+    lines = [_cells(row) for row in report["rows"]]
+    widths = [max(len(line[column]) for line in (_HEAD, *lines)) for column in range(len(_HEAD))]
+    text = [_machine(report), "", _aligned(_HEAD, widths), _aligned(tuple("-" * width for width in widths), widths)]
+    text += [_aligned(line, widths) for line in lines]
+    text += ["", *(said for row in report["rows"] if (said := _said(row)))]
+    return "\n".join(text)
+
+
+def _machine(report: dict[str, Any]) -> str:
+    return (
+        f"{report['cores']} cores ({report['cpu']}), {report['file_system']}, torch {report['torch']}, "
+        f"Python {report['python']}, load before {report['load']:.2f}\n"
+        "ours / limit where less is better, limit / ours where more is; medians, interleaved limit-ours-limit-others "
+        "in both orders; n rounds"
+    )
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    if "error" in row:
+        return (row["text"], *["-"] * 5, "FAILED", *["-"] * 5)
+    best = row["best_other"]
+    return (
+        row["text"], _value(row["ours"], row["unit"]), _value(row["limit"], row["unit"]), _ratio(row["ratio"]),
+        _bound(row["must"], row), _bound(row["stretch"], row), row["verdict"],
+        "-" if best is None else best["name"], "-" if best is None else _ratio(best["ratio"]), row["cache"],
+        str(row["threads"]), str(row["rounds"]),
+    )  # fmt: skip
+
+
+def _value(value: float, unit: str) -> str:
+    if unit == "s":
+        return f"{1000 * value:.1f} ms" if value < 10 else f"{value:.1f} s"
+    return f"{value / (1 << 20):.1f} MiB" if unit == "MiB" else f"{value:g}"
+
+
+def _ratio(value: float) -> str:
+    return "fails" if math.isinf(value) or value == 0 else f"{value:.2f}"
+
+
+def _bound(bound: float | None, row: dict[str, Any]) -> str:
+    return "-" if bound is None else f"{'<=' if row['at_most'] else '>='}{bound:g}"
+
+
+def _said(row: dict[str, Any]) -> str:
+    if "error" in row:
+        return f"{row['text']}: FAILED: {row['error']}"
+    asked = [f"{what}: {'yes' if holds else 'NO'}" for what, holds in row["demands"]]
+    parts = [part for part in (*asked, row["note"]) if part]
+    if row["verdict"] == MISSED:
+        parts.append(f"missed because {row['reason']}")
+    return f"{row['text']}: {'; '.join(parts)}" if parts else ""
+
+
+def _aligned(cells: tuple[str, ...], widths: list[int]) -> str:
+    first, *rest = (
+        cell.ljust(width) if not at else cell.rjust(width)
+        for at, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    )
+    return "  ".join([first, *rest]).rstrip()

@@ -1,0 +1,43 @@
+"""Every digest of a checkpoint compared, beside reading the same bytes."""
+
+import time
+
+import torch
+
+from benchmarks.checkpoint import limits
+from benchmarks.checkpoint.cold import drop, warm
+from benchmarks.checkpoint.contest import LIMIT, OURS, interleaved
+from benchmarks.checkpoint.ours import Ours, files_of
+from benchmarks.checkpoint.rows import Measured, Setting
+from benchmarks.checkpoint.states import state
+from checkpointing.verify import verify
+
+
+def level_2(setting: Setting, cold: bool) -> Measured:
+    """`verify` in this process; both sides read into a little memory that is used again and again."""
+    torch.set_num_threads(1)
+    ours = Ours(setting.folder / "ours", state("BIG", setting.scale))
+    place = ours.folder / ours.save().name
+    ours.checkpointer.close()
+    files, threads = files_of(place), limits.CORES
+    room = limits.room(threads * limits.BLOCK)
+    if not cold:
+        warm(files)
+
+    def checked() -> float:
+        if cold:
+            drop(files)
+        start = time.perf_counter()
+        report = verify(place, 2)
+        seconds = time.perf_counter() - start
+        if not report.ok:
+            raise RuntimeError(f"a healthy checkpoint is refused: {report.faults}")
+        return seconds
+
+    times = interleaved({**limits.raw_reads(files, room, cold=cold), OURS: checked}, setting.rounds)
+    rate = sum(path.stat().st_size for path in files) / times[LIMIT] / 1e9
+    ours.close()
+    return Measured(
+        ours=times[OURS], limit=times[LIMIT], threads=threads, rounds=setting.rounds,
+        cache="cold" if cold else "warm", note=f"raw read {rate:.1f} GB/s",
+    )  # fmt: skip

@@ -1,0 +1,89 @@
+"""One rank that saves DTensors of every kind with our engine, or loads them with plain DCP: prints one JSON line.
+
+interop_program.py save|load LAYOUT RANK SIZE FOLDER
+"""
+
+import json
+import os
+import sys
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+warnings.simplefilter("error")
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor  # noqa: E402
+
+from tests.checkpointing.proofs.world import World, plain_load  # noqa: E402
+
+LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
+    "rows": ((-1,), (Shard(0),)),
+    "columns": ((-1,), (Shard(1),)),
+    "replicated": ((-1,), (Replicate(),)),
+    "hsdp": ((2, 2), (Replicate(), Shard(0))),
+    "grid": ((2, 2), (Shard(0), Shard(1))),
+}
+"""Mesh and placements of the matrices; vectors follow as far as they can."""
+
+
+def whole(seed: int = 1) -> dict[str, Tensor]:
+    """Every tensor as one piece: matrices even and uneven, bfloat16, vectors, scalars, an empty one."""
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        "model.even": torch.randn(16, 12, generator=draw),
+        "model.uneven": torch.randn(7, 9, generator=draw),
+        "model.half": torch.randn(12, 8, generator=draw).to(torch.bfloat16),
+        "model.one_row": torch.randn(1, 6, generator=draw),
+        "model.bias": torch.randn(19, generator=draw),
+        "model.empty": torch.empty(0, 4),
+        "optim.even.step": torch.tensor(3.0),
+        "optim.even.count": torch.tensor(7),
+    }
+
+
+def placed(layout: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    shape, placements = LAYOUTS[layout]
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", tuple(size if side == -1 else side for side in shape))
+    return {
+        key: distribute_tensor(tensor, mesh, list(placements))
+        if tensor.dim() == 2 and tensor.numel()
+        else tensor.clone()
+        for key, tensor in tensors.items()
+    }
+
+
+def equal(tensors: dict[str, Tensor]) -> bool:
+    full = {key: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for key, tensor in tensors.items()}
+    return all(torch.equal(full[key], tensor) for key, tensor in whole().items())
+
+
+def main() -> None:
+    act, layout, rank, size, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[5])
+    torch.set_num_threads(1)
+    meeting = f"file://{folder.parent}/meeting-{folder.name}-{act}-{layout}-{size}"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    if act == "save":
+        with World(folder).checkpointer() as made:
+            made.prepare(placed(layout, whole()))
+            made.save(1, placed(layout, whole()), {})
+            made.wait()
+            result: dict[str, Any] = {"committed": made.committed_step}
+    else:
+        target = placed(layout, {key: torch.zeros_like(tensor) for key, tensor in whole().items()})
+        # Without collectives of objects: those of torch need NumPy, and planning a load needs none.
+        plain_load(World(folder).folder(1), target)
+        result = {"exact": equal(target)}
+    sys.stdout.write(json.dumps(result) + "\n")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

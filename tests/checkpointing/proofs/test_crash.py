@@ -1,0 +1,151 @@
+"""Ranks, writers and whole jobs killed at seeded points: what was committed stays, and the next start tidies up."""
+
+import json
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpointing.catalog import Catalog
+from checkpointing.commit import parse_name
+from checkpointing.verify import verify
+from tests.checkpointing.proofs.crash_nursery import DIED, KEEP, SAVES, Case
+
+ROOT = Path(__file__).resolve().parents[3]
+SAMPLE, ALL, PART, ENOUGH = 20, 600, 150, 500
+RANK_OPERATIONS, WRITER_OPERATIONS = 450, 350
+MISSED = "nothing, it had ended"
+
+
+class Nursery:
+    """Asks for one generation at a time."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.checkpointing.proofs.crash_nursery"],
+            cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+    def run(self, case: Case, generation: int) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"case": asdict(case), "generation": generation}) + "\n")
+        self._process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return answer
+
+    def close(self) -> None:
+        self._process.communicate(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    made = Nursery()
+    yield made
+    made.close()
+
+
+def case(seed: int, folder: Path) -> Case:
+    """What this seed kills: by turns a rank or its writer at an operation, or anything at a moment."""
+    draw = random.Random(seed)
+    victim = ("rank", "writer", "job", "rank", "writer", "job")[seed % 6]
+    ranks = 2 if seed % 10 == 9 else 1
+    if victim == "job" or seed % 6 >= 3:
+        return Case(folder=str(folder), victim=victim, ranks=ranks, delay=draw.uniform(0.0005, 0.12))
+    operations = RANK_OPERATIONS if victim == "rank" else WRITER_OPERATIONS
+    return Case(folder=str(folder), victim=victim, ranks=ranks, operation=draw.randrange(1, operations))
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+
+
+def told(folder: Path, generation: int) -> list[dict[str, Any]]:
+    return [line for path in sorted(folder.glob(f"told-{generation}-*")) for line in lines(path)]
+
+
+def names(folder: Path) -> set[str]:
+    return {entry.name for entry in Catalog(folder).committed()}
+
+
+def crash(nursery: Nursery, seed: int, folder: Path) -> str:
+    """One case with all its promises; says what it was."""
+    folder.mkdir()
+    this = case(seed, folder)
+    context = f"seed {seed}: {this}"
+    first = nursery.run(this, 1)
+    assert first["orphans"] == 0, f"{context}: a writer outlived its rank"
+    assert -1 not in first["ended"], f"{context}: hung: {errors(folder)}"
+    kept = assert_nothing_lost(folder, context)
+    if this.victim == "writer":
+        assert first["ended"] == [0] * this.ranks, f"{context}: {errors(folder)}"
+        assert SAVES in [line["step"] for line in told(folder, 1) if line["kind"] == "checkpoint.committed"], context
+    second = nursery.run(this, 2)
+    assert second["ended"] == [0] * this.ranks, f"{context}: {second} {errors(folder)}"
+    started = [line for line in told(folder, 2) if line["kind"] == "started"]
+    newest = max((step_of(name) for name in kept), default=0)
+    assert [(line["step"], line["exact"]) for line in started] == [(newest, True)] * this.ranks, context
+    assert_tidy(folder, context)
+    died = folder / DIED
+    return f"{this.victim} {died.read_text()}" if died.exists() else MISSED
+
+
+def assert_nothing_lost(folder: Path, context: str) -> set[str]:
+    """The newest of all that was told to be committed are there, whole; returns what there is."""
+    place = folder / "checkpoints"
+    there = names(place)
+    committed = {line["name"] for line in told(folder, 1) if line["kind"] == "checkpoint.committed"}
+    wanted = sorted(committed | there, key=step_of)[-KEEP:]
+    assert set(wanted) <= there, f"{context}: {set(wanted) - there} were committed and are lost"
+    for name in there:
+        assert verify(place / name, 2).ok, f"{context}: {name} {verify(place / name, 2).faults}"
+    for name in names(folder / "durable" / "run"):
+        assert verify(folder / "durable" / "run" / name, 2).ok, f"{context}: flushed {name}"
+    return there
+
+
+def assert_tidy(folder: Path, context: str) -> None:
+    """After the next start and its saves: committed checkpoints, as many as are kept, and nothing half-written."""
+    for place in (folder / "checkpoints", folder / "durable" / "run"):
+        found = {path.name for path in place.iterdir()} - {"pins.json"}
+        assert found == names(place), f"{context}: debris {found - names(place)} in {place.name}"
+        # One more may be held by the copying to the next tier.
+        assert len(found) <= KEEP + 1, f"{context}: {found}"
+        for name in found:
+            assert not list((place / name).glob("*.tmp*")), context
+
+
+def step_of(name: str) -> int:
+    parts = parse_name(name)
+    assert parts is not None
+    return parts.step
+
+
+def errors(folder: Path) -> str:
+    return "".join(path.read_text()[-3000:] for path in sorted(folder.glob("errors-*")))
+
+
+@pytest.mark.multi
+def test_a_sample_of_kills_loses_nothing(nursery: Nursery, tmp_path: Path) -> None:
+    killed = Counter(crash(nursery, seed, tmp_path / str(seed)) for seed in range(SAMPLE))
+    assert killed.total() - killed[MISSED] > SAMPLE // 2, killed
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("first", range(0, ALL, PART))
+def test_hundreds_of_kills_lose_nothing(
+    nursery: Nursery, tmp_path: Path, first: int, record_property: Callable[[str, object], None]
+) -> None:
+    counts: Counter[str] = Counter(crash(nursery, seed, tmp_path / str(seed)) for seed in range(first, first + PART))
+    for victim in ("rank", "writer", "job"):
+        record_property(f"times the {victim} was killed", sum(counts[at] for at in counts if at.startswith(victim)))
+    assert counts.total() - counts[MISSED] >= PART * ENOUGH // ALL, counts

@@ -80,6 +80,7 @@ def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "") -
         step=root.step,
         exit_code=root.exit_code,
         signal=root.signal,
+        exception=root.exception,
     )
     return Cause(failure=failure, retry=retry, mark=mark)
 

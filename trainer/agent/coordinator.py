@@ -13,7 +13,7 @@ from trainer.agent.blame import RankEnd
 from trainer.agent.command import free_port
 from trainer.agent.deadline import Bounds
 from trainer.agent.gate import Fence
-from trainer.agent.generation import Generation
+from trainer.agent.generation import Generation, Past
 from trainer.agent.heartbeat import Standing
 from trainer.agent.preflight import Fault
 from trainer.agent.pulse import Pulse
@@ -25,7 +25,7 @@ from trainer.agent.wire import Door, Message
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.launch import LaunchToken
-from trainer.contract.outcome import AttemptOutcome, AttemptResult, ExitCode, Failure, FailureKind
+from trainer.contract.outcome import AttemptOutcome, Failure, FailureKind
 from trainer.contract.place import Place
 from trainer.contract.progress import StopReason
 from trainer.contract.requests import Request
@@ -64,7 +64,7 @@ class Coordinator:
         self._now, self._beating = Generation(), asyncio.Lock()
         self._pulse = Pulse(self._tick, self._touch_files)
         self._state, self._host = "joining", ""
-        self._restarts, self._trained, self._mark = 0, False, ""
+        self._past, self._due = Past(), 0.0
 
     async def open(self, host: str) -> dict[str, Any]:
         """Listen, and tell the other agents where; returns what stands in coordinator.json."""
@@ -156,7 +156,7 @@ class Coordinator:
                 self._roster.members[node].gone = self._now.number
             case "progress":
                 self._roster.members[node].progress = message
-                self._trained = self._trained or bool(message.get("stepped"))
+                self._past.trained = self._past.trained or bool(message.get("stepped"))
 
     def _note_end(self, node: int, message: Message) -> None:
         fields = {key: message.get(key) for key in ("exit_code", "signal", "exception", "message")}
@@ -165,7 +165,7 @@ class Coordinator:
             step=int(message["step"]), echo=bool(message.get("echo")), word=bool(message["word"]), **fields,
         )  # fmt: skip
         self._now.note(end)
-        self._trained = self._trained or bool(message.get("stepped"))
+        self._past.trained = self._past.trained or bool(message.get("stepped"))
 
     def _unloadable(self, node: int, message: Message) -> Failure:
         reason = f"the workload cannot be imported: {message['exception']}: {message['message']}"
@@ -222,9 +222,19 @@ class Coordinator:
         for name in self._questions.saved(self._standing.saved):
             answer = f"saved at step {self._standing.saved}"
             self._events.write(EventKind.REQUEST_ANSWERED, name=name, answer=answer)
-        self._stopping.watch([member.progress for member in self._roster.present()], now)
+        reports = [member.progress for member in self._roster.present()]
+        self._stopping.watch(reports, now)
+        self._stopping.learned(reports)
+        self._expect_stop(now)
         if self._stopping.due(now):
             self._ask_stop(self._stopping.ending(now))
+
+    def _expect_stop(self, now: float) -> None:
+        """Tell the ranks when a stop will come, so that no save is begun just before the one that it brings."""
+        at = self._stopping.expected_at
+        if at is not None and self._now.number and abs(at - self._due) > 1.0:
+            self._due = at
+            self._roster.tell("due", seconds=max(0.0, at - now))
 
     def _tick(self) -> None:
         """What agents must hear and what the clock must bring about, however slow the file system is."""
@@ -306,12 +316,15 @@ class Coordinator:
         world, nodes = self._config.cluster.world_size, self._place.nodes
         self._events.write(EventKind.GENERATION_STARTED, world=world, nodes=nodes)
         master = [self._host, free_port(self._host)] if self._config.command else None
-        self._roster.tell("start", generation=self._now.number, master=master)
+        self._roster.tell("start", generation=self._now.number, master=master, suspects=self._past.suspects)
+        self._due = 0.0
         while (decision := rungs.decide(self._situation())).action is Action.WAIT:
             # Short only while something is about to be decided by the clock.
             await self._absorb(0.05 if self._now.first_failure or self._stopping.stop else 1.0)
-        self._mark = decision.mark
+        self._past.fell(decision.failure, decision.mark, self._restored(), decision.suspect)
         self._events.write(EventKind.DECISION, action=decision.action.name.lower(), reason=decision.reason)
+        if decision.suspect is not None:
+            self._events.write(EventKind.CHECKPOINT_SUSPECT, step=decision.suspect, reason=decision.reason)
         cleared = await self._clear()
         failure = decision.failure.to_json() if decision.failure else None
         step = self._standing.step
@@ -321,7 +334,7 @@ class Coordinator:
         if not cleared:
             assert decision.failure is not None
             return rungs.end(f"{decision.reason}, but its processes could not be killed", decision.failure)
-        self._restarts += 1
+        self._past.restarts += 1
         return await self._get_ready()
 
     def _situation(self) -> Situation:
@@ -332,15 +345,24 @@ class Coordinator:
             ends=tuple(generation.ends.values()),
             since_failure=0.0 if failed_at is None else now - failed_at,
             ran_for=(failed_at or now) - generation.started,
-            trained=self._trained,
-            restarts=self._restarts,
+            trained=self._past.trained,
+            restarts=self._past.restarts,
             budget=self._config.recovery.restarts_in_place,
-            last_mark=self._mark,
+            last_mark=self._past.mark,
             stopping=StopReason.NONE if stop is None else stop.reason,
             overdue=self._stopping.overdue(now),
             command=bool(self._config.command),
             broken=generation.broken,
+            restored=self._restored(),
+            falls=tuple(self._past.falls),
+            suspects=tuple(self._past.suspects),
         )
+
+    def _restored(self) -> int:
+        """The step of the checkpoint that the running generation began from; 0 when none was loaded, or not yet."""
+        reports = [m.progress for m in self._roster.members.values()]
+        mine = [report for report in reports if report.get("generation") == self._now.number]
+        return max((int(report.get("restored", 0)) for report in mine), default=0)
 
     async def _clear(self) -> bool:
         """Kill what is left of the generation, on all nodes; whether all of it is really gone."""
@@ -352,7 +374,8 @@ class Coordinator:
 
     async def _end(self, decision: Decision) -> int:
         """Leave the last word, then let every agent go with the same exit code."""
-        code, result, reason = self._last_word(decision)
+        stop = self._stopping.stop
+        code, result, reason = rungs.last_word(decision, None if stop is None else stop.reason)
         outcome = AttemptOutcome(
             attempt=self._attempt.number,
             job_id=self._place.job_id,
@@ -375,13 +398,3 @@ class Coordinator:
         self._roster.tell("end", code=int(code), reason=reason)
         await self._roster.empty(HANG_UP_SECONDS)
         return int(code)
-
-    def _last_word(self, decision: Decision) -> tuple[ExitCode, AttemptResult, str]:
-        if decision.action is Action.FINISH:
-            return ExitCode.FINISHED, AttemptResult.FINISHED, decision.reason
-        if decision.action is Action.STOP:
-            stop = self._stopping.stop
-            who = stop.reason.name.lower() if stop else "the ranks themselves"
-            return ExitCode.STOPPED_AFTER_SAVE, AttemptResult.STOPPED, who
-        assert decision.failure is not None
-        return rungs.exit_code(decision.failure), AttemptResult.FAILED, decision.reason

@@ -8,7 +8,7 @@ from trainer.contract.progress import StopReason
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
 PRESSING = ("SIGTERM", "SIGINT")
 """Signals after which the sender will soon kill."""
-_SLURM_EARLY = 60.0
+SLURM_EARLY = 60.0
 """Slurm may send the signal of --signal up to so many seconds before it was asked to."""
 
 
@@ -45,7 +45,7 @@ def lead(limit: float | None, asked: float) -> float:
 
 def reason_of(signal_name: str, *, kind: str, left: float | None, lead_seconds: float) -> StopReason:
     """Why an agent got this signal, with `left` seconds until the end of the job (None: no limit)."""
-    early = _SLURM_EARLY if kind == "slurm" else 0.0
+    early = SLURM_EARLY if kind == "slurm" else 0.0
     if left is not None and left <= lead_seconds + early:
         return StopReason.TIME_LIMIT
     if signal_name == "SIGUSR2" or kind == "slurm":

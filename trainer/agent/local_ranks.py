@@ -73,6 +73,11 @@ class LocalRanks:
         for local in self.by_rank.values():
             local.cell.ask_stop(reason, deadline)
 
+    def expect_stop(self, at: float) -> None:
+        """Tell every rank when it will be asked to stop, on this node's monotonic clock."""
+        for local in self.by_rank.values():
+            local.cell.expect_stop(at)
+
     def tell(self, line: bytes, *, but: int) -> None:
         """Send a control message to every rank but one."""
         for local in self.by_rank.values():
@@ -101,6 +106,9 @@ class LocalRanks:
             "loss": first.loss if first.step else None,
             "saved": max(reading.saved_step for _, reading in readings),
             "total": max(reading.total_steps for _, reading in readings),
+            "restored": max(reading.restored_step for _, reading in readings),
+            "save_seconds": max(reading.save_seconds for _, reading in readings),
+            "step_seconds": max(reading.step_seconds for _, reading in readings),
             "stepped": all(local.stepped() for local in self.by_rank.values()),
         }
 

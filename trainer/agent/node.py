@@ -45,6 +45,7 @@ class NodeAgent:
         self._ranks: LocalRanks | None = None
         self._scribes: Scribes | None = None
         self._stillborn = 0
+        self._suspects: tuple[int, ...] = ()
         self._told_command = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._early: list[int] = []
@@ -97,12 +98,15 @@ class NodeAgent:
     def _obey(self, message: Message) -> None:
         match message["say"]:
             case "start":
+                self._suspects = tuple(message.get("suspects", ()))
                 self._begin(message["generation"], message["master"])
             case "store" if self._ranks and self._ranks.generation == message["generation"]:
                 store = {"word": "store", "host": message["host"], "port": message["port"]}
                 self._ranks.tell(dump_line(store).encode(), but=0)
             case "ask":
                 self._ask(StopReason(message["reason"]), message["seconds"])
+            case "due" if self._ranks is not None:
+                self._ranks.expect_stop(time.monotonic() + message["seconds"])
             case "kill":
                 self._kill(message["generation"])
 
@@ -227,6 +231,7 @@ class NodeAgent:
             cell_fd=-1,  # the nursery fills in what it receives
             control_fd=-1,
             host=self._host(),
+            suspects=self._suspects,
         )
         return {**order, "spec": asdict(spec)}
 

@@ -1,10 +1,11 @@
 """PURE: what the coordinator does next inside its attempt. Rungs 2 (restart in place) and 4 (leave the attempt)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from trainer.agent.blame import Cause, RankEnd, doubt, find_cause
-from trainer.contract.outcome import ExitCode, Failure, FailureKind
+from trainer.agent.suspects import Fall, fall, suspects
+from trainer.contract.outcome import AttemptResult, ExitCode, Failure, FailureKind
 from trainer.contract.progress import StopReason
 
 SETTLE_SECONDS = 1.0
@@ -41,6 +42,9 @@ class Situation:
     overdue: bool = False  # the stop's bound has passed
     command: bool = False  # ranks are the user's own command
     broken: Failure | None = None  # the machinery failed: an agent, a nursery, a preflight
+    restored: int = 0  # step of the checkpoint that this generation began from; 0: none
+    falls: tuple[Fall, ...] = ()  # of the generations before it
+    suspects: tuple[int, ...] = ()  # steps whose checkpoints are doubted already
 
     def bad(self) -> list[RankEnd]:
         return [end for end in self.ends if not end.good]
@@ -54,6 +58,7 @@ class Decision:
     reason: str
     failure: Failure | None = None
     mark: str = ""
+    suspect: int | None = None  # step whose checkpoints are to be left out from now on
 
 
 _STOP_FAILURES = {
@@ -105,8 +110,31 @@ def _failed_while_stopping(now: Situation) -> Decision:
 
 
 def _after_failure(now: Situation) -> Decision:
-    cause = _cause(now)
-    failure, reason = cause.failure, cause.failure.reason
+    suspect = _new_suspect(now)
+    # What came twice after loading the same checkpoint is no bug of the program before an older one has been tried.
+    cause = _cause(now, forgive=suspect is not None)
+    reason = cause.failure.reason
+    if suspect is not None:
+        reason = f"{reason}; the checkpoint of step {suspect.step} is suspect: {suspect.reason}"
+    decision = _restart(now, cause, reason)
+    return replace(decision, suspect=suspect.step) if suspect is not None else decision
+
+
+@dataclass(frozen=True)
+class _Suspect:
+    step: int
+    reason: str
+
+
+def _new_suspect(now: Situation) -> _Suspect | None:
+    """The checkpoint that this generation began from, if it has to be doubted from now on."""
+    last = fall(_cause(now, forgive=True).failure, now.restored, None)
+    found = {} if last is None else suspects([*now.falls, last], now.suspects)
+    return _Suspect(now.restored, found[now.restored]) if now.restored in found else None
+
+
+def _restart(now: Situation, cause: Cause, reason: str) -> Decision:
+    failure = cause.failure
     if not cause.retry:
         return end(reason, failure, cause.mark)
     if now.restarts >= now.budget:
@@ -120,11 +148,12 @@ def _after_failure(now: Situation) -> Decision:
     )
 
 
-def _cause(now: Situation) -> Cause:
+def _cause(now: Situation, *, forgive: bool = False) -> Cause:
+    """The root of the failure; `forgive`: that it came before, at the same step, does not count."""
     if now.broken is not None:
         return Cause(failure=now.broken, retry=now.broken.kind is FailureKind.RANK_KILLED, mark="broken")
     # Of a command no step is known: only failing alike, and soon, twice in a row shows that it never will work.
-    quick = now.ran_for < QUICK_SECONDS
+    quick = now.ran_for < QUICK_SECONDS and not forgive
     return find_cause(now.ends, trained=now.trained or now.command, last_mark=now.last_mark if quick else "")
 
 
@@ -137,6 +166,17 @@ def stop_failure(stopping: StopReason, reason: str) -> Decision:
 def end(reason: str, failure: Failure, mark: str = "") -> Decision:
     """The end of an attempt that failed."""
     return Decision(action=Action.END, reason=reason, failure=failure, mark=mark)
+
+
+def last_word(decision: Decision, stopped: StopReason | None) -> tuple[ExitCode, AttemptResult, str]:
+    """How the attempt ends with this decision: the agents' exit code, the result, and its reason."""
+    if decision.action is Action.FINISH:
+        return ExitCode.FINISHED, AttemptResult.FINISHED, decision.reason
+    if decision.action is Action.STOP:
+        who = stopped.name.lower() if stopped is not None else "the ranks themselves"
+        return ExitCode.STOPPED_AFTER_SAVE, AttemptResult.STOPPED, who
+    assert decision.failure is not None
+    return exit_code(decision.failure), AttemptResult.FAILED, decision.reason
 
 
 def exit_code(failure: Failure) -> ExitCode:

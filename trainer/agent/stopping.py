@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trainer.agent.deadline import PRESSING, Bounds, bound, lead, parse_time, reason_of
+from checkpointing.cadence import last_save_before
+from trainer.agent.deadline import PRESSING, SLURM_EARLY, Bounds, bound, lead, parse_time, reason_of
 from trainer.contract.progress import StopReason
 
 
@@ -26,6 +27,9 @@ class Stopping:
         self._kind, self._bounds = kind, bounds
         self._seen: list[tuple[Any, ...]] = []
         self._lead = lead(seconds, signal_lead)
+        self._early = SLURM_EARLY if kind == "slurm" else 0.0
+        self._half = None if seconds is None else started + seconds / 2
+        self._save = self._step = 0.0
         self.end = None if seconds is None else started + seconds
         self.stop: Stop | None = None
 
@@ -36,7 +40,7 @@ class Stopping:
     def heard(self, signal_name: str, now: float) -> Stop:
         """An agent got a signal."""
         left = None if self.end is None else self.end - now
-        reason = reason_of(signal_name, kind=self._kind, left=left, lead_seconds=self._lead)
+        reason = reason_of(signal_name, kind=self._kind, left=left, lead_seconds=self._lead_now())
         return self._ask(reason, signal_name, f"an agent got {signal_name}", now)
 
     def asked(self, why: str, now: float) -> Stop:
@@ -45,7 +49,28 @@ class Stopping:
 
     def due(self, now: float) -> bool:
         """Whether the end of the job is so near that it is time to stop."""
-        return self.stop is None and self.end is not None and now >= self.end - self._lead
+        at = self.stop_at
+        return self.stop is None and at is not None and now >= at
+
+    @property
+    def stop_at(self) -> float | None:
+        """When the ranks will be asked to save and stop: early enough for the slowest save seen; None: no end is known.
+
+        Never most of a short job, whatever saves take.
+        """
+        if self.end is None:
+            return None
+        margin = self._bounds.margin
+        last = last_save_before(self.end, save=self._save, step=self._step, slop=self._early, margin=margin)
+        at = min(self.end - self._lead, last)
+        return at if self._half is None else max(at, min(self._half, self.end - self._lead))
+
+    @property
+    def expected_at(self) -> float | None:
+        """When a stop may come at the earliest: Slurm's signal can be early."""
+        return (
+            None if self.end is None or self.stop_at is None else min(self.stop_at, self.end - self._lead - self._early)
+        )
 
     def ending(self, now: float) -> Stop:
         """The end of the job is near."""
@@ -53,6 +78,11 @@ class Stopping:
 
     def overdue(self, now: float) -> bool:
         return self.stop is not None and now >= self.stop.until
+
+    def learned(self, reports: Sequence[Mapping[str, Any]]) -> None:
+        """How long saves (the 99th percentile) and steps take, as rank 0 has measured it."""
+        self._save = max([self._save, *(_seconds(report, "save_seconds") for report in reports)])
+        self._step = max([_seconds(report, "step_seconds") for report in reports], default=self._step) or self._step
 
     def watch(self, reports: Sequence[Mapping[str, Any]], now: float) -> None:
         """Once a second, the nodes' newest reports: who trains on or writes its checkpoint gets its time again."""
@@ -76,5 +106,14 @@ class Stopping:
         self.stop = replace(stop, latest=stop.until) if signal_name in PRESSING else stop
         return self.stop
 
+    def _lead_now(self) -> float:
+        at = self.stop_at
+        return self._lead if self.end is None or at is None else max(self._lead, self.end - at)
+
     def _latest(self, reason: StopReason, until: float, now: float) -> float:
         return until if reason is StopReason.TIME_LIMIT else max(until, now + self._bounds.longest)
+
+
+def _seconds(report: Mapping[str, Any], key: str) -> float:
+    value = report.get(key, 0.0)
+    return float(value) if isinstance(value, (int, float)) else 0.0

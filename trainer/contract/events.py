@@ -31,7 +31,7 @@ class EventKind(StrEnum):
     STOP_AGREED = "stop.agreed"  # step, reason
     REQUEST_ANSWERED = "request.answered"  # name, answer
     CHECKPOINT_SAVING = "checkpoint.saving"  # step, name
-    CHECKPOINT_COMMITTED = "checkpoint.committed"  # step, name, bytes, seconds
+    CHECKPOINT_COMMITTED = "checkpoint.committed"  # step, name, bytes, seconds, stall (seconds training waited)
     CHECKPOINT_FAILED = "checkpoint.failed"  # step, reason
     CHECKPOINT_REFUSED = "checkpoint.refused"  # step, name, reason
     CHECKPOINT_RESTORED = "checkpoint.restored"  # step, name, seconds, tier (`memory` or the tier's path)
@@ -42,6 +42,7 @@ class EventKind(StrEnum):
     CHECKPOINT_FLUSHED = "checkpoint.flushed"  # step, name, tier, bytes, seconds: copied to a further tier
     CHECKPOINT_STUCK = "checkpoint.stuck"  # step, reason: a write does not come to an end; training goes on
     CHECKPOINT_SUSPECT = "checkpoint.suspect"  # step, reason: the same failure twice soon after loading it
+    CHECKPOINT_CADENCE = "checkpoint.cadence"  # steps, seconds, reason: so far apart are saves from now on
     ATTEMPT_ENDED = "attempt.ended"  # result, reason
 
 

@@ -15,6 +15,7 @@ class LaunchToken:
     job_id: str
     nonce: str  # of the attempt; part of its checkpoint names
     checkpoints: tuple[str, ...] = ()  # folder names of earlier attempts that this attempt may inherit
+    mtbf: float = 0.0  # seconds between two failures of a job of this size, as far as is known; 0: not known
 
     def write(self, path: Path) -> None:
         write_durably(path, dump_line({"schema": "orch.go/1", **asdict(self)}).encode())

@@ -56,6 +56,7 @@ class Failure:
     step: int | None = None
     exit_code: int | None = None
     signal: int | None = None
+    exception: str | None = None  # class name
     evidence: str | None = None  # path relative to the run directory
 
     def to_json(self) -> dict[str, Any]:

@@ -9,9 +9,11 @@ from enum import IntEnum
 
 SIZE = 4096
 _STOP_AT = 2048
+_DUE_AT = 2112
 _SEQ = struct.Struct("<Q")
-_BODY = struct.Struct("<qIIqqqqddqqq")
+_BODY = struct.Struct("<qIIqqqqddqqqdd")
 _STOP = struct.Struct("<IId")
+_DUE = struct.Struct("<d")
 
 
 class Phase(IntEnum):
@@ -55,6 +57,8 @@ class Progress:
     saved_step: int = 0
     total_steps: int = 0
     restored_step: int = 0  # where this generation began: 0 from scratch
+    save_seconds: float = 0.0  # 99th percentile of what saves have taken, known to rank 0
+    step_seconds: float = 0.0  # of the newest step
 
 
 class ProgressCell:
@@ -92,6 +96,7 @@ class ProgressCell:
         return (
             now.step, int(now.phase), now.generation, now.collective, now.io_bytes, now.step_at,
             now.phase_at, now.loss, now.grad_norm, now.saved_step, now.total_steps, now.restored_step,
+            now.save_seconds, now.step_seconds,
         )  # fmt: skip
 
     def read(self, tries: int = 1000) -> Progress | None:
@@ -119,15 +124,40 @@ class ProgressCell:
         reason, _, deadline = _STOP.unpack_from(self._map, _STOP_AT)
         return StopReason(reason), deadline
 
+    def expect_stop(self, at: float) -> None:
+        """Agent side: a stop will be asked for at this time, in seconds of CLOCK_MONOTONIC; 0 when none is planned."""
+        _DUE.pack_into(self._map, _DUE_AT, at)
+
+    def stop_due(self) -> float:
+        """Rank side: when a stop is expected, in seconds of CLOCK_MONOTONIC; 0 when nothing is known."""
+        due: float = _DUE.unpack_from(self._map, _DUE_AT)[0]
+        return due
+
     def close(self) -> None:
         self._map.close()
         os.close(self.descriptor)
 
 
 def _progress(body: tuple[float, ...]) -> Progress:
-    step, phase, generation, collective, io_bytes, step_at, phase_at, loss, norm, saved, total, restored = body
+    (
+        step,
+        phase,
+        generation,
+        collective,
+        io_bytes,
+        step_at,
+        phase_at,
+        loss,
+        norm,
+        saved,
+        total,
+        restored,
+        save,
+        length,
+    ) = body
     return Progress(
         step=int(step), phase=Phase(int(phase)), generation=int(generation), collective=int(collective),
         io_bytes=int(io_bytes), step_at=int(step_at), phase_at=int(phase_at), loss=loss, grad_norm=norm,
         saved_step=int(saved), total_steps=int(total), restored_step=int(restored),
+        save_seconds=save, step_seconds=length,
     )  # fmt: skip

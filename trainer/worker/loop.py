@@ -17,7 +17,8 @@ from trainer.worker.drill import Drill
 from trainer.worker.mesh import Layout
 from trainer.worker.metrics import Journal
 from trainer.worker.optimizer import set_learning_rate
-from trainer.worker.reduction import Reduced, StepResult
+from trainer.worker.reduction import Reduced, StepResult, Word
+from trainer.worker.rhythm import Rhythm, Wish
 from trainer.worker.saving import Progressed, SaveFailed, Saver
 from trainer.worker.schedule import learning_rate
 from trainer.worker.stop import StopFlag
@@ -43,6 +44,7 @@ class Outside:
     journal: Journal
     saver: Saver
     drill: Drill
+    rhythm: Rhythm
     started: float  # time.monotonic() of the rank's start
 
 
@@ -63,7 +65,9 @@ class Loop:
         self._unread: Reduced | None = None
         self._first = True
         self._mark = time.perf_counter()
-        self._seconds = 0.0
+        self._seconds = self._stall = 0.0
+        self._wish = Wish.NONE
+        self._committed = progressed.step
 
     def run(self) -> ExitCode:
         """Train; returns FINISHED or STOPPED_AFTER_SAVE, raises what went wrong."""
@@ -86,9 +90,13 @@ class Loop:
         loss = self._accumulate()
         cell.update(phase=Phase.OPTIMIZER)
         gradients = [p.grad for p in trained.model.parameters() if p.grad is not None]
-        reduced = reduction.reduce(step, gradients, loss, self._stop.asked())
+        reduced = reduction.reduce(step, gradients, loss, self._stop.asked(), self._word(step))
         reduction.clip(gradients, reduced.norm, train.clip_norm)
         set_learning_rate(trained.optimizer, learning_rate(train, step))
+        # A save in lazy mode still reads what the optimizer is about to change.
+        began = time.perf_counter()
+        self._outside.saver.before_optimizer_step()
+        self._stalled(time.perf_counter() - began)
         trained.optimizer.step()
         trained.optimizer.zero_grad(set_to_none=True)
         return reduced
@@ -110,13 +118,15 @@ class Loop:
         """After a step: tell, agree, save. What is decided here is decided alike on every rank."""
         step, outside = unread.step, self._outside
         outside.journal.worked(step)
-        outside.cell.update(step=step, saved_step=outside.saver.committed_step or 0)
+        saved, seconds = outside.saver.committed_step or 0, outside.rhythm.save_seconds
+        outside.cell.update(step=step, saved_step=saved, save_seconds=seconds, step_seconds=self._seconds)
         reason = self._settle()
+        self._check_saved(step)
         self._unread, self._seconds = unread, self._lap()
+        outside.rhythm.stepped(self._seconds)
         if self._first:
             self._first_step(step)
-        every, total = self._config.checkpoint.every, self._config.train.steps
-        if reason or step == total or (every and step % every == 0):
+        if reason or step == self._config.train.steps or outside.rhythm.calls(step, self._wish):
             # A save waits for the device anyway, so this step's own votes are read too.
             reason = max(reason, self._settle())
             self._save(reason)
@@ -136,6 +146,7 @@ class Loop:
             return StopReason.NONE
         result, self._unread = self._unread.result(), None
         self._progressed.loss = result.loss
+        self._wish, self._committed = result.word.wish, max(self._committed, result.word.committed)
         self._outside.cell.update(loss=result.loss, grad_norm=result.grad_norm)
         self._tell(result)
         if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
@@ -161,7 +172,9 @@ class Loop:
             lr=learning_rate(train, result.step),
             seconds=seconds,
             tokens_per_s=train.batch_size * train.seq_len / seconds,
+            stall=self._stall,
         )
+        self._stall = 0.0
 
     def _save(self, reason: StopReason) -> None:
         """Save; wait for the commit when the run ends with it."""
@@ -171,12 +184,48 @@ class Loop:
             self._stop.served()
             if self._trained.layout.rank == 0:
                 outside.journal.event(EventKind.STOP_AGREED, step=step, reason=reason.name.lower())
-        self._progressed.save(outside.saver)
-        if reason > StopReason.SAVE_AND_GO_ON or step == self._config.train.steps:
+        last = reason > StopReason.SAVE_AND_GO_ON or step == self._config.train.steps
+        if not self._hand_over(step) and last:
+            outside.saver.wait()  # whatever is still being written, this save must not be left out
+            self._hand_over(step)
+        if last:
             outside.saver.wait()
             outside.cell.update(saved_step=outside.saver.committed_step or 0)
             if outside.saver.committed_step != step:
                 raise SaveFailed(f"the last checkpoint, of step {step}, was not saved: {outside.saver.failure}")
+
+    def _hand_over(self, step: int) -> bool:
+        """Give the state to the saver, and count what training waits for it."""
+        began = time.perf_counter()
+        accepted = self._progressed.save(self._outside.saver)
+        self._outside.rhythm.tried(step, accepted)
+        self._stalled(time.perf_counter() - began)
+        return accepted
+
+    def _stalled(self, seconds: float) -> None:
+        self._stall += seconds
+        self._outside.rhythm.stalled(seconds)
+        if self._trained.layout.rank == 0:
+            self._outside.journal.stalled(self._outside.rhythm.tried_step, seconds)
+
+    def _word(self, step: int) -> Word:
+        """What rank 0 knows and all must act on alike, read by all of them with the sums of `step`."""
+        outside = self._outside
+        if self._trained.layout.rank != 0:
+            return Word()
+        committed = outside.saver.committed_step or 0
+        outside.rhythm.heard(committed, outside.saver.failure, outside.saver.save_seconds)
+        return Word(wish=outside.rhythm.wish(step, outside.cell.stop_due()), committed=committed)
+
+    def _check_saved(self, step: int) -> None:
+        """Raises SaveFailed, on every rank alike, when too much would be lost."""
+        limit = self._config.checkpoint.max_unsaved_steps
+        if limit and step - self._committed > limit:
+            why = self._outside.saver.failure or "its saves have not been committed"
+            raise SaveFailed(
+                f"{step - self._committed} steps are in no committed checkpoint, the newest is of step "
+                f"{self._committed} (checkpoint.max_unsaved_steps={limit}): {why}"
+            )
 
     def _finish(self) -> None:
         """The weights' digest, by which two runs are compared, and the last words."""

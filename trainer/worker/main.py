@@ -7,11 +7,13 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import setproctitle
 import torch
 
 from checkpointing.durable import canonical, read_json
+from checkpointing.tiers import places
 from trainer.contract.config import JobConfig, load
 from trainer.contract.events import EventKind
 from trainer.contract.launch import LaunchToken, holds
@@ -22,9 +24,14 @@ from trainer.contract.run_dir import RunDir
 from trainer.worker import device as devices
 from trainer.worker import last_words, mesh, rendezvous, warming, workload
 from trainer.worker.drill import Drill
+from trainer.worker.lament import lament
 from trainer.worker.loop import Loop, Outside, Trained
 from trainer.worker.metrics import Journal
+from trainer.worker.rhythm import Rhythm
 from trainer.worker.saving import Progressed, Saver
+
+if TYPE_CHECKING:
+    from checkpointing.engine.link import WriterLink
 
 
 def warm(config: JobConfig) -> None:
@@ -84,7 +91,9 @@ def _loop(
 ) -> ExitCode:
     """Restore the newest checkpoint, if any, and train on."""
     journal = Journal(run_dir.attempt(spec.attempt), spec)
-    saver = _checkpointer(spec, config, run_dir, trained.layout, journal.checkpoint)
+    go = run_dir.attempt(spec.attempt).go
+    token = LaunchToken.read(go)
+    saver = _checkpointer(spec, config, run_dir, token, journal.checkpoint)
     progressed = Progressed(
         model=trained.model,
         optimizer=trained.optimizer,
@@ -93,6 +102,7 @@ def _loop(
         device=trained.layout.device,
         config_digest=hashlib.sha256(canonical(read_json(run_dir.config))).hexdigest(),
         seed=config.train.seed,
+        lazy=config.checkpoint.staging.mode == "lazy",
     )
     _diversify(config.train.seed, trained.layout)
     cell.update(phase=Phase.RESTORE)
@@ -103,6 +113,7 @@ def _loop(
         journal=journal,
         saver=saver,
         drill=_drill(spec, config, journal),
+        rhythm=_rhythm(config, token, progressed.step, journal),
         started=started,
     )
     code = Loop(config, trained, progressed, outside).run()
@@ -130,15 +141,18 @@ def _drill(spec: RankSpec, config: JobConfig, journal: Journal) -> Drill:
     )
 
 
+def _rhythm(config: JobConfig, token: LaunchToken, start: int, journal: Journal) -> Rhythm:
+    mtbf = token.mtbf or config.checkpoint.auto.node_days * 86400.0 / config.cluster.nodes
+    return Rhythm(config.checkpoint, start=start, mtbf=mtbf, tell=journal.cadence)
+
+
 def _checkpointer(
-    spec: RankSpec, config: JobConfig, run_dir: RunDir, layout: mesh.Layout, on_event: Callable[[str, dict], None]
+    spec: RankSpec, config: JobConfig, run_dir: RunDir, token: LaunchToken, on_event: Callable[[str, dict], None]
 ) -> Saver:
     """The run's checkpointer, fenced by the attempt's GO."""
     from checkpointing.engine.checkpointer import Checkpointer
 
-    go = run_dir.attempt(spec.attempt).go
-    token = LaunchToken.read(go)
-    parallel = config.parallel
+    parallel, go = config.parallel, run_dir.attempt(spec.attempt).go
     return Checkpointer(
         run_dir.checkpoints,
         token_attempt=token.attempt,
@@ -155,7 +169,25 @@ def _checkpointer(
             "tp": parallel.tp,
             "generation": spec.generation,
         },
+        config=config.checkpoint,
+        link=_writer(spec),
+        tiers=places(config.checkpoint, run_dir.checkpoints, run_dir.name, spec.node_name),
+        suspects=spec.suspects,
+        leads_node=spec.local_rank == 0,
     )
+
+
+def _writer(spec: RankSpec) -> "WriterLink | None":
+    """The writer and the memory that the agent keeps for this rank; without them the checkpointer makes its own."""
+    from checkpointing.engine.link import WriterLink, WriterLost
+
+    if spec.writer_fd < 0 or spec.arena_fd < 0:
+        return None
+    try:
+        return WriterLink.attach(spec.writer_fd, spec.arena_fd)
+    except WriterLost as error:
+        lament(f"orch: the agent's checkpoint writer cannot be used, starting another: {error}")
+        return None
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ class Journal:
         source = f"rank-{spec.rank:05d}"
         self._events = EventLog(attempt.event_file(source), source, spec.attempt)
         self._events.generation = spec.generation
+        self._stalls: dict[int, float] = {}
 
     def _stamp(self) -> dict[str, Any]:
         return {"time": time.time(), "attempt": self._spec.attempt, "generation": self._spec.generation}
@@ -53,7 +54,18 @@ class Journal:
 
     def checkpoint(self, kind: str, data: dict[str, Any]) -> None:
         """Tell an event of the checkpointer, which tells it again when this raises OSError."""
+        if kind == EventKind.CHECKPOINT_COMMITTED:
+            data = {**data, "stall": self._stalls.get(data["step"], 0.0)}
+            self._stalls = {step: seconds for step, seconds in self._stalls.items() if step > data["step"]}
         self._events.write(EventKind(kind), **data)
+
+    def stalled(self, step: int, seconds: float) -> None:
+        """Training stood still for the save of `step`; the event of its commit tells for how long."""
+        self._stalls[step] = self._stalls.get(step, 0.0) + seconds
+
+    def cadence(self, steps: int, seconds: float, reason: str) -> None:
+        """From now on saves are so far apart."""
+        self.event(EventKind.CHECKPOINT_CADENCE, steps=steps, seconds=seconds, reason=reason)
 
     def worked(self, step: int) -> None:
         """This rank has trained `step`: the line by which anybody can check that no step was trained twice at once."""

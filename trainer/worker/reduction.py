@@ -1,4 +1,4 @@
-"""The one all-reduce of a step: gradient norm, loss and stop votes travel together."""
+"""The one all-reduce of a step: gradient norm, loss, stop votes and the word of rank 0 travel together."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +9,15 @@ from torch.distributed.tensor import DTensor
 
 from trainer.contract.progress import StopReason
 from trainer.worker import stop
+from trainer.worker.rhythm import Wish
+
+
+@dataclass(frozen=True, kw_only=True)
+class Word:
+    """What rank 0 tells the others with a step; every other rank tells nothing."""
+
+    wish: Wish = Wish.NONE
+    committed: int = 0  # step of the newest committed checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +28,7 @@ class StepResult:
     loss: float
     grad_norm: float
     stop: StopReason
+    word: Word
 
 
 class Reduced:
@@ -36,15 +46,17 @@ class Reduced:
     def result(self) -> StepResult:
         if self._copied is not None:
             self._copied.synchronize()
-        squares, loss, *sums = self._host.tolist()
-        return StepResult(step=self.step, loss=loss, grad_norm=squares**0.5, stop=stop.agreed(sums))
+        squares, loss, wish, committed, *sums = self._host.tolist()
+        word = Word(wish=Wish(int(wish)), committed=int(committed))
+        return StepResult(step=self.step, loss=loss, grad_norm=squares**0.5, stop=stop.agreed(sums), word=word)
 
 
-def reduce(step: int, gradients: Sequence[torch.Tensor], loss: torch.Tensor, asked: StopReason) -> Reduced:
+def reduce(step: int, gradients: Sequence[torch.Tensor], loss: torch.Tensor, asked: StopReason, word: Word) -> Reduced:
     """Sum over all ranks; `loss` is this rank's mean, and the mean over ranks is the step's."""
     world = dist.get_world_size()
     squares = squared_norm(gradients, world).to(loss.device)
-    rest = torch.tensor(stop.votes(asked), dtype=torch.float64).to(loss.device, non_blocking=True)
+    told = [float(word.wish), float(word.committed), *stop.votes(asked)]
+    rest = torch.tensor(told, dtype=torch.float64).to(loss.device, non_blocking=True)
     sums = torch.cat([squares.reshape(1), loss.detach().double().reshape(1) / world, rest])
     dist.all_reduce(sums)
     return Reduced(step, sums)

@@ -1,6 +1,6 @@
 """A run's checkpoints, seen from the loop: what is saved, where it goes on after a restart, what became of it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +10,7 @@ from checkpointing.durable import number
 from trainer.worker import optimizer as optimizers
 from trainer.worker import state
 from trainer.worker.data import Data
+from trainer.worker.inventory import Inventory
 from trainer.worker.workload import WorkloadError
 
 
@@ -18,8 +19,13 @@ class Saver(Protocol):
 
     committed_step: int | None
     failure: str | None
+    save_seconds: Sequence[float]
 
-    def save(self, step: int, tensors: Mapping[str, torch.Tensor], extra: dict[str, Any]) -> None: ...
+    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
+
+    def save(self, step: int, tensors: Mapping[str, torch.Tensor], extra: dict[str, Any]) -> bool: ...
+
+    def before_optimizer_step(self) -> None: ...
 
     def restore(
         self,
@@ -43,16 +49,17 @@ class Progressed:
 
     def __init__(
         self, *, model: nn.Module, optimizer: torch.optim.Optimizer, data: Data, rank: int, device: torch.device,
-        config_digest: str, seed: int,
+        config_digest: str, seed: int, lazy: bool = False,
     ) -> None:  # fmt: skip
         self._model, self._optimizer, self._data = model, optimizer, data
         self._rank, self._rng, self._device = rank, state.rng_name(rank), device
         self._config_digest, self._seed = config_digest, seed
+        self._inventory = Inventory(model, optimizer, rank=rank, device=device, lazy=lazy)
         self.step = 0
         self.loss = float("nan")
 
-    def save(self, saver: Saver) -> None:
-        """Hand the state after `step` to the checkpointer, which copies it before this returns."""
+    def save(self, saver: Saver) -> bool:
+        """Hand the state after `step` to the checkpointer; False when it takes none now, on every rank alike."""
         extra = state.facts(
             step=self.step,
             consumed=self._data.consumed,
@@ -61,12 +68,15 @@ class Progressed:
             seed=self._seed,
             fingerprint=getattr(self._data, "fingerprint", None),
         )
-        own = {self._rng: state.pack_rng(self._device), **state.rank_buffers(self._model, self._rank)}
-        saver.save(self.step, {**self._tensors(), **own}, extra)
+        return saver.save(self.step, self._inventory.tensors(), extra)
 
     def restore(self, saver: Saver) -> None:
-        """Fill everything from the newest checkpoint that verifies; stay at step 0 when there is none."""
+        """Fill everything from the newest checkpoint that verifies; stay at step 0 when there is none.
+
+        The saver prepares itself first: a copy in memory is only recognized by who knows how it lies there.
+        """
         optimizers.prime(self._optimizer)
+        saver.prepare(self._inventory.tensors())
         packed = torch.zeros_like(state.pack_rng(self._device))
         buffers = state.rank_buffers(self._model, self._rank)
         first = {key: torch.zeros_like(buffer) for key, buffer in state.rank_buffers(self._model, 0).items()}

@@ -1,0 +1,83 @@
+"""When an attempt begins to stop: as configured, or earlier when saves are slow, but never most of a short job."""
+
+import pytest
+
+from trainer.agent.deadline import SLURM_EARLY, Bounds
+from trainer.agent.stopping import Stopping
+from trainer.contract.progress import ProgressCell, StopReason
+
+
+def stopping(kind: str = "slurm", limit: str = "1:00:00", lead: float = 120.0) -> Stopping:
+    return Stopping(kind=kind, started=0.0, limit=limit, signal_lead=lead, bounds=Bounds())
+
+
+@pytest.mark.parametrize(
+    ("kind", "save", "step", "at"),
+    [
+        ("slurm", 0.0, 0.0, 3600 - 120),
+        ("slurm", 30.0, 5.0, 3600 - 120),  # 5 + 60 + 10 + 30 = 105 s: the configured lead is enough
+        ("slurm", 300.0, 5.0, 3600 - 5 - SLURM_EARLY - 10 - 300),
+        ("local", 300.0, 5.0, 3600 - 5 - 10 - 300),
+        ("slurm", 30.0, 60.0, 3600 - 5 - SLURM_EARLY - 120 - 30),  # ranks agree within two steps
+        ("slurm", 5000.0, 5.0, 1800),  # hopeless: half of the job is trained all the same
+    ],
+)
+def test_the_stop_comes_early_enough_for_the_slowest_save_seen(kind, save, step, at):
+    plan = stopping(kind)
+    plan.learned([{"save_seconds": save, "step_seconds": step}, {"save_seconds": 0.0, "step_seconds": 0.0}])
+    assert plan.stop_at == at
+    assert not plan.due(at - 1)
+    assert plan.due(at)
+    early = SLURM_EARLY if kind == "slurm" else 0.0
+    assert plan.expected_at == min(at, 3600 - 120 - early)
+    assert plan.ending(at).reason is StopReason.TIME_LIMIT
+
+
+def test_a_slow_save_is_remembered_and_a_step_is_the_newest_one():
+    plan = stopping()
+    plan.learned([{"save_seconds": 300.0, "step_seconds": 60.0}])
+    plan.learned([{"save_seconds": 200.0, "step_seconds": 1.0}])
+    plan.learned([{}])  # between two generations nobody knows
+    assert plan.stop_at == 3600 - 5 - 60 - 2 - 300
+
+
+def test_the_schedulers_word_on_the_end_moves_the_plan():
+    plan = stopping()
+    plan.learned([{"save_seconds": 300.0, "step_seconds": 0.0}])
+    plan.correct(7200.0)
+    assert plan.stop_at == 7200 - 5 - 60 - 300
+
+
+def test_a_job_without_a_limit_is_never_due():
+    plan = stopping(limit="UNLIMITED")
+    plan.learned([{"save_seconds": 300.0}])
+    assert plan.stop_at is None
+    assert plan.expected_at is None
+    assert not plan.due(1e9)
+
+
+def test_a_short_job_trains_at_least_half_of_its_time():
+    assert stopping(limit="2", lead=120.0).stop_at == 60
+
+
+def test_a_signal_that_comes_with_the_planned_stop_is_of_the_time_limit():
+    plan = stopping()
+    plan.learned([{"save_seconds": 600.0, "step_seconds": 0.0}])
+    assert plan.heard("SIGUSR2", 3600 - 660).reason is StopReason.TIME_LIMIT
+    assert stopping().heard("SIGUSR2", 3600 - 660).reason is StopReason.PREEMPTION
+
+
+def test_the_cell_keeps_the_expected_stop_apart_from_what_is_asked():
+    cell = ProgressCell.create()
+    try:
+        assert cell.stop_due() == 0.0
+        cell.expect_stop(1234.5)
+        assert cell.stop_due() == 1234.5
+        assert cell.stop_asked() == (StopReason.NONE, 0.0)
+        cell.ask_stop(StopReason.SAVE_AND_GO_ON, 9.0)
+        cell.update(step=3, save_seconds=1.5, step_seconds=0.25)
+        assert cell.stop_due() == 1234.5
+        reading = cell.read()
+        assert (reading.step, reading.save_seconds, reading.step_seconds) == (3, 1.5, 0.25)
+    finally:
+        cell.close()

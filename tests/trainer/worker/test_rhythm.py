@@ -1,0 +1,128 @@
+"""When a run saves: fixed and automatic cadence, failed and skipped saves, and a stop that is due."""
+
+from typing import Any
+
+import pytest
+
+from checkpointing.config import AutoConfig, CheckpointConfig
+from trainer.worker.rhythm import Rhythm, Wish
+
+HOUR = 3600.0
+
+
+class Job:
+    """Steps of one second on a clock of its own; every rank does what rank 0 wished a step before."""
+
+    def __init__(
+        self, config: CheckpointConfig, *, mtbf: float = 24 * HOUR, stall: float = 0.5, save: float = 3.0
+    ) -> None:
+        self.told: list[tuple[int, float, str]] = []
+        self.rhythm = Rhythm(
+            config, start=0, mtbf=mtbf, tell=lambda *told: self.told.append(told), clock=lambda: self.now
+        )
+        self.now, self.step, self.due, self.stall, self.save = 0.0, 0, 0.0, stall, save
+        self.committed, self.failure, self.accepts, self.commits = 0, "", True, True
+        self.begun: list[int] = []
+        self._wished, self._pending = Wish.NONE, list[tuple[float, int]]()
+
+    def run(self, steps: int) -> list[int]:
+        """Train on; returns the steps at which saves were tried."""
+        before = len(self.begun)
+        for _ in range(steps):
+            self._step()
+        return self.begun[before:]
+
+    def _step(self) -> None:
+        wish, self.now, self.step = self._wished, self.now + 1.0, self.step + 1
+        while self._pending and self.now >= self._pending[0][0]:
+            self.committed = self._pending.pop(0)[1]
+        self.rhythm.heard(self.committed, self.failure or None, [self.save] if self.committed else [])
+        self._wished = self.rhythm.wish(self.step, self.due)
+        self.rhythm.stepped(1.0)
+        if self.rhythm.calls(self.step, wish):
+            self.begun.append(self.step)
+            self.rhythm.tried(self.step, self.accepts)
+            self.rhythm.stalled(self.stall)
+            self._wished = Wish.NONE  # what was wished for is in the sums that a save reads as well
+            if self.accepts and self.commits:
+                self._pending.append((self.now + self.save, self.step))
+
+
+def test_a_fixed_cadence_needs_no_wish() -> None:
+    assert Job(CheckpointConfig(every=10)).run(35) == [10, 20, 30]
+    assert Job(CheckpointConfig(every=0)).run(500) == []
+
+
+def test_the_automatic_cadence_measures_its_first_save_and_then_chooses() -> None:
+    job = Job(CheckpointConfig(every="auto"))
+    assert job.run(1000) == [10, 304, 598, 892]  # sqrt(2 * 0.5 s * 24 h) = 294 s
+    ((steps, seconds, reason),) = job.told
+    assert (steps, seconds) == (294, 294.0)
+    assert "a save costs 0.5 s, a failure comes every 24.0 h" in reason
+
+
+def test_the_automatic_cadence_follows_what_saves_cost() -> None:
+    job = Job(CheckpointConfig(every="auto"), stall=0.01)
+    job.run(100)
+    job.stall = 2.0
+    begun = job.run(4000)
+    gaps = [later - earlier for earlier, later in zip(begun, begun[1:], strict=False)]
+    assert gaps[0] < 50
+    assert gaps[-1] == 588
+    assert [told[0] for told in job.told] == [42, 588]
+
+
+def test_the_automatic_cadence_keeps_its_bounds() -> None:
+    assert Job(CheckpointConfig(every="auto", auto=AutoConfig(least=5, most=100))).run(300) == [5, 105, 205]
+    assert Job(CheckpointConfig(every="auto", max_unsaved_steps=80)).run(100) == [10, 50, 90]
+    assert Job(CheckpointConfig(every="auto"), save=400.0).run(900) == [10, 411, 812]  # when the one before is done
+
+
+def test_a_save_that_never_ends_is_not_waited_for_for_ever() -> None:
+    job = Job(CheckpointConfig(every="auto", auto=AutoConfig(most=200)))
+    job.commits = False
+    assert job.run(500) == [10, 210, 410]
+
+
+@pytest.mark.parametrize("every", [100, "auto"])
+def test_a_failed_save_is_tried_again_soon(every: Any) -> None:
+    job = Job(CheckpointConfig(every=every, auto=AutoConfig(least=100)))
+    job.commits = False
+    assert job.run(102) == [100]
+    job.failure = "disk full"
+    job.run(1)
+    assert job.run(14) == [110]  # a tenth of the interval later
+    assert job.run(25) == [130]  # then twice that
+    job.commits, job.failure = True, ""
+    assert job.run(50) == [170]
+    assert job.run(20) == ([200] if every == 100 else [])
+
+
+def test_a_skipped_save_is_tried_again_soon() -> None:
+    job = Job(CheckpointConfig(every=100))
+    job.accepts = False
+    assert job.run(115) == [100, 110]
+    job.accepts = True
+    assert job.run(20) == [130]
+    assert job.run(60) == []
+
+
+def test_no_save_is_begun_shortly_before_a_stop_that_saves() -> None:
+    job = Job(CheckpointConfig(every=10), save=15.0)
+    job.run(28)
+    job.due = job.now + 40
+    assert job.run(22) == [30, 40, 50]
+    assert job.run(17) == []  # 60 would not be committed before the stop
+    job.due = job.now + 1000  # the job got more time
+    assert job.run(20) == [70, 80]
+
+
+def test_the_automatic_cadence_leaves_out_what_does_not_pay_before_a_stop() -> None:
+    job = Job(CheckpointConfig(every="auto"))
+    job.run(11)
+    job.due = 304 + 140.0  # less than half an interval after the next save
+    assert job.run(400) == []
+    again = Job(CheckpointConfig(every="auto"))
+    again.run(11)
+    again.due = 304 + 160.0
+    assert again.run(400) == [304]

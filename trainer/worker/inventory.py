@@ -1,0 +1,94 @@
+"""The tensors of a rank's checkpoint by name: walked once, and looked over before every save."""
+
+from collections.abc import Iterator, Sequence
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from trainer.worker import state
+
+Holder = dict[str, Any]
+
+
+class Inventory:
+    """Gives the same tensor objects every time, as long as model and optimizer hold the same ones.
+
+    A walk over thousands of parameters takes longer than copying them, so that it is only done when a look at every
+    holder (a module's own dictionary, a parameter's optimizer state) shows another tensor, or other memory behind it:
+    FSDP gives a shard new memory before its first use, optimizers make their state at their first step.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, rank: int, device: torch.device, lazy: bool = False
+    ) -> None:
+        """`lazy`: tensors are read while the next step computes, which changes buffers, so these are copied at once."""
+        self._model, self._optimizer, self._rank, self._device, self._lazy = model, optimizer, rank, device, lazy
+        self._rng = torch.zeros_like(state.pack_rng(device))
+        self._places: list[tuple[Holder, str]] = []
+        self._known: list[Any] = []
+        self._memory: list[int] = []
+        self._sharded = False
+        self._states: list[tuple[nn.Parameter, Holder, int]] = []
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._tensors: dict[str, torch.Tensor] = {}
+        self.walks = 0
+        """How often everything was walked."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What is to be saved now; the tensors must not be changed until the saver has copied them."""
+        if not self._same():
+            self._walk()
+        self._rng.copy_(state.pack_rng(self._device))
+        for copy, buffer in self._copies:
+            copy.copy_(buffer)
+        return self._tensors
+
+    def _same(self) -> bool:
+        if not self._tensors or len(self._optimizer.state) != len(self._states):
+            return False
+        states = self._optimizer.state
+        if any(states.get(owner) is not held or len(held) != size for owner, held, size in self._states):
+            return False
+        try:
+            now = [holder[key] for holder, key in self._places]
+        except KeyError:
+            return False
+        return all(map(is_, now, self._known)) and self._addresses(now) == self._memory
+
+    def _walk(self) -> None:
+        self.walks += 1
+        model, optimizer = self._model, self._optimizer
+        buffers = dict(model.named_buffers())
+        own = state.rank_buffers(model, self._rank)
+        shared = state.shared_tensors(model)
+        live = {**shared, **state.optimizer_tensors(model, optimizer), **own}
+        self._states = [(owner, held, len(held)) for owner, held in optimizer.state.items()]
+        self._places = list(self._holders())
+        self._known = [holder[key] for holder, key in self._places]
+        self._sharded = any(isinstance(tensor, DTensor) for tensor in self._known)
+        self._memory = self._addresses(self._known)
+        self._copies = []
+        if self._lazy:
+            loose = [*own, *(key for key in shared if key.removeprefix("model/") in buffers)]
+            copies = {key: live[key].detach().clone() for key in loose}
+            self._copies = [(copy, live[key]) for key, copy in copies.items()]
+            live.update(copies)
+        self._tensors = {**live, state.rng_name(self._rank): self._rng}
+
+    def _holders(self) -> Iterator[tuple[Holder, str]]:
+        """Where modules and the optimizer keep their tensors: a slot with another one in it is seen."""
+        for module in self._model.modules():
+            for holder in (module._parameters, module._buffers):
+                yield from ((holder, key) for key, tensor in holder.items() if tensor is not None)
+        for _, held, _ in self._states:
+            yield from ((held, key) for key, value in held.items() if isinstance(value, torch.Tensor))
+
+    def _addresses(self, tensors: Sequence[Any]) -> list[int]:
+        """Where the values of the tensors, or of this rank's shards of them, lie."""
+        if self._sharded:
+            # Not `to_local`, which takes a hundred times as long.
+            tensors = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
+        return list(map(torch.Tensor.data_ptr, tensors))

@@ -114,7 +114,7 @@ def value_faults(
     known, faults = _fingerprints(storage, manifest, index)
     with Values(storage, manifest, index) as values:
         judge = _Judge(manifest, values, expected, known, progress)
-        for key in sorted(index.tensors):
+        for key in values.in_file_order():
             faults += judge.tensor(key)
         faults += judge.counters()
         return faults, judge.done

@@ -16,6 +16,8 @@ from checkpointing.manifest import Manifest
 from checkpointing.storage import Storage
 from checkpointing.verify import Progress, read_listed, read_sealed
 
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 @dataclass(frozen=True)
 class Side:
@@ -51,7 +53,7 @@ def compare(first: Side, second: Side, progress: Progress | None = None) -> list
     found = [_told(first, second, key) for key in keys]
     unknown = {diff.key for diff in found if diff.comparable and not diff.equal}
     reader = _Reader(first, second, unknown, progress)
-    found = [reader.compared(diff) if diff.key in unknown else diff for diff in found]
+    found = [diff for diff in found if diff.key not in unknown] + reader.compared()
     return sorted(found, key=lambda diff: (-diff.weight, diff.key))
 
 
@@ -71,21 +73,24 @@ class _Reader:
     def __init__(self, first: Side, second: Side, keys: set[str], progress: Progress | None) -> None:
         self._first = Values(first.storage, first.manifest, first.index)
         self._second = Values(second.storage, second.manifest, second.index)
-        self._progress, self._done = progress, 0
+        self._keys, self._progress, self._done = keys, progress, 0
         self._total = sum(self._first.row_bytes(key) * self._first.row_count(key) for key in keys)
 
-    def compared(self, diff: TensorDiff) -> TensorDiff:
-        """The difference of one tensor that both sides have in the same form."""
-        sums = _Sums()
+    def compared(self) -> list[TensorDiff]:
+        """The differences of all those tensors, in the order in which the first side's file holds them."""
         with self._first as first, self._second as second:
-            for start, stop in _spans(first, diff.key):
-                left = first.rows(diff.key, start, stop)
-                sums.add(left, second.rows(diff.key, start, stop))
-                self._done += left.nbytes
-                if self._progress:
-                    self._progress(self._done, self._total)
+            return [self._difference(key, first, second) for key in first.in_file_order() if key in self._keys]
+
+    def _difference(self, key: str, first: Values, second: Values) -> TensorDiff:
+        sums, info = _Sums(), first.index.tensors[key]
+        for start, stop in _spans(first, key):
+            left = first.rows(key, start, stop)
+            sums.add(left, second.rows(key, start, stop))
+            self._done += left.nbytes
+            if self._progress:
+                self._progress(self._done, self._total)
         return TensorDiff(
-            key=diff.key, first=diff.first, second=diff.second, equal=sums.different == 0, largest=sums.largest,
+            key=key, first=info, second=info, equal=sums.different == 0, largest=sums.largest,
             relative=sums.relative, changed=sums.different / sums.count if sums.count else 0.0,
         )  # fmt: skip
 
@@ -104,36 +109,53 @@ class _Sums:
     def __init__(self) -> None:
         self.count = self.different = 0
         self.largest = 0.0
-        self._squares = [0.0, 0.0, 0.0]  # of the difference, of the first, of the second
+        self._norms = [0.0, 0.0, 0.0]  # of the difference, of the first, of the second
 
     def add(self, first: Tensor, second: Tensor) -> None:
         if not first.numel():
             return
         self.count += first.numel()
-        left, right, same = _wide(first), _wide(second), _same(first, second)
-        self.different += first.numel() - int(same.sum())
+        left, same = _wide(first), _same(first, second)
+        different = first.numel() - int(same.sum())
+        if not different:
+            self._add_squares(0.0, left, left)
+            return
+        self.different += different
+        right = _wide(second)
         # Equal bits are no difference, infinities and NaN included.
         apart = torch.where(same, torch.zeros((), dtype=left.dtype), left - right)
         largest = float(apart.abs().max())
         self.largest = math.nan if math.isnan(largest) or math.isnan(self.largest) else max(self.largest, largest)
-        for at, values in enumerate((apart, left, right)):
-            self._squares[at] += float(values.abs().square().sum())
+        self._add_squares(_squares(apart), left, right)
+
+    def _add_squares(self, apart: float, left: Tensor, right: Tensor) -> None:
+        first = _squares(left)
+        parts = (apart, first, first if right is left else _squares(right))
+        self._norms = [old + new for old, new in zip(self._norms, parts, strict=True)]
 
     @property
     def relative(self) -> float:
         if not self.different:
             return 0.0
-        apart, larger = math.sqrt(self._squares[0]), math.sqrt(max(self._squares[1:]))
+        apart, larger = math.sqrt(self._norms[0]), math.sqrt(max(self._norms[1:]))
         return math.nan if math.isnan(apart) else (apart / larger if larger else math.inf)
 
 
 def _same(first: Tensor, second: Tensor) -> Tensor:
     """Where two tensors of one form have equal bits."""
-    return (_octets(first) == _octets(second)).all(dim=-1).view(first.shape)
+    equal = _words(first) == _words(second)
+    return equal.view(first.numel(), -1).all(dim=-1).view(first.shape) if equal.numel() > first.numel() else equal
 
 
-def _octets(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8).view(tensor.numel(), -1)
+def _words(tensor: Tensor) -> Tensor:
+    """The values as integers; two for each of the widest complex ones."""
+    word = _WORDS[min(8, tensor.itemsize)]
+    return tensor.view(-1).view(word) if tensor.itemsize > 8 else tensor.view(word)
+
+
+def _squares(values: Tensor) -> float:
+    flat = torch.view_as_real(values).reshape(-1) if values.is_complex() else values.reshape(-1)
+    return float(torch.dot(flat, flat))
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -45,6 +45,11 @@ class Values:
         """The shards of one tensor, in the order of their places in files."""
         return sorted(self._pieces[key], key=lambda piece: (piece.file, piece.start))
 
+    def in_file_order(self) -> list[str]:
+        """All tensors as their first shards lie in the files: read so, every chunk is fetched about once."""
+        places = {key: min((p.file, p.start) for p in pieces) for key, pieces in self._pieces.items()}
+        return sorted(self.index.tensors, key=lambda key: (places.get(key, ("", 0)), key))
+
     def blocks(self, piece: Piece, most: int = BLOCK) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
         """The shard in parts of about `most` bytes, each with its offsets in the whole tensor; none when empty."""
         if not piece.nbytes:

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from orchestrator.cli import back_room
 from orchestrator.cli.ckpt_target import Target, find_one
 from orchestrator.cli.options import Verb
 from orchestrator.cli.render import Column, Screen, count
@@ -47,6 +48,7 @@ def diff(screen: Screen, first: str, second: str, everything: bool) -> None:
 
 
 def _compared(screen: Screen, left: Target, right: Target) -> "list[TensorDiff]":
+    back_room.enter()
     from checkpointing.engine.diff import compare, open_side  # torch: seconds to import
     from checkpointing.errors import Refused
 

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from orchestrator.cli import back_room
 from orchestrator.cli.ckpt_target import Target, find
 from orchestrator.cli.options import Verb
 from orchestrator.cli.render import Screen, size
@@ -58,6 +59,7 @@ def _report(target: Target, level: int, meter: Any) -> "Report":
         from checkpointing.verify import verify_in
 
         return verify_in(target.storage, target.name, level, meter)
+    back_room.enter()
     # The only levels that need torch, which takes seconds to import.
     from checkpointing.engine.audit import audit_in
     from trainer.worker.expectations import expected

@@ -63,7 +63,7 @@ def test_nothing_is_made_by_looking(tmp_path: Path) -> None:
 
 def test_what_cannot_be_is_refused_with_a_reason(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="shared folder; leave `shared` out"):
-        found(tmp_path, TierConfig(shared=False))
+        found(tmp_path, TierConfig(shared=False), TierConfig(path="/shared"))
     with pytest.raises(ValueError, match="cannot be the name of a folder"):
         places(CheckpointConfig(), tmp_path, "..", "node")
     with pytest.raises(ValueError, match="write the whole path"):

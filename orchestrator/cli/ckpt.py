@@ -8,6 +8,8 @@ VERBS = {
     "ls": ("orchestrator.cli.ckpt_ls:ls", "Checkpoints of a run, newest first, and how far each is trusted."),
     "verify": ("orchestrator.cli.ckpt_verify:verify", "Whether checkpoints are whole, and every byte as written."),
     "diff": ("orchestrator.cli.ckpt_diff:diff", "Two checkpoints, tensor by tensor."),
+    "export": ("orchestrator.cli.ckpt_export:export", "The model as files that others read: safetensors, torch."),
+    "import": ("orchestrator.cli.ckpt_export:import_", "A run that begins with the weights of others."),
     "pin": ("orchestrator.cli.ckpt_pin:pin", "Keep a checkpoint, whatever retention says."),
     "unpin": ("orchestrator.cli.ckpt_pin:unpin", "Leave a checkpoint to retention again."),
     "du": ("orchestrator.cli.ckpt_du:du", "How much room checkpoints take, by run, tier and trust."),

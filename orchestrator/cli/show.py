@@ -51,6 +51,7 @@ def _document(
         "attempts": [attempt_json(attempt, generations) for attempt in attempts],
         "checkpoints": [checkpoint_json(checkpoint) for checkpoint in checkpoints if checkpoint.trust != "DELETED"],
         "data": identity.get("data"),
+        "imported": identity.get("imported"),
         "run_dir": run.run_dir,
         "created_at": iso(run.created_at),
         "transitions": [
@@ -121,11 +122,20 @@ def _head(screen: Screen, run: Run, row: dict[str, Any]) -> None:
         "code": _code(code),
         "env": _words(env),
         "data": _words(run.identity.get("data") or {}),
+        "begins": _beginning(run.identity.get("imported")),
         "folder": run.run_dir,
     }
     for name, text in lines.items():
         if text:
             screen.say(f"{name:<8} {text}")
+
+
+def _beginning(imported: Any) -> str:
+    """Where a run began that did not begin with nothing."""
+    if not isinstance(imported, dict):
+        return ""
+    how = "and its optimizer state" if imported.get("optimizer") else "with a fresh optimizer"
+    return f"at step {imported.get('step')} from {imported.get('source')} {how}"
 
 
 def _words(fields: Any) -> str:

@@ -81,13 +81,17 @@ def submit(
     return 0
 
 
-def launch(screen: Screen, composed: Any, cluster: str | None, *, no_controller: bool) -> dict[str, Any]:
+def launch(
+    screen: Screen, composed: Any, cluster: str | None, *, no_controller: bool, imported: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Write the run down, see to it that somebody launches it, and wait for its job; the data of `orch submit`."""
     from orchestrator.controller import launch as launching
     from orchestrator.controller import service
 
     with open_store() as store, screen.bar("tokenizing") as meter:
-        run, attempt = launching.submit(store, composed, name=None, cluster=cluster, now=time.time(), progress=meter)
+        run, attempt = launching.submit(
+            store, composed, name=None, cluster=cluster, now=time.time(), progress=meter, imported=imported
+        )
     if not no_controller:
         service.ensure_running(registry_path())
     row, silent = _await_job(screen, run.name, no_controller=no_controller)

@@ -6,7 +6,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from checkpointing.durable import canonical, dump_line, fsync_dir, read_json, write_durably
+from checkpointing.durable import canonical, dump_line, fsync_dir, fsync_file, read_json, write_durably
 from orchestrator.controller import failpoints
 from orchestrator.errors import Precondition
 from orchestrator.registry.records import Attempt, Run
@@ -29,6 +29,7 @@ def ensure_run_dir(run: Run, first: Attempt, config: dict[str, Any]) -> RunDir:
         draft.make()
         write_durably(draft.config, canonical(config))
         _snapshot(draft, config)
+        _take_in(draft, run)
         write_durably(draft.run, dump_line(_run_json(run, first)).encode())
         ensure_attempt_dir(draft, first)
         os.rename(draft.path, final.path)
@@ -101,6 +102,26 @@ def ensure_attempt_dir(folder: RunDir, attempt: Attempt) -> None:
             "at": attempt.intent_at,
         }
         write_durably(intent, dump_line(fields).encode())
+
+
+def _take_in(folder: RunDir, run: Run) -> None:
+    """The checkpoint that the run begins with, made beforehand below its root: by links where there are any."""
+    imported = run.identity.get("imported")
+    if imported is None:
+        return
+    source = Path(imported["checkpoint"])
+    target = folder.checkpoints / source.name
+    shutil.copytree(source, target, copy_function=_linked)
+    fsync_dir(target)
+    fsync_dir(folder.checkpoints)
+
+
+def _linked(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+        fsync_file(Path(target))
 
 
 def _snapshot(folder: RunDir, config: dict[str, Any]) -> None:

@@ -34,8 +34,12 @@ def submit(
     cluster: str | None,
     now: float,
     progress: Progress | None = None,
+    imported: dict[str, Any] | None = None,
 ) -> tuple[Run, Attempt]:
     """Check, prepare data, write the run and the intent of its first attempt, make its folder.
+
+    `imported` tells of a checkpoint that the run begins with (`checkpoint` is its folder); it is put into the run's
+    folder before anybody sees that.
 
     A kill in between leaves nothing, or a run that the next pass of a controller finishes; a refusal after the row
     is there leaves a run that the next pass cancels.
@@ -48,6 +52,8 @@ def submit(
     data = copy.deepcopy(composed.data)
     index = _data(config, data, root, progress)
     identity = identify(config, kind, data=_data_identity(data, index))
+    if imported is not None:
+        identity["imported"] = imported
     digest = store.put_config(data)
     run, attempt = store.create_run(
         slug=name or config.name,

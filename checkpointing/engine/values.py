@@ -50,8 +50,8 @@ class Values:
         places = {key: min((p.file, p.start) for p in pieces) for key, pieces in self._pieces.items()}
         return sorted(self.index.tensors, key=lambda key: (places.get(key, ("", 0)), key))
 
-    def blocks(self, piece: Piece, most: int = BLOCK) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-        """The shard in parts of about `most` bytes, each with its offsets in the whole tensor; none when empty."""
+    def blocks(self, piece: Piece) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+        """The shard in parts of about BLOCK bytes, each with its offsets in the whole tensor; none when empty."""
         if not piece.nbytes:
             return
         lead, dtype = self._lead(piece.key), self._dtype(piece.key)
@@ -59,7 +59,7 @@ class Values:
             yield self._read(piece.file, piece.data, piece.nbytes, dtype).view(piece.sizes), piece.offsets
             return
         row, rows = piece.nbytes // piece.sizes[lead], piece.sizes[lead]
-        step = max(1, most // row)
+        step = max(1, BLOCK // row)
         for first in range(0, rows, step):
             count = min(step, rows - first)
             block = self._read(piece.file, piece.data + first * row, count * row, dtype)

@@ -191,8 +191,38 @@ def test_a_bad_chunk_names_the_tensors_that_lie_in_it(tmp_path: Path) -> None:
     (fault,) = verify(path, 2).faults
     assert fault.tensors == ("c", "d")
     assert str(fault) == "__0_0.distcp chunk 1: digest differs (c, d)"
+    with (path / "__0_0.distcp").open("r+b") as stream:
+        stream.write(b"?")
+    assert [fault.tensors for fault in verify(path, 2).faults] == [("a", "b"), ("c", "d")]
     (path / "__0_0.distcp").unlink()
     (fault,) = verify(path, 0).faults
     assert fault.tensor == "a, b and 2 more"
     (path / "index.json").write_bytes(b"{}")
     assert {fault.tensors for fault in verify(path, 2).faults} == {()}
+
+
+def test_a_direct_read_that_comes_back_short_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / make(LocalStorage(tmp_path), 5, files=BIG)
+    read, short = os.preadv, []
+
+    def shortened(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            short.append(offset)
+            return min(read(descriptor, buffers, offset), 512)
+        return read(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", shortened)
+    drop_cache(path / "__0_0.distcp")
+    assert faults(path, 2) == []
+    assert short or not direct_reads(tmp_path)
+
+
+def direct_reads(folder: Path) -> bool:
+    """Whether this file system takes O_DIRECT."""
+    place = folder / "probe"
+    place.write_bytes(b"")
+    try:
+        os.close(os.open(place, os.O_RDONLY | os.O_DIRECT))
+    except OSError:
+        return False
+    return True

@@ -11,6 +11,7 @@ from tests.checkpointing.engine.built import Built, build, columns, rows  # isor
 
 import torch
 
+from checkpointing.engine import values
 from checkpointing.engine.audit import Expected, audit_in, step_reasons
 from checkpointing.index import Index, Piece, TensorInfo
 from checkpointing.storage import LocalStorage
@@ -50,6 +51,13 @@ def reasons(report: Report) -> list[str]:
 @pytest.mark.parametrize("level", [3, 4])
 def test_a_sound_checkpoint_has_no_faults(built: Built, tmp_path: Path, level: int) -> None:
     assert reasons(audit(built.write(tmp_path), level)) == []
+
+
+def test_a_shard_passes_in_parts_where_memory_is_small(
+    built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(values, "BLOCK", 40)
+    assert reasons(audit(built.write(tmp_path), 4)) == []
 
 
 def test_one_of_an_older_version_has_no_index_and_no_fingerprints(built: Built, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ before all ranks have agreed that all bytes of all of them matched.
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeVar
 
 import torch
@@ -18,8 +19,8 @@ from checkpointing.engine.exchange import Send, exchange, gather
 from checkpointing.engine.failure import FAILURES, explain
 from checkpointing.engine.group import Ranks
 from checkpointing.engine.landing import Landing, Lend, Reader, threads
-from checkpointing.engine.needs import Need, Shard, Strip, parts
-from checkpointing.engine.sources import MayLack, Source, find_needs, local_part, rows_of
+from checkpointing.engine.needs import Need, Strip, parts
+from checkpointing.engine.sources import MayLack, Source, Wish, find_needs, local_part, wish_of
 from checkpointing.errors import Refused
 
 T = TypeVar("T")
@@ -67,6 +68,26 @@ def load(source: Source, ranks: Ranks, tensors: Mapping[str, Tensor], may_lack: 
     return share.finish(together(ranks, source.name, read), wanted)
 
 
+def load_own(
+    source: Source, readers: Readers, ranks: Ranks, tensors: Mapping[str, Tensor], may_lack: MayLack, lend: Lend
+) -> Loaded:
+    """As `load`, for a checkpoint of the run's own layout: who reads what is known, so all is planned meanwhile."""
+    share = Share(source, ranks, tensors)
+
+    def read() -> tuple[Wanted, Held]:
+        mine = [chunk for chunk, (owner,) in enumerate(readers) if owner == ranks.rank]
+        landing = Landing.over(source.shards, mine, lend)
+        reader = Reader(source.name, source.shards, source.open, patience=source.patience, pause=source.pause)
+        with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-reading") as pool:
+            reading = pool.submit(reader.read, mine, landing)
+            wanted = share.plan(may_lack)
+            reading.result()
+        return wanted, share.hold(landing, readers, reader.bytes_read)
+
+    told = together(ranks, source.name, read)
+    return share.finish([held for _, held in told], [wanted for wanted, _ in told])
+
+
 def _check_present(source: Source, wanted: Sequence["Wanted"]) -> None:
     seen = frozenset[str]().union(*(want.seen for want in wanted))
     missing = [shard.name for shard in source.shards if shard.name not in seen]
@@ -98,7 +119,7 @@ class Share:
     def __init__(self, source: Source, ranks: Ranks, tensors: Mapping[str, Tensor]) -> None:
         self._source, self._ranks, self._tensors = source, ranks, tensors
         self._needs: list[Need] = []
-        self._rows: list[list[Strip]] = []
+        self._wishes: list[Wish | None] = []  # none of an odd piece
         self._odd: dict[int, Tensor] = {}
         self._readers: Readers = ()
         self._landing = Landing()
@@ -108,46 +129,39 @@ class Share:
         """Find out what is needed; raises Refused when the checkpoint does not fit."""
         source = self._source
         self._needs, self._absent = find_needs(source, self._tensors, may_lack)
-        self._rows = [[] if need.piece in source.odd else rows_of(source, need) for need in self._needs]
+        self._wishes = [None if need.piece in source.odd else wish_of(source, need) for need in self._needs]
         by_chunk: dict[int, int] = {}
         unique, plain = 0, dict[tuple[str, int], int]()
-        for need, rows in zip(self._needs, self._rows, strict=True):
-            if not rows:
+        for need, wish in zip(self._needs, self._wishes, strict=True):
+            if wish is None:
                 continue
-            for part in parts(rows, self._shard(need)):
-                by_chunk[part.chunk] = by_chunk.get(part.chunk, 0) + part.high - part.low
-            nbytes = sum(strip.nbytes for strip in rows)
+            for chunk, nbytes in wish.by_chunk():
+                by_chunk[chunk] = by_chunk.get(chunk, 0) + nbytes
             tensor = self._tensors[need.key]
             if isinstance(tensor, DTensor) and tensor.device_mesh.size() == self._ranks.size:
-                unique += nbytes if _first_replica(tensor) else 0
+                unique += wish.nbytes if _first_replica(tensor) else 0
             else:
-                plain[self._shard(need).name, rows[0].offset] = nbytes
+                plain[wish.shard.name, wish.rows[0].offset] = wish.nbytes
         return Wanted(seen=source.seen, by_chunk=by_chunk, unique=unique, plain=plain)
-
-    def _shard(self, need: Need) -> Shard:
-        return self._source.shard[self._source.index.pieces[need.piece].file]
 
     def hold(self, landing: Landing, readers: Readers, bytes_read: int) -> Held:
         """Take over what was read and verified; `readers` says of every chunk which ranks have it."""
         self._landing, self._readers = landing, readers
         me = self._ranks.rank
         requests = []
-        for number, (need, rows) in enumerate(zip(self._needs, self._rows, strict=True)):
-            if need.piece in self._source.odd:
+        for number, (need, wish) in enumerate(zip(self._needs, self._wishes, strict=True)):
+            if wish is None:
                 self._odd[number] = _region(self._source.odd[need.piece](), need.source, need.sizes)
-            elif any(me not in readers[chunk] for chunk in self._span(need, rows)):
-                requests.append((self._shard(need).name, rows))
+            elif any(me not in readers[chunk] for chunk in wish.chunks):
+                requests.append((wish.shard.name, wish.rows))
         return Held(bytes_read=bytes_read, requests=requests)
-
-    def _span(self, need: Need, rows: Sequence[Strip]) -> range:
-        return self._shard(need).chunks(rows[0].offset, rows[-1].end)
 
     def finish(self, held: Sequence[Held], wanted: Sequence[Wanted]) -> Loaded:
         """Collective, when all ranks have agreed: pass on what others need, then fill the tensors."""
         sources, unfilled = self._sources()
         receives: list[list[Tensor]] = [[] for _ in held]
-        for rows, shard, packed in unfilled:
-            self._fill(rows, shard, packed, receives)
+        for wish, packed in unfilled:
+            self._fill(wish, packed, receives)
         if any(each.requests for each in held):
             exchange(self._ranks, self._landing, [self._sends(rank, each) for rank, each in enumerate(held)], receives)
         self._deliver(sources)
@@ -158,43 +172,41 @@ class Share:
             bytes_needed=sum(want.unique for want in wanted) + sum(plain.values()),
         )
 
-    def _sources(self) -> tuple[list[Tensor], list[tuple[list[Strip], Shard, Tensor]]]:
+    def _sources(self) -> tuple[list[Tensor], list[tuple[Wish, Tensor]]]:
         """For every need the memory that its values are or will be in; and the memory that is yet to be filled."""
         sources: list[Tensor] = []
         unfilled = []
-        for number, (need, rows) in enumerate(zip(self._needs, self._rows, strict=True)):
-            if number in self._odd:
+        for number, (need, wish) in enumerate(zip(self._needs, self._wishes, strict=True)):
+            if wish is None:
                 sources.append(self._odd[number])
                 continue
-            view = self._view(need, rows)
+            view = self._view(need, wish)
             if view is None:
                 dtype = self._tensors[need.key].dtype
-                packed = torch.empty(sum(strip.nbytes for strip in rows), dtype=torch.uint8)
-                unfilled.append((rows, self._shard(need), packed))
+                packed = torch.empty(wish.nbytes, dtype=torch.uint8)
+                unfilled.append((wish, packed))
                 view = packed.view(dtype).view(need.sizes)
             sources.append(view)
         return sources, unfilled
 
-    def _view(self, need: Need, rows: Sequence[Strip]) -> Tensor | None:
+    def _view(self, need: Need, wish: Wish) -> Tensor | None:
         """A need as a view of the landing; None when not all of it lies there in one piece, or at odd addresses."""
-        chunks = self._span(need, rows)
-        if not self._landing.holds(chunks):
+        if not self._landing.holds(wish.chunks):
             return None
         dtype = self._tensors[need.key].dtype
-        flat, delta = self._landing.flat(chunks[0], dtype)
-        start, rest = divmod(rows[0].offset + delta, dtype.itemsize)
+        flat, delta = self._landing.flat(wish.chunks[0], dtype)
+        start, rest = divmod(wish.rows[0].offset + delta, dtype.itemsize)
         if rest:
             return None
-        piece = self._source.index.pieces[need.piece]
-        return flat.as_strided(need.sizes, _steps(piece.sizes), start)
+        return flat.as_strided(need.sizes, _steps(self._source.index.pieces[need.piece].sizes), start)
 
-    def _fill(self, rows: list[Strip], shard: Shard, packed: Tensor, receives: Sequence[list[Tensor]]) -> None:
+    def _fill(self, wish: Wish, packed: Tensor, receives: Sequence[list[Tensor]]) -> None:
         """Copy what this rank has itself; the rest is to be received from the rank that has it."""
-        for part in parts(rows, shard):
+        for part in parts(wish.rows, wish.shard):
             readers = self._readers[part.chunk]
             goal = packed[part.low : part.high]
             if self._ranks.rank in readers:
-                gather(self._landing, Send(rows, part.chunk, part.low, part.high), goal)
+                gather(self._landing, Send(wish.rows, part.chunk, part.low, part.high), goal)
             else:
                 receives[readers[0]].append(goal)
 
@@ -254,13 +266,14 @@ def _region(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Ten
     return tensor
 
 
-def _steps(shape: Sequence[int]) -> list[int]:
+@lru_cache(maxsize=4096)
+def _steps(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a row-major array, in values."""
     steps, step = [], 1
     for size in reversed(shape):
         steps.append(step)
         step *= size
-    return steps[::-1]
+    return tuple(steps[::-1])
 
 
 def _first_replica(tensor: DTensor) -> bool:

@@ -9,14 +9,14 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from checkpointing.index import Piece
 
 Numbers = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(NamedTuple):
     """A part of a tensor: where it begins and how long it is, in every dimension."""
 
     offsets: Numbers
@@ -27,8 +27,7 @@ class Box:
         return math.prod(self.sizes)
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
+class Need(NamedTuple):
     """One box of one piece: `source` is where it begins in the piece, `goal` where it begins in the local tensor."""
 
     key: str
@@ -38,8 +37,7 @@ class Need:
     sizes: Numbers
 
 
-@dataclass(frozen=True, slots=True)
-class Strip:
+class Strip(NamedTuple):
     """`count` rows of `length` bytes, `stride` bytes apart; `offset` is where the first one begins."""
 
     offset: int
@@ -152,8 +150,7 @@ class Shard:
         return range(self.first + start // self.chunk_size, self.first + (end - 1) // self.chunk_size + 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """Bytes `low` to `high` of a packed need, which lie in one chunk."""
 
     chunk: int

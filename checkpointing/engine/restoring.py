@@ -1,7 +1,9 @@
 """The ladder of restore: the newest checkpoint that all ranks together can verify, from the fastest tier with it."""
 
+import gc
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,8 +14,9 @@ from checkpointing.commit import parse_name
 from checkpointing.engine.failure import FAILURES, explain
 from checkpointing.engine.foreign import describe, foreign_names, source_of, step_of
 from checkpointing.engine.group import Ranks
-from checkpointing.engine.loading import Loaded, load, together
+from checkpointing.engine.loading import Loaded, load, load_own, together
 from checkpointing.engine.memory import TIER, Memory
+from checkpointing.engine.own_layout import owners
 from checkpointing.engine.reader import described, read_index, read_metadata, resolved
 from checkpointing.engine.saving import Owner, Tell
 from checkpointing.engine.sources import MayLack, Source, shards_of
@@ -82,6 +85,10 @@ class Restorer:
 
     def run(self, tensors: Mapping[str, Tensor], may_lack: MayLack) -> Restored | None:
         """Load the newest checkpoint that can be trusted; None when there is none; raises NothingVerifies."""
+        with _without_collection():
+            return self._tried_in_turn(tensors, may_lack)
+
+    def _tried_in_turn(self, tensors: Mapping[str, Tensor], may_lack: MayLack) -> Restored | None:
         refusals: list[Refused] = []
         found, missing = self._candidates()
         for name in missing:
@@ -168,7 +175,10 @@ class Restorer:
         if candidate.foreign:
             return self._from_foreign(place, candidate, tensors, may_lack)
         manifest, index = self._sealed(place, candidate.name)
-        loaded = self._filled(self._source(place, manifest, index), tensors, may_lack)
+        if index is None:
+            loaded = self._filled_as_laid(place, manifest, tensors, may_lack)
+        else:
+            loaded = self._filled(self._source(place, manifest, index), tensors, may_lack)
         return _restored(candidate, place.path, manifest.extra, loaded)
 
     def _from_memory(self, candidate: Candidate, tensors: Mapping[str, Tensor], may_lack: MayLack) -> Restored:
@@ -200,14 +210,36 @@ class Restorer:
         finally:
             memory.take_back()
 
+    def _filled_as_laid(
+        self, place: TierPlace, manifest: Manifest, tensors: Mapping[str, Tensor], may_lack: MayLack
+    ) -> Loaded:
+        """Of a checkpoint in the run's own layout each rank reads what it would write."""
+        memory, ranks, name = self.memory, self._ranks, manifest.name
+        assert memory is not None
+        layout = memory.layout
+        lacking = together(ranks, name, lambda: layout.lacking(tensors, alone=ranks.size == 1))
+        facts = layout.told(ranks, lacking, [file for file, *_ in layout.plan.files])
+        fits = together(ranks, name, lambda: layout.holds_nearly_all(tensors))
+        if not all(fits) or layout.unknown(lacking, facts):
+            index = self._mine(name, lambda: read_index(place.storage, manifest))
+            return self._filled(self._source(place, manifest, index), tensors, may_lack)
+        source = self._source(place, manifest, layout.index(facts))
+        try:
+            return load_own(source, owners(source.shards, facts), ranks, tensors, may_lack, memory.lend)
+        finally:
+            memory.take_back()
+
     def _mine(self, name: str, act: Any) -> Any:
         """This rank's result of what all ranks do; raises Refused on all of them when one failed."""
         kept: list[Any] = []
         together(self._ranks, name, lambda: kept.append(act()))
         return kept[0]
 
-    def _sealed(self, place: TierPlace, name: str) -> tuple[Manifest, Index]:
-        """The manifest and the index as one rank reads them, the same on all; raises Refused on all of them."""
+    def _sealed(self, place: TierPlace, name: str) -> tuple[Manifest, Index | None]:
+        """The manifest and the index as one rank reads them, the same on all; raises Refused on all of them.
+
+        There is no index of a checkpoint that has the run's own layout: that one is known already.
+        """
         ranks = self._ranks
         if place.shared:
             mine = _tried(lambda: self._read_sealed(place, name)) if ranks.leads else None
@@ -221,12 +253,14 @@ class Restorer:
                 raise Refused(name, told[0].reason if isinstance(told[0], Refused) else "not there")
         assert found is not None
         manifest, index = found
-        return manifest, self._resolved(place, manifest, index)
+        return manifest, index and self._resolved(place, manifest, index)
 
-    def _read_sealed(self, place: TierPlace, name: str) -> tuple[Manifest, Index]:
+    def _read_sealed(self, place: TierPlace, name: str) -> tuple[Manifest, Index | None]:
         manifest, faults = read_sealed(place.storage, name)
         if manifest is None or (faults and place.shared):
             raise Refused(name, "; ".join(map(str, faults)))
+        if self.memory is not None and place.shared and self.memory.layout.is_that_of(manifest):
+            return manifest, None
         if manifest.file(INDEX) is not None:
             return manifest, read_index(place.storage, manifest)
         return manifest, described(read_metadata(place.storage, manifest))
@@ -316,6 +350,18 @@ def _newer(names: Sequence[str], found: Sequence[Candidate]) -> list[str]:
     newest = max(known, default=None)
     parsed = [parts for name in names if (parts := parse_name(name)) is not None]
     return [str(parts) for parts in sorted(parsed, reverse=True) if newest is None or parts > newest]
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Thousands of short-lived objects and a library the size of torch: each collection takes longer than the rest."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _tried(act: Any) -> Any:

@@ -1,8 +1,10 @@
 """What is loaded from: files with their digests, an index of what lies in them, and what of it a rank needs."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from checkpointing.engine.landing import Open
-from checkpointing.engine.needs import Box, Need, Shard, Strip, intersect, overlap, strips
+from checkpointing.engine.needs import Box, Need, Shard, Strip, intersect, overlap, parts, strips
 from checkpointing.errors import Refused
 from checkpointing.index import Index
 from checkpointing.manifest import FileEntry
@@ -55,6 +57,7 @@ def local_box(tensor: Tensor) -> Box:
     )
 
 
+@lru_cache(maxsize=256)
 def dtype_of(name: str) -> torch.dtype | None:
     """The dtype that torch calls so; None when there is none."""
     found = getattr(torch, name, None)
@@ -104,6 +107,22 @@ class Source:
 # ---- what is needed
 
 
+class Wish(NamedTuple):
+    """The bytes of a need: file, rows, how many they are, and the chunks between the first and the last of them."""
+
+    shard: Shard
+    rows: list[Strip]
+    nbytes: int
+    chunks: range
+
+    def by_chunk(self) -> Iterator[tuple[int, int]]:
+        """How many of the bytes lie in which chunk."""
+        if len(self.chunks) == 1:
+            yield self.chunks[0], self.nbytes
+        else:
+            yield from ((part.chunk, part.high - part.low) for part in parts(self.rows, self.shard))
+
+
 def find_needs(source: Source, tensors: Mapping[str, Tensor], may_lack: MayLack) -> tuple[list[Need], tuple[str, ...]]:
     """What this rank needs, and the optional keys that are absent; raises Refused when it does not fit."""
     known = source.index.tensors
@@ -113,17 +132,34 @@ def find_needs(source: Source, tensors: Mapping[str, Tensor], may_lack: MayLack)
         more = f" and {len(needed) - 1} more" if len(needed) > 1 else ""
         raise Refused(source.name, f"has no tensor {needed[0]}{more}")
     needs: list[Need] = []
+    boxes = Boxes()
     for key in sorted(tensors.keys() & known.keys()):
         _check_fit(source, key, tensors[key])
-        local = local_box(tensors[key])
+        local = boxes.of(tensors[key])
         found = [
             need
             for number in source.pieces.get(key, ())
             if (need := intersect(source.index.pieces[number], number, local)) is not None
         ]
-        _check_cover(source.name, key, local, found)
+        if len(found) != 1 or found[0].sizes != local.sizes:
+            _check_cover(source.name, key, local, found)
         needs += found
     return needs, tuple(absent)
+
+
+class Boxes:
+    """Boxes of tensors; equal ones of DTensors are found out once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], Box] = {}
+
+    def of(self, tensor: Tensor) -> Box:
+        if not isinstance(tensor, DTensor):
+            return Box((0,) * tensor.dim(), tuple(tensor.shape))
+        form = (tuple(tensor.shape), id(tensor.device_mesh), tensor.placements)
+        if form not in self._known:
+            self._known[form] = local_box(tensor)
+        return self._known[form]
 
 
 def _check_fit(source: Source, key: str, tensor: Tensor) -> None:
@@ -144,8 +180,8 @@ def _check_cover(name: str, key: str, local: Box, needs: Sequence[Need]) -> None
         raise Refused(name, f"{key}: its shards overlap")
 
 
-def rows_of(source: Source, need: Need) -> list[Strip]:
-    """The bytes of a need in its file; raises Refused when the file has no such bytes."""
+def wish_of(source: Source, need: Need) -> Wish:
+    """Which bytes of which file a need is; raises Refused when the file has no such bytes."""
     piece = source.index.pieces[need.piece]
     shard = source.shard.get(piece.file)
     dtype = dtype_of(source.index.tensors[piece.key].dtype)
@@ -154,6 +190,11 @@ def rows_of(source: Source, need: Need) -> list[Strip]:
         raise Refused(source.name, f"{piece.key} is in {piece.file}, which the manifest does not list")
     if piece.data + piece.nbytes > shard.size:
         raise Refused(source.name, f"{piece.file} has no bytes {piece.data}..{piece.data + piece.nbytes}")
-    if piece.nbytes != Box(piece.offsets, piece.sizes).volume * dtype.itemsize:
+    if piece.nbytes != math.prod(piece.sizes) * dtype.itemsize:
         raise Refused(source.name, f"{piece.key}: {piece.nbytes} bytes are not its values")
-    return strips(piece.sizes, need, dtype.itemsize, piece.data)
+    if need.sizes == piece.sizes:
+        rows = [Strip(piece.data, 1, piece.nbytes, piece.nbytes)]
+        return Wish(shard, rows, piece.nbytes, shard.chunks(piece.data, piece.data + piece.nbytes))
+    rows = strips(piece.sizes, need, dtype.itemsize, piece.data)
+    nbytes = sum(strip.nbytes for strip in rows)
+    return Wish(shard, rows, nbytes, shard.chunks(rows[0].offset, rows[-1].end))

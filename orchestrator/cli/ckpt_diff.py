@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from checkpointing.difference import TensorDiff
 
 SHOWN = 40
-"""Tensors that people are shown without --all."""
+"""Tensors that a terminal shows without --all."""
 
 
 @click.command("diff", cls=Verb)
 @click.argument("first", metavar="FIRST")
 @click.argument("second", metavar="SECOND")
-@click.option("-a", "--all", "everything", is_flag=True, help="Equal tensors too, and no limit to the list.")
+@click.option("-a", "--all", "everything", is_flag=True, help="Equal tensors too, and as many as there are.")
 @click.pass_obj
 def diff(screen: Screen, first: str, second: str, everything: bool) -> None:
     """Compare two checkpoints: RUN@STEP each, or folders.
@@ -38,7 +38,9 @@ def diff(screen: Screen, first: str, second: str, everything: bool) -> None:
         answer = {"first": left.path, "second": right.path, "equal": not changed, "parts": _parts(found)}
         screen.data("ckpt.diff", {**answer, "tensors": rows, "config": settings})
         return
-    _show(screen, found if everything else changed[:SHOWN], len(changed))
+    # Elsewhere than on a terminal lists are complete.
+    shown = changed[:SHOWN] if screen.terminal else changed
+    _show(screen, found if everything else shown, len(changed))
     for part in _parts(found):
         screen.say(
             f"{part['part']}: {part['equal']} of {part['tensors']} tensors equal"

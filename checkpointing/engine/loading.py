@@ -62,8 +62,11 @@ def load(source: Source, ranks: Ranks, tensors: Mapping[str, Tensor], may_lack: 
         mine = [chunk for chunk, reading in enumerate(readers) if ranks.rank in reading]
         landing = Landing.over(source.shards, mine, lend)
         reader = Reader(source.name, source.shards, source.open, patience=source.patience, pause=source.pause)
-        reader.read(mine, landing)
-        return share.hold(landing, readers, reader.bytes_read)
+        with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-reading") as pool:
+            reading = pool.submit(reader.read, mine, landing)
+            requests = share.expect(landing, readers)
+            reading.result()
+        return Held(bytes_read=reader.bytes_read, requests=requests)
 
     return share.finish(together(ranks, source.name, read), wanted)
 
@@ -81,8 +84,9 @@ def load_own(
         with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-reading") as pool:
             reading = pool.submit(reader.read, mine, landing)
             wanted = share.plan(may_lack)
+            requests = share.expect(landing, readers)
             reading.result()
-        return wanted, share.hold(landing, readers, reader.bytes_read)
+        return wanted, Held(bytes_read=reader.bytes_read, requests=requests)
 
     told = together(ranks, source.name, read)
     return share.finish([held for _, held in told], [wanted for wanted, _ in told])
@@ -110,7 +114,11 @@ class Held:
     """What a rank tells the others once all it has read is verified: the needs that others must send it parts of."""
 
     bytes_read: int
-    requests: list[tuple[str, list[Strip]]]  # file, rows
+    requests: "Requests"
+
+
+Requests = list[tuple[str, list[Strip]]]
+"""Files, and rows in them."""
 
 
 class Share:
@@ -120,9 +128,11 @@ class Share:
         self._source, self._ranks, self._tensors = source, ranks, tensors
         self._needs: list[Need] = []
         self._wishes: list[Wish | None] = []  # none of an odd piece
-        self._odd: dict[int, Tensor] = {}
         self._readers: Readers = ()
         self._landing = Landing()
+        self._goals: list[Tensor] = []  # for every need where its values go, and below where they come from
+        self._sources: list[Tensor] = []
+        self._unfilled: list[tuple[Wish, Tensor]] = []  # memory of values that do not lie in one piece
         self._absent: tuple[str, ...] = ()
 
     def plan(self, may_lack: MayLack) -> Wanted:
@@ -144,27 +154,30 @@ class Share:
                 plain[wish.shard.name, wish.rows[0].offset] = wish.nbytes
         return Wanted(seen=source.seen, by_chunk=by_chunk, unique=unique, plain=plain)
 
-    def hold(self, landing: Landing, readers: Readers, bytes_read: int) -> Held:
-        """Take over what was read and verified; `readers` says of every chunk which ranks have it."""
+    def expect(self, landing: Landing, readers: Readers) -> Requests:
+        """Make ready for what is being read; returns the needs of which other ranks read a part.
+
+        `readers` says of every chunk which ranks have it.
+        """
         self._landing, self._readers = landing, readers
-        me = self._ranks.rank
-        requests = []
-        for number, (need, wish) in enumerate(zip(self._needs, self._wishes, strict=True)):
-            if wish is None:
-                self._odd[number] = _region(self._source.odd[need.piece](), need.source, need.sizes)
-            elif any(me not in readers[chunk] for chunk in wish.chunks):
-                requests.append((wish.shard.name, wish.rows))
-        return Held(bytes_read=bytes_read, requests=requests)
+        me, requests = self._ranks.rank, []
+        with torch.no_grad():
+            local = {key: local_part(self._tensors[key]) for key in {need.key for need in self._needs}}
+            for need, wish in zip(self._needs, self._wishes, strict=True):
+                self._goals.append(_region(local[need.key], need.goal, need.sizes))
+                self._sources.append(self._place_of(need, wish))
+                if wish is not None and any(me not in readers[chunk] for chunk in wish.chunks):
+                    requests.append((wish.shard.name, wish.rows))
+        return requests
 
     def finish(self, held: Sequence[Held], wanted: Sequence[Wanted]) -> Loaded:
         """Collective, when all ranks have agreed: pass on what others need, then fill the tensors."""
-        sources, unfilled = self._sources()
         receives: list[list[Tensor]] = [[] for _ in held]
-        for wish, packed in unfilled:
+        for wish, packed in self._unfilled:
             self._fill(wish, packed, receives)
         if any(each.requests for each in held):
             exchange(self._ranks, self._landing, [self._sends(rank, each) for rank, each in enumerate(held)], receives)
-        self._deliver(sources)
+        copy(self._goals, self._sources)
         plain = {place: nbytes for want in wanted for place, nbytes in want.plain.items()}
         return Loaded(
             absent=self._absent,
@@ -172,22 +185,16 @@ class Share:
             bytes_needed=sum(want.unique for want in wanted) + sum(plain.values()),
         )
 
-    def _sources(self) -> tuple[list[Tensor], list[tuple[Wish, Tensor]]]:
-        """For every need the memory that its values are or will be in; and the memory that is yet to be filled."""
-        sources: list[Tensor] = []
-        unfilled = []
-        for number, (need, wish) in enumerate(zip(self._needs, self._wishes, strict=True)):
-            if wish is None:
-                sources.append(self._odd[number])
-                continue
-            view = self._view(need, wish)
-            if view is None:
-                dtype = self._tensors[need.key].dtype
-                packed = torch.empty(wish.nbytes, dtype=torch.uint8)
-                unfilled.append((wish, packed))
-                view = packed.view(dtype).view(need.sizes)
-            sources.append(view)
-        return sources, unfilled
+    def _place_of(self, need: Need, wish: Wish | None) -> Tensor:
+        """The memory that a need's values are or will be in."""
+        if wish is None:
+            return _region(self._source.odd[need.piece](), need.source, need.sizes)
+        view = self._view(need, wish)
+        if view is None:
+            packed = torch.empty(wish.nbytes, dtype=torch.uint8)
+            self._unfilled.append((wish, packed))
+            view = packed.view(self._tensors[need.key].dtype).view(need.sizes)
+        return view
 
     def _view(self, need: Need, wish: Wish) -> Tensor | None:
         """A need as a view of the landing; None when not all of it lies there in one piece, or at odd addresses."""
@@ -220,12 +227,6 @@ class Share:
             for part in parts(rows, self._source.shard[file])
             if self._readers[part.chunk][0] == self._ranks.rank and rank not in self._readers[part.chunk]
         ]
-
-    def _deliver(self, sources: Sequence[Tensor]) -> None:
-        with torch.no_grad():
-            local = {key: local_part(self._tensors[key]) for key in {need.key for need in self._needs}}
-            goals = [_region(local[need.key], need.goal, need.sizes) for need in self._needs]
-            copy(goals, sources)
 
 
 def copy(goals: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

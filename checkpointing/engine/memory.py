@@ -18,6 +18,8 @@ from checkpointing.engine.sources import MayLack, Source, in_one_row
 
 TIER = "memory"
 
+_WORTH_IT = 8  # a buffer's frames are not laid again for less than this part of it
+
 
 class Memory:
     """One rank's arena as a place to restore from, and as memory to land in meanwhile.
@@ -71,7 +73,7 @@ class Memory:
             landing = Landing.of(self._arena.buffer(at), zip(own, record.places, strict=True))
             mine = [chunk for chunk, (owner,) in enumerate(readers) if owner == ranks.rank]
             Reader(record.name, source.shards, source.open).check(mine, landing)
-            return share.hold(landing, readers, 0)
+            return Held(bytes_read=0, requests=share.expect(landing, readers))
 
         return share.finish(together(ranks, record.name, check), wanted)
 
@@ -81,14 +83,14 @@ class Memory:
         self._arena.clear(at)
 
     def lend(self, size: int) -> list[memoryview]:
-        """Buffers to land in that hold no candidate any more."""
-        if self._lay_frames is None:
-            return []
+        """A buffer to land in that holds no candidate any more, if there is one; it may be too small for everything."""
         kept = {at for at, _ in self._held.values()}
-        self._lent |= {at for at in range(self._arena.buffers) if at not in kept}
-        for at in self._lent:
-            self._arena.clear(at)
-        return [self._arena.buffer(at) for at in sorted(self._lent)]
+        free = [at for at in range(self._arena.buffers) if at not in kept]
+        if self._lay_frames is None or not free or size < self._arena.buffer_bytes // _WORTH_IT:
+            return []
+        self._lent.add(free[0])
+        self._arena.clear(free[0])
+        return [self._arena.buffer(free[0])]
 
     def take_back(self) -> None:
         """Make the lent buffers what they were: nothing may land in them any more."""

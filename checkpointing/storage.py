@@ -44,6 +44,7 @@ class _DurableFile:
         self._folder = path.parent
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._held = bytearray()
+        self._written = self._begun = 0
 
     def write(self, data: Bytes) -> int:
         view = memoryview(data).cast("B")
@@ -61,7 +62,14 @@ class _DurableFile:
 
     def _write_all(self, view: memoryview) -> None:
         while len(view):
-            view = view[os.write(self._descriptor, view) :]
+            size = os.write(self._descriptor, view)
+            self._written += size
+            view = view[size:]
+        # Asking to forget what was written before makes the disk begin with it now, and not only at the fsync; and a
+        # checkpoint does not push out of memory what training reads.
+        if self._written - self._begun > 2 * _HOLD:
+            os.posix_fadvise(self._descriptor, 0, self._written - _HOLD, os.POSIX_FADV_DONTNEED)
+            self._begun = self._written
 
     def close(self) -> None:
         try:

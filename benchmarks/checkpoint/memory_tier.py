@@ -1,8 +1,12 @@
-"""A restart in place: a rank dies, its writer keeps the arena, and the next generation loads from it."""
+"""A restart in place: a rank is gone, the agent's writer keeps the arena, and the next generation loads from it."""
 
+import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from benchmarks.checkpoint.cold import drop
 from benchmarks.checkpoint.contest import LIMIT, OURS, interleaved
@@ -10,37 +14,53 @@ from benchmarks.checkpoint.ours import Ours, files_of
 from benchmarks.checkpoint.rows import Measured, Setting
 from benchmarks.checkpoint.states import State, state
 from checkpointing.engine.link import WriterLink
+from trainer.agent.scribes import Scribe
 
 
 def restart(setting: Setting) -> Measured:
-    """The load alone, planned before in both cases: from memory, and from the disk whose cache is dropped."""
+    """The load alone, by a new generation each time; both sides are prepared before, as ranks are."""
     torch.set_num_threads(1)
     made = state("BIG", setting.scale)
-    first = Ours(setting.folder / "ours", made)
-    place = first.folder / first.save().name
-    files, saved = files_of(place), {key: tensor.clone() for key, tensor in made.tensors.items()}
+    scribe = Scribe(0, os.environ, setting.folder / "writer.log")
+    saver = Ours(setting.folder / "ours", made, link=_linked(scribe))
+    files = files_of(saver.folder / saver.save().name)
+    saver.checkpointer.close()
 
     def from_memory() -> float:
-        return _loaded(first, saved, "memory")
+        with _generation(saver, link=_linked(scribe)) as ours:
+            return _loaded(ours, made, memory=True)
 
     def from_disk() -> float:
-        drop(files)
-        return _loaded(other, saved, "disk")
+        with _generation(saver) as ours:
+            drop(files)
+            return _loaded(ours, made, memory=False)
 
-    other = Ours(first.folder, State(made.blank()), link=WriterLink.start())
     times = interleaved({LIMIT: from_disk, OURS: from_memory}, setting.rounds)
-    other.checkpointer.close()
-    first.close()
+    scribe.dismiss()
+    scribe.close()
     return Measured(ours=times[OURS], limit=times[LIMIT], rounds=setting.rounds, cache="cold disk")
 
 
-def _loaded(ours: Ours, saved: dict[str, torch.Tensor], tier: str) -> float:
-    target = {key: torch.zeros_like(tensor) for key, tensor in saved.items()}
+def _linked(scribe: Scribe) -> WriterLink:
+    with scribe.connection() as (memory, stream):
+        return WriterLink.attach(os.dup(stream), os.dup(memory))
+
+
+@contextmanager
+def _generation(saver: Ours, **options: WriterLink) -> Iterator[Ours]:
+    """A checkpointer as a new rank has it: blank state of the same layout, prepared."""
+    ours = Ours(saver.folder, State(saver.state.blank()), **options)
+    yield ours
+    ours.checkpointer.close()
+
+
+def _loaded(ours: Ours, made: State, *, memory: bool) -> float:
+    target: dict[str, Tensor] = ours.state.tensors
     start = time.perf_counter()
     restored = ours.checkpointer.restore(target)
     seconds = time.perf_counter() - start
-    if restored is None or not all(torch.equal(target[key], tensor) for key, tensor in saved.items()):
+    if restored is None or not all(torch.equal(target[key], tensor) for key, tensor in made.tensors.items()):
         raise RuntimeError("what was loaded is not what was saved")
-    if (restored.tier == "memory") != (tier == "memory"):
-        raise RuntimeError(f"loaded from {restored.tier}, not from {tier}")
+    if (restored.tier == "memory") != memory:
+        raise RuntimeError(f"loaded from {restored.tier}: {ours.events}")
     return seconds

@@ -36,6 +36,14 @@ class Ours:
         )  # fmt: skip
         self.checkpointer.prepare(state.tensors)
 
+    @classmethod
+    def saved(cls, folder: Path, state: State) -> Path:
+        """The folder of a checkpoint of `state` whose checkpointer is gone already."""
+        made = cls(folder, state)
+        name = made.save().name
+        made.checkpointer.close()
+        return folder / name
+
     def _told(self, kind: str, data: dict[str, Any]) -> None:
         self.events.append((time.perf_counter(), kind, data))
 

@@ -16,9 +16,7 @@ from checkpointing.verify import verify
 def level_2(setting: Setting, cold: bool) -> Measured:
     """`verify` in this process; both sides read into a little memory that is used again and again."""
     torch.set_num_threads(1)
-    ours = Ours(setting.folder / "ours", state("BIG", setting.scale))
-    place = ours.folder / ours.save().name
-    ours.checkpointer.close()
+    place = Ours.saved(setting.folder / "ours", state("BIG", setting.scale))
     files, threads = files_of(place), limits.CORES
     room = limits.room(threads * limits.BLOCK)
     if not cold:
@@ -36,7 +34,6 @@ def level_2(setting: Setting, cold: bool) -> Measured:
 
     times = interleaved({**limits.raw_reads(files, room, cold=cold), OURS: checked}, setting.rounds)
     rate = sum(path.stat().st_size for path in files) / times[LIMIT] / 1e9
-    ours.close()
     return Measured(
         ours=times[OURS], limit=times[LIMIT], threads=threads, rounds=setting.rounds,
         cache="cold" if cold else "warm", note=f"raw read {rate:.1f} GB/s",

@@ -22,6 +22,7 @@ import psutil  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+from checkpointing.catalog import Catalog  # noqa: E402
 from checkpointing.config import CheckpointConfig, TierConfig  # noqa: E402
 from checkpointing.engine.checkpointer import Checkpointer  # noqa: E402
 from checkpointing.tiers import places  # noqa: E402
@@ -85,8 +86,19 @@ def train(case: Case, generation: int, rank: int) -> None:
         made.save(number, states[number], {"position": number})
         if number % 3 == 0 or generation == 2 or number == steps[-2]:  # else some saves are skipped, even the last
             made.wait()
+    if generation == 2:
+        await_flushed(folder / "durable" / "run", steps[-1])
     made.close()
     tell(told, kind="ended")
+
+
+def await_flushed(place: Path, step: int) -> None:
+    """Until the newest checkpoint is in the second tier; a flush that is cut short would leave a part of it there."""
+    deadline = time.monotonic() + _PATIENCE_S / 2
+    while step not in [entry.step for entry in Catalog(place).committed()]:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"step {step} was not copied to {place}")
+        time.sleep(0.005)
 
 
 def checkpointer(folder: Path, on_event: Callable[[str, dict[str, Any]], None]) -> Checkpointer:

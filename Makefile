@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+INTEROP := $(VENV)/interop
 PYTEST := $(BIN)/python -m pytest -q
 TREE := orchestrator trainer checkpointing tests benchmarks
 
@@ -25,6 +26,12 @@ $(READY): pyproject.toml constraints.txt
 	@PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q -e '.[dev]'
 	@touch $(READY)
 
+$(INTEROP)/.ready: tests/interop/requirements.txt | $(READY)
+	@echo "setting up $(INTEROP) (once): transformers, which the tests load exported models with"
+	@rm -rf $(INTEROP)
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q --no-deps --target $(INTEROP) -r $<
+	@touch $@
+
 demo: venv  ## the main job on this machine: trains, loses a rank, recovers, finishes (about a minute)
 	@$(BIN)/orch demo
 
@@ -36,7 +43,7 @@ lint: venv
 check: lint  ## lint, types, house rules and the fast tests (under 2 minutes)
 	$(PYTEST) -n 2 -m "not slurm and not multi and not proof"
 
-test: check  ## everything, the real Slurm included (under 15 minutes)
+test: check $(INTEROP)/.ready  ## everything, the real Slurm included (under 15 minutes)
 	$(PYTEST) -n 3 --dist worksteal -m "(multi or slurm) and not proof"
 
 proof: venv  ## the long counts; writes docs/proof.md

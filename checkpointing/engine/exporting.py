@@ -214,7 +214,6 @@ def _read_back(given: Given, names: Mapping[str, str], meter: _Meter) -> dict[st
             parts.append(partial(block, offsets, given.tensors[inside].shape))
             meter.add(block.nbytes)
         found[name] = combine(parts)
-    given.close()
     return found
 
 

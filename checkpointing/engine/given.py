@@ -70,8 +70,6 @@ class Given(Protocol):
     def blocks(self, name: str) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
         """The tensor in the order of its values, in parts with their offsets; raises Refused or OSError."""
 
-    def close(self) -> None: ...
-
 
 class SafetensorsFiles:
     """One or several safetensors files as one set of tensors."""
@@ -80,7 +78,6 @@ class SafetensorsFiles:
         """Raises Refused when a file is not what the format says, or when two files have the same name in them."""
         self.tensors: dict[str, TensorInfo] = {}
         self._places: dict[str, tuple[Path, Place]] = {}
-        self._path, self._stream = Path(), None
         for path in files:
             self._add(path)
 
@@ -99,20 +96,13 @@ class SafetensorsFiles:
     def blocks(self, name: str) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
         path, place = self._places[name]
         dtype = getattr(torch, place.info.dtype)
-        if self._stream is None or self._path != path:
-            self.close()
-            self._path, self._stream = path, path.open("rb")
-        for span in spans(place.info.shape, dtype.itemsize):
-            self._stream.seek(place.start + span.start)
-            held = bytearray(self._stream.read(span.nbytes))
-            if len(held) != span.nbytes:
-                raise Refused(path.name, f"ends within {name}: it was cut off meanwhile")
-            yield torch.frombuffer(held, dtype=torch.uint8).view(dtype).view(span.sizes), span.offsets
-
-    def close(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
+        with path.open("rb") as stream:
+            for span in spans(place.info.shape, dtype.itemsize):
+                stream.seek(place.start + span.start)
+                held = bytearray(stream.read(span.nbytes))
+                if len(held) != span.nbytes:
+                    raise Refused(path.name, f"ends within {name}: it was cut off meanwhile")
+                yield torch.frombuffer(held, dtype=torch.uint8).view(dtype).view(span.sizes), span.offsets
 
 
 class TorchTensors:
@@ -129,9 +119,6 @@ class TorchTensors:
             for dimension, (offset, size) in enumerate(zip(span.offsets, span.sizes, strict=True)):
                 part = part.narrow(dimension, offset, size)
             yield part.contiguous(), span.offsets
-
-    def close(self) -> None:
-        self._held.clear()
 
 
 def safetensors_in(place: Path) -> SafetensorsFiles:

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from checkpointing.digests import digest
-from checkpointing.engine.exporting import Exported, Wanted, new_folder, write_json, write_safetensors, write_torch
+from checkpointing.engine.exporting import (
+    LARGEST_FILE,
+    Exported,
+    Wanted,
+    new_folder,
+    write_json,
+    write_safetensors,
+    write_torch,
+)
 from checkpointing.engine.opened import Opened
 from checkpointing.errors import Refused
 from checkpointing.storage import Storage
@@ -31,6 +39,8 @@ class Order:
     dtype: str | None = None
     """What floating-point tensors are converted to; None leaves them as they are."""
     with_optimizer: bool = False
+    largest: int = LARGEST_FILE
+    """Bytes of values in one safetensors file."""
     run: str | None = None
     config: JobConfig | None = None
     """The run's configuration; without it nothing is known but names."""
@@ -55,7 +65,7 @@ def export(
             done = write_torch(source, wanted, draft, name=TORCH_FILE, nest=nest, progress=progress)
         else:
             wanted = _outside_names(source, order)
-            done = write_safetensors(source, wanted, draft, progress=progress)
+            done = write_safetensors(source, wanted, draft, largest=order.largest, progress=progress)
             if order.built_in:
                 assert order.config is not None
                 kind = str(wanted[0].dtype).removeprefix("torch.")

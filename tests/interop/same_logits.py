@@ -1,0 +1,61 @@
+"""Run by a test beside `transformers`, which orch does not need: `same_logits.py FOLDER` prints what it found as JSON.
+
+FOLDER/cases/NAME/hf is an export of ours, NAME/ours.pt our tokens, logits and tensors under Hugging Face's names. Made
+here: FOLDER/foreign/hf, a model that `transformers` saved in several files, and its tokens and logits.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+
+def compared(case: Path) -> dict[str, float | int | bool]:
+    """One export, loaded as any user would load it."""
+    ours = torch.load(case / "ours.pt", weights_only=True)
+    model, loading = AutoModelForCausalLM.from_pretrained(case / "hf", dtype=torch.float32, output_loading_info=True)
+    with torch.no_grad():
+        logits = model(ours["tokens"]).logits
+    read = {}
+    for path in sorted((case / "hf").glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            read.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118  # not a dict
+    return {
+        "difference": float((logits - ours["logits"]).abs().max()),
+        "largest": float(ours["logits"].abs().max()),
+        "troubles": sum(len(names) for names in loading.values()),
+        "tensors": len(read),
+        "same_bits": read.keys() == ours["state"].keys() and all(torch.equal(read[k], ours["state"][k]) for k in read),
+    }
+
+
+def make_foreign(folder: Path) -> None:
+    """A small model of `transformers`' own, whose vocabulary is not a multiple of 64."""
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=100, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=1, max_position_embeddings=64, rope_parameters={"rope_type": "default", "rope_theta": 5e4},
+        rms_norm_eps=1e-6, initializer_range=0.3,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(folder / "hf", max_shard_size="20KB")
+    tokens = torch.randint(0, 100, (2, 64))
+    with torch.no_grad():
+        torch.save({"tokens": tokens, "logits": model(tokens).logits}, folder / "theirs.pt")
+
+
+def main(folder: Path) -> None:
+    (folder / "foreign").mkdir()
+    make_foreign(folder / "foreign")
+    found = {case.name: compared(case) for case in sorted((folder / "cases").iterdir())}
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

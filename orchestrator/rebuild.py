@@ -5,15 +5,15 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from checkpointing.catalog import Catalog
 from checkpointing.durable import canonical, fsync_dir, read_json
 from orchestrator.config import RunConfig
 from orchestrator.controller.ingest import ingest
 from orchestrator.controller.lease import Holder
+from orchestrator.controller.places import committed, shared_places
 from orchestrator.controller.view import RunView
 from orchestrator.errors import RegistryError
 from orchestrator.registry import quick
@@ -132,9 +132,16 @@ def _moved(record: Record, folder: RunDir) -> Record:
     """The record with the folder's place of today: file systems are mounted elsewhere, folders are copied."""
     if Path(record.run.run_dir) == folder.path:
         return record
-    checkpoints = [{**item.__dict__, "path": str(folder.checkpoints / item.name)} for item in record.checkpoints]
+    here = str(folder.checkpoints)
+    checkpoints = [
+        {**item.__dict__, "path": item.path if item.tier else f"{here}/{item.name}"} for item in record.checkpoints
+    ]
+    before = str(RunDir(Path(record.run.run_dir)).checkpoints)
+    copies = [
+        replace(item, tier=here, path=f"{here}/{item.name}") if item.tier == before else item for item in record.copies
+    ]
     run = {**record.run.__dict__, "run_dir": str(folder.path)}
-    fields = {**record.__dict__, "run": type(record.run)(**run)}
+    fields = {**record.__dict__, "run": type(record.run)(**run), "copies": tuple(copies)}
     return Record(**{**fields, "checkpoints": tuple(Checkpoint(**item) for item in checkpoints)})
 
 
@@ -182,18 +189,23 @@ def _catch_up(store: Store, item: Found, epoch: int, now: float) -> None:
 
 
 def _check_against_disk(store: Store, item: Found, epoch: int, now: float) -> None:
-    name = item.record.run.name
-    on_disk = {entry.name: entry for entry in Catalog(item.folder.checkpoints).committed()}
+    name, folder = item.record.run.name, item.folder
+    config = build(RunConfig, item.config).checkpoint
+    on_disk = {entry.name: entry for entry in committed(config, folder)}
+    # What lies on the nodes' own disks cannot be looked at from here.
+    looked = {"", *(place.path for place in shared_places(config, folder))}
     known = {row.name: row for row in store.checkpoints(name)}
     for entry in on_disk.values():
         if entry.name not in known:
+            place = str(entry.path).rpartition("/")[0]
             checkpoint = Checkpoint(
                 run=name, name=entry.name, step=entry.step, attempt=entry.attempt, trust=Trust.COMMITTED,
                 bytes=entry.bytes, path=str(entry.path), committed_at=entry.committed_at,
+                tier="" if place == str(folder.checkpoints) else place,
             )  # fmt: skip
             store.put_checkpoint(checkpoint, epoch=epoch)
     for row in known.values():
-        if row.trust is not Trust.DELETED and row.name not in on_disk:
+        if row.trust is not Trust.DELETED and row.name not in on_disk and row.tier in looked:
             store.trust(name, row.name, Trust.DELETED, "its folder is gone", epoch=epoch, now=now)
 
 

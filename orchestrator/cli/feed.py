@@ -115,6 +115,32 @@ def _ended(data: dict[str, Any]) -> str:
     return f"ended at step {data['step']}: {failure['reason'] if failure else data['reason']}"
 
 
+def _saved(data: dict[str, Any]) -> str:
+    stall = data.get("stall")
+    waited = f", training waited {1000 * stall:.0f} ms" if stall else ""
+    return f"saved step {data['step']} ({size(data['bytes'])}, {_s(data)}{waited})"
+
+
+def _failed(data: dict[str, Any]) -> str:
+    what = f"copying step {data['step']} to {data['tier']}" if data.get("tier") else f"saving step {data['step']}"
+    return f"{what} failed: {data['reason']}"
+
+
+def _s(data: dict[str, Any]) -> str:
+    return f"{data['seconds']:.1f} s"
+
+
+def _of(data: dict[str, Any]) -> str:
+    """In which tier, where there is more than one."""
+    tier = data.get("tier")
+    return "" if not tier else " in memory" if tier == "memory" else f" in {tier}"
+
+
+def _source(data: dict[str, Any]) -> str:
+    """What a restart in place has loaded needs no disk; where else it lay is worth telling on a disk of the node."""
+    return "memory, " if data.get("tier") == "memory" else ""
+
+
 _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
     EventKind.ATTEMPT_STARTED: lambda d: f"started, job {d['job_id']} on {','.join(d['nodes'])}, {d['world']} ranks",
     EventKind.AGENT_LOST: lambda d: f"lost the agent of {d['name']}: {d['reason']}",
@@ -127,9 +153,16 @@ _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
     EventKind.DRILL: lambda d: f"drill: {d['kind']} rank {d['rank']} at step {d['step']}",
     EventKind.STOP_REQUESTED: lambda d: f"asked to stop: {d['reason']}",
     EventKind.STOP_AGREED: lambda d: f"ranks stop together after step {d['step']}: {d['reason']}",
-    EventKind.CHECKPOINT_COMMITTED: lambda d: f"saved step {d['step']} ({size(d['bytes'])}, {d['seconds']:.1f} s)",
-    EventKind.CHECKPOINT_FAILED: lambda d: f"saving step {d['step']} failed: {d['reason']}",
-    EventKind.CHECKPOINT_REFUSED: lambda d: f"checkpoint {d['step']} is not used: {d['reason']}",
-    EventKind.CHECKPOINT_RESTORED: lambda d: f"resumed from step {d['step']}",
+    EventKind.CHECKPOINT_COMMITTED: _saved,
+    EventKind.CHECKPOINT_FAILED: _failed,
+    EventKind.CHECKPOINT_REFUSED: lambda d: f"checkpoint {d['step']}{_of(d)} is not used: {d['reason']}",
+    EventKind.CHECKPOINT_RESTORED: lambda d: f"resumed from {_source(d)}step {d['step']}",
+    EventKind.CHECKPOINT_SKIPPED: lambda d: f"step {d['step']} is not saved: {d['reason']}",
+    EventKind.CHECKPOINT_RETRIED: lambda d: f"saving step {d['step']} is tried again: {d['reason']}",
+    EventKind.CHECKPOINT_DOUBTED: lambda d: f"step {d['step']} is saved, but looks wrong: {d['reason']}",
+    EventKind.CHECKPOINT_FLUSHED: lambda d: f"copied step {d['step']} to {d['tier']} ({size(d['bytes'])}, {_s(d)})",
+    EventKind.CHECKPOINT_STUCK: lambda d: f"saving step {d['step']} hangs, training goes on: {d['reason']}",
+    EventKind.CHECKPOINT_SUSPECT: lambda d: f"checkpoint {d['step']} is suspect: {d['reason']}",
+    EventKind.CHECKPOINT_CADENCE: lambda d: f"saves every {count(d['steps'])} steps from now on: {d['reason']}",
     EventKind.ATTEMPT_ENDED: lambda d: f"{d['result']}: {d['reason']}",
 }

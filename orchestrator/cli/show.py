@@ -11,7 +11,7 @@ from orchestrator.cli.options import Verb
 from orchestrator.cli.registry import open_store
 from orchestrator.cli.render import Column, Screen, compact, count, decimal, iso, size, span
 from orchestrator.cli.status import one_row, public
-from orchestrator.registry.records import Attempt, Checkpoint, Generation, Run, Transition
+from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation, Run, Transition
 
 
 @click.command(cls=Verb)
@@ -24,14 +24,15 @@ def show(screen: Screen, run: str, history: bool) -> None:
         found = store.run(run)
         attempts, generations = store.attempts(found.name), store.generations(found.name)
         checkpoints, transitions = store.checkpoints(found.name), store.transitions(found.name)
+        copies = store.copies(found.name)
     row = one_row(found.name)
     if screen.json:
-        screen.data("show", _document(found, row, attempts, generations, checkpoints, transitions))
+        screen.data("show", _document(found, row, attempts, generations, (checkpoints, copies), transitions))
         return
     _head(screen, found, row)
     screen.say("")
     attempt_table(screen, attempts, generations)
-    _checkpoint_table(screen, checkpoints)
+    _checkpoint_table(screen, _kept(checkpoints, copies))
     if history or screen.verbose:
         _history(screen, transitions)
     _next(screen, row)
@@ -39,7 +40,7 @@ def show(screen: Screen, run: str, history: bool) -> None:
 
 def _document(
     run: Run, row: dict[str, Any], attempts: list[Attempt], generations: list[Generation],
-    checkpoints: list[Checkpoint], transitions: list[Transition],
+    kept: tuple[list[Checkpoint], list[Copy]], transitions: list[Transition],
 ) -> dict[str, Any]:  # fmt: skip
     """What `orch show --json` promises, and more at the end."""
     identity = run.identity
@@ -49,7 +50,7 @@ def _document(
         "code": identity.get("code"),
         "env": identity.get("env"),
         "attempts": [attempt_json(attempt, generations) for attempt in attempts],
-        "checkpoints": [checkpoint_json(checkpoint) for checkpoint in checkpoints if checkpoint.trust != "DELETED"],
+        "checkpoints": _kept(*kept),
         "data": identity.get("data"),
         "imported": identity.get("imported"),
         "run_dir": run.run_dir,
@@ -88,8 +89,8 @@ def attempt_json(attempt: Attempt, generations: list[Generation]) -> dict[str, A
         "generation_list": [
             {
                 "generation": item.number, "started_at": iso(item.started_at), "ended_at": iso(item.ended_at),
-                "resumed_from": item.resumed_from, "last_step": item.last_step, "reason": item.reason,
-                "failure": _failure(item.failure),
+                "resumed_from": item.resumed_from, "tier": item.tier, "last_step": item.last_step,
+                "reason": item.reason, "failure": _failure(item.failure),
             }
             for item in generations
             if item.attempt == attempt.number
@@ -103,12 +104,29 @@ def _failure(failure: dict[str, Any] | None) -> dict[str, Any] | None:
     return {**{key: failure.get(key) for key in FAILURE_KEYS}, **failure}
 
 
+def _kept(checkpoints: list[Checkpoint], copies: list[Copy]) -> list[dict[str, Any]]:
+    """What still exists somewhere: a checkpoint that is gone from its first tier lives on in its copies."""
+    places: dict[str, list[Copy]] = {}
+    for copy in copies:
+        places.setdefault(copy.name, []).append(copy)
+    return [
+        {**checkpoint_json(item), "copies": [copy_json(copy) for copy in places.get(item.name, ())]}
+        for item in checkpoints
+        if item.trust != "DELETED" or item.name in places
+    ]
+
+
+def copy_json(copy: Copy) -> dict[str, Any]:
+    """A copy in a further tier as programs see it."""
+    return {"tier": copy.tier, "path": copy.path, "bytes": copy.bytes, "copied_at": iso(copy.copied_at)}
+
+
 def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
     """One checkpoint as programs see it."""
     return {
         "step": checkpoint.step, "trust": str(checkpoint.trust), "bytes": checkpoint.bytes, "path": checkpoint.path,
         "attempt": checkpoint.attempt, "name": checkpoint.name, "committed_at": iso(checkpoint.committed_at),
-        "reason": checkpoint.reason,
+        "reason": checkpoint.reason, "tier": checkpoint.tier, "seconds": checkpoint.seconds, "stall": checkpoint.stall,
     }  # fmt: skip
 
 
@@ -214,7 +232,7 @@ def _generation_row(item: Generation) -> dict[str, Any]:
         "last_step": item.last_step,
         "took": _took(item.started_at, item.ended_at),
         "failure": item.failure["reason"] if item.failure else item.reason,
-        "decision": "",
+        "decision": "resumed from memory" if item.tier == "memory" else "",
     }
 
 
@@ -222,8 +240,7 @@ def _took(start: float | None, end: float | None) -> float | None:
     return None if start is None else (end if end is not None else time.time()) - start
 
 
-def _checkpoint_table(screen: Screen, checkpoints: list[Checkpoint]) -> None:
-    kept = [checkpoint_json(item) for item in checkpoints if item.trust != "DELETED"]
+def _checkpoint_table(screen: Screen, kept: list[dict[str, Any]]) -> None:
     if not kept:
         screen.say("\nno checkpoint")
         return
@@ -231,12 +248,19 @@ def _checkpoint_table(screen: Screen, checkpoints: list[Checkpoint]) -> None:
         Column("CHECKPOINT", "step", count, right=True),
         Column("TRUST", "trust"),
         Column("SIZE", "bytes", size, right=True),
+        Column("TOOK", "seconds", span, right=True, spare=1),
+        Column("STALL", "stall", _milliseconds, right=True, spare=1),
         Column("ATT", "attempt", right=True),
         Column("FOLDER", "path", lambda path: Path(path).name),
+        Column("ALSO IN", "copies", lambda copies: ", ".join(copy["tier"] for copy in copies), folds=True),
         Column("WHY", "reason"),
     ]
     screen.say("")
     screen.table(columns, kept, aligned=True)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1000 * seconds:.0f} ms"
 
 
 def _history(screen: Screen, transitions: list[Transition]) -> None:

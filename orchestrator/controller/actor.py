@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
+from orchestrator.config import RunConfig
 from orchestrator.controller import failpoints
 from orchestrator.controller.folder import ensure_attempt_dir
 from orchestrator.controller.jobs import is_live, job_spec, oldest
@@ -10,10 +11,11 @@ from orchestrator.controller.sight import Sight
 from orchestrator.controller.view import RunView
 from orchestrator.controller.watch import Clock, Watch
 from orchestrator.errors import ConfigError, SlurmUnreachable, SubmitRejected
+from orchestrator.recovery import cadence
 from orchestrator.registry.records import Attempt, Lease, Run
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.base import JobStatus, Scheduler
-from orchestrator.states import AttemptState, RunState, Trust
+from orchestrator.states import AttemptState, RunState
 from trainer.contract.launch import LaunchToken, revoke
 from trainer.contract.outcome import Failure, FailureKind
 from trainer.contract.requests import Request, RequestKind
@@ -136,9 +138,9 @@ class Actor:
         self.store.together(submitted)
         failpoints.reach("after_submitted")
         self.did(f"adopted job {job.job_id} for {view.run.name}/{attempt.number}")
-        self.let_go(view.run, self.store.attempt(view.run.name, attempt.number), view.folder)
+        self.let_go(view.run, self.store.attempt(view.run.name, attempt.number), view.folder, view.config)
 
-    def let_go(self, run: Run, attempt: Attempt, folder: RunDir) -> None:
+    def let_go(self, run: Run, attempt: Attempt, folder: RunDir, config: RunConfig) -> None:
         """Write GO unless it stands, and release the job; a GO in force is never rewritten: it would fence the job."""
         assert attempt.job_id is not None
         place = folder.attempt(attempt.number)
@@ -150,7 +152,8 @@ class Actor:
                 epoch=self.epoch,
                 job_id=attempt.job_id,
                 nonce=attempt.nonce,
-                checkpoints=self._inheritable(run, attempt, folder),
+                checkpoints=self._inheritable(run, attempt, folder, config),
+                mtbf=self._time_between_failures(run, config),
             )
             token.write(place.go)
             failpoints.reach("after_go")
@@ -159,13 +162,19 @@ class Actor:
         failpoints.reach("after_release")
         self.did(f"released job {attempt.job_id}")
 
-    def _inheritable(self, run: Run, attempt: Attempt, folder: RunDir) -> tuple[str, ...]:
-        """Committed checkpoints of earlier attempts that the registry does not know to be corrupt."""
-        from checkpointing.catalog import Catalog  # brings fsspec, which only a launch needs
+    def _inheritable(self, run: Run, attempt: Attempt, folder: RunDir, config: RunConfig) -> tuple[str, ...]:
+        """Committed checkpoints of earlier attempts that nothing is known against."""
+        from orchestrator.controller import places  # brings fsspec, which only a launch needs
 
-        bad = {item.name for item in self.store.checkpoints(run.name) if item.trust in (Trust.CORRUPT, Trust.DELETED)}
-        entries = Catalog(folder.checkpoints).committed()
-        return tuple(item.name for item in entries if item.attempt < attempt.number and item.name not in bad)
+        seen = places.committed(config.checkpoint, folder)
+        return places.inheritable(config.checkpoint, seen, self.store.checkpoints(run.name), attempt.number)
+
+    def _time_between_failures(self, run: Run, config: RunConfig) -> float:
+        now = self.clock.wall()
+        attempts, fallen = self.store.history(run.cluster, now - cadence.WINDOW)
+        cluster, own = cadence.seen(cadence.stretches(attempts, fallen, now), run.name)
+        days = config.checkpoint.auto.node_days
+        return cadence.time_between_failures(config.cluster.nodes, node_days=days, cluster=cluster, run=own)
 
     # -- taking things back
 

@@ -11,9 +11,10 @@ from orchestrator.controller.view import RunView
 from orchestrator.recovery.failures import End, Verdict
 from orchestrator.recovery.nodes import Blame, Pool, Standing, blame, excluded, limit
 from orchestrator.recovery.policy import Action, Decision, Past, after_cancel, decide
+from orchestrator.recovery.suspects import doubted
 from orchestrator.registry.records import Attempt, Run
 from orchestrator.registry.store import Store
-from orchestrator.states import AttemptState, RunState
+from orchestrator.states import AttemptState, RunState, Trust
 from trainer.contract.outcome import Failure, FailureKind
 
 PoolSize = Callable[[RunConfig], int | None]
@@ -43,6 +44,9 @@ def conclude(actor: Actor, view: RunView, verdict: Verdict, rng: Random, pool_si
             until = blamed.until if blamed.node is not None else None
             why = f"{failure.kind} in {run.name}/{attempt.number}"
             actor.store.saw_node(failure.node, run.cluster, **stamp, failure=why, excluded_until=until)
+        generations, checkpoints = actor.store.generations(run.name), actor.store.checkpoints(run.name)
+        for item, why in doubted(view.attempts, generations, checkpoints, failure):
+            actor.store.trust(run.name, item.name, Trust.SUSPECT, why, **stamp)
         to = AttemptState.LOST if verdict.end is End.LOST else AttemptState.ENDED
         actor.store.move_attempt(
             run.name,

@@ -1,6 +1,7 @@
 """Run directories into the registry: events from where the last tick stopped reading, and the newest progress."""
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +10,14 @@ from typing import Any
 from checkpointing.durable import number
 from orchestrator.controller.collect import Heartbeat
 from orchestrator.controller.view import RunView
-from orchestrator.registry.records import Attempt, Checkpoint, Generation
+from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation
 from orchestrator.registry.store import Store
 from orchestrator.states import Trust, may_move
 from trainer.contract.events import Event, EventKind, read_events
 from trainer.contract.run_dir import AttemptDir
+
+MEMORY = "memory"
+"""The tier of what a restart in place has loaded from the memory that outlived its ranks."""
 
 METRICS_TAIL = 16 * 1024
 """Bytes of the metrics file that are sure to hold one whole line."""
@@ -72,12 +76,28 @@ class _Scribe:
         )  # fmt: skip
         self.store.put_generation(replace(before, **changes), epoch=self.epoch)
 
+    def known(self) -> Checkpoint | None:
+        """The row of the checkpoint that the event names."""
+        rows = {item.name: item for item in self.store.checkpoints(self.run)}
+        return rows.get(self.data["name"])
+
     def trust(self, to: Trust, reason: str) -> None:
         """Change the trust of the checkpoint that the event names, where the table allows it."""
-        known = {item.name: item.trust for item in self.store.checkpoints(self.run)}
-        before = known.get(self.data["name"])
-        if before is not None and before != to and may_move(before, to):
-            self.store.trust(self.run, self.data["name"], to, reason, epoch=self.epoch, now=self.now)
+        self.doubt(self.known(), to, reason)
+
+    def doubt(self, item: Checkpoint | None, to: Trust, reason: str) -> None:
+        if item is not None and item.trust != to and may_move(item.trust, to):
+            self.store.trust(self.run, item.name, to, reason, epoch=self.epoch, now=self.now)
+
+    def elsewhere(self) -> str:
+        """The tier of the event when it is not the one in which the checkpoint was committed; empty when it is."""
+        tier, item = str(self.data.get("tier") or ""), self.known()
+        home = "" if item is None else item.tier or str(self.view.folder.checkpoints)
+        return tier if tier and _same_place(tier) != _same_place(home) else ""
+
+
+def _same_place(tier: str) -> str:
+    return tier if "://" in tier else os.path.realpath(tier)
 
 
 def _attempt_started(scribe: _Scribe) -> None:
@@ -108,7 +128,7 @@ def _generation_ended(scribe: _Scribe) -> None:
 
 
 def _committed(scribe: _Scribe) -> None:
-    step, name = scribe.data["step"], scribe.data["name"]
+    step, name, tier = scribe.data["step"], scribe.data["name"], _first_tier(scribe)
     checkpoint = Checkpoint(
         run=scribe.run,
         name=name,
@@ -116,27 +136,81 @@ def _committed(scribe: _Scribe) -> None:
         attempt=scribe.attempt,
         trust=Trust.COMMITTED,
         bytes=scribe.data.get("bytes", 0),
-        path=str(scribe.view.folder.checkpoints / name),
+        path=f"{tier or scribe.view.folder.checkpoints}/{name}",
         committed_at=scribe.event.time,
+        tier=tier,
+        seconds=scribe.data.get("seconds"),
+        stall=scribe.data.get("stall"),
     )
     scribe.store.put_checkpoint(checkpoint, epoch=scribe.epoch)
     scribe.note(saved_step=max(step, scribe.row().saved_step or 0))
 
 
+def _first_tier(scribe: _Scribe) -> str:
+    """Where the checkpoint was committed; empty for the run's own folder."""
+    config, folder = scribe.view.config.checkpoint, scribe.view.folder
+    if not config.tiers:
+        return ""
+    node = next(iter(scribe.row().nodes), "unknown")
+    try:
+        # Late: it brings fsspec, which runs without tiers do not need here.
+        from checkpointing.tiers import places
+
+        path = places(config, folder.checkpoints, folder.name, node)[0].path
+    except (ImportError, ValueError, OSError):
+        return f"{config.tiers[0].path}/{folder.name}"
+    return "" if _same_place(path) == _same_place(str(folder.checkpoints)) else path
+
+
+def _flushed(scribe: _Scribe) -> None:
+    tier, name = scribe.data["tier"], scribe.data["name"]
+    copy = Copy(
+        run=scribe.run,
+        name=name,
+        tier=tier,
+        path=f"{tier}/{name}",
+        bytes=scribe.data.get("bytes", 0),
+        copied_at=scribe.event.time,
+    )
+    if scribe.known() is not None:
+        scribe.store.put_copy(copy, epoch=scribe.epoch)
+
+
+def _suspect(scribe: _Scribe) -> None:
+    """The coordinator's word; ranks only say what they left out because of it."""
+    if scribe.event.source.startswith("rank-"):
+        return
+    for item in scribe.store.checkpoints(scribe.run):
+        # One of the same step that was saved later is another state.
+        if item.step == scribe.data["step"] and item.committed_at <= scribe.event.time:
+            scribe.doubt(item, Trust.SUSPECT, str(scribe.data.get("reason", "suspect")))
+
+
 def _restored(scribe: _Scribe) -> None:
     step = scribe.data["step"]
-    scribe.generation(resumed_from=step)
+    scribe.generation(resumed_from=step, tier=str(scribe.data.get("tier") or ""))
     if scribe.row().resumed_from is None:
         scribe.note(resumed_from=step)
+    if scribe.data.get("tier") == MEMORY:
+        return  # its bytes on the disk were not looked at
     scribe.trust(Trust.RESTORED, f"attempt {scribe.attempt} resumed from it")
 
 
 def _refused(scribe: _Scribe) -> None:
-    reason = str(scribe.data.get("reason", "refused"))
+    reason, tier = str(scribe.data.get("reason", "refused")), scribe.elsewhere()
+    if tier == MEMORY:
+        return
+    if tier:
+        scribe.store.drop_copy(scribe.run, scribe.data["name"], tier, epoch=scribe.epoch)
+        return
     scribe.trust(Trust.CORRUPT, f"attempt {scribe.attempt} refused it: {reason}")
 
 
 def _deleted(scribe: _Scribe) -> None:
+    tier = scribe.elsewhere()
+    if tier:
+        scribe.store.drop_copy(scribe.run, scribe.data["name"], tier, epoch=scribe.epoch)
+        return
     scribe.trust(Trust.DELETED, f"deleted by attempt {scribe.attempt}: newer ones are kept")
 
 
@@ -149,6 +223,8 @@ _HANDLERS: dict[str, Callable[[_Scribe], None]] = {
     EventKind.CHECKPOINT_RESTORED: _restored,
     EventKind.CHECKPOINT_REFUSED: _refused,
     EventKind.CHECKPOINT_DELETED: _deleted,
+    EventKind.CHECKPOINT_FLUSHED: _flushed,
+    EventKind.CHECKPOINT_SUSPECT: _suspect,
 }
 
 

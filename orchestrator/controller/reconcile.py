@@ -223,7 +223,7 @@ class Controller:
         if job.restarts > 0 and job.state not in LEAVING_STATES:
             self.actor.cancel(view.run, job.job_id, "requeued by Slurm: it must not train again")
         elif job.held and view.cancel is None:
-            self.actor.let_go(view.run, view.last, view.folder)
+            self.actor.let_go(view.run, view.last, view.folder, view.config)
         elif job.state in RUNNING_STATES and job.end_time is not None:
             self.actor.request_once(
                 view.folder, RequestKind.DEADLINE, view.last.number, "the job's end by Slurm's clock", job.end_time

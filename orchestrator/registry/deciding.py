@@ -3,13 +3,13 @@
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import Connection, func, select, update
+from sqlalchemy import Connection, delete, func, select, update
 from sqlalchemy.dialects.sqlite import insert as insert_or
 
 from orchestrator.registry.asking import put_intent
 from orchestrator.registry.database import Verbs, writes
 from orchestrator.registry.leasing import fence
-from orchestrator.registry.records import Attempt, Checkpoint, Generation
+from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation
 from orchestrator.registry.rows import (
     alter_attempt,
     alter_checkpoint,
@@ -24,6 +24,7 @@ from orchestrator.registry.schema import (
     AskRow,
     AttemptRow,
     CheckpointRow,
+    CopyRow,
     CursorRow,
     GenerationRow,
     NodeRow,
@@ -124,6 +125,20 @@ class Deciding(Verbs):
                 connection, checkpoint.run, "checkpoint", checkpoint.name, "", checkpoint.trust, reason,
                 checkpoint.committed_at,
             )  # fmt: skip
+
+    @writes
+    def put_copy(self, connection: Connection, copy: Copy, *, epoch: int) -> None:
+        """Write down that a known checkpoint lies in a further tier too."""
+        fence(connection, epoch)
+        the_checkpoint(connection, copy.run, copy.name)
+        connection.execute(insert_or(CopyRow).values(**copy.__dict__).on_conflict_do_nothing())
+
+    @writes
+    def drop_copy(self, connection: Connection, run: str, name: str, tier: str, *, epoch: int) -> None:
+        """A copy is gone."""
+        fence(connection, epoch)
+        wanted = (CopyRow.run == run) & (CopyRow.name == name) & (CopyRow.tier == tier)
+        connection.execute(delete(CopyRow).where(wanted))
 
     @writes
     def trust(

@@ -10,14 +10,16 @@ from sqlalchemy import Connection, false, func, select
 
 from orchestrator.errors import NotFound, RegistryError
 from orchestrator.registry.database import Verbs, reads
-from orchestrator.registry.records import Ask, Attempt, Checkpoint, Generation, Lease, Node, Run, Transition
+from orchestrator.registry.records import Ask, Attempt, Checkpoint, Copy, Generation, Lease, Node, Run, Transition
 from orchestrator.registry.rows import generation_rows, record, the_attempt, the_run
 from orchestrator.registry.schema import (
     AskRow,
     AttemptRow,
     CheckpointRow,
     ConfigRow,
+    CopyRow,
     CursorRow,
+    GenerationRow,
     LeaseRow,
     NodeRow,
     RunRow,
@@ -67,6 +69,25 @@ class Reading(Verbs):
         order = (CheckpointRow.step.desc(), CheckpointRow.committed_at.desc(), CheckpointRow.name.desc())
         query = select(CheckpointRow.__table__).where(CheckpointRow.run == run).order_by(*order)
         return [record(Checkpoint, row) for row in connection.execute(query).mappings()]
+
+    @reads
+    def copies(self, connection: Connection, run: str) -> list[Copy]:
+        """Copies of a run's checkpoints in further tiers, by checkpoint and tier."""
+        query = select(CopyRow.__table__).where(CopyRow.run == run).order_by(CopyRow.name, CopyRow.tier)
+        return [record(Copy, row) for row in connection.execute(query).mappings()]
+
+    @reads
+    def history(self, connection: Connection, cluster: str, since: float) -> tuple[list[Attempt], list[Generation]]:
+        """Attempts on a cluster that were running at `since` or later, and the generations of its runs that failed."""
+        of_cluster = select(RunRow.name).where(RunRow.cluster == cluster)
+        lived = AttemptRow.started_at.is_not(None) & (AttemptRow.ended_at.is_(None) | (AttemptRow.ended_at >= since))
+        attempts = select(AttemptRow.__table__).where(AttemptRow.run.in_(of_cluster) & lived)
+        fallen = GenerationRow.failure.is_not(None) & (GenerationRow.started_at >= since)
+        generations = select(GenerationRow.__table__).where(GenerationRow.run.in_(of_cluster) & fallen)
+        return (
+            [record(Attempt, row) for row in connection.execute(attempts).mappings()],
+            [record(Generation, row) for row in connection.execute(generations).mappings()],
+        )
 
     @reads
     def transitions(self, connection: Connection, run: str) -> list[Transition]:

@@ -68,11 +68,12 @@ class Generation:
     last_step: int | None = None
     reason: str = ""
     failure: dict[str, Any] | None = None
+    tier: str = ""  # where `resumed_from` was loaded from: `memory`, or the path of a tier
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """One checkpoint folder of a run; `name` is the folder's name."""
+    """One checkpoint folder of a run; `name` is the folder's name, `path` where it was committed first."""
 
     run: str
     name: str
@@ -83,6 +84,21 @@ class Checkpoint:
     path: str
     committed_at: float
     reason: str = ""
+    tier: str = ""  # path of the first tier; empty for the run's own folder
+    seconds: float | None = None  # from its beginning to its commit
+    stall: float | None = None  # for which training stood still
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copy:
+    """A checkpoint in a further tier, `tier` being that tier's path."""
+
+    run: str
+    name: str
+    tier: str
+    path: str
+    bytes: int
+    copied_at: float
 
 
 @dataclass(frozen=True, kw_only=True)

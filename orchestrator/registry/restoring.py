@@ -8,11 +8,12 @@ from sqlalchemy.dialects.sqlite import insert as insert_or
 from orchestrator.registry.database import Verbs, writes
 from orchestrator.registry.leasing import NOBODY
 from orchestrator.registry.recording import Record
-from orchestrator.registry.records import Attempt, Checkpoint, Generation, Node, Run, Transition
+from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation, Node, Run, Transition
 from orchestrator.registry.schema import (
     AttemptRow,
     Base,
     CheckpointRow,
+    CopyRow,
     CursorRow,
     GenerationRow,
     LeaseRow,
@@ -21,7 +22,7 @@ from orchestrator.registry.schema import (
     TransitionRow,
 )
 
-Row = Run | Attempt | Generation | Checkpoint | Transition
+Row = Run | Attempt | Generation | Checkpoint | Copy | Transition
 
 
 class Restoring(Verbs):
@@ -34,6 +35,7 @@ class Restoring(Verbs):
         rows += [(AttemptRow, item) for item in record.attempts]
         rows += [(GenerationRow, item) for item in record.generations]
         rows += [(CheckpointRow, item) for item in record.checkpoints]
+        rows += [(CopyRow, item) for item in record.copies]
         rows += [(TransitionRow, item) for item in record.transitions]
         for model, item in rows:
             connection.execute(insert(model).values(**item.__dict__))

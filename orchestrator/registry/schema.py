@@ -151,6 +151,7 @@ class GenerationRow(Base):
     last_step: Mapped[int | None]
     reason: Mapped[str]
     failure: Mapped[dict[str, Any] | None]
+    tier: Mapped[str] = mapped_column(server_default="")
 
 
 class CheckpointRow(Base):
@@ -165,6 +166,24 @@ class CheckpointRow(Base):
     path: Mapped[str]
     committed_at: Mapped[float]
     reason: Mapped[str]
+    tier: Mapped[str] = mapped_column(server_default="")
+    seconds: Mapped[float | None]
+    stall: Mapped[float | None]
+
+
+class CopyRow(Base):
+    """Copies of checkpoints in further tiers; a deleted one has no row."""
+
+    __tablename__ = "copies"
+    __table_args__ = (
+        ForeignKeyConstraint(["run", "name"], ["checkpoints.run", "checkpoints.name"], name="fk_copies_checkpoint"),
+    )
+    run: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(primary_key=True)
+    tier: Mapped[str] = mapped_column(primary_key=True)
+    path: Mapped[str]
+    bytes: Mapped[int]
+    copied_at: Mapped[float]
 
 
 class TransitionRow(Base):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from orchestrator.errors import Fenced, NotFound
-from orchestrator.registry.records import Ask, Attempt, Checkpoint, Generation, Lease, Node, Run, Transition
+from orchestrator.registry.records import Ask, Attempt, Checkpoint, Copy, Generation, Lease, Node, Run, Transition
 from orchestrator.states import AttemptState, RunState, Trust, may_move
 
 T = TypeVar("T")
@@ -21,6 +21,7 @@ class MemoryStore:
         self._attempts: dict[tuple[str, int], Attempt] = {}
         self._generations: dict[tuple[str, int, int], Generation] = {}
         self._checkpoints: dict[tuple[str, str], Checkpoint] = {}
+        self._copies: dict[tuple[str, str, str], Copy] = {}
         self._nodes: dict[str, Node] = {}
         self._configs: dict[str, dict[str, Any]] = {}
         self._cursors: dict[tuple[str, str], int] = {}
@@ -62,6 +63,18 @@ class MemoryStore:
     def checkpoints(self, run: str) -> list[Checkpoint]:
         mine = [item for (name, _), item in self._checkpoints.items() if name == run]
         return sorted(mine, key=lambda item: (item.step, item.name), reverse=True)
+
+    def copies(self, run: str) -> list[Copy]:
+        return [item for (name, _, _), item in sorted(self._copies.items()) if name == run]
+
+    def history(self, cluster: str, since: float) -> tuple[list[Attempt], list[Generation]]:
+        mine = {name for name, run in self._runs.items() if run.cluster == cluster}
+        lived = [item for item in self._attempts.values() if item.run in mine and item.started_at is not None]
+        fallen = [item for item in self._generations.values() if item.run in mine and item.failure is not None]
+        return (
+            [item for item in lived if item.ended_at is None or item.ended_at >= since],
+            [item for item in fallen if item.started_at >= since],
+        )
 
     def transitions(self, run: str) -> list[Transition]:
         return [item for item in self._transitions if item.run == run]
@@ -179,6 +192,14 @@ class MemoryStore:
     def put_checkpoint(self, checkpoint: Checkpoint, *, epoch: int) -> None:
         self._check(epoch)
         self._checkpoints.setdefault((checkpoint.run, checkpoint.name), checkpoint)
+
+    def put_copy(self, copy: Copy, *, epoch: int) -> None:
+        self._check(epoch)
+        self._copies.setdefault((copy.run, copy.name, copy.tier), copy)
+
+    def drop_copy(self, run: str, name: str, tier: str, *, epoch: int) -> None:
+        self._check(epoch)
+        self._copies.pop((run, name, tier), None)
 
     def trust(self, run: str, name: str, to: Trust, reason: str, *, epoch: int, now: float) -> None:
         self._check(epoch)

@@ -70,6 +70,58 @@ def test_a_checkpoint_s_trust_follows_what_happened_to_it(tmp_path: Path) -> Non
     assert world.attempts[0].saved_step == 20
 
 
+def test_where_a_generation_was_loaded_from(tmp_path: Path) -> None:
+    world, log = begun(tmp_path)
+    log.write(EventKind.CHECKPOINT_COMMITTED, step=10, name="a", bytes=7, seconds=0.5, stall=0.02)
+    log.generation = 2
+    log.write(EventKind.CHECKPOINT_REFUSED, step=10, name="a", reason="a record is torn", tier="memory")
+    log.write(EventKind.CHECKPOINT_RESTORED, step=10, name="a", seconds=0.1, tier="memory")
+    read(world)
+    (generation,) = world.store.generations(world.name, 1)
+    assert (generation.resumed_from, generation.tier) == (10, "memory")
+    (saved,) = world.store.checkpoints(world.name)
+    assert (saved.trust, saved.tier, saved.seconds, saved.stall) == (Trust.COMMITTED, "", 0.5, 0.02)
+
+
+def test_copies_in_further_tiers_come_and_go(tmp_path: Path) -> None:
+    world, log = begun(tmp_path)
+    for step, name in ((10, "a"), (20, "b")):
+        log.write(EventKind.CHECKPOINT_COMMITTED, step=step, name=name, bytes=7, seconds=0.1)
+        for tier in ("/far", "s3://bucket/r"):
+            log.write(EventKind.CHECKPOINT_FLUSHED, step=step, name=name, tier=tier, bytes=7, seconds=0.1)
+    log.write(EventKind.CHECKPOINT_FLUSHED, step=99, name="unknown", tier="/far", bytes=7, seconds=0.1)
+    log.write(EventKind.CHECKPOINT_DELETED, step=10, name="a", tier="/far")
+    log.write(EventKind.CHECKPOINT_REFUSED, step=20, name="b", reason="chunk 3 differs", tier="s3://bucket/r")
+    home = str(world.folder.checkpoints)
+    log.write(EventKind.CHECKPOINT_DELETED, step=10, name="a", tier=home)
+    read(world)
+    copies = {(item.name, item.tier): item.path for item in world.store.copies(world.name)}
+    assert copies == {("a", "s3://bucket/r"): "s3://bucket/r/a", ("b", "/far"): "/far/b"}
+    assert {item.name: item.trust for item in world.store.checkpoints(world.name)} == {
+        "a": Trust.DELETED,
+        "b": Trust.COMMITTED,
+    }
+
+
+def test_the_coordinator_s_doubt_hits_what_was_saved_before(tmp_path: Path) -> None:
+    world, log = begun(tmp_path)
+    agent = EventLog(world.folder.attempt(1).event_file("agent-0000"), "agent-0000", 1, clock=world.clock)
+    log.write(EventKind.CHECKPOINT_COMMITTED, step=10, name="a", bytes=7, seconds=0.1)
+    log.write(EventKind.CHECKPOINT_COMMITTED, step=20, name="b", bytes=7, seconds=0.1)
+    read(world)
+    world.clock.now += 10
+    agent.write(EventKind.CHECKPOINT_SUSPECT, step=20, reason="twice SIGSEGV")
+    world.clock.now += 10
+    log.write(EventKind.CHECKPOINT_SUSPECT, step=10, reason="left out")  # a rank only repeats what it was told
+    log.write(EventKind.CHECKPOINT_COMMITTED, step=20, name="c", bytes=7, seconds=0.1)
+    log.write(EventKind.CHECKPOINT_RESTORED, step=20, name="b", seconds=0.1)  # the last one there was
+    read(world)
+    found = {item.name: (item.trust, item.reason) for item in world.store.checkpoints(world.name)}
+    assert found["a"][0] is Trust.COMMITTED
+    assert found["b"] == (Trust.SUSPECT, "twice SIGSEGV")
+    assert found["c"][0] is Trust.COMMITTED
+
+
 def test_progress_comes_from_the_last_whole_line_of_the_metrics(tmp_path: Path) -> None:
     world, _ = begun(tmp_path)
     metrics = world.folder.attempt(1).metrics

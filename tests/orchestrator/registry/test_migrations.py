@@ -1,5 +1,6 @@
 """Versions of the registry: made, upgraded with a backup, refused when newer."""
 
+import hashlib
 import sqlite3
 import subprocess
 import sys
@@ -24,8 +25,8 @@ SECOND = """
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0002"
-down_revision = "0001"
+revision = "0003"
+down_revision = "0002"
 
 
 def upgrade() -> None:
@@ -79,14 +80,14 @@ class Tomorrow:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, then: str = "") -> None:
         (folder / "versions").mkdir(parents=True)
-        for name in ("env.py", "script.py.mako", "versions/v0001_first_tables.py"):
+        for name in ("env.py", "script.py.mako", "versions/v0001_first_tables.py", "versions/v0002_tiers.py"):
             (folder / name).write_text((MIGRATIONS / name).read_text())
-        (folder / "versions" / "v0002_note.py").write_text(SECOND.format(then=then))
+        (folder / "versions" / "v0003_note.py").write_text(SECOND.format(then=then))
         monkeypatch.setattr(migrate, "FOLDER", folder)
         for module in (migrate, store, quick):
-            monkeypatch.setattr(module, "KNOWN", ("0001", "0002"))
+            monkeypatch.setattr(module, "KNOWN", ("0001", "0002", "0003"))
         for module in (store, quick, migrate):
-            monkeypatch.setattr(module, "HEAD", "0002")
+            monkeypatch.setattr(module, "HEAD", "0003")
 
 
 def test_an_older_registry_is_upgraded_after_a_backup(
@@ -94,7 +95,7 @@ def test_an_older_registry_is_upgraded_after_a_backup(
 ) -> None:
     run, _ = desk.run()
     Tomorrow(tmp_path / "migrations", monkeypatch)
-    with pytest.raises(RegistryError, match="older version 0001") as caught:
+    with pytest.raises(RegistryError, match="older version 0002") as caught:
         quick.newest(desk.path)
     assert "orch controller tick" in caught.value.hint
     with Store.open(desk.path) as upgraded:
@@ -105,8 +106,38 @@ def test_an_older_registry_is_upgraded_after_a_backup(
     with pytest.raises(sqlite3.IntegrityError, match="never changed"):
         raw.execute("UPDATE configs SET data = ''")
     raw.close()
-    assert quick.version(desk.path) == "0002"
-    assert quick.version(desk.path.with_name("registry.db.0001.bak")) == "0001"
+    assert quick.version(desk.path) == "0003"
+    assert quick.version(desk.path.with_name("registry.db.0002.bak")) == "0002"
+
+
+def test_a_registry_without_tiers_gets_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of the first version stay, and what they could not tell is empty."""
+    path, first = tmp_path / "old.db", tmp_path / "first"
+    (first / "versions").mkdir(parents=True)
+    for name in ("env.py", "script.py.mako", "versions/v0001_first_tables.py"):
+        (first / name).write_text((MIGRATIONS / name).read_text())
+    with monkeypatch.context() as patch:
+        patch.setattr(migrate, "FOLDER", first)
+        path.touch()
+        migrate.upgrade(path)
+    assert quick.version(path) == "0001"
+    raw = sqlite3.connect(path)
+    digest = hashlib.sha256(b"{}").hexdigest()
+    raw.execute("INSERT INTO configs VALUES (?, '{}')", (digest,))
+    raw.execute(
+        "INSERT INTO runs (name, state, reason, cluster, run_dir, config_digest, total_steps, step, not_before,"
+        " fresh_from, created_at, updated_at, identity)"
+        " VALUES ('r-1', 'RUNNING', '', 'slurm', '/r', ?, 9, 3, 0, 1, 1, 1, '{}')",
+        (digest,),
+    )
+    raw.execute("INSERT INTO checkpoints VALUES ('r-1', 'a', 5, 1, 'VERIFIED', 7, '/r/a', 1.0, 'read')")
+    raw.commit()
+    raw.close()
+    with Store.open(path) as upgraded:
+        (saved,) = upgraded.checkpoints("r-1")
+        assert (saved.trust, saved.tier, saved.seconds, saved.stall) == ("VERIFIED", "", None, None)
+        assert upgraded.copies("r-1") == []
+    assert quick.version(path) == versions.HEAD
 
 
 def test_a_failed_upgrade_leaves_the_old_registry(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +146,7 @@ def test_a_failed_upgrade_leaves_the_old_registry(desk: Desk, tmp_path: Path, mo
         Tomorrow(tmp_path / "migrations", patch, then="op.execute('this is no SQL')")
         with pytest.raises(RegistryError, match="no SQL|syntax"):
             Store.open(desk.path)
-    assert quick.version(desk.path) == "0001"
+    assert quick.version(desk.path) == "0002"
     with Store.open(desk.path) as old:
         assert old.run(run.name) == run
     assert "note" not in quick.newest(desk.path)[0]

@@ -117,7 +117,8 @@ def fill(path: Path, count: int) -> None:
         [(run, number) for run, number, _ in attempts],
     )
     raw.executemany(
-        "INSERT INTO checkpoints VALUES (?, ?, ?, 1, 'COMMITTED', 1, '/p', 1, '')",
+        "INSERT INTO checkpoints (run, name, step, attempt, trust, bytes, path, committed_at, reason)"
+        " VALUES (?, ?, ?, 1, 'COMMITTED', 1, '/p', 1, '')",
         [(f"r-{n}", f"s-{k}", k) for n in numbers for k in range(5)],
     )
     raw.commit()

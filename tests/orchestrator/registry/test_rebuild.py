@@ -15,7 +15,7 @@ from checkpointing.durable import canonical, dump_line
 from orchestrator.controller.lease import Holder, host_name, start_time
 from orchestrator.errors import RegistryError
 from orchestrator.rebuild import rebuild
-from orchestrator.registry.records import Checkpoint, Generation
+from orchestrator.registry.records import Checkpoint, Copy, Generation
 from orchestrator.registry.store import Store
 from orchestrator.states import AttemptState, RunState, Trust
 from trainer.contract.events import EventKind, EventLog
@@ -79,6 +79,9 @@ def live_through_two_attempts(desk: Desk) -> RunDir:
         )  # fmt: skip
         store.put_checkpoint(item, epoch=epoch)
         store.trust(name, folder_name, trust, "chunk 3 differs", **stamp)
+    for tier in ("s3://bucket/tiny-1", str(folder.checkpoints)):
+        copy = Copy(run=name, name=folder_name, tier=tier, path=f"{tier}/{folder_name}", bytes=5, copied_at=21.0)
+        store.put_copy(copy, epoch=epoch)
     failure = {"kind": "node_lost", "reason": "NODE_FAIL", "node": "n1"}
     store.saw_node("n1", "slurm", **stamp, failure="node_lost", excluded_until=500.0)
     store.move_attempt(
@@ -103,7 +106,7 @@ def everything(store: Store) -> dict[str, Any]:
         **{
             f"{run.name} {verb}": getattr(store, verb)(run.name)
             for run in runs
-            for verb in ("attempts", "generations", "checkpoints", "transitions", "cursors")
+            for verb in ("attempts", "generations", "checkpoints", "copies", "transitions", "cursors")
         },
     }
 
@@ -308,6 +311,27 @@ def test_folders_that_moved_are_known_at_their_new_place(desk: Desk, tmp_path: P
     with Store.open(desk.path) as store:
         assert store.run(folder.name) == replace(old, run_dir=str(moved / folder.name))
         assert all(item.path.startswith(str(moved)) for item in store.checkpoints(folder.name))
+        near, far = (item.tier for item in store.copies(folder.name))
+        assert (near, far) == (str(moved / folder.name / "checkpoints"), "s3://bucket/tiny-1")
+
+
+def test_what_lies_on_the_nodes_own_disks_is_not_taken_for_gone(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiers = [{"path": "/nvme", "shared": False}, {"path": "run"}]
+    monkeypatch.setitem(CONFIG, "checkpoint", {"tiers": tiers})
+    folder = begin(desk)
+    for step, tier in ((20, ""), (30, "/nvme/tiny-1/n1")):
+        name = f"step-{step:08d}.001-00000000"
+        item = Checkpoint(
+            run=folder.name, name=name, step=step, attempt=1, trust=Trust.COMMITTED, bytes=5,
+            path=f"{tier or folder.checkpoints}/{name}", committed_at=float(step), tier=tier,
+        )  # fmt: skip
+        desk.store.put_checkpoint(item, epoch=desk.lease.epoch)
+    desk.store.move_run(folder.name, RunState.HELD, "disk full", **desk.stamp)
+    lose(desk)
+    rebuild(desk.path, [desk.root], now=50.0)
+    with Store.open(desk.path) as store:
+        trust = {item.step: item.trust for item in store.checkpoints(folder.name)}
+        assert trust == {20: Trust.DELETED, 30: Trust.COMMITTED}
 
 
 def test_a_damaged_record_is_as_good_as_none(desk: Desk) -> None:

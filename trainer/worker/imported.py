@@ -217,11 +217,12 @@ def _check_position(found: Fit, source: Source, config: JobConfig) -> None:
 def facts(source: Source, found: Fit) -> tuple[int, dict[str, Any]]:
     """The step at which training goes on, and the plain part of the checkpoint."""
     provenance = {"source": str(source.place), "optimizer": found.optimizer}
-    if found.optimizer and source.facts:
-        kept = {key: source.facts.get(key) for key in ("consumed", "loss", "seed", "fingerprint")}
-        return source.step, {"step": source.step, **kept, "imported": provenance}
     begin = {"step": 0, "consumed": 0, "loss": float("nan"), "seed": None, "fingerprint": None}
-    return 0, {**begin, "imported": provenance}
+    # Without its place in the data a state can only begin anew.
+    if not found.optimizer or not isinstance(source.facts.get("consumed"), int):
+        return 0, {**begin, "imported": provenance}
+    kept = {key: source.facts[key] for key in begin if source.facts.get(key) is not None}
+    return source.step, {**begin, **kept, "step": source.step, "imported": provenance}
 
 
 def overrides(complaints: list[tuple[str, str]]) -> Iterator[str]:

@@ -30,6 +30,38 @@ def test_a_killed_rank_changes_nothing(user: User) -> None:
     assert user.status(killed)["state"] == "SUCCEEDED"
     assert_exact(user, killed, calm)
 
+    # It did not go by way of the disk: the memory of the ranks' copies outlives them.
+    again = attempt["generation_list"][1]
+    assert (again["resumed_from"], again["tier"]) == (16, "memory")
+    assert "resumed from memory" in user.run("show", killed).stdout
+    assert all(row["stall"] is not None for row in shown["checkpoints"])
+    assert all("stall" in line for line in user.steps(killed))
+
+
+def test_a_memory_that_is_damaged_is_not_trusted(user: User) -> None:
+    """The rank is stopped, the copies of its state are overwritten, and then it is killed."""
+    run = user.submit("tiny-gpt", *SMALL, "drill.events=[{kind: slow-rank, rank: 1, step: 18, value: 0.5}]")["run"]
+    user.until(lambda: user.step(run) >= 18, 90, "training")
+    user.until(lambda: list(user.run_dir(run).checkpoints.glob("step-00000016*/COMMIT")), 30, "a checkpoint")
+    victim = next(process for process in user.processes("orch-rank") if process.name() == "orch-rank-1")
+    victim.suspend()
+    for arena in Path(f"/proc/{victim.pid}/fd").iterdir():
+        if "orch-arena" in os.readlink(arena):
+            with arena.open("r+b") as memory:
+                memory.seek(os.path.getsize(arena) // 2)
+                memory.write(b"\xff" * 65536)
+    victim.kill()
+    assert user.wait(run) == 0
+    (attempt,) = user.show(run)["attempts"]
+    again = attempt["generation_list"][1]
+    assert again["tier"] not in ("", "memory")
+    assert again["resumed_from"] == 16
+    seen: dict[int, set[float]] = {}
+    for line in user.steps(run):
+        seen.setdefault(line["step"], set()).add(line["loss"])
+    assert set(seen) == set(range(1, 41))
+    assert all(len(found) == 1 for found in seen.values()), "a replayed step differs"
+
 
 def test_a_killed_agent_leaves_nothing_and_the_run_goes_on_in_a_new_attempt(user: User) -> None:
     run = user.submit("tiny-gpt", *SMALL)["run"]

@@ -142,7 +142,8 @@ class Loop:
 
     def _settle(self) -> StopReason:
         """Read the sums that are still on the device, if any, and tell them."""
-        if self._unread is None:
+        self._wish = Wish.NONE
+        if self._unread is None:  # a save has read them already, and was what they asked for
             return StopReason.NONE
         result, self._unread = self._unread.result(), None
         self._progressed.loss = result.loss

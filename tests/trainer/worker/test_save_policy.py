@@ -1,0 +1,65 @@
+"""Real ranks that save by the clock, in lazy mode, and when saving does not work."""
+
+import shutil
+from typing import Any
+
+import pytest
+
+from trainer.contract.events import Event, EventKind, read_events
+
+pytestmark = pytest.mark.multi
+KILL = {"events": [{"kind": "kill-rank", "rank": 1, "step": 7}]}
+
+
+def told(run: Any, kind: EventKind) -> list[Event]:
+    events, _ = read_events(run.attempt.event_file("rank-00000"))
+    return [event for event in events if event.kind == kind]
+
+
+def test_the_automatic_cadence_measures_and_all_ranks_follow(make_run: Any) -> None:
+    checkpoint = {"every": "auto", "auto": {"least": 2, "most": 12, "node_days": 1e-4}, "keep": 9}
+    run = make_run(2, train={"steps": 30}, checkpoint=checkpoint)
+    assert run.train()["codes"] == [0, 0], run.log()
+    saved = [event.data["step"] for event in told(run, EventKind.CHECKPOINT_COMMITTED)]
+    assert saved[0] == 2
+    assert saved[-1] == 30
+    (first, *_) = told(run, EventKind.CHECKPOINT_CADENCE)
+    assert 2 <= first.data["steps"] <= 12
+    assert "a save costs" in first.data["reason"]
+    gaps = [later - earlier for earlier, later in zip(saved, saved[1:-1], strict=False)]
+    assert all(2 <= gap <= 13 for gap in gaps), saved
+    stalls = [event.data["stall"] for event in told(run, EventKind.CHECKPOINT_COMMITTED)]
+    assert all(stall > 0 for stall in stalls)
+    lines = run.metrics()
+    assert lines[3]["stall"] > 0
+    assert sum(line["stall"] > 0.0002 for line in lines.values()) < len(lines)
+
+
+def test_lazy_staging_goes_on_with_the_same_bits(make_run: Any) -> None:
+    calm = make_run(2, name="calm")
+    assert calm.train()["codes"] == [0, 0], calm.log()
+    lazy = make_run(2, name="lazy", checkpoint={"staging": {"mode": "lazy"}}, drill=KILL)
+    assert -9 in lazy.train()["codes"]
+    answer = lazy.train()
+    assert answer["codes"] == [0, 0], lazy.log()
+    assert answer["restored"][0] in (3, 6)
+    assert lazy.final()["weights_digest"] == calm.final()["weights_digest"]
+
+
+@pytest.mark.parametrize("limit", [0, 4])
+def test_saves_that_fail_end_the_attempt_only_when_too_much_would_be_lost(make_run: Any, limit: int) -> None:
+    steps = 60 if limit else 12
+    run = make_run(2, train={"steps": steps}, checkpoint={"every": 2, "max_unsaved_steps": limit})
+    shutil.rmtree(run.dir.checkpoints)
+    run.dir.checkpoints.write_text("no folder can be made here")
+    answer = run.train()
+    assert answer["codes"] == [1, 1], run.log()
+    assert [last["exception"] for last in answer["last"]] == ["SaveFailed", "SaveFailed"]
+    assert len(set(answer["steps"])) == 1
+    if limit:
+        assert answer["steps"][0] < steps
+        assert "checkpoint.max_unsaved_steps=4" in answer["last"][0]["message"]
+    else:
+        assert answer["steps"][0] == steps
+    kinds = {event.kind for event in read_events(run.attempt.event_file("rank-00000"))[0]}
+    assert kinds & {EventKind.CHECKPOINT_RETRIED, EventKind.CHECKPOINT_FAILED}

@@ -1,12 +1,11 @@
 """Digests of files that are there, at the speed of reading: a few threads, each digests a chunk as it reads it.
 
-A chunk that lies in the page cache is read from it, in pieces that are still in the core's own cache when they are
-digested. Any other chunk is read past the page cache (O_DIRECT) where the file system allows that: verifying a
-checkpoint must not throw out what a trainer on the same machine needs.
+Files are read through the page cache, in pieces that are still in the core's own cache when they are digested: the
+kernel reads ahead meanwhile, which one thread with O_DIRECT cannot. What was not in the page cache before is let go of
+again at once: verifying a checkpoint must not throw out what a trainer on the same machine needs.
 """
 
 import ctypes
-import errno
 import mmap
 import os
 import threading
@@ -22,6 +21,7 @@ from checkpointing.storage import LocalStorage, Storage
 PIECE = 512 << 10
 """Bytes read from the page cache at once: half of a usual second-level cache."""
 PAGE = mmap.PAGESIZE
+_STRIDE = 8 << 20
 _MOST = 4
 
 
@@ -59,8 +59,8 @@ def digester_of(storage: Storage, folder: str) -> Callable[[], Digester]:
     """What makes a thread's digester of the files in one folder of a storage."""
     # A storage that opens files in its own way is read through its own streams.
     if isinstance(storage, LocalStorage) and type(storage).open is LocalStorage.open:
-        root = storage.root / folder
-        return lambda: _Local(root)
+        root, before = storage.root / folder, Before()
+        return lambda: _Local(root, before)
     return lambda: _Streams(storage, folder)
 
 
@@ -125,80 +125,66 @@ class _Streams:
             self._stream = None
 
 
-class _Local:
-    """Reads files of a mounted file system into one page-aligned buffer that is used again and again."""
+class Before:
+    """What was in the page cache before a scan came by; shared by its threads, as what the kernel reads ahead is."""
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._name, self._cached, self._direct = "", -1, -1
-        self._buffer: mmap.mmap | None = None
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._files: dict[str, list[bool]] = {}
+
+    def of(self, name: str, descriptor: int) -> list[bool]:
+        """For every 8 MiB of a file whether they were there: the page in the middle stands for them."""
+        with self._lock:
+            if name not in self._files:
+                size = os.fstat(descriptor).st_size
+                places = (min(start + _STRIDE // 2, (start + size) // 2) for start in range(0, size, _STRIDE))
+                self._files[name] = [_resident(descriptor, place // PAGE * PAGE) for place in places]
+            return self._files[name]
+
+
+class _Local:
+    """Reads files of a mounted file system, piece by piece, into memory that is used again and again."""
+
+    def __init__(self, root: Path, before: Before) -> None:
+        self._root, self._before = root, before
+        self._name, self._descriptor = "", -1
+        self._warm: list[bool] = []
+        self._piece = memoryview(mmap.mmap(-1, PIECE))
 
     def digest(self, reach: Reach) -> str:
         if self._name != reach.name:
             self._open(reach.name)
-        if self._direct >= 0 and reach.offset % PAGE == 0 and reach.length > PIECE and not self._warm(reach):
-            try:
-                return self._past_cache(reach)
-            except OSError as error:
-                # Some file systems take the flag at open and refuse it at the first read.
-                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                    raise
-                os.close(self._direct)
-                self._direct = -1
-        return self._through_cache(reach)
+        found = self._read(reach)
+        if not self._was_warm(reach):
+            os.posix_fadvise(self._descriptor, reach.offset, reach.length, os.POSIX_FADV_DONTNEED)
+        return found
 
-    def _open(self, name: str) -> None:
-        self._shut()
-        path = self._root / name
-        self._cached = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            self._direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-        except OSError:
-            self._direct = -1
-        self._name = name
-
-    def _warm(self, reach: Reach) -> bool:
-        places = (reach.offset, reach.offset + reach.length // 2 // PAGE * PAGE)
-        return all(_resident(self._cached, place) for place in places)
-
-    def _past_cache(self, reach: Reach) -> str:
-        """One read of whole pages; the last page of a file comes back as short as it is."""
-        whole = -(-reach.length // PAGE) * PAGE
-        view, got = self._view(whole), 0
-        while got < reach.length:
-            count = os.preadv(self._direct, [view[got:whole]], reach.offset + got)
-            got += count
-            if count == 0 or got % PAGE:
-                break
-        # Ended early, which a plain read may explain better: the file is short, or a part of the disk is bad.
-        if got < reach.length:
-            return self._through_cache(reach)
-        return xxhash.xxh3_128_hexdigest(view[: reach.length])
-
-    def _through_cache(self, reach: Reach) -> str:
-        view, done, digest = self._view(PIECE), 0, xxhash.xxh3_128()
+    def _read(self, reach: Reach) -> str:
+        done, digest = 0, xxhash.xxh3_128()
         while done < reach.length:
-            count = os.preadv(self._cached, [view[: min(PIECE, reach.length - done)]], reach.offset + done)
+            wanted = self._piece[: min(PIECE, reach.length - done)]
+            count = os.preadv(self._descriptor, [wanted], reach.offset + done)
             if count == 0:
                 break
-            digest.update(view[:count])
+            digest.update(self._piece[:count])
             done += count
         return digest.hexdigest()
 
-    def _view(self, size: int) -> memoryview:
-        if self._buffer is None or len(self._buffer) < size:
-            self._buffer = mmap.mmap(-1, size)
-        return memoryview(self._buffer)
+    def _was_warm(self, reach: Reach) -> bool:
+        return any(self._warm[reach.offset // _STRIDE : -(-(reach.offset + reach.length) // _STRIDE)])
 
-    def _shut(self) -> None:
-        for descriptor in (self._cached, self._direct):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._name, self._cached, self._direct = "", -1, -1
+    def _open(self, name: str) -> None:
+        self.close()
+        self._descriptor = os.open(self._root / name, os.O_RDONLY | os.O_CLOEXEC)
+        self._name, self._warm = name, self._before.of(name, self._descriptor)
 
     def close(self) -> None:
-        self._shut()
-        self._buffer = None
+        if self._descriptor >= 0:
+            # What the kernel has read beyond the last chunk goes too.
+            if not any(self._warm):
+                os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(self._descriptor)
+        self._name, self._descriptor = "", -1
 
 
 _LIBC = ctypes.CDLL(None, use_errno=True)

@@ -113,10 +113,7 @@ def import_(
     words = [f"cluster.kind={cluster}"] if cluster else []
     words += [f"name={json.dumps(name, ensure_ascii=False)}"] if name else []
     composed = compose(preset, (*overrides, *words), environ=os.environ)
-    if composed.config.command:
-        raise ConfigError(
-            "a run of a torchrun script loads its weights itself", where=preset, hint="give a workload, not a command"
-        )
+    _check_config(composed.config, preset)
     staging = None if dry_run else _staging(composed.config.cluster.root)
     try:
         brought = _brought(screen, source, composed.config, staging, weights_only=weights_only)
@@ -128,6 +125,21 @@ def import_(
         if staging is not None:
             shutil.rmtree(staging, ignore_errors=True)
     _tell_import(screen, brought, launched)
+
+
+def _check_config(config: Any, preset: str) -> None:
+    from checkpointing.config import RUN
+
+    if config.command:
+        raise ConfigError(
+            "a run of a torchrun script loads its weights itself", where=preset, hint="give a workload, not a command"
+        )
+    tiers = [tier.path for tier in config.checkpoint.tiers]
+    if tiers and RUN not in tiers:
+        raise ConfigError(
+            "checkpoint.tiers has no `run`: the run would not see the checkpoint that it is to begin with",
+            where=preset, hint="add a tier with path `run`",
+        )  # fmt: skip
 
 
 def _staging(root: str) -> Path:

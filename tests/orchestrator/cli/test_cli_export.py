@@ -96,6 +96,12 @@ def test_import_tells_every_misfit_and_what_mends_it(orch: Type, run: tuple[str,
     assert not list((tmp_path / "made" / ".imports").iterdir()), "a refusal leaves nothing"
 
 
+def test_import_into_a_run_that_would_not_see_it(orch: Type, run: tuple[str, Path], tmp_path: Path) -> None:
+    config = [*settings(tmp_path), f"checkpoint.tiers=[{{path: {tmp_path / 'elsewhere'}}}]"]
+    bad = orch("ckpt", "import", run[1], "tiny-gpt", *config)
+    assert (bad.code, "checkpoint.tiers has no `run`" in bad.err) == (2, True), bad.err
+
+
 def test_import_of_nothing_and_of_garbage(orch: Type, tmp_path: Path) -> None:
     assert orch("ckpt", "import", tmp_path / "gone", "tiny-gpt").code == 3
     (tmp_path / "a.safetensors").write_bytes(b"not this")

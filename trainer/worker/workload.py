@@ -13,7 +13,8 @@ A workload of your own, for `workload.target: my_pkg.my_module:MyWorkload`:
             return MyData(rank=layout.dp_rank, of=layout.dp_size)
 
 Everything that a restart must bring back has to be in parameters, persistent buffers, tensors of the optimizer's
-state, the data position, or torch's and Python's random generators.
+state, the data position, or torch's and Python's random generators. With `checkpoint.staging.mode: lazy` parameters
+and the optimizer's state may change in `optimizer.step()` only: they are copied while the next batch is computed.
 """
 
 import importlib

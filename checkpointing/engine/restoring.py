@@ -1,6 +1,7 @@
 """The ladder of restore: the newest checkpoint that all ranks together can verify, from the fastest tier with it."""
 
 import gc
+import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ LATE_S = 30.0
 """How long to wait for what must be there by what others have seen: shared file systems show names late."""
 
 _PATIENCE_S = 0.2
+_PROMPT_S = 0.0002
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +87,7 @@ class Restorer:
 
     def run(self, tensors: Mapping[str, Tensor], may_lack: MayLack) -> Restored | None:
         """Load the newest checkpoint that can be trusted; None when there is none; raises NothingVerifies."""
-        with _without_collection():
+        with _in_haste():
             return self._tried_in_turn(tensors, may_lack)
 
     def _tried_in_turn(self, tensors: Mapping[str, Tensor], may_lack: MayLack) -> Restored | None:
@@ -353,13 +355,18 @@ def _newer(names: Sequence[str], found: Sequence[Candidate]) -> list[str]:
 
 
 @contextmanager
-def _without_collection() -> Iterator[None]:
-    """Thousands of short-lived objects and a library the size of torch: each collection takes longer than the rest."""
-    enabled = gc.isenabled()
+def _in_haste() -> Iterator[None]:
+    """No garbage collection, which takes longer than a restore does, and a lock that readers get as soon as they ask.
+
+    They ask twice for every chunk; Python's usual interval, while another thread computes, is longer than a read.
+    """
+    enabled, interval = gc.isenabled(), sys.getswitchinterval()
     gc.disable()
+    sys.setswitchinterval(_PROMPT_S)
     try:
         yield
     finally:
+        sys.setswitchinterval(interval)
         if enabled:
             gc.enable()
 

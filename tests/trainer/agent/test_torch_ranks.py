@@ -115,6 +115,20 @@ def test_an_exception_twice_at_the_same_step_ends_the_attempt(training):
     assert "for the second time at step 5" in outcome.reason
 
 
+def test_a_checkpoint_that_ranks_die_after_twice_is_left_out(training):
+    """Killed at step 10 from scratch, then twice after loading step 8: the fourth generation loads step 4."""
+    kills = [{"kind": "kill-rank", "rank": 1, "step": 10, "generation": generation} for generation in (1, 2, 3)]
+    slow = {"kind": "slow-rank", "rank": 1, "step": 9, "generation": 0, "value": 0.3}  # lets step 8 be committed
+    work = training(drill={"events": [slow, *kills]}).start()
+    work.go()
+    assert work.wait(120) == [0, 0], work.story()
+    assert [event.data["step"] for event in work.events(EventKind.CHECKPOINT_RESTORED)] == [8, 8, 4], work.story()
+    first, left_out = work.events(EventKind.CHECKPOINT_SUSPECT)
+    assert first.data["step"] == left_out.data["step"] == 8
+    assert "rank_killed by SIGKILL twice soon after loading it" in first.data["reason"]
+    assert (work.outcome().result, work.outcome().generations) == (AttemptResult.FINISHED, 4)
+
+
 def of_session(work: LocalJob, leader: int) -> list[int]:
     """The agent with this pid and all its processes."""
     return [pid for pid in work.processes() if alive(pid) and os.getsid(pid) == leader]

@@ -122,6 +122,55 @@ def test_when_memory_is_damaged_and_there_is_nothing_else_no_tensor_changes(held
     assert all(not tensor.any() for tensor in target.values())
 
 
+@pytest.mark.parametrize("where", [0, 700, 5000, -1])
+def test_a_checkpoint_of_the_own_layout_is_verified_too_before_any_tensor_changes(held: Generation, where: int) -> None:
+    held.bench.saved(5)
+    shard = held.bench.folder(5) / "__0_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[where] ^= 2
+    shard.write_bytes(data)
+    target, laid = blank(), list[int]()
+    with pytest.raises(NothingVerifies, match="__0_0.distcp chunk 0: digest differs"):
+        held.restore(target, laid.append)
+    assert all(not tensor.any() for tensor in target.values())
+    assert laid == [0], "what landed there is no frame"
+
+
+def test_the_own_layout_is_known_by_its_index(held: Generation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No index is read then; a checkpoint of another layout has to be planned for."""
+    monkeypatch.setattr("checkpointing.engine.restoring.read_index", lambda *_: pytest.fail("read the index"))
+    held.bench.saved(5)
+    target = blank()
+    restored = held.restore(target)
+    assert restored is not None
+    assert same(target, state(5))
+    monkeypatch.undo()
+    made = held.bench.checkpointer()
+    made.save(6, {**state(6), "model.more": torch.ones(3)}, {})
+    made.wait()
+    target = blank()
+    assert held.restore(target).step == 6  # type: ignore[union-attr]
+    assert same(target, state(6))
+
+
+def test_an_index_of_the_same_length_is_not_taken_for_the_own_one(held: Generation) -> None:
+    other = {key.replace("model.mask", "model.mosk"): tensor for key, tensor in state(5).items()}
+    made = held.bench.checkpointer()
+    made.save(5, other, {})
+    made.wait()
+    with pytest.raises(NothingVerifies, match=r"has no tensor model\.mask"):
+        held.restore(blank())
+
+
+def test_other_tensors_than_were_planned_for_are_looked_up(held: Generation) -> None:
+    held.bench.saved(5)
+    some = {"model.weight": torch.zeros(64, 33), "rng/rank-00007": torch.ones(2)}
+    restored = held.restore(some)
+    assert restored is not None
+    assert restored.absent == ("rng/rank-00007",)
+    assert torch.equal(some["model.weight"], state(5)["model.weight"])
+
+
 def test_a_record_of_another_layout_or_a_torn_one_is_none(held: Generation) -> None:
     held.hold(0, 5)
     assert held.restore(blank(), plan=replace(held.plan, hash="0" * 32)) is None

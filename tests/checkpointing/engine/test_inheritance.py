@@ -1,11 +1,22 @@
 """Names that an attempt is to inherit: another node has seen them, so they are waited for and missed."""
 
+import shutil
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from checkpointing.catalog import Catalog
 from checkpointing.engine import restoring
 from checkpointing.engine.checkpointer import Checkpointer
+from checkpointing.engine.group import Ranks
+from checkpointing.engine.restoring import Restored, Restorer
+from checkpointing.engine.saving import Owner
+from checkpointing.engine.sources import MayLack
 from checkpointing.errors import NothingVerifies
-from tests.checkpointing.engine.conftest import Bench, blank
+from checkpointing.storage import LocalStorage
+from checkpointing.tiers import TierPlace
+from tests.checkpointing.engine.conftest import NONCE, Bench, blank, same, state
 
 
 @pytest.fixture
@@ -50,3 +61,58 @@ def test_an_older_one_that_is_gone_is_nobodys_business(bench: Bench) -> None:
     restored = heir(bench, 10, 5).restore(blank())
     assert restored is not None
     assert restored.step == 10
+
+
+# ---- several tiers
+
+
+def tier(root: Path) -> TierPlace:
+    storage = LocalStorage(root)
+    return TierPlace(str(root), storage, Catalog(root, storage))
+
+
+@pytest.fixture
+def two(bench: Bench, tmp_path: Path) -> tuple[TierPlace, TierPlace]:
+    """The same two checkpoints, and a newer one that only the slower tier has."""
+    bench.saved(5, 10, 15)
+    shutil.copytree(bench.root, tmp_path / "slow")
+    shutil.rmtree(bench.folder(15))
+    return tier(bench.root), tier(tmp_path / "slow")
+
+
+def restore(bench: Bench, tiers: tuple[TierPlace, ...], target: dict[str, Any], **options: Any) -> Restored | None:
+    owner = Owner(1, NONCE, (), lambda: True)
+    made = Restorer(tiers, Ranks(None), owner, lambda kind, data: bench.events.append((kind, data)), **options)
+    return made.run(target, MayLack())
+
+
+def test_the_newest_of_all_tiers_is_taken_and_of_equal_ones_the_faster(bench: Bench, two: Any) -> None:
+    fast, slow = two
+    restored = restore(bench, two, blank())
+    assert restored is not None
+    assert (restored.step, restored.tier) == (15, slow.path)
+    shutil.rmtree(Path(slow.path) / bench.folder(15).name)
+    restored = restore(bench, two, blank())
+    assert restored is not None
+    assert (restored.step, restored.tier) == (10, fast.path)
+
+
+def test_a_bad_copy_in_one_tier_is_refused_there_and_the_other_one_taken(bench: Bench, two: Any) -> None:
+    fast, slow = two
+    shutil.rmtree(Path(slow.path) / bench.folder(15).name)
+    (bench.folder(10) / "__0_0.distcp").write_bytes(b"rot")
+    target = blank()
+    restored = restore(bench, two, target)
+    assert restored is not None
+    assert (restored.step, restored.tier) == (10, slow.path)
+    assert same(target, state(10))
+    (refusal,) = bench.told("checkpoint.refused")
+    assert (refusal["step"], refusal["tier"]) == (10, fast.path)
+    assert refusal["reason"].startswith("__0_0.distcp: has 3 bytes instead of")
+
+
+def test_a_suspect_step_is_left_out_in_every_tier_and_told_once(bench: Bench, two: Any) -> None:
+    restored = restore(bench, two, blank(), suspects={15, 10, 99})
+    assert restored is not None
+    assert restored.step == 5
+    assert [told["step"] for told in bench.told("checkpoint.suspect")] == [15, 10]

@@ -5,7 +5,9 @@
 An audit hook cannot be taken away, and a payload that ran could do anything: so this is a process of its own.
 """
 
+import contextlib
 import copyreg
+import gc
 import json
 import os
 import shutil
@@ -43,7 +45,8 @@ ALLOWED = {
 }  # fmt: skip
 WATCHED = (
     "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "os.spawn", "os.startfile", "subprocess.",
-    "exec", "compile", "code.", "marshal.", "socket.", "ctypes.", "urllib.", "http.", "ftplib.", "smtplib.",
+    "exec", "compile", "code.", "marshal.", "socket.", "ctypes.dlopen", "ctypes.dlsym", "urllib.",
+    "http.", "ftplib.", "smtplib.",
     "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.chmod", "os.link", "os.symlink", "os.truncate", "shutil.",
     "tempfile.", "webbrowser.", "sys.settrace", "sys.setprofile", "pty.", "import", "open", "pickle.find_class",
 )  # fmt: skip
@@ -142,10 +145,12 @@ def read_every_way(world: World, folder: Path) -> Counter[str]:
 def under_dcp(folder: Path, canary: Path) -> bool:
     """Whether plain `dcp.load` runs the payload."""
     target = marked(state(2))
-    try:
+    with contextlib.suppress(*FAILURES), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         plain_load(folder, target)
-    except (*FAILURES, SystemExit):
-        pass
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # files that a payload has opened
+        gc.collect()
     ran = canary.exists()
     if ran:
         shutil.rmtree(canary) if canary.is_dir() else canary.unlink()

@@ -142,3 +142,33 @@ def test_a_node_that_does_not_answer_is_not_taken_for_fit_and_is_named(play, mon
         assert outcome.failure.node == "n1"
 
     play(script)
+
+
+def test_agents_hear_when_a_stop_is_due_and_save_times_bring_it_forward(play):
+    async def script(scene: Scene) -> None:
+        peers = [await scene.join(node) for node in (0, 1)]
+        started = await hear(peers[1], "start")
+        assert started["suspects"] == []
+        # An hour by default, 120 s of lead, 60 s by which Slurm's signal may be early.
+        assert (await hear(peers[1], "due"))["seconds"] == pytest.approx(3600 - 180, abs=15)
+        peers[0].send("progress", generation=1, step=3, save_seconds=600.0, step_seconds=10.0)
+        assert (await hear(peers[1], "due"))["seconds"] == pytest.approx(3600 - 5 - 60 - 20 - 600, abs=15)
+
+    play(script)
+
+
+def test_a_generation_after_a_doubted_checkpoint_is_told_to_leave_it_out(play):
+    async def script(scene: Scene) -> None:
+        peers = [await scene.join(node) for node in (0, 1)]
+        for generation in (1, 2, 3):
+            started = await hear(peers[1], "start")
+            assert (started["generation"], started["suspects"]) == (generation, [100] if generation == 3 else [])
+            peers[1].send("progress", generation=generation, step=103, restored=100, stepped=True)
+            for rank, peer in enumerate(peers):
+                peer.send("exit", generation=generation, rank=rank, step=103, exit_code=None, signal=11, word=False)
+            for peer in peers:
+                peer.send("gone", generation=generation)
+        (event,) = scene.events(EventKind.CHECKPOINT_SUSPECT)
+        assert event.data["step"] == 100
+
+    play(script)

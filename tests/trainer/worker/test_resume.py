@@ -124,7 +124,8 @@ def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(make_run):
 
 @pytest.mark.parametrize("change", ["seed", "data"])
 def test_other_data_is_never_taken_for_the_rest_of_the_same(make_run, tmp_path, change):
-    run = make_run(1, name="run", train={"steps": 6}, drill=kill(0, after=5))
+    slow = {"kind": "slow-rank", "rank": 0, "step": 4, "value": 0.5}  # lets step 3 be committed
+    run = make_run(1, name="run", train={"steps": 6}, drill={"events": [slow, *kill(0, after=5)["events"]]})
     run.train()
     config = json.loads(run.dir.config.read_bytes())
     if change == "seed":

@@ -8,7 +8,8 @@ import pytest
 from trainer.contract.events import Event, EventKind, read_events
 
 pytestmark = pytest.mark.multi
-KILL = {"events": [{"kind": "kill-rank", "rank": 1, "step": 7}]}
+SLOW = {"kind": "slow-rank", "rank": 1, "step": 5, "value": 0.3}  # lets step 3 be committed
+KILL = {"events": [SLOW, {"kind": "kill-rank", "rank": 1, "step": 7}]}
 
 
 def told(run: Any, kind: EventKind) -> list[Event]:

@@ -49,7 +49,7 @@ test: check $(INTEROP)/.ready  ## everything, the real Slurm included (under 15 
 proof: venv  ## the long counts; writes docs/proof.md
 	$(BIN)/python -m benchmarks.proof
 
-bench: venv  ## times beside their limits; only numbers of a quiet machine count (about half an hour)
+bench: venv  ## times beside their limits; only numbers of a quiet machine count
 	$(BIN)/python -m benchmarks.cli
 	$(BIN)/python -m benchmarks.checkpoint
 

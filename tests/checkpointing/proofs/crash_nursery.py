@@ -106,7 +106,7 @@ def checkpointer(folder: Path, on_event: Callable[[str, dict[str, Any]], None]) 
     config = CheckpointConfig(keep=KEEP, tiers=tiers)
     return Checkpointer(
         folder / "checkpoints", token_attempt=1, nonce=NONCE, inherit=(), process_group=None, fence=lambda: True,
-        keep=KEEP, on_event=on_event, world={}, config=config,
+        keep=KEEP, on_event=on_event, world={}, config=config, pauses=(0.01, 0.05, 0.2, 1.0),
         tiers=places(config, folder / "checkpoints", "run", "node"),
     )  # fmt: skip
 
@@ -145,7 +145,7 @@ def run(case: Case) -> dict[str, Any]:
         time.sleep(case.delay)
     writers = [child for process in processes if process.is_running() for child in children(process)]
     victims = {"rank": processes[:1], "writer": writers[:1], "job": [*processes, *writers]}[case.victim]
-    if case.delay and all(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in victims):
+    if case.delay and all(map(lives, victims)):
         (Path(case.folder) / DIED).write_text("at a moment")
         kill(victims)
     if case.victim == "rank" or case.victim == "job":
@@ -207,9 +207,19 @@ REAPED: dict[int, int] = {}
 
 def orphans(writers: list[psutil.Process]) -> int:
     """Writers that outlive their ranks by more than a moment."""
-    _, alive = psutil.wait_procs(writers, timeout=5)
+    deadline = time.monotonic() + _PATIENCE_S / 4
+    while (alive := [writer for writer in writers if lives(writer)]) and time.monotonic() < deadline:
+        time.sleep(0.002)
     kill(alive)
     return len(alive)
+
+
+def lives(process: psutil.Process) -> bool:
+    """A dead process that nobody has waited for yet is gone."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def main() -> None:

@@ -3,9 +3,9 @@
 import collections
 import concurrent.futures
 import json
-import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +17,28 @@ from checkpointing.config import CheckpointConfig
 from checkpointing.durable import canonical
 from checkpointing.engine.confirming import Agreed, Standing, agree
 from checkpointing.engine.failure import Failed, attempt, explain
+from checkpointing.engine.flushing import Flusher
 from checkpointing.engine.group import Ranks
+from checkpointing.engine.judging import Judge
 from checkpointing.engine.lane import PAUSES, Lane
 from checkpointing.engine.link import InProcessWriter, WriterLink
+from checkpointing.engine.looking_back import look_back
+from checkpointing.engine.memory import Memory
 from checkpointing.engine.planning import Plan, agree_on_plan, budgeted
-from checkpointing.engine.reader import MayLack
 from checkpointing.engine.restoring import Restored, Restorer
 from checkpointing.engine.saving import Job, Owner, Saved, Saver, Writer
+from checkpointing.engine.sources import MayLack
 from checkpointing.engine.staging import Stager, Structure
 from checkpointing.engine.telling import Teller
-from checkpointing.retention import delete, surplus
-from checkpointing.storage import Storage
+from checkpointing.retention import Metrics, Policy, retain
+from checkpointing.storage import Storage, storage_at
 from checkpointing.tiers import TierPlace
 
 __all__ = ["Checkpointer", "Restored"]
 
-_log = logging.getLogger(__name__)
-
 GIB = 1 << 30
 
+_LONG = timedelta(days=7)
 _WARM_SECONDS = 30.0
 _FACTS_ROOM = 1 << 16
 """Bytes in the arena's records for the caller's own facts."""
@@ -76,14 +79,21 @@ class Checkpointer:
         before a failed save is tried again.
         """
         self._config = config or CheckpointConfig(keep=keep)
-        self._place = str(root) if "://" in str(root) else str(Path(root).absolute())
-        self._catalog = Catalog(Path(root), storage)
+        self._places = tuple(tiers) or (_alone(root, storage, keep),)
         self._storage, self._link = storage, link
         self._owner = Owner(token_attempt, nonce, tuple(inherit), fence)
-        self._keep, self._world = keep, _plain(world, "world")
+        self._world, self._leads_node = _plain(world, "world"), leads_node
         self._teller = Teller(on_event)
-        self._ranks, self._lane_ranks = Ranks(process_group), Ranks(process_group)
-        self._restorer = Restorer(self._catalog, self._ranks, self._owner, self._teller.tell)
+        # A disk may keep a rank in its save for long; a dead peer shows at once all the same.
+        self._ranks, self._lane_ranks = Ranks(process_group), Ranks(process_group, _LONG)
+        self._restorer = Restorer(
+            self._places, self._ranks, self._owner, self._teller.tell, None, suspects, trust_foreign
+        )
+        self._judge = Judge(self._config.plausibility)
+        self._flush_ranks = Ranks(process_group, _LONG) if len(self._places) > 1 else None
+        self._flusher: Flusher | None = None
+        self._pins = storage_at(root) if tiers else self._places[0].storage
+        self._metrics: Metrics = {}
         self._stager: Stager | None = None
         self._saver: Saver | None = None
         self._lane: Lane | None = None
@@ -168,7 +178,8 @@ class Checkpointer:
         return None
 
     def _begin(self, step: int, parts: Sequence[Tensor], facts: dict[str, Any]) -> None:
-        assert self._stager is not None and self._lane is not None
+        assert self._stager is not None
+        assert self._lane is not None
         staged = self._stager.stage(parts)
         self._lane.submit(Job(step=step, plan=self._stager.plan, staged=staged, extra=facts, world=self._world))
         self._stager.stage_buckets(staged, parts)
@@ -188,6 +199,8 @@ class Checkpointer:
             raise OSError(told[0].reason)
         assert isinstance(stager, Stager)
         self._stager = stager
+        self._restorer.memory = Memory(self._saver.writer.arena, plan, stager.lay_frames) if plan.whole else None
+        self._open_flusher()
         parts = stager.match(tensors)
         assert parts is not None, "a state does not match its own structure"
         return parts
@@ -207,9 +220,27 @@ class Checkpointer:
             link = self._link or (WriterLink.start() if self._storage is None else InProcessWriter(self._storage))
             self._link = link
             tell = self._teller.tell
-            self._saver = Saver(self._catalog, self._place, self._lane_ranks, self._owner, link, tell)
+            self._saver = Saver(
+                self._places[0], self._lane_ranks, self._owner, link, self._judge, tell, leads_node=self._leads_node
+            )
             self._lane = Lane(self._saver, self._lane_ranks, tell, self._ended, self._pauses)
         return self._saver.writer
+
+    def _open_flusher(self) -> None:
+        """Begin to copy to further tiers, which may be behind from an earlier generation."""
+        if self._flush_ranks is None or self._flusher is not None:
+            return
+        self._flusher = Flusher(
+            self._places,
+            self._flush_ranks,
+            self._owner,
+            lambda: self._saver.writer,
+            self._teller.tell,
+            leads_node=self._leads_node,
+            retention=self._config.retention,
+            refused=lambda: self._restorer.refused,
+            pins=self._pins,
+        )
 
     def _ended(self, job: Job, saved: Saved | None, reason: str) -> None:
         """On the lane's thread, after every save."""
@@ -218,25 +249,27 @@ class Checkpointer:
             return
         self.failure, self.committed_step = None, job.step
         self.save_seconds.append(saved.seconds)
-        if self._ranks.leads:
-            self._retain(saved.name)
+        self._retain(saved.name)
+        if self._flusher is not None:
+            self._flusher.committed(saved.name)
 
     def _retain(self, newest: str) -> None:
-        """Delete what retention no longer keeps and what died half-written; what fails is tried again next time."""
-        owner, storage = self._owner, self._catalog.storage
-        try:
-            entries = self._catalog.accepted(owner.attempt, owner.nonce, owner.inherit)
-            # A refused checkpoint is no substitute for a healthy one, and stays as evidence.
-            trusted = [entry for entry in entries if entry.name not in self._restorer.refused]
-            # After a roll-back older work may have higher steps: what was just saved never goes.
-            for entry in (entry for entry in surplus(trusted, self._keep) if entry.name != newest):
-                if not delete(storage, entry.name, owner.fence):
-                    return
-                self._teller.tell("checkpoint.deleted", {"step": entry.step, "name": entry.name})
-            for name in self._catalog.debris(owner.attempt, owner.nonce, owner.inherit):
-                delete(storage, name, owner.fence)
-        except OSError as error:
-            _log.warning("old checkpoints could not be deleted yet: %s", error)
+        """Let go in the first tier of what is not kept any more; the flush lane does it in the others."""
+        place = self._places[0]
+        if not (self._ranks.leads if place.shared else self._leads_node):
+            return
+        retain(
+            place,
+            Policy.of(place.keep, self._config.retention),
+            self._owner,
+            newest,
+            self._owner.fence,
+            self._restorer.refused,
+            self._teller.tell if self._ranks.leads else _tell_nobody,
+            held=self._flusher.held if self._flusher is not None else (),
+            pins=self._pins,
+            metrics=self._metrics,
+        )
 
     def before_optimizer_step(self) -> None:
         """Return when the tensors of the last save may change; without lazy staging that is always so."""
@@ -259,7 +292,11 @@ class Checkpointer:
         """
         self.wait()
         restored = self._restorer.run(tensors, MayLack(alone=optional_prefixes, together=optional_folders))
-        self.committed_step = self.agreed_committed_step = restored.step if restored else None
+        if restored is None:
+            self.committed_step = self.agreed_committed_step = None
+            return None
+        beginning = look_back(self._ranks, self._places, self._owner, self._judge, restored, tensors)
+        self.committed_step = self.agreed_committed_step = beginning
         return restored
 
     def wait(self) -> None:
@@ -274,6 +311,10 @@ class Checkpointer:
         self.wait()
         if self._lane is not None:
             self._lane.close()
+        if self._flusher is not None:
+            self._flusher.close()
+        elif self._flush_ranks is not None:
+            self._flush_ranks.close()
         if self._stager is not None:
             self._stager.close()
             self._stager = None
@@ -289,6 +330,17 @@ class Checkpointer:
     def _lead(self, kind: str, **data: Any) -> None:
         if self._ranks.leads:
             self._teller.tell(kind, data)
+
+
+def _tell_nobody(kind: str, data: dict[str, Any]) -> None:
+    """One rank tells for all."""
+
+
+def _alone(root: Path | str, storage: Storage | None, keep: int) -> TierPlace:
+    """The only tier: the folder itself."""
+    path = str(root) if "://" in str(root) else str(Path(root).absolute())
+    storage = storage if storage is not None else storage_at(path)
+    return TierPlace(path=path, storage=storage, catalog=Catalog(Path(root), storage), keep=keep)
 
 
 def _plain(value: dict[str, Any], what: str) -> dict[str, Any]:

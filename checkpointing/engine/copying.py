@@ -94,7 +94,7 @@ class Copier:
         self._thread = background(self._serve, "checkpoint-copy") if lazy else None
 
     def pin(self, memory: Sequence[Tensor]) -> None:
-        """Lock the buffers in memory for the GPU's copy engines: once, not per tensor. Without it, copies are slower."""
+        """Lock the buffers in memory for the GPU's copy engines: once, not per tensor. Without it copies are slow."""
         if self._side is None:
             return
         for buffer in memory:

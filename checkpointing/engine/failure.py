@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from checkpointing.errors import CheckpointError, FencedOff, Refused, SaveFailed
+from checkpointing.errors import CheckpointError, FencedOff, Refused, SaveFailed, Unsound
 
 T = TypeVar("T")
 
@@ -63,4 +63,4 @@ def attempt(act: Callable[[], T]) -> T | Failed:
     try:
         return act()
     except FAILURES as error:
-        return Failed(explain(error), fenced=isinstance(error, FencedOff))
+        return Failed(explain(error), fenced=isinstance(error, FencedOff), final=isinstance(error, Unsound))

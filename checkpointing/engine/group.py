@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -17,14 +18,17 @@ class Ranks:
     torch's own object collectives are not used: they need NumPy, which orch does not.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
-        """Create the group; collective over the whole default group, so it belongs on the caller's main thread."""
+    def __init__(self, process_group: dist.ProcessGroup | None, patience: timedelta | None = None) -> None:
+        """Create the group; collective over the whole default group, so it belongs on the caller's main thread.
+
+        `patience` is how long a member may keep the others waiting; by default as long as in the default group.
+        """
         self._group: dist.ProcessGroup | None = None
         self.rank, self.size = 0, 1
         if not dist.is_available() or not dist.is_initialized():
             return
         members = None if process_group is None else dist.get_process_group_ranks(process_group)
-        self._group = dist.new_group(members, backend="gloo")
+        self._group = dist.new_group(members, backend="gloo", timeout=patience)
         self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
 
     @property

@@ -5,23 +5,26 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import torch
 
-from checkpointing.catalog import Catalog
-from checkpointing.commit import Commit, fresh_name, seal
+from checkpointing.commit import fresh_name, seal
 from checkpointing.engine.arena import Arena
 from checkpointing.engine.failure import Failed, attempt
 from checkpointing.engine.group import Ranks
+from checkpointing.engine.inspecting import Report
+from checkpointing.engine.judging import Judge, Judgement
 from checkpointing.engine.planning import Plan
 from checkpointing.engine.staging import Bucket, Staged
 from checkpointing.engine.writing import WriteOrder, Wrote
 from checkpointing.errors import FencedOff, SaveFailed, Unsound
-from checkpointing.index import INDEX
+from checkpointing.index import FINGERPRINTS, INDEX, encode_fingerprints
 from checkpointing.manifest import METADATA, FileEntry, Manifest
 from checkpointing.retention import delete
+from checkpointing.striping import make_folder
+from checkpointing.tiers import TierPlace
 
 T = TypeVar("T")
 Tell = Callable[[str, dict[str, Any]], None]
@@ -75,6 +78,14 @@ class Job:
     world: dict[str, Any]
 
 
+@dataclass
+class _Handed:
+    """What the writer was given, and what this rank has seen of it."""
+
+    writes: "list[tuple[Bucket, Future[Wrote]]]" = field(default_factory=list)
+    report: Report | Failed = field(default_factory=lambda: Failed("nothing was handed over"))
+
+
 @dataclass(frozen=True)
 class Saved:
     """A committed checkpoint; `manifest` is known to rank 0 only."""
@@ -90,17 +101,20 @@ class Saver:
 
     def __init__(
         self,
-        catalog: Catalog,
-        place: str,
+        place: TierPlace,
         ranks: Ranks,
         owner: Owner,
         writer: Writer,
+        judge: Judge,
         tell: Tell,
+        *,
+        leads_node: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`place` names for the writer what `catalog` shows here."""
-        self._catalog, self._storage, self._place = catalog, catalog.storage, place
-        self._ranks, self._owner, self._tell, self._clock = ranks, owner, tell, clock
+        """`place` is the first tier; when it is a node's own, the rank that leads its node seals there."""
+        self._place, self._storage, self._ranks, self._owner = place, place.storage, ranks, owner
+        self._judge, self._tell, self._clock = judge, tell, clock
+        self._seals = ranks.leads if place.shared else leads_node
         self.writer = writer
 
     def run(self, job: Job) -> Saved:
@@ -108,68 +122,82 @@ class Saver:
         start = self._clock()
         name = self._agreed_name(job)
         described = self._describe(job, name)
-        written = attempt(lambda: self._written(job, name))
-        everything = self._ranks.gather(written)
-        sealed: Manifest | Failed | None = None
+        handed = self._hand_over(job, name)
+        reports = self._ranks.gather(handed.report)
+        judgement = None if reports is None else attempt(lambda: self._judged(job, name, reports, described))
+        everything = self._ranks.gather(attempt(lambda: self._written(job, handed)))
+        manifest: Manifest | Failed | None = None
         if everything is not None:
-            sealed = self._sealed(job, name, everything, described)
-        told = self._ranks.broadcast(sealed if isinstance(sealed, Failed) else sealed.size if sealed else None)
+            concurrent.futures.wait(described)
+            manifest = (
+                _failures(everything)
+                or _first_failure(judgement)
+                or attempt(lambda: self._manifest(job, name, described, everything))
+            )
+        told = self._sealed(manifest)
         if isinstance(told, Failed):
+            self._undo(job, name, told)
             raise _error(told)(job.step, told.reason)
-        saved = Saved(name, told, self._clock() - start, sealed if isinstance(sealed, Manifest) else None)
-        if self._ranks.leads:
-            facts = {"step": job.step, "name": name, "bytes": saved.size, "seconds": saved.seconds}
-            self._tell("checkpoint.committed", facts)
+        saved = Saved(name, told, self._clock() - start, manifest if isinstance(manifest, Manifest) else None)
+        if isinstance(judgement, Judgement):
+            self._tell_saved(job, saved, judgement)
         return saved
+
+    # ---- a name
 
     def _agreed_name(self, job: Job) -> str:
         """A fresh name from rank 0; raises SaveFailed everywhere when there is none to be had."""
+        there = None if self._place.shared else self._ranks.gather(attempt(self._place.catalog.names))
         name: str | Failed | None = None
         if self._ranks.leads:
-            name = attempt(lambda: self._named(job.step))
+            name = (_failures(there) if there else None) or attempt(lambda: self._named(job.step, there))
         name = self._ranks.broadcast(name)
         if isinstance(name, Failed):
             raise SaveFailed(job.step, name.reason)
         return name
 
-    def _named(self, step: int) -> str:
+    def _named(self, step: int, there: Sequence[Any] | None) -> str:
         owner = self._owner
-        name = fresh_name(step, owner.attempt, owner.nonce, self._catalog.names())
+        taken = self._place.catalog.names() if there is None else [each for names in there for each in names]
+        name = fresh_name(step, owner.attempt, owner.nonce, taken)
         self._tell("checkpoint.saving", {"step": step, "name": name})
+        warning = make_folder(self._place, name)
+        if warning:
+            _log.warning("%s", warning)
         return name
+
+    # ---- the bytes
 
     def _describe(self, job: Job, name: str) -> "list[Future[FileEntry]]":
         """Have rank 0's writer put the two files that describe the layout beside the data, which takes longer."""
-        blobs = ((METADATA, job.plan.metadata), (INDEX, job.plan.index))
-        self._revive()
-        return [self.writer.put(self._place, name, file, blob) for file, blob in blobs if blob is not None]
-
-    def _revive(self) -> None:
         if not self.writer.alive:
             _log.warning("the checkpoint writer is gone; another one is started")
             self.writer = self.writer.replacement()
+        blobs = ((METADATA, job.plan.metadata), (INDEX, job.plan.index))
+        return [self.writer.put(self._place.path, name, file, blob) for file, blob in blobs if blob is not None]
 
-    def _written(self, job: Job, name: str) -> tuple[FileEntry, ...]:
-        """Hand every part to the writer as soon as it is copied; raises OSError, or SaveFailed for a bad copy."""
-        writes: list[Future[Wrote]] = []
-        failure: OSError | None = None
-        for bucket in job.staged.buckets():
-            bucket.copy.wait()
-            if bucket.copy.failure is not None:
-                raise _error(bucket.copy.failure)(job.step, bucket.copy.failure.reason)
-            writes.append(self.writer.write(self._order(job, name, bucket)))
-            if not job.staged.kept:
-                failure = failure or self._await(writes[-1], job, bucket)
-                job.staged.empty(bucket)
-            else:
-                failure = self._await(writes[-1], job, bucket)
-        if failure is not None:
-            raise failure
-        return tuple(entry for write in writes for entry in write.result().files)
+    def _hand_over(self, job: Job, name: str) -> _Handed:
+        """Hand every part to the writer as soon as it is copied, and look at it while it is being written."""
+        handed, inspection = _Handed(), self._judge.inspection()
+
+        def hand_over() -> Report:
+            for bucket in job.staged.buckets():
+                bucket.copy.wait()
+                if bucket.copy.failure is not None:
+                    raise _error(bucket.copy.failure)(job.step, bucket.copy.failure.reason)
+                handed.writes.append((bucket, self.writer.write(self._order(job, name, bucket))))
+                inspection.look(bucket.memory, bucket.part.items)
+                if not job.staged.kept:
+                    self._await(handed.writes[-1][1], job, bucket)
+                    job.staged.empty(bucket)
+            return inspection.report()
+
+        handed.report = attempt(hand_over)
+        return handed
 
     def _order(self, job: Job, name: str, bucket: Bucket) -> WriteOrder:
         return WriteOrder(
-            place=self._place,
+            place=self._place.path,
             folder=name,
             buffer=bucket.buffer,
             files=bucket.part.files,
@@ -179,7 +207,16 @@ class Saver:
             publish=job.plan.whole,
         )
 
-    def _await(self, write: "Future[Wrote]", job: Job, bucket: Bucket) -> OSError | None:
+    def _written(self, job: Job, handed: _Handed) -> tuple[FileEntry, ...]:
+        """Wait until nothing reads the buffers any more; raises what went wrong."""
+        for bucket, write in handed.writes:
+            self._await(write, job, bucket)
+        files = [entry for _, write in handed.writes for entry in write.result().files]
+        if isinstance(handed.report, Failed):
+            raise _error(handed.report)(job.step, handed.report.reason)
+        return tuple(files)
+
+    def _await(self, write: "Future[Wrote]", job: Job, bucket: Bucket) -> None:
         """Wait as long as it takes; one that takes far too long is told of, once."""
         size = sum(size for _, _, size in bucket.part.files)
         late = self._clock() + STUCK_SECONDS + size / _SLOW_DISK
@@ -187,48 +224,71 @@ class Saver:
         while not concurrent.futures.wait([write], _GLANCE).done:
             if not told and self._clock() >= late:
                 told = True
-                reason = f"rank {self._ranks.rank}: {size} bytes are still not written to {self._place}"
+                reason = f"rank {self._ranks.rank}: {size} bytes are still not written to {self._place.path}"
                 self._tell("checkpoint.stuck", {"step": job.step, "reason": reason})
-        error = write.exception()
-        assert error is None or isinstance(error, OSError), "a writer reports what went wrong as OSError"
-        return error
 
-    def _sealed(
-        self, job: Job, name: str, everything: "Sequence[Any]", described: "Sequence[Future[FileEntry]]"
-    ) -> Manifest | Failed:
-        """Rank 0's verdict: a checkpoint, or the reasons why there is none and its folder is gone."""
-        concurrent.futures.wait(described)
-        verdict = _failures(everything) or attempt(
-            lambda: self._seal(
-                job, name, [*(put.result() for put in described), *(e for part in everything for e in part)]
-            )
-        )
-        if isinstance(verdict, Failed) and not verdict.fenced:
-            self._remove(name)
-        return verdict
+    # ---- the verdict
 
-    def _seal(self, job: Job, name: str, files: Sequence[FileEntry]) -> Manifest:
-        now = time.time()
-        manifest = Manifest(
+    def _judged(self, job: Job, name: str, reports: Sequence[Any], described: "list[Future[FileEntry]]") -> Judgement:
+        """Rank 0: put the fingerprints beside the rest, all while the data is being written; raises Unsound."""
+        failed = _failures(reports)
+        if failed is not None:
+            raise _error(failed)(job.step, failed.reason)
+        judgement = self._judge.judge(job.step, job.plan.everything, reports)
+        if judgement.doubts and self._judge.refuses:
+            raise Unsound(job.step, f"implausible: {'; '.join(judgement.doubts)}")
+        blob = encode_fingerprints(judgement.fingerprints)
+        described.append(self.writer.put(self._place.path, name, FINGERPRINTS, blob))
+        return judgement
+
+    def _manifest(
+        self, job: Job, name: str, described: "Sequence[Future[FileEntry]]", everything: Sequence[Any]
+    ) -> Manifest:
+        return Manifest(
             name=name,
             step=job.step,
             attempt=self._owner.attempt,
             nonce=self._owner.nonce,
-            created_at=now,
+            created_at=time.time(),
             torch=torch.__version__,
             world={**job.world, "ranks": self._ranks.size},
-            files=tuple(files),
+            files=(*(put.result() for put in described), *(entry for part in everything for entry in part)),
             extra=job.extra,
         )
-        seal(self._storage, manifest, self._owner.fence, now)
-        return manifest
 
-    def _remove(self, name: str) -> None:
+    def _sealed(self, manifest: Manifest | Failed | None) -> int | Failed:
+        """Seal wherever a checkpoint of this place needs it; its size, or why there is none. The same on every rank."""
+        if not self._place.shared:
+            manifest = self._ranks.broadcast(manifest)
+        done: Any = manifest if isinstance(manifest, Failed) else None
+        if isinstance(manifest, Manifest) and self._seals:
+            sealing = manifest
+            done = attempt(lambda: seal(self._storage, sealing, self._owner.fence, sealing.created_at).size)
+        if self._place.shared:
+            return self._ranks.broadcast(done)
+        ends = self._ranks.gather(done)
+        verdict = None if ends is None else (_failures(ends) or next(end for end in ends if end is not None))
+        return self._ranks.broadcast(verdict)
+
+    def _undo(self, job: Job, name: str, failed: Failed) -> None:
         """Take a half-written folder away: all ranks have stopped writing to it, and nobody else ever will."""
+        if failed.final and job.staged.kept:
+            for bucket in job.staged.buckets():
+                self.writer.arena.clear(bucket.buffer)  # it must not be loaded from memory either
+        if failed.fenced or not self._seals:
+            return
         try:
             delete(self._storage, name, self._owner.fence)
         except OSError as error:
             _log.warning("half-written %s could not be removed yet: %s", name, error)
+
+    def _tell_saved(self, job: Job, saved: Saved, judgement: Judgement) -> None:
+        """On rank 0."""
+        self._judge.accept(judgement)
+        facts = {"step": job.step, "name": saved.name, "bytes": saved.size, "seconds": saved.seconds}
+        self._tell("checkpoint.committed", facts)
+        if judgement.doubts:
+            self._tell("checkpoint.doubted", {"step": job.step, "reason": "; ".join(judgement.doubts)})
 
 
 def _failures(everything: Sequence[Any]) -> Failed | None:
@@ -238,6 +298,10 @@ def _failures(everything: Sequence[Any]) -> Failed | None:
     return Failed(
         "; ".join(f"rank {rank}: {part.reason}" for rank, part in failed), final=any(part.final for _, part in failed)
     )
+
+
+def _first_failure(result: Any) -> Failed | None:
+    return result if isinstance(result, Failed) else None
 
 
 def _error(failed: Failed) -> type[SaveFailed]:

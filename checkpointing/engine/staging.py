@@ -96,6 +96,7 @@ class Bucket:
 
     part: Part
     buffer: int
+    memory: Tensor
     copy: Copy
 
 
@@ -153,7 +154,7 @@ class Stager:
         if plan.whole:
             self._views = [[_view(memory, item) for item in plan.items] for memory in self._memory]
             for at in range(arena.buffers):
-                _lay_frames(arena.buffer(at), plan.items)
+                self.lay_frames(at)
 
     @property
     def has_room(self) -> bool:
@@ -173,7 +174,7 @@ class Stager:
         if self.plan.whole:
             buffer = self._clear()
             copy = self._copier.copy(self._views[buffer], [parts[at] for at in self._sources])
-            staged.add(Bucket(self.plan.parts[0], buffer, copy))
+            staged.add(Bucket(self.plan.parts[0], buffer, self._memory[buffer], copy))
         return staged
 
     def stage_buckets(self, staged: Staged, parts: Sequence[Tensor]) -> None:
@@ -188,20 +189,16 @@ class Stager:
             _lay_frames(self._arena.buffer(buffer), part.items)
             views = [_view(memory, item) for item in part.items]
             copy = self._copier.copy(views, [_region(of[item], item) for item in part.items])
-            staged.add(Bucket(part, buffer, copy))
+            staged.add(Bucket(part, buffer, memory, copy))
 
     def _clear(self) -> int:
         buffer = self.buffers.take()
         self._arena.clear(buffer)
         return buffer
 
-    def views(self, buffer: int) -> list[Tensor]:
-        """The tensors of `plan.items` in one buffer."""
-        return self._views[buffer]
-
-    def memory(self, buffer: int) -> Tensor:
-        """One buffer as bytes."""
-        return self._memory[buffer]
+    def lay_frames(self, buffer: int) -> None:
+        """Put the frames into a buffer that was used for something else."""
+        _lay_frames(self._arena.buffer(buffer), self.plan.items)
 
     def before_optimizer_step(self) -> None:
         """Return when no copy reads the caller's tensors any more."""

@@ -1,0 +1,182 @@
+"""Fingerprints of tensors' values that do not depend on how a tensor was cut up and spread over ranks.
+
+A tensor is read as a matrix of words (32, 16 or 8 bits, as its values are wide): row = index in the first dimension,
+column = place in the rest. With an odd weight for every row and one for every column, taken from their global numbers,
+the two weighted sums modulo 2^32 are linear: what the shards contribute adds up to what the whole has.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+SLICE = 1 << 18
+"""Words that are worked on at a time, so that every pass but the first finds them in the cache."""
+
+_MASK = 0xFFFFFFFF
+_SPAN = 1 << 18
+_ROW_SEED, _COLUMN_SEED = 0x1B873593, 0x5BD1E995
+
+
+def word_type(dtype: torch.dtype) -> torch.dtype:
+    """The integers as which values of this type are read."""
+    if dtype.itemsize >= 4:
+        return torch.int32
+    return torch.int16 if dtype.itemsize == 2 else torch.uint8
+
+
+def _mixed(index: Tensor, seed: int) -> Tensor:
+    """Odd 32-bit numbers (as int32) for int64 indices; multiplication, as in murmur's finalizer, wraps."""
+    mixed = (index + seed) & _MASK
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        mixed = ((mixed ^ (mixed >> shift)) * factor) & _MASK
+    return ((mixed ^ (mixed >> 16)) | 1).to(torch.int32)
+
+
+@lru_cache(maxsize=2)
+def _table(seed: int) -> Tensor:
+    return _mixed(torch.arange(_SPAN), seed)
+
+
+def _weights(index: Tensor, seed: int) -> Tensor:
+    """The weight of an index is the product of one for its high and one for its low bits: cheap for long ranges."""
+    low = _table(seed)[index & (_SPAN - 1)]
+    high = index // _SPAN
+    return low * _mixed(high, ~seed & _MASK)
+
+
+@lru_cache(maxsize=64)
+def _row_weights(start: int, count: int) -> Tensor:
+    pieces = []
+    for at in range(start - start % _SPAN, start + count, _SPAN):
+        inside = slice(max(start - at, 0), min(start + count - at, _SPAN))
+        factor = _mixed(torch.tensor([at // _SPAN]), ~_ROW_SEED & _MASK)
+        pieces.append(_table(_ROW_SEED)[inside] * factor)
+    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int32)
+
+
+@lru_cache(maxsize=64)
+def _column_weights(form: "Form", start: int, count: int) -> Tensor:
+    """Weights of the columns from `start` on of a piece of this form."""
+    place = torch.arange(start, start + count)
+    word, rest = place % form.words, place // form.words
+    index, step = torch.zeros_like(place), 1
+    for offset, size, whole in reversed(list(zip(form.offsets[1:], form.sizes[1:], form.shape[1:], strict=True))):
+        index += (offset + rest % size) * step
+        rest, step = rest // size, step * whole
+    return _weights(index * form.words + word, _COLUMN_SEED)
+
+
+class Form(tuple[torch.dtype, tuple[int, ...], tuple[int, ...], tuple[int, ...]]):
+    """Type, sizes and place of a piece of a tensor: dtype, sizes, offsets, and the shape of the whole."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, sizes: Sequence[int], offsets: Sequence[int], shape: Sequence[int]) -> "Form":
+        return cls((dtype, tuple(sizes), tuple(offsets), tuple(shape)))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self[0]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self[1]
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        return self[2]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self[3]
+
+    @property
+    def words(self) -> int:
+        """Words of one value."""
+        return max(1, self.dtype.itemsize // 4)
+
+    @property
+    def rows(self) -> int:
+        return self.sizes[0] if self.sizes else 1
+
+    @property
+    def columns(self) -> int:
+        """Words of one row."""
+        return math.prod(self.sizes[1:]) * self.words
+
+    @property
+    def first_row(self) -> int:
+        return self.offsets[0] if self.offsets else 0
+
+
+def weighted(block: Tensor, form: Form, row: int, column: int) -> tuple[Tensor, Tensor]:
+    """Sums of a block of words, items x rows x columns, that begins at `row` and `column` of pieces of this form.
+
+    Returns two int32 tensors, one number for each item; they wrap around, and what blocks give adds up.
+    """
+    rows = _row_weights(form.first_row + row, block.shape[1])
+    columns = _column_weights(form, column, block.shape[2])
+    if block.shape[2] == 1:
+        flat = block[:, :, 0].to(torch.int32)
+        return (flat * rows).sum(1, dtype=torch.int32), flat.sum(1, dtype=torch.int32) * columns[0]
+    by_row = (block.sum(2, dtype=torch.int32) * rows).sum(1, dtype=torch.int32)
+    by_column = (block.sum(1, dtype=torch.int32) * columns).sum(1, dtype=torch.int32)
+    return by_row, by_column
+
+
+def blocks(items: int, rows: int, columns: int) -> Iterable[tuple[slice, slice, slice]]:
+    """Slices of items, rows and columns that together are all of them, about SLICE words each."""
+    width = min(columns, SLICE)
+    height = min(rows, max(1, SLICE // max(1, width)))
+    depth = min(items, max(1, SLICE // max(1, width * height)))
+    for item in range(0, items, max(1, depth)):
+        for column in range(0, columns, max(1, width)):
+            for row in range(0, rows, max(1, height)):
+                yield (
+                    slice(item, min(items, item + depth)),
+                    slice(row, min(rows, row + height)),
+                    slice(column, min(columns, column + width)),
+                )
+
+
+def partial(local: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> tuple[int, int]:
+    """What a part contributes that lies at `offsets` of a tensor of this shape."""
+    form = Form.of(local.dtype, local.shape, offsets, shape)
+    values = local.detach().cpu().contiguous().resolve_conj().resolve_neg()
+    words = values.reshape(-1).view(word_type(local.dtype)).reshape(1, form.rows, form.columns)
+    total = [0, 0]
+    for item, row, column in blocks(*words.shape):
+        sums = weighted(words[item, row, column], form, row.start, column.start)
+        total = [(old + int(new)) & _MASK for old, new in zip(total, sums, strict=True)]
+    return total[0], total[1]
+
+
+def combine(parts: Iterable[tuple[int, int]]) -> str:
+    """The fingerprint of a tensor from what its parts contribute: 16 hex digits."""
+    rows = columns = 0
+    for by_row, by_column in parts:
+        rows, columns = rows + by_row, columns + by_column
+    return f"{rows & _MASK:08x}{columns & _MASK:08x}"
+
+
+def fingerprint(tensor: Tensor) -> str:
+    """The fingerprint of a whole tensor."""
+    return combine([partial(tensor, (0,) * tensor.dim(), tensor.shape)])
+
+
+def of_state(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+    """What this rank's part of every tensor contributes; a replicated one contributes the whole on every rank."""
+    return {key: _of_local(tensor) for key, tensor in tensors.items()}
+
+
+def _of_local(tensor: Tensor) -> tuple[int, int]:
+    if not isinstance(tensor, DTensor):
+        return partial(tensor, (0,) * tensor.dim(), tensor.shape)
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return partial(tensor.to_local(), offsets, tensor.shape)

@@ -1,0 +1,69 @@
+"""What the ranks' looks at their parts add up to: the fingerprints of a save, and whether it is to be believed."""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from checkpointing.engine.fingerprints import combine
+from checkpointing.engine.inspecting import Inspection, Report
+from checkpointing.engine.layout import Item
+from checkpointing.engine.plausibility import OFF, REFUSE, Sight, Watched, doubts, highest
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Of one state: fingerprints by key, and reasons to doubt it."""
+
+    fingerprints: dict[str, str]
+    sight: Sight
+    doubts: tuple[str, ...]
+
+
+class Judge:
+    """Compares every state with the one that was saved or restored before it; decides on rank 0."""
+
+    def __init__(self, mode: str = REFUSE, watched: Watched | None = None) -> None:
+        """`mode`: `refuse`, `warn` or `off`."""
+        self._mode, self.watched = mode, watched or Watched()
+        self._before: Sight | None = None
+
+    @property
+    def refuses(self) -> bool:
+        return self._mode == REFUSE
+
+    def inspection(self) -> Inspection:
+        """A fresh look at one rank's part of one state."""
+        return Inspection(None if self._mode == OFF else self.watched)
+
+    def judge(self, step: int, everything: Sequence[Sequence[Item]], reports: Sequence[Report]) -> Judgement:
+        """`everything` are the items of all ranks, as their reports count them."""
+        fingerprints = _added_up(everything, [report.partials for report in reports])
+        findings = [report.findings for report in reports]
+        sight = Sight(
+            step=step,
+            optimizer_step=highest([each.optimizer_step for each in findings]),
+            fingerprints=self._of_training(fingerprints),
+        )
+        broken = [found for each in findings for found in each.broken]
+        found = [] if self._mode == OFF else doubts(sight, self._before, broken)
+        return Judgement(fingerprints, sight, tuple(found))
+
+    def accept(self, judgement: Judgement) -> None:
+        """This state was saved: the next one is compared with it."""
+        self._before = judgement.sight
+
+    def begin(self, step: int, optimizer_step: float | None, fingerprints: dict[str, str]) -> None:
+        """This state was restored: the next one is compared with it."""
+        known = self._of_training(fingerprints)
+        self._before = Sight(step=step, optimizer_step=optimizer_step, fingerprints=known)
+
+    def _of_training(self, fingerprints: dict[str, str]) -> dict[str, str]:
+        return {key: value for key, value in fingerprints.items() if self.watched.trains(key)}
+
+
+def _added_up(everything: Sequence[Sequence[Item]], partials: Sequence[bytes]) -> dict[str, str]:
+    parts: dict[str, list[tuple[int, int]]] = {}
+    for items, numbers in zip(everything, partials, strict=True):
+        for item, part in zip(items, struct.iter_unpack("=II", numbers), strict=True):
+            parts.setdefault(item.key, []).append(part)
+    return {key: combine(each) for key, each in parts.items()}

@@ -4,7 +4,7 @@ import logging
 import operator
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from checkpointing.engine.background import background
 from checkpointing.engine.failure import FAILURES, Failed, explain
 
 _log = logging.getLogger(__name__)
+Fits = Callable[[], bool] | None
+
 _version = operator.attrgetter("_version")
 
 
@@ -26,10 +28,14 @@ class Copy:
         self._issued, self._lock = threading.Event(), threading.Lock()
         self._copied: Any = None  # on a GPU, the event behind the last copy
 
-    def run(self, side: Any, ready: Any) -> None:
-        """Do it, or on a GPU enqueue it on the stream `side`, behind the event `ready`."""
+    def run(self, side: Any, ready: Any, fits: Fits) -> None:
+        """Do it, or on a GPU enqueue it on the stream `side`, behind the event `ready`; unless it does not fit."""
         try:
-            with torch.no_grad():
+            if fits is not None and not fits():
+                self.failure = Failed("tensors were given other memory since the last save", final=True)
+                return
+            # Cheaper than `no_grad` for many small tensors: nothing is noted about what is copied.
+            with torch.inference_mode():
                 if side is None:
                     torch._foreach_copy_(self._views, self._sources)
                     self._judge()
@@ -90,7 +96,7 @@ class Copier:
         self._lazy, self._last = lazy, None
         self._side = torch.cuda.Stream() if on_gpu else None
         self._pinned: list[Tensor] = []
-        self._orders: queue.SimpleQueue[tuple[Copy, Any] | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[tuple[Copy, Any, Fits] | None] = queue.SimpleQueue()
         self._thread = background(self._serve, "checkpoint-copy") if lazy else None
 
     def pin(self, memory: Sequence[Tensor]) -> None:
@@ -104,16 +110,19 @@ class Copier:
                 return
             self._pinned.append(buffer)
 
-    def copy(self, views: Sequence[Tensor], sources: Sequence[Tensor]) -> Copy:
-        """Begin a copy; when it is not a lazy one, it is done by then. Failures are the copy's."""
+    def copy(self, views: Sequence[Tensor], sources: Sequence[Tensor], fits: Fits = None) -> Copy:
+        """Begin a copy; when it is not a lazy one, it is done by then. Failures are the copy's.
+
+        `fits` is asked first, where the copy is made.
+        """
         self.settle()
         copy = Copy(views, sources, _versions(sources) if self._lazy else None)
         ready = torch.cuda.current_stream().record_event() if self._side is not None else None
         if self._lazy:
             self._last = copy
-            self._orders.put((copy, ready))
+            self._orders.put((copy, ready, fits))
             return copy
-        copy.run(self._side, ready)
+        copy.run(self._side, ready, fits)
         copy.wait()
         return copy
 
@@ -125,8 +134,8 @@ class Copier:
 
     def _serve(self) -> None:
         while (order := self._orders.get()) is not None:
-            copy, ready = order
-            copy.run(self._side, ready)
+            copy, ready, fits = order
+            copy.run(self._side, ready, fits)
 
     def close(self) -> None:
         self._orders.put(None)

@@ -34,6 +34,7 @@ STUCK_SECONDS = 30.0
 
 _SLOW_DISK = 32 << 20  # bytes per second
 _GLANCE = 1.0
+_HEAD_START = 0.001
 
 _log = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ class _Handed:
     """What the writer was given, and what this rank has seen of it."""
 
     writes: "list[tuple[Bucket, Future[Wrote]]]" = field(default_factory=list)
+    described: "list[Future[FileEntry]]" = field(default_factory=list)
     report: Report | Failed = field(default_factory=lambda: Failed("nothing was handed over"))
 
 
@@ -121,8 +123,10 @@ class Saver:
         """Write, seal and name one checkpoint; raises SaveFailed on every rank when any of them failed."""
         start = self._clock()
         name = self._agreed_name(job)
-        described = self._describe(job, name)
-        handed = self._hand_over(job, name)
+        self._revive()
+        handed = _Handed()
+        handed.report = attempt(lambda: self._hand_over(job, name, handed))
+        described = handed.described
         reports = self._ranks.gather(handed.report)
         judgement = None if reports is None else attempt(lambda: self._judged(job, name, reports, described))
         everything = self._ranks.gather(attempt(lambda: self._written(job, handed)))
@@ -168,32 +172,33 @@ class Saver:
 
     # ---- the bytes
 
-    def _describe(self, job: Job, name: str) -> "list[Future[FileEntry]]":
-        """Have rank 0's writer put the two files that describe the layout beside the data, which takes longer."""
+    def _revive(self) -> None:
         if not self.writer.alive:
             _log.warning("the checkpoint writer is gone; another one is started")
             self.writer = self.writer.replacement()
+
+    def _hand_over(self, job: Job, name: str, handed: _Handed) -> Report:
+        """Hand every part to the writer as soon as it is copied, and look at it while it is being written."""
+        inspection = self._judge.inspection()
+        for bucket in job.staged.buckets():
+            bucket.copy.wait()
+            if bucket.copy.failure is not None:
+                raise _error(bucket.copy.failure)(job.step, bucket.copy.failure.reason)
+            handed.writes.append((bucket, self.writer.write(self._order(job, name, bucket))))
+            if not handed.described:
+                handed.described += self._describe(job, name)
+            # The writer was woken on this core, and is not nice enough to be given it while this thread computes.
+            time.sleep(_HEAD_START)
+            inspection.look(bucket.memory, bucket.part.items)
+            if not job.staged.kept:
+                self._await(handed.writes[-1][1], job, bucket)
+                job.staged.empty(bucket)
+        return inspection.report()
+
+    def _describe(self, job: Job, name: str) -> "list[Future[FileEntry]]":
+        """Have rank 0's writer put the two files that describe the layout beside the data, which takes longer."""
         blobs = ((METADATA, job.plan.metadata), (INDEX, job.plan.index))
         return [self.writer.put(self._place.path, name, file, blob) for file, blob in blobs if blob is not None]
-
-    def _hand_over(self, job: Job, name: str) -> _Handed:
-        """Hand every part to the writer as soon as it is copied, and look at it while it is being written."""
-        handed, inspection = _Handed(), self._judge.inspection()
-
-        def hand_over() -> Report:
-            for bucket in job.staged.buckets():
-                bucket.copy.wait()
-                if bucket.copy.failure is not None:
-                    raise _error(bucket.copy.failure)(job.step, bucket.copy.failure.reason)
-                handed.writes.append((bucket, self.writer.write(self._order(job, name, bucket))))
-                inspection.look(bucket.memory, bucket.part.items)
-                if not job.staged.kept:
-                    self._await(handed.writes[-1][1], job, bucket)
-                    job.staged.empty(bucket)
-            return inspection.report()
-
-        handed.report = attempt(hand_over)
-        return handed
 
     def _order(self, job: Job, name: str, bucket: Bucket) -> WriteOrder:
         return WriteOrder(

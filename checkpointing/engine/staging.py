@@ -28,10 +28,14 @@ class Structure:
         locals_ = self._locals(self._known)
         self.on_gpu = any(tensor.is_cuda for tensor in locals_)
         self._dtypes, self._nbytes = list(map(_dtype, locals_)), list(map(_nbytes, locals_))
+        self._outgrown = False
 
     def match(self, tensors: Mapping[str, Tensor]) -> list[Tensor] | None:
-        """This rank's part of every tensor, in the order of the keys; None when the structure is another one."""
-        if list(tensors) != self._keys:
+        """This rank's part of every tensor, in the order of the keys; None when the structure is another one.
+
+        What `fits` finds is not looked for.
+        """
+        if self._outgrown or list(tensors) != self._keys:
             return None
         given = list(tensors.values())
         if not all(map(operator.is_, given, self._known)):
@@ -39,10 +43,13 @@ class Structure:
                 if tensor is not known and (not isinstance(tensor, Tensor) or _form(tensor) != self._forms[at]):
                     return None
             self._known = given
-        # A tensor object may have been given other memory since (`tensor.data = ...`), even of another type.
-        locals_ = self._locals(given)
-        same = list(map(_dtype, locals_)) == self._dtypes and list(map(_nbytes, locals_)) == self._nbytes
-        return locals_ if same else None
+        return self._locals(given)
+
+    def fits(self, parts: Sequence[Tensor]) -> bool:
+        """Whether no tensor object was given other memory of another type or size since (`tensor.data = ...`)."""
+        same = list(map(_dtype, parts)) == self._dtypes and list(map(_nbytes, parts)) == self._nbytes
+        self._outgrown = self._outgrown or not same
+        return same
 
     def _locals(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         if not any(self._sharded):
@@ -146,7 +153,8 @@ class Stager:
         """Lays the frames into the arena; `mode` is `block` or `lazy`. WARNING: no order may be in flight."""
         self.plan, self._arena, self._structure = plan, arena, structure
         self._memory = [torch.frombuffer(arena.buffer(at), dtype=torch.uint8) for at in range(arena.buffers)]
-        self._copier = Copier(lazy=mode == "lazy" and plan.whole, on_gpu=structure.on_gpu)
+        self._lazy = mode == "lazy" and plan.whole
+        self._copier = Copier(lazy=self._lazy, on_gpu=structure.on_gpu)
         self._copier.pin(self._memory)
         self.buffers = Buffers(_oldest_first(arena))
         self._sources = [structure.places[item.key] for item in plan.items]
@@ -163,7 +171,9 @@ class Stager:
 
     def match(self, tensors: Mapping[str, Tensor]) -> list[Tensor] | None:
         """This rank's parts of the tensors, None when they are not of the plan's structure."""
-        return self._structure.match(tensors)
+        parts = self._structure.match(tensors)
+        # A lazy save must not wait for a second look: the copy takes it, and fails when it has to.
+        return parts if parts is not None and (self._lazy or self._structure.fits(parts)) else None
 
     def stage(self, parts: Sequence[Tensor]) -> Staged:
         """Copy the state, or begin to; a failure shows when the copy is waited for.
@@ -173,7 +183,8 @@ class Stager:
         staged = Staged(self.buffers, len(self.plan.parts))
         if self.plan.whole:
             buffer = self._clear()
-            copy = self._copier.copy(self._views[buffer], [parts[at] for at in self._sources])
+            fits = (lambda: self._structure.fits(parts)) if self._lazy else None
+            copy = self._copier.copy(self._views[buffer], [parts[at] for at in self._sources], fits)
             staged.add(Bucket(self.plan.parts[0], buffer, self._memory[buffer], copy))
         return staged
 

@@ -42,7 +42,7 @@ class Frames:
             data = self._exactly(length) if 0 < length <= _LONGEST_HEADER else b""
             header = json.loads(data) if data else None
             blob = self._exactly(header["blob"]) if header else b""
-        except (OSError, ValueError):
+        except (OSError, ValueError, LookupError, TypeError):
             return None
         return (header, blob) if header and len(blob) == header["blob"] else None
 

@@ -63,13 +63,17 @@ class WriterLink:
     def attach(cls, socket_fd: int, arena_fd: int, patience: float = _PATIENCE) -> "WriterLink":
         """Take over a writer that somebody else owns; both descriptors become the link's.
 
-        Returns when whatever an earlier generation had ordered has ceased to touch the arena. Raises WriterLost.
+        Returns when whatever an earlier generation had ordered has ceased to touch the arena. A writer that has just
+        died is replaced by one of one's own, over the same memory. Raises WriterLost when it does not answer: then it
+        may touch that memory at any time.
         """
         link = cls(socket.socket(fileno=socket_fd), Arena(arena_fd))
         try:
             link.ping().result(patience)
-        except (WriterLost, TimeoutError):
-            link._hang_up()
+        except WriterLost:
+            return link.replacement()
+        except TimeoutError:
+            link.close()
             raise WriterLost(f"the writer did not answer within {patience:.0f} s") from None
         return link
 

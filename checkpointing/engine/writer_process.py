@@ -41,13 +41,17 @@ class Session:
 
     def serve(self) -> None:
         """Serve until the rank is gone; what it had ordered is abandoned, except for what makes its memory useful."""
-        while (frame := self._frames.receive()) is not None:
-            header, blob = frame
-            try:
-                self._obey(header, blob)
-            except (OSError, LookupError, TypeError) as error:
-                self._answer(header["id"], {"fault": fault(error)})
-        self._orders.cancel()
+        try:
+            while (frame := self._frames.receive()) is not None:
+                header, blob = frame
+                try:
+                    self._obey(header, blob)
+                except (OSError, LookupError, TypeError) as error:
+                    self._answer(header["id"], {"fault": fault(error)})
+        finally:
+            # One that speaks nonsense is to learn that nobody listens any more.
+            self._frames.hang_up()
+            self._orders.cancel()
 
     def end(self) -> None:
         """Make way for the next connection: when this returns, nothing of this one touches the arena."""
@@ -105,14 +109,18 @@ def _serve_many(control: socket.socket, arena: Arena) -> None:
     """One connection after the other, each brought by the owner; a new one ends the one before."""
     session: Session | None = None
     while True:
-        _, descriptors, _, _ = socket.recv_fds(control, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        try:
+            _, descriptors, _, _ = socket.recv_fds(control, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        except ConnectionError:  # the owner has left without hearing all that it was told
+            return
         if not descriptors:
             return
         if session is not None:
             session.end()
         session = Session(socket.socket(fileno=descriptors[0]), arena)
         session.start()
-        control.send(b"t")  # taken: an owner who misses this replaces a writer that is stopped or stuck
+        with contextlib.suppress(ConnectionError):
+            control.send(b"t")  # taken: an owner who misses this replaces a writer that is stopped or stuck
 
 
 def main(arguments: list[str]) -> None:

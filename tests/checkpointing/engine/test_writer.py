@@ -307,6 +307,17 @@ def test_a_new_generation_finds_the_memory_of_the_last_one_and_is_not_disturbed_
     second.close()
 
 
+def test_a_new_generation_waits_for_the_digests_of_the_last_one(owned, tmp_path):
+    first = owned.rank()
+    size = 512 * MIB  # so much takes longer to digest than a connection to be made
+    first.arena.shape(size, 1, "p1")
+    first.write(order(tmp_path, "s1", size=size))
+    second = owned.rank()
+    assert second.arena.record(0) is not None
+    first.close()
+    second.close()
+
+
 def test_a_generation_is_abandoned_while_its_disk_hangs(owned, tmp_path):
     with loop_ext4(tmp_path / "disk", 64) as disk:
         (disk / "s1").mkdir()

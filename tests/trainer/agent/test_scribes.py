@@ -13,6 +13,7 @@ import pytest
 from checkpointing.engine.link import WriterLink
 from checkpointing.engine.writing import WriteOrder
 from tests.trainer.agent.job import LocalJob, alive, until
+from tests.trainer.agent.test_node import Alone
 from trainer.agent.scribes import Scribe, Scribes
 
 SIZE = 1 << 20
@@ -106,6 +107,22 @@ def test_writers_leave_when_they_are_dismissed(tmp_path):
     asyncio.run(made.close())
     assert not any(alive(pid) for pid in pids)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_burial_of_a_dead_nurserys_ranks_spares_the_writers(tmp_path):
+    alone = Alone(tmp_path)
+    rank = alone.ranks.by_rank[0]
+    orphan = subprocess.Popen(["sleep", "60"], process_group=0)
+    rank.pid = orphan.pid
+    scribes = alone.agent._scribes = Scribes(range(2), os.environ, tmp_path / "log")
+    pids = scribes.pids()
+    alone.agent._stillborn = 9  # no other nursery
+    asyncio.run(alone.agent._bury_and_replace("it was killed"))
+    assert alone.ranks.all_gone()
+    orphan.wait(5)
+    assert scribes.pids() == pids
+    asyncio.run(scribes.close())
+    alone.close()
 
 
 _AGENT = """

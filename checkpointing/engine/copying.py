@@ -38,7 +38,6 @@ class Copy:
             with torch.inference_mode():
                 if side is None:
                     torch._foreach_copy_(self._views, self._sources)
-                    self._judge()
                 else:
                     self._enqueue(side, ready)
         except FAILURES as error:
@@ -59,17 +58,21 @@ class Copy:
         self._issued.wait()
         if self._copied is not None:
             self._copied.synchronize()
-        self._judge()
 
     def settle(self) -> None:
         """Return when the caller may change the tensors: on a GPU its stream waits, not its thread."""
         self._issued.wait()
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
-        self._judge()
+        self.certify()
 
-    def _judge(self) -> None:
-        """A tensor that was changed while it was copied would be a state that never was: such a copy is refused."""
+    def certify(self) -> None:
+        """Settle whether it is whole; only the first call counts.
+
+        A tensor that was changed while it was copied would be a state that never was. A change is counted when it has
+        ended: so the caller's own thread looks when it settles, which is before it changes anything. For one that never
+        settles somebody has to look long after the copy, and takes any change for one that came too early.
+        """
         with self._lock:
             if self._versions is not None and _versions(self._sources) != self._versions:
                 self.failure = self.failure or Failed(

@@ -216,6 +216,9 @@ class Saver:
         """Wait until nothing reads the buffers any more; raises what went wrong."""
         for bucket, write in handed.writes:
             self._await(write, job, bucket)
+            bucket.copy.certify()
+            if bucket.copy.failure is not None:
+                raise _error(bucket.copy.failure)(job.step, bucket.copy.failure.reason)
         files = [entry for _, write in handed.writes for entry in write.result().files]
         if isinstance(handed.report, Failed):
             raise _error(handed.report)(job.step, handed.report.reason)

@@ -28,6 +28,10 @@ class Refused(CheckpointError):
         super().__init__(f"{name}: {reason}")
         self.name, self.reason = name, reason
 
+    def __reduce__(self) -> tuple[type["Refused"], tuple[str, str]]:
+        """Ranks tell each other."""
+        return type(self), (self.name, self.reason)
+
 
 class UnsafePickle(Refused):
     """A pickle that names anything outside the allow-list."""
@@ -48,6 +52,10 @@ class SaveFailed(CheckpointError):
     def __init__(self, step: int, reason: str) -> None:
         super().__init__(f"step {step}: {reason}")
         self.step, self.reason = step, reason
+
+    def __reduce__(self) -> tuple[type["SaveFailed"], tuple[int, str]]:
+        """Ranks tell each other."""
+        return type(self), (self.step, self.reason)
 
 
 class FencedOff(SaveFailed):

@@ -22,8 +22,10 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor  # noqa: E402
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: E402
 
+from checkpointing.catalog import Catalog  # noqa: E402
 from checkpointing.engine.checkpointer import Checkpointer  # noqa: E402
 from checkpointing.storage import LocalStorage, Storage  # noqa: E402
+from checkpointing.tiers import TierPlace  # noqa: E402
 from tests.checkpointing.storages import Faulty  # noqa: E402
 
 NONCE = "ab12cd34"
@@ -166,6 +168,87 @@ def a_peer_dies_while_it_writes(folder: Path, told: Told) -> dict[str, Any]:
     return {"begun": begun, "committed": made.committed_step}
 
 
+def raised(act: Callable[[], Any]) -> str:
+    try:
+        act()
+    except (OSError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+class Hung(LocalStorage):
+    """Rank 1's view of a disk that does not answer until it is told to."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.answers = threading.Event()
+
+    def create(self, path: str) -> Any:
+        if dist.get_rank() == 1:
+            self.answers.wait(60)
+        return super().create(path)
+
+
+def agreement(folder: Path, told: Told) -> dict[str, Any]:
+    """What only one rank sees is everybody's: a bad state, another structure, a NaN, a hung disk."""
+    storage = Hung(folder)
+    storage.answers.set()
+    made, second = checkpointer(folder, told, storage=storage), dist.get_rank() == 1
+    found: dict[str, Any] = {}
+    found["unsavable"] = raised(lambda: made.prepare({"x": 5 if second else torch.ones(2)}))
+    state = {"model/w": torch.ones(5), f"rng/{dist.get_rank()}": torch.ones(2)}
+    made.prepare(state)
+    found["steps"] = raised(lambda: made.save(7 + second, state, {}))
+    saved = []
+    for step in (1, 2):
+        state["model/w"] += 1
+        if step == 2 and second:
+            state["rng/more"] = torch.ones(3)
+        saved.append(made.save(step, state, {}))
+        made.wait()
+    made.save(3, {**state, f"model/{dist.get_rank()}": torch.tensor([torch.nan if second else 1.0])}, {})
+    made.wait()
+    found["refused"] = made.failure
+    storage.answers.clear()
+    good = {"model/w": torch.ones(5), f"rng/{dist.get_rank()}": torch.ones(2)}  # so that rank 1 writes a file
+    made.prepare(good)
+    hung = []
+    for step in (4, 5, 6):
+        good["model/w"] += 1
+        hung.append(made.save(step, good, {}))
+    storage.answers.set()
+    made.wait()
+    made.close()
+    return {**found, "saved": saved, "hung": hung, "committed": made.committed_step}
+
+
+def disks_of_their_own(folder: Path, told: Told) -> dict[str, Any]:
+    """Every rank is a node with a disk that the other cannot see."""
+    mine = folder / f"node{dist.get_rank()}"
+
+    def one() -> Checkpointer:
+        storage = LocalStorage(mine)
+        place = TierPlace(str(mine), storage, Catalog(mine, storage), keep=2, shared=False)
+        return checkpointer(folder, told, tiers=(place,))
+
+    made = one()
+    for seed in (1, 2, 3):
+        made.save(seed, placed(whole(seed)), {"seed": seed})
+        made.wait()
+    made.close()
+    reader, tensors = one(), empty()
+    restored = reader.restore(tensors)
+    reader.close()
+    assert restored is not None
+    return {
+        "step": restored.step,
+        "exact": equal(tensors, whole(3)),
+        "folders": sorted(path.name for path in mine.iterdir()),
+        "manifest": (mine / restored.name / "manifest.json").read_text(),
+        "committed": made.committed_step,
+    }
+
+
 def placed_alone() -> Placed:
     return {"x": torch.ones(3)}
 
@@ -200,7 +283,8 @@ SCENARIOS: dict[str, Callable[[Path, Told], dict[str, Any]]] = {
     scenario.__name__: scenario
     for scenario in (
         save, load, disk_full_on_one_rank, one_rank_cannot_read, a_peer_dies_in_mid_save,
-        a_peer_dies_while_it_writes, fsdp_and_tensor_parallel,
+        a_peer_dies_while_it_writes, agreement,
+        disks_of_their_own, fsdp_and_tensor_parallel,
     )
 }  # fmt: skip
 

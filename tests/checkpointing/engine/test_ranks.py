@@ -119,6 +119,31 @@ def test_a_peer_that_dies_while_it_writes_takes_the_save_along(tmp_path: Path) -
     assert Catalog(folder).committed() == []
 
 
+def test_what_one_rank_sees_is_agreed_by_all(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    first, second = run("agreement", 2, folder)
+    for result in (first, second):
+        assert result["unsavable"] == "rank 1: ValueError: x: a int is no tensor; put it into `extra`"
+        assert "the ranks save different steps, from 7 to 8" in result["steps"]
+        assert result["saved"] == [True, True]
+        assert result["refused"] == "implausible: values that are NaN or infinite in model/1 (1)"
+        assert result["hung"] == [True, True, False]
+        assert result["committed"] == 5
+    assert "checkpoint.skipped" in kinds(first)
+    assert [entry.step for entry in Catalog(folder).committed()] == [5, 4, 2]
+
+
+def test_nodes_with_disks_of_their_own_each_keep_their_part(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    first, second = run("disks_of_their_own", 2, folder)
+    assert first["manifest"] == second["manifest"]
+    for result in (first, second):
+        assert (result["step"], result["exact"], result["committed"]) == (3, True, 3)
+        assert result["folders"] == [f"step-0000000{step}.001-ab12cd34" for step in (2, 3)]
+    files = [{file.name for file in folder.glob(f"node{n}/step-00000003*/*.distcp")} for n in (0, 1)]
+    assert files == [{"__0_0.distcp"}, {"__1_0.distcp"}]
+
+
 def test_fsdp_over_tensor_parallel_restores_and_reshards(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     for result in run("fsdp_and_tensor_parallel", 4, folder):

@@ -1,8 +1,8 @@
 """`index.json`: where every tensor's bytes lie in a checkpoint's files; `fingerprints.json`: what they are worth.
 
-Both are ordinary files of a checkpoint, listed in its manifest, readable without torch and without unpickling. The index
-of a run's layout is the same for every save, the fingerprints differ. A checkpoint that has neither (a foreign one)
-is read by way of its `.metadata`.
+Both are ordinary files of a checkpoint, listed in its manifest, readable without torch and without unpickling. The
+index of a run's layout is the same for every save, the fingerprints differ. A checkpoint that has neither (a foreign
+one) is read by way of its `.metadata`.
 """
 
 import json

@@ -75,7 +75,7 @@ def test_no_slurm(orch: Type, home: Path, tmp_path: Path, monkeypatch: pytest.Mo
         (("status", "--bogus"), "--bogus"),
         (("submit",), "CONFIG"),
         (("wait", "x", "--timeout", "soon"), "--timeout"),
-        (("ckpt", "verify", "x", "--level", "3"), "--level"),
+        (("ckpt", "verify", "x", "--level", "5"), "--level"),
         (("submit", "tiny-gpt", "--cluster", "moon"), "moon"),
         (("controller", "install"), "--via"),
         (("logs", "x", "--rank", "some"), "first-error"),

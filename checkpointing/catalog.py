@@ -75,12 +75,6 @@ class Catalog:
         own = [name for name in self.names() if _is_of(name, attempt, nonce)]
         return self.inheritable({*own, *inherit})
 
-    def debris(self, attempt: int, nonce: str, inherit: Iterable[str]) -> list[str]:
-        """Folders of the same owner without COMMIT: half-written or half-deleted ones."""
-        listed = set(inherit)
-        mine = [name for name in self.names() if name in listed or _is_of(name, attempt, nonce)]
-        return [name for name in mine if not self.is_committed(name)]
-
     def _entry(self, name: str) -> Entry:
         parts = parse_name(name)
         assert parts is not None

@@ -4,6 +4,7 @@ Nothing in it is executed: the description of the tensor is unpickled with stand
 """
 
 import collections
+import copyreg
 import io
 import math
 import pickle
@@ -103,6 +104,11 @@ def _describe(data: bytes) -> tuple[str, tuple[int, ...]]:
 
 class _Description(pickle.Unpickler):
     """Turns the pickle of a tensor into (dtype, number of values, offset, shape, stride)."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        super().__init__(stream)
+        # What an extension code stood for once is taken from this cache without asking `find_class`.
+        copyreg.clear_extension_cache()
 
     def persistent_load(self, pid: Any) -> Any:
         kind, dtype, _key, _place, numel = pid

@@ -17,7 +17,7 @@ from checkpointing.storage import Storage
 from checkpointing.tiers import TierPlace
 from checkpointing.verify import read_sealed
 
-__all__ = ["FLOOR", "Owner", "Policy", "delete", "doomed", "judge", "metric_of", "retain", "surplus"]
+__all__ = ["FLOOR", "Owner", "Policy", "delete", "doomed", "judge", "metric_of", "retain"]
 
 _log = logging.getLogger(__name__)
 
@@ -123,15 +123,6 @@ def _best(trusted: Sequence[Entry], policy: Policy, metrics: Mapping[str, float 
 def doomed(entries: Sequence[Entry], policy: Policy, **facts: Any) -> list[tuple[Entry, str]]:
     """What `judge` (same arguments) lets go, oldest first, each with the reason."""
     return [(judged.entry, judged.reason) for judged in judge(entries, policy, **facts) if not judged.stays][::-1]
-
-
-def surplus(entries: Sequence[Entry], keep: int, pinned: Collection[str] = ()) -> list[Entry]:
-    """Entries to delete, oldest first: all but the newest `keep` (never fewer than 2) and the pinned ones.
-
-    `entries` are committed and trusted ones, newest first: refused ones must not be counted as a substitute.
-    """
-    loose = [entry for entry in entries if entry.name not in pinned]
-    return loose[max(keep, FLOOR) :][::-1]
 
 
 def metric_of(manifest: Manifest, metric: str) -> float | None:

@@ -1,5 +1,6 @@
 """Reads what describes a checkpoint: `index.json`, or the `.metadata` of older ones; verified bytes, known classes."""
 
+import copyreg
 import io
 import pickle
 from collections.abc import Iterable
@@ -39,6 +40,8 @@ class AllowList(pickle.Unpickler):
     def __init__(self, data: bytes, name: str) -> None:
         super().__init__(io.BytesIO(data))
         self._name = name
+        # What an extension code stood for once is taken from this cache without asking `find_class`.
+        copyreg.clear_extension_cache()
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):

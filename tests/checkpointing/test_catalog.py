@@ -4,6 +4,7 @@ import errno
 from pathlib import Path
 
 from checkpointing.catalog import Catalog
+from checkpointing.collect import survey
 from checkpointing.commit import DELETED
 from checkpointing.storage import LocalStorage
 from tests.checkpointing.made import FILES, NONCE, make
@@ -70,27 +71,13 @@ def test_an_attempt_sees_its_own_and_what_it_may_inherit(tmp_path: Path) -> None
     assert names(catalog.inheritable([inherited, "../elsewhere"])) == [inherited]
 
 
-def test_debris_belongs_to_its_owner_only(tmp_path: Path) -> None:
-    storage = LocalStorage(tmp_path)
-    half_own = make(storage, 10, attempt=2, nonce="22222222")
-    half_inherited = make(storage, 5, attempt=1)
-    half_foreign = make(storage, 6, attempt=1)
-    whole = make(storage, 20, attempt=2, nonce="22222222")
-    for name in (half_own, half_inherited, half_foreign):
-        (tmp_path / name / "COMMIT").unlink()
-    (tmp_path / "my-notes").mkdir()
-    debris = Catalog(tmp_path).debris(2, "22222222", [half_inherited])
-    assert debris == [half_own, half_inherited]
-    assert whole not in debris
-
-
 def test_a_buried_checkpoint_is_none_even_while_its_marker_is_still_seen(tmp_path: Path) -> None:
     name = make(LocalStorage(tmp_path), 20)
     (tmp_path / name / DELETED).write_text("")
     catalog = Catalog(tmp_path)
     assert catalog.committed() == []
     assert catalog.accepted(1, NONCE, [name]) == []
-    assert catalog.debris(1, NONCE, []) == [name]
+    assert catalog.is_buried(name)
 
 
 def test_a_tombstone_that_cannot_be_read_buries_nothing(tmp_path: Path) -> None:
@@ -106,4 +93,4 @@ def test_a_marker_that_cannot_be_read_is_never_taken_for_debris(tmp_path: Path) 
     storage.broken = lambda act, _: errno.EIO if act.startswith("open") else 0
     catalog = Catalog(tmp_path, storage)
     assert names(catalog.committed()) == [name]
-    assert catalog.debris(1, NONCE, []) == []
+    assert survey(catalog) == []

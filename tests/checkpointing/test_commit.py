@@ -14,7 +14,7 @@ from checkpointing.collect import act, delete, plan, survey
 from checkpointing.commit import DELETED, checkpoint_name, fresh_name, parse_name, read_commit, seal
 from checkpointing.errors import FencedOff, ManifestError
 from checkpointing.manifest import parse
-from checkpointing.retention import surplus
+from checkpointing.retention import Policy, doomed
 from checkpointing.storage import LocalStorage
 from checkpointing.verify import verify
 from tests.checkpointing.made import NONCE, make
@@ -97,7 +97,7 @@ def test_every_prefix_of_a_save_and_its_deletion_shows_whole_checkpoints(tmp_pat
     for step in (1, 2, 3):
         make(storage, step)
         note()
-    for entry in surplus(Catalog(storage.root).committed(), 2):
+    for entry, _ in doomed(Catalog(storage.root).committed(), Policy(keep=2)):
         delete(storage, entry.name, lambda: True)
     note()
     states = [names for _, names in history]

@@ -15,7 +15,7 @@ from checkpointing.commit import DELETED
 from checkpointing.config import RetentionConfig
 from checkpointing.manifest import parse
 from checkpointing.pins import pin
-from checkpointing.retention import FLOOR, Policy, doomed, judge, metric_of, retain, surplus
+from checkpointing.retention import FLOOR, Policy, doomed, judge, metric_of, retain
 from checkpointing.storage import LocalStorage, Storage
 from checkpointing.tiers import TierPlace
 from tests.checkpointing.made import NONCE, make
@@ -144,17 +144,6 @@ def test_of_two_equally_good_ones_the_newer_stays() -> None:
     policy = Policy(keep=2, best=1)
     gone = doomed([entry(step) for step in (4, 3, 2, 1)], policy, metrics=metrics)
     assert [entry.step for entry, _ in gone] == [1, 2], "4 is the best one, and one of the newest"
-
-
-@given(newest_first, st.integers(-5, 30), st.data())
-def test_the_newest_stay_and_never_fewer_than_two(entries: list[Entry], keep: int, data: st.DataObject) -> None:
-    pinned = data.draw(st.sets(st.sampled_from([e.name for e in entries]))) if entries else set()
-    gone = surplus(entries, keep, pinned)
-    left = [e for e in entries if e not in gone]
-    loose = [e for e in left if e.name not in pinned]
-    assert not {e.name for e in gone} & pinned
-    assert len(loose) == min(max(keep, FLOOR), len([e for e in entries if e.name not in pinned]))
-    assert surplus(left, keep, pinned) == [], "a second pass finds nothing"
 
 
 # ---- a pass over a real folder

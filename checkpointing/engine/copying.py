@@ -4,6 +4,7 @@ import logging
 import operator
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,11 @@ from checkpointing.engine.background import background
 from checkpointing.engine.failure import FAILURES, Failed, explain
 
 _log = logging.getLogger(__name__)
-Fits = Callable[[], bool] | None
+Fits = Callable[[], bool]
+
+_LATER = 0.05
+"""Seconds that no change of a tensor takes, unless copying all of them takes as long."""
+
 
 _version = operator.attrgetter("_version")
 
@@ -25,15 +30,12 @@ class Copy:
     def __init__(self, views: Sequence[Tensor], sources: Sequence[Tensor], versions: list[int] | None) -> None:
         self.failure: Failed | None = None
         self._views, self._sources, self._versions = views, list(sources), versions
-        self._issued, self._lock = threading.Event(), threading.Lock()
+        self._issued, self._settled, self._lock = threading.Event(), threading.Event(), threading.Lock()
         self._copied: Any = None  # on a GPU, the event behind the last copy
 
     def run(self, side: Any, ready: Any, fits: Fits) -> None:
-        """Do it, or on a GPU enqueue it on the stream `side`, behind the event `ready`; unless it does not fit."""
+        """Do it, or on a GPU enqueue it on the stream `side`, behind the event `ready`; what does not fit fails."""
         try:
-            if fits is not None and not fits():
-                self.failure = Failed("tensors were given other memory since the last save", final=True)
-                return
             # Cheaper than `no_grad` for many small tensors: nothing is noted about what is copied.
             with torch.inference_mode():
                 if side is None:
@@ -42,8 +44,9 @@ class Copy:
                     self._enqueue(side, ready)
         except FAILURES as error:
             self.failure = Failed(explain(error))
-        finally:
-            self._issued.set()
+        if not fits():  # asked now, when all of them are in the cache
+            self.failure = Failed("tensors were given other memory since the last save", final=True)
+        self._issued.set()
 
     def _enqueue(self, side: Any, ready: Any) -> None:
         with torch.cuda.stream(side):
@@ -65,13 +68,21 @@ class Copy:
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
         self.certify()
+        self._settled.set()
+
+    def look_later(self, seconds: float) -> None:
+        """Certify it in the copy's own thread, unless the caller was faster: then the caller need not do it."""
+        self.wait()
+        self._settled.wait(seconds)
+        self.certify()
 
     def certify(self) -> None:
-        """Settle whether it is whole; only the first call counts.
+        """Decide whether it is whole; only the first call counts.
 
-        A tensor that was changed while it was copied would be a state that never was. A change is counted when it has
-        ended: so the caller's own thread looks when it settles, which is before it changes anything. For one that never
-        settles somebody has to look long after the copy, and takes any change for one that came too early.
+        A tensor that was changed while it was copied would be a state that never was. torch counts a change when it has
+        ended. So the caller's own thread may look when it settles, which is before it changes anything; anybody else
+        has to look so long after the copy that a change that was under way has ended, and takes any change for one that
+        came too early.
         """
         with self._lock:
             if self._versions is not None and _versions(self._sources) != self._versions:
@@ -113,10 +124,10 @@ class Copier:
                 return
             self._pinned.append(buffer)
 
-    def copy(self, views: Sequence[Tensor], sources: Sequence[Tensor], fits: Fits = None) -> Copy:
+    def copy(self, views: Sequence[Tensor], sources: Sequence[Tensor], fits: Fits) -> Copy:
         """Begin a copy; when it is not a lazy one, it is done by then. Failures are the copy's.
 
-        `fits` is asked first, where the copy is made.
+        `fits` is asked where the copy is made.
         """
         self.settle()
         copy = Copy(views, sources, _versions(sources) if self._lazy else None)
@@ -138,7 +149,9 @@ class Copier:
     def _serve(self) -> None:
         while (order := self._orders.get()) is not None:
             copy, ready, fits = order
+            start = time.monotonic()
             copy.run(self._side, ready, fits)
+            copy.look_later(_LATER + 2 * (time.monotonic() - start))
 
     def close(self) -> None:
         self._orders.put(None)

@@ -117,6 +117,8 @@ class Checkpointer:
         if not self._agree(0, self._match(tensors)).same:
             self._plan(tensors)
         assert self._saver is not None
+        assert self._stager is not None
+        self._judge.inspection().look(*self._stager.some())  # its tables are made once
         # What the writer cannot do now it will say at the first save.
         concurrent.futures.wait([self._saver.writer.warm()], _WARM_SECONDS)
 

@@ -17,8 +17,8 @@ from checkpointing.engine.failure import FAILURES, Failed, explain
 _log = logging.getLogger(__name__)
 Fits = Callable[[], bool]
 
-_LATER = 0.05
-"""Seconds that no change of a tensor takes, unless copying all of them takes as long."""
+_LATER = 0.01
+"""Seconds; a change of one tensor takes no longer than this and a copy of all of them together."""
 
 
 _version = operator.attrgetter("_version")
@@ -151,7 +151,7 @@ class Copier:
             copy, ready, fits = order
             start = time.monotonic()
             copy.run(self._side, ready, fits)
-            copy.look_later(_LATER + 2 * (time.monotonic() - start))
+            copy.look_later(_LATER + time.monotonic() - start)
 
     def close(self) -> None:
         self._orders.put(None)

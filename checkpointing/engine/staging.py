@@ -205,6 +205,11 @@ class Stager:
         self._arena.clear(buffer)
         return buffer
 
+    def some(self) -> tuple[Tensor, list[Item]]:
+        """A buffer as bytes, and one item of every kind in it: enough to try out whatever works on items."""
+        kinds = {(item.dtype, item.share.shape, item.share.offsets): item for item in self.plan.parts[0].items}
+        return self._memory[0], list(kinds.values())
+
     def lay_frames(self, buffer: int) -> None:
         """Put the frames into a buffer that was used for something else."""
         _lay_frames(self._arena.buffer(buffer), self.plan.items)

@@ -20,9 +20,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.checkpoint import table
 from benchmarks.checkpoint.reasons import REASONS, UNKNOWN
 from benchmarks.checkpoint.rows import MISSED, ROWS, Measured, Row
-from benchmarks.checkpoint.table import render
 
 _ROW_S = 1800
 _QUICK_ROUNDS, _QUICK_SCALE = 3, 0.125
@@ -43,13 +43,14 @@ def main() -> int:
         return 0 if options.list else 2
     rounds, scale = (_QUICK_ROUNDS, _QUICK_SCALE) if options.quick else (max(7, options.rounds), 1.0)
     report = _machine(options.folder) | {"rounds": rounds, "scale": scale, "rows": []}
+    said = sys.stderr if options.json else sys.stdout
+    print(table.head(report), file=said, flush=True)
     for row in rows:
-        if sys.stderr.isatty():
-            print(f"\r\033[K{row.text} ...", end="", file=sys.stderr, flush=True)
         report["rows"].append(_measured(row, options.folder, rounds, scale))
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr)
-    print(json.dumps(report) if options.json else render(report))
+        print(table.line(report["rows"][-1]), file=said, flush=True)
+    print(table.notes(report), file=said)
+    if options.json:
+        print(json.dumps(report))
     return int(any("error" in row or row["verdict"] == MISSED for row in report["rows"]))
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from checkpointing import mapping
 from checkpointing.durable import fsync_dir
 
-BLOCK = 8 << 20
+BLOCK = 16 << 20
 
-_LANES = 2
+_LANES = 4
 _SMALL = 64 << 20  # up to this size a second thread costs more than it brings
 
 Cancelled = Callable[[], bool]

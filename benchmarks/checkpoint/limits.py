@@ -10,6 +10,7 @@ from pathlib import Path
 
 from benchmarks.checkpoint.cold import drop
 from benchmarks.checkpoint.contest import LIMIT
+from checkpointing import mapping
 
 BLOCK = 8 << 20
 """Bytes of one write or read; the engine's own chunks are of the same size."""
@@ -18,14 +19,16 @@ CORES = len(os.sched_getaffinity(0))
 
 
 def room(nbytes: int, *, shared: bool = False) -> memoryview:
-    """Page-aligned memory whose pages are there already; `shared` takes it from a memfd, as the engine's arena is."""
+    """Page-aligned memory whose pages are there already; `shared` has it as the engine's arena: memfd, huge pages."""
     if not shared:
         view = memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
     else:
         descriptor = os.memfd_create("limit")
         os.ftruncate(descriptor, nbytes)
-        view = memoryview(mmap.mmap(descriptor, nbytes))
+        view = mapping.shared(descriptor, nbytes)
         os.close(descriptor)
+        mapping.populate(view)
+        mapping.collapse(view)
     for start in range(0, nbytes, BLOCK):
         # Random, because some disks and file systems treat zeros and repetitions differently.
         view[start : start + BLOCK] = os.urandom(len(view[start : start + BLOCK]))

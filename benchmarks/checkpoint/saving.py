@@ -37,8 +37,11 @@ def _raced(setting: Setting, set_name: str, *, whole: bool) -> Measured:
             return times.whole if whole else times.whole - times.staged
 
         sides: dict[str, Side] = {LIMIT: lambda: limits.raw_write(staged, folder), OURS: ours_seconds}
-        # The engine writes large buffers with two threads.
-        sides[f"{LIMIT}, 2 threads"] = lambda: limits.raw_write(staged, folder, threads=2)
+        # The engine writes large buffers with several threads.
+        for threads in (2, 4):
+            sides[f"{LIMIT}, {threads} threads"] = lambda threads=threads: limits.raw_write(
+                staged, folder, threads=threads
+            )
         sides |= {kind: (lambda dcp=dcp: dcp_seconds(dcp)) for kind, dcp in dcps.items()}
         sides["dcp.save, 1 thread"] = lambda: dcp_save(made.tensors, folder / "dcp", threads=1)
         sides["dcp.save, 2 threads"] = lambda: dcp_save(made.tensors, folder / "dcp", threads=2)

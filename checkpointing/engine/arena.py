@@ -7,6 +7,7 @@ at a page. Rank and writer process map it both. A record is believed only when i
 import json
 import os
 import struct
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -138,6 +139,11 @@ class Arena:
     def populate(self) -> None:
         """Let the kernel enter all pages into this process's table now, not one by one at the first use."""
         mapping.populate(self._memory)
+
+    def gather_pages(self, stopped: Callable[[], bool]) -> None:
+        """Let the kernel keep the memory in huge pages, where it can; takes seconds per GiB, and both sides gain."""
+        memory = self._memory  # stays mapped meanwhile, whatever shape comes next
+        mapping.collapse(memory, stopped)
 
     def buffer(self, index: int) -> memoryview:
         """The bytes of one buffer, writable, beginning at a page."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-SLICE = 1 << 18
+SLICE = 1 << 20
 """Words that are worked on at a time, so that every pass but the first finds them in the cache."""
 
 _MASK = 0xFFFFFFFF

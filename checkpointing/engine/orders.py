@@ -16,12 +16,16 @@ class Orders:
 
     def __init__(self) -> None:
         self._running: set[Ticket] = set()
+        self._readers: set[Ticket] = set()
+        self._changed = threading.Condition()
 
     def begin(self, act: Callable[[Ticket], T], *, reads_memory: bool = False) -> "Future[T]":
         """Start one; its future carries what it returns or raises."""
         ticket, future = Ticket(), Future[T]()
         future.set_running_or_notify_cancel()  # a thread cannot be taken back; `cancel` here asks it to stop
-        if not reads_memory:
+        if reads_memory:
+            self._readers.add(ticket)
+        else:
             ticket.settled.set()
         self._running.add(ticket)
         # A daemon: a process that leaves does not wait for a disk that never answers.
@@ -41,6 +45,14 @@ class Orders:
     def _end(self, ticket: Ticket) -> None:
         ticket.settled.set()
         self._running.discard(ticket)
+        with self._changed:
+            self._readers.discard(ticket)
+            self._changed.notify_all()
+
+    def until_unread(self) -> None:
+        """Return when no order that reads the memory is under way."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._readers)
 
     def cancel(self) -> None:
         """Ask all of them to stop; returns at once."""

@@ -70,9 +70,9 @@ class Session:
                 self._promise(number, write, asdict)
             case "put":
                 place, folder, name = header["place"], header["folder"], header["name"]
-                self._promise(
-                    number, self._orders.begin(lambda _: put_file(storage_at(place), folder, name, blob)), asdict
-                )
+                quiet = self._orders.until_unread
+                put = self._orders.begin(lambda _: put_file(storage_at(place), folder, name, blob, quiet))
+                self._promise(number, put, asdict)
             case "copy":
                 flush = copy_order_of(header["order"])
                 copied = self._orders.begin(
@@ -82,6 +82,7 @@ class Session:
             case "warm":
                 self._see(header["stamp"])
                 self._promise(number, self._orders.begin(lambda _: self._arena.populate()), lambda _: {})
+                self._orders.begin(lambda ticket: self._arena.gather_pages(ticket.cancelled))
             case "cancel":
                 self._orders.cancel()
                 self._answer(number, {"result": {}})

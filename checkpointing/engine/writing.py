@@ -4,13 +4,12 @@ import contextlib
 import errno
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from checkpointing.commit import write_file
-from checkpointing.digests import CHUNK, digest
+from checkpointing.digests import CHUNK, DigestSink, digest
 from checkpointing.direct import BLOCK, make_folder, write_direct
 from checkpointing.durable import fsync_dir
 from checkpointing.engine.arena import Arena, Record
@@ -19,6 +18,7 @@ from checkpointing.manifest import FileEntry
 from checkpointing.storage import LocalStorage, Storage, storage_at
 
 _MOST_AT_ONCE = 4
+_HEAD_START = 0.001
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,9 +120,17 @@ def write_files(order: WriteOrder, arena: Arena, ticket: Ticket, storage: Storag
     return Wrote(files=inspector.files, seconds=time.monotonic() - start, direct=direct)
 
 
-def put_file(storage: Storage, folder: str, name: str, blob: bytes) -> FileEntry:
-    """Write one small file durably; raises OSError."""
-    sink = write_file(storage, folder, name, blob)
+def put_file(
+    storage: Storage, folder: str, name: str, blob: bytes, quiet: Callable[[], None] | None = None
+) -> FileEntry:
+    """Write one small file durably; raises OSError. Before it waits for the disk it calls `quiet`.
+
+    An fsync amid large writes waits for all of them that are queued, and keeps the disk from the next ones.
+    """
+    with DigestSink(storage.create(f"{folder}/{name}")) as sink:
+        sink.write(blob)
+        if quiet is not None:
+            quiet()
     return FileEntry(name=name, size=sink.size, chunks=sink.chunks)
 
 
@@ -165,6 +173,9 @@ class _Inspector(threading.Thread):
         self.files: tuple[FileEntry, ...] | None = None
 
     def run(self) -> None:
+        # The writes go first: this thread begins on the core of the one that is about to hand them to the kernel, and
+        # would keep it for a whole time slice.
+        time.sleep(_HEAD_START)
         files = []
         for name, data in self._parts:
             chunks = self._digests(data)

@@ -223,6 +223,9 @@ def test_a_killed_writer_is_replaced_and_the_save_tried_again(bench: Bench) -> N
     made = bench.saved(1, link=link, pauses=(0.0,))
     os.kill(writer_pid(link), signal.SIGSTOP)
     made.save(2, state(2), {})
+    give_up = time.monotonic() + 30
+    while not link._waiting and time.monotonic() < give_up:  # the order is to be with a writer that does not answer
+        time.sleep(0.001)
     os.kill(writer_pid(link), signal.SIGKILL)
     made.wait()
     assert "writer is gone" in bench.told("checkpoint.retried")[0]["reason"]

@@ -153,6 +153,7 @@ class Actor:
                 job_id=attempt.job_id,
                 nonce=attempt.nonce,
                 checkpoints=self._inheritable(run, attempt, folder, config),
+                over=tuple(f"{past.number:03d}-{past.nonce}" for past in self._earlier(run, attempt)),
                 mtbf=self._time_between_failures(run, config),
             )
             token.write(place.go)
@@ -161,6 +162,9 @@ class Actor:
         self.schedulers[run.cluster].release(attempt.job_id, place.submission)
         failpoints.reach("after_release")
         self.did(f"released job {attempt.job_id}")
+
+    def _earlier(self, run: Run, attempt: Attempt) -> list[Attempt]:
+        return [past for past in self.store.attempts(run.name) if past.number < attempt.number]
 
     def _inheritable(self, run: Run, attempt: Attempt, folder: RunDir, config: RunConfig) -> tuple[str, ...]:
         """Committed checkpoints of earlier attempts that nothing is known against."""

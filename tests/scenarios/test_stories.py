@@ -349,8 +349,10 @@ def test_go_lists_what_may_be_inherited_and_leaves_the_corrupt_out(tmp_path: Pat
     assert world.store.checkpoints(world.name)[0].trust is Trust.CORRUPT
     world.slurm.preempt(world.slurm.running()[0])
     world.turns(100, 1.0, lambda: world.folder.attempt(2).go.is_file())
-    listed = LaunchToken.read(world.folder.attempt(2).go).checkpoints
+    token = LaunchToken.read(world.folder.attempt(2).go)
+    listed = token.checkpoints
     assert newest not in listed
+    assert token.over == (f"001-{world.attempts[0].nonce}",)
     assert len(listed) == len(world.store.checkpoints(world.name)) - 1
 
 

@@ -15,6 +15,8 @@ class LaunchToken:
     job_id: str
     nonce: str  # of the attempt; part of its checkpoint names
     checkpoints: tuple[str, ...] = ()  # folder names of earlier attempts that this attempt may inherit
+    perhaps: tuple[str, ...] = ()  # further ones, on nodes' own disks: inherited where they are found, never missed
+    over: tuple[str, ...] = ()  # `<attempt>-<nonce>` of the run's earlier attempts: they write no more
     mtbf: float = 0.0  # seconds between two failures of a job of this size, as far as is known; 0: not known
 
     def write(self, path: Path) -> None:
@@ -26,7 +28,7 @@ class LaunchToken:
         fields = read_json(path)
         if not isinstance(fields, dict) or fields.pop("schema", None) != "orch.go/1":
             raise ValueError(f"{path} is not a launch token")
-        return cls(**{**fields, "checkpoints": tuple(fields["checkpoints"])})
+        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
 
 
 def revoke(path: Path) -> None:

@@ -10,7 +10,10 @@ from trainer.contract.rank import RankSpec, hear, say
 from trainer.contract.requests import Request, RequestKind, pending
 from trainer.contract.run_dir import RunDir
 
-TOKEN = LaunchToken(attempt=2, epoch=5, job_id="77", nonce="0123abcd", checkpoints=("step-00000003.001-aa",))
+TOKEN = LaunchToken(
+    attempt=2, epoch=5, job_id="77", nonce="0123abcd", checkpoints=("step-00000003.001-aa",),
+    perhaps=("step-00000004.001-aa",), over=("001-aa",),
+)  # fmt: skip
 
 
 def test_a_ranks_outcome(tmp_path):

@@ -1,7 +1,9 @@
 """How fast training steps go while a checkpoint is written behind them."""
 
+import statistics
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -37,7 +39,7 @@ def while_saving(setting: Setting) -> Measured:
     torch.set_num_threads(1)
     made, training = state("SMALL", setting.scale), _Training()
     ours = Ours(setting.folder / "ours", made)
-    stalls: list[float] = []
+    seen: dict[str, list[Pass]] = {}
 
     def alone() -> float:
         end, count, start = time.perf_counter() + _ALONE_S, 0, time.perf_counter()
@@ -52,41 +54,65 @@ def while_saving(setting: Setting) -> Measured:
             ours.checkpointer.save(step, made.tensors, {})
             return lambda: any(kind == "checkpoint.committed" and data["step"] == step for _, kind, data in ours.events)
 
-        seconds = _stepped(training, begin, stalls)
+        passed = _stepped(training, begin)
         ours.checkpointer.wait()
-        return seconds
+        return _noted(seen, OURS, passed)
 
     with lone_group(setting.folder):
         dcps = {kind: Dcp(setting.folder, made, kind) for kind in ("DCP thread", "DCP process")}
         sides: dict[str, Side] = {LIMIT: alone, OURS: ours_rate}
-        sides |= {kind: (lambda dcp=dcp: _dcp_rate(training, dcp)) for kind, dcp in dcps.items()}
+        sides |= {
+            kind: (lambda kind=kind, dcp=dcp: _noted(seen, kind, _dcp_pass(training, dcp)))
+            for kind, dcp in dcps.items()
+        }
         times = interleaved(sides, setting.rounds)
         for dcp in dcps.values():
             dcp.close()
     ours.close()
     return Measured(
         ours=times[OURS], limit=times[LIMIT], peers=peers(times), rounds=setting.rounds,
-        note=f"step alone {1000 * times[LIMIT]:.2f} ms; {_SAVES} saves back to back each round",
+        note=f"step alone {1000 * times[LIMIT]:.2f} ms; {_SAVES} saves back to back each round; one save lasts and "
+        f"costs training, the stall apart: {_costs(seen, times[LIMIT])}",
     )  # fmt: skip
 
 
-def _stepped(training: _Training, begin: Callable[[], Callable[[], bool]], stalls: list[float]) -> float:
-    """Seconds a step over some saves; every save begins as soon as the one before it has ended."""
+class Pass(NamedTuple):
+    """Some saves one after the other, and the steps made beside them."""
+
+    seconds: float
+    steps: int
+
+
+def _noted(seen: dict[str, list[Pass]], name: str, passed: Pass) -> float:
+    seen.setdefault(name, []).append(passed)
+    return passed.seconds / max(1, passed.steps)
+
+
+def _costs(seen: dict[str, list[Pass]], alone: float) -> str:
+    """A rate says nothing of how long it lasts: what is lost by one save is its rate times its length."""
+    told = []
+    for name, passes in seen.items():
+        lasts = statistics.median(each.seconds for each in passes) / _SAVES
+        lost = statistics.median(each.seconds - each.steps * alone for each in passes) / _SAVES
+        told.append(f"{name} {1000 * lasts:.0f} ms, {1000 * lost:.0f} ms")
+    return "; ".join(told)
+
+
+def _stepped(training: _Training, begin: Callable[[], Callable[[], bool]]) -> Pass:
+    """Steps beside some saves; every save begins as soon as the one before it has ended."""
     steps, spent = 0, 0.0
     for _ in range(_SAVES):
-        called = time.perf_counter()
         done = begin()
         start = time.perf_counter()
-        stalls.append(start - called)
         deadline = start + 120
         while not done() and time.perf_counter() < deadline:
             training.step()
             steps += 1
         spent += time.perf_counter() - start
-    return spent / max(1, steps)
+    return Pass(spent, steps)
 
 
-def _dcp_rate(training: _Training, dcp: Dcp) -> float:
+def _dcp_pass(training: _Training, dcp: Dcp) -> Pass:
     started = False
 
     def begin() -> Callable[[], bool]:
@@ -97,6 +123,6 @@ def _dcp_rate(training: _Training, dcp: Dcp) -> float:
         ended, _staging = dcp.start()
         return ended.done
 
-    seconds = _stepped(training, begin, [])
+    passed = _stepped(training, begin)
     dcp.clean()
-    return seconds
+    return passed

@@ -58,6 +58,7 @@ def loose(seed: int) -> dict[str, Tensor]:
         "loose/half": torch.randn(3, 10, 4, generator=draw).to(torch.bfloat16),
         "loose/tiny": torch.randn(1, 3, generator=draw),
         "loose/flags": torch.randint(0, 2, (13,), generator=draw).to(torch.bool),
+        "loose/none": torch.empty(0, 4),
         "step": torch.tensor(float(seed)),
     }
 
@@ -138,6 +139,24 @@ def load(layout: str, folder: Path) -> dict[str, Any]:
     return {"found": found}
 
 
+def memory(layout: str, folder: Path) -> dict[str, Any]:
+    """Restore this layout from its own files and from memory, as ranks do that have made their plan before."""
+    expected, tensors, found = whole(7), placed(layout, 0), []
+    made = checkpointer(folder / f"saved-{layout}", told := [])
+    made.prepare(tensors)
+    for step in (7, 8):
+        restored = made.restore(tensors)
+        assert restored is not None
+        found.append((restored.step, restored.tier == "memory", _differing(tensors, expected)))
+        made.save(step + 1, tensors, {"layout": layout})
+        made.wait()
+        with torch.no_grad():
+            for tensor in tensors.values():
+                tensor.zero_()
+    made.close()
+    return {"found": found, "refused": [data for kind, data in told if kind == "checkpoint.refused"]}
+
+
 def _differing(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
     full = {key: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for key, tensor in tensors.items()}
     return [key for key in expected if not torch.equal(full[key].detach(), expected[key])]
@@ -161,7 +180,7 @@ def _gathered(mine: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-MODES: dict[str, Callable[[str, Path], dict[str, Any]]] = {"save": save, "load": load}
+MODES: dict[str, Callable[[str, Path], dict[str, Any]]] = {"save": save, "load": load, "memory": memory}
 
 
 def rank_main(mode: str, layout: str, rank: int, folder: Path) -> None:

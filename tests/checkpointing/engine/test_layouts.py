@@ -1,6 +1,7 @@
 """Every layout restores from every other: equal bytes, equal fingerprints, and little more read than is needed."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -58,5 +59,17 @@ def test_every_layout_restores_from_every_other(folder: Path) -> None:
 def test_fingerprints_do_not_depend_on_the_layout(folder: Path) -> None:
     files = [folder.glob(f"saved-{layout}/step-*/{FINGERPRINTS}") for layout in LAYOUTS]
     words = [parse_fingerprints(next(file).read_bytes()) for file in files]
-    assert len(words[0]) == 14
+    assert len(words[0]) == 15
     assert all(each == words[0] for each in words)
+
+
+def test_ranks_that_have_prepared_restore_their_own_layout_from_disk_and_from_memory(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Some ranks have nothing of the shortest tensors, and no frame of them in their files either."""
+    shutil.copytree(folder, tmp_path / "own", ignore=shutil.ignore_patterns("meeting-*"))
+    for layout, ranks in run("memory", tmp_path / "own").items():
+        for rank, result in enumerate(ranks):
+            case = f"rank {rank} of {layout}"
+            assert result["refused"] == [], case
+            assert result["found"] == [[7, False, []], [8, True, []]], case

@@ -134,7 +134,8 @@ def copy_file(
 
     Raises Refused (with the chunk) when the source is not what `entry` says: no such byte is passed on, and it is not
     tried again. Raises OSError when retries do not help, with errno ECANCELED once `stopped` says so, which is asked
-    before every chunk. A file that failed half-way is taken away, or replaced by the next try.
+    before every chunk. A file that failed half-way is taken away, or replaced by the next try; what was given up is left
+    as it is, since by now it may be somebody else's who goes on with it.
     """
     job = _Copy(source, target, folder, entry, throttle or Throttle(0.0), stopped)
     tries = itertools.count()
@@ -164,6 +165,7 @@ class _Copy:
             except FileExistsError:
                 if adopt and self._is_there():
                     return 0
+                self._go_on()
                 self.target.delete(self.path)
                 sink = self.target.create(self.path)
             self._fill(sink, stream)
@@ -186,8 +188,14 @@ class _Copy:
             raise
 
     def _take_away(self) -> None:
+        if self.stopped():  # whoever came after this process may have made a new file under the same name
+            return
         with contextlib.suppress(OSError):
             self.target.delete(self.path)
+
+    def _go_on(self) -> None:
+        if self.stopped():
+            raise OSError(errno.ECANCELED, f"copying {self.path} was given up")
 
     def _is_there(self) -> bool:
         """Whether an earlier process has finished this file; it is made durable first, which that one may not have."""
@@ -205,8 +213,7 @@ class _Copy:
         entry = self.entry
         room = memoryview(bytearray(min(entry.chunk_size, entry.size)))
         for index, expected in enumerate(entry.chunks):
-            if self.stopped():
-                raise OSError(errno.ECANCELED, f"copying {self.path} was given up")
+            self._go_on()
             piece = room[: min(entry.chunk_size, entry.size - index * entry.chunk_size)]
             with _doing("reading", self.path):
                 filled = _read_full(stream, piece)

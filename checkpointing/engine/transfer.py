@@ -16,11 +16,13 @@ from checkpointing.engine.saving import Owner
 from checkpointing.flush import MIB, Copied, CopyOrder
 from checkpointing.flush_plan import share
 from checkpointing.manifest import FileEntry, Manifest
+from checkpointing.storage import Storage
 from checkpointing.tiers import TierPlace
 
 T = TypeVar("T")
 
 _SLOW_DISK = 8.0  # MiB/s
+_GLANCE = 0.2
 
 
 class Copier(Protocol):
@@ -32,11 +34,12 @@ class Copier(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class Patience:
     """Seconds: for one access to names and markers, for a rank's copies on top of what a slow disk takes for them, and
-    between two looks at how far the other ranks are."""
+    between two looks at how far the other ranks are, and until what other ranks have written must be in sight."""
 
     access: float = 120.0
     copy: float = 300.0
     look: float = 1.0
+    late: float = 30.0
 
 
 @dataclass(frozen=True)
@@ -85,8 +88,9 @@ class Transfer:
         shares = tried(lambda: share(route.manifest.files, names))
         if isinstance(shares, Short):
             return shares  # the same on every rank: all have computed it from the same lists
-        short = _first(self._copied(route, shares[self._ranks.rank]))
-        return short or _first(self._ranks.all_gather(tried(lambda: self._sealed(route))))
+        mine = shares[self._ranks.rank]
+        short = _first(self._copied(route, mine))
+        return short or _first(self._ranks.all_gather(tried(lambda: self._sealed(route, mine))))
 
     def leads(self, target: int) -> bool:
         """Whether this rank looks after the folder of tier `target` that it sees."""
@@ -148,13 +152,30 @@ class Transfer:
             return Short(f"rank {self._ranks.rank}: the source is damaged: {copied.bad}", bad=True)
         return copied
 
-    def _sealed(self, route: Route) -> Commit | None:
+    def _sealed(self, route: Route, mine: tuple[FileEntry, ...]) -> Commit | None:
         if not self.leads(route.target):
             return None
-        storage = self._places[route.target].storage
+        place = self._places[route.target]
+        # On a node's own disk the files of the other nodes are not to be expected.
+        expected = route.manifest.files if place.shared else mine
         return self._asides[route.target].run(
-            lambda: seal(storage, route.manifest, self._owner.fence, time.time()), self._patience.access
+            lambda: self._sealed_whole(place.storage, route.manifest, expected), self._patience.access
         )
+
+    def _sealed_whole(self, storage: Storage, manifest: Manifest, expected: Sequence[FileEntry]) -> Commit:
+        """Seal what is all there: somebody else may have taken a file away since it was written."""
+        late = time.monotonic() + self._patience.late
+        while lacking := _lacking(storage, manifest.name, expected):
+            # Shared file systems show names and sizes late.
+            if time.monotonic() >= late or self._given_up():
+                raise OSError(errno.ENOENT, f"{manifest.name}/{lacking[0]} is not there although it was copied")
+            time.sleep(_GLANCE)
+        return seal(storage, manifest, self._owner.fence, time.time())
+
+
+def _lacking(storage: Storage, folder: str, expected: Sequence[FileEntry]) -> list[str]:
+    there = storage.list(folder)
+    return [entry.name for entry in expected if there.get(entry.name) != entry.size]
 
 
 def tried(act: Callable[[], T]) -> T | Short:

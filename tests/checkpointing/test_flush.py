@@ -169,7 +169,29 @@ def test_a_copy_that_is_no_longer_wanted_ends_before_the_next_chunk(source: Faul
         copy_file(source, target, FOLDER, described(DATA), retry=quick(clock), stopped=lambda: next(asked))
     assert (caught.value.errno, clock.naps) == (errno.ECANCELED, [])
     assert target.written == 4 * 1024
-    assert target.list(FOLDER) == {}
+
+
+def test_a_copy_that_was_given_up_leaves_its_successors_file_alone(source: Faulty, target: Faulty) -> None:
+    """The disk hung, the writer's rank is gone, and the next one's writer has taken over before it answers again."""
+    left = [False] * 4
+
+    def stopped() -> bool:
+        if not left:
+            target.delete(PATH)
+            copy_file(source, target, FOLDER, described(DATA))
+            return True
+        return left.pop()
+
+    asked: list[bool] = []
+    with pytest.raises(OSError, match="given up"):
+        copy_file(
+            source,
+            target,
+            FOLDER,
+            described(DATA),
+            stopped=lambda: any(asked) or (asked.append(stopped()), asked[-1])[1],
+        )
+    assert (target.root / PATH).read_bytes() == DATA
 
 
 def test_a_copy_keeps_to_its_bandwidth(source: Faulty, target: Faulty) -> None:

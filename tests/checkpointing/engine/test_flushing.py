@@ -435,6 +435,23 @@ def test_an_attempt_that_is_revoked_while_it_copies_does_not_commit(tiers: Tiers
     assert tiers.steps("slow") == []
 
 
+@pytest.mark.parametrize("lost", [os.unlink, lambda path: path.write_bytes(b"short")], ids=["gone", "short"])
+def test_a_copy_that_lost_a_file_on_the_way_is_not_sealed(tiers: Tiers, lost: Callable[[Path], object]) -> None:
+    slow = tiers.storages["slow"]
+
+    def lose(operation: str, written: int) -> int:
+        for path in slow.root.glob("*/__0_0.distcp"):
+            if operation.startswith("list"):
+                lost(path)
+        return 0
+
+    tiers.start(patience=Patience(look=0.02, late=0.1))
+    slow.broken = lose
+    tiers.commit(10)
+    assert "__0_0.distcp is not there" in tiers.wait_for("checkpoint.failed")["reason"]
+    assert tiers.steps("slow") == []
+
+
 def test_refused_checkpoints_are_not_passed_on(tiers: Tiers) -> None:
     make(tiers.storages["fast"], 10)
     suspect = make(tiers.storages["fast"], 20)

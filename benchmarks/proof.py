@@ -76,6 +76,8 @@ def main() -> int:
             "-m",
             "proof",
             f"--junitxml={report}",
+            # Of its own: other runs of pytest clear the usual place away while this one takes its half hour.
+            f"--basetemp={folder}/tests",
             "-o",
             "timeout=7200",
         ]

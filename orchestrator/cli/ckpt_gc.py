@@ -1,7 +1,9 @@
 """`orch ckpt gc`: takes away what attempts that have ended left half-written.
 
-The registry decides whose folder is nobody's: an attempt that is ENDED never comes back, nothing that it left
+The registry decides whose folder is nobody's: an attempt that is over never comes back, nothing that it left
 uncommitted is ever read, and taking it away twice does no harm. So this needs no lease and disturbs no controller.
+Only a tier that jobs copy checkpoints to is left alone as long as any attempt may live: it copies what earlier ones
+have committed, under their names. That is asked again before each file, because an attempt may begin meanwhile.
 A committed checkpoint that was refused is evidence. It goes only when that is asked for, when no attempt of its run
 may still hold it, and under the lease, because the registry must say so too.
 """
@@ -20,7 +22,7 @@ from orchestrator.cli.options import Verb
 from orchestrator.cli.registry import open_store
 from orchestrator.cli.render import Column, Screen, size
 from orchestrator.errors import ConfigError, Precondition
-from orchestrator.states import AttemptState, Trust
+from orchestrator.states import ENDED_RUNS, LIVE_ATTEMPTS, AttemptState, Trust
 from trainer.contract.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -102,18 +104,33 @@ def loose(store: "Store", run: "Run", screen: Screen, *, refused: bool = False) 
 def _half_written(store: "Store", run: "Run", tier: Tier) -> Iterator[Loose]:
     from checkpointing.collect import plan, survey
 
+    # First what lies there, then who lives: an attempt that began in between is seen.
+    folders = survey(tier.catalog)
     attempts = store.attempts(run.name)
-    ended = {(attempt.number, attempt.nonce) for attempt in attempts if attempt.state is AttemptState.ENDED}
-    others = {(attempt.number, attempt.nonce) for attempt in attempts} - ended
-    for verdict in plan(survey(tier.catalog), ended=ended):
+    ended = {(attempt.number, attempt.nonce) for attempt in attempts if attempt.state not in LIVE_ATTEMPTS}
+    for verdict in plan(folders, ended=ended):
         folder = verdict.folder
-        # Its own attempt finishes what it began, a deletion too.
-        mine = folder.epoch in others
-        reason = f"attempt {folder.epoch[0]} has not ended" if mine else verdict.reason
+        busy = _busy(store, run.name, tier, folder.epoch[0], folder.epoch[1])
         yield Loose(
             run=run.name, tier=tier, name=folder.name, bytes=folder.bytes, what=folder.state.value,
-            goes=verdict.collect and not mine, reason=reason,
+            goes=verdict.collect and not busy, reason=busy or verdict.reason,
         )  # fmt: skip
+
+
+def _busy(store: "Store", run: str, tier: Tier, number: int, nonce: str) -> str:
+    """Why what this attempt left in a tier may still be at work on; empty when nobody can be.
+
+    A LOST attempt counts as over: its GO is revoked, so that nothing which it writes is ever committed.
+    """
+    for attempt in store.attempts(run):
+        if attempt.state not in LIVE_ATTEMPTS:
+            continue
+        # Its own attempt finishes what it began, a deletion too.
+        if (attempt.number, attempt.nonce) == (number, nonce):
+            return f"attempt {number} has not ended"
+        if tier.fed:
+            return f"attempt {attempt.number} has not ended, and may be copying it"
+    return ""
 
 
 def _corrupt(store: "Store", run: "Run", tier: Tier, refused: bool) -> Iterator[Loose]:
@@ -122,7 +139,7 @@ def _corrupt(store: "Store", run: "Run", tier: Tier, refused: bool) -> Iterator[
     bad = {row.name: row.reason for row in store.checkpoints(run.name) if row.trust is Trust.CORRUPT}
     if not bad:
         return
-    live = any(attempt.state is not AttemptState.ENDED for attempt in store.attempts(run.name))
+    live = _may_live(store, run)
     pinned = pinned_names(tiers_of(RunDir(Path(run.run_dir)))[0].storage)
     for entry in tier.catalog.committed():
         if entry.name not in bad:
@@ -139,6 +156,17 @@ def _corrupt(store: "Store", run: "Run", tier: Tier, refused: bool) -> Iterator[
         )  # fmt: skip
 
 
+def _may_live(store: "Store", run: "Run") -> bool:
+    """Whether an attempt of the run may still read its checkpoints.
+
+    A LOST one may, until a later attempt was allowed or the run is over.
+    """
+    attempts = store.attempts(run.name)
+    if any(attempt.state in LIVE_ATTEMPTS for attempt in attempts):
+        return True
+    return bool(attempts) and attempts[-1].state is AttemptState.LOST and run.state not in ENDED_RUNS
+
+
 def _still_good(tier: Tier, name: str) -> str:
     """Why a refused copy stays all the same: what was bad is another copy, or a disk for a moment."""
     from checkpointing.verify import verify_in
@@ -151,7 +179,7 @@ def _take(screen: Screen, store: "Store", lease: "Lease | None", item: Loose) ->
     from checkpointing.collect import delete
 
     try:
-        gone = delete(item.tier.storage, item.name, _fence(store, lease))
+        gone = delete(item.tier.storage, item.name, _fence(store, lease, item))
     except OSError as error:
         screen.warn("NotDeleted", f"{item.tier.catalog.place}/{item.name}: {error}")
         return False
@@ -163,12 +191,17 @@ def _take(screen: Screen, store: "Store", lease: "Lease | None", item: Loose) ->
     return gone
 
 
-def _fence(store: "Store", lease: "Lease | None") -> Callable[[], bool]:
-    """Debris of an ended attempt is nobody's; what is committed may be deleted as long as the lease is ours."""
-    if lease is None:
-        return lambda: True
+def _fence(store: "Store", lease: "Lease | None", item: Loose) -> Callable[[], bool]:
+    """What allows each step: debris must be nobody's still; for what is committed the lease must be ours still."""
+    from checkpointing.commit import parse_name
+
+    if item.what != REFUSED:
+        parts = parse_name(item.name)
+        assert parts is not None
+        return lambda: not _busy(store, item.run, item.tier, parts.attempt, parts.nonce)
 
     def held() -> bool:
+        assert lease is not None
         now = store.lease()
         return now is not None and (now.epoch, now.holder) == (lease.epoch, lease.holder)
 

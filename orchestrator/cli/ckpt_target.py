@@ -22,11 +22,15 @@ WAYS = "write RUN@500, RUN@latest, RUN@all, or the path or URL of a checkpoint's
 
 @dataclass(frozen=True)
 class Tier:
-    """One place where a run keeps checkpoints; `label` is what people call it: `run`, or its path."""
+    """One place where a run keeps checkpoints; `label` is what people call it: `run`, or its path.
+
+    `fed` tells that jobs copy checkpoints to it from a faster tier, those of earlier attempts too.
+    """
 
     label: str
     catalog: "Catalog"
     shared: bool = True
+    fed: bool = False
 
     @property
     def storage(self) -> "Storage":
@@ -68,12 +72,15 @@ def read_config(place: RunDir) -> Any:
 def tiers_of(place: RunDir) -> list[Tier]:
     """Every place where the run keeps checkpoints, as far as this machine can see: the run's own folder first."""
     from checkpointing.catalog import Catalog
+    from checkpointing.config import RUN
     from checkpointing.tiers import places
 
     config = read_config(place)
-    found = [Tier("run", Catalog(place.checkpoints))]
     if config is None:
-        return found
+        # Nobody knows what its jobs copy where.
+        return [Tier("run", Catalog(place.checkpoints), fed=True)]
+    said = config.checkpoint.tiers
+    found = [Tier("run", Catalog(place.checkpoints), fed=bool(said) and said[0].path != RUN)]
     try:
         configured = places(config.checkpoint, place.checkpoints, place.name, socket.gethostname())
     except ValueError as error:
@@ -83,9 +90,10 @@ def tiers_of(place: RunDir) -> list[Tier]:
             f"a tier of {place.name} needs a library that is not here: {error}", where=str(place.config),
             hint="pip install 'orch[s3]' for s3:// places",
         ) from error  # fmt: skip
-    for tier, said in zip(configured, config.checkpoint.tiers, strict=False):
+    for number, (tier, name) in enumerate(zip(configured, said, strict=False)):
         if Path(tier.path) != place.checkpoints.absolute():
-            found += [Tier(label, catalog, tier.shared) for label, catalog in _on_this_machine(tier, said.path)]
+            seen = _on_this_machine(tier, name.path)
+            found += [Tier(label, catalog, tier.shared, number > 0) for label, catalog in seen]
     return found
 
 

@@ -13,7 +13,7 @@ from checkpointing.durable import canonical, fsync_dir, read_json
 from orchestrator.config import RunConfig
 from orchestrator.controller.ingest import ingest
 from orchestrator.controller.lease import Holder
-from orchestrator.controller.places import committed, shared_places
+from orchestrator.controller.places import committed, of_run, shared_places
 from orchestrator.controller.view import RunView
 from orchestrator.errors import RegistryError
 from orchestrator.registry import quick
@@ -191,7 +191,8 @@ def _catch_up(store: Store, item: Found, epoch: int, now: float) -> None:
 def _check_against_disk(store: Store, item: Found, epoch: int, now: float) -> None:
     name, folder = item.record.run.name, item.folder
     config = build(RunConfig, item.config).checkpoint
-    on_disk = {entry.name: entry for entry in committed(config, folder)}
+    seen = of_run(committed(config, folder), item.record.run, item.record.attempts)
+    on_disk = {entry.name: entry for entry in seen}
     # What lies on the nodes' own disks cannot be looked at from here.
     looked = {"", *(place.path for place in shared_places(config, folder))}
     known = {row.name: row for row in store.checkpoints(name)}

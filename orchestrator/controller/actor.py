@@ -1,6 +1,6 @@
 """The only place with effects outside the registry: submit, release, cancel, GO, requests. Every step is repeatable."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from orchestrator.config import RunConfig
@@ -147,13 +147,14 @@ class Actor:
         if not _in_force(place, attempt):
             failpoints.reach("before_go")
             self.hold_lease()
+            earlier = [past for past in self.store.attempts(run.name) if past.number < attempt.number]
             token = LaunchToken(
                 attempt=attempt.number,
                 epoch=self.epoch,
                 job_id=attempt.job_id,
                 nonce=attempt.nonce,
-                checkpoints=self._inheritable(run, attempt, folder, config),
-                over=tuple(f"{past.number:03d}-{past.nonce}" for past in self._earlier(run, attempt)),
+                **self._inheritable(run, earlier, attempt.number, folder, config),
+                over=tuple(f"{past.number:03d}-{past.nonce}" for past in earlier),
                 mtbf=self._time_between_failures(run, config),
             )
             token.write(place.go)
@@ -163,15 +164,17 @@ class Actor:
         failpoints.reach("after_release")
         self.did(f"released job {attempt.job_id}")
 
-    def _earlier(self, run: Run, attempt: Attempt) -> list[Attempt]:
-        return [past for past in self.store.attempts(run.name) if past.number < attempt.number]
-
-    def _inheritable(self, run: Run, attempt: Attempt, folder: RunDir, config: RunConfig) -> tuple[str, ...]:
-        """Committed checkpoints of earlier attempts that nothing is known against."""
+    def _inheritable(
+        self, run: Run, earlier: Sequence[Attempt], number: int, folder: RunDir, config: RunConfig
+    ) -> dict[str, tuple[str, ...]]:
+        """What the attempt may take up of earlier ones, as its launch token lists it."""
         from orchestrator.controller import places  # brings fsspec, which only a launch needs
 
-        seen = places.committed(config.checkpoint, folder)
-        return places.inheritable(config.checkpoint, seen, self.store.checkpoints(run.name), attempt.number)
+        seen = places.of_run(places.committed(config.checkpoint, folder), run, earlier)
+        rows, copies = self.store.checkpoints(run.name), self.store.copies(run.name)
+        expected = places.expected(places.shared_places(config.checkpoint, folder), rows, copies)
+        found = places.inheritable(seen, rows, number, expected)
+        return {"checkpoints": found.checkpoints, "perhaps": found.perhaps}
 
     def _time_between_failures(self, run: Run, config: RunConfig) -> float:
         now = self.clock.wall()

@@ -1,18 +1,20 @@
 """Where the checkpoints of a run lie, as far as this machine can see them."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
 
 from checkpointing.catalog import Catalog, Entry
 from checkpointing.config import CheckpointConfig
 from checkpointing.tiers import TierPlace, places
-from orchestrator.registry.records import Checkpoint
+from orchestrator.registry.records import Attempt, Checkpoint, Copy, Run
 from orchestrator.states import Trust
 from trainer.contract.run_dir import RunDir
 
 log = logging.getLogger("orch.controller")
 
-_REFUSED = frozenset({Trust.CORRUPT, Trust.DELETED})
+_NOT_AGAIN = frozenset({Trust.SUSPECT, Trust.CORRUPT, Trust.DELETED})
 
 
 def shared_places(config: CheckpointConfig, folder: RunDir) -> tuple[TierPlace, ...]:
@@ -33,28 +35,64 @@ def committed(config: CheckpointConfig, folder: RunDir) -> list[Entry]:
     return sorted(found.values(), key=lambda entry: (entry.step, entry.attempt, entry.name), reverse=True)
 
 
-def inheritable(
-    config: CheckpointConfig, seen: Iterable[Entry], known: Iterable[Checkpoint], attempt: int
-) -> tuple[str, ...]:
-    """Names that the attempt may load, newest first.
+def of_run(seen: Iterable[Entry], run: Run, attempts: Iterable[Attempt]) -> list[Entry]:
+    """Those that this run's attempts have written, and what it began with.
 
-    Those of earlier attempts that lie in sight and are not known to be corrupt; a suspect only when nothing older is
-    left; and what only the nodes' own disks hold, newer than all of it: the next job may get the same nodes.
+    A tier outside the run's folder may hold checkpoints of another run that has the same name in another registry.
     """
-    rows = {item.name: item for item in known}
-    refused = {name for name, item in rows.items() if item.trust in _REFUSED}
-    good = [entry for entry in seen if entry.attempt < attempt and entry.name not in refused]
-    doubted = {name for name, item in rows.items() if item.trust is Trust.SUSPECT}
-    sound = [entry.step for entry in good if entry.name not in doubted]
-    kept = [item for item in good if item.name not in doubted or not any(step < item.step for step in sound)]
-    newest = max((entry.step for entry in kept), default=None)
-    if newest is None or all(tier.shared for tier in config.tiers):
-        return tuple(entry.name for entry in kept)
-    in_sight = {entry.name for entry in good}
-    own = [
+    writers = {(attempt.number, attempt.nonce) for attempt in attempts}
+    begun = PurePath(str((run.identity.get("imported") or {}).get("checkpoint", ""))).name
+    return [entry for entry in seen if (entry.attempt, entry.nonce) in writers or entry.name == begun]
+
+
+def expected(places: Iterable[TierPlace], known: Iterable[Checkpoint], copies: Iterable[Copy]) -> set[str]:
+    """Names that must be in one of these places by what the registry knows."""
+    paths = {"", *(place.path for place in places)}
+    return {item.name for item in (*known, *copies) if item.tier in paths}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inheritance:
+    """Names of an attempt's launch token, each list newest first; not to find one of `checkpoints` is told as a fault.
+
+    `perhaps` are newer ones out of sight: most likely on nodes' own disks, and the next job may get the same nodes.
+    """
+
+    checkpoints: tuple[str, ...]
+    perhaps: tuple[str, ...] = ()
+
+
+def inheritable(
+    seen: Iterable[Entry], known: Iterable[Checkpoint], attempt: int, expected: Collection[str] = ()
+) -> Inheritance:
+    """What the attempt may load of what earlier ones have left.
+
+    In sight is what counts, whatever the registry has heard of deletions: all but the corrupt, a suspect only when
+    nothing older is left. With nothing of that, the corrupt and the `expected` ones are listed all the same: every byte
+    is verified before it is used, and to begin from nothing must never happen just because nothing was listed.
+    """
+    rows = {item.name: item for item in known if item.attempt < attempt}
+    earlier = [entry for entry in seen if entry.attempt < attempt]
+    good = [entry for entry in earlier if _trust(rows, entry.name) is not Trust.CORRUPT]
+    sound = [entry.step for entry in good if _trust(rows, entry.name) is not Trust.SUSPECT]
+    kept = [
+        entry
+        for entry in good
+        if _trust(rows, entry.name) is not Trust.SUSPECT or not any(step < entry.step for step in sound)
+    ] or earlier
+    newest = max((entry.step for entry in kept), default=-1)
+    in_sight = {entry.name for entry in earlier}
+    hidden = [
         item
-        for item in rows.values()
-        if item.attempt < attempt and item.step > newest and item.name not in in_sight | refused | doubted
+        for item in sorted(rows.values(), key=lambda item: (item.step, item.attempt, item.name), reverse=True)
+        if item.step > newest and item.name not in in_sight and item.trust not in _NOT_AGAIN
     ]
-    names = [item.name for item in sorted(own, key=lambda item: (item.step, item.attempt, item.name), reverse=True)]
-    return (*names, *(entry.name for entry in kept))
+    missed = [item.name for item in hidden if not kept and item.name in expected]
+    return Inheritance(
+        checkpoints=(*(entry.name for entry in kept), *missed),
+        perhaps=tuple(item.name for item in hidden if item.name not in missed),
+    )
+
+
+def _trust(rows: Mapping[str, Checkpoint], name: str) -> Trust:
+    return rows[name].trust if name in rows else Trust.COMMITTED

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from checkpointing.commit import parse_name, read_commit
+from checkpointing.commit import DELETED, parse_name, read_commit
 from checkpointing.digests import digest
 from checkpointing.errors import ManifestError
 from checkpointing.index import INDEX, Index, parse_index
@@ -108,7 +108,8 @@ def read_sealed(storage: Storage, name: str) -> tuple[Manifest | None, list[Faul
         return None, [Fault(file=file, chunk=None, reason=reason)]
     except OSError as error:
         return None, [Fault(file=_named(error), chunk=None, reason=f"unreadable: {error}")]
-    return manifest, [fault for entry in manifest.files if (fault := _size_fault(entry, present))]
+    gone = [Fault(file=DELETED, chunk=None, reason="its deletion was begun")] if DELETED in present else []
+    return manifest, gone + [fault for entry in manifest.files if (fault := _size_fault(entry, present))]
 
 
 def _manifest_of(storage: Storage, name: str) -> Manifest:

@@ -119,7 +119,7 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _served(tensor: Tensor, items: Sequence["Item"]) -> bool:
-    """Whether the rank's own items hold all of its part of a tensor; an empty part needs one too, to be known at all."""
+    """Whether the rank's own items hold all of its part; an empty part needs one too, or nobody tells of the tensor."""
     local = local_box(tensor)
     needs = [intersect(item.piece, 0, local) for item in items if item.share.whole == tuple(tensor.shape)]
     return bool(items) and sum(math.prod(need.sizes) for need in needs if need is not None) == local.volume

@@ -104,6 +104,12 @@ def test_a_missing_manifest(checkpoint: Path) -> None:
     assert found.startswith("manifest.json: unreadable")
 
 
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_one_whose_deletion_was_begun_is_none(checkpoint: Path, level: int) -> None:
+    (checkpoint / "DELETED").write_bytes(b"{}")
+    assert faults(checkpoint, level) == ["DELETED: its deletion was begun"]
+
+
 def test_a_copied_folder_is_not_another_checkpoint(checkpoint: Path) -> None:
     copy = checkpoint.with_name("step-00000009.001-ab12cd34")
     shutil.copytree(checkpoint, copy)

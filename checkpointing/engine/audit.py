@@ -41,6 +41,9 @@ class Expected:
     readable: Mapping[str, Callable[[Tensor], str]] = field(default_factory=dict)
     """By the beginning of a key: says what is wrong with such a tensor, nothing when it can be used."""
 
+    finite: tuple[str, ...] = ("",)
+    """Beginnings of keys whose values must be numbers; elsewhere NaN and infinities may be meant, as in a mask."""
+
 
 Expect = Callable[[Manifest], Expected]
 
@@ -60,9 +63,9 @@ def audit_in(
     if not faults:
         manifest, faults = read_sealed(storage, name)
         if manifest is not None and not faults:
-            faults, read = _audited(storage, manifest, level, progress, expect)
+            faults, read, seen = _audited(storage, manifest, level, progress, expect)
             size += read
-            notes = [f"it has no {file}" for file in _WANTED[level] if manifest.file(file) is None]
+            notes = [f"it has no {file}" for file in _WANTED[level] if manifest.file(file) is None] + seen
     return Report(
         ok=not faults, level=level, bytes=size, seconds=time.monotonic() - start, faults=tuple(faults),
         notes=tuple(notes),
@@ -71,20 +74,20 @@ def audit_in(
 
 def _audited(
     storage: Storage, manifest: Manifest, level: int, progress: Progress | None, expect: Expect | None
-) -> tuple[list[Fault], int]:
+) -> tuple[list[Fault], int, list[str]]:
     try:
         index, faults = structure_faults(storage, manifest)
         if level < 4 or index is None or faults:
-            return faults, 0
+            return faults, 0, []
         expected = expect(manifest) if expect else Expected()
         faults = fact_faults(manifest, expected) + _absent(index, manifest, expected)
-        found, read = value_faults(storage, manifest, index, expected, progress)
-        return faults + found, read
+        found, read, notes = value_faults(storage, manifest, index, expected, progress)
+        return faults + found, read, notes
     except Refused as refusal:
-        return [Fault(file=MANIFEST, chunk=None, reason=refusal.reason)], 0
+        return [Fault(file=MANIFEST, chunk=None, reason=refusal.reason)], 0, []
     except OSError as error:
         file = str(error.filename or manifest.name).rpartition("/")[2]
-        return [Fault(file=file, chunk=None, reason=f"unreadable: {error}")], 0
+        return [Fault(file=file, chunk=None, reason=f"unreadable: {error}")], 0, []
 
 
 def fact_faults(manifest: Manifest, expected: Expected) -> list[Fault]:
@@ -109,15 +112,15 @@ def _absent(index: Index, manifest: Manifest, expected: Expected) -> list[Fault]
 
 def value_faults(
     storage: Storage, manifest: Manifest, index: Index, expected: Expected, progress: Progress | None = None
-) -> tuple[list[Fault], int]:
-    """Load every value once and judge it; the faults, and how many bytes were loaded."""
+) -> tuple[list[Fault], int, list[str]]:
+    """Load every value once and judge it; the faults, how many bytes were loaded, and what else was seen."""
     known, faults = _fingerprints(storage, manifest, index)
     with Values(storage, manifest, index) as values:
         judge = _Judge(manifest, values, expected, known, progress)
         for key in values.in_file_order():
             faults += judge.tensor(key)
         faults += judge.counters()
-        return faults, judge.done
+        return faults, judge.done, judge.notes
 
 
 class _Judge:
@@ -132,6 +135,7 @@ class _Judge:
         self._total = sum(piece.nbytes for piece in values.index.pieces)
         self._counts = re.compile(expected.steps or r"(?!)")
         self._steps: dict[str, float] = {}
+        self.notes: list[str] = []
 
     def tensor(self, key: str) -> Iterator[Fault]:
         """What is wrong with one tensor."""
@@ -143,8 +147,10 @@ class _Judge:
                 self.done += block.nbytes
                 if self._progress:
                     self._progress(self.done, self._total)
-            if examined.wild > before:
+            if examined.wild > before and key.startswith(self._expected.finite):
                 yield self._fault(key, f"{examined.wild - before} values are NaN or infinite", piece)
+        if examined.wild and not key.startswith(self._expected.finite):
+            self.notes.append(f"{key}: {examined.wild} values are NaN or infinite, in a tensor that does not train")
         if self._known is not None and self._known.get(key) != examined.fingerprint:
             yield self._fault(key, f"fingerprint is {examined.fingerprint}, at save it was {self._known.get(key)}")
         if self._counts.fullmatch(key):

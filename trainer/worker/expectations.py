@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from checkpointing.engine.audit import Expected
+from checkpointing.engine.plausibility import Watched
 from checkpointing.manifest import Manifest
 from trainer.contract.config import JobConfig, WorkloadConfig
 from trainer.worker.state import rng_name
@@ -31,6 +32,7 @@ def expected(manifest: Manifest, config: JobConfig | None) -> Expected:
         steps=_STEPS,
         required=tuple(rng_name(rank) for rank in range(ranks if isinstance(ranks, int) else 0)),
         readable={_GENERATORS: generators_fault},
+        finite=Watched().prefixes,
     )
 
 

@@ -204,6 +204,13 @@ def test_values_that_are_no_numbers_are_counted_and_named(
     assert fault.reason == f"{count} values are NaN or infinite"
 
 
+def test_infinities_in_a_tensor_that_does_not_train_are_only_told(tmp_path: Path) -> None:
+    mask = torch.zeros(4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), float("-inf"))
+    report = audit(build({**state(), "buffers/rank-00000/mask": mask}).write(tmp_path), 4, Expected(finite=("model/",)))
+    assert reasons(report) == []
+    assert report.notes == ("buffers/rank-00000/mask: 6 values are NaN or infinite, in a tensor that does not train",)
+
+
 def test_a_tensor_without_a_fingerprint_is_a_fault(built: Built, tmp_path: Path) -> None:
     assert built.fingerprints is not None
     del built.fingerprints["model/mask"]

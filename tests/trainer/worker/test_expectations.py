@@ -41,6 +41,13 @@ def test_facts_that_fit() -> None:
     assert expected(manifest(), config()).required == ("rng/rank-00000", "rng/rank-00001")
 
 
+def test_masks_among_the_buffers_may_hold_infinities_what_trains_may_not() -> None:
+    finite = expected(manifest(), config()).finite
+    assert "model/layer/weight".startswith(finite)
+    assert "optimizer/layer/weight/exp_avg".startswith(finite)
+    assert not "buffers/rank-00000/mask".startswith(finite)
+
+
 @pytest.mark.parametrize(
     ("extra", "words"),
     [

@@ -36,6 +36,8 @@ class Plan:
     hash: str
     layout: Layout
     buffers: int
+    whole: bool
+    """Whether a buffer holds all that a rank writes, on every rank: then it can be written again and remembered."""
     metadata: bytes | None = None
     index: bytes | None = None
     everything: tuple[tuple[Item, ...], ...] = ()
@@ -61,11 +63,6 @@ class Plan:
     @property
     def buffer_bytes(self) -> int:
         return self.layout.buffer_bytes
-
-    @property
-    def whole(self) -> bool:
-        """Whether a buffer holds all that this rank writes, so that it is worth remembering."""
-        return len(self.parts) == 1
 
     def index_of(self) -> Index:
         """The index of every checkpoint of this plan; rank 0 only."""
@@ -93,19 +90,24 @@ def agree_on_plan(ranks: Ranks, tensors: Mapping[str, Tensor], lay: Lay, most: i
     """
     planned = _shared_out(ranks, attempt(lambda: local_plan(tensors)))
     layout = attempt(lambda: lay([_share(item) for item in planned.plan.items], ranks.rank))
-    everything = ranks.gather(layout if isinstance(layout, Failed) else layout.items)
+    layouts = ranks.gather(layout if isinstance(layout, Failed) else (layout.items, len(layout.parts) == 1))
+    everything: tuple[tuple[Item, ...], ...] = ()
     described: tuple[str, bytes, bytes] | Failed | None = None
-    if everything is not None:
-        failures = _told(everything)
-        described = failures or attempt(lambda: _described(planned.metadata, everything))
-    told = ranks.broadcast(described[0] if isinstance(described, tuple) else described)
+    agreed: tuple[str, bool] | Failed | None = None
+    if layouts is not None:
+        everything = tuple(found[0] for found in layouts if not isinstance(found, Failed))
+        described = _told(layouts) or attempt(lambda: _described(planned.metadata, everything))
+        # One rank with buckets makes them all forgetful: who retries or remembers alone is out of step with the others.
+        whole = all(found[1] for found in layouts if not isinstance(found, Failed))
+        agreed = described if isinstance(described, Failed) else (described[0], whole)
+    told = ranks.broadcast(agreed)
     if isinstance(told, Failed):
         raise ValueError(told.reason)
     assert isinstance(layout, Layout)
     buffers = 1 if most and len(layout.parts) == 1 and 2 * layout.buffer_bytes > most else 2
-    if not isinstance(described, tuple) or everything is None:
-        return Plan(told, layout, buffers)
-    return Plan(told, layout, buffers, described[1], described[2], tuple(everything))
+    if not isinstance(described, tuple):
+        return Plan(told[0], layout, buffers, told[1])
+    return Plan(told[0], layout, buffers, told[1], described[1], described[2], everything)
 
 
 @dataclass(frozen=True)

@@ -110,8 +110,9 @@ class Bucket:
 class Staged:
     """One step's state on its way through the buffers, part by part: filled by one thread, emptied by another."""
 
-    def __init__(self, buffers: Buffers, parts: int) -> None:
-        self._buffers, self._parts = buffers, parts
+    def __init__(self, buffers: Buffers, parts: int, *, kept: bool) -> None:
+        """`kept`: whether all of it is still there after it was written, on every rank, to be written again."""
+        self._buffers, self._parts, self.kept = buffers, parts, kept
         self._filled: list[Bucket] = []
         self._emptied: list[Bucket] = []
         self._changed = threading.Condition()
@@ -127,11 +128,6 @@ class Staged:
             with self._changed:
                 self._changed.wait_for(lambda number=number: len(self._filled) > number)
             yield self._filled[number]
-
-    @property
-    def kept(self) -> bool:
-        """Whether all of it is still there after it was written, so that it can be written again."""
-        return self._parts == 1
 
     def empty(self, bucket: Bucket) -> None:
         """Nobody needs this part any more."""
@@ -177,7 +173,7 @@ class Stager:
 
         With buckets, returns when the last one is copied: the receiver must be emptying them meanwhile.
         """
-        staged = Staged(self.buffers, len(self.plan.parts))
+        staged = Staged(self.buffers, len(self.plan.parts), kept=self.plan.whole)
         if self.plan.whole:
             buffer = self._clear()
             sources = [parts[at] for at in self._sources]

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: E402
 
 from checkpointing.catalog import Catalog  # noqa: E402
+from checkpointing.config import CheckpointConfig, StagingConfig  # noqa: E402
 from checkpointing.engine.checkpointer import Checkpointer  # noqa: E402
 from checkpointing.storage import LocalStorage, Storage  # noqa: E402
 from checkpointing.tiers import TierPlace  # noqa: E402
@@ -249,6 +250,37 @@ def disks_of_their_own(folder: Path, told: Told) -> dict[str, Any]:
     }
 
 
+def buckets_on_one_rank(folder: Path, told: Told) -> dict[str, Any]:
+    """Rank 1 has more than the memory that it may take for copies; rank 0's disk fails once."""
+    rank, left = dist.get_rank(), [1 - dist.get_rank()]
+
+    def broken(act: str, _: int) -> int:
+        if left[0] and act.startswith("create") and act.endswith(".distcp"):
+            left[0] -= 1
+            return errno.EIO
+        return 0
+
+    def state(value: float) -> Placed:
+        return {f"model/{rank}/{n}": torch.full((256, 1024), value + n) for n in range(5 if rank else 1)}
+
+    config = CheckpointConfig(staging=StagingConfig(host_memory=2.5 / 1024))
+    made = checkpointer(folder, told, storage=Faulty(folder, broken), config=config, pauses=(0.0, 0.0))
+    made.prepare(state(0.0))
+    assert made.restore(state(0.0)) is None
+    failures = []
+    for step in (1, 2):
+        assert made.save(step, state(100.0 * step), {})
+        made.wait()
+        failures.append(made.failure)
+    made.close()
+    again, target = checkpointer(folder, told, config=config), state(0.0)
+    again.prepare(target)
+    restored = again.restore(target)
+    again.close()
+    exact = equal(target, state(200.0))
+    return {"failures": failures, "committed": made.committed_step, "step": restored and restored.step, "exact": exact}
+
+
 def placed_alone() -> Placed:
     return {"x": torch.ones(3)}
 
@@ -284,7 +316,7 @@ SCENARIOS: dict[str, Callable[[Path, Told], dict[str, Any]]] = {
     for scenario in (
         save, load, disk_full_on_one_rank, one_rank_cannot_read, a_peer_dies_in_mid_save,
         a_peer_dies_while_it_writes, agreement,
-        disks_of_their_own, fsdp_and_tensor_parallel,
+        disks_of_their_own, buckets_on_one_rank, fsdp_and_tensor_parallel,
     )
 }  # fmt: skip
 

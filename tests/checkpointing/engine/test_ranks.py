@@ -133,6 +133,16 @@ def test_what_one_rank_sees_is_agreed_by_all(tmp_path: Path) -> None:
     assert [entry.step for entry in Catalog(folder).committed()] == [5, 4, 2]
 
 
+def test_ranks_of_which_one_has_too_little_memory_stay_in_step(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    for result in run("buckets_on_one_rank", 2, folder):
+        assert result["failures"][0].startswith("rank 0: ")
+        assert result["failures"][1] is None
+        assert (result["committed"], result["step"], result["exact"]) == (2, 2, True)
+        assert "checkpoint.retried" not in kinds(result), "rank 1's first buckets are gone"
+    assert [entry.step for entry in Catalog(folder).committed()] == [2]
+
+
 def test_nodes_with_disks_of_their_own_each_keep_their_part(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     first, second = run("disks_of_their_own", 2, folder)

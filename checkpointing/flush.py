@@ -134,8 +134,8 @@ def copy_file(
 
     Raises Refused (with the chunk) when the source is not what `entry` says: no such byte is passed on, and it is not
     tried again. Raises OSError when retries do not help, with errno ECANCELED once `stopped` says so, which is asked
-    before every chunk. A file that failed half-way is taken away, or replaced by the next try; what was given up is left
-    as it is, since by now it may be somebody else's who goes on with it.
+    before every chunk. A file that failed half-way is taken away, or replaced by the next try; what was given up is
+    left as it is, since by now it may be somebody else's who goes on with it.
     """
     job = _Copy(source, target, folder, entry, throttle or Throttle(0.0), stopped)
     tries = itertools.count()

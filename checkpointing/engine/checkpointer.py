@@ -308,12 +308,17 @@ class Checkpointer:
             self._lane.wait()
         self._teller.flush()
 
-    def close(self) -> None:
-        """Wait, then give memory, writer and process groups back; raises what kept an event from being told."""
+    def close(self, flush_for: Callable[[], float] | None = None) -> None:
+        """Wait, then give memory, writer and process groups back; raises what kept an event from being told.
+
+        With `flush_for`, which says how many seconds are left, the newest checkpoint is first brought to every tier.
+        """
         self.wait()
         if self._lane is not None:
             self._lane.close()
         if self._flusher is not None:
+            if flush_for is not None:
+                self._flusher.drain(flush_for)
             self._flusher.close()
         elif self._flush_ranks is not None:
             self._flush_ranks.close()

@@ -27,6 +27,8 @@ __all__ = ["Copier", "Flusher", "Patience"]
 
 _log = logging.getLogger(__name__)
 
+_GLANCE, _SLACK = 1.0, 30.0  # seconds
+
 
 class Flusher:
     """One per rank, made by all ranks together; with fewer than two tiers it does nothing.
@@ -67,6 +69,7 @@ class Flusher:
         self._bad: set[str] = set()
         self._changed = threading.Condition()
         self._signals = self._done = self._whole = self._everything = 0
+        self._reached = [0] * len(self._places)
         self._latest: str | None = None
         self._closing = self._ended = False
         self.held: frozenset[str] = frozenset()
@@ -82,14 +85,28 @@ class Flusher:
             self._latest = name
             self._signal()
 
-    def drain(self, timeout: float) -> bool:
-        """Bring the newest checkpoint to every tier, whatever `every` says; False when that failed or took too long."""
+    def drain(self, timeout: float | Callable[[], float]) -> bool:
+        """Bring the newest checkpoint to every tier, whatever `every` says; False when that failed or took too long.
+
+        `timeout` in seconds, or what says once a second how many are left; rank 0's counts for all.
+        """
         if self._thread is None:
             return True
         with self._changed:
             self._everything = at = self._signal()
-            self._changed.wait_for(lambda: self._done >= at or self._ended, timeout)
-            return self._whole >= at
+        self._await(at, timeout if callable(timeout) else _until(time.monotonic() + timeout))
+        with self._changed:
+            arrived, late = self._whole >= at, self._done < at and not self._ended
+        if late:
+            self._told_late(at)
+        return arrived
+
+    def _await(self, at: int, left: Callable[[], float]) -> None:
+        # The others hear from rank 0 that it waits no longer; one that left earlier would take its copies along.
+        slack = 0.0 if self._ranks.leads else _SLACK
+        with self._changed:
+            while self._done < at and not self._ended and (rest := left() + slack) > 0:
+                self._changed.wait(min(rest, _GLANCE))
 
     def close(self, timeout: float = 10.0) -> None:
         """End, without waiting for a copy that is under way: the run's next start goes on with it."""
@@ -129,7 +146,10 @@ class Flusher:
         upto, everything, closing = self._ranks.broadcast(order if self._ranks.leads else None)
         if closing:
             return False
-        arrived = [self._serve_tier(target, everything) for target in range(1, len(self._places))]
+        arrived = []
+        for target in range(1, len(self._places)):
+            arrived.append(self._serve_tier(target, everything))
+            self._reached[target] = upto
         with self._changed:
             # A rank that has yet to hear of some of them finds them done already.
             self._done = upto
@@ -246,6 +266,24 @@ class Flusher:
         kind = "checkpoint.stuck" if short.stuck else "checkpoint.failed"
         reason = f"not copied to {path}: {short.reason}"
         self._tell(kind, {"step": parts.step if parts else 0, "reason": reason, "tier": path})
+
+    def _told_late(self, at: int) -> None:
+        if not self._ranks.leads:
+            return
+        parts = parse_name(self._latest or "")
+        for target, place in enumerate(self._places):
+            there = self._latest is not None and self._last.get(target) == self._latest
+            if target and self._reached[target] < at and not there:
+                reason = (
+                    f"the newest checkpoint is not known to be in {place.path}: there was no time left to copy it from "
+                    f"{self._places[0].path}, where the next start finds it"
+                )
+                facts = {"step": parts.step if parts else 0, "reason": reason, "tier": place.path}
+                self._tell("checkpoint.failed", facts)
+
+
+def _until(at: float) -> Callable[[], float]:
+    return lambda: at - time.monotonic()
 
 
 def _silent(kind: str, data: dict[str, object]) -> None:

@@ -25,6 +25,7 @@ from trainer.worker import device as devices
 from trainer.worker import last_words, mesh, rendezvous, warming, workload
 from trainer.worker.drill import Drill
 from trainer.worker.lament import lament
+from trainer.worker.leaving import seconds_left
 from trainer.worker.loop import Loop, Outside, Trained
 from trainer.worker.metrics import Journal
 from trainer.worker.rhythm import Rhythm
@@ -117,7 +118,9 @@ def _loop(
         started=started,
     )
     code = Loop(config, trained, progressed, outside).run()
-    saver.close()
+    cell.update(phase=Phase.CHECKPOINT)
+    saver.close(seconds_left(cell, finished=code is ExitCode.FINISHED))
+    cell.update(phase=Phase.DONE)
     journal.close()
     return code
 

@@ -1,6 +1,6 @@
 """A run's checkpoints, seen from the loop: what is saved, where it goes on after a restart, what became of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -37,7 +37,7 @@ class Saver(Protocol):
 
     def wait(self) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, flush_for: Callable[[], float] | None = None) -> None: ...
 
 
 class SaveFailed(OSError):

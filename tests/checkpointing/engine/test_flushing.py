@@ -415,6 +415,25 @@ def test_a_hung_tier_does_not_hold_up_the_end(tmp_path: Path) -> None:
     tiers.close()
 
 
+def test_an_end_that_cannot_wait_for_a_tier_says_so(tmp_path: Path) -> None:
+    tiers = tiers_of(tmp_path, "fast", "slow", "far", size=2)
+    tiers.storages["far"].hung = lambda met: met.startswith("write")
+    tiers.start()
+    tiers.commit(10, files=FOUR)
+    assert tiers.storages["far"].met.wait(SECONDS)
+    patience = iter([5.0, 0.01])
+    results = together(
+        [lambda: tiers.flushers[0].drain(lambda: next(patience, -1.0)) or tiers.flushers[0].close(),
+         lambda: tiers.flushers[1].drain(0.0)]
+    )  # fmt: skip
+    assert results == [None, False], "only the time of rank 0 counts, and it takes the others along"
+    (told,) = [data for kind, data in tiers.told if kind == "checkpoint.failed"]
+    assert (told["step"], told["tier"]) == (10, str(tmp_path / "far"))
+    assert f"no time left to copy it from {tmp_path / 'fast'}" in told["reason"]
+    assert tiers.steps("slow") == [10]
+    tiers.close()
+
+
 def test_a_revoked_attempt_copies_nothing(tiers: Tiers) -> None:
     make(tiers.storages["fast"], 10)
     tiers.alive = False

@@ -1,0 +1,97 @@
+"""A run with a fast and a slow tier, one rank: what is there at its end, what is let go, what is tidied at its start."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpointing.catalog import Catalog
+from checkpointing.config import CheckpointConfig, TierConfig
+from checkpointing.engine.checkpointer import Checkpointer
+from checkpointing.tiers import places
+from tests.checkpointing.engine.conftest import NONCE, blank, state
+
+
+@dataclass
+class Run:
+    """Makes checkpointers of one run, with `keep=2` in the run's own folder and another one behind it."""
+
+    root: Path
+    every: int = 0
+    told: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    made: list[Checkpointer] = field(default_factory=list)
+
+    @property
+    def fast(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def slow(self) -> Path:
+        return self.root / "slow" / "my-run"
+
+    def checkpointer(self, **options: Any) -> Checkpointer:
+        config = CheckpointConfig(
+            tiers=(TierConfig(keep=2), TierConfig(path=str(self.root / "slow"), every=self.every, keep=2))
+        )
+        facts: dict[str, Any] = {"token_attempt": 1, "nonce": NONCE, "inherit": ()}
+        made = Checkpointer(
+            self.fast,
+            process_group=None,
+            fence=lambda: True,
+            keep=2,
+            on_event=lambda kind, data: self.told.append((kind, data)),
+            world={},
+            config=config,
+            tiers=places(config, self.fast, "my-run", "node-0"),
+            pauses=(),
+            **{**facts, **options},
+        )
+        self.made.append(made)
+        return made
+
+    def saved(self, checkpointer: Checkpointer, *steps: int) -> None:
+        checkpointer.prepare(state(0))
+        for step in steps:
+            assert checkpointer.save(step, state(step), {})
+            checkpointer.wait()
+        assert checkpointer.failure is None
+
+    def steps(self, place: Path) -> list[int]:
+        return [entry.step for entry in Catalog(place).committed()]
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def make(**options: Any) -> Run:
+        runs.append(Run(tmp_path, **options))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        for made in run.made:
+            made.close()
+
+
+def test_the_last_checkpoint_reaches_every_tier_before_the_end(make_run: Callable[..., Run]) -> None:
+    run = make_run(every=1000)
+    made = run.checkpointer()
+    run.saved(made, 10, 20, 30)
+    made.close(lambda: 20.0)
+    assert run.steps(run.slow)[0] == 30
+    assert "checkpoint.failed" not in [kind for kind, _ in run.told]
+
+
+def test_an_end_without_time_leaves_the_rest_to_the_next_start(make_run: Callable[..., Run]) -> None:
+    run = make_run(every=1000)
+    made = run.checkpointer()
+    run.saved(made, 10, 20)
+    made.close()
+    again = run.checkpointer()
+    again.prepare(blank())
+    assert again.restore(blank()) is not None
+    again.close(lambda: 20.0)
+    assert run.steps(run.slow)[0] == 20

@@ -95,6 +95,17 @@ class _Scribe:
         home = "" if item is None else item.tier or str(self.view.folder.checkpoints)
         return tier if tier and _same_place(tier) != _same_place(home) else ""
 
+    def leave_home(self, trust: Trust, reason: str) -> None:
+        """The checkpoint is no longer good where it was committed: a copy takes its place, else its trust changes."""
+        item, name = self.known(), self.data["name"]
+        copies = [copy for copy in self.store.copies(self.run) if copy.name == name]
+        if item is None or item.trust is Trust.DELETED or not copies:
+            self.doubt(item, trust, reason)
+            return
+        own = _same_place(str(self.view.folder.checkpoints))
+        chosen = min(copies, key=lambda copy: (_same_place(copy.tier) != own, copy.copied_at))
+        self.store.rehome(chosen, f"{reason}; there is a copy in {chosen.tier}", epoch=self.epoch)
+
 
 def _same_place(tier: str) -> str:
     return tier if "://" in tier else os.path.realpath(tier)
@@ -198,12 +209,12 @@ def _restored(scribe: _Scribe) -> None:
 
 def _refused(scribe: _Scribe) -> None:
     reason, tier = str(scribe.data.get("reason", "refused")), scribe.elsewhere()
-    if tier == MEMORY:
-        return
+    if tier == MEMORY or scribe.data.get("damaged") is False:
+        return  # nothing is wrong with its bytes on the disk, as far as anybody knows
     if tier:
         scribe.store.drop_copy(scribe.run, scribe.data["name"], tier, epoch=scribe.epoch)
         return
-    scribe.trust(Trust.CORRUPT, f"attempt {scribe.attempt} refused it: {reason}")
+    scribe.leave_home(Trust.CORRUPT, f"attempt {scribe.attempt} refused it: {reason}")
 
 
 def _deleted(scribe: _Scribe) -> None:
@@ -211,7 +222,7 @@ def _deleted(scribe: _Scribe) -> None:
     if tier:
         scribe.store.drop_copy(scribe.run, scribe.data["name"], tier, epoch=scribe.epoch)
         return
-    scribe.trust(Trust.DELETED, f"deleted by attempt {scribe.attempt}: newer ones are kept")
+    scribe.leave_home(Trust.DELETED, f"deleted by attempt {scribe.attempt}: newer ones are kept")
 
 
 _HANDLERS: dict[str, Callable[[_Scribe], None]] = {

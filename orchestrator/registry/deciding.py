@@ -137,8 +137,15 @@ class Deciding(Verbs):
     def drop_copy(self, connection: Connection, run: str, name: str, tier: str, *, epoch: int) -> None:
         """A copy is gone."""
         fence(connection, epoch)
-        wanted = (CopyRow.run == run) & (CopyRow.name == name) & (CopyRow.tier == tier)
-        connection.execute(delete(CopyRow).where(wanted))
+        _drop_copy(connection, run, name, tier)
+
+    @writes
+    def rehome(self, connection: Connection, copy: Copy, reason: str, *, epoch: int) -> None:
+        """A checkpoint is gone from where it was committed: this copy of it takes that place, as trusted as before."""
+        fence(connection, epoch)
+        the_checkpoint(connection, copy.run, copy.name)
+        alter_checkpoint(connection, copy.run, copy.name, tier=copy.tier, path=copy.path, reason=reason)
+        _drop_copy(connection, copy.run, copy.name, copy.tier)
 
     @writes
     def trust(
@@ -193,6 +200,11 @@ class Deciding(Verbs):
         fence(connection, epoch)
         wanted = (AskRow.id == ask_id) & AskRow.answered_at.is_(None)
         connection.execute(update(AskRow).where(wanted).values(answer=answer, answered_at=now))
+
+
+def _drop_copy(connection: Connection, run: str, name: str, tier: str) -> None:
+    wanted = (CopyRow.run == run) & (CopyRow.name == name) & (CopyRow.tier == tier)
+    connection.execute(delete(CopyRow).where(wanted))
 
 
 def _moves(before: StrEnum, after: StrEnum, subject: str) -> bool:

@@ -201,6 +201,12 @@ class MemoryStore:
         self._check(epoch)
         self._copies.pop((run, name, tier), None)
 
+    def rehome(self, copy: Copy, reason: str, *, epoch: int) -> None:
+        self._check(epoch)
+        key = (copy.run, copy.name)
+        self._checkpoints[key] = replace(self._checkpoints[key], tier=copy.tier, path=copy.path, reason=reason)
+        del self._copies[copy.run, copy.name, copy.tier]
+
     def trust(self, run: str, name: str, to: Trust, reason: str, *, epoch: int, now: float) -> None:
         self._check(epoch)
         row = self._checkpoints[run, name]

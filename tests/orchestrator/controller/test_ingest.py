@@ -96,11 +96,39 @@ def test_copies_in_further_tiers_come_and_go(tmp_path: Path) -> None:
     log.write(EventKind.CHECKPOINT_DELETED, step=10, name="a", tier=home)
     read(world)
     copies = {(item.name, item.tier): item.path for item in world.store.copies(world.name)}
-    assert copies == {("a", "s3://bucket/r"): "s3://bucket/r/a", ("b", "/far"): "/far/b"}
-    assert {item.name: item.trust for item in world.store.checkpoints(world.name)} == {
-        "a": Trust.DELETED,
-        "b": Trust.COMMITTED,
-    }
+    assert copies == {("b", "/far"): "/far/b"}
+    rows = {item.name: item for item in world.store.checkpoints(world.name)}
+    assert (rows["a"].trust, rows["a"].tier, rows["a"].path) == (Trust.COMMITTED, "s3://bucket/r", "s3://bucket/r/a")
+    assert (rows["b"].trust, rows["b"].tier) == (Trust.COMMITTED, "")
+    log.write(EventKind.CHECKPOINT_REFUSED, step=20, name="b", reason="chunk 3 differs", tier=home)
+    log.write(EventKind.CHECKPOINT_DELETED, step=10, name="a", tier="s3://bucket/r")
+    read(world)
+    rows = {item.name: item for item in world.store.checkpoints(world.name)}
+    assert rows["a"].trust is Trust.DELETED, "that was the last copy"
+    assert (rows["b"].trust, rows["b"].tier) == (Trust.COMMITTED, "/far")
+    assert not world.store.copies(world.name)
+
+
+def test_what_was_refused_for_another_reason_than_its_bytes_stays_what_it_was(tmp_path: Path) -> None:
+    world, log = begun(tmp_path)
+    log.write(EventKind.CHECKPOINT_COMMITTED, step=10, name="a", bytes=7, seconds=0.1)
+    log.write(EventKind.CHECKPOINT_FLUSHED, step=10, name="a", tier="/far", bytes=7, seconds=0.1)
+    for tier in ({}, {"tier": "/far"}):
+        log.write(EventKind.CHECKPOINT_REFUSED, step=10, name="a", reason="shape differs", damaged=False, **tier)
+    read(world)
+    (saved,) = world.store.checkpoints(world.name)
+    assert (saved.trust, saved.tier) == (Trust.COMMITTED, "")
+    assert [item.tier for item in world.store.copies(world.name)] == ["/far"]
+
+
+def test_a_corrupt_one_that_can_be_loaded_again_is_trusted_again(tmp_path: Path) -> None:
+    world, log = begun(tmp_path)
+    log.write(EventKind.CHECKPOINT_COMMITTED, step=10, name="a", bytes=7, seconds=0.1)
+    log.write(EventKind.CHECKPOINT_REFUSED, step=10, name="a", reason="chunk 3 differs", damaged=True)
+    log.write(EventKind.CHECKPOINT_RESTORED, step=10, name="a", seconds=0.1)
+    read(world)
+    (saved,) = world.store.checkpoints(world.name)
+    assert saved.trust is Trust.RESTORED
 
 
 def test_the_coordinator_s_doubt_hits_what_was_saved_before(tmp_path: Path) -> None:

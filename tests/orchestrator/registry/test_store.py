@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from orchestrator.errors import Fenced, NotFound, RegistryError
-from orchestrator.registry.records import Checkpoint, Generation
+from orchestrator.registry.records import Checkpoint, Copy, Generation
 from orchestrator.registry.store import Store
 from orchestrator.states import AttemptState, RunState, Trust
 
@@ -119,6 +119,22 @@ def test_generations_and_checkpoints(desk: Desk) -> None:
         desk.store.trust(run.name, "step-10", Trust.VERIFIED, "no", **desk.stamp)
 
 
+def test_a_copy_takes_the_place_of_what_is_gone(desk: Desk) -> None:
+    run, _ = desk.run()
+    epoch = desk.lease.epoch
+    desk.store.put_checkpoint(checkpoint(run.name, 5), epoch=epoch)
+    copies = [
+        Copy(run=run.name, name="step-5", tier=tier, path=f"{tier}/step-5", bytes=9, copied_at=1.0)
+        for tier in ("/far", "/farther")
+    ]
+    for copy in copies:
+        desk.store.put_copy(copy, epoch=epoch)
+    desk.store.rehome(copies[0], "gone", epoch=epoch)
+    (saved,) = desk.store.checkpoints(run.name)
+    assert (saved.trust, saved.tier, saved.path, saved.reason) == (Trust.COMMITTED, "/far", "/far/step-5", "gone")
+    assert desk.store.copies(run.name) == copies[1:]
+
+
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf, 0.1 + 0.2, None])
 def test_a_loss_reads_back_exactly(desk: Desk, loss: float | None) -> None:
     run, _ = desk.run()
@@ -185,6 +201,7 @@ def test_a_fenced_controller_writes_nothing(desk: Desk) -> None:
         lambda: store.put_generation(Generation(run=run.name, attempt=1, number=1, started_at=1.0), epoch=old),
         lambda: store.put_checkpoint(checkpoint(run.name, 5), epoch=old),
         lambda: store.trust(run.name, "step-5", Trust.CORRUPT, "x", **stamp),
+        lambda: store.rehome(Copy(run=run.name, name="s", tier="t", path="p", bytes=1, copied_at=1.0), "", epoch=old),
         lambda: store.saw_node("n", "slurm", **stamp),
         lambda: store.set_cursor(run.name, "f", 1, epoch=old),
         lambda: store.answer(number, "x", **stamp),

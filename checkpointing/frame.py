@@ -5,11 +5,13 @@ Nothing in it is executed: the description of the tensor is unpickled with stand
 
 import collections
 import copyreg
+import errno
 import io
 import math
 import pickle
 import struct
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -19,12 +21,17 @@ _STORAGES = {
     "ByteStorage": "uint8", "BoolStorage": "bool", "ComplexFloatStorage": "complex64",
     "ComplexDoubleStorage": "complex128",
 }  # fmt: skip
-_LOCAL_HEADER = struct.Struct("<26xHH")
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
+_MARK = b"PK\x03\x04"
 _LONGEST = 1 << 20
-_MALFORMED = (
+MALFORMED = (
     zipfile.BadZipFile, pickle.UnpicklingError, ValueError, KeyError, EOFError, TypeError, AttributeError, IndexError,
     struct.error, NotImplementedError, RuntimeError, RecursionError,
 )  # fmt: skip
+"""What reading an archive raises when it is none."""
+
+ReadAt = Callable[[int, int], bytes]
+"""Bytes of a file, given a place and a length; fewer where the file ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,35 +44,46 @@ class Frame:
     nbytes: int
 
 
-def read_frame(stream: BinaryIO, start: int, length: int) -> Frame:
+def read_frame(read: ReadAt, start: int, length: int) -> Frame:
     """The frame that takes these bytes of a file; raises ValueError when it is none of a whole plain tensor."""
     try:
-        with zipfile.ZipFile(_Window(stream, start, length)) as archive:
+        with zipfile.ZipFile(Window(read, start, length)) as archive:
             members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
             described, values = members["data.pkl"], members["data/0"]
             if described.compress_type or values.compress_type or described.file_size > _LONGEST:
                 raise ValueError("it is packed in another way")
-            place = _place(stream, start, described)
-        stream.seek(start + place)
         # Not by way of the archive, which would compare checksums: torch may have been told to leave them out.
-        dtype, shape = _describe(stream.read(described.file_size))
-        return Frame(dtype, shape, _place(stream, start, values), values.file_size)
-    except _MALFORMED as error:
+        place = start + place_of(read, start, length, described)
+        dtype, shape = _describe(read(place, described.file_size))
+        return Frame(dtype, shape, place_of(read, start, length, values), values.file_size)
+    except MALFORMED as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
-def _place(stream: BinaryIO, start: int, member: zipfile.ZipInfo) -> int:
+def reading(stream: BinaryIO) -> ReadAt:
+    """Reads places of a stream."""
+
+    def read(place: int, length: int) -> bytes:
+        stream.seek(place)
+        return stream.read(length)
+
+    return read
+
+
+def place_of(read: ReadAt, start: int, length: int, member: zipfile.ZipInfo) -> int:
     """Where the bytes of a member begin, from the start of the frame: behind a header of its own."""
-    stream.seek(start + member.header_offset)
-    name, extra = _LOCAL_HEADER.unpack(stream.read(_LOCAL_HEADER.size))
-    return member.header_offset + _LOCAL_HEADER.size + int(name) + int(extra)
+    mark, name, extra = _LOCAL_HEADER.unpack(read(start + member.header_offset, _LOCAL_HEADER.size))
+    place = member.header_offset + _LOCAL_HEADER.size + int(name) + int(extra)
+    if mark != _MARK or place + member.file_size > length:
+        raise ValueError("its values are not where it says")
+    return place
 
 
-class _Window(io.RawIOBase):
+class Window(io.RawIOBase):
     """A part of a file as a file of its own."""
 
-    def __init__(self, stream: BinaryIO, start: int, length: int) -> None:
-        self._stream, self._start, self._length, self._at = stream, start, length, 0
+    def __init__(self, read: ReadAt, start: int, length: int) -> None:
+        self._read, self._start, self._length, self._at = read, start, length, 0
 
     def seekable(self) -> bool:
         return True
@@ -77,17 +95,15 @@ class _Window(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        if base + offset < 0:
-            raise ValueError("a place before the beginning")
-        self._at = base + offset
-        return self._at
+        place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        if place < 0:
+            raise OSError(errno.EINVAL, "a place before the beginning")  # as a file would, which zipfile expects
+        self._at = place
+        return place
 
     def read(self, size: int = -1) -> bytes:
         left = max(0, self._length - self._at)
-        wanted = left if size < 0 else min(size, left)
-        self._stream.seek(self._start + self._at)
-        data = self._stream.read(wanted)
+        data = self._read(self._start + self._at, left if size < 0 else min(size, left))
         self._at += len(data)
         return data
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from checkpointing.commit import parse_name
 from checkpointing.digests import CHUNK
 from checkpointing.engine.reader import AllowList, described, metadata_from
-from checkpointing.engine.sources import Source, in_one_row
+from checkpointing.engine.sources import Source, dtype_of, in_one_row
 from checkpointing.errors import Refused
-from checkpointing.frame import read_frame
+from checkpointing.frame import read_frame, reading
 from checkpointing.index import Index, Piece
 from checkpointing.manifest import COMMIT, MANIFEST, METADATA
 from checkpointing.storage import Storage
@@ -92,9 +92,10 @@ def source_of(storage: Storage, name: str, told: Described) -> Source:
     """What to load a foreign checkpoint from; its chunks have no digests. Raises Refused or OSError."""
     pieces, odd = [], dict[int, Callable[[], Tensor]]()
     for number, piece in enumerate(told.index.pieces):
-        located = _located(storage, name, piece)
+        dtype = told.index.tensors[piece.key].dtype
+        located = _located(storage, name, piece, dtype)
         if located is None:
-            odd[number] = partial(_loaded, storage, name, piece)
+            odd[number] = partial(_loaded, storage, name, piece, dtype)
         pieces.append(located or replace(piece, data=piece.start))
     return Source(
         name=name,
@@ -106,24 +107,25 @@ def source_of(storage: Storage, name: str, told: Described) -> Source:
     )
 
 
-def _located(storage: Storage, name: str, piece: Piece) -> Piece | None:
+def _located(storage: Storage, name: str, piece: Piece, dtype: str) -> Piece | None:
     """The piece with the place of its values; None when they are not one plain row."""
     try:
         with storage.open(f"{name}/{piece.file}" if name else piece.file) as stream:
-            frame = read_frame(stream, piece.start, piece.length)
+            frame = read_frame(reading(stream), piece.start, piece.length)
     except ValueError:
         return None
-    if frame.shape != piece.sizes:
+    if (frame.dtype, frame.shape) != (dtype, piece.sizes):
         return None
     return replace(piece, data=piece.start + frame.data, nbytes=frame.nbytes)
 
 
-def _loaded(storage: Storage, name: str, piece: Piece) -> Tensor:
+def _loaded(storage: Storage, name: str, piece: Piece, dtype: str) -> Tensor:
     """A tensor that is a view, quantised, or in a format of its own; raises Refused when it is none at all."""
     with storage.open(f"{name}/{piece.file}" if name else piece.file) as stream:
         stream.seek(piece.start)
         data = stream.read(piece.length)
     tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    if not isinstance(tensor, Tensor) or tuple(tensor.shape) != piece.sizes or tensor.layout != torch.strided:
+    fits = isinstance(tensor, Tensor) and tensor.dtype == dtype_of(dtype) and tuple(tensor.shape) == piece.sizes
+    if not fits or tensor.layout != torch.strided:
         raise Refused(name, f"{piece.key}: what {piece.file} holds is not the tensor that {METADATA} describes")
     return tensor.detach()

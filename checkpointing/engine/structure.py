@@ -4,14 +4,13 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from checkpointing.engine.reader import described, read_index, read_metadata, resolved
+from checkpointing.engine.reader import VerifiedFile, described, read_index, read_metadata, resolved
 from checkpointing.engine.sources import dtype_of
 from checkpointing.errors import Refused
-from checkpointing.frame import read_frame
+from checkpointing.frame import ReadAt, read_frame
 from checkpointing.index import INDEX, Index, Piece, TensorInfo
 from checkpointing.manifest import COMMIT, MANIFEST, METADATA, FileEntry, Manifest
 from checkpointing.storage import Storage
@@ -155,12 +154,14 @@ def frame_faults(storage: Storage, manifest: Manifest, index: Index, progress: P
     """Frames that do not say themselves what the index says of them: plain `torch.load` reads the frame."""
     faults, done = [], 0
     for file, pieces in _by_file(index.pieces).items():
+        entry = manifest.file(file)
+        assert entry is not None
         with storage.open(f"{manifest.name}/{file}") as stream:
+            # By whole chunks: a frame takes many small reads, each of which is a request where the file is far away.
+            verified = VerifiedFile(stream, entry, manifest.name)
             for piece in pieces:
-                reason = _frame_reason(stream, piece, index.tensors[piece.key])
+                reason = _frame_reason(verified.read, piece, index.tensors[piece.key])
                 if reason:
-                    entry = manifest.file(file)
-                    assert entry is not None
                     chunk = piece.start // entry.chunk_size
                     faults.append(Fault(file=file, chunk=chunk, reason=reason, tensors=(piece.key,)))
                 done += 1
@@ -169,9 +170,9 @@ def frame_faults(storage: Storage, manifest: Manifest, index: Index, progress: P
     return faults
 
 
-def _frame_reason(stream: Any, piece: Piece, info: TensorInfo) -> str:
+def _frame_reason(read: ReadAt, piece: Piece, info: TensorInfo) -> str:
     try:
-        frame = read_frame(stream, piece.start, piece.length)
+        frame = read_frame(read, piece.start, piece.length)
     except ValueError as error:
         return f"no whole frame at {piece.start}: {error}"
     found = (frame.dtype, frame.shape, piece.start + frame.data, frame.nbytes)

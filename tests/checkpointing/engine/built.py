@@ -24,7 +24,7 @@ with warnings.catch_warnings():
 
 from checkpointing.commit import checkpoint_name, seal, write_file
 from checkpointing.engine.fingerprints import fingerprint
-from checkpointing.frame import read_frame
+from checkpointing.frame import read_frame, reading
 from checkpointing.index import FINGERPRINTS, INDEX, Index, Piece, TensorInfo, encode_fingerprints
 from checkpointing.manifest import METADATA, FileEntry, Manifest
 from checkpointing.storage import LocalStorage
@@ -118,7 +118,7 @@ def _put(stream: io.BytesIO, file: str, key: str, part: torch.Tensor, offsets: t
     saved = io.BytesIO()
     torch.save(part, saved)
     stream.write(saved.getvalue())
-    frame = read_frame(saved, 0, len(saved.getvalue()))
+    frame = read_frame(reading(saved), 0, len(saved.getvalue()))
     assert frame.nbytes == math.prod(part.shape) * part.itemsize
     length = len(saved.getvalue())
     return Piece(key, file, offsets, tuple(part.shape), start, length, start + frame.data, frame.nbytes)

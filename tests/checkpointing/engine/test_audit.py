@@ -1,9 +1,11 @@
 """Levels 3 and 4: a sound checkpoint has no fault; every lie and every impossible value is found and named."""
 
+import io
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -165,6 +167,33 @@ def test_a_frame_of_another_tensor_is_found(built: Built, tmp_path: Path) -> Non
     sound.files = other.files
     found = [fault for fault in audit(sound.write(tmp_path)).faults if fault.tensors == ("model/flat",)]
     assert "(30, 1)" in found[0].reason
+
+
+class Counting(LocalStorage):
+    """Counts what is asked of a file, as a store far away would be."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.reads: list[str] = []
+
+    def open(self, path: str) -> BinaryIO:
+        stream, reads = super().open(path), self.reads
+
+        class Counted(io.BytesIO):
+            def read(self, size: int | None = -1) -> bytes:
+                reads.append(path.rpartition("/")[2])
+                return super().read(size)
+
+        with stream:
+            return Counted(stream.read())
+
+
+def test_frames_are_looked_at_by_whole_chunks(tmp_path: Path) -> None:
+    """A request for every header of every tensor would be tens of thousands of them."""
+    path = build({f"model/{number}": torch.ones(3) for number in range(50)}).write(tmp_path)
+    storage = Counting(tmp_path)
+    assert audit_in(storage, path.name, 3).ok
+    assert storage.reads.count("__0_0.distcp") == 2, "once for its digest, once for its frames"
 
 
 def test_code_in_metadata_is_refused_and_not_run(built: Built, tmp_path: Path) -> None:

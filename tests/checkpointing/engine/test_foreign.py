@@ -96,6 +96,18 @@ def test_items_that_are_no_tensors_are_left_out_and_missed_when_they_are_wanted(
         restore(bench, {**blank(), "epoch": torch.tensor(0)})
 
 
+def test_values_of_another_type_than_metadata_says_are_no_values(bench: Bench) -> None:
+    """Read bit for bit, the number one would be 1.4e-45."""
+    folder = foreign(bench.root, "x-1", {"w": torch.ones(3, dtype=torch.int32)})
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.state_dict_metadata["w"].properties.dtype = torch.float32
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    target = {"w": torch.zeros(3)}
+    with pytest.raises(NothingVerifies, match="is not the tensor that .metadata describes"):
+        restore(bench, target)
+    assert target["w"].tolist() == [0.0, 0.0, 0.0]
+
+
 class Canary:
     sung: list[str] = []  # noqa: RUF012
 

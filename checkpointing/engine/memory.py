@@ -4,7 +4,7 @@ The arena outlives the rank that filled it. Each rank has its own files in it; a
 one checkpoint, whose chunks are verified where they lie.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -97,7 +97,21 @@ class Memory:
         lent, self._lent = self._lent, set()
         for at in sorted(lent):
             assert self._lay_frames is not None
+            buffer = self._arena.buffer(at)
+            for start, end in _gaps(self.layout.plan):
+                buffer[start:end] = bytes(end - start)
             self._lay_frames(at)
+
+
+def _gaps(plan: Laid) -> Iterator[tuple[int, int]]:
+    """What pads the files: it is written with them, and no part of any tensor."""
+    at = 0
+    for item in sorted(plan.items, key=lambda item: item.place):
+        start = item.place - (item.piece.data - item.piece.start)
+        if at < start:
+            yield at, start
+        at = start + item.piece.length
+    yield at, max((offset + size for _, offset, size in plan.files), default=at)
 
 
 def _never(file: str) -> None:

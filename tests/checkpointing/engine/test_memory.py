@@ -213,6 +213,20 @@ def test_buffers_are_lent_to_land_in_unless_they_hold_a_candidate(held: Generati
     assert held.arena.record(0) is not None
 
 
+def test_what_landed_in_a_lent_buffer_is_not_left_between_its_frames(held: Generation) -> None:
+    """What pads a file goes into every checkpoint that is written from the buffer."""
+    made = held.bench.checkpointer()
+    made.save(6, {**state(6), "model.more": torch.ones(3)}, {})
+    made.wait()
+    memory = torch.frombuffer(held.arena.buffer(0), dtype=torch.uint8)
+    memory.fill_(255)
+    assert held.restore(blank(), lambda _: None).step == 6  # type: ignore[union-attr]
+    for item in held.plan.items:
+        start = item.place - (item.piece.data - item.piece.start)
+        memory[start : start + item.piece.length] = 0
+    assert not memory[: sum(size for *_, size in held.plan.files)].any()
+
+
 def test_without_somebody_to_lay_the_frames_again_nothing_is_lent(held: Generation) -> None:
     held.bench.saved(8)
     before_it = [bytes(held.arena.buffer(at)) for at in (0, 1)]

@@ -97,7 +97,10 @@ def write_safetensors(
     names = [_file_name(number, len(groups)) for number in range(len(groups))]
     handed: dict[str, str] = {}
     for name, group in zip(names, groups, strict=True):
-        head = lay_out({w.name: _outside(source, w) for w in group}, {"format": "pt"})
+        try:
+            head = lay_out({w.name: _outside(source, w) for w in group}, {"format": "pt"})
+        except ValueError as error:
+            raise Refused(source.manifest.name, f"{error}; a torch file takes it") from error
         with (folder / name).open("xb") as stream:
             stream.write(head.encoded)
             # In the order of their places: each begins where the one before it ended.

@@ -135,3 +135,21 @@ def test_the_run_s_folder_comes_with_the_checkpoint(
     assert orch("show", "tuned-1", "--json").data["imported"]["source"] == str(tmp_path / "out")
     how = "and its optimizer state" if to == "torch" else "with a fresh optimizer"
     assert how in orch("show", "tuned-1").out
+
+
+def test_export_into_a_link_to_an_empty_folder(orch: Type, run: tuple[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "scratch")
+    done = orch("ckpt", "export", run[0], tmp_path / "out", "--json")
+    assert (done.code, done.data["path"]) == (0, str(tmp_path / "out")), done.err
+    assert (tmp_path / "out").is_symlink()
+    assert (tmp_path / "scratch" / "model.safetensors").exists()
+
+
+def test_export_of_what_the_format_has_no_word_for(orch: Type, seeds: Seeds, tmp_path: Path) -> None:
+    built = build({"model/phase": torch.zeros(4, dtype=torch.complex128)})
+    built.extra = {"step": 5, "consumed": 80, "loss": 2.5, "seed": 1, "fingerprint": None}
+    folder = built.write(tmp_path / "odd", step=5)
+    bad = orch("ckpt", "export", folder, tmp_path / "out")
+    assert (bad.code, "complex128, which safetensors has no word for" in bad.err) == (7, True), bad.err
+    assert not (tmp_path / "out").exists()

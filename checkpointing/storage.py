@@ -16,6 +16,7 @@ from checkpointing.remote_errors import said_as_oserror
 _HOLD = 1 << 20
 _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci", "oss", "r2"})
 _SECRET = re.compile(r"(\w+)://[^/@]*:[^/@]*@")
+_SECRET_ANYWHERE = re.compile(r"(\w+)://[^\s@]*:[^\s@]*@")
 
 
 class Storage(Protocol):
@@ -273,6 +274,11 @@ def settle(storage: Storage, path: str) -> None:
         fsync_dir((storage.root / path).parent)
 
 
+def without_secrets(text: str) -> str:
+    """Text with the credentials masked that stand in its URLs; rather too much of it than too little."""
+    return _SECRET_ANYWHERE.sub(r"\1://***@", text)
+
+
 def storage_at(place: str | Path) -> Storage:
     """The storage for a path or URL: local for paths and `file://`, else through fsspec (`s3://`, `memory://`).
 
@@ -285,8 +291,7 @@ def storage_at(place: str | Path) -> Storage:
     if text.startswith("file://"):
         return LocalStorage(Path(text.removeprefix("file://")))
     if _SECRET.match(text):
-        shown = _SECRET.sub(r"\1://***@", text)
-        raise ValueError(f"{shown}: credentials belong into the environment, not into a URL")
+        raise ValueError(f"{without_secrets(text)}: credentials belong into the environment, not into a URL")
     import fsspec  # only for remote places: most readers never need it
 
     filesystem, root = fsspec.core.url_to_fs(text, use_listings_cache=False)

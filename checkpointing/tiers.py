@@ -26,19 +26,22 @@ class TierPlace:
 
 
 def places(config: CheckpointConfig, run_checkpoints: Path, run_name: str, node_name: str) -> tuple[TierPlace, ...]:
-    """The configured tiers, in their order; none configured is the run's own folder alone.
+    """The configured tiers, in their order; none configured is the run's own folder alone. Raises as `place_of` does.
 
-    A relative path lies below the run's folder, so that it means the same wherever a command is typed. Makes no
-    folder; raises ValueError for a name that is no folder's, ImportError when a URL needs a library that is missing.
+    A relative path lies below the run's folder, so that it means the same wherever a command is typed.
+    """
+    tiers = config.tiers or (TierConfig(keep=config.keep),)
+    return tuple(place_of(tier, run_checkpoints, run_name, node_name) for tier in tiers)
+
+
+def place_of(tier: TierConfig, run_checkpoints: Path, run_name: str, node_name: str) -> TierPlace:
+    """One of the tiers; makes no folder.
+
+    Raises ValueError for a name that is no folder's, ImportError when a URL needs a library that is missing.
     """
     for name in (run_name, node_name):
         if not _FOLDER.fullmatch(name):
             raise ValueError(f"checkpoint.tiers: {name!r} cannot be the name of a folder")
-    tiers = config.tiers or (TierConfig(keep=config.keep),)
-    return tuple(_place(tier, run_checkpoints, run_name, node_name) for tier in tiers)
-
-
-def _place(tier: TierConfig, run_checkpoints: Path, run_name: str, node_name: str) -> TierPlace:
     path = _root(tier, run_checkpoints, run_name, node_name)
     storage = storage_at(path)
     return TierPlace(

@@ -29,7 +29,7 @@ def diff(screen: Screen, first: str, second: str, everything: bool) -> None:
     difference relative to the larger norm, share of values that changed; the largest relative difference first. The
     exit code does not tell whether they differ.
     """
-    left, right = find_one(first), find_one(second)
+    left, right = find_one(first, screen.warn), find_one(second, screen.warn)
     found = _compared(screen, left, right)
     changed = [item for item in found if not item.equal]
     settings = _settings(left, right)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from orchestrator.cli.ckpt_gc import loose
-from orchestrator.cli.ckpt_target import tiers_of
+from orchestrator.cli.ckpt_gc import loose_in
+from orchestrator.cli.ckpt_tiers import tiers_of
 from orchestrator.cli.options import Verb
 from orchestrator.cli.registry import open_store
 from orchestrator.cli.render import Column, Screen, count, size
@@ -47,7 +47,6 @@ def du(screen: Screen, runs: tuple[str, ...]) -> None:
 def _rows(screen: Screen, store: "Store", run: "Run") -> Iterator[dict[str, Any]]:
     """One row for each tier and trust, and one for what is no checkpoint."""
     trust = {row.name: str(row.trust) for row in store.checkpoints(run.name)}
-    goes = [item for item in loose(store, run, screen) if item.goes]
     for tier in tiers_of(RunDir(Path(run.run_dir))):
         sums: dict[str, dict[str, Any]] = {}
         try:
@@ -58,8 +57,9 @@ def _rows(screen: Screen, store: "Store", run: "Run") -> Iterator[dict[str, Any]
                 row = sums.setdefault(kind, empty)
                 row["count"] += 1
                 row["bytes"] += sum(length or 0 for length in tier.storage.list(name).values())
+            if DEBRIS in sums:
+                goes = [item.bytes for item in loose_in(store, run, tier) if item.goes]
+                sums[DEBRIS]["collectable"] = sum(goes)
         except OSError as error:
             screen.warn("TierUnreadable", f"{run.name}: tier {tier.label} cannot be read: {error}")
-        if DEBRIS in sums:
-            sums[DEBRIS]["collectable"] = sum(item.bytes for item in goes if item.tier.label == tier.label)
         yield from sums.values()

@@ -39,14 +39,14 @@ def export(
     """
     if with_optimizer and to != "torch":
         raise ConfigError("safetensors has no place for an optimizer", where="--with-optimizer", hint="--to torch")
-    chosen = find_one(target)
+    chosen = find_one(target, screen.warn)
     back_room.enter()
     from checkpointing.errors import CheckpointError
     from trainer.worker.exported import Order
     from trainer.worker.exported import export as write
 
     order = Order(
-        to=to, folder=folder, dtype=dtype, with_optimizer=with_optimizer, run=chosen.run, config=chosen.config
+        to=to, folder=folder.resolve(), dtype=dtype, with_optimizer=with_optimizer, run=chosen.run, config=chosen.config
     )
     try:
         with screen.bar(f"step {chosen.step}") as meter:

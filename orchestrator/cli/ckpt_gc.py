@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from orchestrator.cli.ckpt_target import Tier, tiers_of
+from orchestrator.cli.ckpt_tiers import Tier, lacking, tiers_of
 from orchestrator.cli.options import Verb
 from orchestrator.cli.registry import open_store
 from orchestrator.cli.render import Column, Screen, size
@@ -95,10 +95,15 @@ def loose(store: "Store", run: "Run", screen: Screen, *, refused: bool = False) 
     found: list[Loose] = []
     for tier in tiers_of(RunDir(Path(run.run_dir))):
         try:
-            found += [*_half_written(store, run, tier), *_corrupt(store, run, tier, refused)]
+            found += loose_in(store, run, tier, refused=refused)
         except OSError as error:
             screen.warn("TierUnreadable", f"{run.name}: tier {tier.label} cannot be read: {error}")
     return found
+
+
+def loose_in(store: "Store", run: "Run", tier: Tier, *, refused: bool = False) -> list[Loose]:
+    """Every folder of a run in one tier that is no good checkpoint, judged; raises OSError."""
+    return [*_half_written(store, run, tier), *_corrupt(store, run, tier, refused)]
 
 
 def _half_written(store: "Store", run: "Run", tier: Tier) -> Iterator[Loose]:
@@ -171,7 +176,11 @@ def _still_good(tier: Tier, name: str) -> str:
     """Why a refused copy stays all the same: what was bad is another copy, or a disk for a moment."""
     from checkpointing.verify import verify_in
 
-    return "its bytes are as they were written" if verify_in(tier.storage, name, 2).ok else ""
+    bad = {fault.file for fault in verify_in(tier.storage, name, 2).faults}
+    if not bad:
+        return "its bytes are as they were written"
+    absent, _ = lacking(tier.storage, name) if not tier.shared else (frozenset(), 0)
+    return "it is a node's own part, whose bytes are as they were written" if bad <= absent else ""
 
 
 def _take(screen: Screen, store: "Store", lease: "Lease | None", item: Loose) -> bool:

@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from orchestrator.cli.ckpt_target import known_run, tiers_of
+from orchestrator.cli.ckpt_target import known_run
+from orchestrator.cli.ckpt_tiers import Tier, tiers_of
 from orchestrator.cli.options import Verb
 from orchestrator.cli.registry import open_store
 from orchestrator.cli.render import Column, Screen, count, iso, size, span
@@ -25,9 +26,9 @@ def ls(screen: Screen, run: str, everything: bool) -> None:
     found = known_run(run)
     with open_store(readonly=True) as store:
         rows = {row.name: _row(row, now) for row in store.checkpoints(found.name)}
-    place = RunDir(Path(found.run_dir))
-    _add_places(screen, rows, place, now)
-    pins = read_pins(tiers_of(place)[0].storage)
+    tiers = tiers_of(RunDir(Path(found.run_dir)))
+    _add_places(screen, rows, tiers, now)
+    pins = read_pins(tiers[0].storage)
     for name, row in rows.items():
         row["pin"] = pins[name].note if name in pins else None
         row["pinned"] = name in pins
@@ -43,9 +44,9 @@ def _row(row: Any, now: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _add_places(screen: Screen, rows: dict[str, dict[str, Any]], place: RunDir, now: float) -> None:
+def _add_places(screen: Screen, rows: dict[str, dict[str, Any]], tiers: list[Tier], now: float) -> None:
     """Where each checkpoint lies, and those on disk that no controller has read into the registry yet."""
-    for tier in tiers_of(place):
+    for tier in tiers:
         try:
             entries = tier.catalog.committed()
         except OSError as error:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from orchestrator.cli.ckpt_target import Target, find_one, is_place, known_run
+from orchestrator.cli.ckpt_target import Target, at_place, find, is_place, known_run
 from orchestrator.cli.options import Verb
 from orchestrator.cli.render import Screen
 from orchestrator.errors import ConfigError, NotFound
@@ -24,10 +24,11 @@ def pin(screen: Screen, target: str, note: str) -> None:
     """Keep a checkpoint, whatever retention says, until `orch ckpt unpin`."""
     from checkpointing import pins
 
-    found = find_one(target)
+    copies = find(target, screen.warn)
+    found = copies[0]
     pins.pin(_pins(found, target), found.name, note, time.time())
     # Retention may have taken it while we wrote.
-    if not _is_there(found):
+    if not any(_is_there(copy) for copy in copies if copy.name == found.name):
         pins.unpin(_pins(found, target), found.name)
         raise NotFound(f"{found.name} was deleted at this very moment", where=found.path, hint="pin a newer one")
     screen.say(f"{found.name}: pinned{f' ({note})' if note else ''}")
@@ -73,7 +74,7 @@ def _pinned(words: str) -> "tuple[Storage, list[str]]":
     from checkpointing.storage import LocalStorage
 
     if is_place(words):
-        target = find_one(words)
+        target = at_place(words)
         storage = _pins(target, words)
         return storage, [name for name in pinned_names(storage) if name == target.name]
     run, mark, step = words.rpartition("@")

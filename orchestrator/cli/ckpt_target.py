@@ -1,50 +1,38 @@
-"""What a command line means by a checkpoint: `RUN@STEP`, a folder, a URL; and all places where a run keeps some."""
+"""What a command line means by a checkpoint: `RUN@STEP`, a folder, a URL."""
 
-import os
-import socket
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.cli.ckpt_tiers import read_config, tiers_of
 from orchestrator.cli.registry import open_store
 from orchestrator.errors import ConfigError, NotFound
-from trainer.contract import config as job_config
 from trainer.contract.run_dir import RunDir
 
 if TYPE_CHECKING:
-    from checkpointing.catalog import Catalog
     from checkpointing.storage import Storage
-    from checkpointing.tiers import TierPlace
     from orchestrator.registry.records import Run
 
+Warn = Callable[[str, str], None]
+"""Told of what stands in the way, as `Screen.warn` is: a code, and words."""
+
+WAYS_TO_STORES = "credentials come from the environment; s3:// places need: pip install 'orch[s3]'"
 WAYS = "write RUN@500, RUN@latest, RUN@all, or the path or URL of a checkpoint's folder"
 
 
 @dataclass(frozen=True)
-class Tier:
-    """One place where a run keeps checkpoints; `label` is what people call it: `run`, or its path.
-
-    `fed` tells that jobs copy checkpoints to it from a faster tier, those of earlier attempts too.
-    """
-
-    label: str
-    catalog: "Catalog"
-    shared: bool = True
-    fed: bool = False
-
-    @property
-    def storage(self) -> "Storage":
-        return self.catalog.storage
-
-
-@dataclass(frozen=True)
 class Target:
-    """One committed checkpoint (or a folder that is said to be one) and where it lies."""
+    """One committed checkpoint (or a folder that is said to be one) and where it lies.
+
+    What is not `shared` lies on the disk of a node, which has only the files that its own ranks wrote.
+    """
 
     storage: "Storage"
     name: str
     path: str
     tier: str = ""
+    shared: bool = True
     run: str | None = None
     run_dir: RunDir | None = field(default=None, compare=False)
 
@@ -61,60 +49,16 @@ class Target:
         return None if self.run_dir is None else read_config(self.run_dir)
 
 
-def read_config(place: RunDir) -> Any:
-    """`config.json` of a run; None when there is none that can be read."""
-    try:
-        return job_config.load(place.config)
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
+def find(words: str, warn: Warn) -> list[Target]:
+    """The checkpoints that `words` mean, the nearest complete copy first for each; raises NotFound or ConfigError.
 
-
-def tiers_of(place: RunDir) -> list[Tier]:
-    """Every place where the run keeps checkpoints, as far as this machine can see: the run's own folder first."""
-    from checkpointing.catalog import Catalog
-    from checkpointing.config import RUN
-    from checkpointing.tiers import places
-
-    config = read_config(place)
-    if config is None:
-        # Nobody knows what its jobs copy where.
-        return [Tier("run", Catalog(place.checkpoints), fed=True)]
-    said = config.checkpoint.tiers
-    found = [Tier("run", Catalog(place.checkpoints), fed=bool(said) and said[0].path != RUN)]
-    try:
-        configured = places(config.checkpoint, place.checkpoints, place.name, socket.gethostname())
-    except ValueError as error:
-        raise ConfigError(str(error), where=str(place.config)) from error
-    except ImportError as error:
-        raise ConfigError(
-            f"a tier of {place.name} needs a library that is not here: {error}", where=str(place.config),
-            hint="pip install 'orch[s3]' for s3:// places",
-        ) from error  # fmt: skip
-    for number, (tier, name) in enumerate(zip(configured, said, strict=False)):
-        if Path(tier.path) != place.checkpoints.absolute():
-            seen = _on_this_machine(tier, name.path)
-            found += [Tier(label, catalog, tier.shared, number > 0) for label, catalog in seen]
-    return found
-
-
-def _on_this_machine(tier: "TierPlace", label: str) -> "list[tuple[str, Catalog]]":
-    """A tier as it is seen from here: of nodes' own disks those folders that this machine has."""
-    from checkpointing.catalog import Catalog
-
-    if tier.shared:
-        return [(label, tier.catalog)]
-    above = Path(tier.path).parent
-    nodes = sorted(os.listdir(above)) if above.is_dir() else []
-    return [(f"{label} ({node})", Catalog(above / node)) for node in nodes if (above / node).is_dir()]
-
-
-def find(words: str) -> list[Target]:
-    """The checkpoints that `words` mean, nearest copy first for each; raises NotFound or ConfigError."""
+    A tier that cannot be read is told to `warn`; when nothing is found in the others, its OSError is raised.
+    """
     if is_place(words):
         return [at_place(words)]
     name, _, step = words.partition("@") if not words.startswith("@") else _after_last(words)
     run = known_run(name)
-    listed = listing(RunDir(Path(run.run_dir)), run.name)
+    listed = listing(RunDir(Path(run.run_dir)), run.name, warn)
     if not listed:
         raise NotFound(f"{run.name} has no committed checkpoint", where=run.run_dir, hint=f"orch show {run.name}")
     if step == "all":
@@ -124,9 +68,9 @@ def find(words: str) -> list[Target]:
     return _of_step(run.name, run.run_dir, words, step, listed)
 
 
-def find_one(words: str) -> Target:
-    """The one checkpoint that `words` mean, its nearest copy."""
-    return find(words)[0]
+def find_one(words: str, warn: Warn) -> Target:
+    """The one checkpoint that `words` mean, its nearest complete copy."""
+    return find(words, warn)[0]
 
 
 def known_run(name: str) -> "Run":
@@ -143,11 +87,14 @@ def is_place(words: str) -> bool:
 def at_place(words: str) -> Target:
     """A checkpoint by its folder's path or URL; of the run whose folder it lies in."""
     from checkpointing.commit import parse_name
-    from checkpointing.storage import LocalStorage, storage_at
+    from checkpointing.storage import LocalStorage, storage_at, without_secrets
 
     if "://" in words and not words.startswith("file://"):
         above, _, name = words.rstrip("/").rpartition("/")
-        target = Target(storage_at(above), name, words.rstrip("/"))
+        try:
+            target = Target(storage_at(above), name, words.rstrip("/"))
+        except (ValueError, ImportError) as error:
+            raise ConfigError(f"{without_secrets(words)} cannot be read: {error}", hint=WAYS_TO_STORES) from error
     else:
         path = Path(words.removeprefix("file://")).expanduser().absolute()
         path = path.resolve() if path.name in ("", "..") else path
@@ -164,15 +111,26 @@ def _run_above(folder: Path) -> RunDir | None:
     return place if folder.parent == place.checkpoints and place.config.exists() else None
 
 
-def listing(place: RunDir, run: str) -> list[Target]:
-    """All committed checkpoints of a run, newest first, copies of one checkpoint together, the nearest first."""
+def listing(place: RunDir, run: str, warn: Warn) -> list[Target]:
+    """All committed checkpoints of a run, newest first; copies together, the nearest complete one first."""
     from checkpointing.commit import parse_name
 
     found: dict[str, list[Target]] = {}
-    for tier in tiers_of(place):
-        for entry in tier.catalog.committed():
+    unread: OSError | None = None
+    # Shared tiers first: what a node has of its own may be a part.
+    for tier in sorted(tiers_of(place), key=lambda tier: not tier.shared):
+        try:
+            entries = tier.catalog.committed()
+        except OSError as error:
+            unread = unread or error
+            warn("TierUnreadable", f"{run}: tier {tier.label} cannot be read: {error}")
+            continue
+        for entry in entries:
             path = f"{tier.catalog.place}/{entry.name}"
-            found.setdefault(entry.name, []).append(Target(tier.storage, entry.name, path, tier.label, run, place))
+            target = Target(tier.storage, entry.name, path, tier.label, tier.shared, run, place)
+            found.setdefault(entry.name, []).append(target)
+    if unread is not None and not found:
+        raise unread
     names = sorted((parts, name) for name in found if (parts := parse_name(name)))
     return [copy for _, name in reversed(names) for copy in found[name]]
 

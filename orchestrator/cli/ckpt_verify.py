@@ -1,11 +1,15 @@
 """`orch ckpt verify`: from a look at the names up to every value."""
 
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from orchestrator.cli import back_room
 from orchestrator.cli.ckpt_target import Target, find
+from orchestrator.cli.ckpt_tiers import lacking
 from orchestrator.cli.options import Verb
 from orchestrator.cli.render import Screen, size
 from orchestrator.errors import CheckpointInvalid
@@ -34,7 +38,7 @@ def verify(screen: Screen, target: str, level: int, copies: bool) -> int:
 
     Without @STEP the newest one; `@all` takes every one. Exit code 7 when any fault is found.
     """
-    found = find(target)
+    found = find(target, screen.warn)
     chosen = found if copies else list({item.name: item for item in reversed(found)}.values())[::-1]
     answers = [_answer(screen, item, level) for item in chosen]
     if screen.json:
@@ -48,13 +52,43 @@ def _answer(screen: Screen, target: Target, level: int) -> dict[str, Any]:
     rate = report.bytes / report.seconds / 1024**3 if report.seconds > 0 else 0.0
     _show(screen, target, report, rate)
     return {
-        "name": target.name, "step": target.step, "path": target.path, "ok": report.ok, "level": level,
+        "name": target.name, "step": target.step, "path": target.path, "ok": report.ok, "level": report.level,
         "bytes": report.bytes, "seconds": round(report.seconds, 4), "gib_per_s": round(rate, 3), "tier": target.tier,
         "faults": [_fault(fault) for fault in report.faults], "notes": list(report.notes),
     }  # fmt: skip
 
 
 def _report(target: Target, level: int, meter: Any) -> "Report":
+    _reach(target)
+    if not target.shared:
+        absent, count = lacking(target.storage, target.name)
+        if absent:
+            return _part(target, level, meter, absent, count)
+    return _whole(target, level, meter)
+
+
+def _reach(target: Target) -> None:
+    """Raise the OSError of a place that gives no answer: that is no fault of the checkpoint."""
+    from checkpointing.commit import read_commit
+    from checkpointing.errors import ManifestError
+
+    # Whatever else is wrong with COMMIT is for the verification to tell.
+    with suppress(ManifestError, FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        read_commit(target.storage, target.name)
+
+
+def _part(target: Target, level: int, meter: Any, absent: Collection[str], count: int) -> "Report":
+    """What a node has of a checkpoint: the files that are there. Structure and values need all of them."""
+    from checkpointing.verify import verify_in
+
+    report = verify_in(target.storage, target.name, min(level, 2), meter)
+    faults = tuple(fault for fault in report.faults if fault.file not in absent)
+    notes = [f"{len(absent)} of {count} files, which other nodes have"]
+    notes += ["structure and values (levels 3 and 4), which need every file"] if level > 2 else []
+    return replace(report, ok=not faults, faults=faults, notes=tuple(notes))
+
+
+def _whole(target: Target, level: int, meter: Any) -> "Report":
     if level < 3:
         from checkpointing.verify import verify_in
 

@@ -20,7 +20,7 @@ VERBS = {
     "logs": ("orchestrator.cli.logs:logs", "What ranks, agents and the controller printed."),
     "cancel": ("orchestrator.cli.ask:cancel", "Save a checkpoint, then stop the runs for good."),
     "resume": ("orchestrator.cli.ask:resume", "Go on with a run that is held, failed or cancelled."),
-    "ckpt": ("orchestrator.cli.ckpt:ckpt", "Checkpoints: list them, verify their bytes."),
+    "ckpt": ("orchestrator.cli.ckpt:ckpt", "Checkpoints: list, verify, compare, export, import, pin, clean up."),
     "nodes": ("orchestrator.cli.nodes:nodes", "Nodes that runs have used, and those kept away from."),
     "config": ("orchestrator.cli.config:config", "Configurations: show with origins, validate, compare."),
     "data": ("orchestrator.cli.data:data", "Training data: turn text into token shards."),
@@ -110,8 +110,10 @@ def _usage(screen: Screen, error: click.ClickException) -> int:
 
 
 def shown(words: Sequence[str]) -> str:
-    """A command line as it may be kept: values of `env` are where people put what is secret."""
-    return " ".join(re.sub(r"(?s)^(\+?env(?:\.[^=]*)?=).*", r"\1***", word) for word in words)
+    """A command line as it may be kept: what is secret stands in values of `env`, and in URLs."""
+    from checkpointing.storage import without_secrets
+
+    return without_secrets(" ".join(re.sub(r"(?s)^(\+?env(?:\.[^=]*)?=).*", r"\1***", word) for word in words))
 
 
 def _internal(screen: Screen, error: Exception, words: Sequence[str]) -> int:

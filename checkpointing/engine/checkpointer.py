@@ -165,7 +165,7 @@ class Checkpointer:
             Standing(
                 plan=stager.plan.number if stager is not None and parts is not None else 0,
                 step=step,
-                has_room=stager is None or stager.has_room,
+                has_room=(stager is None or stager.has_room) and (self._lane is None or self._lane.alive),
                 idle=stager is None or stager.buffers.idle,
                 committed=self.committed_step,
             ),

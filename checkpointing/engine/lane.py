@@ -1,12 +1,13 @@
 """The save lane: one save after the other, in a thread of its own, each tried again as long as nothing newer waits."""
 
 import collections
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 from checkpointing.engine.background import background
-from checkpointing.engine.failure import FAILURES, explain
+from checkpointing.engine.failure import FAILURES, Failed, attempt, explain
 from checkpointing.engine.group import Ranks
 from checkpointing.engine.saving import Job, Saved, Saver, Tell
 from checkpointing.errors import FencedOff, SaveFailed, Unsound
@@ -15,6 +16,8 @@ PAUSES = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0)
 """Seconds before a failed save is tried again."""
 
 _WAITED_TRIES, _WAITED_PAUSE = 2, 1.0
+
+_log = logging.getLogger(__name__)
 
 
 class Lane:
@@ -32,8 +35,13 @@ class Lane:
         self._saver, self._ranks, self._tell, self._ended, self._pauses = saver, ranks, tell, ended, pauses
         self._jobs: collections.deque[Job] = collections.deque()
         self._changed = threading.Condition()
-        self._busy = self._waited = self._closed = False
+        self._busy = self._waited = self._closed = self._dead = False
         self._thread: threading.Thread | None = None
+
+    @property
+    def alive(self) -> bool:
+        """False when the thread ended by what nobody expected: no save of this rank comes to an end any more."""
+        return not self._dead
 
     def submit(self, job: Job) -> None:
         with self._changed:
@@ -47,7 +55,7 @@ class Lane:
         with self._changed:
             self._waited = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._jobs and not self._busy)
+            self._changed.wait_for(lambda: self._dead or (not self._jobs and not self._busy))
             self._waited = False
 
     def close(self) -> None:
@@ -62,12 +70,35 @@ class Lane:
 
     def _serve(self) -> None:
         while (job := self._next()) is not None:
-            saved, reason = self._work(job)
-            job.staged.drain()
-            self._ended(job, saved, reason)
+            try:
+                self._serve_one(job)
+            except Exception as error:  # noqa: BLE001  # outermost edge
+                self._die(job, error)
+                return
             with self._changed:
                 self._busy = False
                 self._changed.notify_all()
+
+    def _serve_one(self, job: Job) -> None:
+        saved, reason = self._work(job)
+        job.staged.drain()
+        # What it is worth is decided by now: nothing that follows it may change that, or keep the next one from coming.
+        ended = attempt(lambda: self._ended(job, saved, reason))
+        if isinstance(ended, Failed):
+            _log.error("after the save of step %d: %s", job.step, ended.reason)
+
+    def _die(self, job: Job, error: Exception) -> None:
+        """Leave nobody waiting: not who waits here, not training on its way into buckets, not the other ranks."""
+        _log.error("the thread that saves has ended", exc_info=error)
+        with self._changed:
+            self._dead = True
+            jobs = [job, *self._jobs]
+            self._jobs.clear()
+            self._changed.notify_all()
+        attempt(lambda: self._broken(job, error))
+        attempt(self._ranks.close)
+        for left in jobs:
+            left.staged.drain()
 
     def _next(self) -> Job | None:
         with self._changed:
@@ -85,7 +116,7 @@ class Lane:
                 return self._saver.run(job), ""
             except SaveFailed as failure:
                 try:
-                    again = self._ranks.broadcast(self._again(job, failure, tries) if self._ranks.leads else None)
+                    again = self._ranks.broadcast(self._decided(job, failure, tries) if self._ranks.leads else None)
                 except FAILURES as error:
                     return None, self._broken(job, error)
                 if not again:
@@ -104,6 +135,10 @@ class Lane:
     def _lead_failed(self, job: Job, reason: str) -> None:
         if self._ranks.leads:
             self._tell("checkpoint.failed", {"step": job.step, "reason": reason})
+
+    def _decided(self, job: Job, failure: SaveFailed, tries: int) -> bool:
+        """On rank 0, for all: what keeps it from deciding, or from telling, decides against it."""
+        return attempt(lambda: self._again(job, failure, tries)) is True
 
     def _again(self, job: Job, failure: SaveFailed, tries: int) -> bool:
         """Whether to write these bytes once more, after a pause; a newer save is always the better one."""

@@ -1,5 +1,6 @@
 """A rank's end of its writer: orders become futures. The writer is a process, or threads of this one."""
 
+import contextlib
 import itertools
 import os
 import socket
@@ -144,8 +145,10 @@ class WriterLink:
 
     def close(self) -> None:
         """Abandon what is in flight and end the connection; a process of one's own ends with it."""
-        self._hang_up()
-        self.arena.close()
+        try:
+            self._hang_up()
+        finally:
+            self.arena.close()
 
     def _hang_up(self) -> None:
         self._frames.hang_up()
@@ -157,7 +160,9 @@ class WriterLink:
                 self._process.wait(_LEAVE_SECONDS)
             except subprocess.TimeoutExpired:
                 self._process.kill()
-                self._process.wait(_LEAVE_SECONDS)
+                # One that hangs in the kernel, on a dead disk, is not even killed: it has to be left behind.
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_LEAVE_SECONDS)
 
 
 class InProcessWriter:

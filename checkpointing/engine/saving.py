@@ -123,7 +123,6 @@ class Saver:
         """Write, seal and name one checkpoint; raises SaveFailed on every rank when any of them failed."""
         start = self._clock()
         name = self._agreed_name(job)
-        self._revive()
         handed = _Handed()
         handed.report = attempt(lambda: self._hand_over(job, name, handed))
         described = handed.described
@@ -144,7 +143,11 @@ class Saver:
             raise _error(told)(job.step, told.reason)
         saved = Saved(name, told, self._clock() - start, manifest if isinstance(manifest, Manifest) else None)
         if isinstance(judgement, Judgement):
-            self._tell_saved(job, saved, judgement)
+            accepted = judgement
+            # It is committed: who cannot hear of it must not make it look as if it were not, on one rank of all.
+            untold = attempt(lambda: self._tell_saved(job, saved, accepted))
+            if isinstance(untold, Failed):
+                _log.error("%s is committed, which could not be told: %s", name, untold.reason)
         return saved
 
     # ---- a name
@@ -179,6 +182,7 @@ class Saver:
 
     def _hand_over(self, job: Job, name: str, handed: _Handed) -> Report:
         """Hand every part to the writer as soon as it is copied, and look at it while it is being written."""
+        self._revive()
         inspection = self._judge.inspection()
         for bucket in job.staged.buckets():
             bucket.copy.wait()

@@ -281,6 +281,29 @@ def buckets_on_one_rank(folder: Path, told: Told) -> dict[str, Any]:
     return {"failures": failures, "committed": made.committed_step, "step": restored and restored.step, "exact": exact}
 
 
+class Odd(Exception):
+    """Of a kind that nobody has heard of."""
+
+
+def a_lane_dies(folder: Path, told: Told) -> dict[str, Any]:
+    """Something unheard of ends rank 1's saves; training goes on, and the end of the run is reached."""
+
+    class Unheard(LocalStorage):
+        def create(self, path: str) -> Any:
+            if dist.get_rank() == 1:
+                raise Odd("what is this?")
+            return super().create(path)
+
+    made = checkpointer(folder, told, storage=Unheard(folder))
+    begun = []
+    for step in (1, 2):
+        begun.append(made.save(step, placed(whole(step)), {}))
+        made.wait()
+    dist.barrier()
+    made.close()
+    return {"begun": begun, "committed": made.committed_step, "failure": made.failure}
+
+
 def placed_alone() -> Placed:
     return {"x": torch.ones(3)}
 
@@ -316,7 +339,7 @@ SCENARIOS: dict[str, Callable[[Path, Told], dict[str, Any]]] = {
     for scenario in (
         save, load, disk_full_on_one_rank, one_rank_cannot_read, a_peer_dies_in_mid_save,
         a_peer_dies_while_it_writes, agreement,
-        disks_of_their_own, buckets_on_one_rank, fsdp_and_tensor_parallel,
+        disks_of_their_own, a_lane_dies, buckets_on_one_rank, fsdp_and_tensor_parallel,
     )
 }  # fmt: skip
 

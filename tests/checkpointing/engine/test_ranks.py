@@ -143,6 +143,16 @@ def test_ranks_of_which_one_has_too_little_memory_stay_in_step(tmp_path: Path) -
     assert [entry.step for entry in Catalog(folder).committed()] == [2]
 
 
+def test_saves_that_end_on_one_rank_for_good_keep_no_other_waiting(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    first, second = run("a_lane_dies", 2, folder)
+    for result in (first, second):
+        assert (result["begun"], result["committed"]) == ([True, False], None)
+        assert "checkpoint.failed" in kinds(result)
+    assert second["told"][0][1]["reason"] == "rank 1: Odd: what is this?"
+    assert Catalog(folder).committed() == []
+
+
 def test_nodes_with_disks_of_their_own_each_keep_their_part(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     first, second = run("disks_of_their_own", 2, folder)

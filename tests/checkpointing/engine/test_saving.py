@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from checkpointing.catalog import Catalog
+from checkpointing.config import CheckpointConfig, StagingConfig
 from checkpointing.engine import saving
 from checkpointing.engine.group import Ranks
 from checkpointing.engine.judging import Judge
@@ -26,6 +27,9 @@ from checkpointing.storage import LocalStorage
 from checkpointing.tiers import TierPlace
 from tests.checkpointing.engine.conftest import NONCE, Bench, blank, same, state
 from tests.checkpointing.storages import Faulty
+
+
+SMALL = CheckpointConfig(staging=StagingConfig(host_memory=1 / 1024))
 
 
 class Gated(LocalStorage):
@@ -114,6 +118,55 @@ def test_who_waits_does_not_wait_through_long_pauses(bench: Bench, monkeypatch: 
     made.wait()
     assert len(bench.told("checkpoint.retried")) == 2
     assert bench.kinds()[-1] == "checkpoint.failed"
+
+
+# ---- what nobody expects
+
+
+def test_what_follows_a_commit_neither_undoes_it_nor_ends_the_lane(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise ValueError("a library gave up")
+
+    made = bench.checkpointer(keep=2)
+    monkeypatch.setattr("checkpointing.engine.checkpointer.retain", broken)
+    for step in (1, 2, 3):
+        assert made.save(step, state(step), {})
+        made.wait()
+    assert made.committed_step == 3
+    assert made.failure is None
+
+
+def test_a_listener_that_breaks_does_not_undo_a_commit(bench: Bench) -> None:
+    def tell(kind: str, data: dict[str, Any]) -> None:
+        bench.events.append((kind, data))
+        if kind == "checkpoint.committed" and len(bench.told(kind)) == 1:
+            raise RuntimeError("dictionary changed size during iteration")
+
+    made = bench.checkpointer(tell=tell)
+    assert made.save(1, state(1), {})
+    made.wait()
+    assert (made.committed_step, made.failure) == (1, None)
+    assert bench.told("checkpoint.failed") == []
+
+
+class Odd(Exception):
+    """Of a kind that nobody has heard of."""
+
+
+@pytest.mark.parametrize("config", [None, SMALL], ids=["whole", "buckets"])
+def test_a_lane_that_dies_says_so_and_leaves_nobody_waiting(bench: Bench, config: CheckpointConfig | None) -> None:
+    class Unheard(LocalStorage):
+        def create(self, path: str) -> Any:
+            raise Odd("what is this?")
+
+    made, tensors = bench.checkpointer(storage=Unheard(bench.root), config=config), {"w": torch.ones(700, 1024)}
+    assert made.save(1, tensors, {})
+    made.wait()
+    assert [data["reason"] for data in bench.told("checkpoint.failed")] == ["rank 0: Odd: what is this?"]
+    assert not made.save(2, tensors, {}), "there is nobody to save it"
+    made.wait()
 
 
 # ---- a disk that hangs
@@ -245,6 +298,43 @@ def test_a_writer_that_died_between_saves_is_no_matter(bench: Bench) -> None:
     made.wait()
     assert bench.told("checkpoint.failed") == []
     assert made.committed_step == 2
+
+
+def test_a_writer_that_cannot_be_started_again_fails_the_save_and_no_more(bench: Bench) -> None:
+    class Starved(InProcessWriter):
+        alive, starts = True, 0
+
+        def replacement(self) -> "Starved":
+            self.starts += 1
+            if self.starts <= 2:
+                raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+            self.alive = True
+            return self
+
+    link = Starved()
+    made = bench.saved(1, link=link, pauses=(0.0,))
+    link.alive = False
+    assert made.save(2, state(2), {})
+    made.wait()
+    assert made.failure == "rank 0: [Errno 11] Resource temporarily unavailable"
+    assert bench.kinds()[-4:] == ["checkpoint.saving", "checkpoint.retried", "checkpoint.saving", "checkpoint.failed"]
+    assert made.save(3, state(3), {})
+    made.wait()
+    assert made.committed_step == 3
+
+
+def test_a_writer_that_cannot_even_be_killed_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("checkpointing.engine.link._LEAVE_SECONDS", 0.01)
+    link = WriterLink.start()
+    process = link._process
+    assert process is not None
+    link.ping().result(20)
+    os.kill(process.pid, signal.SIGSTOP)
+    monkeypatch.setattr(process, "kill", lambda: None)
+    link.close()
+    assert link.arena.descriptor == -1
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(10)
 
 
 def test_prepare_leaves_nothing_for_the_first_save(bench: Bench) -> None:

@@ -80,8 +80,8 @@ class Stopping:
         return self.stop is not None and now >= self.stop.until
 
     def learned(self, reports: Sequence[Mapping[str, Any]]) -> None:
-        """How long saves (the 99th percentile) and steps take, as rank 0 has measured it."""
-        self._save = max([self._save, *(_seconds(report, "save_seconds") for report in reports)])
+        """How long saves (the 99th percentile) and steps take, as rank 0 has measured it; until it has, as before."""
+        self._save = max([_seconds(report, "save_seconds") for report in reports], default=0.0) or self._save
         self._step = max([_seconds(report, "step_seconds") for report in reports], default=self._step) or self._step
 
     def watch(self, reports: Sequence[Mapping[str, Any]], now: float) -> None:

@@ -67,7 +67,7 @@ class Loop:
         self._mark = time.perf_counter()
         self._seconds = self._stall = 0.0
         self._wish = Wish.NONE
-        self._committed = progressed.step
+        self._committed = outside.saver.committed_step or 0
 
     def run(self) -> ExitCode:
         """Train; returns FINISHED or STOPPED_AFTER_SAVE, raises what went wrong."""

@@ -108,13 +108,15 @@ def _loop(
     _diversify(config.train.seed, trained.layout)
     cell.update(phase=Phase.RESTORE)
     progressed.restore(saver)
-    cell.update(step=progressed.step, saved_step=progressed.step, restored_step=progressed.step)
+    # What came from memory need not be on any disk: only what is counts as saved.
+    saved = saver.committed_step or 0
+    cell.update(step=progressed.step, saved_step=saved, restored_step=progressed.step)
     outside = Outside(
         cell=cell,
         journal=journal,
         saver=saver,
         drill=_drill(spec, config, journal),
-        rhythm=_rhythm(config, token, progressed.step, journal),
+        rhythm=_rhythm(config, token, saved, journal),
         started=started,
     )
     code = Loop(config, trained, progressed, outside).run()
@@ -144,9 +146,9 @@ def _drill(spec: RankSpec, config: JobConfig, journal: Journal) -> Drill:
     )
 
 
-def _rhythm(config: JobConfig, token: LaunchToken, start: int, journal: Journal) -> Rhythm:
+def _rhythm(config: JobConfig, token: LaunchToken, saved: int, journal: Journal) -> Rhythm:
     mtbf = token.mtbf or config.checkpoint.auto.node_days * 86400.0 / config.cluster.nodes
-    return Rhythm(config.checkpoint, start=start, mtbf=mtbf, tell=journal.cadence)
+    return Rhythm(config.checkpoint, saved=saved, mtbf=mtbf, tell=journal.cadence)
 
 
 def _checkpointer(
@@ -160,7 +162,8 @@ def _checkpointer(
         run_dir.checkpoints,
         token_attempt=token.attempt,
         nonce=token.nonce,
-        inherit=token.checkpoints,
+        inherit=(*token.checkpoints, *token.perhaps),
+        perhaps=token.perhaps,
         process_group=None,
         fence=lambda: holds(go, token),
         keep=config.checkpoint.keep,

@@ -9,6 +9,9 @@ from checkpointing.cadence import Measured, changes, hold_back, interval, quanti
 from checkpointing.config import AUTO, CheckpointConfig
 
 _SAMPLES = 64
+_HUNG = 8.0
+"""A save that took so many times as long as usual waited for a disk that stood still: no measure of the next ones."""
+_ENOUGH = 8
 
 
 class Wish(IntEnum):
@@ -26,21 +29,24 @@ class Rhythm:
     """
 
     def __init__(
-        self, config: CheckpointConfig, *, start: int, mtbf: float,
+        self, config: CheckpointConfig, *, saved: int, mtbf: float,
         tell: Callable[[int, float, str], None], clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        """`mtbf`: seconds between two failures of the whole job; `tell` gets a new interval: steps, seconds, why."""
+        """`saved`: the newest step on a disk, older than the one to go on from when that came from memory.
+
+        `mtbf`: seconds between two failures of the whole job; `tell` gets a new interval: steps, seconds, why.
+        """
         self._config, self._mtbf, self._tell, self._clock = config, mtbf, tell, clock
         self._auto = config.every == AUTO
         self._fixed = config.every if isinstance(config.every, int) else 0
         self.steps = config.auto.least if self._auto else self._fixed
         """Steps between two saves as things stand."""
-        self._tried, self._open, self._failures, self._committed = start, False, 0, start
+        self._tried, self._open, self._failures, self._committed = saved, False, 0, saved
         self._quiet: deque[float] = deque(maxlen=_SAMPLES)
         self._busy: deque[float] = deque(maxlen=_SAMPLES)
         self._stalls: deque[float] = deque(maxlen=_SAMPLES)
         self.save_seconds = 0.0
-        """The 99th percentile of what saves have taken until their commit."""
+        """The 99th percentile of what saves have taken until their commit, but for one that hung."""
 
     @property
     def tried_step(self) -> int:
@@ -74,7 +80,7 @@ class Rhythm:
 
     def heard(self, committed: int, failure: str | None, save_seconds: Sequence[float]) -> None:
         """What the saver says now: the newest committed step, why the newest save failed, seconds of the last saves."""
-        self.save_seconds = quantile(save_seconds, 0.99)
+        self.save_seconds = quantile(_usual(save_seconds), 0.99)
         if committed > self._committed:
             self._committed = committed
             if self._auto:
@@ -115,7 +121,14 @@ class Rhythm:
 
     def _slowdown(self, step: float) -> float:
         """What steps beside one save take longer in all; 0 until enough of them are known."""
-        if len(self._busy) < 8 or len(self._quiet) < 8:
+        if len(self._busy) < _ENOUGH or len(self._quiet) < _ENOUGH:
             return 0.0
         beside = quantile(self._busy, 0.5)
         return max(0.0, self.save_seconds * (1 - step / beside))
+
+
+def _usual(seconds: Sequence[float]) -> Sequence[float]:
+    if len(seconds) < _ENOUGH:
+        return seconds
+    limit = _HUNG * quantile(seconds, 0.5)
+    return [each for each in seconds if each <= limit]

@@ -33,12 +33,14 @@ def test_the_stop_comes_early_enough_for_the_slowest_save_seen(kind, save, step,
     assert plan.ending(at).reason is StopReason.TIME_LIMIT
 
 
-def test_a_slow_save_is_remembered_and_a_step_is_the_newest_one():
+def test_the_newest_word_counts_and_the_last_one_stays_when_there_is_none():
     plan = stopping()
     plan.learned([{"save_seconds": 300.0, "step_seconds": 60.0}])
     plan.learned([{"save_seconds": 200.0, "step_seconds": 1.0}])
+    assert plan.stop_at == 3600 - 5 - 60 - 2 - 200
     plan.learned([{}])  # between two generations nobody knows
-    assert plan.stop_at == 3600 - 5 - 60 - 2 - 300
+    plan.learned([{"save_seconds": 0.0, "step_seconds": 0.0}])  # nor at the beginning of one
+    assert plan.stop_at == 3600 - 5 - 60 - 2 - 200
 
 
 def test_the_schedulers_word_on_the_end_moves_the_plan():

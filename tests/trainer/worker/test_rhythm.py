@@ -1,11 +1,14 @@
 """When a run saves: fixed and automatic cadence, failed and skipped saves, and a stop that is due."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from checkpointing.config import AutoConfig, CheckpointConfig
+from trainer.worker.loop import Loop
 from trainer.worker.rhythm import Rhythm, Wish
+from trainer.worker.saving import SaveFailed
 
 HOUR = 3600.0
 
@@ -18,7 +21,7 @@ class Job:
     ) -> None:
         self.told: list[tuple[int, float, str]] = []
         self.rhythm = Rhythm(
-            config, start=0, mtbf=mtbf, tell=lambda *told: self.told.append(told), clock=lambda: self.now
+            config, saved=0, mtbf=mtbf, tell=lambda *told: self.told.append(told), clock=lambda: self.now
         )
         self.now, self.step, self.due, self.stall, self.save = 0.0, 0, 0.0, stall, save
         self.committed, self.failure, self.accepts, self.commits = 0, "", True, True
@@ -126,3 +129,29 @@ def test_the_automatic_cadence_leaves_out_what_does_not_pay_before_a_stop() -> N
     again.run(11)
     again.due = 304 + 160.0
     assert again.run(400) == [304]
+
+
+def test_what_came_from_memory_and_is_on_no_disk_is_saved_at_once() -> None:
+    for saved, wish in ((500, Wish.SAVE), (640, Wish.NONE)):
+        config = CheckpointConfig(every="auto", auto=AutoConfig(least=100))
+        rhythm = Rhythm(config, saved=saved, mtbf=HOUR, tell=lambda *_: None, clock=lambda: 0.0)
+        rhythm.heard(saved, None, [])
+        assert rhythm.wish(641, 0.0) is wish
+
+
+def test_one_save_that_hung_is_no_measure_of_the_next_ones() -> None:
+    rhythm = Rhythm(CheckpointConfig(), saved=0, mtbf=HOUR, tell=lambda *_: None, clock=lambda: 0.0)
+    rhythm.heard(1, None, [3.0] * 9 + [3 * HOUR, 5.0])
+    assert rhythm.save_seconds == 5.0
+    rhythm.heard(1, None, [3.0, 90.0])
+    assert rhythm.save_seconds == 90.0, "too few to know what is usual"
+
+
+def test_steps_that_only_memory_holds_count_as_unsaved() -> None:
+    now, saver = SimpleNamespace(step=640), SimpleNamespace(committed_step=500, failure="disk full")
+    outside = SimpleNamespace(saver=saver, cell=None)
+    config = SimpleNamespace(checkpoint=CheckpointConfig(max_unsaved_steps=200))
+    loop: Any = Loop(config, None, now, outside)  # type: ignore[arg-type]
+    loop._check_saved(700)
+    with pytest.raises(SaveFailed, match="201 steps are in no committed checkpoint, the newest is of step 500"):
+        loop._check_saved(701)

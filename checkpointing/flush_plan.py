@@ -12,7 +12,7 @@ _SHARD = re.compile(r"__(\d+)_\d+\.distcp")
 
 @dataclass(frozen=True)
 class Shelf:
-    """What one tier has: names of its committed checkpoints that this attempt may load, newest first."""
+    """What one tier has: names of its committed checkpoints that this attempt may load and relies on, newest first."""
 
     committed: tuple[str, ...]
 
@@ -33,7 +33,6 @@ def choose(
     every: int = 0,
     latest: str | None = None,
     last: str | None = None,
-    refused: Collection[str] = (),
     everything: bool = False,
 ) -> Choice:
     """What tier `target` should receive now from one of the faster ones.
@@ -43,7 +42,7 @@ def choose(
     """
     here = shelves[target].committed
     last = last or (here[0] if here else None)
-    name, source = _newest(shelves[:target], latest, refused)
+    name, source = _newest(shelves[:target], latest)
     if name is None:
         return Choice(None, 0, "no faster tier has a checkpoint that can be trusted")
     if name in here:
@@ -59,9 +58,9 @@ def choose(
     return Choice(name, source, "there is a newer one")
 
 
-def _newest(faster: Sequence[Shelf], latest: str | None, refused: Collection[str]) -> tuple[str | None, int]:
+def _newest(faster: Sequence[Shelf], latest: str | None) -> tuple[str | None, int]:
     """The name, and the fastest tier that has it."""
-    found = {name: at for at in reversed(range(len(faster))) for name in faster[at].committed if name not in refused}
+    found = {name: at for at in reversed(range(len(faster))) for name in faster[at].committed}
     if latest in found:
         assert latest is not None
         return latest, found[latest]

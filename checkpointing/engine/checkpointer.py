@@ -240,7 +240,7 @@ class Checkpointer:
             self._teller.tell,
             leads_node=self._leads_node,
             retention=self._config.retention,
-            refused=lambda: self._restorer.refused,
+            refused=self._restorer.doubts.of,
             pins=self._pins,
         )
 
@@ -266,7 +266,7 @@ class Checkpointer:
             self._owner,
             newest,
             self._owner.fence,
-            self._restorer.refused,
+            self._restorer.doubts.of(place.path),
             self._teller.tell if self._ranks.leads else _tell_nobody,
             held=self._flusher.held if self._flusher is not None else (),
             pins=self._pins,

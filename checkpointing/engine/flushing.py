@@ -48,14 +48,14 @@ class Flusher:
         *,
         leads_node: bool = True,
         retention: RetentionConfig | None = None,
-        refused: Callable[[], Collection[str]] = tuple,
+        refused: Callable[[str], Collection[str]] = lambda tier: (),
         pins: Storage | None = None,
         patience: Patience | None = None,
     ) -> None:
         """Begin with what an earlier generation or attempt has left undone.
 
-        Takes `ranks` over: a group for this lane alone. `link` gives the writer of the moment, `refused` the names of
-        checkpoints that must not be passed on, `pins` is the storage of the run's own folder.
+        Takes `ranks` over: a group for this lane alone. `link` gives the writer of the moment, `refused` the names
+        of checkpoints in a tier that are not to be relied on, `pins` is the storage of the run's own folder.
         """
         self._places, self._ranks, self._owner, self._tell = tuple(places), ranks, owner, tell
         self._refused, self._pins, self._patience = refused, pins, patience or Patience()
@@ -66,7 +66,7 @@ class Flusher:
             self._places, self._asides, ranks, owner, link, self._patience, leads_node, lambda: self._closing
         )
         self._last: dict[int, str] = {}
-        self._bad: set[str] = set()
+        self._bad: set[tuple[int, str]] = set()
         self._changed = threading.Condition()
         self._signals = self._done = self._whole = self._everything = 0
         self._reached = [0] * len(self._places)
@@ -168,7 +168,7 @@ class Flusher:
             self._arrived(route, time.monotonic() - start)
             return True
         if short.bad and isinstance(route, Route):
-            self._bad.add(route.manifest.name)
+            self._bad.add((route.source, route.manifest.name))
         self._told_short(target, short)
         return False
 
@@ -208,6 +208,9 @@ class Flusher:
                 if tier == target:
                     raise OSError(errno.ETIMEDOUT if shelf.stuck else None, shelf.reason)
                 shelf = Shelf(())  # some other tier may have what is needed
+            if tier < target:
+                doubted = self._doubted(tier)
+                shelf = Shelf(tuple(name for name in shelf.committed if name not in doubted))
             shelves.append(shelf)
         return choose(
             shelves,
@@ -215,9 +218,11 @@ class Flusher:
             every=self._places[target].every,
             latest=self._latest,
             last=self._last.get(target),
-            refused={*self._refused(), *self._bad},
             everything=everything,
         )
+
+    def _doubted(self, tier: int) -> set[str]:
+        return {*self._refused(self._places[tier].path), *(name for at, name in self._bad if at == tier)}
 
     def _shelf(self, tier: int) -> Shelf:
         catalog, owner = self._places[tier].catalog, self._owner
@@ -230,7 +235,7 @@ class Flusher:
         storage = self._places[source].storage
         manifest, faults = self._asides[source].run(lambda: read_sealed(storage, name), self._patience.access)
         if manifest is None:
-            self._bad.add(name)
+            self._bad.add((source, name))
             raise Refused(name, f"the source is damaged: {'; '.join(map(str, faults))}")
         return manifest
 
@@ -252,7 +257,7 @@ class Flusher:
             self._owner,
             route.manifest.name,
             self._owner.fence,
-            {*self._refused(), *self._bad},
+            self._doubted(route.target),
             self._tell if self._ranks.leads else _silent,
             pins=self._pins,
             metrics=self._metrics[route.target],

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from checkpointing.catalog import Catalog
 from checkpointing.commit import parse_name
+from checkpointing.engine.doubts import Doubts
 from checkpointing.engine.failure import FAILURES, explain
 from checkpointing.engine.foreign import describe, foreign_names, source_of, step_of
 from checkpointing.engine.group import Ranks
@@ -82,8 +83,8 @@ class Restorer:
         self._ranks, self._owner, self._tell = ranks, owner, tell
         self._suspects, self._trust_foreign = frozenset(suspects), trust_foreign
         self.memory = memory
-        self.refused: set[str] = set()
-        """Names of what was refused, in whatever tier."""
+        self.doubts = Doubts()
+        """What must not be relied on from now on."""
 
     def run(self, tensors: Mapping[str, Tensor], may_lack: MayLack) -> Restored | None:
         """Load the newest checkpoint that can be trusted; None when there is none; raises NothingVerifies."""
@@ -105,6 +106,8 @@ class Restorer:
                 self._refuse(refusal, candidate)
                 continue
             self._say_restored(restored, time.monotonic() - start)
+            doubted = (each for each in found if each.step > restored.step or each.step in self._suspects)
+            self.doubts.pass_over(each.name for each in doubted if each.name != restored.name)
             return restored
         if refusals:
             raise NothingVerifies(refusals, touched=False)
@@ -295,7 +298,9 @@ class Restorer:
     # ---- telling
 
     def _refuse(self, refusal: Refused, candidate: Candidate | None) -> None:
-        self.refused.add(refusal.name)
+        if candidate is not None:
+            tier = TIER if candidate.place < 0 else self._places[candidate.place].path
+            self.doubts.refuse(tier, refusal.name)
         parts = parse_name(refusal.name)
         step = candidate.step if candidate is not None else parts.step if parts is not None else 0
         where = {} if candidate is None else self._where(candidate.place)

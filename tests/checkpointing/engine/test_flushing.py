@@ -158,7 +158,6 @@ def shelf(*steps: int) -> Shelf:
             {"every": 11, "everything": True},
             Choice(name(30), 0, "the last one goes everywhere"),
         ),
-        ([shelf(30, 20), shelf(10)], {"refused": [name(30)]}, Choice(name(20), 0, "there is a newer one")),
         # After a roll-back from 30 to 20, 25 is the newest work.
         ([shelf(30, 25), shelf(30)], {"latest": name(25)}, Choice(name(25), 0, "there is a newer one")),
         ([shelf(30, 26), shelf(30, 25)], {"latest": name(26), "last": name(25), "every": 5}, None),
@@ -474,9 +473,32 @@ def test_a_copy_that_lost_a_file_on_the_way_is_not_sealed(tiers: Tiers, lost: Ca
 def test_refused_checkpoints_are_not_passed_on(tiers: Tiers) -> None:
     make(tiers.storages["fast"], 10)
     suspect = make(tiers.storages["fast"], 20)
-    tiers.start(refused=lambda: {suspect})
+    tiers.start(refused=lambda tier: {suspect} if tier == str(tiers.root / "fast") else {})
     tiers.idle()
     assert tiers.steps("slow") == [10]
+
+
+def test_a_copy_that_was_refused_in_one_tier_is_passed_on_from_another(tmp_path: Path) -> None:
+    tiers = tiers_of(tmp_path, "fast", "slow", "far")
+    for tier in ("fast", "slow"):
+        made = make(tiers.storages[tier], 20)
+    tiers.start(refused=lambda tier: {made} if tier == str(tmp_path / "fast") else {})
+    tiers.idle()
+    assert tiers.steps("far") == [20]
+    assert {order.source for order in tiers.writer.orders} == {str(tmp_path / "slow")}
+    tiers.close()
+
+
+def test_a_source_that_is_bad_in_one_tier_is_read_from_another(tmp_path: Path) -> None:
+    tiers = tiers_of(tmp_path, "fast", "slow", "far")
+    for tier in ("fast", "slow"):
+        made = make(tiers.storages[tier], 20)
+    (tmp_path / "fast" / made / "__0_0.distcp").write_bytes(b"x" * 999 + b"y")
+    tiers.start()
+    tiers.idle()
+    assert tiers.drain()
+    assert tiers.steps("far") == [20]
+    tiers.close()
 
 
 def test_one_tier_alone_needs_no_lane(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A run with a fast and a slow tier, one rank: what is there at its end, what is let go, what is tidied at its start."""
+"""A run with a fast and a slow tier, one rank: its end, what it lets go, and what its start tidies."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -10,6 +10,7 @@ import pytest
 from checkpointing.catalog import Catalog
 from checkpointing.config import CheckpointConfig, TierConfig
 from checkpointing.engine.checkpointer import Checkpointer
+from checkpointing.engine.doubts import Doubts
 from checkpointing.tiers import places
 from tests.checkpointing.engine.conftest import NONCE, blank, state
 
@@ -95,3 +96,48 @@ def test_an_end_without_time_leaves_the_rest_to_the_next_start(make_run: Callabl
     assert again.restore(blank()) is not None
     again.close(lambda: 20.0)
     assert run.steps(run.slow)[0] == 20
+
+
+# ---- what is not relied on
+
+
+def test_a_suspect_is_no_substitute_and_a_new_one_of_its_step_is(make_run: Callable[..., Run]) -> None:
+    run = make_run(every=1000)
+    first = run.checkpointer()
+    run.saved(first, 460, 480, 500)
+    first.close()
+    again = run.checkpointer(suspects={500})
+    again.prepare(blank())
+    restored = again.restore(blank())
+    assert restored is not None
+    assert restored.step == 480
+    assert again._flusher.drain(20.0)
+    run.saved(again, 500)
+    assert run.steps(run.fast) == [500, 500, 480], "beside the suspect two that can be trusted stay"
+    run.saved(again, 520)
+    assert run.steps(run.fast) == [520, 500, 500], "the one that was saved afterwards is trusted"
+
+
+def test_a_refused_one_is_no_substitute_where_it_lies(make_run: Callable[..., Run]) -> None:
+    run = make_run(every=1000)
+    first = run.checkpointer()
+    run.saved(first, 400, 420, 500)
+    first.close(lambda: 20.0)
+    newest = Catalog(run.fast).committed()[0].name
+    (run.fast / newest / "__0_0.distcp").write_bytes(b"x" * (run.fast / newest / "__0_0.distcp").stat().st_size)
+    again = run.checkpointer()
+    again.prepare(blank())
+    restored = again.restore(blank())
+    assert restored is not None
+    assert (restored.step, restored.tier) == (500, str(run.slow))
+    doubts = again._restorer.doubts
+    assert (doubts.of(str(run.fast)), doubts.of(str(run.slow))) == ({newest}, frozenset())
+    assert again._flusher.drain(20.0)
+    run.saved(again, 520)
+    assert run.steps(run.fast) == [520, 500, 420], "the damaged one counts for nothing"
+
+
+def test_a_copy_that_is_bad_in_memory_alone_is_trusted_on_disk() -> None:
+    doubts = Doubts()
+    doubts.refuse("memory", "some")
+    assert (doubts.of("/fast"), doubts.of("memory")) == (frozenset(), {"some"})

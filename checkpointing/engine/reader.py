@@ -5,11 +5,15 @@ import io
 import pickle
 from collections.abc import Iterable
 from dataclasses import replace
-from enum import Enum
 from typing import Any, BinaryIO
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from checkpointing.digests import digest
 from checkpointing.engine.locating import locate_values
@@ -26,36 +30,64 @@ __all__ = [
 _META = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {
     *((_META, name) for name in ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata")),
-    *((_META, name) for name in ("MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    *((_META, name) for name in ("MetadataIndex", "StorageMeta")),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("torch", "Size"),
 }
+_LAYOUT, _FORMAT = ("torch.serialization", "_get_layout"), (_META, "_MEM_FORMAT_ENCODING")
 _HELD = 2
+_MALFORMED = (
+    pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError,
+    MemoryError, ImportError,
+)  # fmt: skip
 
 
 class AllowList(pickle.Unpickler):
-    """Builds DCP's metadata classes and torch dtypes, nothing else: no bytes items, no callables of anyone else."""
+    """Builds DCP's metadata classes and torch dtypes, nothing else: no bytes items, no callables of anyone else.
+
+    A pickle can set attributes of whatever it names, so what it gets is made for it: subclasses of those classes, and
+    stand-ins for the two functions, which keep a layout or memory format as the pickle spells it.
+    """
 
     def __init__(self, data: bytes, name: str) -> None:
         super().__init__(io.BytesIO(data))
         self._name = name
+        self._made: dict[str, type] = {}
+        self._format = lambda value: value
         # What an extension code stood for once is taken from this cache without asking `find_class`.
         copyreg.clear_extension_cache()
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
-            return self._enum_member  # how Python before 3.11.4 pickles the members of an enum
+            # How Python before 3.11.4 pickles the members of an enum.
+            return lambda kind, member: self._enum_member(kind, member)
         if (module, name) in _ALLOWED:
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            if name not in self._made:
+                self._made[name] = _made_of(super().find_class(module, name))
+            return self._made[name]
+        if (module, name) == _FORMAT:
+            return self._format
+        if (module, name) == _LAYOUT:
+            return lambda layout: layout
+        found = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(found, torch.dtype) or found is torch.Size:
             return found
         raise UnsafePickle(self._name, f"{METADATA} asks for {module}.{name}, which no checkpoint needs")
 
-    def _enum_member(self, kind: Any, member: str) -> Any:
-        if not (isinstance(kind, type) and issubclass(kind, Enum) and member in kind.__members__):
+    def _enum_member(self, kind: Any, member: Any) -> Any:
+        if kind is not self._format or member not in _MEM_FORMAT_ENCODING.__members__:
             raise UnsafePickle(self._name, f"{METADATA} asks for an attribute {member!r}, which no checkpoint needs")
-        return kind.__members__[member]
+        return member
+
+
+def _made_of(kind: type) -> type:
+    """A subclass whose instances take their state up as those of the class do, as far as we read it."""
+
+    def take(self: Any, state: Any) -> None:
+        if issubclass(kind, TensorProperties):
+            state = {"dtype": state[0]}
+        vars(self).update(state)
+
+    return type(kind.__name__, (kind,), {"__setstate__": take})
 
 
 class VerifiedFile:
@@ -112,35 +144,44 @@ def read_metadata(storage: Storage, manifest: Manifest) -> Metadata:
 
 
 def metadata_from(data: bytes, name: str, kind: type[AllowList] = AllowList) -> Metadata:
-    """Unpickle a `.metadata` through an allow-list; raises Refused (UnsafePickle)."""
+    """Unpickle a `.metadata` through an allow-list; raises Refused (UnsafePickle). What comes can be `described`."""
     try:
         metadata = kind(data, name).load()
-    except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, LookupError) as error:
+        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+            raise Refused(name, f"{METADATA} does not describe a checkpoint")
+        described(metadata)
+    except _MALFORMED as error:
         raise Refused(name, f"{METADATA} is malformed: {error}") from error
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise Refused(name, f"{METADATA} does not describe a checkpoint")
     return metadata
 
 
 def described(metadata: Metadata) -> Index:
     """The tensors and frames that `.metadata` tells of; where the values lie in the frames it does not say."""
     tensors = {
-        key: TensorInfo(str(saved.properties.dtype).removeprefix("torch."), tuple(saved.size))
+        key: TensorInfo(str(saved.properties.dtype).removeprefix("torch."), _whole(saved.size))
         for key, saved in metadata.state_dict_metadata.items()
         if isinstance(saved, TensorStorageMetadata)
     }
     sizes = {
-        (key, tuple(chunk.offsets)): tuple(chunk.sizes)
-        for key in tensors
+        (key, _whole(chunk.offsets, len(info.shape))): _whole(chunk.sizes, len(info.shape))
+        for key, info in tensors.items()
         for chunk in metadata.state_dict_metadata[key].chunks
     }
     pieces = []
     for at, place in metadata.storage_data.items():
         key, offsets = at.fqn, tuple(at.offset or ())
         if (key, offsets) in sizes:
-            frame = (place.relative_path, offsets, sizes[key, offsets], place.offset, place.length)
-            pieces.append(Piece(key, *frame, 0, 0))
+            start, length = _whole((place.offset, place.length))
+            pieces.append(Piece(key, str(place.relative_path), offsets, sizes[key, offsets], start, length, 0, 0))
     return Index(tensors, tuple(sorted(pieces, key=lambda piece: (piece.file, piece.start))))
+
+
+def _whole(numbers: Iterable[Any], count: int | None = None) -> tuple[int, ...]:
+    """The numbers, when they are whole, none below 0, and so many."""
+    found = tuple(numbers)
+    if any(type(number) is not int or number < 0 for number in found) or count not in (None, len(found)):
+        raise ValueError(f"{found} is no place or size")
+    return found
 
 
 def resolved(storage: Storage, manifest: Manifest, index: Index, files: Iterable[str]) -> list[Piece]:

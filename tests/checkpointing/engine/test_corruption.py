@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from checkpointing.commit import Commit
 from checkpointing.digests import CHUNK, digest
@@ -416,21 +416,3 @@ def test_the_allow_list_takes_what_dcp_writes_and_nothing_of_torch_besides(bench
             AllowList(b"", "x").find_class("torch", name)
     with pytest.raises(Refused):
         AllowList(b"", "x").find_class("torch.distributed.checkpoint.metadata", "BytesStorageMetadata")
-
-
-class ByName:
-    """Pickles as `getattr(kind, member)`: Python before 3.11.4 does so with members of enums."""
-
-    def __init__(self, kind: object, member: str) -> None:
-        self.kind, self.member = kind, member
-
-    def __reduce__(self) -> tuple[object, tuple[object, str]]:
-        return getattr, (self.kind, self.member)
-
-
-def test_members_of_enums_may_come_by_name_and_other_attributes_may_not() -> None:
-    by_name = pickle.dumps(ByName(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT"))
-    assert AllowList(by_name, "x").load() is _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
-    for kind, member in ((_MEM_FORMAT_ENCODING, "__class__"), (Metadata, "__init__"), (torch.Size, "numel")):
-        with pytest.raises(UnsafePickle, match="attribute"):
-            AllowList(pickle.dumps(ByName(kind, member)), "x").load()

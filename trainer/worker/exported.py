@@ -119,7 +119,7 @@ def _torch_names(source: Opened, order: Order) -> list[Wanted]:
 def _nested(source: Opened, order: Order) -> Callable[[Mapping[str, Tensor]], dict[str, Any]]:
     def nest(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         model = {name.removeprefix(_MODEL): t for name, t in tensors.items() if name.startswith(_MODEL)}
-        if order.built_in and "output.weight" not in model:
+        if order.built_in and "output.weight" not in model and "embedding.weight" in model:
             model["output.weight"] = model["embedding.weight"]  # tied: strict loading wants both names
         state: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():

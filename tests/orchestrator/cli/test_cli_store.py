@@ -1,0 +1,102 @@
+"""Every verb of `orch ckpt` on checkpoints that only an object store still has."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.checkpointing.engine.built import build  # isort: skip  # first: it imports torch quietly
+
+import torch
+
+from checkpointing.durable import dump_line
+from checkpointing.manifest import COMMIT
+from checkpointing.storage import Storage, storage_at
+from orchestrator.states import AttemptState
+from tests.orchestrator.cli.conftest import Seeds, Type
+
+WEIGHT = torch.arange(32, dtype=torch.float32).view(8, 4) + 1
+
+
+def send(folder: Path, storage: Storage) -> None:
+    """Copy a checkpoint to a store, its marker last."""
+    for file in sorted(folder.iterdir(), key=lambda file: file.name == COMMIT):
+        storage.publish(f"{folder.name}/{file.name}", file.read_bytes())
+
+
+@pytest.fixture
+def store(seeds: Seeds, s3_url: str, tmp_path: Path) -> Storage:
+    """The second tier of the run `tiny-1`: it has steps 50 and 100, the run's own folder step 100 alone."""
+    run = seeds.run()
+    assert run == "tiny-1"
+    storage = storage_at(f"{s3_url}/{run}")
+    for step in (50, 100):
+        built = build({"model/w": WEIGHT * step, "optimizer/w/step": torch.tensor(float(step))})
+        built.extra = {"step": step, "consumed": step * 8}
+        built.world = {"ranks": 0}
+        send(built.write(seeds.root / run / "checkpoints" if step == 100 else tmp_path, step), storage)
+    tiers = [{"path": "run"}, {"path": s3_url}]
+    config = {"train": {"batch_size": 8}, "checkpoint": {"tiers": tiers}}
+    (seeds.root / run / "config.json").write_text(dump_line(config))
+    return storage
+
+
+def test_ls_and_du_see_the_store(orch: Type, store: Storage, s3_url: str) -> None:
+    rows = {row["step"]: row for row in orch("ckpt", "ls", "tiny-1", "--json").data}
+    assert {step: row["tiers"] for step, row in rows.items()} == {100: ["run", s3_url], 50: [s3_url]}
+    assert rows[50]["path"] == f"{s3_url}/tiny-1/{rows[50]['name']}"
+    room = {row["tier"]: (row["count"], row["bytes"]) for row in orch("ckpt", "du", "--json").data}
+    assert room[s3_url][0] == 2
+    assert room[s3_url][1] > room["run"][1] > WEIGHT.nbytes
+
+
+@pytest.mark.parametrize("level", range(5))
+def test_every_level_of_verify_reads_the_store(orch: Type, store: Storage, s3_url: str, level: int) -> None:
+    done = orch("ckpt", "verify", "tiny-1@all", "--copies", "--level", level, "--json")
+    assert done.code == 0, done.out
+    assert [(row["step"], row["tier"], row["ok"]) for row in done.data] == [
+        (100, "run", True), (100, s3_url, True), (50, s3_url, True),
+    ]  # fmt: skip
+    by_url = orch("ckpt", "verify", done.data[2]["path"], "--level", level, "--json")
+    assert (by_url.code, [row["ok"] for row in by_url.data]) == (0, [True])
+
+
+def test_damage_in_the_store_is_named(orch: Type, store: Storage, tmp_path: Path) -> None:
+    (row,) = orch("ckpt", "verify", "tiny-1@50", "--json").data
+    file = f"{row['name']}/__0_0.distcp"
+    with store.open(file) as stream:
+        data = bytearray(stream.read())
+    data[800] ^= 1
+    store.publish(file, bytes(data))
+    for level in (2, 3, 4):
+        bad = orch("ckpt", "verify", "tiny-1@50", "--level", level, "--json")
+        assert (bad.code, bad.data[0]["faults"][0]["tensors"][0]) == (7, "model/w")
+    assert orch("ckpt", "export", "tiny-1@50", tmp_path / "out").code == 7
+
+
+def test_gc_tidies_the_store_when_nobody_copies_to_it(orch: Type, seeds: Seeds, store: Storage, s3_url: str) -> None:
+    name = "step-00000120.001-0123abcd"
+    store.publish(f"{name}/__0_0.distcp", b"x" * 100)
+    (row,) = orch("ckpt", "gc", "tiny-1", "--json").data
+    assert (row["done"], row["tier"]) == ("left", s3_url)
+    seeds.store.move_attempt("tiny-1", 1, AttemptState.ENDED, "over", epoch=seeds.epoch, now=1.0)
+    room = {row["trust"]: row["collectable"] for row in orch("ckpt", "du", "--json").data if row["tier"] == s3_url}
+    assert room == {"COMMITTED": 0, "debris": 100}
+    (row,) = orch("ckpt", "gc", "tiny-1", "--json").data
+    assert (row["done"], row["name"]) == ("deleted", name)
+    assert name not in store.list("")
+    assert len(store.list("")) == 2
+
+
+def test_export_and_diff_read_the_store(orch: Type, store: Storage, s3_url: str, tmp_path: Path) -> None:
+    done = orch("ckpt", "export", "tiny-1@50", tmp_path / "out", "--to", "torch", "--json")
+    assert done.code == 0, done.out
+    found = torch.load(tmp_path / "out" / done.data["files"][0]["name"], weights_only=True)
+    assert torch.equal(found["model"]["w"], WEIGHT * 50)
+    answer = orch("ckpt", "diff", "tiny-1@50", "tiny-1@100", "--json").data
+    assert answer["first"].startswith(s3_url)
+    assert [row["tensor"] for row in answer["tensors"]] == ["model/w", "optimizer/w/step"]
+
+
+def test_a_checkpoint_in_the_store_alone_is_pinned(orch: Type, store: Storage) -> None:
+    assert orch("ckpt", "pin", "tiny-1@50").code == 0
+    assert {row["step"]: row["pinned"] for row in orch("ckpt", "ls", "tiny-1", "--json").data} == {100: False, 50: True}

@@ -22,15 +22,19 @@ class ManifestError(CheckpointError):
 
 
 class Refused(CheckpointError):
-    """A checkpoint that must not be loaded."""
+    """A checkpoint that must not be loaded.
 
-    def __init__(self, name: str, reason: str) -> None:
+    It is `damaged` unless that may be due to who wants it, where, or when: to a model that it does not fit, a node that
+    does not have it, a file system that fails for a moment.
+    """
+
+    def __init__(self, name: str, reason: str, damaged: bool = True) -> None:
         super().__init__(f"{name}: {reason}")
-        self.name, self.reason = name, reason
+        self.name, self.reason, self.damaged = name, reason, damaged
 
-    def __reduce__(self) -> tuple[type["Refused"], tuple[str, str]]:
+    def __reduce__(self) -> tuple[type["Refused"], tuple[str, str, bool]]:
         """Ranks tell each other."""
-        return type(self), (self.name, self.reason)
+        return type(self), (self.name, self.reason, self.damaged)
 
 
 class UnsafePickle(Refused):

@@ -38,6 +38,11 @@ class Fault:
         more = len(self.tensors) - _NAMED
         return ", ".join(self.tensors[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
+    @property
+    def is_damage(self) -> bool:
+        """Whether bytes are wrong or gone; what cannot be read now may be read later."""
+        return not self.reason.startswith("unreadable: ")
+
     def __str__(self) -> str:
         place = self.file if self.chunk is None else f"{self.file} chunk {self.chunk}"
         return f"{place}: {self.reason}" + (f" ({self.tensor})" if self.tensors else "")

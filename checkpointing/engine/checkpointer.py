@@ -70,13 +70,14 @@ class Checkpointer:
         suspects: Collection[int] = (),
         leads_node: bool = True,
         trust_foreign: bool = False,
+        perhaps: Collection[str] = (),
         pauses: Sequence[float] = PAUSES,
     ) -> None:
         """Create the process groups of the saves: collective, on the caller's thread, before any training step.
 
         `link` goes to the writer that the agent owns; without one, a writer of one's own is started when needed (in
         threads of this process when `storage` is given, which another process could not see). `pauses` are the seconds
-        before a failed save is tried again.
+        before a failed save is tried again. `perhaps` are those of `inherit` that need not be there.
         """
         self._config = config or CheckpointConfig(keep=keep)
         self._places = tuple(tiers) or (_alone(root, storage, keep),)
@@ -87,7 +88,7 @@ class Checkpointer:
         # A disk may keep a rank in its save for long; a dead peer shows at once all the same.
         self._ranks, self._lane_ranks = Ranks(process_group), Ranks(process_group, _LONG)
         self._restorer = Restorer(
-            self._places, self._ranks, self._owner, self._teller.tell, None, suspects, trust_foreign
+            self._places, self._ranks, self._owner, self._teller.tell, None, suspects, trust_foreign, perhaps
         )
         self._judge = Judge(self._config.plausibility)
         self._flush_ranks = Ranks(process_group, _LONG) if len(self._places) > 1 else None

@@ -45,6 +45,11 @@ def explain(error: BaseException) -> str:
     return f"{type(error).__name__}: {_first_line(error)}"
 
 
+def is_damage(error: BaseException) -> bool:
+    """Whether what a load met says something of the checkpoint, not only of this moment or this machine."""
+    return error.damaged if isinstance(error, Refused) else not isinstance(error, (OSError, MemoryError))
+
+
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or ["no message"])[0]
 

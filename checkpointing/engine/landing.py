@@ -248,7 +248,8 @@ class Reader:
                 found = [pool.submit(self._work, queue, act) for _ in range(count)]
                 faults = list(itertools.chain.from_iterable(each.result() for each in found))
         if faults:
-            raise Refused(self._name, "; ".join(sorted(str(fault) for fault in faults)))
+            damaged = any(fault.is_damage for fault in faults)
+            raise Refused(self._name, "; ".join(sorted(str(fault) for fault in faults)), damaged)
 
     def _work(self, queue: Iterator[int], act: Callable[[int], Fault | None]) -> list[Fault]:
         for chunk in queue:

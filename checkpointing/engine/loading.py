@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from checkpointing.engine.assigning import Readers, assign
 from checkpointing.engine.exchange import Send, exchange, gather
-from checkpointing.engine.failure import FAILURES, explain
+from checkpointing.engine.failure import FAILURES, explain, is_damage
 from checkpointing.engine.group import Ranks
 from checkpointing.engine.landing import Landing, Lend, Reader, threads
 from checkpointing.engine.needs import Need, Strip, parts
@@ -43,11 +43,12 @@ def together(ranks: Ranks, name: str, act: Callable[[], T]) -> list[T]:
     try:
         mine.append(act())
     except FAILURES as error:
-        failed = explain(error)
+        failed = explain(error), is_damage(error)
     told = ranks.all_gather((failed, mine))
-    reasons = {reason: rank for rank, (reason, _) in reversed(list(enumerate(told))) if reason is not None}
-    if reasons:
-        raise Refused(name, "; ".join(sorted(reasons, key=reasons.__getitem__)[:4]))
+    failures = [failure for failure, _ in told if failure is not None]
+    if failures:
+        reasons = dict.fromkeys(reason for reason, _ in failures)
+        raise Refused(name, "; ".join(list(reasons)[:4]), any(damaged for _, damaged in failures))
     return [value for _, (value,) in told]
 
 
@@ -96,7 +97,8 @@ def _check_present(source: Source, wanted: Sequence["Wanted"]) -> None:
     seen = frozenset[str]().union(*(want.seen for want in wanted))
     missing = [shard.name for shard in source.shards if shard.name not in seen]
     if missing:
-        raise Refused(source.name, "; ".join(f"{name}: missing" for name in missing[:4]))
+        # Files that are nowhere are found missing by their names; these may be on nodes that are not in this job.
+        raise Refused(source.name, "; ".join(f"{name}: missing" for name in missing[:4]), damaged=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from checkpointing.catalog import Catalog
 from checkpointing.commit import parse_name
 from checkpointing.engine.doubts import Doubts
-from checkpointing.engine.failure import FAILURES, explain
+from checkpointing.engine.failure import FAILURES, explain, is_damage
 from checkpointing.engine.foreign import describe, foreign_names, source_of, step_of
 from checkpointing.engine.group import Ranks
 from checkpointing.engine.loading import Loaded, load, load_own, together
@@ -78,10 +78,14 @@ class Restorer:
         memory: Memory | None = None,
         suspects: Collection[int] = (),
         trust_foreign: bool = False,
+        perhaps: Collection[str] = (),
     ) -> None:
+        """`perhaps` are inherited names that need not be there: nodes that are not in this job may hold them."""
         self._places = (_place(places),) if isinstance(places, Catalog) else tuple(places)
         self._ranks, self._owner, self._tell = ranks, owner, tell
         self._suspects, self._trust_foreign = frozenset(suspects), trust_foreign
+        self._due = tuple(name for name in owner.inherit if name not in perhaps)
+        self._perhaps = tuple(perhaps)
         self.memory = memory
         self.doubts = Doubts()
         """What must not be relied on from now on."""
@@ -95,8 +99,10 @@ class Restorer:
         refusals: list[Refused] = []
         found, missing = self._candidates()
         for name in missing:
-            refusals.append(Refused(name, "not there, although this attempt is to inherit it"))
+            refusals.append(Refused(name, "not there, although this attempt is to inherit it", damaged=False))
             self._refuse(refusals[-1], None)
+        for name in _newer(self._perhaps, found):
+            self._refuse(Refused(name, "not found: another node may have it on its own disk", damaged=False), None)
         for candidate in self._without_suspects(found):
             start = time.monotonic()
             try:
@@ -129,7 +135,7 @@ class Restorer:
             memory = self.memory
             found += [Candidate(memory.step(name), name, -1) for name in memory.names(self._ranks)]
         foreign = [candidate for candidate in names if candidate.foreign]
-        return [*sorted(found, key=_rank), *sorted(foreign, key=_rank)], _newer(self._owner.inherit, found)
+        return [*sorted(found, key=_rank), *sorted(foreign, key=_rank)], _newer(self._due, found)
 
     def _some_places_are_of_a_node(self) -> bool:
         return any(not place.shared for place in self._places)
@@ -145,7 +151,7 @@ class Restorer:
                 for entry in place.catalog.accepted(owner.attempt, owner.nonce, owner.inherit)
             ]
             # Only what lies in a shared place can be late; the others' nodes tell for themselves.
-            late = self._ranks.leads and not self._some_places_are_of_a_node() and _newer(owner.inherit, found)
+            late = self._ranks.leads and not self._some_places_are_of_a_node() and _newer(self._due, found)
             if not late or time.monotonic() >= deadline:
                 return found + self._listed_foreign()
             time.sleep(_PATIENCE_S)
@@ -250,12 +256,13 @@ class Restorer:
             mine = _tried(lambda: self._read_sealed(place, name)) if ranks.leads else None
             found = ranks.broadcast(mine)
             if isinstance(found, Refused):
-                raise Refused(name, found.reason)
+                raise Refused(name, found.reason, found.damaged)
         else:
             told = ranks.all_gather(_tried(lambda: self._read_sealed(place, name)))
             found = next((each for each in told if not isinstance(each, Refused)), None)
             if found is None:
-                raise Refused(name, told[0].reason if isinstance(told[0], Refused) else "not there")
+                refused = [each for each in told if isinstance(each, Refused)]
+                raise Refused(name, refused[0].reason, any(each.damaged for each in refused))
         assert found is not None
         manifest, index = found
         return manifest, index and self._resolved(place, manifest, index)
@@ -263,7 +270,7 @@ class Restorer:
     def _read_sealed(self, place: TierPlace, name: str) -> tuple[Manifest, Index | None]:
         manifest, faults = read_sealed(place.storage, name)
         if manifest is None or (faults and place.shared):
-            raise Refused(name, "; ".join(map(str, faults)))
+            raise Refused(name, "; ".join(map(str, faults)), any(fault.is_damage for fault in faults))
         if self.memory is not None and place.shared and self.memory.layout.is_that_of(manifest):
             return manifest, None
         if manifest.file(INDEX) is not None:
@@ -298,13 +305,15 @@ class Restorer:
     # ---- telling
 
     def _refuse(self, refusal: Refused, candidate: Candidate | None) -> None:
-        if candidate is not None:
+        if candidate is not None and refusal.damaged:
             tier = TIER if candidate.place < 0 else self._places[candidate.place].path
             self.doubts.refuse(tier, refusal.name)
         parts = parse_name(refusal.name)
         step = candidate.step if candidate is not None else parts.step if parts is not None else 0
         where = {} if candidate is None else self._where(candidate.place)
-        self._say("checkpoint.refused", step=step, name=refusal.name, reason=refusal.reason, **where)
+        self._say(
+            "checkpoint.refused", step=step, name=refusal.name, reason=refusal.reason, damaged=refusal.damaged, **where
+        )
 
     def _where(self, place: int) -> dict[str, str]:
         """The tier, when there is more than one that it could be."""
@@ -382,4 +391,4 @@ def _tried(act: Any) -> Any:
     except Refused as refusal:
         return refusal
     except FAILURES as error:
-        return Refused("", explain(error))
+        return Refused("", explain(error), is_damage(error))

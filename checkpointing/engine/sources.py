@@ -130,7 +130,7 @@ def find_needs(source: Source, tensors: Mapping[str, Tensor], may_lack: MayLack)
     needed = may_lack.needed(absent, known)
     if needed:
         more = f" and {len(needed) - 1} more" if len(needed) > 1 else ""
-        raise Refused(source.name, f"has no tensor {needed[0]}{more}")
+        raise Refused(source.name, f"has no tensor {needed[0]}{more}", damaged=False)
     needs: list[Need] = []
     boxes = Boxes()
     for key in sorted(tensors.keys() & known.keys()):
@@ -165,9 +165,9 @@ class Boxes:
 def _check_fit(source: Source, key: str, tensor: Tensor) -> None:
     saved = source.index.tensors[key]
     if saved.shape != tuple(tensor.shape):
-        raise Refused(source.name, f"{key} has shape {saved.shape} in it, {tuple(tensor.shape)} here")
+        raise Refused(source.name, f"{key} has shape {saved.shape} in it, {tuple(tensor.shape)} here", damaged=False)
     if dtype_of(saved.dtype) != tensor.dtype:
-        raise Refused(source.name, f"{key} is torch.{saved.dtype} in it, {tensor.dtype} here")
+        raise Refused(source.name, f"{key} is torch.{saved.dtype} in it, {tensor.dtype} here", damaged=False)
 
 
 def _check_cover(name: str, key: str, local: Box, needs: Sequence[Need]) -> None:

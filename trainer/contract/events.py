@@ -33,7 +33,7 @@ class EventKind(StrEnum):
     CHECKPOINT_SAVING = "checkpoint.saving"  # step, name
     CHECKPOINT_COMMITTED = "checkpoint.committed"  # step, name, bytes, seconds, stall (seconds training waited)
     CHECKPOINT_FAILED = "checkpoint.failed"  # step, reason
-    CHECKPOINT_REFUSED = "checkpoint.refused"  # step, name, reason
+    CHECKPOINT_REFUSED = "checkpoint.refused"  # step, name, reason, damaged (bool: its bytes) (, tier)
     CHECKPOINT_RESTORED = "checkpoint.restored"  # step, name, seconds, tier (`memory` or the tier's path)
     CHECKPOINT_DELETED = "checkpoint.deleted"  # step, name (, tier)
     CHECKPOINT_SKIPPED = "checkpoint.skipped"  # step, reason: both copies are still being written

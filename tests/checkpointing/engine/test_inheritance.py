@@ -1,10 +1,12 @@
 """Names that an attempt is to inherit: another node has seen them, so they are waited for and missed."""
 
+import errno
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from checkpointing.catalog import Catalog
 from checkpointing.engine import restoring
@@ -36,6 +38,22 @@ def test_an_inheritance_that_is_gone_is_not_a_fresh_start(bench: Bench) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
+def test_what_is_perhaps_there_is_taken_and_only_told_of_when_it_is_not(bench: Bench) -> None:
+    bench.saved(5, 10)
+    names = {step: bench.folder(step).name for step in (5, 10, 15)}
+    given = {"attempt": 2, "nonce": "22222222", "inherit": (names[5], names[15], names[10])}
+    restored = bench.checkpointer(**given, perhaps=(names[15], names[10])).restore(blank())
+    assert restored is not None
+    assert restored.step == 10
+    (refusal,) = bench.told("checkpoint.refused")
+    assert (refusal["name"], refusal["damaged"]) == (names[15], False)
+    for step in (5, 10):
+        shutil.rmtree(bench.folder(step))
+    alone = {**given, "inherit": (names[10],)}
+    assert bench.checkpointer(**alone, perhaps=(names[10],)).restore(blank()) is None
+
+
+@pytest.mark.usefixtures("impatient")
 def test_a_newer_one_that_is_gone_is_told_and_the_older_one_taken(bench: Bench) -> None:
     bench.saved(5)
     restored = heir(bench, 10, 5).restore(blank())
@@ -44,6 +62,39 @@ def test_a_newer_one_that_is_gone_is_told_and_the_older_one_taken(bench: Bench) 
     (refusal,) = bench.told("checkpoint.refused")
     assert (refusal["step"], refusal["name"]) == (10, bench.folder(10).name)
     assert "not there" in refusal["reason"]
+    assert refusal["damaged"] is False
+
+
+def test_what_does_not_fit_or_cannot_be_read_is_not_called_damaged(bench: Bench, monkeypatch: Any) -> None:
+    bench.saved(5)
+    for target in (
+        {**blank(), "model.more": torch.zeros(2)},
+        {key: torch.zeros(77) for key in blank()},
+        {key: value.to(torch.complex64) for key, value in blank().items()},
+    ):
+        with pytest.raises(NothingVerifies):
+            bench.checkpointer().restore(target)
+        assert bench.told("checkpoint.refused")[-1]["damaged"] is False
+
+    def broken(*_: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(LocalStorage, "open", broken)
+    monkeypatch.setattr(Catalog, "is_committed", lambda *_: True)
+    with pytest.raises(NothingVerifies, match="Input/output error"):
+        bench.checkpointer().restore(blank())
+    assert bench.told("checkpoint.refused")[-1]["damaged"] is False
+
+
+def test_bytes_that_differ_are_called_damaged(bench: Bench) -> None:
+    bench.saved(5)
+    file = bench.folder(5) / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(NothingVerifies, match="digest differs"):
+        bench.checkpointer().restore(blank())
+    assert bench.told("checkpoint.refused")[-1]["damaged"] is True
 
 
 def test_a_name_that_comes_late_is_waited_for(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

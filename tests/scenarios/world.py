@@ -187,3 +187,14 @@ def checked_store(path: Path) -> Any:
         return Store.open(path)
     except RegistryError as error:  # pragma: no cover - names what this machine lacks
         raise AssertionError(error.what) from error
+
+
+def training(world: World, step: int) -> None:
+    """Go on until the run has trained so far."""
+    world.turns(300, 1.0, lambda: world.run.step >= step)
+    assert world.run.step >= step
+
+
+def moves(world: World, kind: str = "run") -> list[str]:
+    """The states that the run, or its attempts, went through."""
+    return [move.after for move in world.store.transitions(world.name) if move.kind == kind]

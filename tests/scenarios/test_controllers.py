@@ -1,0 +1,168 @@
+"""Stories of controllers: one takes over from another, answers stay away, one run is in trouble."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.controller.reconcile import Controller
+from orchestrator.errors import Fenced, Precondition, RegistryError
+from orchestrator.scheduler.base import UNREADABLE, JobStatus
+from orchestrator.states import AttemptState, RunState
+from tests.scenarios.world import World, training
+from trainer.contract.launch import LaunchToken
+
+
+def test_a_paused_controller_cannot_act_after_another_took_over(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.tick()
+    paused, lease = world.controller, world.lease
+    world.start_controller()
+    before = list(world.slurm.calls)
+    with pytest.raises(Fenced):
+        paused.tick(lease)
+    assert world.slurm.calls == before
+
+
+def test_the_lease_is_renewed_between_slow_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(tmp_path)
+    training(world, 12)
+    world.clock.advance(1000.0)
+    poll, find = world.slurm.poll, world.slurm.find
+    left: list[float] = []
+
+    def slow(answer: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def call(asked: Any) -> Any:
+            held = world.store.lease()
+            assert held is not None
+            left.append(held.expires_at - world.clock.now)
+            world.clock.advance(50.0)
+            return answer(asked)
+
+        return call
+
+    monkeypatch.setattr(world.slurm, "poll", slow(poll))
+    monkeypatch.setattr(world.slurm, "find", slow(find))
+    world.controller.tick(world.lease)
+    held = world.store.lease()
+    assert held is not None
+    assert left == [60.0, 60.0]
+    assert held.expires_at - world.clock.now == 60.0
+
+
+def test_an_old_go_that_comes_back_is_taken_away_again(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    training(world, 12)
+    late = LaunchToken.read(world.folder.attempt(1).go)
+    world.slurm.preempt(world.slurm.running()[0])
+    world.turns(100, 1.0, lambda: len(world.attempts) == 2 and world.attempts[1].state is AttemptState.RUNNING)
+    late.write(world.folder.attempt(1).go)
+    world.tick()
+    assert not world.folder.attempt(1).go.exists()
+    assert world.folder.attempt(2).go.exists()
+
+
+def test_a_go_in_force_is_never_rewritten_by_a_later_controller(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.tick()
+    token = LaunchToken.read(world.folder.attempt(1).go)
+    world.start_controller()
+    world.slurm.jobs[0].held = True
+    world.tick()
+    assert not world.slurm.jobs[0].held
+    assert LaunchToken.read(world.folder.attempt(1).go) == token
+    assert world.lease.epoch > token.epoch
+
+
+def test_one_run_s_trouble_does_not_stop_the_others(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    run, _ = world.store.create_run(
+        slug="bad", cluster="slurm", root=tmp_path, config_digest="missing", total_steps=1, identity={}, now=0.0,
+        nonce="00000002",
+    )  # fmt: skip
+    controller = Controller(world.store, {"slurm": world.slurm}, clock=world.clock.as_clock())
+    report = controller.tick(world.lease)
+    assert [error.split(":")[0] for error in report.errors] == ["bad-2"]
+    assert world.attempts[0].state is AttemptState.SUBMITTED
+    assert "cannot serve this run" in world.store.run(run.name).reason
+
+
+@pytest.mark.parametrize("trouble", [OSError("stale file handle"), ValueError("not JSON"), Precondition("no squeue")])
+def test_whatever_keeps_an_answer_away_is_silence(
+    tmp_path: Path, trouble: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path)
+    training(world, 12)
+
+    def fail(ids: list[str]) -> object:
+        raise trouble
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.slurm, "poll", fail)
+        report = world.controller.tick(world.lease)
+        assert (report.unreachable, report.errors) == (("slurm",), ())
+        assert str(trouble) in world.run.reason
+    assert world.finish().state is RunState.SUCCEEDED
+    assert len(world.attempts) == 1
+
+
+def test_a_job_whose_record_cannot_be_read_is_never_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(tmp_path)
+    training(world, 12)
+    broken = JobStatus(job_id="", name=world.attempts[0].job_name, state=UNREADABLE, reason="is not JSON")
+    with monkeypatch.context() as patch:
+        patch.setattr(world.slurm, "poll", lambda ids: {broken.name: broken})
+        patch.setattr(world.slurm, "find", lambda prefix: [broken])
+        for _ in range(20):
+            world.clock.advance(20.0)
+            report = world.controller.tick(world.lease)
+        assert (report.unreachable, report.errors) == ((), ())
+        assert world.attempts[0].state is AttemptState.RUNNING
+        assert "cannot be read: is not JSON" in world.run.reason
+    assert not [call for call in world.slurm.calls if call.startswith("cancel")]
+    assert world.finish().state is RunState.SUCCEEDED
+    assert len(world.attempts) == 1
+
+
+def test_a_damaged_config_is_its_run_s_trouble_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(tmp_path)
+    world.store.create_run(
+        slug="bad", cluster="slurm", root=tmp_path, config_digest="damaged", total_steps=1, identity={}, now=0.0,
+        nonce="00000002",
+    )  # fmt: skip
+    read = world.store.config
+
+    def config_of(digest: str) -> object:
+        if digest == "damaged":
+            raise RegistryError("config damaged is damaged")
+        return read(digest)
+
+    monkeypatch.setattr(world.store, "config", config_of)
+    report = world.controller.tick(world.lease)
+    assert [error.split(":")[0] for error in report.errors] == ["bad-2"]
+    assert world.attempts[0].state is AttemptState.SUBMITTED
+
+
+def test_a_scheduler_that_this_machine_lacks_is_silence(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    controller = Controller(world.store, {}, clock=world.clock.as_clock())
+    report = controller.tick(world.lease)
+    assert report.unreachable == ("slurm",)
+    assert report.silence == ("slurm cannot be used on this machine",)
+    assert world.attempts[0].state is AttemptState.INTENT
+
+
+def test_silence_in_the_middle_of_a_pass_is_reported_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(tmp_path)
+    answers = world.slurm.submit
+
+    def fall_silent(spec: object) -> None:
+        answers(spec)  # type: ignore[arg-type]
+        world.slurm.reachable = False
+
+    monkeypatch.setattr(world.slurm, "submit", fall_silent)
+    report = world.controller.tick(world.lease)
+    assert report.unreachable == ("slurm",)
+    assert "Unable to contact slurm controller" in report.silence[0]
+    assert world.attempts[0].state is AttemptState.INTENT

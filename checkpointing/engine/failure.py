@@ -30,6 +30,8 @@ FAILURES = (
     ValueError,
 )
 
+# torch says with a RuntimeError that there is no memory, and that a peer is gone.
+_OF_THE_MOMENT = (OSError, MemoryError, RuntimeError)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -47,7 +49,7 @@ def explain(error: BaseException) -> str:
 
 def is_damage(error: BaseException) -> bool:
     """Whether what a load met says something of the checkpoint, not only of this moment or this machine."""
-    return error.damaged if isinstance(error, Refused) else not isinstance(error, (OSError, MemoryError))
+    return error.damaged if isinstance(error, Refused) else not isinstance(error, _OF_THE_MOMENT)
 
 
 def _first_line(error: BaseException) -> str:

@@ -156,7 +156,7 @@ class Coordinator:
                 self._roster.members[node].gone = self._now.number
             case "progress":
                 self._roster.members[node].progress = message
-                self._past.trained = self._past.trained or bool(message.get("stepped"))
+                self._past.heard(message)
 
     def _note_end(self, node: int, message: Message) -> None:
         fields = {key: message.get(key) for key in ("exit_code", "signal", "exception", "message")}

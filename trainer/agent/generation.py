@@ -1,6 +1,8 @@
 """What the coordinator knows of the generation that runs."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from trainer.agent.blame import RankEnd
 from trainer.agent.suspects import Fall, fall
@@ -25,6 +27,15 @@ class Past:
             self.falls.append(one)
         if suspect is not None:
             self.suspects.append(suspect)
+
+    def heard(self, report: Mapping[str, Any]) -> None:
+        """What a node tells of its ranks: a step of theirs, a checkpoint of theirs."""
+        self.trained = self.trained or bool(report.get("stepped"))
+        saved = int(report.get("saved", 0))
+        if saved in self.suspects and int(report.get("restored", 0)) < saved:
+            # Trained again and saved again: what has this step now is another state, newer than the doubted one.
+            self.suspects.remove(saved)
+            self.falls = [one for one in self.falls if one.restored != saved]
 
 
 @dataclass(kw_only=True)

@@ -160,10 +160,12 @@ def test_agents_hear_when_a_stop_is_due_and_save_times_bring_it_forward(play):
 def test_a_generation_after_a_doubted_checkpoint_is_told_to_leave_it_out(play):
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node) for node in (0, 1)]
-        for generation in (1, 2, 3):
+        for generation in (1, 2, 3, 4):
             started = await hear(peers[1], "start")
             assert (started["generation"], started["suspects"]) == (generation, [100] if generation == 3 else [])
-            peers[1].send("progress", generation=generation, step=103, restored=100, stepped=True)
+            restored = 90 if generation == 3 else 100
+            saved = 100  # in the third generation anew
+            peers[1].send("progress", generation=generation, step=103, restored=restored, saved=saved, stepped=True)
             for rank, peer in enumerate(peers):
                 peer.send("exit", generation=generation, rank=rank, step=103, exit_code=None, signal=11, word=False)
             for peer in peers:

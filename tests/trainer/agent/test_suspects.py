@@ -119,3 +119,14 @@ def test_who_asks_never_to_be_retried_is_not():
     for _ in range(2):
         decision = attempt.falls(100, end(1, step=103, exit_code=78, exception="Fatal", message="no"))
         assert decision.action is Action.END
+
+
+def test_a_step_that_was_saved_anew_is_doubted_no_longer():
+    past = Past(falls=[fell(100, 103), fell(90, 95), fell(100, 103)], suspects=[100])
+    past.heard({"restored": 100, "saved": 100})  # the doubted one, as the last there was
+    past.heard({"restored": 90, "saved": 90})
+    past.heard({})
+    assert past.suspects == [100]
+    past.heard({"restored": 90, "saved": 100})
+    assert past.suspects == []
+    assert past.falls == [fell(90, 95)]

@@ -7,8 +7,6 @@ compared with those of the checkpoint: that the files hold the same values is pr
 import json
 import math
 import os
-import secrets
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from checkpointing.draft import draft
 from checkpointing.durable import fsync_dir
 from checkpointing.engine import torch_file
 from checkpointing.engine.fingerprints import combine, partial
@@ -60,20 +59,18 @@ class Exported:
 def new_folder(folder: Path) -> Iterator[Path]:
     """A draft beside `folder` that becomes it at the end, whole and durable; nothing is left when that fails.
 
+    What a killed export into the same folder has left there goes too.
+
     Raises FileExistsError when `folder` is there and not empty.
     """
     folder = folder.absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} is there and not empty")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
-    draft.mkdir()
-    try:
-        yield draft
-        fsync_dir(draft)
-        os.rename(draft, folder)  # over an empty folder too; it raises over one that was filled meanwhile
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+    with draft(folder.parent, folder.name) as made:
+        yield made
+        fsync_dir(made)
+        os.rename(made, folder)  # over an empty folder too; it raises over one that was filled meanwhile
     fsync_dir(folder.parent)
 
 

@@ -2,7 +2,8 @@
 
 import json
 import os
-import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -114,16 +115,12 @@ def import_(
     words += [f"name={json.dumps(name, ensure_ascii=False)}"] if name else []
     composed = compose(preset, (*overrides, *words), environ=os.environ)
     _check_config(composed.config, preset)
-    staging = None if dry_run else _staging(composed.config.cluster.root)
-    try:
+    with nullcontext() if dry_run else _staging(composed.config.cluster.root) as staging:
         brought = _brought(screen, source, composed.config, staging, weights_only=weights_only)
         if staging is None:
             _tell_import(screen, brought, None)
             return
         launched = _launch(screen, composed, cluster, brought, no_controller=no_controller)
-    finally:
-        if staging is not None:
-            shutil.rmtree(staging, ignore_errors=True)
     _tell_import(screen, brought, launched)
 
 
@@ -142,12 +139,16 @@ def _check_config(config: Any, preset: str) -> None:
         )  # fmt: skip
 
 
-def _staging(root: str) -> Path:
+@contextmanager
+def _staging(root: str) -> Iterator[Path]:
+    """Where the checkpoint is made; its run's folder takes it over from there."""
+    from checkpointing.draft import draft
     from orchestrator.controller.launch import writable_root
 
-    folder = writable_root(root) / STAGING / token_hex(6)
-    folder.mkdir(mode=0o700, parents=True)
-    return folder
+    place = writable_root(root) / STAGING
+    place.mkdir(parents=True, exist_ok=True)
+    with draft(place, "import", mode=0o700) as folder:
+        yield folder
 
 
 def _brought(screen: Screen, place: Path, config: Any, staging: Path | None, *, weights_only: bool) -> dict[str, Any]:

@@ -76,7 +76,8 @@ def _lines(story: Story) -> list[str]:
     if story.fault is not None:
         lines.append(f"hit        {story.fault}")
     if story.recovery_s is not None:
-        resumed = "" if story.resumed_from is None else f", from the checkpoint of step {story.resumed_from}"
+        source = "memory, at" if story.tier == "memory" else "the checkpoint of"
+        resumed = "" if story.resumed_from is None else f", from {source} step {story.resumed_from}"
         lines.append(f"recovered  trained again {story.recovery_s:.1f} s later{resumed}")
     if story.replayed:
         lines.append(

@@ -17,6 +17,7 @@ class Story:
     fault: str | None
     step: int | None
     resumed_from: int | None
+    tier: str  # what it was loaded from: `memory`, or the path of a tier; empty when nothing was
     recovery_s: float | None
     first_loss: float | None
     loss_before: float | None
@@ -42,6 +43,7 @@ def tell(run_dir: Path) -> Story:
         fault=_words(fault) if fault else None,
         step=before["step"] if before else None,
         resumed_from=restored.data.get("step") if restored else None,
+        tier=str(restored.data.get("tier", "")) if restored else "",
         recovery_s=first.time - fault.time if first and fault else None,
         first_loss=steps[0]["loss"] if steps else None,
         loss_before=before["loss"] if before else None,

@@ -172,7 +172,7 @@ def test_following_ends_by_ctrl_c_without_harm(seeds: Seeds, place: RunDir) -> N
     assert "goes on" in err
 
 
-def drilled(place: RunDir) -> None:
+def drilled(place: RunDir, tier: str = "/runs/tiny-1/checkpoints") -> None:
     """Six steps; rank 1 is killed after step 4, and steps 3 and 4 are trained again from the checkpoint of 2."""
     attempt, clock = place.attempt(1), Clock()
     log = EventLog(attempt.event_file("coordinator"), "coordinator", 1, clock=clock)
@@ -183,7 +183,7 @@ def drilled(place: RunDir) -> None:
     clock.now += 0.5
     log.write(EventKind.RANK_EXITED, rank=1, node="n1", exit_code=None, signal=9, reason="")
     log.generation = 2
-    log.write(EventKind.CHECKPOINT_RESTORED, step=2, name="step-2", seconds=0.1)
+    log.write(EventKind.CHECKPOINT_RESTORED, step=2, name="step-2", seconds=0.1, tier=tier)
     clock.now += 1
     log.write(EventKind.GENERATION_FIRST_STEP, step=3, seconds=1.0)
     log.close()
@@ -222,6 +222,16 @@ def test_the_feed_gives_every_event_once_in_words(place: RunDir) -> None:
     assert feed.beat is not None
     assert (feed.beat.step, feed.beat.loss) == (6, 1.0)
     assert feed.poll() == []
+
+
+@pytest.mark.parametrize(
+    ("tier", "words"), [("memory", "from memory, at step 2"), ("/nvme/tiny-1/n1", "from the checkpoint of step 2")]
+)
+def test_the_demo_says_what_it_went_on_from(place: RunDir, tier: str, words: str) -> None:
+    from orchestrator.cli.demo import _lines
+
+    drilled(place, tier)
+    assert f"recovered  trained again 1.5 s later, {words}" in _lines(tell(place.path))
 
 
 @pytest.mark.parametrize(("hit", "state", "code"), [(True, "SUCCEEDED", 0), (False, "SUCCEEDED", 8), (True, "HELD", 8)])

@@ -60,6 +60,7 @@ class _Outlet:
         self._descriptor, self._data, self._block, self._cancelled = descriptor, data, block, cancelled
         self._starts = itertools.count(0, block)
         self._error: OSError | None = None
+        self._written: list[int] = []
         # Not asked for when the file is opened: an open that is refused for it may leave the file behind.
         self.direct = self._switch(direct=True)
 
@@ -83,6 +84,9 @@ class _Outlet:
             other.join()
         if self._error is not None:
             raise self._error
+        # A lane that was ended by anything else, by too little memory say, leaves zeros where its block should be.
+        if sum(self._written) != len(self._data):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     def _lane(self) -> None:
         try:
@@ -107,4 +111,5 @@ class _Outlet:
                 continue
             if count == 0:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
+            self._written.append(count)
             at += count

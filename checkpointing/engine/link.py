@@ -129,19 +129,28 @@ class WriterLink:
         return future
 
     def _read(self) -> None:
-        while (frame := self._frames.receive()) is not None:
-            header, _ = frame
-            with self._lock:
-                future, decode = self._waiting.pop(header["id"])
-            if "fault" in header:
-                future.set_exception(as_error(header["fault"]))
-            else:
-                future.set_result(decode(header["result"]))
+        try:
+            while (frame := self._frames.receive()) is not None:
+                self._settle(frame[0])
+        except (LookupError, TypeError, ValueError):
+            self._frames.hang_up()  # one that speaks nonsense is as good as gone
         with self._lock:
             self._lost, orphans = True, list(self._waiting.values())
             self._waiting.clear()
         for future, _ in orphans:
             future.set_exception(WriterLost("the checkpoint writer is gone"))
+
+    def _settle(self, header: dict[str, Any]) -> None:
+        with self._lock:
+            future, decode = self._waiting[header["id"]]
+        error = as_error(header["fault"]) if "fault" in header else None
+        result = None if error else decode(header["result"])
+        with self._lock:
+            del self._waiting[header["id"]]
+        if error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
 
     def close(self) -> None:
         """Abandon what is in flight and end the connection; a process of one's own ends with it."""

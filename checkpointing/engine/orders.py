@@ -29,7 +29,12 @@ class Orders:
             ticket.settled.set()
         self._running.add(ticket)
         # A daemon: a process that leaves does not wait for a disk that never answers.
-        threading.Thread(target=self._run, args=(ticket, future, act), name="order", daemon=True).start()
+        thread = threading.Thread(target=self._run, args=(ticket, future, act), name="order", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no room for another thread
+            self._end(ticket)
+            raise
         return future
 
     def _run(self, ticket: Ticket, future: "Future[T]", act: Callable[[Ticket], T]) -> None:

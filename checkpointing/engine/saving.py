@@ -41,12 +41,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Owner:
-    """Whose checkpoints these are; `fence` says whether the owner may still commit and delete."""
+    """Whose checkpoints these are; `fence` says whether the owner may still commit and delete.
+
+    `over` are earlier attempts, as `<attempt>-<nonce>`: what they left half-written is debris.
+    """
 
     attempt: int
     nonce: str
     inherit: tuple[str, ...]
     fence: Callable[[], bool]
+    over: tuple[str, ...] = ()
 
 
 class Writer(Protocol):
@@ -128,12 +132,15 @@ class Saver:
         described = handed.described
         reports = self._ranks.gather(handed.report)
         judgement = None if reports is None else attempt(lambda: self._judged(job, name, reports, described))
+        if self._ranks.broadcast(_refusal(judgement) is not None):
+            self._forget(job)  # at once: the disk may take long, and who restarts meanwhile prefers what is in memory
         everything = self._ranks.gather(attempt(lambda: self._written(job, handed)))
         manifest: Manifest | Failed | None = None
         if everything is not None:
             concurrent.futures.wait(described)
             manifest = (
-                _failures(everything)
+                _refusal(judgement)
+                or _failures(everything)
                 or _first_failure(judgement)
                 or attempt(lambda: self._manifest(job, name, described, everything))
             )
@@ -284,15 +291,19 @@ class Saver:
 
     def _undo(self, job: Job, name: str, failed: Failed) -> None:
         """Take a half-written folder away: all ranks have stopped writing to it, and nobody else ever will."""
-        if failed.final and job.staged.kept:
-            for bucket in job.staged.buckets():
-                self.writer.arena.clear(bucket.buffer)  # it must not be loaded from memory either
+        if failed.final:
+            self._forget(job)
         if failed.fenced or not self._seals:
             return
         try:
             delete(self._storage, name, self._owner.fence)
         except OSError as error:
             _log.warning("half-written %s could not be removed yet: %s", name, error)
+
+    def _forget(self, job: Job) -> None:
+        """It must not be loaded from memory either; the writer vouches for it as soon as it has seen all of it."""
+        for bucket in job.staged.buckets() if job.staged.kept else ():
+            self.writer.arena.clear(bucket.buffer)
 
     def _tell_saved(self, job: Job, saved: Saved, judgement: Judgement) -> None:
         """On rank 0."""
@@ -308,12 +319,19 @@ def _failures(everything: Sequence[Any]) -> Failed | None:
     if not failed:
         return None
     return Failed(
-        "; ".join(f"rank {rank}: {part.reason}" for rank, part in failed), final=any(part.final for _, part in failed)
+        "; ".join(f"rank {rank}: {part.reason}" for rank, part in failed),
+        fenced=any(part.fenced for _, part in failed),
+        final=any(part.final for _, part in failed),
     )
 
 
 def _first_failure(result: Any) -> Failed | None:
     return result if isinstance(result, Failed) else None
+
+
+def _refusal(result: Any) -> Failed | None:
+    """What no further try can change, and so outweighs whatever went wrong with the disk."""
+    return result if isinstance(result, Failed) and result.final else None
 
 
 def _error(failed: Failed) -> type[SaveFailed]:

@@ -46,7 +46,7 @@ class Session:
                 header, blob = frame
                 try:
                     self._obey(header, blob)
-                except (OSError, LookupError, TypeError) as error:
+                except (OSError, LookupError, RuntimeError, TypeError) as error:
                     self._answer(header["id"], {"fault": fault(error)})
         finally:
             # One that speaks nonsense is to learn that nobody listens any more.

@@ -78,6 +78,7 @@ class _StorageTarget:
             for start in range(0, len(data), BLOCK):
                 self._ticket.check()
                 sink.write(data[start : start + BLOCK])
+            self._ticket.check()  # an object store sees the file only from here on, which may be somebody else's by now
         except OSError:
             sink.abort()
             raise
@@ -140,16 +141,17 @@ def _write_all(target: _Target, parts: Sequence[tuple[str, memoryview]]) -> bool
         return all([target.write(name, data) for name, data in parts])
     left = list(reversed(parts))
     direct: list[bool] = []
-    failures: list[OSError] = []
+    failures: list[Exception] = []
 
     def work() -> None:
-        while left and not failures:
+        while not failures:
             try:
                 name, data = left.pop()
-                direct.append(target.write(name, data))
-            except IndexError:  # another thread took the last one
+            except IndexError:
                 return
-            except OSError as error:
+            try:
+                direct.append(target.write(name, data))
+            except Exception as error:  # noqa: BLE001  # outermost edge
                 failures.append(error)
 
     threads = [threading.Thread(target=work, name=f"file-{n}") for n in range(min(len(parts), _MOST_AT_ONCE))]
@@ -159,6 +161,8 @@ def _write_all(target: _Target, parts: Sequence[tuple[str, memoryview]]) -> bool
         thread.join()
     if failures:
         raise failures[0]
+    if len(direct) != len(parts):
+        raise OSError(errno.EIO, f"{len(parts) - len(direct)} of {len(parts)} files were not written")
     return all(direct)
 
 

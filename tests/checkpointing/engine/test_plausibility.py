@@ -1,6 +1,9 @@
 """A state that cannot be right is not saved as if it were."""
 
+import errno
 import math
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +14,10 @@ from checkpointing.config import CheckpointConfig
 from checkpointing.engine.fingerprints import fingerprint
 from checkpointing.engine.inspecting import Inspection
 from checkpointing.engine.layout import Share, lay_out
+from checkpointing.engine.link import InProcessWriter
 from checkpointing.engine.plausibility import Findings, Sight, Watched, doubts, highest
 from checkpointing.index import FINGERPRINTS, parse_fingerprints
+from checkpointing.storage import LocalStorage
 from tests.checkpointing.engine.conftest import Bench, state
 
 
@@ -159,6 +164,58 @@ def test_an_implausible_state_is_not_left_in_memory_either(bench: Bench) -> None
     restored = made.restore(target)
     assert restored is not None
     assert (restored.step, restored.tier) == (1, "memory")
+
+
+class LateOnOneFile(LocalStorage):
+    """A disk that keeps the data waiting until the test lets go, and may then be full."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.gate, self.full = threading.Event(), False
+        self.gate.set()
+
+    def create(self, path: str) -> Any:
+        if path.endswith(".distcp"):
+            self.gate.wait(20)
+            if self.full:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        return super().create(path)
+
+
+def test_it_leaves_memory_before_the_disk_is_done(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is restarted while a slow disk still writes it must not find it."""
+    storage = LateOnOneFile(bench.root)
+    link, cleared = InProcessWriter(storage), threading.Event()
+    made = bench.checkpointer(storage=storage, link=link)
+    saved(made, 1, training(1))
+    bad, clear = {**training(2), "model/w": torch.full((40, 3), math.nan)}, link.arena.clear
+    made.prepare(bad)
+    storage.gate.clear()
+
+    def noted(at: int) -> None:
+        clear(at)
+        if threading.current_thread().name == "checkpoint-saves":  # not the writer, which clears what it publishes
+            cleared.set()
+
+    monkeypatch.setattr(link.arena, "clear", noted)
+    assert made.save(2, bad, {})
+    try:
+        assert cleared.wait(10), "the disk has not answered yet"
+    finally:
+        storage.gate.set()
+    made.wait()
+    assert [record.step for at in range(2) if (record := link.arena.record(at))] == [1]
+
+
+def test_a_full_disk_does_not_hide_that_it_is_implausible(bench: Bench) -> None:
+    storage = LateOnOneFile(bench.root)
+    link = InProcessWriter(storage)
+    made = bench.checkpointer(storage=storage, link=link, pauses=(0.0,))
+    storage.full = True
+    bad = {**training(2), "model/w": torch.full((40, 3), math.nan)}
+    assert saved(made, 2, bad) == "implausible: values that are NaN or infinite in model/w (120)"
+    assert bench.told("checkpoint.retried") == []
+    assert [link.arena.record(at) for at in range(2)] == [None, None]
 
 
 def test_stale_weights_are_refused(bench: Bench) -> None:

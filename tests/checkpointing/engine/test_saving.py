@@ -28,7 +28,6 @@ from checkpointing.tiers import TierPlace
 from tests.checkpointing.engine.conftest import NONCE, Bench, blank, same, state
 from tests.checkpointing.storages import Faulty
 
-
 SMALL = CheckpointConfig(staging=StagingConfig(host_memory=1 / 1024))
 
 

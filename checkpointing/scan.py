@@ -55,12 +55,15 @@ class Digester(Protocol):
     def close(self) -> None: ...
 
 
-def digester_of(storage: Storage, folder: str) -> Callable[[], Digester]:
-    """What makes a thread's digester of the files in one folder of a storage."""
+def digester_of(storage: Storage, folder: str, before: "Before | None" = None) -> Callable[[], Digester]:
+    """What makes a thread's digester of the files in one folder of a storage.
+
+    With a `before` that keeps, the page cache keeps what is read, until `before.again`.
+    """
     # A storage that opens files in its own way is read through its own streams.
     if isinstance(storage, LocalStorage) and type(storage).open is LocalStorage.open:
-        root, before = storage.root / folder, Before()
-        return lambda: _Local(root, before)
+        root, known = storage.root / folder, before or Before()
+        return lambda: _Local(root, known)
     return lambda: _Streams(storage, folder)
 
 
@@ -126,9 +129,13 @@ class _Streams:
 
 
 class Before:
-    """What was in the page cache before a scan came by; shared by its threads, as what the kernel reads ahead is."""
+    """What was in the page cache before a scan came by; shared by its threads, as what the kernel reads ahead is.
 
-    def __init__(self) -> None:
+    What was not is let go of at once, unless this `keeps` it for somebody who reads it again.
+    """
+
+    def __init__(self, keeps: bool = False) -> None:
+        self.keeps = keeps
         self._lock = threading.Lock()
         self._files: dict[str, list[bool]] = {}
 
@@ -140,6 +147,20 @@ class Before:
                 places = (min(start + _STRIDE // 2, (start + size) // 2) for start in range(0, size, _STRIDE))
                 self._files[name] = [_resident(descriptor, place // PAGE * PAGE) for place in places]
             return self._files[name]
+
+    def again(self, root: Path) -> None:
+        """Let go of all that was not there before, in the files below `root` that were looked at."""
+        with self._lock:
+            for name, warm in self._files.items():
+                try:
+                    descriptor = os.open(root / name, os.O_RDONLY | os.O_CLOEXEC)
+                except OSError:
+                    continue  # what is gone is not in the cache either
+                try:
+                    for at in (at for at, was_there in enumerate(warm) if not was_there):
+                        os.posix_fadvise(descriptor, at * _STRIDE, _STRIDE, os.POSIX_FADV_DONTNEED)
+                finally:
+                    os.close(descriptor)
 
 
 class _Local:
@@ -155,7 +176,7 @@ class _Local:
         if self._name != reach.name:
             self._open(reach.name)
         found = self._read(reach)
-        if not self._was_warm(reach):
+        if not self._before.keeps and not self._was_warm(reach):
             os.posix_fadvise(self._descriptor, reach.offset, reach.length, os.POSIX_FADV_DONTNEED)
         return found
 
@@ -181,7 +202,7 @@ class _Local:
     def close(self) -> None:
         if self._descriptor >= 0:
             # What the kernel has read beyond the last chunk goes too.
-            if not any(self._warm):
+            if not self._before.keeps and not any(self._warm):
                 os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(self._descriptor)
         self._name, self._descriptor = "", -1

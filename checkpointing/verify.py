@@ -11,7 +11,7 @@ from checkpointing.digests import digest
 from checkpointing.errors import ManifestError
 from checkpointing.index import INDEX, Index, parse_index
 from checkpointing.manifest import COMMIT, MANIFEST, FileEntry, Manifest, parse
-from checkpointing.scan import Scan, digester_of
+from checkpointing.scan import Before, Scan, digester_of
 from checkpointing.storage import LocalStorage, Storage
 
 Progress = Callable[[int, int], None]
@@ -88,8 +88,13 @@ def verify(path: Path, level: int, progress: Progress | None = None) -> Report:
     return verify_in(LocalStorage(path.parent), path.name, level, progress)
 
 
-def verify_in(storage: Storage, name: str, level: int, progress: Progress | None = None) -> Report:
-    """Like `verify`, on any storage; `progress` is told (bytes done, bytes in all) after every chunk."""
+def verify_in(
+    storage: Storage, name: str, level: int, progress: Progress | None = None, before: Before | None = None
+) -> Report:
+    """Like `verify`, on any storage; `progress` is told (bytes done, bytes in all) after every chunk.
+
+    `before` is told what was in the page cache, and may keep what is read for somebody who reads it again.
+    """
     if level not in LEVELS:
         raise ValueError(f"verify level {level}: must be one of {sorted(LEVELS)}")
     start = time.monotonic()
@@ -98,7 +103,7 @@ def verify_in(storage: Storage, name: str, level: int, progress: Progress | None
     if sealed is not None:
         bad = {fault.file for fault in faults}
         wanted = [chunk for chunk in _chosen(sealed, level) if chunk.file.name not in bad]
-        faults = named(storage, sealed, faults + check_chunks(storage, name, wanted, progress))
+        faults = named(storage, sealed, faults + check_chunks(storage, name, wanted, progress, before))
         done = sum(chunk.length for chunk in wanted)
     return Report(ok=not faults, level=level, bytes=done, seconds=time.monotonic() - start, faults=tuple(faults))
 
@@ -169,7 +174,13 @@ def _sampled(chunks: Sequence[Chunk], seed: str) -> list[Chunk]:
     ]
 
 
-def check_chunks(storage: Storage, name: str, chunks: Iterable[Chunk], progress: Progress | None = None) -> list[Fault]:
+def check_chunks(
+    storage: Storage,
+    name: str,
+    chunks: Iterable[Chunk],
+    progress: Progress | None = None,
+    before: Before | None = None,
+) -> list[Fault]:
     """Read `chunks`, several at a time, and compare their digests; faults come in the order of the chunks."""
     wanted = list(chunks)
     order = {(chunk.file.name, chunk.index): at for at, chunk in enumerate(wanted)}
@@ -185,7 +196,7 @@ def check_chunks(storage: Storage, name: str, chunks: Iterable[Chunk], progress:
         if progress:
             progress(done, total)
 
-    Scan(digester_of(storage, name), tell).run(wanted)
+    Scan(digester_of(storage, name, before), tell).run(wanted)
     return [found[at] for at in sorted(found)]
 
 

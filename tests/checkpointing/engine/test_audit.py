@@ -5,7 +5,7 @@ import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pytest
 
@@ -13,12 +13,16 @@ from tests.checkpointing.engine.built import Built, build, columns, rows  # isor
 
 import torch
 
+from checkpointing.engine import audit as audit_module
 from checkpointing.engine import values
 from checkpointing.engine.audit import Expected, audit_in, step_reasons
+from checkpointing.engine.structure import structure_faults
 from checkpointing.index import Index, Piece, TensorInfo
+from checkpointing.scan import _resident
 from checkpointing.storage import LocalStorage
 from checkpointing.verify import Report
 from tests.checkpointing.engine.conftest import Bench
+from tests.checkpointing.test_verify import drop_cache
 
 STEP = 5
 
@@ -82,6 +86,32 @@ def test_a_file_that_nobody_listed_is_named(built: Built, tmp_path: Path) -> Non
     path = built.write(tmp_path)
     (path / "notes.txt").write_text("hello")
     assert reasons(audit(path)) == ["notes.txt: is not listed in manifest.json"]
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("memory", [1 << 40, 0])
+def test_files_stay_in_the_page_cache_from_one_reading_to_the_next_if_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool, memory: int
+) -> None:
+    path = build({"model/large": torch.rand(3 << 20)}).write(tmp_path)
+    looked = []
+
+    def resident() -> set[bool]:
+        with (path / "__0_0.distcp").open("rb") as stream:
+            return {_resident(stream.fileno(), place) for place in range(0, 12 << 20, 1 << 20)}
+
+    def structure(*arguments: Any) -> Any:
+        looked.append(resident())
+        return structure_faults(*arguments)
+
+    monkeypatch.setattr(audit_module, "structure_faults", structure)
+    monkeypatch.setattr(audit_module, "_available", lambda: memory)
+    drop_cache(path / "__0_0.distcp")
+    if cached:
+        (path / "__0_0.distcp").read_bytes()
+    assert audit(path, 3).ok
+    assert looked == [{cached or memory > 0}]
+    assert resident() == {cached}
 
 
 def test_what_the_engine_writes_is_sound(bench: Bench) -> None:

@@ -140,12 +140,15 @@ def _busy(store: "Store", run: str, tier: Tier, number: int, nonce: str) -> str:
 
 def _corrupt(store: "Store", run: "Run", tier: Tier, refused: bool) -> Iterator[Loose]:
     from checkpointing.pins import pinned_names
+    from checkpointing.verdicts import condemned
 
-    bad = {row.name: row.reason for row in store.checkpoints(run.name) if row.trust is Trust.CORRUPT}
+    own = tiers_of(RunDir(Path(run.run_dir)))[0].storage
+    bad = condemned(own, tier.catalog.place, tier.storage)
+    bad.update({row.name: row.reason for row in store.checkpoints(run.name) if row.trust is Trust.CORRUPT})
     if not bad:
         return
     live = _may_live(store, run)
-    pinned = pinned_names(tiers_of(RunDir(Path(run.run_dir)))[0].storage)
+    pinned = pinned_names(own)
     for entry in tier.catalog.committed():
         if entry.name not in bad:
             continue
@@ -194,7 +197,8 @@ def _take(screen: Screen, store: "Store", lease: "Lease | None", item: Loose) ->
         return False
     if gone and item.what == REFUSED and lease is not None:
         places = tiers_of(RunDir(Path(store.run(item.run).run_dir)))
-        if not any(tier.catalog.is_committed(item.name) for tier in places):
+        known = any(row.name == item.name for row in store.checkpoints(item.run))
+        if known and not any(tier.catalog.is_committed(item.name) for tier in places):
             reason = "deleted by `orch ckpt gc --refused`"
             store.trust(item.run, item.name, Trust.DELETED, reason, epoch=lease.epoch, now=time.time())
     return gone

@@ -28,6 +28,7 @@ def ls(screen: Screen, run: str, everything: bool) -> None:
         rows = {row.name: _row(row, now) for row in store.checkpoints(found.name)}
     tiers = tiers_of(RunDir(Path(found.run_dir)))
     _add_places(screen, rows, tiers, now)
+    _add_verdicts(rows, tiers)
     pins = read_pins(tiers[0].storage)
     for name, row in rows.items():
         row["pin"] = pins[name].note if name in pins else None
@@ -39,7 +40,7 @@ def ls(screen: Screen, run: str, everything: bool) -> None:
 def _row(row: Any, now: float) -> dict[str, Any]:
     return {
         "step": row.step, "trust": str(row.trust), "bytes": row.bytes, "path": row.path, "attempt": row.attempt,
-        "name": row.name, "committed_at": iso(row.committed_at), "reason": row.reason, "tiers": [],
+        "name": row.name, "committed_at": iso(row.committed_at), "reason": row.reason, "tiers": [], "verified": [],
         "age": now - row.committed_at,
     }  # fmt: skip
 
@@ -57,9 +58,28 @@ def _add_places(screen: Screen, rows: dict[str, dict[str, Any]], tiers: list[Tie
                 "step": entry.step, "trust": "COMMITTED", "bytes": entry.bytes,
                 "path": f"{tier.catalog.place}/{entry.name}", "attempt": entry.attempt, "name": entry.name,
                 "committed_at": iso(entry.committed_at), "reason": "not yet in the registry", "tiers": [],
-                "age": now - entry.committed_at,
+                "verified": [], "age": now - entry.committed_at,
             }  # fmt: skip
             rows.setdefault(entry.name, fresh)["tiers"].append(tier.label)
+
+
+def _add_verdicts(rows: dict[str, dict[str, Any]], tiers: list[Tier]) -> None:
+    """What `orch ckpt verify` found of copies that are there."""
+    from checkpointing.verdicts import read_verdicts
+
+    labels = {tier.catalog.place: tier.label for tier in tiers}
+    for verdict in sorted(read_verdicts(tiers[0].storage), key=lambda verdict: verdict.at):
+        row, tier = rows.get(verdict.name), labels.get(verdict.place)
+        if row is not None and tier in row["tiers"]:
+            told = {"tier": tier, "ok": verdict.ok, "level": verdict.level, "at": iso(verdict.at)}
+            row["verified"].append({**told, "reason": verdict.reason})
+
+
+def _verified(row: dict[str, Any]) -> str:
+    """The bad copies, or else the newest verification."""
+    bad = [f"INVALID on {found['tier']}" for found in row["verified"] if not found["ok"]]
+    good = [f"level {found['level']}" for found in row["verified"] if found["ok"]]
+    return ", ".join(bad) or (good[-1] if good else "")
 
 
 def _show(screen: Screen, run: str, rows: list[dict[str, Any]]) -> None:
@@ -75,9 +95,12 @@ def _show(screen: Screen, run: str, rows: list[dict[str, Any]]) -> None:
         Column("TIERS", "tiers", spare=1),
         Column("NAME", "name", spare=2),
         Column("PIN", "pin_words"),
+        Column("VERIFIED", "found"),
         Column("WHY", "reason"),
     ]
-    shown = [{**row, "pin_words": (row["pin"] or "pinned") if row["pinned"] else ""} for row in rows]
+    shown = [
+        {**row, "pin_words": (row["pin"] or "pinned") if row["pinned"] else "", "found": _verified(row)} for row in rows
+    ]
     screen.table(columns, shown)
     if not rows:
         screen.note(f"{run} has no checkpoint yet")

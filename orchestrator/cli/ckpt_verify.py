@@ -1,5 +1,6 @@
 """`orch ckpt verify`: from a look at the names up to every value."""
 
+import time
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
@@ -16,6 +17,9 @@ from orchestrator.errors import CheckpointInvalid
 
 if TYPE_CHECKING:
     from checkpointing.verify import Fault, Report
+
+LEAST_KEPT = 2
+"""Level from which on what was found is written down: below it most bytes were not looked at."""
 
 SHOWN = 20
 """Faults of one checkpoint that people are shown; programs get all."""
@@ -36,7 +40,8 @@ SHOWN = 20
 def verify(screen: Screen, target: str, level: int, copies: bool) -> int:
     """Compare a checkpoint's bytes with the digests taken when it was written.
 
-    Without @STEP the newest one; `@all` takes every one. Exit code 7 when any fault is found.
+    Without @STEP the newest one; `@all` takes every one. Exit code 7 when any fault is found. From level 2 on what is
+    found is written down: `orch ckpt ls` shows it, and retention takes a bad copy for no substitute.
     """
     found = find(target, screen.warn)
     chosen = found if copies else list({item.name: item for item in reversed(found)}.values())[::-1]
@@ -51,6 +56,7 @@ def _answer(screen: Screen, target: Target, level: int) -> dict[str, Any]:
         report = _report(target, level, meter)
     rate = report.bytes / report.seconds / 1024**3 if report.seconds > 0 else 0.0
     _show(screen, target, report, rate)
+    _keep(screen, target, report)
     return {
         "name": target.name, "step": target.step, "path": target.path, "ok": report.ok, "level": report.level,
         "bytes": report.bytes, "seconds": round(report.seconds, 4), "gib_per_s": round(rate, 3), "tier": target.tier,
@@ -101,6 +107,27 @@ def _whole(target: Target, level: int, meter: Any) -> "Report":
     config = target.config
     report: Report = audit_in(target.storage, target.name, level, meter, lambda manifest: expected(manifest, config))
     return report
+
+
+def _keep(screen: Screen, target: Target, report: "Report") -> None:
+    """Write down what was found of a run's checkpoint: retention must not rely on a bad copy."""
+    if target.run_dir is None or report.level < LEAST_KEPT:
+        return
+    from checkpointing import verdicts
+    from checkpointing.catalog import Catalog
+    from checkpointing.storage import LocalStorage
+
+    own = LocalStorage(target.run_dir.checkpoints)
+    place = target.path.rpartition("/")[0]
+    try:
+        found = verdicts.Verdict(
+            name=target.name, place=place, manifest=verdicts.manifest_of(target.storage, target.name), ok=report.ok,
+            level=report.level, at=time.time(), reason=_line(report.faults[0]) if report.faults else "",
+        )  # fmt: skip
+        verdicts.record(own, found)
+        verdicts.forget(own, place, Catalog(place, target.storage).names())
+    except OSError as error:
+        screen.warn("NotKept", f"what was found of {target.name} could not be written down: {error}")
 
 
 def _show(screen: Screen, target: Target, report: "Report", rate: float) -> None:

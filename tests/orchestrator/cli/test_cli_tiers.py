@@ -4,6 +4,7 @@ import errno
 import shutil
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -34,7 +35,7 @@ def folder(seeds: Seeds, run: str) -> Path:
     return seeds.root / run / "checkpoints"
 
 
-def tiered(seeds: Seeds, run: str, *tiers: dict[str, object]) -> None:
+def tiered(seeds: Seeds, run: str, *tiers: Mapping[str, object]) -> None:
     (seeds.root / run / "config.json").write_text(dump_line({"checkpoint": {"tiers": list(tiers)}}))
 
 
@@ -107,7 +108,7 @@ def test_gc_stops_when_an_attempt_begins_meanwhile(
     over(seeds, run)
     delete = collect.delete
 
-    def begun(storage: Storage, name: str, fence: collect.Callable[[], bool]) -> bool:
+    def begun(storage: Storage, name: str, fence: Callable[[], bool]) -> bool:
         next_attempt(seeds, run)
         return delete(storage, name, fence)
 
@@ -237,8 +238,8 @@ def test_a_node_s_own_part_is_verified_as_such(orch: Type, run: str, nodes: tupl
 def test_a_complete_copy_comes_before_the_part_of_a_node(
     orch: Type, seeds: Seeds, run: str, nodes: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    tiers = [{"path": str(tmp_path / "nvme"), "shared": False}, {"path": "run"}, {"path": str(tmp_path / "slow")}]
-    tiered(seeds, run, *tiers)
+    fast, slow = {"path": str(tmp_path / "nvme"), "shared": False}, {"path": str(tmp_path / "slow")}
+    tiered(seeds, run, fast, {"path": "run"}, slow)
     (tmp_path / "slow" / run).mkdir(parents=True)
     make(LocalStorage(tmp_path / "slow" / run), 60, nonce=NONCE)
     (row,) = orch("ckpt", "verify", run, "--json").data

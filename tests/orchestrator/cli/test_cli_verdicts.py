@@ -1,0 +1,76 @@
+"""What `orch ckpt verify` finds is written down, shown, and counts."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from checkpointing.storage import LocalStorage
+from checkpointing.verdicts import condemned, read_verdicts
+from orchestrator.states import AttemptState, RunState
+from tests.checkpointing.made import make
+from tests.orchestrator.cli.conftest import Seeds, Type
+
+NONCE = "0123abcd"
+
+
+@pytest.fixture
+def root(seeds: Seeds) -> Path:
+    """The checkpoints of the run `tiny-1`: step 50 is damaged, 100 is whole."""
+    place = seeds.root / seeds.run() / "checkpoints"
+    place.mkdir(parents=True)
+    for step in (50, 100):
+        make(LocalStorage(place), step, nonce=NONCE, now=time.time())
+    (place.parent / "config.json").write_text("{}")
+    (place / f"step-00000050.001-{NONCE}" / "__1_0.distcp").write_bytes(b"z" * 500)
+    return place
+
+
+def test_a_bad_copy_is_written_down_and_shown(orch: Type, root: Path) -> None:
+    assert orch("ckpt", "verify", "tiny-1@all").code == 7
+    found = condemned(LocalStorage(root), str(root), LocalStorage(root))
+    assert found == {f"step-00000050.001-{NONCE}": "__1_0.distcp, chunk 0: digest differs"}
+    rows = {row["step"]: row["verified"] for row in orch("ckpt", "ls", "tiny-1", "--json").data}
+    told = {step: [(item["tier"], item["ok"], item["level"]) for item in items] for step, items in rows.items()}
+    assert told == {50: [("run", False, 2)], 100: [("run", True, 2)]}
+    said = orch("ckpt", "ls", "tiny-1").out
+    assert ("INVALID on run" in said, "level 2" in said) == (True, True)
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_a_look_at_some_bytes_is_no_verdict(orch: Type, root: Path, level: int) -> None:
+    orch("ckpt", "verify", "tiny-1@all", "--level", level)
+    assert read_verdicts(LocalStorage(root)) == []
+
+
+def test_a_checkpoint_by_its_folder_is_the_run_s(orch: Type, root: Path) -> None:
+    orch("ckpt", "verify", root / f"step-00000050.001-{NONCE}")
+    assert list(condemned(LocalStorage(root), str(root), LocalStorage(root))) == [f"step-00000050.001-{NONCE}"]
+
+
+def test_a_run_s_folder_that_cannot_be_written_to_is_no_reason_to_fail(
+    orch: Type, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(_storage: LocalStorage, path: str, _data: bytes) -> None:
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(LocalStorage, "publish", read_only)
+    done = orch("ckpt", "verify", "tiny-1@100")
+    assert (done.code, "could not be written down" in done.err) == (0, True)
+
+
+def test_gc_takes_a_copy_that_was_found_bad_when_asked(orch: Type, seeds: Seeds, root: Path) -> None:
+    orch("ckpt", "verify", "tiny-1@all")
+    now = time.time()
+    seeds.store.move_attempt("tiny-1", 1, AttemptState.ENDED, "over", epoch=seeds.epoch, now=now)
+    seeds.store.move_run("tiny-1", RunState.FAILED, "a bug", epoch=seeds.epoch, now=now)
+    (row,) = orch("ckpt", "gc", "tiny-1", "--json").data
+    assert (row["done"], "digest differs" in row["reason"]) == ("left", True)
+    lease = seeds.store.lease()
+    assert lease is not None
+    seeds.store.drop_lease(lease)
+    (row,) = orch("ckpt", "gc", "tiny-1", "--refused", "--json").data
+    assert (row["done"], row["name"]) == ("deleted", f"step-00000050.001-{NONCE}")
+    assert sorted(path.name for path in root.glob("step-*")) == [f"step-00000100.001-{NONCE}"]
+    orch("ckpt", "verify", "tiny-1")
+    assert [verdict.ok for verdict in read_verdicts(LocalStorage(root))] == [True], "what is gone needs no verdict"

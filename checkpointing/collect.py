@@ -98,16 +98,37 @@ def _judged(
     return verdict(False, f"half-written by attempt {attempt} ({nonce}), which is not known to have ended")
 
 
-def act(storage: Storage, verdicts: Sequence[Verdict], fence: Callable[[], bool]) -> list[str]:
-    """Delete what was decided on; returns the names that are gone, fewer when the fence was lost. Raises OSError."""
-    gone = []
+def act(
+    storage: Storage,
+    verdicts: Sequence[Verdict],
+    fence: Callable[[], bool],
+    gone: Callable[[Folder], object] = lambda folder: None,
+) -> list[str]:
+    """Delete what was decided on; returns the names that are gone, fewer when the fence was lost.
+
+    `gone` is told of each folder. One that cannot be deleted keeps none of the others; then raises its OSError.
+    """
+    names, errors = [], []
     for verdict in verdicts:
         if not verdict.collect:
             continue
-        if not delete(storage, verdict.folder.name, fence):
-            break
-        gone.append(verdict.folder.name)
-    return gone
+        try:
+            if not delete(storage, verdict.folder.name, fence):
+                break
+        except OSError as error:
+            errors.append(error)
+            continue
+        names.append(verdict.folder.name)
+        gone(verdict.folder)
+    if errors:
+        raise errors[0]
+    return names
+
+
+def epochs(texts: Iterable[str]) -> set[Epoch]:
+    """What `<attempt>-<nonce>` stands for; anything else stands for nobody."""
+    parts = [text.partition("-") for text in texts]
+    return {(int(attempt), nonce) for attempt, _, nonce in parts if attempt.isdecimal() and nonce}
 
 
 def delete(storage: Storage, name: str, fence: Callable[[], bool]) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from checkpointing.catalog import Entry
-from checkpointing.collect import act, delete, plan, survey
+from checkpointing.collect import Folder, State, act, delete, epochs, plan, survey
 from checkpointing.commit import parse_name
 from checkpointing.config import RetentionConfig
 from checkpointing.durable import number
@@ -17,7 +17,7 @@ from checkpointing.storage import Storage
 from checkpointing.tiers import TierPlace
 from checkpointing.verify import read_sealed
 
-__all__ = ["FLOOR", "Owner", "Policy", "delete", "doomed", "judge", "metric_of", "retain"]
+__all__ = ["FLOOR", "Owner", "Policy", "delete", "doomed", "judge", "metric_of", "retain", "tidy"]
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +39,10 @@ class Owner(Protocol):
 
     @property
     def inherit(self) -> tuple[str, ...]: ...
+
+    @property
+    def over(self) -> tuple[str, ...]:
+        """`<attempt>-<nonce>` of earlier attempts, which write no more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,11 +159,25 @@ def retain(
     raises OSError: old checkpoints that cannot be deleted yet are no reason to fail.
     """
     sweep = _Pass(place, policy, owner, newest, fence, tell, held, pins or place.storage)
+    metrics = metrics if metrics is not None else {}
+    parts: list[Callable[[], bool]] = [lambda: sweep.let_go(refused, metrics), sweep.forget, sweep.collect]
+    for part in parts:
+        try:
+            if not part():
+                return
+        except OSError as error:
+            _log.warning("%s: old checkpoints could not be deleted yet: %s", place.path, error)
+
+
+def tidy(place: TierPlace, owner: Owner, there: Collection[str], fence: Callable[[], bool], tell: Tell) -> None:
+    """At a start: collect what died half-written among the folders `there`; raises no OSError either.
+
+    A disk that is full of debris takes no save, and retention comes only after one.
+    """
     try:
-        if sweep.let_go(refused, metrics if metrics is not None else {}):
-            sweep.collect()
+        _Pass(place, Policy(), owner, "", fence, tell, (), place.storage).collect(there)
     except OSError as error:
-        _log.warning("%s: old checkpoints could not be deleted yet: %s", place.path, error)
+        _log.warning("%s: half-written checkpoints could not be deleted yet: %s", place.path, error)
 
 
 @dataclass(frozen=True)
@@ -183,14 +201,42 @@ class _Pass:
             return True
         refused = {*refused, *self._unsound(entries, refused, metrics)}
         facts = {"metrics": metrics, "pinned": pinned, "refused": refused, "held": self.held, "newest": self.newest}
-        for entry, _ in doomed(entries, rule, **facts):
-            # Asked again: somebody may pin it while its elders are being deleted.
-            if entry.name in pinned_names(self.pins):
-                continue
-            if not delete(catalog.storage, entry.name, self.fence):
-                return False
-            self.tell("checkpoint.deleted", {"step": entry.step, "name": entry.name, "tier": self.place.path})
+        return self._delete([entry for entry, _ in doomed(entries, rule, **facts)])
+
+    def forget(self) -> bool:
+        """On a node's own disk: delete what attempts that are over left to nobody, once this one has its own there."""
+        place, owner, over = self.place, self.owner, epochs(self.owner.over)
+        if place.shared or not over:
+            return True
+        committed = place.catalog.committed()
+        own = [entry for entry in committed if (entry.attempt, entry.nonce) == (owner.attempt, owner.nonce)]
+        if len(own) < FLOOR:
+            return True
+        left = [entry for entry in committed if (entry.attempt, entry.nonce) in over]
+        return self._delete([entry for entry in left if entry.name not in {*owner.inherit, *self.held}][::-1])
+
+    def _delete(self, entries: Sequence[Entry]) -> bool:
+        """False when the fence was lost; one that cannot be deleted keeps none of the others, then raises OSError."""
+        errors = []
+        for entry in entries:
+            try:
+                # Asked again: somebody may pin it while its elders are being deleted.
+                if entry.name in pinned_names(self.pins):
+                    continue
+                if not delete(self.place.storage, entry.name, self.fence):
+                    return False
+            except OSError as error:
+                errors.append(error)
+            else:
+                self._tell_gone(entry.name)
+        if errors:
+            raise errors[0]
         return True
+
+    def _tell_gone(self, name: str) -> None:
+        parts = parse_name(name)
+        step = parts.step if parts is not None else 0
+        self.tell("checkpoint.deleted", {"step": step, "name": name, "tier": self.place.path})
 
     def _unsound(self, entries: Sequence[Entry], refused: Collection[str], metrics: Metrics) -> set[str]:
         """Those that no longer are what was committed, by names and sizes: no substitutes for anything."""
@@ -206,14 +252,22 @@ class _Pass:
             metrics[entry.name] = metric_of(manifest, self.policy.metric)
         return unsound
 
-    def collect(self) -> None:
+    def collect(self, there: Collection[str] | None = None) -> bool:
+        """Collect debris, `there` limits it to some folders; a deletion that somebody began is told at its end."""
         owner = self.owner
         ended = {(parts.attempt, parts.nonce) for name in owner.inherit if (parts := parse_name(name)) is not None}
+        ended |= epochs(owner.over)
         verdicts = plan(
-            survey(self.place.catalog),
+            [folder for folder in survey(self.place.catalog) if there is None or folder.name in there],
             owner=(owner.attempt, owner.nonce),
             ended=ended,
             inherit=owner.inherit,
             busy=self.held,
         )
-        act(self.place.storage, verdicts, self.fence)
+
+        def gone(folder: Folder) -> None:
+            if folder.state is State.BURIED and folder.epoch in {(owner.attempt, owner.nonce), *ended}:
+                self._tell_gone(folder.name)
+
+        act(self.place.storage, verdicts, self.fence, gone)
+        return True

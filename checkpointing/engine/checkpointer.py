@@ -26,10 +26,11 @@ from checkpointing.engine.looking_back import look_back
 from checkpointing.engine.memory import Memory
 from checkpointing.engine.planning import Plan, agree_on_plan, budgeted
 from checkpointing.engine.restoring import Restored, Restorer
-from checkpointing.engine.saving import Job, Owner, Saved, Saver, Writer
+from checkpointing.engine.saving import Job, Owner, Saved, Saver, Tell, Writer
 from checkpointing.engine.sources import MayLack
 from checkpointing.engine.staging import Stager, Structure
 from checkpointing.engine.telling import Teller
+from checkpointing.engine.tidying import Tidying
 from checkpointing.retention import Metrics, Policy, retain
 from checkpointing.storage import Storage, storage_at
 from checkpointing.tiers import TierPlace
@@ -71,18 +72,20 @@ class Checkpointer:
         leads_node: bool = True,
         trust_foreign: bool = False,
         perhaps: Collection[str] = (),
+        over: Sequence[str] = (),
         pauses: Sequence[float] = PAUSES,
     ) -> None:
         """Create the process groups of the saves: collective, on the caller's thread, before any training step.
 
         `link` goes to the writer that the agent owns; without one, a writer of one's own is started when needed (in
         threads of this process when `storage` is given, which another process could not see). `pauses` are the seconds
-        before a failed save is tried again. `perhaps` are those of `inherit` that need not be there.
+        before a failed save is tried again. `perhaps` are those of `inherit` that need not be there, `over` the
+        attempts that write no more, as `<attempt>-<nonce>`.
         """
         self._config = config or CheckpointConfig(keep=keep)
         self._places = tuple(tiers) or (_alone(root, storage, keep),)
         self._storage, self._link = storage, link
-        self._owner = Owner(token_attempt, nonce, tuple(inherit), fence)
+        self._owner = Owner(token_attempt, nonce, tuple(inherit), fence, tuple(over))
         self._world, self._leads_node = _plain(world, "world"), leads_node
         self._teller = Teller(on_event)
         # A disk may keep a rank in its save for long; a dead peer shows at once all the same.
@@ -95,6 +98,7 @@ class Checkpointer:
         self._flusher: Flusher | None = None
         self._pins = storage_at(root) if tiers else self._places[0].storage
         self._metrics: Metrics = {}
+        self._tidying = Tidying()
         self._stager: Stager | None = None
         self._saver: Saver | None = None
         self._lane: Lane | None = None
@@ -259,20 +263,27 @@ class Checkpointer:
     def _retain(self, newest: str) -> None:
         """Let go in the first tier of what is not kept any more; the flush lane does it in the others."""
         place = self._places[0]
-        if not (self._ranks.leads if place.shared else self._leads_node):
+        if not self._looks_after(place):
             return
-        retain(
-            place,
-            Policy.of(place.keep, self._config.retention),
-            self._owner,
-            newest,
-            self._owner.fence,
-            self._restorer.doubts.of(place.path),
-            self._teller.tell if self._ranks.leads else _tell_nobody,
-            held=self._flusher.held if self._flusher is not None else (),
-            pins=self._pins,
-            metrics=self._metrics,
-        )
+        with self._tidying.alone:
+            retain(
+                place,
+                Policy.of(place.keep, self._config.retention),
+                self._owner,
+                newest,
+                self._owner.fence,
+                self._restorer.doubts.of(place.path),
+                self._tell_of_deletions(),
+                held=self._flusher.held if self._flusher is not None else (),
+                pins=self._pins,
+                metrics=self._metrics,
+            )
+
+    def _looks_after(self, place: TierPlace) -> bool:
+        return self._ranks.leads if place.shared else self._leads_node
+
+    def _tell_of_deletions(self) -> Tell:
+        return self._teller.tell if self._ranks.leads else _tell_nobody
 
     def before_optimizer_step(self) -> None:
         """Return when the tensors of the last save may change; without lazy staging that is always so."""
@@ -295,6 +306,8 @@ class Checkpointer:
         """
         self.wait()
         restored = self._restorer.run(tensors, MayLack(alone=optional_prefixes, together=optional_folders))
+        if self._looks_after(self._places[0]):
+            self._tidying.begin(self._places[0], self._owner, self._tell_of_deletions())
         if restored is None:
             self.committed_step = self.agreed_committed_step = None
             return None
@@ -317,6 +330,7 @@ class Checkpointer:
         self.wait()
         if self._lane is not None:
             self._lane.close()
+        self._tidying.wait()
         if self._flusher is not None:
             if flush_for is not None:
                 self._flusher.drain(flush_for)

@@ -2,7 +2,7 @@
 
 import errno
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +154,7 @@ class Whose:
     attempt: int = 1
     nonce: str = NONCE
     inherit: tuple[str, ...] = ()
+    over: tuple[str, ...] = ()
 
 
 class Tier:
@@ -265,6 +266,56 @@ def test_debris_of_its_own_and_of_ended_attempts_goes_with_it(tier: Tier) -> Non
     (tier.root / buried / DELETED).write_text("")
     tier.retain(names[-1], Policy(keep=3), Whose(inherit=(handed,)), held=[half_held])
     assert {path.name for path in tier.root.iterdir()} == {*names, half_held, handed, half_foreign}
+
+
+def test_debris_of_attempts_that_left_nothing_else_goes_by_name_and_nonce(tier: Tier) -> None:
+    names = tier.make(1, 2)
+    (half,) = tier.make(3, attempt=1, nonce="00000001")
+    (half_foreign,) = tier.make(4, attempt=1, nonce="99999999")
+    for name in (half, half_foreign):
+        (tier.root / name / "COMMIT").unlink()
+    tier.retain(names[-1], owner=Whose(over=("1-00000001", "2", "x-99999999", "")))
+    assert {path.name for path in tier.root.iterdir()} == {*names, half_foreign}
+
+
+def test_a_deletion_that_is_finished_for_somebody_is_told(tier: Tier) -> None:
+    names = tier.make(1, 2)
+    own, handed, foreign = *tier.make(3), *tier.make(4, nonce="00000001"), *tier.make(5, nonce="99999999")
+    for name in (own, handed, foreign):
+        (tier.root / name / DELETED).write_text("")
+    tier.retain(names[-1], owner=Whose(over=("1-00000001",)))
+    assert {path.name for path in tier.root.iterdir()} == set(names)
+    assert [data["name"] for kind, data in tier.told if kind == "checkpoint.deleted"] == [handed, own]
+
+
+def test_one_folder_that_cannot_go_keeps_no_other_one(tier: Tier, caplog: pytest.LogCaptureFixture) -> None:
+    names = tier.make(1, 2, 3, 4)
+    half, other = tier.make(6, 5)
+    for name in (half, other):
+        (tier.root / name / "COMMIT").unlink()
+    for name in (half, names[0]):
+        (tier.root / name / "mine").mkdir()
+        (tier.root / name / "mine" / "notes").write_text("keep me")
+    with caplog.at_level(logging.WARNING):
+        tier.retain(names[-1])
+    assert {path.name for path in tier.root.iterdir()} == {*names[2:], names[0], half}
+    assert [data["name"] for _, data in tier.told] == [names[1]]
+    assert caplog.text.count("not empty") == 2
+
+
+def test_a_nodes_own_disk_is_rid_of_what_no_attempt_inherits(tier: Tier) -> None:
+    gone, handed, pinned = tier.make(1, 2, 3, nonce="00000001")
+    tier.make(4, nonce="99999999")
+    owner = Whose(inherit=(handed,), over=("1-00000001",))
+    pin(tier.storage, pinned, "", 0.0)
+    tier.retain(*tier.make(10), Policy(keep=9), owner)
+    assert tier.steps() == [10, 4, 3, 2, 1], "a shared tier is the next attempt's business"
+    tier.place = replace(tier.place, shared=False)
+    tier.retain(tier.place.catalog.names()[0], Policy(keep=9), owner)
+    assert tier.steps() == [10, 4, 3, 2, 1], "one of its own is not enough"
+    tier.retain(*tier.make(11), Policy(keep=9), owner)
+    assert tier.steps() == [11, 10, 4, 3, 2]
+    assert [data["name"] for _, data in tier.told] == [gone]
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ class Whose:
     attempt: int = 1
     nonce: str = NONCE
     inherit: tuple[str, ...] = ()
+    over: tuple[str, ...] = ()
 
 
 @pytest.fixture

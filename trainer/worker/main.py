@@ -164,6 +164,7 @@ def _checkpointer(
         nonce=token.nonce,
         inherit=(*token.checkpoints, *token.perhaps),
         perhaps=token.perhaps,
+        over=token.over,
         process_group=None,
         fence=lambda: holds(go, token),
         keep=config.checkpoint.keep,

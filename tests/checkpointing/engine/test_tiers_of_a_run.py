@@ -1,5 +1,6 @@
 """A run with a fast and a slow tier, one rank: its end, what it lets go, and what its start tidies."""
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -141,3 +142,35 @@ def test_a_copy_that_is_bad_in_memory_alone_is_trusted_on_disk() -> None:
     doubts = Doubts()
     doubts.refuse("memory", "some")
     assert (doubts.of("/fast"), doubts.of("memory")) == (frozenset(), {"some"})
+
+
+# ---- what a start tidies
+
+
+def until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20.0
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("fresh", [False, True], ids=["restored", "from-nothing"])
+def test_debris_goes_at_the_next_start_before_any_save(make_run: Callable[..., Run], fresh: bool) -> None:
+    """On a full disk there would be no save after which it could go."""
+    run = make_run()
+    first = run.checkpointer()
+    if not fresh:
+        run.saved(first, 10)
+    first.close()
+    whole = {path.name for path in run.fast.iterdir()} if run.fast.exists() else set()
+    own, over = f"step-00000020.001-{NONCE}", "step-00000030.001-00000001"
+    foreign = "step-00000040.001-99999999"
+    for name in (own, over, foreign):
+        (run.fast / name).mkdir(parents=True)
+        (run.fast / name / "__0_0.distcp").write_bytes(b"half")
+    again = run.checkpointer(over=("1-00000001",))
+    again.prepare(blank())
+    assert (again.restore(blank()) is None) == fresh
+    until(lambda: {path.name for path in run.fast.iterdir()} == {*whole, foreign})
+    run.saved(again, 20)
+    assert run.steps(run.fast)[0] == 20

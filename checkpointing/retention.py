@@ -15,6 +15,7 @@ from checkpointing.manifest import Manifest
 from checkpointing.pins import pinned_names
 from checkpointing.storage import Storage
 from checkpointing.tiers import TierPlace
+from checkpointing.verdicts import condemned
 from checkpointing.verify import read_sealed
 
 __all__ = ["FLOOR", "Owner", "Policy", "delete", "doomed", "judge", "metric_of", "retain", "tidy"]
@@ -82,9 +83,9 @@ def judge(
 ) -> list[Judged]:
     """Decide on every committed checkpoint; `entries` are newest first, and so is the result.
 
-    `refused` ones (not trusted: SUSPECT, CORRUPT, refused by a restore) count as nobody's substitute and stay as
-    evidence. `held` ones are being read; `newest` was just committed, which after a roll-back need not be the highest
-    step. `metrics` by name; a checkpoint without a finite one is never among the best.
+    `refused` ones (not trusted: SUSPECT, CORRUPT, refused by a restore or by a verification) count as nobody's
+    substitute and stay as evidence. `held` ones are being read; `newest` was just committed, which after a roll-back
+    need not be the highest step. `metrics` by name; a checkpoint without a finite one is never among the best.
     """
     trusted = [entry for entry in entries if entry.name not in refused]
     recent = {entry.name for entry in trusted[: max(policy.keep, FLOOR)]}
@@ -199,7 +200,8 @@ class _Pass:
         rule = self.policy
         if len(entries) <= max(rule.keep, FLOOR):
             return True
-        refused = {*refused, *self._unsound(entries, refused, metrics)}
+        refused = {*refused, *condemned(self.pins, self.place.path, self.place.storage)}
+        refused |= self._unsound(entries, refused, metrics)
         facts = {"metrics": metrics, "pinned": pinned, "refused": refused, "held": self.held, "newest": self.newest}
         return self._delete([entry for entry, _ in doomed(entries, rule, **facts)])
 

@@ -1,11 +1,14 @@
 """Verdicts of verifications by hand: what is kept of them, and which copies they are about."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from checkpointing.catalog import Catalog
+from checkpointing.retention import Policy, retain
 from checkpointing.storage import LocalStorage
+from checkpointing.tiers import TierPlace
 from checkpointing.verdicts import VERDICTS, Verdict, condemned, forget, manifest_of, read_verdicts, record
-from tests.checkpointing.made import make
+from tests.checkpointing.made import NONCE, make
 
 
 def bad(storage: LocalStorage, name: str, place: str) -> Verdict:
@@ -71,3 +74,21 @@ def test_a_damaged_verdict_is_none(tmp_path: Path) -> None:
         file.write_bytes(file.read_bytes().replace(name.encode(), b"../../etc"))
     (tmp_path / VERDICTS / "notes").write_text("[]")
     assert read_verdicts(storage) == []
+
+
+@dataclass(frozen=True)
+class Whose:
+    attempt: int = 1
+    nonce: str = NONCE
+    inherit: tuple[str, ...] = ()
+    over: tuple[str, ...] = ()
+
+
+def test_retention_takes_a_condemned_copy_for_nobody_s_substitute(tmp_path: Path) -> None:
+    """Its sizes are right: only whoever read every byte knows."""
+    storage = LocalStorage(tmp_path)
+    names = [make(storage, step) for step in (10, 20, 30, 40)]
+    record(storage, bad(storage, names[2], str(tmp_path)))
+    place = TierPlace(path=str(tmp_path), storage=storage, catalog=Catalog(tmp_path, storage))
+    retain(place, Policy(keep=2), Whose(), names[3], lambda: True, (), lambda kind, data: None)
+    assert [entry.step for entry in place.catalog.committed()] == [40, 30, 20]

@@ -11,13 +11,14 @@ class TensorDiff:
     """One tensor in two checkpoints; a side that lacks it is None, numbers are None where nothing can be compared.
 
     `largest` is the largest absolute difference of a value, `relative` the norm of the difference over the larger of
-    the two norms, `changed` the share of values whose bits differ.
+    the two norms, `changed` the share of values whose bits differ. `by_fingerprint`: only fingerprints were compared.
     """
 
     key: str
     first: TensorInfo | None
     second: TensorInfo | None
     equal: bool = False
+    by_fingerprint: bool = False
     largest: float | None = None
     relative: float | None = None
     changed: float | None = None

@@ -64,7 +64,9 @@ def _told(first: Side, second: Side, key: str) -> TensorDiff:
     equal = here is not None and here == there and mark is not None and mark == second.fingerprints.get(key)
     if not equal:
         return TensorDiff(key=key, first=here, second=there)
-    return TensorDiff(key=key, first=here, second=there, equal=True, largest=0.0, relative=0.0, changed=0.0)
+    return TensorDiff(
+        key=key, first=here, second=there, equal=True, by_fingerprint=True, largest=0.0, relative=0.0, changed=0.0
+    )
 
 
 class _Reader:

@@ -3,6 +3,10 @@
 A tensor is read as a matrix of words (32, 16 or 8 bits, as its values are wide): row = index in the first dimension,
 column = place in the rest. With an odd weight for every row and one for every column, taken from their global numbers,
 the two weighted sums modulo 2^32 are linear: what the shards contribute adds up to what the whole has.
+
+They tell a stale, torn or misplaced tensor from the right one; they are no digests, which every byte has besides. The
+highest bit of a 32-bit word weighs 2^31 whatever its weight, so an even number of changed signs, in a tensor of 4- or
+8-byte floats that is otherwise the same, leaves both sums as they were: such a tensor and its negative look alike.
 """
 
 import math

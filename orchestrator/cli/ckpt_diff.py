@@ -101,6 +101,8 @@ def _what(item: "TensorDiff") -> str:
         return f"shape {list(here.shape)} -> {list(there.shape)}"
     if here.dtype != there.dtype:
         return f"dtype {here.dtype} -> {there.dtype}"
+    if item.by_fingerprint:
+        return "equal by fingerprint"
     return "equal" if item.equal else "changed"
 
 

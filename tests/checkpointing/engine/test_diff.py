@@ -53,6 +53,7 @@ def test_equal_values_are_equal_however_they_are_spread(tmp_path: Path, fingerpr
         first.fingerprints = None
     found = differences(tmp_path, first, second)
     assert all(item.equal and (item.largest, item.relative, item.changed) == (0, 0, 0) for item in found.values())
+    assert {item.by_fingerprint for item in found.values()} == {fingerprints}
 
 
 @pytest.mark.parametrize("block", [32, 1 << 26])

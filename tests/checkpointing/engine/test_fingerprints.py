@@ -41,6 +41,17 @@ def test_it_is_what_its_definition_says(dtype: torch.dtype, shape: tuple[int, ..
     assert fingerprint(tensor) == plainly(tensor)
 
 
+def test_an_even_number_of_changed_signs_is_seen_only_in_short_floats() -> None:
+    """The limit that is written down for them: nothing may be promised beyond it."""
+    tensor = torch.randn(4, 6, generator=torch.Generator().manual_seed(2))
+    assert fingerprint(-tensor) == fingerprint(tensor)
+    assert fingerprint(-tensor.bfloat16()) != fingerprint(tensor.bfloat16())
+    tensor[0, 0] *= -1
+    odd = fingerprint(tensor)
+    tensor[0, 0] *= -1
+    assert odd != fingerprint(tensor)
+
+
 @pytest.mark.parametrize("shape", [(300_000,), (3, 300_000), (400_000, 2)], ids=str)
 def test_long_ranges_are_cut_into_slices_that_add_up(shape: tuple[int, ...]) -> None:
     tensor = values(torch.int32, shape)

@@ -63,12 +63,21 @@ class Flusher:
         self._metrics: list[Metrics] = [{} for _ in self._places]
         self._asides = [Aside(place.path) for place in self._places]
         self._transfer = Transfer(
-            self._places, self._asides, ranks, owner, link, self._patience, leads_node, lambda: self._closing
+            self._places,
+            self._asides,
+            ranks,
+            owner,
+            link,
+            self._patience,
+            leads_node,
+            lambda: self._closing,
+            self._told_short,
         )
         self._last: dict[int, str] = {}
         self._bad: set[tuple[int, str]] = set()
         self._changed = threading.Condition()
         self._signals = self._done = self._whole = self._everything = 0
+        self._stuck: set[int] = set()
         self._reached = [0] * len(self._places)
         self._latest: str | None = None
         self._closing = self._ended = False
@@ -147,7 +156,8 @@ class Flusher:
         if closing:
             return False
         arrived = []
-        for target in range(1, len(self._places)):
+        # The same on all ranks: who gave no answer, or was too slow, waits for those who did answer.
+        for target in sorted(range(1, len(self._places)), key=lambda target: target in self._stuck):
             arrived.append(self._serve_tier(target, everything))
             self._reached[target] = upto
         with self._changed:
@@ -160,6 +170,7 @@ class Flusher:
     def _serve_tier(self, target: int, everything: bool) -> bool:
         """Bring one tier up to date; False when it should have received something and did not."""
         route = self._ranks.broadcast(tried(lambda: self._route(target, everything)) if self._ranks.leads else None)
+        self._stuck.discard(target)
         if route == ():
             return True
         start = time.monotonic()
@@ -169,6 +180,8 @@ class Flusher:
             return True
         if short.bad and isinstance(route, Route):
             self._bad.add((route.source, route.manifest.name))
+        if short.stuck:
+            self._stuck.add(target)
         self._told_short(target, short)
         return False
 

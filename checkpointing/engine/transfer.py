@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import errno
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
@@ -21,7 +22,7 @@ from checkpointing.tiers import TierPlace
 
 T = TypeVar("T")
 
-_SLOW_DISK = 8.0  # MiB/s
+_SLOW_DISK, _DISK = 8.0, 64.0  # MiB/s
 _GLANCE = 0.2
 
 
@@ -73,10 +74,15 @@ class Transfer:
         patience: Patience,
         leads_node: bool,
         given_up: Callable[[], bool],
+        slow: "Callable[[int, Short], None]" = lambda target, short: None,
     ) -> None:
-        """`given_up` is asked on rank 0 while copies are under way, which then are no longer waited for."""
+        """`given_up` is asked on rank 0 while copies are under way, which then are no longer waited for.
+
+        `slow` is told there, once, of copies that take far longer than they should, long before they are given up.
+        """
         self._places, self._asides, self._ranks, self._owner = places, asides, ranks, owner
         self._link, self._patience, self._leads_node, self._given_up = link, patience, leads_node, given_up
+        self._slow = slow
 
     def run(self, route: Route) -> Short | None:
         """Copy and seal; None when the checkpoint is committed at the target, else the same reason on every rank."""
@@ -89,7 +95,7 @@ class Transfer:
         if isinstance(shares, Short):
             return shares  # the same on every rank: all have computed it from the same lists
         mine = shares[self._ranks.rank]
-        short = _first(self._copied(route, mine))
+        short = _first(self._copied(route, mine, max(map(_size, shares))))
         return short or _first(self._ranks.all_gather(tried(lambda: self._sealed(route, mine))))
 
     def leads(self, target: int) -> bool:
@@ -103,10 +109,11 @@ class Transfer:
         listed = self._asides[route.source].run(lambda: place.storage.list(route.manifest.name), self._patience.access)
         return frozenset(listed)
 
-    def _copied(self, route: Route, files: tuple[FileEntry, ...]) -> list[Copied | Short | None]:
+    def _copied(self, route: Route, files: tuple[FileEntry, ...], most: int) -> list[Copied | Short | None]:
         """What became of every rank's copies; a rank that is done waits here for the others, and hears of them."""
         begun = tried(lambda: self._begin(route, files))
         late = time.monotonic() + self._allowed(route, files)
+        word = time.monotonic() + self._patience.access + self._usual(route, most)
         while True:
             mine = begun if isinstance(begun, Short) else self._outcome(route, begun, late)
             told = self._ranks.all_gather((mine, self._ranks.leads and self._given_up()))
@@ -115,6 +122,10 @@ class Transfer:
                 return outcomes
             if any(given_up for _, given_up in told):
                 return [Short("given up for now: the run ends")]
+            if time.monotonic() >= word:
+                word = math.inf
+                waiting = ", ".join(str(rank) for rank, outcome in enumerate(outcomes) if outcome is None)
+                self._slow(route.target, Short(f"still under way (rank {waiting})", stuck=True))
 
     def _begin(self, route: Route, files: tuple[FileEntry, ...]) -> "Future[Copied]":
         source, target = self._places[route.source], self._places[route.target]
@@ -136,7 +147,10 @@ class Transfer:
 
     def _allowed(self, route: Route, files: tuple[FileEntry, ...]) -> float:
         rate = min(self._places[route.target].bandwidth or _SLOW_DISK, _SLOW_DISK) / 2
-        return self._patience.copy + sum(entry.size for entry in files) / MIB / rate
+        return self._patience.copy + _size(files) / MIB / rate
+
+    def _usual(self, route: Route, size: int) -> float:
+        return 2 * size / MIB / min(self._places[route.target].bandwidth or _DISK, _DISK)
 
     def _outcome(self, route: Route, begun: "Future[Copied]", late: float) -> Copied | Short | None:
         """None while it is under way."""
@@ -171,6 +185,10 @@ class Transfer:
                 raise OSError(errno.ENOENT, f"{manifest.name}/{lacking[0]} is not there although it was copied")
             time.sleep(_GLANCE)
         return seal(storage, manifest, self._owner.fence, time.time())
+
+
+def _size(files: Sequence[FileEntry]) -> int:
+    return sum(entry.size for entry in files)
 
 
 def _lacking(storage: Storage, folder: str, expected: Sequence[FileEntry]) -> list[str]:

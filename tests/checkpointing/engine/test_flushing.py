@@ -401,6 +401,39 @@ def test_a_hung_tier_is_told_and_holds_up_nobody(tmp_path: Path, operation: str)
     tiers.close()
 
 
+def test_a_copy_that_takes_far_too_long_is_told_while_it_is_under_way(tiers: Tiers) -> None:
+    tiers.storages["slow"].hung = lambda met: met.startswith("write")
+    tiers.start(patience=Patience(access=0.05, look=0.02))
+    tiers.commit(10)
+    told = tiers.wait_for("checkpoint.stuck")
+    assert (told["tier"], told["step"]) == (str(tiers.root / "slow"), 10)
+    assert told["reason"].endswith("still under way (rank 0)")
+    time.sleep(0.1)
+    assert tiers.kinds().count("checkpoint.stuck") == 1, "once is enough"
+    tiers.storages["slow"].healed.set()
+    tiers.idle()
+    assert tiers.steps("slow") == [10], "it was waited for all the same"
+
+
+def test_a_tier_that_was_stuck_is_served_after_the_others(tmp_path: Path) -> None:
+    tiers = tiers_of(tmp_path, "fast", "slow", "far", size=2)
+    slow = tiers.storages["slow"]
+    slow.hung = lambda met: met.startswith("write") and not slow.healed.is_set()
+    tiers.start(patience=Patience(access=SECONDS, copy=0.1, look=0.02))
+    tiers.commit(10)
+    tiers.wait_for("checkpoint.stuck")
+    tiers.idle()
+    slow.healed.set()
+    deadline = time.monotonic() + SECONDS
+    while any(flusher._asides[1].stuck for flusher in tiers.flushers) and time.monotonic() < deadline:
+        time.sleep(0.002)
+    for step, order in ((20, ["far", "far", "slow", "slow"]), (30, ["slow", "slow", "far", "far"])):
+        made = tiers.commit(step)
+        tiers.idle()
+        assert [Path(each.target).name for each in tiers.writer.orders if each.folder == made] == order
+    tiers.close()
+
+
 def test_a_hung_tier_does_not_hold_up_the_end(tmp_path: Path) -> None:
     tiers = tiers_of(tmp_path)
     tiers.storages["slow"].hung = lambda met: met.startswith("write")

@@ -186,7 +186,7 @@ class InProcessWriter:
     def write(self, order: WriteOrder) -> "Future[Wrote]":
         """Write files out of a buffer; the buffer must not change before the future has ended."""
         return self._orders.begin(
-            lambda ticket: write_files(order, self.arena, ticket, self._storage), reads_memory=True
+            lambda ticket: write_files(order, self.arena, ticket, self._storage), reads_memory_for=order.place
         )
 
     def put(self, place: str, folder: str, name: str, blob: bytes) -> "Future[FileEntry]":

@@ -16,15 +16,18 @@ class Orders:
 
     def __init__(self) -> None:
         self._running: set[Ticket] = set()
-        self._readers: set[Ticket] = set()
+        self._readers: dict[Ticket, str] = {}
         self._changed = threading.Condition()
 
-    def begin(self, act: Callable[[Ticket], T], *, reads_memory: bool = False) -> "Future[T]":
-        """Start one; its future carries what it returns or raises."""
+    def begin(self, act: Callable[[Ticket], T], *, reads_memory_for: str = "") -> "Future[T]":
+        """Start one; its future carries what it returns or raises.
+
+        `reads_memory_for` is the place to which it writes what it reads in the arena.
+        """
         ticket, future = Ticket(), Future[T]()
         future.set_running_or_notify_cancel()  # a thread cannot be taken back; `cancel` here asks it to stop
-        if reads_memory:
-            self._readers.add(ticket)
+        if reads_memory_for:
+            self._readers[ticket] = reads_memory_for
         else:
             ticket.settled.set()
         self._running.add(ticket)
@@ -51,13 +54,13 @@ class Orders:
         ticket.settled.set()
         self._running.discard(ticket)
         with self._changed:
-            self._readers.discard(ticket)
+            self._readers.pop(ticket, None)
             self._changed.notify_all()
 
-    def until_unread(self) -> None:
-        """Return when no order that reads the memory is under way."""
+    def until_unread(self, place: str) -> None:
+        """Return when no order is under way that brings what is in memory to this place; other places may hang."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._readers)
+            self._changed.wait_for(lambda: place not in self._readers.values())
 
     def cancel(self) -> None:
         """Ask all of them to stop; returns at once."""

@@ -66,12 +66,15 @@ class Session:
             case "write":
                 self._see(header["stamp"])
                 order = write_order_of(header["order"])
-                write = self._orders.begin(lambda ticket: write_files(order, self._arena, ticket), reads_memory=True)
+                write = self._orders.begin(
+                    lambda ticket: write_files(order, self._arena, ticket), reads_memory_for=order.place
+                )
                 self._promise(number, write, asdict)
             case "put":
                 place, folder, name = header["place"], header["folder"], header["name"]
-                quiet = self._orders.until_unread
-                put = self._orders.begin(lambda _: put_file(storage_at(place), folder, name, blob, quiet))
+                put = self._orders.begin(
+                    lambda _: put_file(storage_at(place), folder, name, blob, lambda: self._orders.until_unread(place))
+                )
                 self._promise(number, put, asdict)
             case "copy":
                 flush = copy_order_of(header["order"])

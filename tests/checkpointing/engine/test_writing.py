@@ -127,7 +127,7 @@ def test_an_order_that_gets_no_thread_is_refused_and_forgotten(monkeypatch: pyte
         with pytest.raises(RuntimeError):
             link.write(an_order(Path("/nowhere"), 1))
     assert not link._orders._running
-    link._orders.until_unread()
+    link._orders.until_unread("/nowhere")
     link.close()
 
 

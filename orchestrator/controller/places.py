@@ -48,7 +48,8 @@ def of_run(seen: Iterable[Entry], run: Run, attempts: Iterable[Attempt]) -> list
 def expected(places: Iterable[TierPlace], known: Iterable[Checkpoint], copies: Iterable[Copy]) -> set[str]:
     """Names that must be in one of these places by what the registry knows."""
     paths = {"", *(place.path for place in places)}
-    return {item.name for item in (*known, *copies) if item.tier in paths}
+    places_of: list[Checkpoint | Copy] = [*known, *copies]
+    return {item.name for item in places_of if item.tier in paths}
 
 
 @dataclass(frozen=True, kw_only=True)

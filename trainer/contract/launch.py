@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from checkpointing.durable import dump_line, read_json, write_durably
 
@@ -25,10 +26,11 @@ class LaunchToken:
     @classmethod
     def read(cls, path: Path) -> "LaunchToken":
         """Parse a token; raises OSError when there is none, ValueError when it is not one."""
-        fields = read_json(path)
+        fields: Any = read_json(path)
         if not isinstance(fields, dict) or fields.pop("schema", None) != "orch.go/1":
             raise ValueError(f"{path} is not a launch token")
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
+        values: dict[str, Any] = {key: tuple(item) if isinstance(item, list) else item for key, item in fields.items()}
+        return cls(**values)
 
 
 def revoke(path: Path) -> None:

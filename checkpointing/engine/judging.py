@@ -3,12 +3,12 @@
 import sys
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from checkpointing.engine.fingerprints import combine
 from checkpointing.engine.inspecting import Inspection, Report
 from checkpointing.engine.layout import Item
-from checkpointing.engine.plausibility import OFF, REFUSE, Sight, Watched, doubts, highest
+from checkpointing.engine.plausibility import OFF, REFUSE, Sight, Watched, doubts, highest, miscounted, skipped
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,9 @@ class Judgement:
     fingerprints: dict[str, str]
     sight: Sight
     doubts: tuple[str, ...]
+    refused: bool = False
+    miscounted: bool = False
+    """Whether the optimizer's count is all there is to doubt."""
 
 
 class Judge:
@@ -27,10 +30,6 @@ class Judge:
         """`mode`: `refuse`, `warn` or `off`."""
         self._mode, self.watched = mode, watched or Watched()
         self._before: Sight | None = None
-
-    @property
-    def refuses(self) -> bool:
-        return self._mode == REFUSE
 
     def inspection(self) -> Inspection:
         """A fresh look at one rank's part of one state."""
@@ -47,11 +46,23 @@ class Judge:
         )
         broken = [found for each in findings for found in each.broken]
         found = [] if self._mode == OFF else doubts(sight, self._before, broken)
-        return Judgement(fingerprints, sight, tuple(found))
+        counted = found == [miscounted(sight, self._before)]
+        # A gradient scaler skips steps by right: the state is sound, and its owner should hear of it, not lose it.
+        refused = self._mode == REFUSE and bool(found) and not (counted and skipped(sight, self._before))
+        return Judgement(fingerprints, sight, tuple(found), refused, counted)
 
     def accept(self, judgement: Judgement) -> None:
         """This state was saved: the next one is compared with it."""
         self._before = judgement.sight
+
+    def reject(self, judgement: Judgement) -> None:
+        """This state was refused: if only for its count, the next one is counted from here, not doubted for ever.
+
+        It is still compared with the values of the last good one.
+        """
+        if judgement.miscounted and self._before is not None:
+            sight = judgement.sight
+            self._before = replace(self._before, step=sight.step, optimizer_step=sight.optimizer_step)
 
     def begin(self, step: int, optimizer_step: float | None, fingerprints: dict[str, str]) -> None:
         """This state was restored: the next one is compared with it."""

@@ -49,7 +49,7 @@ def highest(steps: Sequence[float | None]) -> float | None:
 
 def doubts(now: Sight, before: Sight | None, broken: Sequence[tuple[str, int]]) -> list[str]:
     """Reasons why a state cannot be right; `before` is what was saved or restored last, if anything was."""
-    return [reason for reason in (_not_finite(broken), _miscounted(now, before), _stale(now, before)) if reason]
+    return [reason for reason in (_not_finite(broken), miscounted(now, before), _stale(now, before)) if reason]
 
 
 def _not_finite(broken: Sequence[tuple[str, int]]) -> str | None:
@@ -63,14 +63,25 @@ def _not_finite(broken: Sequence[tuple[str, int]]) -> str | None:
     return f"values that are NaN or infinite in {told}{more}"
 
 
-def _miscounted(now: Sight, before: Sight | None) -> str | None:
+def miscounted(now: Sight, before: Sight | None) -> str | None:
     """The optimizer's counter may have begun elsewhere, but it must move with the trainer's."""
-    if before is None or now.optimizer_step is None or before.optimizer_step is None:
-        return None
-    made, expected = now.optimizer_step - before.optimizer_step, now.step - before.step
-    if made == expected or math.isnan(made):  # a NaN is told as one
+    made, expected = _moved(now, before)
+    if made == expected or before is None or math.isnan(made):  # a NaN is told as one
         return None
     return f"since step {before.step} the trainer counts {expected} steps, the optimizer {made:g}"
+
+
+def skipped(now: Sight, before: Sight | None) -> bool:
+    """Whether the optimizer has taken some of the trainer's steps and left others out."""
+    made, expected = _moved(now, before)
+    return 0 < made < expected
+
+
+def _moved(now: Sight, before: Sight | None) -> tuple[float, float]:
+    """Steps that the optimizer and the trainer have counted since; none of either when one of them does not count."""
+    if before is None or now.optimizer_step is None or before.optimizer_step is None:
+        return 0.0, 0.0
+    return now.optimizer_step - before.optimizer_step, now.step - before.step
 
 
 def _stale(now: Sight, before: Sight | None) -> str | None:

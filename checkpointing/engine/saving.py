@@ -164,16 +164,17 @@ class Saver:
         there = None if self._place.shared else self._ranks.gather(attempt(self._place.catalog.names))
         name: str | Failed | None = None
         if self._ranks.leads:
-            name = (_failures(there) if there else None) or attempt(lambda: self._named(job.step, there))
+            name = (_failures(there) if there else None) or attempt(lambda: self._named(job, there))
         name = self._ranks.broadcast(name)
         if isinstance(name, Failed):
             raise SaveFailed(job.step, name.reason)
         return name
 
-    def _named(self, step: int, there: Sequence[Any] | None) -> str:
-        owner = self._owner
+    def _named(self, job: Job, there: Sequence[Any] | None) -> str:
+        owner, step = self._owner, job.step
         taken = self._place.catalog.names() if there is None else [each for names in there for each in names]
-        name = fresh_name(step, owner.attempt, owner.nonce, taken)
+        # Steps grow within a generation: no name comes twice, though retention has let its first bearer go.
+        name = fresh_name(step, owner.attempt, owner.nonce, taken, first=int(job.world.get("generation") or 1))
         self._tell("checkpoint.saving", {"step": step, "name": name})
         warning = make_folder(self._place, name)
         if warning:
@@ -254,7 +255,8 @@ class Saver:
         if failed is not None:
             raise _error(failed)(job.step, failed.reason)
         judgement = self._judge.judge(job.step, job.plan.everything, reports)
-        if judgement.doubts and self._judge.refuses:
+        if judgement.refused:
+            self._judge.reject(judgement)
             raise Unsound(job.step, f"implausible: {'; '.join(judgement.doubts)}")
         blob = encode_fingerprints(judgement.fingerprints)
         described.append(self.writer.put(self._place.path, name, FINGERPRINTS, blob))

@@ -231,8 +231,37 @@ def test_an_optimizer_that_counts_otherwise_is_refused_across_a_restore(bench: B
     later = bench.checkpointer()
     target = {key: torch.zeros_like(tensor) for key, tensor in training(10).items()}
     later.restore(target)
-    late = {**training(12), "optimizer/w/step": torch.tensor(11.0)}
-    assert saved(later, 12, late) == "implausible: since step 10 the trainer counts 2 steps, the optimizer 1"
+    late = {**training(12), "optimizer/w/step": torch.tensor(10.0)}
+    assert saved(later, 12, late) == "implausible: since step 10 the trainer counts 2 steps, the optimizer 0"
+    early = {**training(13), "optimizer/w/step": torch.tensor(15.0)}
+    assert saved(later, 13, early) == "implausible: since step 12 the trainer counts 1 steps, the optimizer 5"
+    counted = {**training(14), "optimizer/w/step": torch.tensor(16.0)}
+    assert saved(later, 14, counted) is None, "one save is lost, not all that follow"
+
+
+def test_steps_that_the_optimizer_skips_are_told_of_and_saved(bench: Bench) -> None:
+    made = bench.checkpointer()
+    for step, count in ((10, 10.0), (20, 19.0), (30, 28.0), (40, 38.0)):
+        assert saved(made, step, {**training(step), "optimizer/w/step": torch.tensor(count)}) is None
+    assert bench.told("checkpoint.doubted") == [
+        {"step": 20, "reason": "since step 10 the trainer counts 10 steps, the optimizer 9"},
+        {"step": 30, "reason": "since step 20 the trainer counts 10 steps, the optimizer 9"},
+    ]
+
+
+def test_a_state_that_is_worse_than_miscounted_is_no_measure_for_the_next(bench: Bench) -> None:
+    made = bench.checkpointer()
+    assert saved(made, 10, training(10)) is None
+    broken = {"model/w": torch.full((40, 3), math.nan), "optimizer/w/step": torch.tensor(500.0)}
+    assert "NaN" in (saved(made, 20, broken) or "")
+    assert saved(made, 30, training(30)) is None
+
+
+def test_a_stale_part_passes(bench: Bench) -> None:
+    assert saved(bench.checkpointer(), 10, training(10)) is None
+    later = bench.checkpointer()
+    target = {key: torch.zeros_like(tensor) for key, tensor in training(10).items()}
+    later.restore(target)
     stale = {**training(12), "model/w": target["model/w"], "optimizer/w/step": torch.tensor(12.0)}
     assert saved(later, 12, stale) is None, "not all of it is the same"
 

@@ -21,7 +21,7 @@ _HEX = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Name:
-    """The parts of a checkpoint's name; `take` counts from 1 and grows when an attempt saves a step again."""
+    """The parts of a checkpoint's name; `take` counts from 1 and grows with the attempt's restarts."""
 
     step: int
     attempt: int
@@ -33,7 +33,7 @@ class Name:
 
 
 def checkpoint_name(step: int, attempt: int, nonce: str, take: int = 1) -> str:
-    """`step-00000500.001-ab12cd34`; a step that the same attempt saves again ends in `-2`, `-3`, ..."""
+    """`step-00000500.001-ab12cd34`; what an attempt saves after its first restart ends in `-2`, then in `-3`, ..."""
     again = f"-{take}" if take > 1 else ""
     return f"step-{step:08d}.{attempt:03d}-{nonce}{again}"
 
@@ -48,9 +48,9 @@ def parse_name(name: str) -> Name | None:
     return parts if str(parts) == name else None
 
 
-def fresh_name(step: int, attempt: int, nonce: str, taken: Iterable[str]) -> str:
-    """The first name for this step that no folder bears yet: a folder is never written to twice."""
-    bearers, take = set(taken), 1
+def fresh_name(step: int, attempt: int, nonce: str, taken: Iterable[str], first: int = 1) -> str:
+    """The first name for this step, from take `first` on, that no folder bears: a folder is never written to twice."""
+    bearers, take = set(taken), first
     while checkpoint_name(step, attempt, nonce, take) in bearers:
         take += 1
     return checkpoint_name(step, attempt, nonce, take)

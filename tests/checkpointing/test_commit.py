@@ -50,6 +50,8 @@ def test_a_step_saved_again_gets_a_folder_of_its_own() -> None:
     assert second == checkpoint_name(5, 1, NONCE, 2)
     assert fresh_name(5, 1, NONCE, [first, second]) == checkpoint_name(5, 1, NONCE, 3)
     assert fresh_name(6, 1, NONCE, [first]) == checkpoint_name(6, 1, NONCE)
+    assert fresh_name(5, 1, NONCE, [], first=2) == checkpoint_name(5, 1, NONCE, 2)
+    assert fresh_name(5, 1, NONCE, [second], first=2) == checkpoint_name(5, 1, NONCE, 3)
 
 
 def test_data_is_on_disk_before_the_marker_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

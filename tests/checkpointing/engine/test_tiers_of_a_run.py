@@ -37,14 +37,13 @@ class Run:
         config = CheckpointConfig(
             tiers=(TierConfig(keep=2), TierConfig(path=str(self.root / "slow"), every=self.every, keep=2))
         )
-        facts: dict[str, Any] = {"token_attempt": 1, "nonce": NONCE, "inherit": ()}
+        facts: dict[str, Any] = {"token_attempt": 1, "nonce": NONCE, "inherit": (), "world": {}}
         made = Checkpointer(
             self.fast,
             process_group=None,
             fence=lambda: True,
             keep=2,
             on_event=lambda kind, data: self.told.append((kind, data)),
-            world={},
             config=config,
             tiers=places(config, self.fast, "my-run", "node-0"),
             pauses=(),
@@ -142,6 +141,22 @@ def test_a_copy_that_is_bad_in_memory_alone_is_trusted_on_disk() -> None:
     doubts = Doubts()
     doubts.refuse("memory", "some")
     assert (doubts.of("/fast"), doubts.of("memory")) == (frozenset(), {"some"})
+
+
+def test_a_name_that_retention_let_go_is_not_used_again(make_run: Callable[..., Run]) -> None:
+    """What a slower tier or the registry still has under it is another state."""
+    run = make_run(every=1000)
+    first = run.checkpointer(world={"generation": 1})
+    run.saved(first, 10, 20, 30)
+    assert first._flusher.drain(20.0)
+    run.saved(first, 40, 50)
+    first.close()
+    gone = f"step-00000030.001-{NONCE}"
+    assert (run.slow / gone).exists()
+    assert not (run.fast / gone).exists()
+    again = run.checkpointer(world={"generation": 3}, suspects={40, 50})
+    run.saved(again, 30)
+    assert (run.fast / f"{gone}-3" / "COMMIT").exists()
 
 
 # ---- what a start tidies

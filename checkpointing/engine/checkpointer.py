@@ -86,7 +86,7 @@ class Checkpointer:
         self._places = tuple(tiers) or (_alone(root, storage, keep),)
         self._storage, self._link = storage, link
         self._owner = Owner(token_attempt, nonce, tuple(inherit), fence, tuple(over))
-        self._world, self._leads_node = _plain(world, "world"), leads_node
+        self._world, self._leads_node, self._pauses = _plain(world, "world"), leads_node, pauses
         self._teller = Teller(on_event)
         # A disk may keep a rank in its save for long; a dead peer shows at once all the same.
         self._ranks, self._lane_ranks = Ranks(process_group), Ranks(process_group, _LONG)
@@ -102,7 +102,6 @@ class Checkpointer:
         self._stager: Stager | None = None
         self._saver: Saver | None = None
         self._lane: Lane | None = None
-        self._pauses = pauses
         self.committed_step: int | None = None
         """Step of the newest checkpoint that this object has committed or restored; settled after `wait`."""
         self.agreed_committed_step: int | None = None

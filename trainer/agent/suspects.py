@@ -30,6 +30,8 @@ def fall(failure: Failure, restored: int | None, step: int | None) -> Fall | Non
     """How a generation fell; None when no checkpoint was loaded, or what was loaded cannot be the reason."""
     if not restored or failure.kind not in _OF_THE_STATE:
         return None
+    if failure.signal is None and failure.exit_code is None and not failure.exception:
+        return None  # no rank's end: a nursery died, which never sees a state
     reached = failure.step if failure.step is not None else step
     return Fall(restored=restored, step=max(restored, reached or restored), mark=_mark(failure))
 

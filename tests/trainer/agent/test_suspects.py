@@ -40,7 +40,7 @@ def test_the_same_failure_twice_soon_after_loading_the_same_checkpoint(falls, do
 
 @pytest.mark.parametrize("kind", list(FailureKind))
 def test_only_failures_that_a_state_can_cause_count(kind):
-    found = fall(Failure(kind=kind, reason="?", step=103), 100, None)
+    found = fall(Failure(kind=kind, reason="?", step=103, exit_code=1), 100, None)
     assert (found is not None) == (kind in (FailureKind.RANK_KILLED, FailureKind.USER_ERROR))
 
 
@@ -130,3 +130,7 @@ def test_a_step_that_was_saved_anew_is_doubted_no_longer():
     past.heard({"restored": 90, "saved": 100})
     assert past.suspects == []
     assert past.falls == [fell(90, 95)]
+
+
+def test_a_nursery_that_dies_says_nothing_of_the_checkpoint():
+    assert fall(Failure(kind=FailureKind.RANK_KILLED, reason="the nursery of n1 died", step=103), 100, 103) is None

@@ -57,3 +57,16 @@ def test_a_stop_at_the_last_step_is_a_finish(make_run):
     (agreed,) = events(run, EventKind.STOP_AGREED)
     assert agreed.data["step"] == 2
     assert len(events(run, EventKind.CHECKPOINT_COMMITTED)) == 1
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["finished", "stopped"])
+def test_the_last_checkpoint_reaches_every_tier_before_the_ranks_leave(make_run, tmp_path, stopped):
+    tiers = [{"path": "run"}, {"path": str(tmp_path / "far"), "every": 1000}]
+    run = make_run(
+        2, parallel={"dp_shard": 2}, train={"steps": STEPS}, checkpoint={"every": 2, "tiers": tiers, "keep": 2}
+    )
+    answer = run.train([ask("PREEMPTION", rank=0, at=5)] if stopped else [])
+    assert answer["codes"] == [ExitCode.STOPPED_AFTER_SAVE if stopped else ExitCode.FINISHED] * 2, run.log()
+    there = {path.parent.name for path in (tmp_path / "far").glob("*/*/COMMIT")}
+    last = f"step-{answer['steps'][0]:08d}"
+    assert last in {name.partition(".")[0] for name in there}, (there, run.log())

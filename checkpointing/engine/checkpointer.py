@@ -106,6 +106,7 @@ class Checkpointer:
         """Step of the newest checkpoint that this object has committed or restored; settled after `wait`."""
         self.agreed_committed_step: int | None = None
         """The same on all ranks: what was committed on every one of them when `save` was last called."""
+        self._newest: int | None = None  # the step of the save that was begun last
         self.failure: str | None = None
         """Why the newest save did not happen, known on every rank; None when it did. Settled after `wait`."""
         self.stall_seconds = 0.0
@@ -138,11 +139,12 @@ class Checkpointer:
         self.before_optimizer_step()
         try:
             parts = self._admitted(step, tensors)
-        except (OSError, RuntimeError) as error:
-            # No memory for a new plan, or a broken group: training finds out about its peers by itself.
-            self.failure = f"rank {self._ranks.rank}: {explain(error)}"
+        except OSError as error:  # no memory for a new plan, by agreement
+            parts, self._newest, self.failure = None, step, explain(error)
+            self._lead("checkpoint.failed", step=step, reason=self.failure)
+        except RuntimeError as error:  # a broken group: training finds out about its peers by itself
+            parts, self._newest, self.failure = None, step, f"rank {self._ranks.rank}: {explain(error)}"
             self._teller.tell("checkpoint.failed", {"step": step, "reason": self.failure})
-            return False
         if parts is not None:
             self._begin(step, parts, facts)
         self.stall_seconds = time.perf_counter() - start
@@ -186,6 +188,8 @@ class Checkpointer:
     def _begin(self, step: int, parts: Sequence[Tensor], facts: dict[str, Any]) -> None:
         assert self._stager is not None
         assert self._lane is not None
+        # What became of an earlier save says nothing about this one.
+        self._newest, self.failure = step, None
         staged = self._stager.stage(parts)
         self._lane.submit(Job(step=step, plan=self._stager.plan, staged=staged, extra=facts, world=self._world))
         self._stager.stage_buckets(staged, parts)
@@ -200,9 +204,10 @@ class Checkpointer:
             self._stager.close()
             self._stager = None
         stager = attempt(lambda: self._stager_for(plan, structure))
-        told = [result for result in self._ranks.all_gather(stager if isinstance(stager, Failed) else None) if result]
-        if told:
-            raise OSError(told[0].reason)
+        told = self._ranks.all_gather(stager if isinstance(stager, Failed) else None)
+        failed = [f"rank {rank}: {result.reason}" for rank, result in enumerate(told) if result]
+        if failed:
+            raise OSError(failed[0])
         assert isinstance(stager, Stager)
         self._stager = stager
         self._restorer.memory = Memory(self._saver.writer.arena, plan, stager.lay_frames) if plan.whole else None
@@ -251,9 +256,10 @@ class Checkpointer:
     def _ended(self, job: Job, saved: Saved | None, reason: str) -> None:
         """On the lane's thread, after every save."""
         if saved is None:
-            self.failure = reason
+            if job.step == self._newest:
+                self.failure = reason
             return
-        self.failure, self.committed_step = None, job.step
+        self.committed_step = job.step
         self.save_seconds.append(saved.seconds)
         self._retain(saved.name)
         if self._flusher is not None:

@@ -1,6 +1,7 @@
 """What a rank tells while it trains: metric lines, the work log, its progress cell and its events."""
 
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ class Journal:
         self._events = EventLog(attempt.event_file(source), source, spec.attempt)
         self._events.generation = spec.generation
         self._stalls: dict[int, float] = {}
+        self._stalls_lock = threading.Lock()  # training adds to them while the saver's thread takes out
 
     def _stamp(self) -> dict[str, Any]:
         return {"time": time.time(), "attempt": self._spec.attempt, "generation": self._spec.generation}
@@ -55,13 +57,15 @@ class Journal:
     def checkpoint(self, kind: str, data: dict[str, Any]) -> None:
         """Tell an event of the checkpointer, which tells it again when this raises OSError."""
         if kind == EventKind.CHECKPOINT_COMMITTED:
-            data = {**data, "stall": self._stalls.get(data["step"], 0.0)}
-            self._stalls = {step: seconds for step, seconds in self._stalls.items() if step > data["step"]}
+            with self._stalls_lock:
+                data = {**data, "stall": self._stalls.get(data["step"], 0.0)}
+                self._stalls = {step: seconds for step, seconds in self._stalls.items() if step > data["step"]}
         self._events.write(EventKind(kind), **data)
 
     def stalled(self, step: int, seconds: float) -> None:
         """Training stood still for the save of `step`; the event of its commit tells for how long."""
-        self._stalls[step] = self._stalls.get(step, 0.0) + seconds
+        with self._stalls_lock:
+            self._stalls[step] = self._stalls.get(step, 0.0) + seconds
 
     def cadence(self, steps: int, seconds: float, reason: str) -> None:
         """From now on saves are so far apart."""

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from checkpointing.catalog import Catalog
-from checkpointing.config import CheckpointConfig, StagingConfig
 from checkpointing.engine import saving
 from checkpointing.engine.group import Ranks
 from checkpointing.engine.judging import Judge
@@ -28,18 +27,18 @@ from checkpointing.tiers import TierPlace
 from tests.checkpointing.engine.conftest import NONCE, Bench, blank, same, state
 from tests.checkpointing.storages import Faulty
 
-SMALL = CheckpointConfig(staging=StagingConfig(host_memory=1 / 1024))
-
 
 class Gated(LocalStorage):
     """A disk that hangs while the gate is closed."""
 
     def __init__(self, root: Any) -> None:
         super().__init__(root)
-        self.gate = threading.Event()
+        self.gate, self.full = threading.Event(), False
 
     def create(self, path: str) -> Any:
         self.gate.wait(30)
+        if self.full:
+            raise OSError(errno.ENOSPC, "No space left on device")
         return super().create(path)
 
 
@@ -119,53 +118,45 @@ def test_who_waits_does_not_wait_through_long_pauses(bench: Bench, monkeypatch: 
     assert bench.kinds()[-1] == "checkpoint.failed"
 
 
-# ---- what nobody expects
+def test_an_earlier_failure_is_not_held_against_the_save_that_was_begun_since(bench: Bench) -> None:
+    storage = Gated(bench.root)
+    made = bench.checkpointer(storage=storage)
+    storage.full = True
+    storage.gate.set()
+    made.save(1, state(1), {})
+    made.wait()
+    assert made.failure is not None
+    storage.gate.clear()
+    made.save(2, state(2), {})
+    made.save(3, state(3), {})
+    assert made.failure is None
+    storage.gate.set()
+    while len(bench.told("checkpoint.failed")) < 2:
+        time.sleep(0.001)
+    storage.full = False
+    made.wait()
+    assert [data["step"] for data in bench.told("checkpoint.failed")][:2] == [1, 2]
 
 
-def test_what_follows_a_commit_neither_undoes_it_nor_ends_the_lane(
+def test_too_little_memory_for_a_new_plan_is_told_once_with_its_time(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: Any, **__: Any) -> None:
-        raise ValueError("a library gave up")
+    link = InProcessWriter()
+    made = bench.saved(1, link=link)
+    made.stall_seconds = 0.0
 
-    made = bench.checkpointer(keep=2)
-    monkeypatch.setattr("checkpointing.engine.checkpointer.retain", broken)
-    for step in (1, 2, 3):
-        assert made.save(step, state(step), {})
-        made.wait()
-    assert made.committed_step == 3
-    assert made.failure is None
+    def none_left(*_: Any) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-
-def test_a_listener_that_breaks_does_not_undo_a_commit(bench: Bench) -> None:
-    def tell(kind: str, data: dict[str, Any]) -> None:
-        bench.events.append((kind, data))
-        if kind == "checkpoint.committed" and len(bench.told(kind)) == 1:
-            raise RuntimeError("dictionary changed size during iteration")
-
-    made = bench.checkpointer(tell=tell)
-    assert made.save(1, state(1), {})
+    with monkeypatch.context() as patch:
+        patch.setattr(link.arena, "shape", none_left)
+        assert not made.save(2, {"other": torch.ones(5)}, {})
+    assert made.failure == "rank 0: [Errno 12] Cannot allocate memory"
+    assert bench.told("checkpoint.failed") == [{"step": 2, "reason": made.failure}]
+    assert made.stall_seconds > 0
+    assert made.save(3, {"other": torch.ones(5)}, {})
     made.wait()
-    assert (made.committed_step, made.failure) == (1, None)
-    assert bench.told("checkpoint.failed") == []
-
-
-class Odd(Exception):
-    """Of a kind that nobody has heard of."""
-
-
-@pytest.mark.parametrize("config", [None, SMALL], ids=["whole", "buckets"])
-def test_a_lane_that_dies_says_so_and_leaves_nobody_waiting(bench: Bench, config: CheckpointConfig | None) -> None:
-    class Unheard(LocalStorage):
-        def create(self, path: str) -> Any:
-            raise Odd("what is this?")
-
-    made, tensors = bench.checkpointer(storage=Unheard(bench.root), config=config), {"w": torch.ones(700, 1024)}
-    assert made.save(1, tensors, {})
-    made.wait()
-    assert [data["reason"] for data in bench.told("checkpoint.failed")] == ["rank 0: Odd: what is this?"]
-    assert not made.save(2, tensors, {}), "there is nobody to save it"
-    made.wait()
+    assert (made.committed_step, made.failure) == (3, None)
 
 
 # ---- a disk that hangs

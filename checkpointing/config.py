@@ -71,7 +71,10 @@ class StagingConfig:
     """`block`: copied before training goes on. `lazy`: copied during the next forward and backward pass."""
 
     host_memory: float = 0.0
-    """Most GiB of host memory for one rank's copies; 0 takes what two copies need. Too small stages in buckets."""
+    """Most GiB of host memory for one rank's copies; 0 takes what two copies need.
+
+    Too small for one copy stages in buckets: training then stands still while the state passes through them, for as
+    long as the disk takes, or hangs; a save that fails is not tried again, and no copy stays in memory."""
 
     files: int = 1
     """Files that each rank writes."""

@@ -96,9 +96,8 @@ class Checkpointer:
         self._judge = Judge(self._config.plausibility)
         self._flush_ranks = Ranks(process_group, _LONG) if len(self._places) > 1 else None
         self._flusher: Flusher | None = None
-        self._pins = storage_at(root) if tiers else self._places[0].storage
+        self._pins, self._tidying = storage_at(root) if tiers else self._places[0].storage, Tidying()
         self._metrics: Metrics = {}
-        self._tidying = Tidying()
         self._stager: Stager | None = None
         self._saver: Saver | None = None
         self._lane: Lane | None = None

@@ -74,7 +74,7 @@ class Judge:
 
 
 def _added_up(everything: Sequence[Sequence[Item]], partials: Sequence[bytes]) -> dict[str, str]:
-    """Fingerprints by key; this runs beside training and holds its interpreter, so most keys, of one part, are cheap."""
+    """Fingerprints by key. It holds the interpreter that trains, so that keys of one part, which most are, are cheap."""
     found: dict[str, str] = {}
     several: dict[str, list[str]] = {}
     for items, numbers in zip(everything, partials, strict=True):

@@ -74,7 +74,7 @@ class Judge:
 
 
 def _added_up(everything: Sequence[Sequence[Item]], partials: Sequence[bytes]) -> dict[str, str]:
-    """Fingerprints by key. It holds the interpreter that trains, so that keys of one part, which most are, are cheap."""
+    """Fingerprints by key. It holds the interpreter that trains: most keys have one part, and those are cheap."""
     found: dict[str, str] = {}
     several: dict[str, list[str]] = {}
     for items, numbers in zip(everything, partials, strict=True):

@@ -110,7 +110,8 @@ def test_files_stay_in_the_page_cache_from_one_reading_to_the_next_if_there_is_r
     if cached:
         (path / "__0_0.distcp").read_bytes()
     assert audit(path, 3).ok
-    assert looked == [{cached or memory > 0}]
+    # What the kernel was still reading ahead cannot be let go of: a page or two may stay.
+    assert (looked == [{True}]) == (cached or memory > 0)
     assert resident() == {cached}
 
 

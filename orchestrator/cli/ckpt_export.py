@@ -78,7 +78,8 @@ def _tell_export(
     if screen.json:
         screen.data("ckpt.export", answer)
         return
-    screen.say(f"{chosen.name} -> {folder}: {size(done.size)} in {len(done.files)} files")
+    files = "1 file" if len(done.files) == 1 else f"{len(done.files)} files"
+    screen.say(f"{chosen.name} -> {folder}: {size(done.size)} in {files}")
     proof = f"{count(tensors)} tensors read back with the values that were verified in the checkpoint"
     told = f"; {count(done.compared)} have the fingerprints that it was saved with" if done.compared else ""
     screen.say(f"  {proof}{told}")

@@ -18,8 +18,8 @@ _CACHED = "the bytes are in the page cache, where reading is one memcpy: the cop
 _WARM_VERIFY = "reading is one memcpy out of the page cache, and a digest is one more pass over what was copied"
 
 _STALL = (
-    "4000 copies of 64 KiB cost 4 to 5 ms more than one of all their bytes, of 13 on a quiet machine (1.43); they suffer "
-    "first when others want the same memory"
+    "4000 copies of 64 KiB cost 4 to 5 ms more than one of all their bytes, of 13 on a quiet machine (1.43); they "
+    "suffer first when others want the same memory"
 )
 
 REASONS: dict[str, str] = {

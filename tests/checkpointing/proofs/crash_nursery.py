@@ -117,6 +117,7 @@ def checkpointer(folder: Path, on_event: Callable[[str, dict[str, Any]], None]) 
 def forked(act: Callable[[], None], errors: Path) -> int:
     pid = os.fork()
     if pid:
+        REAPED.pop(pid, None)  # numbers come again: what an earlier process of this one ended with is not this one's
         return pid
     status = 1
     try:

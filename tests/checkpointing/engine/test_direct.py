@@ -12,7 +12,7 @@ import pytest
 
 from checkpointing.direct import make_folder, write_direct
 from checkpointing.engine.arena import Arena
-from tests.checkpointing.proofs.mounts import loop_ext4, remount, small_tmpfs
+from tests.checkpointing.proofs.mounts import loop_ext4, ramfs, remount, small_tmpfs
 
 BLOCK = 1 << 20
 SIZE = 5 * BLOCK + 8192
@@ -36,16 +36,8 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def refuses(tmp_path: Path) -> Iterator[Path]:
-    """A file system that knows neither O_DIRECT nor fallocate."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting needs root")
-    folder = tmp_path / "ramfs"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "ramfs", "ramfs", str(folder)], capture_output=True, check=False)
-    if mounted.returncode:
-        pytest.skip("ramfs cannot be mounted here")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with ramfs(tmp_path / "ramfs") as folder:
+        yield folder
 
 
 @pytest.mark.parametrize("lanes", [1, 3])

@@ -1,7 +1,5 @@
 """A real file system that is really full."""
 
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,24 +7,16 @@ import pytest
 import torch
 
 from tests.checkpointing.engine.conftest import Bench
+from tests.checkpointing.proofs.mounts import small_tmpfs
 
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Iterator[Bench]:
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small tmpfs needs root")
-    folder = tmp_path / "tiny"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True, text=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"tmpfs cannot be mounted here: {mounted.stderr.strip()}")
-    bench = Bench(folder)
-    yield bench
-    for made in bench.made:
-        made.close()
-    subprocess.run(["umount", str(folder)], check=True)
+    with small_tmpfs(tmp_path / "tiny", "1m") as folder:
+        bench = Bench(folder)
+        yield bench
+        for made in bench.made:
+            made.close()
 
 
 def test_training_goes_on_and_the_next_save_works(tiny: Bench) -> None:

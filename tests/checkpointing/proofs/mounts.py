@@ -1,5 +1,10 @@
-"""Real file systems that are small, turn read-only or hang: mounted for one test, by root."""
+"""Real file systems that are small, turn read-only or hang: mounted for one test, by root.
 
+They are mounted in a mount namespace of the test process, so that they are gone with it however it ends.
+"""
+
+import ctypes
+import functools
 import os
 import subprocess
 from collections.abc import Iterator
@@ -9,6 +14,18 @@ from pathlib import Path
 import pytest
 
 _LONGEST_FREEZE_S = 30
+_CLONE_NEWNS = 0x20000  # sched.h
+
+
+@functools.cache
+def _own_mounts() -> None:
+    """From here on, what this process and its children mount is seen by nobody else."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting needs root")
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWNS):
+        pytest.skip(f"a mount namespace of its own: {os.strerror(ctypes.get_errno())}")
+    _run("mount", "--make-rprivate", "/")
 
 
 def _run(*words: str) -> None:
@@ -18,12 +35,9 @@ def _run(*words: str) -> None:
 
 
 @contextmanager
-def small_tmpfs(folder: Path, size: str) -> Iterator[Path]:
-    """A tmpfs of this size."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting needs root")
+def _mounted(folder: Path, *how: str) -> Iterator[Path]:
     folder.mkdir()
-    _run("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder))
+    _run("mount", *how, str(folder))
     try:
         yield folder
     finally:
@@ -31,21 +45,32 @@ def small_tmpfs(folder: Path, size: str) -> Iterator[Path]:
 
 
 @contextmanager
+def small_tmpfs(folder: Path, size: str) -> Iterator[Path]:
+    """A tmpfs of this size."""
+    _own_mounts()
+    with _mounted(folder, "-t", "tmpfs", "-o", f"size={size}", "tmpfs"):
+        yield folder
+
+
+@contextmanager
+def ramfs(folder: Path) -> Iterator[Path]:
+    """A file system that knows neither O_DIRECT nor fallocate."""
+    _own_mounts()
+    with _mounted(folder, "-t", "ramfs", "ramfs"):
+        yield folder
+
+
+@contextmanager
 def loop_ext4(folder: Path, megabytes: int) -> Iterator[Path]:
     """An ext4 of its own, in a file beside `folder`."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting needs root")
+    _own_mounts()
     image = folder.with_suffix(".image")
-    folder.mkdir()
     with image.open("wb") as stream:
         stream.truncate(megabytes << 20)
     _run("mkfs.ext4", "-q", str(image))
-    _run("mount", "-o", "loop", str(image), str(folder))
-    try:
+    with _mounted(folder, "-o", "loop", str(image)):
         yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
-        image.unlink()
+    image.unlink()
 
 
 @contextmanager

@@ -111,6 +111,12 @@ class ModelAgents:
         outcome.write(self.place.outcome)
         self.exit_code = code
 
+    def close(self) -> None:
+        """Its process is over for good."""
+        if self._events is not None:
+            self._events.close()
+            self._events = None
+
     def _fence(self) -> bool:
         assert self.token is not None
         return holds(self.place.go, self.token)

@@ -128,6 +128,11 @@ class ModelSlurm:
 
     # -- the world
 
+    def close(self) -> None:
+        """The end of this world, and of every process in it."""
+        for agents in (agents for row in self.agents_of.values() for agents in row):
+            agents.close()
+
     def step(self, seconds: float) -> None:
         """Let time pass: arrivals, starts, training, ends."""
         self.clock.advance(seconds)

@@ -17,8 +17,8 @@ MEMORY = Path("/dev/shm")
 
 def live(seed: int, monkeypatch: pytest.MonkeyPatch, store: Any = None) -> None:
     root = Path(mkdtemp(prefix="orch-trace-", dir=MEMORY if MEMORY.is_dir() else None))
+    trace = Trace(root, seed, monkeypatch, store)
     try:
-        trace = Trace(root, seed, monkeypatch, store)
         try:
             run = trace.run()
         except BaseException as error:
@@ -27,6 +27,7 @@ def live(seed: int, monkeypatch: pytest.MonkeyPatch, store: Any = None) -> None:
         assert run.state in allowed, f"seed {seed} after {trace.told}: {run.state}, {run.reason}"
         assert not trace.world.store.asks(), f"seed {seed} after {trace.told}: an ask was never answered"
     finally:
+        trace.close()
         shutil.rmtree(root)
 
 

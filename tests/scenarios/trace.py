@@ -41,6 +41,10 @@ class Trace:
         self.world.kill_at = lambda point: self.rng.random() < self.deadly
         monkeypatch.setattr(failpoints, "reach", self.world.reach)
 
+    def close(self) -> None:
+        """Give back the files of all jobs: ten thousand traces in one process would use up its descriptors."""
+        self.slurm.close()
+
     def run(self) -> Run:
         """Bad weather, healing, the end."""
         for turn in range(BAD_TURNS):

@@ -14,7 +14,8 @@ from orchestrator import checks, keys, layers
 from orchestrator.config import RunConfig
 from orchestrator.errors import ConfigError
 from orchestrator.layers import Assignment
-from trainer.contract.config import DrillEvent, build
+from trainer.contract.config import build
+from trainer.contract.drills import DrillEvent
 
 DEFAULT = "default"
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})", re.ASCII)

@@ -8,11 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 from checkpointing.durable import dump_line, write_durably
-from trainer.agent import preflight, rungs
+from trainer.agent import rungs
+from trainer.agent.answers import Answers
 from trainer.agent.blame import RankEnd
 from trainer.agent.command import free_port
 from trainer.agent.deadline import Bounds
 from trainer.agent.gate import Fence
+from trainer.agent.gathering import Gathering
 from trainer.agent.generation import Generation, Past
 from trainer.agent.heartbeat import Standing
 from trainer.agent.preflight import Fault
@@ -31,11 +33,6 @@ from trainer.contract.progress import StopReason
 from trainer.contract.requests import Request
 from trainer.contract.run_dir import AttemptDir, RunDir
 
-JOIN_SECONDS = 300.0
-"""How long agents may take to join: srun starts them within seconds, file systems show files late."""
-EXAMINE_SECONDS = 120.0
-READY_SECONDS = 1800.0
-"""Importing torch on a busy parallel file system takes minutes at worst."""
 CLEAR_SECONDS = 40.0
 HANG_UP_SECONDS = 5.0
 
@@ -65,6 +62,11 @@ class Coordinator:
         self._pulse = Pulse(self._tick, self._touch_files)
         self._state, self._host = "joining", ""
         self._past, self._due = Past(), 0.0
+        self._gathering = Gathering(self._roster, self._stopping, self._until, lambda: self._now)
+        self._answers = Answers(
+            command=bool(config.command), stopping=self._stopping, questions=self._questions, ask_stop=self._ask_stop,
+            tell=self._roster.tell, wall=wall,
+        )  # fmt: skip
 
     async def open(self, host: str) -> dict[str, Any]:
         """Listen, and tell the other agents where; returns what stands in coordinator.json."""
@@ -194,24 +196,9 @@ class Coordinator:
         self._roster.tell("ask", reason=int(stop.reason), seconds=seconds)
 
     def _answer(self, request: Request) -> None:
-        now = time.monotonic()
-        if request.kind == "stop":
-            self._ask_stop(self._stopping.asked(request.reason, now))
-            answer = "the ranks are told to save and stop"
-        elif request.kind == "deadline" and request.value is not None:
-            self._stopping.correct(now + request.value - self._wall())
-            answer = f"the job ends in {request.value - self._wall():.0f} s"
-        elif request.kind == "save" and self._config.command:
-            answer = "refused: the ranks are the user's own command, orch cannot ask it to save"
-        elif request.kind == "save" and self._stopping.stop is not None:
-            answer = "a stop with a save is under way"
-        elif request.kind == "save":
-            self._roster.tell("ask", reason=int(StopReason.SAVE_AND_GO_ON), seconds=3600.0)
-            self._questions.await_save(request.name, self._standing.saved)
-            return
-        else:
-            answer = f"refused: a {request.kind} request needs a value"
-        self._events.write(EventKind.REQUEST_ANSWERED, name=request.name, answer=answer)
+        answer = self._answers.to(request, time.monotonic(), self._standing.saved)
+        if answer is not None:
+            self._events.write(EventKind.REQUEST_ANSWERED, name=request.name, answer=answer)
 
     def _check_clock(self) -> None:
         """Once a second: silence, saves that were asked for, the end of the job."""
@@ -263,51 +250,18 @@ class Coordinator:
 
     async def _gather(self) -> Decision | None:
         """Wait until every node has joined, is examined and has a nursery; a Decision when that fails."""
-        if not await self._until(lambda: self._roster.complete() or self._hopeless(), JOIN_SECONDS):
-            missing = ", ".join(str(node) for node in self._roster.missing())
-            reason = f"no agent of node(s) {missing} joined within {JOIN_SECONDS:.0f} s"
-            return rungs.end(reason, Failure(kind=FailureKind.AGENT_LOST, reason=reason))
+        decision = await self._gathering.joined()
+        if decision is not None:
+            return decision
         self._events.write(
             EventKind.ATTEMPT_STARTED, job_id=self._place.job_id, nodes=self._roster.names(),
             world=self._config.cluster.world_size,
         )  # fmt: skip
-        await self._until(lambda: self._roster.all_examined() or self._hopeless(), EXAMINE_SECONDS)
-        faults = {member.name: member.faults for member in self._roster.present() if member.faults is not None}
-        failure = preflight.verdict(faults)
-        if failure is not None:
-            return rungs.end(failure.reason, failure)
-        if not (self._roster.all_examined() or self._hopeless()):
-            return self._unanswered("was not examined", self._roster.unexamined(), EXAMINE_SECONDS)
-        return await self._get_ready()
-
-    def _unanswered(self, what: str, names: list[str], seconds: float) -> Decision:
-        reason = f"{', '.join(names)} {what} within {seconds:.0f} s"
-        # Of one node of many the node itself is the likeliest cause.
-        only = names[0] if len(names) == 1 else None
-        return rungs.end(reason, Failure(kind=FailureKind.UNKNOWN, reason=reason, node=only))
-
-    def _hopeless(self) -> bool:
-        return self._fatal() is not None or self._stopping.stop is not None
-
-    def _fatal(self) -> Failure | None:
-        """A failure of the machinery that no new generation mends; a nursery that died is replaced by its agent."""
-        broken = self._now.broken
-        return None if broken is None or broken.kind is FailureKind.RANK_KILLED else broken
+        return await self._gathering.examined() or await self._get_ready()
 
     async def _get_ready(self) -> Decision | None:
-        """Wait for every node's nursery; a Decision when none will come or nobody wants it any more."""
         self._state = "warming"
-        ready = await self._until(lambda: self._roster.all_ready() or self._hopeless(), READY_SECONDS)
-        stop, broken = self._stopping.stop, self._fatal()
-        if broken is not None:
-            return rungs.end(broken.reason, broken)
-        if stop is not None and not self._now.number:
-            return Decision(action=Action.STOP, reason="asked to stop before training began")
-        if stop is not None:
-            return rungs.stop_failure(stop.reason, "asked to stop between two generations")
-        if not ready:
-            return self._unanswered("had no nursery ready", self._roster.unready(), READY_SECONDS)
-        return None
+        return await self._gathering.ready()
 
     async def _generation(self) -> Decision | None:
         """Run one generation; a Decision when the attempt ends with it, None when another follows."""

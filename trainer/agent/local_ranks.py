@@ -20,6 +20,7 @@ class LocalRank:
     cell: ProgressCell
     control: socket.socket
     theirs: socket.socket | None
+    stacks: int  # memfd that its stacks are written to
     pid: int | None = None
     handle: int | None = None  # pidfd
     ended: bool = False
@@ -29,7 +30,7 @@ class LocalRank:
 
     def descriptors(self) -> list[int]:
         assert self.theirs is not None
-        return [self.cell.descriptor, self.theirs.fileno()]
+        return [self.cell.descriptor, self.theirs.fileno(), self.stacks]
 
     def hear(self) -> dict[str, Any] | None:
         """Its next message, if there is one; what it says of its own end is kept as well."""
@@ -66,7 +67,8 @@ class LocalRanks:
             ours, theirs = packets.pair()
             ours.setblocking(False)
             cell = ProgressCell.create(f"orch-progress-{rank}")
-            self.by_rank[rank] = LocalRank(rank=rank, cell=cell, control=ours, theirs=theirs)
+            stacks = os.memfd_create(f"orch-stacks-{rank}", os.MFD_CLOEXEC)
+            self.by_rank[rank] = LocalRank(rank=rank, cell=cell, control=ours, theirs=theirs, stacks=stacks)
 
     def ask(self, reason: StopReason, deadline: float) -> None:
         """Put a wish into every cell; `deadline` is on this node's monotonic clock."""
@@ -125,4 +127,5 @@ class LocalRanks:
                 local.theirs.close()
             if local.handle is not None:
                 os.close(local.handle)
+            os.close(local.stacks)
             local.cell.close()

@@ -1,7 +1,6 @@
 """The agent of one node: obeys the coordinator, owns the nursery and the ranks, reports what happens to them."""
 
 import asyncio
-import os
 import signal
 import sys
 import time
@@ -10,9 +9,9 @@ from dataclasses import asdict
 from typing import Any
 
 from checkpointing.durable import dump_line
-from trainer.agent import address, burial, cores, preflight
+from trainer.agent import burial, cores, preflight
+from trainer.agent.births import Births, Wishes
 from trainer.agent.blame import signal_name
-from trainer.agent.command import environment, folder
 from trainer.agent.local_ranks import LocalRank, LocalRanks
 from trainer.agent.nursery_link import NurseryLink
 from trainer.agent.roster import SILENCE_SECONDS
@@ -23,7 +22,6 @@ from trainer.contract.events import EventKind, EventLog
 from trainer.contract.outcome import ExitCode, RankOutcome
 from trainer.contract.place import Place
 from trainer.contract.progress import StopReason
-from trainer.contract.rank import RankSpec
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 _REPORT_SECONDS = 0.5
@@ -45,15 +43,17 @@ class NodeAgent:
         self._ranks: LocalRanks | None = None
         self._scribes: Scribes | None = None
         self._stillborn = 0
-        self._suspects: tuple[int, ...] = ()
+        self._wishes = Wishes()
         self._told_command = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._early: list[int] = []
         self._peer: Peer
+        self._births: Births
 
     async def serve(self, peer: Peer) -> int:
         """Work until the coordinator says it is over, or is lost; returns the agent's exit code."""
         self._peer = peer
+        self._births = Births(self._run, self._attempt, self._config, self._place, self._environ, peer.host)
         for number in self._early:
             self.signalled(number)
         try:
@@ -98,7 +98,7 @@ class NodeAgent:
     def _obey(self, message: Message) -> None:
         match message["say"]:
             case "start":
-                self._suspects = tuple(message.get("suspects", ()))
+                self._wishes = Wishes.from_message(message)
                 self._begin(message["generation"], message["master"])
             case "store" if self._ranks and self._ranks.generation == message["generation"]:
                 store = {"word": "store", "host": message["host"], "port": message["port"]}
@@ -182,7 +182,7 @@ class NodeAgent:
             self._peer.send("broken", generation=generation, reason="before its ranks were started")
             return
         for local_rank, local in enumerate(ranks.by_rank.values()):
-            order = self._order(ranks, local, local_rank, master)
+            order = self._births.order(local.rank, local_rank, ranks.generation, master, self._wishes)
             # A nursery that is lost in here tells so itself, and what was not started is buried with it.
             self._start_rank(order, local, local_rank)
             self._listen_to(local)
@@ -197,48 +197,6 @@ class NodeAgent:
             return
         with self._scribes.connection(local_rank) as ends:
             self._link.start_rank(order, [*local.descriptors(), *ends])
-
-    def _order(self, ranks: LocalRanks, local: LocalRank, local_rank: int, master: list[Any] | None) -> dict[str, Any]:
-        config, place = self._config, self._place
-        order: dict[str, Any] = {
-            "rank": local.rank,
-            "log": str(self._attempt.rank_log(local.rank)),
-            "generation": ranks.generation,
-            "cores": cores.of_rank(place, config, local_rank, os.sched_getaffinity(0)),
-            "env": {},
-            "command": [],
-            "cwd": "",
-            "spec": None,
-        }
-        if master is not None:
-            order["command"] = list(config.command)
-            order["cwd"] = str(folder(self._run, config))
-            order["env"] = environment(
-                run=self._run, attempt=self._attempt, config=config, place=place, generation=ranks.generation,
-                local_rank=local_rank, master=(master[0], master[1]), inherited=self._environ,
-            )  # fmt: skip
-            return order
-        spec = RankSpec(
-            run_dir=str(self._run.path),
-            attempt=self._attempt.number,
-            generation=ranks.generation,
-            rank=local.rank,
-            local_rank=local_rank,
-            world_size=config.cluster.world_size,
-            local_world_size=config.cluster.ranks_per_node,
-            node=place.node,
-            node_name=place.name,
-            cell_fd=-1,  # the nursery fills in what it receives
-            control_fd=-1,
-            host=self._host(),
-            suspects=self._suspects,
-        )
-        return {**order, "spec": asdict(spec)}
-
-    def _host(self) -> str:
-        """Where peers reach this node's ranks: on the named interface, else where the coordinator reaches its agent."""
-        interface = self._config.cluster.interface
-        return address.of_interface(interface) if interface else self._peer.host
 
     def _listen_to(self, local: LocalRank) -> None:
         loop, ranks = asyncio.get_running_loop(), self._ranks

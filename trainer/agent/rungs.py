@@ -18,6 +18,10 @@ QUICK_SECONDS = 60.0
 """A command that fails alike twice, each time sooner than this, is taken for a deterministic bug."""
 
 
+MENDED_IN_PLACE = frozenset({FailureKind.RANK_KILLED, FailureKind.HANG})
+"""Failures of the machinery that a new generation on the same nodes mends."""
+
+
 class Action(Enum):
     WAIT = auto()
     FINISH = auto()
@@ -151,7 +155,7 @@ def _restart(now: Situation, cause: Cause, reason: str) -> Decision:
 def _cause(now: Situation, *, forgive: bool = False) -> Cause:
     """The root of the failure; `forgive`: that it came before, at the same step, does not count."""
     if now.broken is not None:
-        return Cause(failure=now.broken, retry=now.broken.kind is FailureKind.RANK_KILLED, mark="broken")
+        return Cause(failure=now.broken, retry=now.broken.kind in MENDED_IN_PLACE, mark="broken")
     # Of a command no step is known: only failing alike, and soon, twice in a row shows that it never will work.
     quick = now.ran_for < QUICK_SECONDS and not forgive
     return find_cause(now.ends, trained=now.trained or now.command, last_mark=now.last_mark if quick else "")

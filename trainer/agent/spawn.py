@@ -80,7 +80,7 @@ def _run_command(command: Sequence[str], folder: str) -> NoReturn:
 
 
 def _run_cold(spec: RankSpec) -> NoReturn:
-    for descriptor in (spec.cell_fd, spec.control_fd, spec.arena_fd, spec.writer_fd):
+    for descriptor in (spec.cell_fd, spec.control_fd, spec.stacks_fd, spec.arena_fd, spec.writer_fd):
         if descriptor >= 0:
             os.set_inheritable(descriptor, True)
     os.environ[SPEC_VARIABLE] = spec.to_json()
@@ -89,7 +89,7 @@ def _run_cold(spec: RankSpec) -> NoReturn:
 
 def _spec(order: dict[str, Any], descriptors: Sequence[int]) -> RankSpec:
     # Arena and writer may be missing: then the rank makes its own.
-    names = ("cell_fd", "control_fd", "arena_fd", "writer_fd")
+    names = ("cell_fd", "control_fd", "stacks_fd", "arena_fd", "writer_fd")
     return RankSpec.from_json(json.dumps({**order["spec"], **dict(zip(names, descriptors, strict=False))}))
 
 

@@ -9,7 +9,9 @@ from typing import Any
 
 from checkpointing.config import CheckpointConfig
 from checkpointing.durable import read_json
+from trainer.contract.drills import DrillConfig
 from trainer.contract.run_dir import RunDir
+from trainer.contract.watching import HangConfig, PreflightConfig, SpikeConfig, StragglerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,9 @@ class ClusterShape:
 
     nodes: int = 1
     """Number of nodes; on `local`, number of simulated nodes."""
+
+    spare_nodes: int = 0
+    """Further nodes to ask for, idle until one of the others dies: its ranks go on there, in the same job."""
 
     ranks_per_node: int = 1
     """Ranks on every node: one per GPU where there are GPUs."""
@@ -52,6 +57,8 @@ class ClusterShape:
         for name in ("nodes", "ranks_per_node", "cpus_per_task"):
             if getattr(self, name) < 1:
                 raise ValueError(f"cluster.{name}={getattr(self, name)}: must be at least 1")
+        if self.spare_nodes < 0:
+            raise ValueError(f"cluster.spare_nodes={self.spare_nodes}: must be 0 or more")
         if self.gpus_per_node not in (0, self.ranks_per_node):
             raise ValueError(
                 f"cluster.gpus_per_node={self.gpus_per_node}: must be 0 or equal cluster.ranks_per_node"
@@ -61,6 +68,11 @@ class ClusterShape:
     @property
     def world_size(self) -> int:
         return self.nodes * self.ranks_per_node
+
+    @property
+    def all_nodes(self) -> int:
+        """What is asked of the scheduler: the nodes that train, and the spare ones."""
+        return self.nodes + self.spare_nodes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,37 +208,6 @@ class WorkloadConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrillEvent:
-    """One injected fault."""
-
-    kind: str = "kill-rank"
-    """`kill-rank` (SIGKILL), `raise` (an exception), `slow-rank` (a sleep in this step and every later one)."""
-    rank: int = 0
-    """The rank it hits."""
-    step: int = 1
-    """It fires when this rank has finished this step."""
-    attempt: int = 1
-    """Only in this attempt; 0 for every one."""
-    generation: int = 1
-    """Only in this generation of the attempt; 0 for every one."""
-    value: float = 0.0
-    """Seconds of sleep for `slow-rank`."""
-
-    def __post_init__(self) -> None:
-        kinds = ("kill-rank", "raise", "slow-rank")
-        if self.kind not in kinds:
-            raise ValueError(f"drill.events: kind={self.kind} must be one of {', '.join(kinds)}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DrillConfig:
-    """Faults injected on purpose, to see the run recover."""
-
-    events: tuple[DrillEvent, ...] = ()
-    """The faults, each fired once."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class RecoveryConfig:
     """How far orch goes by itself before it asks."""
 
@@ -246,11 +227,16 @@ class RecoveryConfig:
     """Hours for which a node with evidence against it is excluded."""
     exclude_share: float = 0.1
     """Largest share of the partition that may be excluded."""
+    hang: HangConfig = field(default_factory=HangConfig)
+    straggler: StragglerConfig = field(default_factory=StragglerConfig)
+    spike: SpikeConfig = field(default_factory=SpikeConfig)
+    preflight: PreflightConfig = field(default_factory=PreflightConfig)
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            if not 0 <= getattr(self, item.name) < float("inf"):
-                raise ValueError(f"recovery.{item.name}={getattr(self, item.name)}: must be 0 or more")
+            value = getattr(self, item.name)
+            if not is_dataclass(value) and not 0 <= value < float("inf"):
+                raise ValueError(f"recovery.{item.name}={value}: must be 0 or more")
         if self.exclude_share > 1:
             raise ValueError(f"recovery.exclude_share={self.exclude_share}: is a share, at most 1")
 

@@ -4,16 +4,21 @@ import mmap
 import os
 import struct
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
 
+from trainer.contract.durations import BUCKETS, bucket
+
 SIZE = 4096
-_STOP_AT = 2048
-_DUE_AT = 2112
+_STOP_AT = 256
+_DUE_AT = 320
+_WORK_AT = 384
+_TIMES_AT = 512
 _SEQ = struct.Struct("<Q")
-_BODY = struct.Struct("<qIIqqqqddqqqdd")
+_BODY = struct.Struct("<qIIqqqqqddqqqdd")
 _STOP = struct.Struct("<IId")
 _DUE = struct.Struct("<d")
+_COUNT = struct.Struct("<I")
 
 
 class Phase(IntEnum):
@@ -31,6 +36,13 @@ class Phase(IntEnum):
     DONE = 9
 
 
+SECTIONS = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+"""The phases of a step whose own work is measured, in the order of `Work.sections`."""
+_SECTION = {phase: index for index, phase in enumerate(SECTIONS)}
+_WORK = struct.Struct(f"<q{len(SECTIONS)}q")
+_ROW = struct.Struct(f"<{BUCKETS}I")
+
+
 class StopReason(IntEnum):
     """Why the agent asks its rank to stop; higher numbers win when ranks were told different ones."""
 
@@ -41,17 +53,18 @@ class StopReason(IntEnum):
     TIME_LIMIT = 4
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Progress:
     """One consistent reading of a cell; times are nanoseconds of CLOCK_MONOTONIC on the node."""
 
     step: int = 0
     phase: Phase = Phase.INIT
     generation: int = 0
-    collective: int = 0
+    collective: int = 0  # collectives begun by this rank in all its groups, as of `moved_at`
     io_bytes: int = 0
     step_at: int = 0
     phase_at: int = 0
+    moved_at: int = 0  # newest write of any kind: the rank's own sign of life
     loss: float = 0.0
     grad_norm: float = 0.0
     saved_step: int = 0
@@ -59,6 +72,17 @@ class Progress:
     restored_step: int = 0  # where this generation began: 0 from scratch
     save_seconds: float = 0.0  # 99th percentile of what saves have taken, known to rank 0
     step_seconds: float = 0.0  # of the newest step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A rank's own work since its generation began: nanoseconds in each of `SECTIONS` up to step `steps`."""
+
+    steps: int = 0
+    sections: tuple[int, ...] = (0,) * len(SECTIONS)
+
+
+_NAMES = tuple(item.name for item in fields(Progress))
 
 
 class ProgressCell:
@@ -72,6 +96,8 @@ class ProgressCell:
         self.descriptor = descriptor
         self._map = mmap.mmap(descriptor, SIZE)
         self._now = Progress()
+        self._sequence = 0
+        self._warm = False
 
     @classmethod
     def create(cls, name: str = "orch-progress") -> "ProgressCell":
@@ -79,25 +105,65 @@ class ProgressCell:
         os.ftruncate(descriptor, SIZE)
         return cls(descriptor)
 
-    def update(self, **changes: float) -> None:
-        """Rank side: change some fields of the reading; `step` and `phase` stamp their times."""
-        now = time.monotonic_ns()
-        fields = {**self._now.__dict__, **changes}
-        fields["step_at"] = now if "step" in changes else fields["step_at"]
-        fields["phase_at"] = now if "phase" in changes else fields["phase_at"]
-        self._now = Progress(**{**fields, "phase": Phase(fields["phase"])})
-        (sequence,) = _SEQ.unpack_from(self._map, 0)
-        _SEQ.pack_into(self._map, 0, sequence + 1)
-        _BODY.pack_into(self._map, 8, *self._packed())
-        _SEQ.pack_into(self._map, 0, sequence + 2)
+    # -- the rank's side
 
-    def _packed(self) -> tuple[float, ...]:
+    def update(self, **changes: float) -> None:
+        """Change some fields of the reading; `step` and `phase` stamp their times."""
+        now, at = self._now, time.monotonic_ns()
+        for name, value in changes.items():
+            setattr(now, name, value)
+        if "step" in changes:
+            now.step_at = at
+        if "phase" in changes:
+            now.phase_at = at
+        self._publish(at)
+
+    def enter(self, phase: Phase, collective: int = 0) -> None:
+        """The rank goes on to another phase; the one it leaves is counted with the time it took.
+
+        Nothing is counted before `warmed`: a first step compiles and allocates, and is no measure of the others.
+        """
+        now, at = self._now, time.monotonic_ns()
+        if self._warm and now.phase != phase:
+            place = _TIMES_AT + _ROW.size * now.phase + _COUNT.size * bucket((at - now.phase_at) * 1e-9)
+            _COUNT.pack_into(self._map, place, _COUNT.unpack_from(self._map, place)[0] + 1)
+        now.phase, now.phase_at = phase, at
+        if collective:
+            now.collective = collective
+        self._publish(at)
+
+    def warmed(self) -> None:
+        """The first step of this generation is over: from now on times count."""
+        self._warm = True
+
+    def worked(self, steps: int, sections: list[int]) -> None:
+        """This rank's own work so far, as `Work` describes it."""
+        _WORK.pack_into(self._map, _WORK_AT, steps, *sections)
+
+    def _publish(self, at: int) -> None:
         now = self._now
-        return (
-            now.step, int(now.phase), now.generation, now.collective, now.io_bytes, now.step_at,
-            now.phase_at, now.loss, now.grad_norm, now.saved_step, now.total_steps, now.restored_step,
+        now.moved_at = at
+        sequence = self._sequence
+        _SEQ.pack_into(self._map, 0, sequence + 1)
+        _BODY.pack_into(
+            self._map, 8, now.step, now.phase, now.generation, now.collective, now.io_bytes, now.step_at,
+            now.phase_at, now.moved_at, now.loss, now.grad_norm, now.saved_step, now.total_steps, now.restored_step,
             now.save_seconds, now.step_seconds,
         )  # fmt: skip
+        _SEQ.pack_into(self._map, 0, sequence + 2)
+        self._sequence = sequence + 2
+
+    def stop_asked(self) -> tuple[StopReason, float]:
+        """What the agent asks for, read at a step boundary."""
+        reason, _, deadline = _STOP.unpack_from(self._map, _STOP_AT)
+        return StopReason(reason), deadline
+
+    def stop_due(self) -> float:
+        """When a stop is expected, in seconds of CLOCK_MONOTONIC; 0 when nothing is known."""
+        due: float = _DUE.unpack_from(self._map, _DUE_AT)[0]
+        return due
+
+    # -- the agent's side
 
     def read(self, tries: int = 1000) -> Progress | None:
         """A consistent reading, or None when the writer died in the middle of an update."""
@@ -106,11 +172,23 @@ class ProgressCell:
             body = _BODY.unpack_from(self._map, 8)
             (after,) = _SEQ.unpack_from(self._map, 0)
             if before == after and before % 2 == 0:
-                return _progress(body)
+                reading = Progress(**dict(zip(_NAMES, body, strict=True)))
+                reading.phase = Phase(reading.phase)
+                return reading
         return None
 
+    def work(self) -> Work:
+        """The rank's own work; sections of one step may be torn apart, sums over steps are not."""
+        steps, *sections = _WORK.unpack_from(self._map, _WORK_AT)
+        return Work(steps=steps, sections=tuple(sections))
+
+    def times(self) -> dict[Phase, tuple[int, ...]]:
+        """How often each phase took how long: counts in the buckets of `trainer.contract.durations`."""
+        rows = {phase: _ROW.unpack_from(self._map, _TIMES_AT + _ROW.size * phase) for phase in Phase}
+        return {phase: row for phase, row in rows.items() if any(row)}
+
     def ask_stop(self, reason: StopReason, deadline: float = 0.0) -> None:
-        """Agent side: ask the rank to stop; `deadline` is in seconds of CLOCK_MONOTONIC, 0 for none.
+        """Ask the rank to stop; `deadline` is in seconds of CLOCK_MONOTONIC, 0 for none.
 
         There is one slot, and a stop that stands in it is never taken back: a lesser wish is dropped.
         """
@@ -119,45 +197,10 @@ class ProgressCell:
             return
         _STOP.pack_into(self._map, _STOP_AT, int(reason), 0, deadline)
 
-    def stop_asked(self) -> tuple[StopReason, float]:
-        """Rank side: what the agent asks for, read at a step boundary."""
-        reason, _, deadline = _STOP.unpack_from(self._map, _STOP_AT)
-        return StopReason(reason), deadline
-
     def expect_stop(self, at: float) -> None:
-        """Agent side: a stop will be asked for at this time, in seconds of CLOCK_MONOTONIC; 0 when none is planned."""
+        """A stop will be asked for at this time, in seconds of CLOCK_MONOTONIC; 0 when none is planned."""
         _DUE.pack_into(self._map, _DUE_AT, at)
-
-    def stop_due(self) -> float:
-        """Rank side: when a stop is expected, in seconds of CLOCK_MONOTONIC; 0 when nothing is known."""
-        due: float = _DUE.unpack_from(self._map, _DUE_AT)[0]
-        return due
 
     def close(self) -> None:
         self._map.close()
         os.close(self.descriptor)
-
-
-def _progress(body: tuple[float, ...]) -> Progress:
-    (
-        step,
-        phase,
-        generation,
-        collective,
-        io_bytes,
-        step_at,
-        phase_at,
-        loss,
-        norm,
-        saved,
-        total,
-        restored,
-        save,
-        length,
-    ) = body
-    return Progress(
-        step=int(step), phase=Phase(int(phase)), generation=int(generation), collective=int(collective),
-        io_bytes=int(io_bytes), step_at=int(step_at), phase_at=int(phase_at), loss=loss, grad_norm=norm,
-        saved_step=int(saved), total_steps=int(total), restored_step=int(restored),
-        save_seconds=save, step_seconds=length,
-    )  # fmt: skip

@@ -1,11 +1,15 @@
 """What an agent tells a rank when it starts it, and the few words they say over their control socket."""
 
 import json
+import signal
 import socket
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from checkpointing.durable import dump_line
+
+STACKS = signal.SIGRTMIN + 6
+"""The signal on which a rank writes the stacks of all its threads; NCCL and users take SIGUSR1."""
 
 SPEC_VARIABLE = "ORCH_RANK_SPEC"
 """Environment variable with the RankSpec of a rank that was started cold (exec instead of fork)."""
@@ -32,9 +36,12 @@ class RankSpec:
     cell_fd: int  # progress cell (memfd)
     control_fd: int  # SOCK_SEQPACKET pair to the agent
     host: str  # address of this node that peers can reach
+    stacks_fd: int = -1  # where faulthandler writes stacks on STACKS (memfd of the agent); -1: nowhere
+    flight: str = ""  # path of the Unix socket on which torch's worker server answers; empty: none
     arena_fd: int = -1  # memory of the checkpoints' copies (memfd); -1: the rank makes its own
     writer_fd: int = -1  # stream socket to the checkpoint writer that the agent owns; -1: the rank starts its own
     suspects: tuple[int, ...] = ()  # steps whose checkpoints must not be loaded
+    skip: tuple[int, ...] = ()  # positions in the data that are left out
     env: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
@@ -43,7 +50,7 @@ class RankSpec:
     @classmethod
     def from_json(cls, text: str) -> "RankSpec":
         fields = json.loads(text)
-        return cls(**{**fields, "suspects": tuple(fields["suspects"])})
+        return cls(**{**fields, "suspects": tuple(fields["suspects"]), "skip": tuple(fields["skip"])})
 
 
 def say(control: socket.socket, word: str, **data: Any) -> None:

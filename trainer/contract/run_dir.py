@@ -47,6 +47,15 @@ class AttemptDir:
     def evidence(self) -> Path:
         return self.path / "evidence"
 
+    def incident(self, name: str) -> Path:
+        """The evidence bundle of one incident."""
+        return self.evidence / name
+
+    @property
+    def skipped(self) -> Path:
+        """Positions in the data that are left out, with the reasons: of this attempt's rollbacks."""
+        return self.path / "skipped.json"
+
     @property
     def outcomes(self) -> Path:
         return self.path / "outcomes"

@@ -5,7 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 
-from trainer.contract.config import DrillEvent
+from trainer.contract.drills import DrillEvent
 
 
 class DrillError(RuntimeError):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trainer.agent import coordinator as coordinating
+from trainer.agent import gathering
 from trainer.agent.coordinator import Coordinator
 from trainer.agent.heartbeat import Heartbeat
 from trainer.agent.wire import Message, Peer, connect
@@ -130,7 +130,7 @@ def test_a_save_that_is_asked_for_after_a_stop_is_answered_by_the_stop(play):
     ],
 )
 def test_a_node_that_does_not_answer_is_not_taken_for_fit_and_is_named(play, monkeypatch, patience, says, words):
-    monkeypatch.setattr(coordinating, patience, 1.5)
+    monkeypatch.setattr(gathering, patience, 1.5)
 
     async def script(scene: Scene) -> None:
         await scene.join(0)

@@ -6,7 +6,8 @@ from dataclasses import asdict
 import pytest
 
 from trainer.contract import config as configs
-from trainer.contract.config import ClusterShape, DrillEvent, JobConfig, ModelConfig, ParallelConfig, TrainConfig
+from trainer.contract.config import ClusterShape, JobConfig, ModelConfig, ParallelConfig, TrainConfig
+from trainer.contract.drills import DrillEvent
 
 
 def test_what_is_written_reads_back(tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.contract.config import DrillEvent
+from trainer.contract.drills import DrillEvent
 from trainer.worker import drill as drills
 from trainer.worker.drill import Drill, DrillError
 

@@ -1,0 +1,86 @@
+"""What an agent tells its nursery about each rank that is to be born."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trainer.agent import address, cores
+from trainer.agent.command import environment, folder
+from trainer.agent.wire import Message
+from trainer.contract.config import JobConfig
+from trainer.contract.place import Place
+from trainer.contract.rank import RankSpec
+from trainer.contract.run_dir import AttemptDir, RunDir
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What the coordinator wants of a generation beyond its being born."""
+
+    suspects: tuple[int, ...] = ()  # steps whose checkpoints are not to be loaded
+    skip: tuple[int, ...] = ()  # positions in the data that are left out
+
+    @classmethod
+    def from_message(cls, message: Message) -> "Wishes":
+        return cls(suspects=tuple(message.get("suspects", ())), skip=tuple(message.get("skip", ())))
+
+
+class Births:
+    """Writes the orders for the ranks of one node."""
+
+    def __init__(
+        self, run: RunDir, attempt: AttemptDir, config: JobConfig, place: Place, environ: Mapping[str, str], host: str
+    ) -> None:
+        """`host`: where the coordinator reaches this node's agent."""
+        self._run, self._attempt, self._config, self._place = run, attempt, config, place
+        self._environ, self._reached_at = environ, host
+
+    def order(
+        self, rank: int, local_rank: int, generation: int, master: Sequence[Any] | None, wishes: Wishes
+    ) -> dict[str, Any]:
+        """The order for one rank; `master` is the address that the ranks of a user's own command meet at."""
+        config, place = self._config, self._place
+        order: dict[str, Any] = {
+            "rank": rank,
+            "log": str(self._attempt.rank_log(rank)),
+            "generation": generation,
+            "cores": cores.of_rank(place, config, local_rank, os.sched_getaffinity(0)),
+            "env": {},
+            "command": [],
+            "cwd": "",
+            "spec": None,
+        }
+        if master is None:
+            return {**order, "spec": asdict(self._spec(rank, local_rank, generation, wishes))}
+        order["command"] = list(config.command)
+        order["cwd"] = str(folder(self._run, config))
+        order["env"] = environment(
+            run=self._run, attempt=self._attempt, config=config, place=place, generation=generation,
+            local_rank=local_rank, master=(master[0], master[1]), inherited=self._environ,
+        )  # fmt: skip
+        return order
+
+    def _spec(self, rank: int, local_rank: int, generation: int, wishes: Wishes) -> RankSpec:
+        cluster, place = self._config.cluster, self._place
+        return RankSpec(
+            run_dir=str(self._run.path),
+            attempt=self._attempt.number,
+            generation=generation,
+            rank=rank,
+            local_rank=local_rank,
+            world_size=cluster.world_size,
+            local_world_size=cluster.ranks_per_node,
+            node=place.node,
+            node_name=place.name,
+            cell_fd=-1,  # the nursery fills in what it receives
+            control_fd=-1,
+            host=self._host(),
+            suspects=wishes.suspects,
+            skip=wishes.skip,
+        )
+
+    def _host(self) -> str:
+        """Where peers reach this node's ranks: on the named interface, else where the coordinator reaches its agent."""
+        interface = self._config.cluster.interface
+        return address.of_interface(interface) if interface else self._reached_at

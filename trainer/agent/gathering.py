@@ -1,0 +1,73 @@
+"""The beginning of an attempt: every node has joined, is examined and has a nursery; or why it ends before it began."""
+
+from collections.abc import Awaitable, Callable
+
+from trainer.agent import preflight, rungs
+from trainer.agent.generation import Generation
+from trainer.agent.roster import Roster
+from trainer.agent.rungs import Action, Decision
+from trainer.agent.stopping import Stopping
+from trainer.contract.outcome import Failure, FailureKind
+
+JOIN_SECONDS = 300.0
+"""How long agents may take to join: srun starts them within seconds, file systems show files late."""
+EXAMINE_SECONDS = 120.0
+READY_SECONDS = 1800.0
+"""Importing torch on a busy parallel file system takes minutes at worst."""
+
+Until = Callable[[Callable[[], bool], float], Awaitable[bool]]
+
+
+class Gathering:
+    """Each method waits for one thing and returns a Decision when it will never come."""
+
+    def __init__(self, roster: Roster, stopping: Stopping, until: Until, generation: Callable[[], Generation]) -> None:
+        """`until` handles messages until a condition holds, or the seconds are over (False)."""
+        self._roster, self._stopping, self._until, self._generation = roster, stopping, until, generation
+
+    async def joined(self) -> Decision | None:
+        """Every node has an agent."""
+        if await self._until(lambda: self._roster.complete() or self._hopeless(), JOIN_SECONDS):
+            return None
+        missing = ", ".join(str(node) for node in self._roster.missing())
+        reason = f"no agent of node(s) {missing} joined within {JOIN_SECONDS:.0f} s"
+        return rungs.end(reason, Failure(kind=FailureKind.AGENT_LOST, reason=reason))
+
+    async def examined(self) -> Decision | None:
+        """Every node is fit."""
+        await self._until(lambda: self._roster.all_examined() or self._hopeless(), EXAMINE_SECONDS)
+        faults = {member.name: member.faults for member in self._roster.present() if member.faults is not None}
+        failure = preflight.verdict(faults)
+        if failure is not None:
+            return rungs.end(failure.reason, failure)
+        if not (self._roster.all_examined() or self._hopeless()):
+            return self._unanswered("was not examined", self._roster.unexamined(), EXAMINE_SECONDS)
+        return None
+
+    async def ready(self) -> Decision | None:
+        """Every node's nursery can start ranks, and nothing has happened that makes it pointless."""
+        ready = await self._until(lambda: self._roster.all_ready() or self._hopeless(), READY_SECONDS)
+        stop, broken = self._stopping.stop, self._fatal()
+        if broken is not None:
+            return rungs.end(broken.reason, broken)
+        if stop is not None and not self._generation().number:
+            return Decision(action=Action.STOP, reason="asked to stop before training began")
+        if stop is not None:
+            return rungs.stop_failure(stop.reason, "asked to stop between two generations")
+        if not ready:
+            return self._unanswered("had no nursery ready", self._roster.unready(), READY_SECONDS)
+        return None
+
+    def _unanswered(self, what: str, names: list[str], seconds: float) -> Decision:
+        reason = f"{', '.join(names)} {what} within {seconds:.0f} s"
+        # Of one node of many the node itself is the likeliest cause.
+        only = names[0] if len(names) == 1 else None
+        return rungs.end(reason, Failure(kind=FailureKind.UNKNOWN, reason=reason, node=only))
+
+    def _hopeless(self) -> bool:
+        return self._fatal() is not None or self._stopping.stop is not None
+
+    def _fatal(self) -> Failure | None:
+        """A failure of the machinery that no new generation mends; a nursery that died is replaced by its agent."""
+        broken = self._generation().broken
+        return None if broken is None or broken.kind in rungs.MENDED_IN_PLACE else broken

@@ -1,0 +1,31 @@
+"""One rank as its agent sees it: what the coordinator judges by. Ages, not times: clocks of nodes never meet."""
+
+from dataclasses import astuple, dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sighting:
+    """What is known of one rank at the moment its agent looked."""
+
+    rank: int
+    node: str
+    step: int = 0
+    phase: str = "init"
+    first: bool = True  # it has not finished a step in this generation
+    collective: int = 0  # collectives it had begun when its cell was written last
+    age: float = 0.0  # seconds since its cell was written
+    alive: float = 0.0  # seconds since its last sign of life: the cell, CPU time, bytes read or written
+    state: str = "R"  # of its training thread as /proc says: R S D T (stopped) t (traced) Z; X: gone
+    ended: bool = False
+
+    def to_row(self) -> list[Any]:
+        """For the wire, without the node's name, which the coordinator knows."""
+        rank, _, *rest = astuple(self)
+        return [rank, *rest]
+
+    @classmethod
+    def from_row(cls, row: list[Any], node: str) -> "Sighting":
+        """Raises TypeError or ValueError when `row` is none."""
+        names = [item.name for item in fields(cls) if item.name != "node"]
+        return cls(node=node, **dict(zip(names, row, strict=True)))

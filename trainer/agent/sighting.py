@@ -17,6 +17,7 @@ class Sighting:
     age: float = 0.0  # seconds since its cell was written
     alive: float = 0.0  # seconds since its last sign of life: the cell, CPU time, bytes read or written
     state: str = "R"  # of its training thread as /proc says: R S D T (stopped) t (traced) Z; X: gone
+    lock: float = 0.0  # seconds for which nothing could run in its interpreter; 0: not known
     ended: bool = False
 
     def to_row(self) -> list[Any]:

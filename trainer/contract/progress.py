@@ -12,12 +12,14 @@ from trainer.contract.durations import BUCKETS, bucket
 SIZE = 4096
 _STOP_AT = 256
 _DUE_AT = 320
+_TICK_AT = 336
 _WORK_AT = 384
 _TIMES_AT = 512
 _SEQ = struct.Struct("<Q")
 _BODY = struct.Struct("<qIIqqqqqddqqqdd")
 _STOP = struct.Struct("<IId")
 _DUE = struct.Struct("<d")
+_TICK = struct.Struct("<q")
 _COUNT = struct.Struct("<I")
 
 
@@ -140,6 +142,10 @@ class ProgressCell:
         """This rank's own work so far, as `Work` describes it."""
         _WORK.pack_into(self._map, _WORK_AT, steps, *sections)
 
+    def tick(self) -> None:
+        """Called now and then by a thread that does nothing else: it can only run while Python's lock is to be had."""
+        _TICK.pack_into(self._map, _TICK_AT, time.monotonic_ns())
+
     def _publish(self, at: int) -> None:
         now = self._now
         now.moved_at = at
@@ -181,6 +187,11 @@ class ProgressCell:
         """The rank's own work; sections of one step may be torn apart, sums over steps are not."""
         steps, *sections = _WORK.unpack_from(self._map, _WORK_AT)
         return Work(steps=steps, sections=tuple(sections))
+
+    def ticked(self) -> int:
+        """When `tick` was called last, in nanoseconds of CLOCK_MONOTONIC; 0: never."""
+        at: int = _TICK.unpack_from(self._map, _TICK_AT)[0]
+        return at
 
     def times(self) -> dict[Phase, tuple[int, ...]]:
         """How often each phase took how long: counts in the buckets of `trainer.contract.durations`."""

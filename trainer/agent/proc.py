@@ -1,0 +1,115 @@
+"""What the kernel says of a process under /proc: a quick look for signs of life, and everything for an incident."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_PROC = Path("/proc")
+_TICK = os.sysconf("SC_CLK_TCK")
+_UTIME, _STIME = 11, 12  # counted from the state, which is the first field after the name
+_THREADS = 500
+"""Threads described of one process."""
+_TEXT = 16384
+"""Bytes kept of one file."""
+_WHOLE = ("status", "io", "wchan", "syscall", "stack", "cgroup", "limits", "cmdline")
+
+
+@dataclass(frozen=True, slots=True)
+class Signs:
+    """Signs of life of one process; counters only ever grow while it lives."""
+
+    state: str  # of its first thread: R S D T t Z
+    cpu_seconds: float  # of all its threads, in user and kernel mode
+    io_bytes: int  # read and written through system calls, whatever the other end was
+
+
+def look(pid: int) -> Signs | None:
+    """Two short reads; None when there is no such process (any more)."""
+    try:
+        fields = _stat(_PROC / str(pid) / "stat")
+    except OSError:
+        return None
+    cpu = (int(fields[_UTIME]) + int(fields[_STIME])) / _TICK
+    return Signs(fields[0], cpu, _moved(pid))
+
+
+def _stat(path: Path) -> list[str]:
+    """The fields of a stat file from the state on; the name before it may hold spaces and parentheses."""
+    return path.read_text(errors="replace").rpartition(")")[2].split()
+
+
+def _moved(pid: int) -> int:
+    """Bytes that its system calls have moved; 0 where the kernel does not say."""
+    try:
+        lines = (_PROC / str(pid) / "io").read_text().splitlines()
+    except OSError:
+        return 0
+    counts = dict(line.split(": ", 1) for line in lines if ": " in line)
+    return int(counts.get("rchar", 0)) + int(counts.get("wchar", 0))
+
+
+def describe(pid: int) -> dict[str, Any] | None:
+    """All that /proc tells of a process and its threads, for people; None when there is no such process.
+
+    A file that cannot be read says why instead. WARNING: may block while the kernel holds the process's memory map.
+    """
+    folder = _PROC / str(pid)
+    try:
+        stat = _stat(folder / "stat")
+    except OSError as error:
+        return None if not folder.exists() else {"pid": pid, "stat": str(error)}
+    return {
+        "pid": pid,
+        "state": stat[0],
+        "stat": " ".join(stat),
+        **{name: _text(folder / name) for name in _WHOLE},
+        "descriptors": _descriptors(folder / "fd"),
+        "threads": _threads(folder / "task"),
+    }
+
+
+def _threads(folder: Path) -> list[dict[str, Any]]:
+    try:
+        names = sorted(os.listdir(folder), key=int)
+    except OSError:
+        return []
+    return [_thread(folder / name) for name in names[:_THREADS]]
+
+
+def _thread(folder: Path) -> dict[str, Any]:
+    try:
+        stat = _stat(folder / "stat")
+    except OSError as error:
+        return {"tid": int(folder.name), "gone": str(error)}
+    return {
+        "tid": int(folder.name),
+        "name": _text(folder / "comm").strip(),
+        "state": stat[0],
+        "cpu_seconds": (int(stat[_UTIME]) + int(stat[_STIME])) / _TICK,
+        "wchan": _text(folder / "wchan"),
+        "syscall": _text(folder / "syscall").strip(),
+    }
+
+
+def _descriptors(folder: Path) -> dict[str, str]:
+    """What its open descriptors are: a rank stuck on a file system shows the file here."""
+    try:
+        names = sorted(os.listdir(folder), key=int)
+    except OSError as error:
+        return {"error": str(error)}
+    found = {}
+    for name in names[:_THREADS]:
+        try:
+            found[name] = os.readlink(folder / name)
+        except OSError:  # closed meanwhile
+            continue
+    return found
+
+
+def _text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return file.read(_TEXT).replace(b"\0", b" ").decode(errors="replace")
+    except OSError as error:
+        return f"[{error.strerror}]"

@@ -15,6 +15,8 @@ class RequestKind(StrEnum):
     STOP = "stop"  # save at the next agreed step boundary, then exit
     SAVE = "save"  # save at the next agreed step boundary, then go on
     DEADLINE = "deadline"  # `value` is the job's true end, seconds since the epoch
+    STACKS = "stacks"  # where every thread stands; `value` is one rank, `detail` one node's index, else all
+    DRILL = "drill"  # a fault on purpose; `detail` is its kind, `value` the rank (or the node) that it hits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +27,7 @@ class Request:
     attempt: int
     reason: str
     value: float | None = None
+    detail: str = ""
     name: str = ""
 
     def write(self, folder: Path) -> str:
@@ -33,6 +36,10 @@ class Request:
         fields = {key: value for key, value in asdict(self).items() if key != "name"}
         write_durably(folder / name, dump_line(fields).encode())
         return name
+
+
+REFUSED = "refused: "
+"""How an answer begins that says no."""
 
 
 def pending(folder: Path, attempt: int, answered: set[str]) -> list[Request]:

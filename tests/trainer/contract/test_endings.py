@@ -110,3 +110,11 @@ def test_a_run_folder_is_private_and_never_taken_over(tmp_path):
     for number in (10, 9):
         run.attempt(number).make()
     assert [attempt.number for attempt in run.all_attempts()] == [9, 10]
+
+
+def test_a_request_s_details_read_back_and_older_files_have_none(tmp_path):
+    Request(kind=RequestKind.DRILL, attempt=1, reason="?", value=3, detail="stop-rank").write(tmp_path)
+    (tmp_path / "stacks.001.0.json").write_text('{"kind":"stacks","attempt":1,"reason":"","value":null}')
+    drill, stacks = pending(tmp_path, 1, set())
+    assert (drill.kind, drill.value, drill.detail) == (RequestKind.DRILL, 3, "stop-rank")
+    assert (stacks.kind, stacks.value, stacks.detail) == (RequestKind.STACKS, None, "")

@@ -7,8 +7,16 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.checkpointing.proofs.mounts import hide_mounts
+
 BUCKET = "checkpoints"
 _CREDENTIALS = {"AWS_ACCESS_KEY_ID": "tester", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_mounts() -> None:
+    """Before anything else is started: a killed run of the tests must leave no file system mounted."""
+    hide_mounts()
 
 
 @pytest.fixture(scope="session")

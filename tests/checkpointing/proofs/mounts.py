@@ -1,10 +1,9 @@
 """Real file systems that are small, turn read-only or hang: mounted for one test, by root.
 
-They are mounted in a mount namespace of the test process, so that they are gone with it however it ends.
+Test processes have a mount namespace of their own, so that mounts are gone with them however they end.
 """
 
 import ctypes
-import functools
 import os
 import subprocess
 from collections.abc import Iterator
@@ -17,15 +16,15 @@ _LONGEST_FREEZE_S = 30
 _CLONE_NEWNS = 0x20000  # sched.h
 
 
-@functools.cache
-def _own_mounts() -> None:
-    """From here on, what this process and its children mount is seen by nobody else."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting needs root")
+def hide_mounts() -> bool:
+    """From here on, what this process and its children mount is seen by nobody else; False where that cannot be.
+
+    To be called before any process is started that is to see a mount.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(_CLONE_NEWNS):
-        pytest.skip(f"a mount namespace of its own: {os.strerror(ctypes.get_errno())}")
-    _run("mount", "--make-rprivate", "/")
+    if os.geteuid() != 0 or libc.unshare(_CLONE_NEWNS):
+        return False
+    return subprocess.run(["mount", "--make-rprivate", "/"], capture_output=True, check=False).returncode == 0
 
 
 def _run(*words: str) -> None:
@@ -36,6 +35,8 @@ def _run(*words: str) -> None:
 
 @contextmanager
 def _mounted(folder: Path, *how: str) -> Iterator[Path]:
+    if os.geteuid() != 0:
+        pytest.skip("mounting needs root")
     folder.mkdir()
     _run("mount", *how, str(folder))
     try:
@@ -47,7 +48,6 @@ def _mounted(folder: Path, *how: str) -> Iterator[Path]:
 @contextmanager
 def small_tmpfs(folder: Path, size: str) -> Iterator[Path]:
     """A tmpfs of this size."""
-    _own_mounts()
     with _mounted(folder, "-t", "tmpfs", "-o", f"size={size}", "tmpfs"):
         yield folder
 
@@ -55,7 +55,6 @@ def small_tmpfs(folder: Path, size: str) -> Iterator[Path]:
 @contextmanager
 def ramfs(folder: Path) -> Iterator[Path]:
     """A file system that knows neither O_DIRECT nor fallocate."""
-    _own_mounts()
     with _mounted(folder, "-t", "ramfs", "ramfs"):
         yield folder
 
@@ -63,7 +62,6 @@ def ramfs(folder: Path) -> Iterator[Path]:
 @contextmanager
 def loop_ext4(folder: Path, megabytes: int) -> Iterator[Path]:
     """An ext4 of its own, in a file beside `folder`."""
-    _own_mounts()
     image = folder.with_suffix(".image")
     with image.open("wb") as stream:
         stream.truncate(megabytes << 20)

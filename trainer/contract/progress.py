@@ -13,6 +13,7 @@ SIZE = 4096
 _STOP_AT = 256
 _DUE_AT = 320
 _TICK_AT = 336
+_DRILL_AT = 352
 _WORK_AT = 384
 _TIMES_AT = 512
 _SEQ = struct.Struct("<Q")
@@ -20,7 +21,9 @@ _BODY = struct.Struct("<qIIqqqqqddqqqdd")
 _STOP = struct.Struct("<IId")
 _DUE = struct.Struct("<d")
 _TICK = struct.Struct("<q")
+_DRILL = struct.Struct("<Id")
 _COUNT = struct.Struct("<I")
+_DRILL_FIELDS = 8  # behind the serial number
 
 
 class Phase(IntEnum):
@@ -169,6 +172,12 @@ class ProgressCell:
         due: float = _DUE.unpack_from(self._map, _DUE_AT)[0]
         return due
 
+    def drill_ordered(self) -> tuple[int, int, float]:
+        """The newest fault to be brought about: serial number (0: none so far), place in `drills.KINDS`, value."""
+        (serial,) = _COUNT.unpack_from(self._map, _DRILL_AT)
+        kind, value = _DRILL.unpack_from(self._map, _DRILL_AT + _DRILL_FIELDS)
+        return serial, kind, value
+
     # -- the agent's side
 
     def read(self, tries: int = 1000) -> Progress | None:
@@ -211,6 +220,12 @@ class ProgressCell:
     def expect_stop(self, at: float) -> None:
         """A stop will be asked for at this time, in seconds of CLOCK_MONOTONIC; 0 when none is planned."""
         _DUE.pack_into(self._map, _DUE_AT, at)
+
+    def order_drill(self, kind: int, serial: int, value: float = 0.0) -> None:
+        """Have the rank bring a fault upon itself at its next step boundary; `serial` counts up from 1."""
+        _DRILL.pack_into(self._map, _DRILL_AT + _DRILL_FIELDS, kind, value)
+        # Last: who sees the new number finds what belongs to it.
+        _COUNT.pack_into(self._map, _DRILL_AT, serial)
 
     def close(self) -> None:
         self._map.close()

@@ -86,3 +86,17 @@ def test_readings_are_consistent_while_another_process_writes(cell):
 
 def test_the_page_is_as_small_as_promised(cell):
     assert os.fstat(cell.descriptor).st_size == SIZE
+
+
+def test_a_drill_is_ordered_without_disturbing_anything_else(cell):
+    assert cell.drill_ordered()[0] == 0
+    agent = other_side(cell)
+    cell.tick()
+    cell.worked(3, [1, 2, 3, 4])
+    ticked = agent.ticked()
+    agent.order_drill(11, serial=1, value=0.25)
+    assert cell.drill_ordered() == (1, 11, 0.25)
+    agent.order_drill(2, serial=2)
+    assert cell.drill_ordered() == (2, 2, 0.0)
+    assert (agent.work().steps, agent.work().sections, agent.ticked()) == (3, (1, 2, 3, 4), ticked)
+    agent.close()

@@ -13,6 +13,7 @@ from trainer.agent.answers import Answers
 from trainer.agent.blame import RankEnd
 from trainer.agent.command import free_port
 from trainer.agent.deadline import Bounds
+from trainer.agent.door import Door
 from trainer.agent.gate import Fence
 from trainer.agent.gathering import Gathering
 from trainer.agent.generation import Generation, Past
@@ -23,7 +24,7 @@ from trainer.agent.questions import Questions
 from trainer.agent.roster import Roster
 from trainer.agent.rungs import Action, Decision, Situation
 from trainer.agent.stopping import Stop, Stopping
-from trainer.agent.wire import Door, Message
+from trainer.agent.wire import Message
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.launch import LaunchToken

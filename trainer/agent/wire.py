@@ -1,18 +1,23 @@
 """The wire between agents and coordinator: JSON lines over TCP, opened by a token."""
 
 import asyncio
-import hmac
 import json
+import math
+import re
 import socket
-from collections.abc import Awaitable, Callable
-from typing import Any
+import time
+from collections import deque
+from typing import Any, NoReturn
 
 from checkpointing.durable import dump_line
 
 LONGEST_LINE = 1 << 17
-HELLO_SECONDS = 5.0
-_MOST_STRANGERS = 256
-_LARGEST_BACKLOG = 8 << 20
+WELCOME_SECONDS = 10.0
+_LARGEST_BACKLOG = 1 << 20
+_LARGEST_PILE = 2 * LONGEST_LINE
+_BURST, _A_SECOND = 2048.0, 512.0
+"""Messages that one peer may send at once, and in every second after: more of them wait in its own socket."""
+_DOUBTFUL = re.compile(rb"\d{19}|[eE]\+?\d{3}")
 
 Message = dict[str, Any]
 
@@ -21,122 +26,177 @@ class WireError(Exception):
     """What came is not a message."""
 
 
-class Peer:
-    """One connection; sending never blocks, a peer that does not read is dropped."""
+def parse(line: bytes | bytearray) -> Message:
+    """The message in one line; its numbers fit into 64 bits and are finite. Raises WireError."""
+    try:
+        # Looking at every number costs as much as all the rest: only where one could be too large.
+        message = (_CAREFUL if _DOUBTFUL.search(line) else _QUICK).decode(line.decode())
+    except (ValueError, RecursionError) as error:  # deep nesting exhausts the parser's stack
+        raise WireError(f"no JSON: {bytes(line[:40])!r}") from error
+    if not isinstance(message, dict) or not isinstance(message.get("say"), str):
+        raise WireError(f"no message: {bytes(line[:40])!r}")
+    return message
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
-        connection = writer.get_extra_info("socket")
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.host: str = writer.get_extra_info("sockname")[0]
+
+def _refuse(text: str) -> NoReturn:
+    raise ValueError(f"not a number: {text[:20]}")
+
+
+def _integer(text: str) -> int:
+    if len(text) > 20 or not -(1 << 63) <= int(text) < 1 << 63:
+        _refuse(text)
+    return int(text)
+
+
+def _real(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        _refuse(text)
+    return value
+
+
+_QUICK = json.JSONDecoder(parse_constant=_refuse)
+_CAREFUL = json.JSONDecoder(parse_constant=_refuse, parse_int=_integer, parse_float=_real)
+
+
+class Peer(asyncio.Protocol):
+    """One connection; sending never blocks, a peer that does not read is dropped, one that floods is read slowly."""
+
+    def __init__(self, first: bytes = b"") -> None:
+        """`first`: what was read already, after the hello."""
+        self.host = ""
+        self._transport: asyncio.Transport
+        self._lines: deque[bytes | bytearray] = deque()
+        self._torn, self._pile = bytearray(), 0
+        self._ended = self._paused = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._allowance, self._refilled = _BURST, time.monotonic()
+        if first:
+            self._take(first)
+
+    # -- what the event loop calls -----------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.host = transport.get_extra_info("sockname")[0]
+        self._hold()
+
+    def data_received(self, data: bytes) -> None:
+        self._take(data)
+        self._hold()
+        self._wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._ended = True
+        if not self._closed.done():
+            self._closed.set_result(None)
+        self._wake()
+
+    def eof_received(self) -> None:
+        self._ended = True
+        self._wake()
+
+    def _take(self, data: bytes) -> None:
+        self._pile += len(data)
+        head, *more = data.split(b"\n")
+        if not more:
+            self._torn += head
+            return
+        self._lines.append(self._torn + head if self._torn else head)
+        self._torn = bytearray(more.pop())
+        self._lines.extend(more)
+
+    def _hold(self) -> None:
+        """Leave the rest in the sender's hands while what came is not handled: memory stays small."""
+        if not self._paused and self._pile > _LARGEST_PILE:
+            self._paused = True
+            self._transport.pause_reading()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # -- what its owner calls ----------------------------------------------------------------------------------------
 
     def send(self, say: str, **fields: Any) -> None:
         """Queue one message; a message for a lost peer is dropped, its reader notices the loss."""
-        if self._writer.is_closing():
+        if self._transport.is_closing():
             return
         # Nor may a lone surrogate in what is told go on: whoever writes it down could not encode it.
-        self._writer.write((dump_line({"say": say, **fields}) + "\n").encode(errors="replace"))
-        if self._writer.transport.get_write_buffer_size() > _LARGEST_BACKLOG:
-            self._writer.transport.abort()
+        self._transport.write((dump_line({"say": say, **fields}) + "\n").encode(errors="replace"))
+        if self._transport.get_write_buffer_size() > _LARGEST_BACKLOG:
+            self._transport.abort()
 
     async def receive(self) -> Message | None:
         """The next message; None when the connection has ended. Raises WireError."""
+        while not self._lines:
+            if len(self._torn) > LONGEST_LINE:
+                raise WireError(f"a line of more than {LONGEST_LINE} bytes")
+            if self._ended:
+                return None
+            await self._more()
+        await self._afford()
+        line = self._lines.popleft()
+        self._pile -= len(line) + 1
+        if self._paused and self._pile <= LONGEST_LINE:
+            self._paused = False
+            self._transport.resume_reading()
+        if len(line) > LONGEST_LINE:
+            raise WireError(f"a line of more than {LONGEST_LINE} bytes")
+        return parse(line)
+
+    async def _more(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
         try:
-            line = await self._reader.readuntil(b"\n")
-        except (asyncio.IncompleteReadError, OSError):
-            return None
-        except asyncio.LimitOverrunError as error:
-            raise WireError(f"a line of more than {LONGEST_LINE} bytes") from error
-        try:
-            message = json.loads(line)
-        except (ValueError, RecursionError) as error:  # deep nesting exhausts the parser's stack
-            raise WireError(f"no JSON: {line[:40]!r}") from error
-        if not isinstance(message, dict) or not isinstance(message.get("say"), str):
-            raise WireError(f"no message: {line[:40]!r}")
-        return message
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    async def _afford(self) -> None:
+        """Wait while this peer has used up what it may say."""
+        now = time.monotonic()
+        self._allowance = min(_BURST, self._allowance + (now - self._refilled) * _A_SECOND) - 1.0
+        self._refilled = now
+        if self._allowance < 0.0:
+            await asyncio.sleep(-self._allowance / _A_SECOND)
 
     def hung_up(self) -> bool:
         """Whether the other side has ended the connection and all it said was read."""
-        return self._reader.at_eof() or self._writer.is_closing()
+        return (self._ended and not self._lines) or self._transport.is_closing()
 
     async def close(self) -> None:
         """Send what is queued, then hang up."""
-        self._writer.close()
+        self._transport.close()
         try:
-            await asyncio.wait_for(self._writer.wait_closed(), 2.0)
-        except (OSError, TimeoutError):
-            self._writer.transport.abort()
+            await asyncio.wait_for(asyncio.shield(self._closed), 2.0)
+        except TimeoutError:
+            self._transport.abort()
 
     def drop(self) -> None:
-        self._writer.transport.abort()
-
-
-class Door:
-    """The coordinator's listening socket. Strangers cost at most one slot for five seconds."""
-
-    def __init__(
-        self,
-        token: str,
-        *,
-        admit: Callable[[Message, Peer], bool],
-        serve: Callable[[Message, Peer], Awaitable[None]],
-        patience: float = HELLO_SECONDS,
-    ) -> None:
-        self.token, self._admit, self._serve, self._patience = token, admit, serve, patience
-        self._strangers = 0
-        self._server: asyncio.Server | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def open(self, host: str) -> int:
-        """Listen on a free port of `host`; returns the port."""
-        self._server = await asyncio.start_server(self._greet, host, 0, limit=LONGEST_LINE, backlog=1024)
-        port: int = self._server.sockets[0].getsockname()[1]
-        return port
-
-    async def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        try:
-            await self._converse(Peer(reader, writer))
-        except (asyncio.CancelledError, OSError):
-            pass
-        finally:
-            writer.transport.abort()
-            self._tasks.discard(task)
-
-    async def _converse(self, peer: Peer) -> None:
-        if self._strangers >= _MOST_STRANGERS:
-            return
-        self._strangers += 1
-        try:
-            hello = await asyncio.wait_for(peer.receive(), self._patience)
-        except (WireError, TimeoutError):
-            return
-        finally:
-            self._strangers -= 1
-        if hello is not None and self._knows(hello) and self._admit(hello, peer):
-            await self._serve(hello, peer)
-            await peer.close()
-
-    def _knows(self, hello: Message) -> bool:
-        offered = hello.get("token")
-        if hello["say"] != "hello" or not isinstance(offered, str):
-            return False
-        # As bytes: compare_digest refuses text that is not ASCII, and a lone surrogate does not encode strictly.
-        return hmac.compare_digest(offered.encode(errors="replace"), self.token.encode())
+        self._transport.abort()
 
 
 async def connect(host: str, port: int, hello: Message) -> Peer:
-    """Open a connection and say hello; raises OSError."""
-    reader, writer = await asyncio.open_connection(host, port, limit=LONGEST_LINE)
-    peer = Peer(reader, writer)
-    peer.send("hello", **hello)
+    """Open a connection, say hello and be let in; raises OSError when the coordinator cannot be reached, or hangs up.
+
+    A coordinator under attack may hang up on one whose hello it has not read yet: trying again is right then.
+    Raises WireError when it has read the hello and refuses.
+    """
+    async with asyncio.timeout(WELCOME_SECONDS):  # TimeoutError is an OSError
+        _, peer = await asyncio.get_running_loop().create_connection(Peer, host, port)
+        peer.send("hello", **hello)
+        welcome = False
+        try:
+            answer = await peer.receive()
+            welcome = answer is not None and answer["say"] == "welcome"
+        finally:
+            if not welcome:
+                peer.drop()
+    if answer is None:
+        raise ConnectionResetError("the coordinator hung up before it said welcome")
+    if not welcome:
+        raise WireError(f"the coordinator refuses: {answer.get('reason')}")
     return peer

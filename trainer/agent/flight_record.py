@@ -1,0 +1,219 @@
+"""What one rank's flight recorder holds: which collectives it has entered, in which groups, and which are over."""
+
+import json
+import math
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+KEPT = 30
+"""Newest collectives kept of each group."""
+WIRE = 8000
+"""Bytes that one rank's record may take on the wire; of longer ones the oldest collectives are left out."""
+_LONGEST = 60
+"""Characters of a list of sizes; a longer one is told by its count and its checksum."""
+
+SCHEDULED, STARTED, DONE = "scheduled", "started", "done"
+_ALIKE = ("all_reduce", "allreduce", "broadcast", "reduce", "all_gather", "allgather", "reduce_scatter")
+"""Operations to which every rank must bring as many elements; uneven all_to_all, gather and scatter are legal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One collective as one rank entered it."""
+
+    group: str
+    sequence: int  # of the group's collectives, from 1; the same number is the same collective on every rank
+    op: str
+    sizes: str  # for people
+    elements: int  # in all its inputs; -1 where ranks may differ
+    dtypes: str
+    state: str  # SCHEDULED, STARTED (only NCCL with timing tells) or DONE
+
+    @property
+    def shape(self) -> tuple[int, str]:
+        """What must agree between ranks; sizes with the same product do."""
+        return (self.elements, self.dtypes) if self.elements >= 0 else (-1, "")
+
+    def __str__(self) -> str:
+        return f"{self.op} of {self.sizes or 'nothing'}{' ' if self.dtypes else ''}{self.dtypes}"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One process group as one of its ranks knows it."""
+
+    ranks: tuple[int, ...]  # empty: not told
+    entered: int  # the last collective that it entered
+    completed: int  # the last one that was over, the ones before it included
+    description: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flight:
+    """The record of one rank."""
+
+    rank: int
+    groups: dict[str, Group] = field(default_factory=dict)
+    entries: tuple[Entry, ...] = ()  # by group and sequence
+    talking: int = 0  # sends and receives between two ranks that are not over
+
+    def waits(self) -> set[str]:
+        """Groups in which it is inside a collective."""
+        return {key for key, group in self.groups.items() if group.entered > group.completed}
+
+    def to_json(self) -> str:
+        """For the wire; at most `WIRE` bytes."""
+        keep = KEPT
+        while len(text := self._written(keep)) > WIRE and keep:
+            keep //= 2
+        return text
+
+    def _written(self, keep: int) -> str:
+        keys = list(self.groups)
+        entries = [entry for key in keys for entry in _newest((e for e in self.entries if e.group == key), keep)]
+        words = list(dict.fromkeys(word for entry in entries for word in (entry.op, entry.sizes, entry.dtypes)))
+        place = {word: index for index, word in enumerate(words)}
+        told = {
+            "rank": self.rank,
+            "talking": self.talking,
+            "groups": [[key, runs(g.ranks), g.entered, g.completed, g.description] for key, g in self.groups.items()],
+            "words": words,
+            "entries": [
+                [keys.index(e.group), e.sequence, place[e.op], place[e.sizes], e.elements, place[e.dtypes], e.state]
+                for e in entries
+            ],
+        }
+        return json.dumps(told, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Flight":
+        """Raises ValueError when `text` is not what `to_json` writes."""
+        try:
+            told = json.loads(text)
+            words = told["words"]
+            keys = [row[0] for row in told["groups"]]
+            return cls(
+                rank=int(told["rank"]),
+                talking=int(told["talking"]),
+                groups={row[0]: Group(unrun(row[1]), int(row[2]), int(row[3]), row[4]) for row in told["groups"]},
+                entries=tuple(
+                    Entry(keys[at], int(sequence), words[op], words[sizes], int(elements), words[dtypes], str(state))
+                    for at, sequence, op, sizes, elements, dtypes, state in told["entries"]
+                ),
+            )
+        except (KeyError, IndexError, TypeError) as error:
+            raise ValueError(f"not a flight record: {error!r}") from error
+
+
+def parse(rank: int, text: str | bytes, groups: Mapping[str, Mapping[str, Any]] | None = None) -> Flight:
+    """Read a dump of torch's flight recorder (format 2.x); what is unknown or missing in it is passed over.
+
+    `groups` is what the rank has told of its groups (`trainer.worker.flight.tell_groups`): gloo's dumps name none.
+    Raises ValueError when `text` is no dump at all.
+    """
+    dump = json.loads(text)
+    if not isinstance(dump, dict) or not isinstance(dump.get("entries", []), list):
+        raise ValueError("not a flight record: no entries")
+    raw = [entry for entry in dump.get("entries", []) if isinstance(entry, dict)]
+    failed = _failed(dump, raw)
+    entries = [entry for entry in (_entry(one, one is failed) for one in raw) if entry is not None]
+    told = {**_told(dump.get("pg_config")), **_told(dump.get("groups")), **_told(groups)}
+    by_group: dict[str, list[Entry]] = {}
+    for entry in entries:
+        by_group.setdefault(entry.group, []).append(entry)
+    found = {key: _group(key, by_group.get(key, []), told.get(key)) for key in {**by_group, **told} if key}
+    newest = [entry for key in found for entry in _newest(by_group.get(key, []), KEPT)]
+    talking = sum(bool(one.get("is_p2p")) and _state(one) != DONE for one in raw)
+    return Flight(rank=rank, groups=found, entries=tuple(newest), talking=talking)
+
+
+def _failed(dump: dict[str, Any], raw: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The collective that failed, in the record of a rank that died of it: torch counts it as over."""
+    if not dump.get("failed"):
+        return None
+    return max((one for one in raw if not one.get("is_p2p")), key=lambda one: _number(one, "record_id"), default=None)
+
+
+def _entry(raw: dict[str, Any], failed: bool) -> Entry | None:
+    sequence = _number(raw, "collective_seq_id")
+    if raw.get("is_p2p") or not sequence:
+        return None
+    op = str(raw.get("profiling_name", "")).partition(":")[2] or str(raw.get("profiling_name", "?"))
+    sizes = [size for size in raw.get("input_sizes") or [] if isinstance(size, list)]
+    dtypes = ",".join(dict.fromkeys(map(str, raw.get("input_dtypes") or [])))
+    alike = op.lower().lstrip("_").startswith(_ALIKE)
+    elements = sum(math.prod(size) for size in sizes) if alike else -1
+    state = SCHEDULED if failed else _state(raw)
+    return Entry(_name(raw), sequence, op, _short(sizes), elements, dtypes, state)
+
+
+def _state(raw: dict[str, Any]) -> str:
+    if raw.get("retired") or raw.get("state") == "completed":  # gloo only ever sets `retired`
+        return DONE
+    return STARTED if raw.get("state") == "started" else SCHEDULED
+
+
+def _name(raw: dict[str, Any]) -> str:
+    names = raw.get("process_group")
+    return str(names[0]) if isinstance(names, list) and names else str(raw.get("pg_id", "?"))
+
+
+def _number(raw: Mapping[str, Any], name: str) -> int:
+    try:
+        return int(raw.get(name, 0))
+    except (TypeError, ValueError):
+        return 0
+
+
+def _short(sizes: list[list[int]]) -> str:
+    text = "x".join(map(str, sizes[0])) if len(sizes) == 1 else " ".join("x".join(map(str, size)) for size in sizes)
+    return text if len(text) <= _LONGEST else f"{len(sizes)} sizes ({zlib.crc32(text.encode()):08x})"
+
+
+def _told(config: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Ranks and description by group; torch writes ranks as the text of a list, the rank itself in runs."""
+    found = {}
+    for key, value in config.items() if isinstance(config, Mapping) else ():
+        if not isinstance(value, Mapping):
+            continue
+        try:
+            ranks = unrun(value["runs"]) if "runs" in value else _ranks(value.get("ranks", "[]"))
+        except (TypeError, ValueError):
+            ranks = ()
+        found[str(value.get("name", key))] = (ranks, str(value.get("desc", "")))
+    return found
+
+
+def _ranks(value: Any) -> tuple[int, ...]:
+    return tuple(sorted(int(rank) for rank in (json.loads(value) if isinstance(value, str) else value)))
+
+
+def _group(key: str, entries: list[Entry], told: tuple[tuple[int, ...], str] | None) -> Group:
+    ranks, description = told or ((), "")
+    unfinished = min((entry.sequence for entry in entries if entry.state != DONE), default=0)
+    entered = max((entry.sequence for entry in entries), default=0)
+    return Group(ranks, entered, unfinished - 1 if unfinished else entered, description)
+
+
+def _newest(entries: Iterable[Entry], keep: int) -> list[Entry]:
+    ordered = sorted(entries, key=lambda entry: entry.sequence)
+    return ordered[-keep:] if keep else []
+
+
+def runs(ranks: Iterable[int]) -> list[list[int]]:
+    """Ranks in ascending order as runs [first, last, step]: ten thousand of them in a few bytes."""
+    found: list[list[int]] = []
+    for rank in sorted(ranks):
+        if found and (found[-1][0] == found[-1][1] or rank - found[-1][1] == found[-1][2]):
+            found[-1][2] = rank - found[-1][1]
+            found[-1][1] = rank
+        else:
+            found.append([rank, rank, 1])
+    return found
+
+
+def unrun(told: Iterable[Iterable[int]]) -> tuple[int, ...]:
+    """The ranks that `runs` was given."""
+    return tuple(rank for first, last, step in told for rank in range(first, last + 1, max(1, step)))

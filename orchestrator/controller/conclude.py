@@ -1,6 +1,6 @@
 """The end of an attempt: fenced off, judged against its history, decided, written in one transaction."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 
 from orchestrator.config import RunConfig
@@ -9,12 +9,23 @@ from orchestrator.controller.actor import Actor
 from orchestrator.controller.collect import forget
 from orchestrator.controller.view import RunView
 from orchestrator.recovery.failures import End, Verdict
-from orchestrator.recovery.nodes import Blame, Pool, Standing, blame, excluded, limit
+from orchestrator.recovery.nodes import (
+    REMEMBERED,
+    Blame,
+    Pool,
+    Standing,
+    accused,
+    excluded,
+    hangs,
+    limit,
+    slowness,
+)
 from orchestrator.recovery.policy import Action, Decision, Past, after_cancel, decide
 from orchestrator.recovery.suspects import doubted
 from orchestrator.registry.records import Attempt, Run
 from orchestrator.registry.store import Store
 from orchestrator.states import AttemptState, RunState, Trust
+from trainer.contract.events import EventKind
 from trainer.contract.outcome import Failure, FailureKind
 
 PoolSize = Callable[[RunConfig], int | None]
@@ -33,17 +44,14 @@ def conclude(actor: Actor, view: RunView, verdict: Verdict, rng: Random, pool_si
     """End the newest attempt of a run and decide what comes next."""
     run, attempt, failure = view.run, view.last, verdict.failure
     actor.shut(view.place)
-    pool = pool_of(actor.store, view, pool_size)
     now = actor.clock.wall()
-    blamed = blame(failure, pool, view.config.recovery, now) if failure else Blame(node=None, until=0.0, reason="")
+    pool = pool_of(actor.store, view, now, pool_size)
+    blamed = [one for one in accused(failure, pool, view.config.recovery, now) if one.node is not None]
     decision = _decision(view, verdict, now, rng, blamed)
 
     def write() -> None:
         stamp = actor.stamp()
-        if failure is not None and failure.node is not None and run.cluster != "local":
-            until = blamed.until if blamed.node is not None else None
-            why = f"{failure.kind} in {run.name}/{attempt.number}"
-            actor.store.saw_node(failure.node, run.cluster, **stamp, failure=why, excluded_until=until)
+        _note_nodes(actor, run, attempt, failure, blamed)
         generations, checkpoints = actor.store.generations(run.name), actor.store.checkpoints(run.name)
         for item, why in doubted(view.attempts, generations, checkpoints, failure):
             actor.store.trust(run.name, item.name, Trust.SUSPECT, why, **stamp)
@@ -67,6 +75,20 @@ def conclude(actor: Actor, view: RunView, verdict: Verdict, rng: Random, pool_si
     return decision
 
 
+def _note_nodes(actor: Actor, run: Run, attempt: Attempt, failure: Failure | None, blamed: Sequence[Blame]) -> None:
+    """Count the failure on its node, and write down which nodes are avoided from now on."""
+    if run.cluster == "local":
+        return
+    stamp, until = actor.stamp(), {one.node: one.until for one in blamed}
+    if failure is not None and failure.node is not None:
+        why = f"{failure.kind} in {run.name}/{attempt.number}"
+        excluded_until = until.pop(failure.node, None)
+        actor.store.saw_node(failure.node, run.cluster, **stamp, failure=why, excluded_until=excluded_until)
+    for one in blamed:
+        if one.node is not None and one.node in until:
+            actor.store.saw_node(one.node, run.cluster, **stamp, excluded_until=one.until, reason=one.reason)
+
+
 def apply(actor: Actor, run: Run, decision: Decision, now: float) -> None:
     """Move the run to where a decision sends it; what to type stands in the reason when a person is needed."""
     reason = decision.reason
@@ -77,7 +99,7 @@ def apply(actor: Actor, run: Run, decision: Decision, now: float) -> None:
     )
 
 
-def _decision(view: RunView, verdict: Verdict, now: float, rng: Random, blamed: Blame) -> Decision:
+def _decision(view: RunView, verdict: Verdict, now: float, rng: Random, blamed: Sequence[Blame]) -> Decision:
     if verdict.end is End.FINISHED:
         return Decision(action=Action.SUCCEED, reason=verdict.reason)
     assert verdict.failure is not None
@@ -91,7 +113,7 @@ def _decision(view: RunView, verdict: Verdict, now: float, rng: Random, blamed: 
         now,
         rng.random(),
         steps_known=not view.config.command,
-        exclude=(blamed.node,) if blamed.node is not None else (),
+        exclude=tuple(one.node for one in blamed if one.node is not None),
     )
 
 
@@ -109,21 +131,33 @@ def _past(attempt: Attempt, failure: Failure | None) -> Past:
     )
 
 
-def pool_of(store: Store, view: RunView, pool_size: PoolSize) -> Pool:
+def pool_of(store: Store, view: RunView, now: float, pool_size: PoolSize) -> Pool:
     """The nodes this run may use, with what is known of each; simulated nodes are never excluded."""
     if view.run.cluster == "local":
-        return Pool(size=view.config.cluster.nodes, needed=view.config.cluster.nodes)
-    known = [
-        Standing(name=node.name, failures=node.failures, excluded_until=node.excluded_until)
-        for node in store.nodes()
-        if node.cluster == view.run.cluster
+        return Pool(size=view.config.cluster.all_nodes, needed=view.config.cluster.all_nodes)
+    nodes = [node for node in store.nodes() if node.cluster == view.run.cluster]
+    back = {node.name: node.excluded_until for node in nodes}
+    kinds = (EventKind.INCIDENT, EventKind.STRAGGLER)
+    # What a node was kept away for is not held against it when it is back.
+    noticed = [
+        notice
+        for notice in store.noticed(view.run.cluster, kinds, now - REMEMBERED)
+        if notice.time > back.get(notice.node, 0.0)
     ]
-    return Pool(size=pool_size(view.config), needed=view.config.cluster.nodes, known=tuple(known))
+    hung, slow = hangs(noticed), slowness(noticed)
+    known = [
+        Standing(
+            name=node.name, failures=node.failures, excluded_until=node.excluded_until,
+            hangs=hung.get(node.name, 0), slow=slow.get(node.name, 0),
+        )
+        for node in nodes
+    ]  # fmt: skip
+    return Pool(size=pool_size(view.config), needed=view.config.cluster.all_nodes, known=tuple(known))
 
 
 def to_avoid(store: Store, view: RunView, now: float, pool_size: PoolSize) -> tuple[str, ...]:
     """Nodes that the next attempt must not get: the longest excluded last, never more than may be spared."""
-    pool = pool_of(store, view, pool_size)
+    pool = pool_of(store, view, now, pool_size)
     until = {node.name: node.excluded_until for node in pool.known}
     latest = sorted(excluded(pool.known, now), key=lambda name: until[name], reverse=True)
     return tuple(sorted(latest[: limit(pool, view.config.recovery)]))

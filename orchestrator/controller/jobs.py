@@ -59,7 +59,8 @@ def job_spec(run: Run, attempt: Attempt, config: RunConfig) -> JobSpec:
         attempt=attempt.number,
         submission=folder.attempt(attempt.number).submission,
         resources=Resources(
-            nodes=cluster.nodes,
+            nodes=cluster.all_nodes,
+            spares=cluster.spare_nodes,
             cpus_per_task=cluster.cpus_per_task,
             gpus_per_node=cluster.gpus_per_node,
             mem=cluster.mem,

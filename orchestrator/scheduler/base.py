@@ -12,6 +12,7 @@ class Resources:
     """What one job asks for; empty strings leave the site's default."""
 
     nodes: int
+    spares: int = 0  # of these nodes the job can lose so many and go on
     cpus_per_task: int = 1
     gpus_per_node: int = 0
     mem: str = ""

@@ -145,7 +145,8 @@ def _devices(spec: JobSpec) -> tuple[str, ...]:
     here = _gpus()
     if nodes * each > len(here):
         raise SubmitRejected(
-            f"cluster.nodes={nodes} x cluster.gpus_per_node={each} are more GPUs than this machine has ({len(here)})",
+            f"{nodes} nodes (cluster.nodes + cluster.spare_nodes) x cluster.gpus_per_node={each} are more GPUs than "
+            f"this machine has ({len(here)})",
             where="cluster.gpus_per_node",
             hint="cluster.gpus_per_node=0 trains on CPUs",
         )

@@ -112,8 +112,9 @@ def _placement(resources: Resources) -> dict[str, Any]:
 
 
 def _fixed(spec: JobSpec) -> dict[str, Any]:
-    """What no configuration may change: the protocol of submission rests on it."""
+    """What no configuration may change: the protocol of submission rests on it, and the use of spare nodes."""
     return {
+        **({"no-kill": True} if spec.resources.spares else {}),
         "hold": True,
         "no-requeue": True,
         "export": "ALL",
@@ -129,6 +130,7 @@ def _srun_arguments(resources: Resources) -> list[str]:
         "--open-mode=append",
         "--kill-on-bad-exit=0",
         "--wait=0",
+        *(["--no-kill"] if resources.spares else []),  # nor may a dead node
         "--mpi=none",
         f"--cpus-per-task={resources.cpus_per_task}",
     ]

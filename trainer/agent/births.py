@@ -37,42 +37,43 @@ class Births:
         self._environ, self._reached_at = environ, host
 
     def order(
-        self, rank: int, local_rank: int, generation: int, master: Sequence[Any] | None, wishes: Wishes
+        self, seat: int, local_rank: int, generation: int, master: Sequence[Any] | None, wishes: Wishes
     ) -> dict[str, Any]:
-        """The order for one rank; `master` is the address that the ranks of a user's own command meet at."""
-        config, place = self._config, self._place
+        """The order for one rank of this seat; `master` is where the ranks of a user's own command meet."""
+        config = self._config
+        rank = seat * config.cluster.ranks_per_node + local_rank
         order: dict[str, Any] = {
             "rank": rank,
             "log": str(self._attempt.rank_log(rank)),
             "generation": generation,
-            "cores": cores.of_rank(place, config, local_rank, os.sched_getaffinity(0)),
+            "cores": cores.of_rank(self._place, config, seat, local_rank, os.sched_getaffinity(0)),
             "env": {},
             "command": [],
             "cwd": "",
             "spec": None,
         }
         if master is None:
-            return {**order, "spec": asdict(self._spec(rank, local_rank, generation, wishes))}
+            return {**order, "spec": asdict(self._spec(seat, local_rank, generation, wishes))}
         order["command"] = list(config.command)
         order["cwd"] = str(folder(self._run, config))
         order["env"] = environment(
-            run=self._run, attempt=self._attempt, config=config, place=place, generation=generation,
+            run=self._run, attempt=self._attempt, config=config, seat=seat, generation=generation,
             local_rank=local_rank, master=(master[0], master[1]), inherited=self._environ,
         )  # fmt: skip
         return order
 
-    def _spec(self, rank: int, local_rank: int, generation: int, wishes: Wishes) -> RankSpec:
-        cluster, place = self._config.cluster, self._place
+    def _spec(self, seat: int, local_rank: int, generation: int, wishes: Wishes) -> RankSpec:
+        cluster = self._config.cluster
         return RankSpec(
             run_dir=str(self._run.path),
             attempt=self._attempt.number,
             generation=generation,
-            rank=rank,
+            rank=seat * cluster.ranks_per_node + local_rank,
             local_rank=local_rank,
             world_size=cluster.world_size,
             local_world_size=cluster.ranks_per_node,
-            node=place.node,
-            node_name=place.name,
+            node=seat,
+            node_name=self._place.name,
             cell_fd=-1,  # the nursery fills in what it receives
             control_fd=-1,
             host=self._host(),

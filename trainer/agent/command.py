@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trainer.contract.config import JobConfig
-from trainer.contract.place import Place
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 FOLDER_VARIABLE = "ORCH_SUBMIT_DIR"
@@ -14,21 +13,21 @@ FOLDER_VARIABLE = "ORCH_SUBMIT_DIR"
 
 
 def environment(
-    *, run: RunDir, attempt: AttemptDir, config: JobConfig, place: Place, generation: int, local_rank: int,
+    *, run: RunDir, attempt: AttemptDir, config: JobConfig, seat: int, generation: int, local_rank: int,
     master: tuple[str, int], inherited: Mapping[str, str],
 ) -> dict[str, str]:  # fmt: skip
     """torchrun's variables for one rank, and ours."""
     per_node, world = config.cluster.ranks_per_node, config.cluster.world_size
-    rank = place.node * per_node + local_rank
+    rank = seat * per_node + local_rank
     threads = inherited.get("OMP_NUM_THREADS") or str(max(1, config.cluster.cpus_per_task // per_node))
     variables = {
         "RANK": rank,
         "LOCAL_RANK": local_rank,
         "WORLD_SIZE": world,
         "LOCAL_WORLD_SIZE": per_node,
-        "GROUP_RANK": place.node,
+        "GROUP_RANK": seat,
         "GROUP_WORLD_SIZE": config.cluster.nodes,
-        "NODE_RANK": place.node,
+        "NODE_RANK": seat,
         "ROLE_NAME": "default",
         "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": world,

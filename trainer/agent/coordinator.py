@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from checkpointing.durable import dump_line, write_durably
-from trainer.agent import rungs
+from trainer.agent import replacing, rungs
 from trainer.agent.answers import Answers
 from trainer.agent.blame import RankEnd
 from trainer.agent.command import free_port
@@ -49,7 +49,7 @@ class Coordinator:
         self._run, self._attempt, self._config, self._place = run, attempt, config, place
         self._events, self._wall, self._started_at = events, wall, wall()
         self._inbox: asyncio.Queue[tuple[int, Message]] = asyncio.Queue()
-        self._roster = Roster(place.nodes, attempt.number, self._deliver)
+        self._roster = Roster(place.nodes, attempt.number, self._deliver, seats=config.cluster.nodes)
         self._door = Door(secrets.token_hex(32), admit=self._roster.admit, serve=self._roster.serve)
         cluster = config.cluster
         self._stopping = Stopping(
@@ -132,7 +132,9 @@ class Coordinator:
             case "unloadable":
                 self._break(self._unloadable(node, message))
             case "barren":
-                self._break(self._own_failure(FailureKind.UNKNOWN, node, message["reason"]))
+                self._roster.members[node].unfit = message["reason"]
+                if self._roster.is_needed(node):
+                    self._break(self._own_failure(FailureKind.UNKNOWN, node, message["reason"]))
             case "signal":
                 self._ask_stop(self._stopping.heard(message["name"], time.monotonic()))
             case "request":
@@ -187,7 +189,9 @@ class Coordinator:
         member.lost = reason
         member.peer.drop()
         self._events.write(EventKind.AGENT_LOST, node=node, name=member.name, reason=reason)
-        self._break(self._own_failure(FailureKind.AGENT_LOST, node, f"the agent of {member.name} is lost: {reason}"))
+        if self._roster.is_needed(node):
+            reason = f"the agent of {member.name} is lost: {reason}"
+            self._break(self._own_failure(FailureKind.AGENT_LOST, node, reason))
 
     # -- stopping ----------------------------------------------------------------------------------------------------
 
@@ -206,7 +210,7 @@ class Coordinator:
         now = time.monotonic()
         silent = self._roster.silent(now)
         if silent is not None:
-            self._lose(silent.node, "it has been silent for a minute")
+            self._lose(silent[0].node, silent[1])
         for name in self._questions.saved(self._standing.saved):
             answer = f"saved at step {self._standing.saved}"
             self._events.write(EventKind.REQUEST_ANSWERED, name=name, answer=answer)
@@ -236,7 +240,7 @@ class Coordinator:
             self._deliver(-1, {"say": "fenced"})
 
     async def _beat(self) -> None:
-        members = [self._roster.members[node] for node in sorted(self._roster.members)]
+        members = self._roster.seated()
         self._standing.merge([m.progress for m in members if m.progress.get("generation") == self._now.number])
         if self._config.command:
             self._standing.phase = "command"  # what a user's program does is not known
@@ -258,20 +262,34 @@ class Coordinator:
             EventKind.ATTEMPT_STARTED, job_id=self._place.job_id, nodes=self._roster.names(),
             world=self._config.cluster.world_size,
         )  # fmt: skip
-        return await self._gathering.examined() or await self._get_ready()
+        decision = await self._gathering.examined()
+        if decision is not None:
+            return decision
+        self._roster.sit()
+        return await self._get_ready()
 
     async def _get_ready(self) -> Decision | None:
         self._state = "warming"
-        return await self._gathering.ready()
+        decision = await self._gathering.ready()
+        # Nodes may be lost while the others warm up, too.
+        while decision is not None and replacing.is_wanted(decision, self._roster):
+            if (ended := self._replace(decision)) is not None:
+                return ended
+            decision = await self._gathering.ready()
+        return decision
+
+    def _replace(self, decision: Decision) -> Decision | None:
+        self._now.broken = None
+        return replacing.replace(decision, self._roster, self._events)
 
     async def _generation(self) -> Decision | None:
         """Run one generation; a Decision when the attempt ends with it, None when another follows."""
         self._now = Generation(number=self._now.number + 1, started=time.monotonic())
         self._state, self._events.generation = "running", self._now.number
-        world, nodes = self._config.cluster.world_size, self._place.nodes
+        world, nodes = self._config.cluster.world_size, self._config.cluster.nodes
         self._events.write(EventKind.GENERATION_STARTED, world=world, nodes=nodes)
         master = [self._host, free_port(self._host)] if self._config.command else None
-        self._roster.tell("start", generation=self._now.number, master=master, suspects=self._past.suspects)
+        self._roster.start(generation=self._now.number, master=master, suspects=self._past.suspects)
         self._due = 0.0
         while (decision := rungs.decide(self._situation())).action is Action.WAIT:
             # Short only while something is about to be decided by the clock.
@@ -284,11 +302,13 @@ class Coordinator:
         failure = decision.failure.to_json() if decision.failure else None
         step = self._standing.step
         self._events.write(EventKind.GENERATION_ENDED, reason=decision.reason, step=step, failure=failure)
-        if decision.action is not Action.RESTART:
+        if decision.action not in (Action.RESTART, Action.REPLACE):
             return decision
         if not cleared:
             assert decision.failure is not None
             return rungs.end(f"{decision.reason}, but its processes could not be killed", decision.failure)
+        if decision.action is Action.REPLACE:
+            return self._replace(decision) or await self._get_ready()
         self._past.restarts += 1
         return await self._get_ready()
 
@@ -311,6 +331,7 @@ class Coordinator:
             restored=self._restored(),
             falls=tuple(self._past.falls),
             suspects=tuple(self._past.suspects),
+            spares=len(self._roster.spares()),
         )
 
     def _restored(self) -> int:

@@ -6,7 +6,7 @@ from trainer.contract.config import JobConfig
 from trainer.contract.place import Place
 
 
-def of_rank(place: Place, config: JobConfig, local_rank: int, allowed: Collection[int]) -> list[int]:
+def of_rank(place: Place, config: JobConfig, seat: int, local_rank: int, allowed: Collection[int]) -> list[int]:
     """An equal share of the allowed cores, contiguous; empty (not bound) when there are fewer cores than ranks.
 
     Simulated nodes share one machine, so there the cores are divided among all ranks of the job.
@@ -14,7 +14,7 @@ def of_rank(place: Place, config: JobConfig, local_rank: int, allowed: Collectio
     per_node = config.cluster.ranks_per_node
     simulated = place.kind == "local"
     ranks = config.cluster.world_size if simulated else per_node
-    mine = place.node * per_node + local_rank if simulated else local_rank
+    mine = seat * per_node + local_rank if simulated else local_rank
     cores = sorted(allowed)
     if len(cores) < ranks:
         return []
@@ -27,6 +27,6 @@ def gpus(place: Place, config: JobConfig, environ: Mapping[str, str]) -> dict[st
     if place.kind != "local" or not per_node:
         return {}
     visible = [device for device in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
-    if len(visible) < per_node * config.cluster.nodes:
+    if len(visible) < per_node * config.cluster.all_nodes:
         return {}
     return {"CUDA_VISIBLE_DEVICES": ",".join(visible[place.node * per_node : (place.node + 1) * per_node])}

@@ -1,5 +1,6 @@
 """The beginning of an attempt: every node has joined, is examined and has a nursery; or why it ends before it began."""
 
+import time
 from collections.abc import Awaitable, Callable
 
 from trainer.agent import preflight, rungs
@@ -15,6 +16,9 @@ EXAMINE_SECONDS = 120.0
 READY_SECONDS = 1800.0
 """Importing torch on a busy parallel file system takes minutes at worst."""
 
+SPARE_SECONDS = 10.0
+"""How long the job waits for more nodes when as many as it needs are there."""
+
 Until = Callable[[Callable[[], bool], float], Awaitable[bool]]
 
 
@@ -26,21 +30,25 @@ class Gathering:
         self._roster, self._stopping, self._until, self._generation = roster, stopping, until, generation
 
     async def joined(self) -> Decision | None:
-        """Every node has an agent."""
-        if await self._until(lambda: self._roster.complete() or self._hopeless(), JOIN_SECONDS):
+        """Every node has an agent, or as many as are needed, and the others had their time."""
+        over = self._over(self._roster.complete, self._roster.enough)
+        if await self._until(over, JOIN_SECONDS):
             return None
         missing = ", ".join(str(node) for node in self._roster.missing())
         reason = f"no agent of node(s) {missing} joined within {JOIN_SECONDS:.0f} s"
         return rungs.end(reason, Failure(kind=FailureKind.AGENT_LOST, reason=reason))
 
     async def examined(self) -> Decision | None:
-        """Every node is fit."""
-        await self._until(lambda: self._roster.all_examined() or self._hopeless(), EXAMINE_SECONDS)
+        """Every node is fit, or as many as are needed."""
+        over = self._over(self._roster.all_examined, self._roster.can_train)
+        answered = await self._until(over, EXAMINE_SECONDS)
         faults = {member.name: member.faults for member in self._roster.present() if member.faults is not None}
         failure = preflight.verdict(faults)
-        if failure is not None:
+        # What is a node's own trouble is left with that node when the others are enough.
+        alone = failure is None or failure.kind is FailureKind.NODE_SUSPECT
+        if failure is not None and not (alone and self._roster.can_train()):
             return rungs.end(failure.reason, failure)
-        if not (self._roster.all_examined() or self._hopeless()):
+        if not (answered or self._roster.can_train()):
             return self._unanswered("was not examined", self._roster.unexamined(), EXAMINE_SECONDS)
         return None
 
@@ -57,6 +65,18 @@ class Gathering:
         if not ready:
             return self._unanswered("had no nursery ready", self._roster.unready(), READY_SECONDS)
         return None
+
+    def _over(self, whole: Callable[[], bool], enough: Callable[[], bool]) -> Callable[[], bool]:
+        """Whether all of it is there, or enough of it for a while, or nothing more is worth waiting for."""
+        since: float | None = None
+
+        def over() -> bool:
+            nonlocal since
+            now = time.monotonic()
+            since = (since or now) if enough() else None
+            return whole() or self._hopeless() or (since is not None and now - since >= SPARE_SECONDS)
+
+        return over
 
     def _unanswered(self, what: str, names: list[str], seconds: float) -> Decision:
         reason = f"{', '.join(names)} {what} within {seconds:.0f} s"

@@ -102,8 +102,8 @@ class Agent:
             config = load(self._run.config)
         except (OSError, ValueError, TypeError) as error:
             raise Refused(f"cannot read the run's configuration: {error}") from error
-        if config.cluster.nodes != place.nodes:
-            raise Refused(f"the job has {place.nodes} node(s), the run is configured for {config.cluster.nodes}")
+        if config.cluster.all_nodes != place.nodes:
+            raise Refused(f"the job has {place.nodes} node(s), the run is configured for {config.cluster.all_nodes}")
         return config
 
     # -- signals and the job -----------------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ class NodeAgent:
         self._link: NurseryLink | None = None
         self._ranks: LocalRanks | None = None
         self._scribes: Scribes | None = None
+        self._seat: int | None = None  # of a spare: none
         self._stillborn = 0
         self._wishes = Wishes()
         self._told_command = False
@@ -63,7 +64,6 @@ class NodeAgent:
             peer.send("fit", faults=[fault.to_json() for fault in faults])
             if not faults:
                 self._start_nursery()
-                self._start_scribes()
             self._spawn(self._watch())
             return await self._listen()
         finally:
@@ -97,7 +97,10 @@ class NodeAgent:
 
     def _obey(self, message: Message) -> None:
         match message["say"]:
+            case "seat":
+                self._sit(message["seat"])
             case "start":
+                self._sit(message["seat"])
                 self._wishes = Wishes.from_message(message)
                 self._begin(message["generation"], message["master"])
             case "store" if self._ranks and self._ranks.generation == message["generation"]:
@@ -121,15 +124,19 @@ class NodeAgent:
             on_lost=self._lost_nursery,
         )
 
-    def _start_scribes(self) -> None:
-        """Before step 1, and for all generations; a user's own script saves in its own way."""
+    def _sit(self, seat: int) -> None:
+        """Take this seat for good. Writers begin before step 1; a user's own script saves in its own way."""
+        if self._seat == seat:
+            return
+        self._seat = seat
         if not self._config.command:
             log = self._attempt.agent_log(self._place.node)
             self._scribes = Scribes(self._local_ranks(), {**self._environ, **self._config.env}, log)
 
     def _local_ranks(self) -> range:
+        assert self._seat is not None
         per_node = self._config.cluster.ranks_per_node
-        return range(self._place.node * per_node, (self._place.node + 1) * per_node)
+        return range(self._seat * per_node, (self._seat + 1) * per_node)
 
     def _hear_nursery(self, packet: dict[str, Any], descriptors: list[int]) -> None:
         match packet["say"]:
@@ -175,6 +182,7 @@ class NodeAgent:
     def _begin(self, generation: int, master: list[Any] | None) -> None:
         self._forget_ranks()
         self._events.generation = generation
+        assert self._seat is not None
         ranks = self._ranks = LocalRanks(generation, self._local_ranks())
         if self._link is None or self._link.lost:
             # It died when the other nodes were ready: its replacement belongs to the next generation.
@@ -182,7 +190,7 @@ class NodeAgent:
             self._peer.send("broken", generation=generation, reason="before its ranks were started")
             return
         for local_rank, local in enumerate(ranks.by_rank.values()):
-            order = self._births.order(local.rank, local_rank, ranks.generation, master, self._wishes)
+            order = self._births.order(self._seat, local_rank, ranks.generation, master, self._wishes)
             # A nursery that is lost in here tells so itself, and what was not started is buried with it.
             self._start_rank(order, local, local_rank)
             self._listen_to(local)

@@ -27,6 +27,7 @@ class Action(Enum):
     FINISH = auto()
     STOP = auto()
     RESTART = auto()  # in place
+    REPLACE = auto()  # a spare node takes the seat of one that is lost
     END = auto()  # the attempt has failed
 
 
@@ -49,6 +50,7 @@ class Situation:
     restored: int = 0  # step of the checkpoint that this generation began from; 0: none
     falls: tuple[Fall, ...] = ()  # of the generations before it
     suspects: tuple[int, ...] = ()  # steps whose checkpoints are doubted already
+    spares: int = 0  # nodes that could take the seat of another
 
     def bad(self) -> list[RankEnd]:
         return [end for end in self.ends if not end.good]
@@ -74,9 +76,9 @@ _STOP_FAILURES = {
 
 def decide(now: Situation) -> Decision:
     """The next action of a running generation."""
-    # An agent is gone, and its node's ranks with it: only a new attempt can replace them.
+    # An agent is gone, and its node's ranks with it: only a spare or a new attempt can replace them.
     if now.broken is not None and now.broken.kind is FailureKind.AGENT_LOST:
-        return end(now.broken.reason, now.broken)
+        return _lost_node(now, now.broken)
     if not now.bad() and now.broken is None:
         return _without_failure(now)
     # The first bad end need not be the cause: give the others a moment to say what they know.
@@ -86,6 +88,13 @@ def decide(now: Situation) -> Decision:
     if now.stopping is not StopReason.NONE:
         return _failed_while_stopping(now)
     return _after_failure(now)
+
+
+def _lost_node(now: Situation, lost: Failure) -> Decision:
+    if not now.spares or now.stopping is not StopReason.NONE:
+        return end(lost.reason, lost)
+    reason = f"{lost.reason}; a spare node takes its place, {now.spares - 1} left after it"
+    return Decision(action=Action.REPLACE, reason=reason, failure=lost, mark="lost")
 
 
 def _without_failure(now: Situation) -> Decision:

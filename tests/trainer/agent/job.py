@@ -23,14 +23,15 @@ _AGENT = "import sys; from trainer.agent.main import run_agent; run_agent(sys.ar
 class LocalJob:
     """One attempt of one run on simulated nodes."""
 
-    def __init__(self, folder: Path, *, nodes: int = 2, ranks: int = 2, **config: Any) -> None:
+    def __init__(self, folder: Path, *, nodes: int = 2, ranks: int = 2, spares: int = 0, **config: Any) -> None:
         self.run = RunDir(folder / "run-1")
         self.run.make()
         self.attempt = self.run.attempt(1)
         self.attempt.make()
-        cluster = {"kind": "local", "nodes": nodes, "ranks_per_node": ranks, **config.pop("cluster", {})}
+        shape = {"nodes": nodes, "spare_nodes": spares, "ranks_per_node": ranks}
+        cluster = {"kind": "local", **shape, **config.pop("cluster", {})}
         write_durably(self.run.config, dump_line({"cluster": cluster, **config}).encode())
-        self.nodes = nodes
+        self.nodes = nodes + spares
         self.agents: list[subprocess.Popen[bytes]] = []
         # Stands for submitit's process, whose end is the end of the job.
         self.job = subprocess.Popen(

@@ -132,12 +132,12 @@ def place(node: int = 0, kind: str = "slurm") -> Place:
 
 def test_ranks_share_the_cores_they_are_allowed():
     config = JobConfig(cluster=ClusterShape(nodes=2, ranks_per_node=2))
-    assert cores.of_rank(place(), config, 0, {4, 5, 6, 7, 9}) == [4, 5]
-    assert cores.of_rank(place(), config, 1, {4, 5, 6, 7, 9}) == [6, 7, 9]
-    assert cores.of_rank(place(), config, 0, {4}) == []
-    simulated = [cores.of_rank(place(node, "local"), config, local, range(4)) for node in (0, 1) for local in (0, 1)]
+    assert cores.of_rank(place(), config, 0, 0, {4, 5, 6, 7, 9}) == [4, 5]
+    assert cores.of_rank(place(), config, 0, 1, {4, 5, 6, 7, 9}) == [6, 7, 9]
+    assert cores.of_rank(place(), config, 0, 0, {4}) == []
+    simulated = [cores.of_rank(place(node, "local"), config, node, local, range(4)) for node in (0, 1) for local in (0, 1)]
     assert simulated == [[0], [1], [2], [3]]
-    assert cores.of_rank(place(1, "local"), config, 1, range(2)) == []
+    assert cores.of_rank(place(1, "local"), config, 1, 1, range(2)) == []
 
 
 def test_simulated_nodes_get_their_own_gpus():

@@ -1,0 +1,39 @@
+"""Rung 3: spare nodes take the seats of those that are lost or blamed, within the job."""
+
+from trainer.agent import rungs
+from trainer.agent.roster import Roster
+from trainer.agent.rungs import Action, Decision
+from trainer.contract.events import EventKind, EventLog
+from trainer.contract.outcome import FailureKind
+
+
+def replace(decision: Decision, roster: Roster, events: EventLog) -> Decision | None:
+    """Let spares take every vacant seat; how the attempt ends, when that cannot be.
+
+    Why this is safe although a lost node may live on, out of reach, for a while:
+    - Its agent ends its ranks when its connection ends or falls silent, and is never admitted again.
+    - Its ranks cannot train: every step needs all ranks of their generation, and those of the other nodes are killed
+      before a new generation starts.
+    - They cannot commit a checkpoint: a commit is led by rank 0, which sits beside the coordinator, and needs the word
+      of every rank of its own generation. What they still write lies in a draft that nobody commits.
+    """
+    failure = decision.failure
+    assert failure is not None
+    if failure.kind is not FailureKind.AGENT_LOST and (node := roster.node_of(failure.node)) is not None:
+        roster.members[node].unfit = failure.reason
+    moves, why = roster.reseat()
+    for move in moves:
+        name, instead = roster.members[move.node].name, roster.members[move.instead].name
+        events.write(EventKind.SPARE_USED, node=move.node, name=name, instead=instead, reason=failure.reason)
+    return None if moves else rungs.end(f"{decision.reason}; {why}", failure)
+
+
+def is_wanted(decision: Decision | None, roster: Roster) -> bool:
+    """Whether this end of an attempt, between two generations, comes of a lost node, and spares are left."""
+    return (
+        decision is not None
+        and decision.action is Action.END
+        and decision.failure is not None
+        and decision.failure.kind is FailureKind.AGENT_LOST
+        and bool(roster.spares())
+    )

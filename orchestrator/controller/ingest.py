@@ -10,7 +10,7 @@ from typing import Any
 from checkpointing.durable import number
 from orchestrator.controller.collect import Heartbeat
 from orchestrator.controller.view import RunView
-from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation
+from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation, Notice
 from orchestrator.registry.store import Store
 from orchestrator.states import Trust, may_move
 from trainer.contract.events import Event, EventKind, read_events
@@ -225,6 +225,32 @@ def _deleted(scribe: _Scribe) -> None:
     scribe.leave_home(Trust.DELETED, f"deleted by attempt {scribe.attempt}: newer ones are kept")
 
 
+def _notice(scribe: _Scribe, node: str | None = None) -> None:
+    """Kept as it is, for people and for the judgement of nodes."""
+    event = scribe.event
+    if node is None:
+        node = str(scribe.data.get("node") or "")
+    notice = Notice(
+        run=scribe.run, attempt=scribe.attempt, source=event.source, seq=event.seq, kind=str(event.kind),
+        generation=event.generation, time=event.time, node=node, data=scribe.data,
+    )  # fmt: skip
+    scribe.store.put_notice(notice, epoch=scribe.epoch)
+
+
+def _examined(scribe: _Scribe) -> None:
+    if not scribe.data["ok"]:
+        _notice(scribe)
+
+
+def _spare_used(scribe: _Scribe) -> None:
+    """The attempt goes on, and no failure of it will tell of the node that was lost."""
+    lost, cluster = str(scribe.data["instead"]), scribe.view.run.cluster
+    _notice(scribe, lost)
+    if lost and cluster != "local":
+        why = f"replaced by a spare in {scribe.run}/{scribe.attempt}: {scribe.data.get('reason', '')}"
+        scribe.store.saw_node(lost, cluster, epoch=scribe.epoch, now=scribe.event.time, failure=why)
+
+
 _HANDLERS: dict[str, Callable[[_Scribe], None]] = {
     EventKind.ATTEMPT_STARTED: _attempt_started,
     EventKind.GENERATION_STARTED: _generation_started,
@@ -236,6 +262,11 @@ _HANDLERS: dict[str, Callable[[_Scribe], None]] = {
     EventKind.CHECKPOINT_DELETED: _deleted,
     EventKind.CHECKPOINT_FLUSHED: _flushed,
     EventKind.CHECKPOINT_SUSPECT: _suspect,
+    EventKind.INCIDENT: _notice,
+    EventKind.STRAGGLER: _notice,
+    EventKind.BATCH_SKIPPED: _notice,
+    EventKind.PREFLIGHT: _examined,
+    EventKind.SPARE_USED: _spare_used,
 }
 
 

@@ -105,7 +105,19 @@ def _final(failure: Failure) -> Decision | None:
         return Decision(action=Action.HOLD, reason=f"the job was refused: {failure.reason}")
     if failure.kind is FailureKind.CANCELLED:
         return Decision(action=Action.HOLD, reason=failure.reason)
+    # Both would come again at the same step, on any nodes.
+    if failure.kind is FailureKind.DESYNC:
+        return Decision(action=Action.HOLD, reason=f"ranks called different collectives: {failure.reason}{_DESYNC}")
+    if failure.kind is FailureKind.NUMERIC:
+        return Decision(action=Action.HOLD, reason=f"a rollback did not mend the loss: {failure.reason}{_NUMERIC}")
     return None
+
+
+_DESYNC = "; that is a bug of the program: see that every rank takes the same way through it"
+_NUMERIC = (
+    "; mend the data or the code, or begin anew with other settings (train.lr, train.clip_norm) from its last good "
+    "checkpoint: `orch ckpt export`, then `orch ckpt import`"
+)
 
 
 def after_cancel(step: int | None) -> Decision:

@@ -9,7 +9,7 @@ from sqlalchemy.dialects.sqlite import insert as insert_or
 from orchestrator.registry.asking import put_intent
 from orchestrator.registry.database import Verbs, writes
 from orchestrator.registry.leasing import fence
-from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation
+from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation, Notice
 from orchestrator.registry.rows import (
     alter_attempt,
     alter_checkpoint,
@@ -28,6 +28,7 @@ from orchestrator.registry.schema import (
     CursorRow,
     GenerationRow,
     NodeRow,
+    NoticeRow,
     RunRow,
 )
 from orchestrator.states import AttemptState, RunState, Trust, may_move
@@ -115,6 +116,12 @@ class Deciding(Verbs):
         alter_attempt(connection, generation.run, generation.attempt, generations=count)
 
     @writes
+    def put_notice(self, connection: Connection, notice: Notice, *, epoch: int) -> None:
+        """Write down what was noticed; what is known already stays as it is."""
+        fence(connection, epoch)
+        connection.execute(insert_or(NoticeRow).values(**notice.__dict__).on_conflict_do_nothing())
+
+    @writes
     def put_checkpoint(self, connection: Connection, checkpoint: Checkpoint, *, epoch: int) -> None:
         """Write a checkpoint; one that is known already stays as it is."""
         fence(connection, epoch)
@@ -169,8 +176,12 @@ class Deciding(Verbs):
         now: float,
         failure: str | None = None,
         excluded_until: float | None = None,
+        reason: str | None = None,
     ) -> None:
-        """Count one more attempt on a node, or, with `failure`, one failure on it; may exclude it for a time."""
+        """Count one more attempt on a node, or, with `failure`, one failure on it; may exclude it for a time.
+
+        `reason` is why it is excluded, where that is not the failure.
+        """
         fence(connection, epoch)
         key = {"cluster": cluster, "name": name}
         fresh = {"attempts": 0, "failures": 0, "excluded_until": 0.0, "reason": ""}
@@ -183,6 +194,8 @@ class Deciding(Verbs):
             values["attempts"] = NodeRow.attempts + 1
         if excluded_until is not None:
             values["excluded_until"] = excluded_until
+        if reason is not None:
+            values["reason"] = reason
         wanted = (NodeRow.cluster == cluster) & (NodeRow.name == name)
         connection.execute(update(NodeRow).where(wanted).values(**values))
 

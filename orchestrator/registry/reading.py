@@ -10,7 +10,18 @@ from sqlalchemy import Connection, false, func, select
 
 from orchestrator.errors import NotFound, RegistryError
 from orchestrator.registry.database import Verbs, reads
-from orchestrator.registry.records import Ask, Attempt, Checkpoint, Copy, Generation, Lease, Node, Run, Transition
+from orchestrator.registry.records import (
+    Ask,
+    Attempt,
+    Checkpoint,
+    Copy,
+    Generation,
+    Lease,
+    Node,
+    Notice,
+    Run,
+    Transition,
+)
 from orchestrator.registry.rows import generation_rows, record, the_attempt, the_run
 from orchestrator.registry.schema import (
     AskRow,
@@ -22,6 +33,7 @@ from orchestrator.registry.schema import (
     GenerationRow,
     LeaseRow,
     NodeRow,
+    NoticeRow,
     RunRow,
     TransitionRow,
 )
@@ -94,6 +106,22 @@ class Reading(Verbs):
         """Every change of state of a run, its attempts and its checkpoints, in the order they were recorded."""
         query = select(TransitionRow.__table__).where(TransitionRow.run == run).order_by(TransitionRow.id)
         return [record(Transition, row) for row in connection.execute(query).mappings()]
+
+    @reads
+    def notices(self, connection: Connection, run: str) -> list[Notice]:
+        """What was noticed in a run's attempts, oldest first."""
+        query = select(NoticeRow.__table__).where(NoticeRow.run == run)
+        order = (NoticeRow.time, NoticeRow.attempt, NoticeRow.source, NoticeRow.seq)
+        return [record(Notice, row) for row in connection.execute(query.order_by(*order)).mappings()]
+
+    @reads
+    def noticed(self, connection: Connection, cluster: str, kinds: Iterable[str], since: float) -> list[Notice]:
+        """Notices of these kinds in all runs of a cluster since a time, oldest first."""
+        of_cluster = select(RunRow.name).where(RunRow.cluster == cluster)
+        wanted = NoticeRow.kind.in_(sorted(kinds)) & (NoticeRow.time >= since) & NoticeRow.run.in_(of_cluster)
+        order = (NoticeRow.time, NoticeRow.run, NoticeRow.attempt, NoticeRow.source, NoticeRow.seq)
+        query = select(NoticeRow.__table__).where(wanted).order_by(*order)
+        return [record(Notice, row) for row in connection.execute(query).mappings()]
 
     @reads
     def nodes(self, connection: Connection) -> list[Node]:

@@ -115,6 +115,21 @@ class Transition:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Notice:
+    """An event of an attempt that people look for later: an incident, a straggler, a batch left out, a spare used."""
+
+    run: str
+    attempt: int
+    source: str  # with `seq` the event's identity within the attempt
+    seq: int
+    kind: str  # trainer.contract.events.EventKind
+    generation: int
+    time: float
+    node: str = ""  # that it speaks of
+    data: dict[str, Any] = field(default_factory=dict)  # the event's own
+
+
+@dataclass(frozen=True, kw_only=True)
 class Node:
     """A node that some attempt has run on."""
 

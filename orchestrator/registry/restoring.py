@@ -8,7 +8,7 @@ from sqlalchemy.dialects.sqlite import insert as insert_or
 from orchestrator.registry.database import Verbs, writes
 from orchestrator.registry.leasing import NOBODY
 from orchestrator.registry.recording import Record
-from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation, Node, Run, Transition
+from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation, Node, Notice, Run, Transition
 from orchestrator.registry.schema import (
     AttemptRow,
     Base,
@@ -18,11 +18,12 @@ from orchestrator.registry.schema import (
     GenerationRow,
     LeaseRow,
     NodeRow,
+    NoticeRow,
     RunRow,
     TransitionRow,
 )
 
-Row = Run | Attempt | Generation | Checkpoint | Copy | Transition
+Row = Run | Attempt | Generation | Checkpoint | Copy | Notice | Transition
 
 
 class Restoring(Verbs):
@@ -36,6 +37,7 @@ class Restoring(Verbs):
         rows += [(GenerationRow, item) for item in record.generations]
         rows += [(CheckpointRow, item) for item in record.checkpoints]
         rows += [(CopyRow, item) for item in record.copies]
+        rows += [(NoticeRow, item) for item in record.notices]
         rows += [(TransitionRow, item) for item in record.transitions]
         for model, item in rows:
             connection.execute(insert(model).values(**item.__dict__))

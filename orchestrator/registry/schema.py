@@ -199,6 +199,25 @@ class TransitionRow(Base):
     time: Mapped[float]
 
 
+class NoticeRow(Base):
+    """An event of an attempt that people look for later; source and number are its identity."""
+
+    __tablename__ = "notices"
+    __table_args__ = (
+        ForeignKeyConstraint(["run", "attempt"], ["attempts.run", "attempts.number"], name="fk_notices_attempt"),
+        Index("ix_notices_kind", "kind", "time"),
+    )
+    run: Mapped[str] = mapped_column(primary_key=True)
+    attempt: Mapped[int] = mapped_column(primary_key=True)
+    source: Mapped[str] = mapped_column(primary_key=True)
+    seq: Mapped[int] = mapped_column(primary_key=True)
+    kind: Mapped[str]
+    generation: Mapped[int]
+    time: Mapped[float]
+    node: Mapped[str]
+    data: Mapped[dict[str, Any]]
+
+
 class NodeRow(Base):
     __tablename__ = "nodes"
     cluster: Mapped[str] = mapped_column(primary_key=True)

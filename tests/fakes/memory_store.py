@@ -7,7 +7,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from orchestrator.errors import Fenced, NotFound
-from orchestrator.registry.records import Ask, Attempt, Checkpoint, Copy, Generation, Lease, Node, Run, Transition
+from orchestrator.registry.records import (
+    Ask,
+    Attempt,
+    Checkpoint,
+    Copy,
+    Generation,
+    Lease,
+    Node,
+    Notice,
+    Run,
+    Transition,
+)
 from orchestrator.states import AttemptState, RunState, Trust, may_move
 
 T = TypeVar("T")
@@ -25,6 +36,7 @@ class MemoryStore:
         self._nodes: dict[str, Node] = {}
         self._configs: dict[str, dict[str, Any]] = {}
         self._cursors: dict[tuple[str, str], int] = {}
+        self._notices: dict[tuple[str, int, str, int], Notice] = {}
         self._asks: list[Ask] = []
         self._transitions: list[Transition] = []
         self._lease: Lease | None = None
@@ -78,6 +90,14 @@ class MemoryStore:
 
     def transitions(self, run: str) -> list[Transition]:
         return [item for item in self._transitions if item.run == run]
+
+    def notices(self, run: str) -> list[Notice]:
+        return sorted((item for item in self._notices.values() if item.run == run), key=lambda item: item.time)
+
+    def noticed(self, cluster: str, kinds: Any, since: float) -> list[Notice]:
+        here = {name for name, run in self._runs.items() if run.cluster == cluster}
+        found = [item for item in self._notices.values() if item.run in here and item.kind in kinds]
+        return sorted((item for item in found if item.time >= since), key=lambda item: item.time)
 
     def nodes(self) -> list[Node]:
         return list(self._nodes.values())
@@ -189,6 +209,10 @@ class MemoryStore:
         self._check(epoch)
         self._generations[generation.run, generation.attempt, generation.number] = generation
 
+    def put_notice(self, notice: Notice, *, epoch: int) -> None:
+        self._check(epoch)
+        self._notices.setdefault((notice.run, notice.attempt, notice.source, notice.seq), notice)
+
     def put_checkpoint(self, checkpoint: Checkpoint, *, epoch: int) -> None:
         self._check(epoch)
         self._checkpoints.setdefault((checkpoint.run, checkpoint.name), checkpoint)
@@ -217,13 +241,14 @@ class MemoryStore:
 
     def saw_node(
         self, name: str, cluster: str, *, epoch: int, now: float,
-        failure: str | None = None, excluded_until: float | None = None,
+        failure: str | None = None, excluded_until: float | None = None, reason: str | None = None,
     ) -> None:  # fmt: skip
         self._check(epoch)
         row = self._nodes.get(name) or Node(name=name, cluster=cluster, first_seen=now, last_seen=now)
         row = replace(row, last_seen=now, attempts=row.attempts + (failure is None and excluded_until is None))
         if failure is not None:
             row = replace(row, failures=row.failures + 1, reason=failure)
+        row = replace(row, reason=row.reason if reason is None else reason)
         self._nodes[name] = replace(row, excluded_until=excluded_until or row.excluded_until)
 
     def set_cursor(self, run: str, file: str, offset: int, *, epoch: int) -> None:

@@ -54,6 +54,28 @@ def test_a_dead_node_is_avoided_and_its_zombies_are_fenced(tmp_path: Path) -> No
     assert not world.folder.attempt(1).go.exists()
 
 
+def test_a_node_that_slows_two_attempts_down_is_left_out_of_the_third(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.controller.pool_size = lambda _: 4
+    slow = ""
+    for number, step in ((1, 12), (2, 22)):
+        training(world, step)
+        attempt = world.attempts[-1]
+        assert attempt.number == number
+        slow = slow or attempt.nodes[0]
+        assert slow in attempt.nodes, "one preemption is no reason to leave it out"
+        path = world.folder.attempt(number).event_file("coordinator")
+        log = EventLog(path, "watch", number, clock=world.clock)
+        log.write(EventKind.STRAGGLER, rank=0, node=slow, section="forward", ratio=1.3, step=step, steps=10, over=False)
+        world.slurm.preempt(world.slurm.running()[0])
+        world.turns(200, until=lambda number=number: len(world.attempts) > number)
+    assert world.finish().state is RunState.SUCCEEDED
+    assert slow in world.attempts[2].excluded
+    assert slow not in world.attempts[2].nodes
+    (node,) = [node for node in world.store.nodes() if node.name == slow]
+    assert (node.failures, node.reason) == (0, f"{slow} slowed down 2 attempts (recovery.straggler.replace_after)")
+
+
 def test_a_lost_job_needs_a_minute_of_answers_and_of_silence(tmp_path: Path) -> None:
     world = World(tmp_path)
     training(world, 12)

@@ -161,3 +161,35 @@ def test_progress_comes_from_the_last_whole_line_of_the_metrics(tmp_path: Path) 
     metrics.write_text("")
     read(world)
     assert world.run.step == 8, "a heartbeat that knows no step yet sets nothing back"
+
+
+def test_what_watchers_noticed_is_kept_once(tmp_path: Path) -> None:
+    world, log = begun(tmp_path)
+    log.generation = 2
+    log.write(EventKind.INCIDENT, name="g002-stopped", kind="stopped", rank=3, node="n2", reason="rank 3 stopped")
+    log.write(EventKind.STRAGGLER, rank=1, node="n1", section="forward", ratio=1.3, over=False)
+    log.write(EventKind.BATCH_SKIPPED, step=7, position=96, reason="loss nan")
+    log.write(EventKind.PREFLIGHT, node=0, ok=True, reason="")
+    log.write(EventKind.PREFLIGHT, node=1, ok=False, reason="/dev/shm is full")
+    read(world)
+    found = world.store.notices(world.name)
+    assert [(item.kind, item.node, item.generation) for item in found] == [
+        ("incident", "n2", 2), ("straggler", "n1", 2), ("batch.skipped", "", 2), ("preflight", "1", 2),
+    ]  # fmt: skip
+    assert found[0].data["name"] == "g002-stopped"
+    assert [item.data["rank"] for item in world.store.noticed(world.run.cluster, ["straggler"], 0.0)] == [1]
+    assert world.store.noticed(world.run.cluster, ["straggler"], found[1].time + 1) == []
+    assert world.store.noticed("elsewhere", ["straggler"], 0.0) == []
+    # A cursor that was lost brings the same events again.
+    for item in found:
+        world.store.put_notice(item, epoch=world.lease.epoch)
+    assert world.store.notices(world.name) == found
+
+
+def test_a_node_that_a_spare_replaced_has_failed_once(tmp_path: Path) -> None:
+    world, log = begun(tmp_path)
+    log.write(EventKind.SPARE_USED, node=2, name="n3", instead="n2", reason="its agent is gone")
+    read(world)
+    (node,) = world.store.nodes()
+    assert (node.name, node.failures, node.attempts) == ("n2", 1, 0)
+    assert "replaced by a spare in" in node.reason

@@ -3,9 +3,12 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.recovery.nodes import Pool, Standing, blame, excluded, limit
+from orchestrator.recovery.nodes import Pool, Standing, accused, blame, excluded, hangs, limit, slowness
+from orchestrator.registry.records import Notice
 from trainer.contract.config import RecoveryConfig
+from trainer.contract.events import EventKind
 from trainer.contract.outcome import Failure, FailureKind
+from trainer.contract.watching import StragglerConfig
 
 CONFIG = RecoveryConfig()
 NOW = 1000.0
@@ -57,3 +60,64 @@ def test_never_more_than_the_share_and_never_an_impossible_job(size: int, needed
     if blame(failure(FailureKind.NODE_LOST), pool, CONFIG, NOW).node is not None:
         assert listed + 1 <= max(1, size * CONFIG.exclude_share)
         assert size - (listed + 1) >= needed
+
+
+def noticed(
+    event: EventKind, node: str, run: str = "r-1", attempt: int = 1, generation: int = 1, **data: object
+) -> Notice:
+    return Notice(
+        run=run, attempt=attempt, source="coordinator", seq=1, kind=event, generation=generation, time=1.0, node=node,
+        data=data,
+    )  # fmt: skip
+
+
+def test_a_hang_blames_its_node_when_it_is_the_second_one() -> None:
+    once = blame(failure(FailureKind.HANG), FOUR, CONFIG, NOW)
+    assert (once.node, once.reason) == (None, "hang once on n2 is no evidence against it")
+    pool = Pool(size=4, needed=2, known=(Standing(name="n2", failures=1),))
+    assert blame(failure(FailureKind.HANG), pool, CONFIG, NOW).node == "n2"
+
+
+def test_hangs_mended_in_place_add_up_to_evidence() -> None:
+    told = [
+        noticed(EventKind.INCIDENT, "n2", kind="stopped", rank=3),
+        noticed(EventKind.INCIDENT, "n2", kind="stopped", rank=3),  # the same generation: no second one
+        noticed(EventKind.INCIDENT, "n3", kind="desync", rank=1),
+        noticed(EventKind.INCIDENT, "n3", generation=2, kind="network"),
+        noticed(EventKind.INCIDENT, "n4", kind="stopped", withdrawn=True),
+    ]
+    assert hangs(told) == {"n2": 1}
+    assert hangs([*told, noticed(EventKind.INCIDENT, "n2", generation=2, kind="stopped")]) == {"n2": 2}
+    pool = Pool(size=4, needed=2, known=(Standing(name="n1", hangs=1), Standing(name="n2", hangs=2)))
+    (found,) = accused(None, pool, CONFIG, NOW)
+    assert (found.node, found.reason, found.until) == ("n2", "ranks on n2 hung 2 times", NOW + 24 * 3600)
+
+
+def test_a_node_that_slows_down_attempt_after_attempt_is_replaced() -> None:
+    told = [
+        noticed(EventKind.STRAGGLER, "n2", attempt=1, rank=3),
+        noticed(EventKind.STRAGGLER, "n2", attempt=1, rank=2),
+        noticed(EventKind.STRAGGLER, "n1", attempt=1, rank=0),
+        noticed(EventKind.STRAGGLER, "n1", attempt=1, rank=0, over=True),
+        noticed(EventKind.STRAGGLER, "n2", run="r-2", rank=3),
+    ]
+    assert slowness(told) == {"n2": 2}
+    pool = Pool(size=4, needed=2, known=(Standing(name="n2", slow=2),))
+    (found,) = accused(None, pool, CONFIG, NOW)
+    assert found.reason == "n2 slowed down 2 attempts (recovery.straggler.replace_after)"
+    never = RecoveryConfig(straggler=StragglerConfig(replace_after=0))
+    assert accused(None, pool, never, NOW) == []
+    assert accused(None, Pool(size=4, needed=2, known=(Standing(name="n2", slow=1),)), CONFIG, NOW) == []
+
+
+def test_what_is_excluded_together_stays_within_the_share() -> None:
+    known = (Standing(name="n1", slow=9), Standing(name="n2"), Standing(name="n3", hangs=9))
+    first, second, third = accused(failure(FailureKind.NODE_LOST), Pool(size=4, needed=2, known=known), CONFIG, NOW)
+    assert first.node == "n2"
+    assert (second.node, third.node) == (None, None)
+    assert "no more nodes of the partition may be excluded" in second.reason
+
+
+def test_a_node_is_not_accused_of_what_it_is_kept_away_for() -> None:
+    known = (Standing(name="n2", slow=9, excluded_until=NOW + 1),)
+    assert accused(None, Pool(size=40, needed=2, known=known), CONFIG, NOW) == []

@@ -33,6 +33,15 @@ TABLE = {
     "storage": ([past(1, FailureKind.STORAGE, 10)], Action.HOLD, "storage must be mended first: its reason"),
     "rejected": ([past(1, FailureKind.SUBMIT_REJECTED, None)], Action.HOLD, "the job was refused: its reason"),
     "scancel": ([past(1, FailureKind.CANCELLED, 10)], Action.HOLD, "its reason"),
+    "hang": ([past(1, FailureKind.HANG, 10)], Action.RETRY, "again after hang, in 10 s: its reason"),
+    "hangs cost": ([past(n, FailureKind.HANG, n) for n in range(1, 11)], Action.FAIL, "10 failed attempts"),
+    "desync": (
+        [past(1, FailureKind.DESYNC, 10)], Action.HOLD,
+        "ranks called different collectives: its reason; that is a bug of the program",
+    ),
+    "numeric": (
+        [past(1, FailureKind.NUMERIC, 10)], Action.HOLD, "a rollback did not mend the loss: its reason; mend the data",
+    ),
     "stalled": ([past(n, FailureKind.RANK_KILLED, None) for n in (1, 2, 3)], Action.HOLD, "3 attempts in a row"),
     "stalled at the same step": (
         [past(1, FailureKind.RANK_KILLED, 50), *[past(n, FailureKind.RANK_KILLED, 50) for n in (2, 3, 4)]],

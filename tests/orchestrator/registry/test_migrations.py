@@ -20,13 +20,14 @@ from orchestrator.registry.store import Store
 
 Desk = Any
 MIGRATIONS = Path(migrate.__file__).parent / "migrations"
+STEPS = sorted((MIGRATIONS / "versions").glob("v*.py"))
 
 SECOND = """
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0003"
-down_revision = "0002"
+revision = "0004"
+down_revision = "0003"
 
 
 def upgrade() -> None:
@@ -80,14 +81,14 @@ class Tomorrow:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, then: str = "") -> None:
         (folder / "versions").mkdir(parents=True)
-        for name in ("env.py", "script.py.mako", "versions/v0001_first_tables.py", "versions/v0002_tiers.py"):
+        for name in ("env.py", "script.py.mako", *(f"versions/{step.name}" for step in STEPS)):
             (folder / name).write_text((MIGRATIONS / name).read_text())
-        (folder / "versions" / "v0003_note.py").write_text(SECOND.format(then=then))
+        (folder / "versions" / "v0004_note.py").write_text(SECOND.format(then=then))
         monkeypatch.setattr(migrate, "FOLDER", folder)
         for module in (migrate, store, quick):
-            monkeypatch.setattr(module, "KNOWN", ("0001", "0002", "0003"))
+            monkeypatch.setattr(module, "KNOWN", (*versions.KNOWN, "0004"))
         for module in (store, quick, migrate):
-            monkeypatch.setattr(module, "HEAD", "0003")
+            monkeypatch.setattr(module, "HEAD", "0004")
 
 
 def test_an_older_registry_is_upgraded_after_a_backup(
@@ -95,7 +96,7 @@ def test_an_older_registry_is_upgraded_after_a_backup(
 ) -> None:
     run, _ = desk.run()
     Tomorrow(tmp_path / "migrations", monkeypatch)
-    with pytest.raises(RegistryError, match="older version 0002") as caught:
+    with pytest.raises(RegistryError, match="older version 0003") as caught:
         quick.newest(desk.path)
     assert "orch controller tick" in caught.value.hint
     with Store.open(desk.path) as upgraded:
@@ -106,11 +107,11 @@ def test_an_older_registry_is_upgraded_after_a_backup(
     with pytest.raises(sqlite3.IntegrityError, match="never changed"):
         raw.execute("UPDATE configs SET data = ''")
     raw.close()
-    assert quick.version(desk.path) == "0003"
-    assert quick.version(desk.path.with_name("registry.db.0002.bak")) == "0002"
+    assert quick.version(desk.path) == "0004"
+    assert quick.version(desk.path.with_name("registry.db.0003.bak")) == "0003"
 
 
-def test_a_registry_without_tiers_gets_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registry_of_the_first_version_gets_what_came_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of the first version stay, and what they could not tell is empty."""
     path, first = tmp_path / "old.db", tmp_path / "first"
     (first / "versions").mkdir(parents=True)
@@ -137,6 +138,7 @@ def test_a_registry_without_tiers_gets_them(tmp_path: Path, monkeypatch: pytest.
         (saved,) = upgraded.checkpoints("r-1")
         assert (saved.trust, saved.tier, saved.seconds, saved.stall) == ("VERIFIED", "", None, None)
         assert upgraded.copies("r-1") == []
+        assert upgraded.notices("r-1") == []
     assert quick.version(path) == versions.HEAD
 
 
@@ -146,7 +148,7 @@ def test_a_failed_upgrade_leaves_the_old_registry(desk: Desk, tmp_path: Path, mo
         Tomorrow(tmp_path / "migrations", patch, then="op.execute('this is no SQL')")
         with pytest.raises(RegistryError, match="no SQL|syntax"):
             Store.open(desk.path)
-    assert quick.version(desk.path) == "0002"
+    assert quick.version(desk.path) == "0003"
     with Store.open(desk.path) as old:
         assert old.run(run.name) == run
     assert "note" not in quick.newest(desk.path)[0]

@@ -15,7 +15,7 @@ from checkpointing.durable import canonical, dump_line
 from orchestrator.controller.lease import Holder, host_name, start_time
 from orchestrator.errors import RegistryError
 from orchestrator.rebuild import rebuild
-from orchestrator.registry.records import Checkpoint, Copy, Generation
+from orchestrator.registry.records import Checkpoint, Copy, Generation, Notice
 from orchestrator.registry.store import Store
 from orchestrator.states import AttemptState, RunState, Trust
 from trainer.contract.events import EventKind, EventLog
@@ -82,6 +82,11 @@ def live_through_two_attempts(desk: Desk) -> RunDir:
     for tier in ("s3://bucket/tiny-1", str(folder.checkpoints)):
         copy = Copy(run=name, name=folder_name, tier=tier, path=f"{tier}/{folder_name}", bytes=5, copied_at=21.0)
         store.put_copy(copy, epoch=epoch)
+    hang = Notice(
+        run=name, attempt=1, source="coordinator", seq=9, kind="incident", generation=1, time=24.0, node="n1",
+        data={"kind": "stopped", "rank": 0},
+    )  # fmt: skip
+    store.put_notice(hang, epoch=epoch)
     failure = {"kind": "node_lost", "reason": "NODE_FAIL", "node": "n1"}
     store.saw_node("n1", "slurm", **stamp, failure="node_lost", excluded_until=500.0)
     store.move_attempt(
@@ -106,7 +111,7 @@ def everything(store: Store) -> dict[str, Any]:
         **{
             f"{run.name} {verb}": getattr(store, verb)(run.name)
             for run in runs
-            for verb in ("attempts", "generations", "checkpoints", "copies", "transitions", "cursors")
+            for verb in ("attempts", "generations", "checkpoints", "copies", "notices", "transitions", "cursors")
         },
     }
 

@@ -4,13 +4,14 @@ import math
 import sqlite3
 import stat
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from orchestrator.errors import Fenced, NotFound, RegistryError
-from orchestrator.registry.records import Checkpoint, Copy, Generation
+from orchestrator.registry.records import Checkpoint, Copy, Generation, Notice
 from orchestrator.registry.store import Store
 from orchestrator.states import AttemptState, RunState, Trust
 
@@ -163,6 +164,33 @@ def test_nodes_count_attempts_and_failures(desk: Desk) -> None:
     (node,) = desk.store.nodes()
     assert (node.attempts, node.failures, node.excluded_until, node.reason) == (2, 1, 99.0, "XID 79")
     assert (node.first_seen, node.last_seen) == (1.0, 3.0)
+    desk.store.saw_node("n1", "slurm", epoch=epoch, now=4.0, excluded_until=200.0, reason="slow")
+    (node,) = desk.store.nodes()
+    assert (node.attempts, node.failures, node.excluded_until, node.reason) == (2, 1, 200.0, "slow")
+
+
+def test_notices_are_kept_once_and_found_by_cluster_kind_and_time(desk: Desk) -> None:
+    run, _ = desk.run()
+    told = [
+        Notice(
+            run=run.name,
+            attempt=1,
+            source="coordinator",
+            seq=seq,
+            kind=kind,
+            generation=1,
+            time=float(time),
+            node="n1",
+            data={"rank": seq},
+        )  # fmt: skip
+        for seq, kind, time in ((2, "straggler", 20), (1, "incident", 10))
+    ]
+    for notice in (*told, replace(told[0], data={})):
+        desk.store.put_notice(notice, epoch=desk.lease.epoch)
+    assert desk.store.notices(run.name) == told[::-1]
+    assert desk.store.noticed(run.cluster, ["straggler", "incident"], 15.0) == told[:1]
+    assert desk.store.noticed(run.cluster, ["incident"], 15.0) == []
+    assert desk.store.noticed("elsewhere", ["straggler"], 0.0) == []
 
 
 def test_a_config_is_stored_once_and_never_changed(desk: Desk) -> None:
@@ -203,6 +231,9 @@ def test_a_fenced_controller_writes_nothing(desk: Desk) -> None:
         lambda: store.trust(run.name, "step-5", Trust.CORRUPT, "x", **stamp),
         lambda: store.rehome(Copy(run=run.name, name="s", tier="t", path="p", bytes=1, copied_at=1.0), "", epoch=old),
         lambda: store.saw_node("n", "slurm", **stamp),
+        lambda: store.put_notice(
+            Notice(run=run.name, attempt=1, source="s", seq=1, kind="incident", generation=1, time=1.0), epoch=old
+        ),
         lambda: store.set_cursor(run.name, "f", 1, epoch=old),
         lambda: store.answer(number, "x", **stamp),
         lambda: store.renew_lease(desk.lease, 2.0, 10.0),

@@ -1,0 +1,114 @@
+"""A live attempt as a person reaches it: a request goes into the run directory, its answer comes as an event."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from checkpointing.durable import read_json
+from orchestrator.cli.status import one_row
+from orchestrator.errors import Precondition, WaitTimeout
+from orchestrator.states import ENDED_RUNS, RunState
+from trainer.contract.events import EventKind, read_events
+from trainer.contract.outcome import AttemptOutcome
+from trainer.contract.requests import REFUSED, Request, RequestKind
+from trainer.contract.run_dir import AttemptDir, RunDir
+
+LOOK_EVERY = 0.2
+SILENT = 90.0
+"""Seconds without a heartbeat after which nobody is taken to listen; clocks of nodes may differ a little."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Live:
+    """The newest attempt of a run, which trains or is about to."""
+
+    run: str
+    folder: RunDir
+    place: AttemptDir
+    beat: dict[str, Any]  # its newest heartbeat
+
+    def ask(self, kind: RequestKind, reason: str, *, value: float | None = None, detail: str = "") -> str:
+        """Put a request where agent 0 looks once a second; returns the request's name."""
+        self.folder.requests.mkdir(mode=0o700, exist_ok=True)
+        request = Request(kind=kind, attempt=self.place.number, reason=reason, value=value, detail=detail)
+        return request.write(self.folder.requests)
+
+    def answer(self, request: str) -> str | None:
+        """What the attempt has answered so far."""
+        events, _ = read_events(self.place.event_file("coordinator"))
+        answers = (event.data for event in events if event.kind == EventKind.REQUEST_ANSWERED)
+        return next((str(data.get("answer", "")) for data in answers if data.get("name") == request), None)
+
+
+def live(name: str, now: float | None = None) -> Live:
+    """The live attempt of a run; raises NotFound, and Precondition when nothing runs that could answer."""
+    row = one_row(name)
+    run, state = row["run"], row["state"]
+    if state in ENDED_RUNS or state == RunState.HELD:
+        raise Precondition(
+            f"{run} is {state}: nothing runs", where=row["reason"], hint=f"go on with it:  orch resume {run}"
+        )
+    folder = RunDir(Path(row["run_dir"]))
+    attempts = folder.all_attempts()
+    beat = _beat(attempts[-1]) if attempts else None
+    if beat is None:
+        raise Precondition(
+            f"{run} is {state}: its job has not begun", where=row["reason"], hint=f"wait for it:  orch status {run} -w"
+        )
+    place = attempts[-1]
+    over = _over(place)
+    if over is not None:
+        raise Precondition(
+            f"attempt {place.number} of {run} has ended, the next one has not begun", where=over,
+            hint=f"wait for it:  orch status {run} -w",
+        )  # fmt: skip
+    silent = (time.time() if now is None else now) - float(beat.get("time", 0.0))
+    if silent > SILENT:
+        raise Precondition(
+            f"attempt {place.number} of {run} has been silent for {silent:.0f} s: nobody would answer",
+            where=str(place.heartbeat), hint=f"orch logs {run} --node 0",
+        )  # fmt: skip
+    return Live(run=run, folder=folder, place=place, beat=beat)
+
+
+def await_answer(found: Live, request: str, timeout: float, clock: Callable[[], float] = time.monotonic) -> str:
+    """The answer to a request; raises Precondition when it is a no or the attempt ends before, WaitTimeout."""
+    give_up = clock() + timeout
+    while True:
+        over = _over(found.place)
+        answer = found.answer(request)
+        if answer is not None and answer.startswith(REFUSED):
+            raise Precondition(f"{found.run}: {answer}", where=str(found.folder.path), hint=f"orch show {found.run}")
+        if answer is not None:
+            return answer
+        if over is not None:
+            raise Precondition(
+                f"attempt {found.place.number} of {found.run} ended before it answered",
+                where=over, hint=f"orch show {found.run}",
+            )  # fmt: skip
+        if clock() >= give_up:
+            raise WaitTimeout(
+                f"{found.run} has not answered within {timeout:g} s", where=str(found.folder.requests / request),
+                hint=f"the request stands; look:  orch status {found.run}   orch logs {found.run} --node 0",
+            )  # fmt: skip
+        time.sleep(LOOK_EVERY)
+
+
+def _beat(place: AttemptDir) -> dict[str, Any] | None:
+    try:
+        fields = read_json(place.heartbeat)
+    except (OSError, ValueError):
+        return None
+    return fields if isinstance(fields, dict) else None
+
+
+def _over(place: AttemptDir) -> str | None:
+    """How the attempt ended, by its own last word; None while it has not said any."""
+    try:
+        return AttemptOutcome.read(place.outcome).reason
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError):
+        return "its outcome cannot be read"

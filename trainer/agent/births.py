@@ -7,6 +7,7 @@ from typing import Any
 
 from trainer.agent import address, cores
 from trainer.agent.command import environment, folder
+from trainer.agent.recorder import Sockets
 from trainer.agent.wire import Message
 from trainer.contract.config import JobConfig
 from trainer.contract.place import Place
@@ -30,11 +31,18 @@ class Births:
     """Writes the orders for the ranks of one node."""
 
     def __init__(
-        self, run: RunDir, attempt: AttemptDir, config: JobConfig, place: Place, environ: Mapping[str, str], host: str
+        self,
+        run: RunDir,
+        attempt: AttemptDir,
+        config: JobConfig,
+        place: Place,
+        environ: Mapping[str, str],
+        host: str,
+        sockets: Sockets | None = None,
     ) -> None:
-        """`host`: where the coordinator reaches this node's agent."""
+        """`host`: where the coordinator reaches this node's agent; `sockets`: where ranks answer for their flights."""
         self._run, self._attempt, self._config, self._place = run, attempt, config, place
-        self._environ, self._reached_at = environ, host
+        self._environ, self._reached_at, self._sockets = environ, host, sockets
 
     def order(
         self, seat: int, local_rank: int, generation: int, master: Sequence[Any] | None, wishes: Wishes
@@ -64,11 +72,12 @@ class Births:
 
     def _spec(self, seat: int, local_rank: int, generation: int, wishes: Wishes) -> RankSpec:
         cluster = self._config.cluster
+        rank = seat * cluster.ranks_per_node + local_rank
         return RankSpec(
             run_dir=str(self._run.path),
             attempt=self._attempt.number,
             generation=generation,
-            rank=seat * cluster.ranks_per_node + local_rank,
+            rank=rank,
             local_rank=local_rank,
             world_size=cluster.world_size,
             local_world_size=cluster.ranks_per_node,
@@ -77,6 +86,7 @@ class Births:
             cell_fd=-1,  # the nursery fills in what it receives
             control_fd=-1,
             host=self._host(),
+            flight=self._sockets.path(rank, generation) if self._sockets else "",
             suspects=wishes.suspects,
             skip=wishes.skip,
         )

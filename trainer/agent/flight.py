@@ -109,7 +109,7 @@ def _stall(records: _Records, key: str, numbers: Mapping[str, Mapping[int, Mappi
     begun = {rank for rank in inside if rank in entries and entries[rank].state == STARTED}
     queued = [rank for rank in inside if begun and rank in entries and entries[rank].state == SCHEDULED]
     silent = [rank for rank in records.members[key] if rank in records.silent]
-    missing = late or queued or silent
+    missing = (late or queued) + silent
     return _Stall(
         group=key,
         sequence=first,
@@ -147,7 +147,7 @@ def _differing(
 ) -> Finding:
     counts = Counter(what for what, _ in told.values())
     most = max(counts.values())
-    usual = [what for what, count in counts.items() if count == most]
+    usual: list[object] = [what for what, count in counts.items() if count == most]
     certain = len(usual) == 1
     if not certain:  # as many against as many: what a rank has never done before is what is wrong
         usual = _usual(records, key, sequence, told, usual)
@@ -191,9 +191,10 @@ def _crossed(records: _Records, stalls: Sequence[_Stall]) -> Finding | None:
                 continue
             here, there = set(stall.missing) & waiting[other.group], set(other.missing) & waiting[stall.group]
             if here and there and set(stall.missing) <= waiting[other.group]:
+                fewer = here if (len(here), min(here)) <= (len(there), min(there)) else there
                 return Finding(
                     kind="desync_order",
-                    ranks=tuple(sorted(min(here, there, key=lambda ranks: (len(ranks), min(ranks))))),
+                    ranks=tuple(sorted(fewer)),
                     group=stall.group,
                     sequence=stall.sequence,
                     reason=f"{_ranks(sorted(there))} wait in {stall} and {_ranks(sorted(here))} in {other}: "
@@ -206,18 +207,18 @@ def _missing(records: _Records, stalls: Sequence[_Stall]) -> Finding | None:
     """The wave-front: those for whom others wait and who themselves wait nowhere."""
     waiting = {rank for stall in stalls for rank in stall.inside}
     waiting |= {rank for rank, flight in records.flights.items() if flight.talking}
-    fronts = [(stall, tuple(rank for rank in stall.missing if rank not in waiting)) for stall in stalls]
-    fronts = [(stall, ranks) for stall, ranks in fronts if ranks]
+    free = [(stall, tuple(rank for rank in stall.missing if rank not in waiting)) for stall in stalls]
+    fronts = [(stall, ranks) for stall, ranks in free if ranks]
     if not fronts:
         return None
-    # The most peers in one place say the most; of equals, the group that the rank left last.
-    stall, ranks = max(fronts, key=lambda front: (len(front[0].inside), -len(front[1])))
+    # Where all that are missing wait nowhere, the stall began; in the other groups some only wait for that.
+    stall, ranks = max(fronts, key=lambda front: (front[1] == front[0].missing, len(front[0].inside)))
     return Finding(
         kind="missing",
         ranks=tuple(sorted(ranks)),
         group=stall.group,
         sequence=stall.sequence,
-        reason=f"{_ranks(sorted(ranks))} {_how(records, stall, ranks)}, in which {_ranks(stall.inside)} wait",
+        reason=f"{_ranks(sorted(ranks))} {_how(records, stall, ranks)}, in which {_ranks(stall.inside)} {_wait(stall.inside)}",
     )
 
 
@@ -235,13 +236,17 @@ def _together(stall: _Stall) -> Finding:
         ranks=stall.inside,
         group=stall.group,
         sequence=stall.sequence,
-        reason=f"{_ranks(stall.inside)} are inside {stall}, nobody is missing, and it does not end",
+        reason=f"{_ranks(stall.inside)} {_wait(stall.inside)} inside {stall}; nobody is missing, and it does not end",
     )
 
 
 def _nothing(records: _Records) -> Finding:
     silent = f"; {_ranks(sorted(records.silent))} did not answer" if records.silent else ""
     return Finding(kind="none", reason=f"no rank waits inside a collective{silent}")
+
+
+def _wait(ranks: Sequence[int]) -> str:
+    return "waits" if len(ranks) == 1 else "wait"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

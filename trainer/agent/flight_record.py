@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainer.contract.groups import runs, unrun
+
 KEPT = 30
 """Newest collectives kept of each group."""
 WIRE = 8000
@@ -117,8 +119,8 @@ def parse(rank: int, text: str | bytes, groups: Mapping[str, Mapping[str, Any]] 
     if not isinstance(dump, dict) or not isinstance(dump.get("entries", []), list):
         raise ValueError("not a flight record: no entries")
     raw = [entry for entry in dump.get("entries", []) if isinstance(entry, dict)]
-    failed = _failed(dump, raw)
-    entries = [entry for entry in (_entry(one, one is failed) for one in raw) if entry is not None]
+    dying = _dying(dump, raw)
+    entries = [entry for entry in (_entry(one, dying.get(id(one))) for one in raw) if entry is not None]
     told = {**_told(dump.get("pg_config")), **_told(dump.get("groups")), **_told(groups)}
     by_group: dict[str, list[Entry]] = {}
     for entry in entries:
@@ -129,14 +131,21 @@ def parse(rank: int, text: str | bytes, groups: Mapping[str, Mapping[str, Any]] 
     return Flight(rank=rank, groups=found, entries=tuple(newest), talking=talking)
 
 
-def _failed(dump: dict[str, Any], raw: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The collective that failed, in the record of a rank that died of it: torch counts it as over."""
-    if not dump.get("failed"):
-        return None
-    return max((one for one in raw if not one.get("is_p2p")), key=lambda one: _number(one, "record_id"), default=None)
+def _dying(dump: dict[str, Any], raw: list[dict[str, Any]]) -> dict[int, str]:
+    """The states of gloo's collectives on a rank that died, by `id`; `failed` says whether of a collective.
+
+    gloo counts one that failed as over, and may be a moment late with those that really are.
+    """
+    if "failed" not in dump:
+        return {}
+    calls = [one for one in raw if str(one.get("profiling_name", "")).startswith("gloo:")]
+    states = {id(one): DONE for one in calls}
+    if dump["failed"] and calls:
+        states[id(max(calls, key=lambda one: _number(one, "record_id")))] = SCHEDULED
+    return states
 
 
-def _entry(raw: dict[str, Any], failed: bool) -> Entry | None:
+def _entry(raw: dict[str, Any], known: str | None) -> Entry | None:
     sequence = _number(raw, "collective_seq_id")
     if raw.get("is_p2p") or not sequence:
         return None
@@ -145,8 +154,7 @@ def _entry(raw: dict[str, Any], failed: bool) -> Entry | None:
     dtypes = ",".join(dict.fromkeys(map(str, raw.get("input_dtypes") or [])))
     alike = op.lower().lstrip("_").startswith(_ALIKE)
     elements = sum(math.prod(size) for size in sizes) if alike else -1
-    state = SCHEDULED if failed else _state(raw)
-    return Entry(_name(raw), sequence, op, _short(sizes), elements, dtypes, state)
+    return Entry(_name(raw), sequence, op, _short(sizes), elements, dtypes, known or _state(raw))
 
 
 def _state(raw: dict[str, Any]) -> str:
@@ -200,20 +208,3 @@ def _group(key: str, entries: list[Entry], told: tuple[tuple[int, ...], str] | N
 def _newest(entries: Iterable[Entry], keep: int) -> list[Entry]:
     ordered = sorted(entries, key=lambda entry: entry.sequence)
     return ordered[-keep:] if keep else []
-
-
-def runs(ranks: Iterable[int]) -> list[list[int]]:
-    """Ranks in ascending order as runs [first, last, step]: ten thousand of them in a few bytes."""
-    found: list[list[int]] = []
-    for rank in sorted(ranks):
-        if found and (found[-1][0] == found[-1][1] or rank - found[-1][1] == found[-1][2]):
-            found[-1][2] = rank - found[-1][1]
-            found[-1][1] = rank
-        else:
-            found.append([rank, rank, 1])
-    return found
-
-
-def unrun(told: Iterable[Iterable[int]]) -> tuple[int, ...]:
-    """The ranks that `runs` was given."""
-    return tuple(rank for first, last, step in told for rank in range(first, last + 1, max(1, step)))

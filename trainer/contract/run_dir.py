@@ -51,6 +51,15 @@ class AttemptDir:
         """The evidence bundle of one incident."""
         return self.evidence / name
 
+    def last_flight(self, rank: int, generation: int) -> Path:
+        """The flight record that a rank left when an exception ended it."""
+        return self.evidence / f"flight-rank-{rank:05d}.g{generation:03d}.json"
+
+    def last_flights(self, generation: int) -> list[tuple[int, Path]]:
+        """Those of one generation, with their ranks."""
+        found = sorted(self.evidence.glob(f"flight-rank-*.g{generation:03d}.json"))
+        return [(int(path.name.removeprefix("flight-rank-").partition(".")[0]), path) for path in found]
+
     @property
     def skipped(self) -> Path:
         """Positions in the data that are left out, with the reasons: of this attempt's rollbacks."""

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 
 import setproctitle
 import torch
+import torch.distributed as dist
 
 from checkpointing.durable import canonical, read_json
 from checkpointing.tiers import places
+from trainer.contract import skips
 from trainer.contract.config import JobConfig, load
 from trainer.contract.events import EventKind
 from trainer.contract.launch import LaunchToken, holds
@@ -22,7 +24,7 @@ from trainer.contract.progress import Phase, ProgressCell
 from trainer.contract.rank import SPEC_VARIABLE, RankSpec
 from trainer.contract.run_dir import RunDir
 from trainer.worker import device as devices
-from trainer.worker import last_words, mesh, rendezvous, warming, workload
+from trainer.worker import flight, last_words, mesh, rendezvous, warming, workload
 from trainer.worker.drill import Drill
 from trainer.worker.lament import lament
 from trainer.worker.leaving import seconds_left
@@ -68,10 +70,12 @@ def _train(spec: RankSpec, cell: ProgressCell, control: socket.socket, started: 
         devices.be_strict()
     device = devices.choose(config.cluster, spec.local_rank)
     rendezvous.choose_interface(config.cluster.interface, spec.host)
-    rendezvous.join(spec, control, device)
-    trained = _build(made, mesh.build(config.parallel, device, spec.rank, spec.world_size))
-    code = _loop(spec, config, run_dir, cell, trained, started)
-    rendezvous.leave()
+    with flight.recording(spec):
+        rendezvous.join(spec, control, device)
+        trained = _build(made, mesh.build(config.parallel, device, spec.rank, spec.world_size))
+        flight.tell_groups(spec)
+        code = _loop(spec, config, run_dir, cell, trained, started)
+        rendezvous.leave()
     return code
 
 
@@ -115,9 +119,10 @@ def _loop(
         cell=cell,
         journal=journal,
         saver=saver,
-        drill=_drill(spec, config, journal),
+        drill=_drill(spec, config, journal, cell),
         rhythm=_rhythm(config, token, saved, journal),
         started=started,
+        skip=_left_out(spec, run_dir),
     )
     code = Loop(config, trained, progressed, outside).run()
     cell.update(phase=Phase.CHECKPOINT)
@@ -133,7 +138,21 @@ def _diversify(seed: int, layout: mesh.Layout) -> None:
     random.seed(seed * 1_000_003 + layout.dp_rank)
 
 
-def _drill(spec: RankSpec, config: JobConfig, journal: Journal) -> Drill:
+def _left_out(spec: RankSpec, run_dir: RunDir) -> frozenset[int]:
+    """Positions in the data at which no rank may train: what the coordinator says, and what earlier attempts found.
+
+    Ranks that differed in it would train on different data for ever, so that all of them believe the first one.
+    """
+    known = {*spec.skip, *(skip.position for skip in skips.read_all(run_dir))} if spec.rank == 0 else set()
+    count = torch.tensor([len(known)])
+    dist.broadcast(count, src=0)
+    positions = torch.tensor(sorted(known), dtype=torch.int64) if known else torch.zeros(int(count), dtype=torch.int64)
+    if int(count):
+        dist.broadcast(positions, src=0)
+    return frozenset(positions.tolist())
+
+
+def _drill(spec: RankSpec, config: JobConfig, journal: Journal, cell: ProgressCell) -> Drill:
     def announce(kind: str, step: int) -> None:
         journal.event(EventKind.DRILL, kind=kind, rank=spec.rank, step=step)
 
@@ -143,6 +162,7 @@ def _drill(spec: RankSpec, config: JobConfig, journal: Journal) -> Drill:
         attempt=spec.attempt,
         generation=spec.generation,
         announce=announce,
+        orders=cell,
     )
 
 

@@ -29,13 +29,14 @@ class DrillEvent:
     rank: int = 0
     """The rank it hits."""
     step: int = 1
-    """It fires when this rank has finished this step."""
+    """The step that it strikes in; `kill-rank`, `stop-rank` and `raise` strike when it is over."""
     attempt: int = 1
     """Only in this attempt; 0 for every one."""
     generation: int = 1
     """Only in this generation of the attempt; 0 for every one."""
     value: float = 0.0
-    """Of `slow-rank`: seconds of work added to every step; of the `hang-` kinds: seconds, 0 for ever."""
+    """Of `slow-rank`: seconds of work added to every step; of `hang-` kinds and `hold-lock`: seconds, 0 for ever; of
+    `desync-shape`: elements of the wrong tensor, 0 for one."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

@@ -90,6 +90,7 @@ class RankOutcome:
     message: str | None = None
     traceback: str | None = None
     echo: bool = False  # the exception only repeats that a peer went away
+    position: int | None = None  # in the data, of the batch of a bad step
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

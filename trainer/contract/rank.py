@@ -57,7 +57,8 @@ def say(control: socket.socket, word: str, **data: Any) -> None:
     """Send one message.
 
     Rank 0 says `store` {host, port}; the agent tells every other rank the same. A rank says `last` {exit_code,
-    exception, message, echo, step} when it ends by itself: its word reaches the agent when no file can be written.
+    exception, message, echo, step, position} when it ends by itself: its word reaches the agent when no file can be
+    written.
     """
     control.send(dump_line({"word": word, **data}).encode())
 

@@ -1,6 +1,6 @@
 """Batches from token shards, in a global order that depends on the seed alone, never on the number of ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +26,16 @@ class Data(Protocol):
 
     def seek(self, consumed: int) -> None:
         """Go to the position of a checkpoint: sequences consumed by all ranks together."""
+
+
+def take(data: Data, skip: Collection[int]) -> tuple[int, Sequence[Any]]:
+    """The next batch that is not left out, and where it begins.
+
+    What is left out is taken and dropped: so it goes for any data, whatever its positions count.
+    """
+    while data.consumed in skip:
+        data.take()
+    return data.consumed, data.take()
 
 
 def mix(value: int) -> int:

@@ -3,6 +3,7 @@
 import socket
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 from trainer.contract.outcome import ExitCode, RankOutcome, legible
@@ -13,6 +14,7 @@ from trainer.worker import workload
 from trainer.worker.device import is_node_fault
 from trainer.worker.echo import is_echo
 from trainer.worker.lament import flush, lament
+from trainer.worker.spikes import BadStep
 
 _MESSAGE = 8000
 """Characters of an exception's text that are told over the control socket, whose packets are limited."""
@@ -29,7 +31,9 @@ def failed(spec: RankSpec, cell: ProgressCell, error: BaseException) -> RankOutc
     lament(text)
     echo = is_echo(error) and not is_node_fault(error)
     cause = {"exception": type(error).__name__, "message": str(error), "traceback": text, "echo": echo}
-    return _outcome(spec, cell, _exit_code(error, echo), **cause)
+    last = _outcome(spec, cell, _exit_code(error, echo), **cause)
+    # It is found out a step later: the step that went wrong is the one to compare.
+    return replace(last, step=error.step, position=error.position) if isinstance(error, BadStep) else last
 
 
 def leave(spec: RankSpec, control: socket.socket, last: RankOutcome) -> None:
@@ -43,6 +47,7 @@ def leave(spec: RankSpec, control: socket.socket, last: RankOutcome) -> None:
             message=None if last.message is None else legible(last.message)[:_MESSAGE],
             echo=last.echo,
             step=last.step,
+            position=last.position,
         )
     except OSError as error:
         lament(f"orch: could not tell the agent how this rank ends: {error}")

@@ -1,8 +1,9 @@
 """The training loop: steps, agreement at every step boundary, saves."""
 
-import math
 import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +13,8 @@ from trainer.contract.events import EventKind
 from trainer.contract.outcome import ExitCode
 from trainer.contract.progress import Phase, ProgressCell, StopReason
 from trainer.worker import reduction, state
-from trainer.worker.data import Data
+from trainer.worker.course import course
+from trainer.worker.data import Data, take
 from trainer.worker.drill import Drill
 from trainer.worker.mesh import Layout
 from trainer.worker.metrics import Journal
@@ -21,6 +23,7 @@ from trainer.worker.reduction import Reduced, StepResult, Word
 from trainer.worker.rhythm import Rhythm, Wish
 from trainer.worker.saving import Progressed, SaveFailed, Saver
 from trainer.worker.schedule import learning_rate
+from trainer.worker.spikes import BadStep, Losses
 from trainer.worker.stop import StopFlag
 from trainer.worker.workload import Workload
 
@@ -46,10 +49,15 @@ class Outside:
     drill: Drill
     rhythm: Rhythm
     started: float  # time.monotonic() of the rank's start
+    skip: Collection[int] = ()  # positions in the data that are left out
 
 
-class NonFinite(ArithmeticError):
-    """The loss or the gradient is no number any more; nothing that came after it has been saved."""
+@dataclass(frozen=True)
+class Unread:
+    """A step whose sums are still on the device, and where its batch stands in the data."""
+
+    reduced: Reduced
+    position: int
 
 
 class Loop:
@@ -62,7 +70,9 @@ class Loop:
     def __init__(self, config: JobConfig, trained: Trained, progressed: Progressed, outside: Outside) -> None:
         self._config, self._trained, self._progressed, self._outside = config, trained, progressed, outside
         self._stop = StopFlag(outside.cell)
-        self._unread: Reduced | None = None
+        self._course = course(outside.cell, trained.model, trained.layout.device)
+        self._losses = Losses(config.recovery.spike)
+        self._unread: Unread | None = None
         self._first = True
         self._mark = time.perf_counter()
         self._seconds = self._stall = 0.0
@@ -83,15 +93,15 @@ class Loop:
         self._finish()
         return ExitCode.FINISHED
 
-    def _train(self, step: int) -> Reduced:
+    def _train(self, step: int) -> Unread:
         """One optimizer step; nothing in it waits for the device."""
-        trained, train, cell = self._trained, self._config.train, self._outside.cell
-        cell.update(phase=Phase.DATA)
-        loss = self._accumulate()
-        cell.update(phase=Phase.OPTIMIZER)
-        gradients = [p.grad for p in trained.model.parameters() if p.grad is not None]
-        reduced = reduction.reduce(step, gradients, loss, self._stop.asked(), self._word(step))
-        reduction.clip(gradients, reduced.norm, train.clip_norm)
+        trained, train = self._trained, self._config.train
+        self._course.enter(Phase.DATA)
+        self._outside.drill.in_data(step)
+        position, batches = take(trained.data, self._outside.skip)
+        loss = self._accumulate(step, batches)
+        self._course.enter(Phase.OPTIMIZER)
+        reduced = self._reduce(step, loss)
         set_learning_rate(trained.optimizer, learning_rate(train, step))
         # A save in lazy mode still reads what the optimizer is about to change.
         began = time.perf_counter()
@@ -99,24 +109,39 @@ class Loop:
         self._stalled(time.perf_counter() - began)
         trained.optimizer.step()
         trained.optimizer.zero_grad(set_to_none=True)
+        self._course.stepped(step)
+        return Unread(reduced, position)
+
+    def _reduce(self, step: int, loss: torch.Tensor) -> Reduced:
+        """Sum over all ranks what they have to know of each other, and clip the gradients by it."""
+        gradients = [p.grad for p in self._trained.model.parameters() if p.grad is not None]
+        self._outside.drill.before_reduce(step)
+        self._course.pause()
+        reduced = reduction.reduce(step, gradients, loss, self._stop.asked(), self._word(step))
+        self._course.resume()
+        reduction.clip(gradients, reduced.norm, self._config.train.clip_norm)
         return reduced
 
-    def _accumulate(self) -> torch.Tensor:
+    def _accumulate(self, step: int, batches: Sequence[Any]) -> torch.Tensor:
         """Gradients of all micro-batches; returns this rank's mean loss."""
-        trained, cell = self._trained, self._outside.cell
-        batches = trained.data.take()
+        trained, drill = self._trained, self._outside.drill
         total = torch.zeros((), device=trained.layout.device)
-        for batch in batches:
-            cell.update(phase=Phase.FORWARD)
+        factor = drill.loss_factor(step)
+        for number, batch in enumerate(batches):
+            self._course.enter(Phase.FORWARD)
+            if not number:
+                drill.in_forward(step)
             loss = trained.workload.loss(trained.model, batch) / len(batches)
-            cell.update(phase=Phase.BACKWARD)
+            if factor != 1.0:
+                loss = loss * factor
+            self._course.enter(Phase.BACKWARD)
             loss.backward()
             total += loss.detach()
         return total
 
-    def _boundary(self, unread: Reduced) -> StopReason:
+    def _boundary(self, unread: Unread) -> StopReason:
         """After a step: tell, agree, save. What is decided here is decided alike on every rank."""
-        step, outside = unread.step, self._outside
+        step, outside = unread.reduced.step, self._outside
         outside.journal.worked(step)
         saved, seconds = outside.saver.committed_step or 0, outside.rhythm.save_seconds
         outside.cell.update(step=step, saved_step=saved, save_seconds=seconds, step_seconds=self._seconds)
@@ -145,17 +170,16 @@ class Loop:
         self._wish = Wish.NONE
         if self._unread is None:  # a save has read them already, and was what they asked for
             return StopReason.NONE
-        result, self._unread = self._unread.result(), None
+        unread, self._unread = self._unread, None
+        result = unread.reduced.result()
         self._progressed.loss = result.loss
         self._wish, self._committed = result.word.wish, max(self._committed, result.word.committed)
         self._outside.cell.update(loss=result.loss, grad_norm=result.grad_norm)
         self._tell(result)
-        if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
+        bad = self._losses.judge(result.loss, result.grad_norm)
+        if bad is not None:
             # Before any save of it: every rank reads the same sums, so all of them end here.
-            raise NonFinite(
-                f"step {result.step}: loss {result.loss}, gradient norm {result.grad_norm}; lower train.lr, set "
-                "train.clip_norm, or look at the data of this step"
-            )
+            raise BadStep(result.step, unread.position, bad)
         return result.stop
 
     def _lap(self) -> float:
@@ -180,7 +204,7 @@ class Loop:
     def _save(self, reason: StopReason) -> None:
         """Save; wait for the commit when the run ends with it."""
         outside, step = self._outside, self._progressed.step
-        outside.cell.update(phase=Phase.CHECKPOINT)
+        self._course.enter(Phase.CHECKPOINT)
         if reason:
             self._stop.served()
             if self._trained.layout.rank == 0:
@@ -198,6 +222,7 @@ class Loop:
     def _hand_over(self, step: int) -> bool:
         """Give the state to the saver, and count what training waits for it."""
         began = time.perf_counter()
+        self._outside.drill.in_save(step)
         accepted = self._progressed.save(self._outside.saver)
         self._outside.rhythm.tried(step, accepted)
         self._stalled(time.perf_counter() - began)
@@ -233,4 +258,4 @@ class Loop:
         digest = state.weights_digest(self._trained.model)
         if self._trained.layout.rank == 0:
             self._outside.journal.final(step=self._progressed.step, loss=self._progressed.loss, weights_digest=digest)
-        self._outside.cell.update(phase=Phase.DONE)
+        self._course.enter(Phase.DONE)

@@ -116,7 +116,7 @@ def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(make_run):
     run = make_run(2, parallel={"dp_shard": 2}, train={"lr": 1e18, "warmup_steps": 0}, checkpoint={"every": 1})
     assert run.train()["codes"] == [ExitCode.ERROR] * 2
     outcome = RankOutcome.read(run.attempt.rank_outcome(1, 1))
-    assert (outcome.exception, outcome.echo) == ("NonFinite", False)
+    assert (outcome.exception, outcome.echo) == ("BadStep", False)
     bad = max(run.losses())
     assert f"step {bad}: " in (outcome.message or "")
     assert all(event.data["step"] < bad for event in events(run, EventKind.CHECKPOINT_COMMITTED))

@@ -24,6 +24,7 @@ from trainer.agent.questions import Questions
 from trainer.agent.roster import Roster
 from trainer.agent.rungs import Action, Decision, Situation
 from trainer.agent.stopping import Stop, Stopping
+from trainer.agent.vigil import Vigil
 from trainer.agent.wire import Message
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind, EventLog
@@ -36,6 +37,11 @@ from trainer.contract.run_dir import AttemptDir, RunDir
 
 CLEAR_SECONDS = 40.0
 HANG_UP_SECONDS = 5.0
+
+
+_NO_DECISION = frozenset({"progress", "flight", "ping"})
+_LOOK_SECONDS = 0.25
+"""How often a running generation is looked at when nothing is told that calls for a decision."""
 
 
 class Coordinator:
@@ -63,6 +69,8 @@ class Coordinator:
         self._pulse = Pulse(self._tick, self._touch_files)
         self._state, self._host = "joining", ""
         self._past, self._due = Past(), 0.0
+        self._vigil = Vigil(run, attempt, config, events, self._roster)
+        self._restored, self._undecided = 0, False
         self._gathering = Gathering(self._roster, self._stopping, self._until, lambda: self._now)
         self._answers = Answers(
             command=bool(config.command), stopping=self._stopping, questions=self._questions, ask_stop=self._ask_stop,
@@ -103,6 +111,8 @@ class Coordinator:
             return
         finally:
             self._pulse.check()
+        # Reports of progress come by the thousand, and decide nothing by themselves.
+        self._undecided = self._undecided or message["say"] not in _NO_DECISION
         try:
             self._handle(node, message)
         except (KeyError, TypeError, ValueError) as error:
@@ -162,6 +172,10 @@ class Coordinator:
             case "progress":
                 self._roster.members[node].progress = message
                 self._past.heard(message)
+                self._restored = max(self._restored, int(message.get("restored", 0)))
+                self._vigil.heard(node, message)
+            case "flight" | "evidence":
+                self._vigil.heard(node, message)
 
     def _note_end(self, node: int, message: Message) -> None:
         fields = {key: message.get(key) for key in ("exit_code", "signal", "exception", "message")}
@@ -291,10 +305,13 @@ class Coordinator:
         master = [self._host, free_port(self._host)] if self._config.command else None
         self._roster.start(generation=self._now.number, master=master, suspects=self._past.suspects)
         self._due = 0.0
+        self._restored = 0
+        self._vigil.begin(self._now.number)
         while (decision := rungs.decide(self._situation())).action is Action.WAIT:
             # Short only while something is about to be decided by the clock.
-            await self._absorb(0.05 if self._now.first_failure or self._stopping.stop else 1.0)
-        self._past.fell(decision.failure, decision.mark, self._restored(), decision.suspect)
+            await self._listen(0.05 if self._now.first_failure or self._stopping.stop else _LOOK_SECONDS)
+            await self._watch()
+        self._past.fell(decision.failure, decision.mark, self._restored, decision.suspect)
         self._events.write(EventKind.DECISION, action=decision.action.name.lower(), reason=decision.reason)
         if decision.suspect is not None:
             self._events.write(EventKind.CHECKPOINT_SUSPECT, step=decision.suspect, reason=decision.reason)
@@ -312,6 +329,19 @@ class Coordinator:
         self._past.restarts += 1
         return await self._get_ready()
 
+    async def _listen(self, seconds: float) -> None:
+        """Absorb messages until one calls for a decision, or for so long."""
+        self._undecided, give_up = False, time.monotonic() + seconds
+        while not self._undecided and (left := give_up - time.monotonic()) > 0:
+            await self._absorb(left)
+
+    async def _watch(self) -> None:
+        """A hang that is certain, its evidence kept, breaks the generation."""
+        if self._now.first_failure is None:
+            hung = await self._vigil.look()
+            if hung is not None:
+                self._break(hung)
+
     def _situation(self) -> Situation:
         now, generation, stop = time.monotonic(), self._now, self._stopping.stop
         failed_at = generation.first_failure
@@ -328,17 +358,11 @@ class Coordinator:
             overdue=self._stopping.overdue(now),
             command=bool(self._config.command),
             broken=generation.broken,
-            restored=self._restored(),
+            restored=self._restored,
             falls=tuple(self._past.falls),
             suspects=tuple(self._past.suspects),
             spares=len(self._roster.spares()),
         )
-
-    def _restored(self) -> int:
-        """The step of the checkpoint that the running generation began from; 0 when none was loaded, or not yet."""
-        reports = [m.progress for m in self._roster.members.values()]
-        mine = [report for report in reports if report.get("generation") == self._now.number]
-        return max((int(report.get("restored", 0)) for report in mine), default=0)
 
     async def _clear(self) -> bool:
         """Kill what is left of the generation, on all nodes; whether all of it is really gone."""

@@ -14,9 +14,12 @@ from trainer.agent.births import Births, Wishes
 from trainer.agent.blame import signal_name
 from trainer.agent.local_ranks import LocalRank, LocalRanks
 from trainer.agent.nursery_link import NurseryLink
+from trainer.agent.recorder import Sockets
 from trainer.agent.roster import SILENCE_SECONDS
+from trainer.agent.sampling import Sampler, report_seconds
 from trainer.agent.scribes import Scribes
 from trainer.agent.wire import Message, Peer, WireError
+from trainer.agent.witness import Witness
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.outcome import ExitCode, RankOutcome
@@ -24,8 +27,7 @@ from trainer.contract.place import Place
 from trainer.contract.progress import StopReason
 from trainer.contract.run_dir import AttemptDir, RunDir
 
-_REPORT_SECONDS = 0.5
-_LOOK_SECONDS = 0.05
+_LOOK_SECONDS = 0.1
 _OBEY_SECONDS = 3.0
 _MOST_STILLBORN = 3
 
@@ -41,6 +43,8 @@ class NodeAgent:
         self._events, self._environ = events, environ
         self._link: NurseryLink | None = None
         self._ranks: LocalRanks | None = None
+        self._sampler: Sampler | None = None
+        self._sockets = Sockets()
         self._scribes: Scribes | None = None
         self._seat: int | None = None  # of a spare: none
         self._stillborn = 0
@@ -50,11 +54,15 @@ class NodeAgent:
         self._early: list[int] = []
         self._peer: Peer
         self._births: Births
+        self._witness: Witness
 
     async def serve(self, peer: Peer) -> int:
         """Work until the coordinator says it is over, or is lost; returns the agent's exit code."""
         self._peer = peer
-        self._births = Births(self._run, self._attempt, self._config, self._place, self._environ, peer.host)
+        self._witness = Witness(self._attempt, self._place.node, self._sockets)
+        self._births = Births(
+            self._run, self._attempt, self._config, self._place, self._environ, peer.host, self._sockets
+        )
         for number in self._early:
             self.signalled(number)
         try:
@@ -110,6 +118,8 @@ class NodeAgent:
                 self._ask(StopReason(message["reason"]), message["seconds"])
             case "due" if self._ranks is not None:
                 self._ranks.expect_stop(time.monotonic() + message["seconds"])
+            case "flight" | "evidence" | "stacks" if self._ranks is not None and self._sampler is not None:
+                self._spawn(self._witness.testify(message, self._ranks, self._sampler, self._peer))
             case "kill":
                 self._kill(message["generation"])
 
@@ -184,6 +194,7 @@ class NodeAgent:
         self._events.generation = generation
         assert self._seat is not None
         ranks = self._ranks = LocalRanks(generation, self._local_ranks())
+        self._sampler = Sampler(ranks, self._place.name)
         if self._link is None or self._link.lost:
             # It died when the other nodes were ready: its replacement belongs to the next generation.
             ranks.never_began()
@@ -309,6 +320,7 @@ class NodeAgent:
             spare = self._scribes.pids() if self._scribes is not None else ()
             await burial.bury(self._ranks, lambda *_: None, lambda _: None, spare)
         self._forget_ranks()
+        self._sockets.close()
         if self._scribes is not None:
             await self._scribes.close()
 
@@ -320,28 +332,29 @@ class NodeAgent:
                 loop.remove_reader(local.handle)
         if self._ranks is not None:
             self._ranks.close()
-        self._ranks = None
+        self._ranks = self._sampler = None
 
     # -- reporting ---------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Report twice a second; look more often until this generation's first step."""
+        """Look ten times a second, report now and then, and at once when a generation has made its first step."""
         told, waited = 0, 0.0
+        pause = report_seconds(self._config.cluster.all_nodes)
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             waited += _LOOK_SECONDS
-            ranks = self._ranks
-            if ranks is None:
-                report: dict[str, Any] = {"generation": 0}
-            else:
-                if told == ranks.generation and waited < _REPORT_SECONDS:
-                    continue
-                report = {"generation": ranks.generation, **ranks.summary()}
-            first = ranks is not None and told != ranks.generation and report["stepped"]
-            if first or waited >= _REPORT_SECONDS:
-                told = ranks.generation if first and ranks is not None else told
+            ranks, sampler = self._ranks, self._sampler
+            if ranks is None or sampler is None:
+                if waited >= pause:
+                    waited = 0.0
+                    self._peer.send("progress", generation=0)
+                continue
+            summary = ranks.summary()
+            first = told != ranks.generation and summary["stepped"]
+            told = ranks.generation if first else told
+            if first or waited >= pause:
                 waited = 0.0
-                self._peer.send("progress", **report)
+                self._peer.send("progress", generation=ranks.generation, **summary, **sampler.report())
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -81,8 +81,10 @@ def decide(now: Situation) -> Decision:
         return _lost_node(now, now.broken)
     if not now.bad() and now.broken is None:
         return _without_failure(now)
+    # Of a hang everybody has been asked already, and nobody will say more by himself.
+    asked = now.broken is not None and now.broken.kind in (FailureKind.HANG, FailureKind.DESYNC)
     # The first bad end need not be the cause: give the others a moment to say what they know.
-    settle = SURE_SECONDS if any(doubt(end) == 0 for end in now.bad()) else SETTLE_SECONDS
+    settle = 0.0 if asked else SURE_SECONDS if any(doubt(end) == 0 for end in now.bad()) else SETTLE_SECONDS
     if now.since_failure < settle and len(now.ends) < now.world:
         return Decision(action=Action.WAIT, reason="a rank has failed; waiting for what its peers have to say")
     if now.stopping is not StopReason.NONE:

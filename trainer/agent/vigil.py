@@ -1,0 +1,64 @@
+"""The coordinator's watch over the ranks, generation after generation: hangs and stragglers, told and kept."""
+
+import asyncio
+import sys
+import time
+
+from trainer.agent.incidents import failure, keep, told
+from trainer.agent.roster import Roster
+from trainer.agent.watchman import Incident, Watchman
+from trainer.agent.wire import Message
+from trainer.contract.config import JobConfig
+from trainer.contract.events import EventKind, EventLog
+from trainer.contract.outcome import Failure
+from trainer.contract.run_dir import AttemptDir, RunDir
+
+_KEEP_SECONDS = 5.0
+"""How long a hung file system may hold up the kill after the evidence's own time is over."""
+
+
+class Vigil:
+    """Hears what agents tell of their ranks, and says when a generation hangs."""
+
+    def __init__(self, run: RunDir, attempt: AttemptDir, config: JobConfig, events: EventLog, roster: Roster) -> None:
+        self._run, self._attempt, self._config, self._events, self._roster = run, attempt, config, events, roster
+        self._watchman = self._watch(0)
+
+    def begin(self, generation: int) -> None:
+        """A new generation: nothing of the one before counts."""
+        self._watchman = self._watch(generation)
+
+    def _watch(self, generation: int) -> Watchman:
+        # Of a user's own command no step is known, so nothing can be said about its standing still.
+        seen = not self._config.command
+        return Watchman(self._config.recovery.hang, self._roster, generation, time.monotonic(), seen=seen)
+
+    def heard(self, node: int, message: Message) -> None:
+        """A report, flight records, or the end of collecting evidence; raises what a malformed one raises."""
+        match message["say"]:
+            case "progress":
+                self._watchman.heard(node, message, time.monotonic())
+            case "flight":
+                self._watchman.answered(node, message)
+            case "evidence":
+                self._watchman.collected(node, message)
+
+    async def look(self) -> Failure | None:
+        """The failure that a hang means, once its evidence is kept; None while everything goes on."""
+        incident = self._watchman.look(time.monotonic())
+        return None if incident is None else await self._conclude(incident)
+
+    async def _conclude(self, incident: Incident) -> Failure | None:
+        withdrawn = self._watchman.moved_since(incident)
+        bundle = self._attempt.incident(incident.name)
+        seen = self._watchman.scene.at(incident.began)
+        try:
+            await asyncio.wait_for(asyncio.to_thread(keep, bundle, incident, seen, withdrawn=withdrawn), _KEEP_SECONDS)
+        except (OSError, TimeoutError) as error:  # what is wrong with the disk may be what hangs
+            sys.stderr.write(f"orch-agent: cannot write {bundle}: {error!r}\n")
+        path = str(bundle.relative_to(self._run.path))
+        self._events.write(EventKind.INCIDENT, **told(incident, path, withdrawn=withdrawn))
+        if withdrawn:
+            self._watchman.withdraw()
+            return None
+        return failure(incident.judgement, path)

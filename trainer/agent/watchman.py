@@ -1,0 +1,175 @@
+"""The coordinator's watch over one generation: sees that nobody moves, has it looked into, keeps the evidence.
+
+Nothing here decides: `hangs.judge` does, and what comes of a verdict is for `rungs.decide`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer.agent.flight import Finding, analyse
+from trainer.agent.flight_record import Flight
+from trainer.agent.hangs import Judgement, Verdict, judge
+from trainer.agent.limits import HALTED, Limits
+from trainer.agent.roster import Roster
+from trainer.agent.scene import Scene
+from trainer.agent.sighting import Sighting
+from trainer.contract.watching import HangConfig
+
+QUIET = 1.0
+"""Seconds without any movement before anybody thinks about it: most steps are shorter."""
+_ANSWER_SECONDS = 2.0
+"""How long agents may take to fetch their ranks' flight records: a stopped rank never answers."""
+_ASK_AGAIN = 4.0
+"""Seconds between two inquiries; `hangs.FRESH` says how old an answer may be."""
+_LOCKED = 3.0
+"""Seconds without Python's lock that are no accident."""
+_HEALTHY = 2
+
+
+@dataclass(kw_only=True)
+class _Inquiry:
+    """Flight records that were asked for at `asked`; `waits`: nodes that have not answered."""
+
+    serial: int
+    asked: float
+    waits: set[int]
+    flights: dict[int, Flight] = field(default_factory=dict)
+    unanswered: set[int] = field(default_factory=set)
+    finding: Finding | None = None
+
+    def over(self, now: float) -> bool:
+        return not self.waits or now - self.asked >= _ANSWER_SECONDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Incident:
+    """What was found: evidence is being collected until `until`, from the nodes in `waits`."""
+
+    name: str
+    judgement: Judgement
+    began: float  # when it was declared, on the coordinator's clock
+    quiet: float  # for how long nobody had moved by then
+    until: float
+    waits: set[int]
+    missing: dict[str, Any] = field(default_factory=dict)
+
+
+class Watchman:
+    """One generation's watch; all times are on the coordinator's monotonic clock."""
+
+    def __init__(
+        self, config: HangConfig, roster: Roster, generation: int, started: float, *, seen: bool = True
+    ) -> None:
+        """`seen` is False for ranks of which no step is known: nothing is judged then."""
+        self._config, self._roster, self._generation = config, roster, generation
+        self._on = config.on and seen
+        self.scene = Scene(started)
+        self._inquiry: _Inquiry | None = None
+        self._serial = 0
+        self._halted: dict[int, float] = {}  # since when a rank's process has been seen halted
+        self.incident: Incident | None = None
+
+    # -- what is heard
+
+    def heard(self, node: int, report: Mapping[str, Any], now: float) -> None:
+        """An agent's report; raises TypeError or ValueError when its rows are none."""
+        self.scene.heard(report, self._roster.members[node].name, now)
+
+    def answered(self, node: int, message: Mapping[str, Any]) -> None:
+        """An agent's answer to `flight`."""
+        inquiry = self._inquiry
+        if inquiry is None or message["serial"] != inquiry.serial:
+            return
+        inquiry.waits.discard(node)
+        for fields in message["flights"]:
+            flight = Flight.from_json(fields)
+            inquiry.flights[flight.rank] = flight
+        inquiry.unanswered.update(int(rank) for rank in message["unanswered"])
+
+    def collected(self, node: int, message: Mapping[str, Any]) -> None:
+        """An agent has written its part of the evidence, as far as it could."""
+        if self.incident is not None and message["incident"] == self.incident.name:
+            self.incident.waits.discard(node)
+            if message.get("missing"):
+                self.incident.missing[self._roster.members[node].name] = message["missing"]
+
+    # -- what is done about it
+
+    def look(self, now: float) -> Incident | None:
+        """Judge, and do what the judgement asks for; an Incident once its evidence is there or late."""
+        if self.incident is not None:
+            return self.incident if not self.incident.waits or now >= self.incident.until else None
+        if not self._on or now - self.scene.moved < QUIET or not len(self.scene):
+            return None
+        seen = self.scene.at(now)
+        judgement = self._judge(seen, now)
+        if judgement.verdict is Verdict.LOOK:
+            self._ask(now)
+        elif judgement.verdict is Verdict.HUNG:
+            self._declare(judgement, seen, now)
+        return None
+
+    def moved_since(self, incident: Incident) -> bool:
+        """Whether some rank moved after the incident was declared: then it was none."""
+        return self.scene.moved > incident.began
+
+    def withdraw(self) -> None:
+        """It moves again: nothing is killed, and the watch goes on."""
+        self.incident = self._inquiry = None
+
+    def _judge(self, seen: list[Sighting], now: float) -> Judgement:
+        limits = Limits(self._config, self.scene.p99())
+        locked = frozenset(one.rank for one in seen if one.lock > _LOCKED and one.state not in "TtDZX")
+        for one in seen:
+            if one.state in HALTED and not one.ended:
+                self._halted.setdefault(one.rank, now)
+            else:
+                self._halted.pop(one.rank, None)
+        inquiry = self._inquiry
+        return judge(
+            seen,
+            self._finding(seen, now),
+            limits,
+            lock_held=locked,
+            found=now - inquiry.asked if inquiry is not None else 0.0,
+            halted_for={rank: now - since for rank, since in self._halted.items()},
+            unheard={member.name: now - member.heard for member in self._roster.seated()},
+        )
+
+    def _finding(self, seen: list[Sighting], now: float) -> Finding | None:
+        inquiry = self._inquiry
+        if inquiry is None or not inquiry.over(now) or inquiry.asked < self.scene.moved:
+            return None
+        if inquiry.finding is None:
+            expected = [one.rank for one in seen if not one.ended]
+            inquiry.finding = analyse(list(inquiry.flights.values()), expected, sorted(inquiry.unanswered))
+        return inquiry.finding
+
+    def _ask(self, now: float) -> None:
+        inquiry = self._inquiry
+        if inquiry is not None and now - inquiry.asked < _ASK_AGAIN:
+            return
+        self._serial += 1
+        waits = {member.node for member in self._roster.seated()}
+        self._inquiry = _Inquiry(serial=self._serial, asked=now, waits=waits)
+        self._roster.tell("flight", generation=self._generation, serial=self._serial, seconds=_ANSWER_SECONDS * 0.75)
+
+    def _declare(self, judgement: Judgement, seen: list[Sighting], now: float) -> None:
+        name = f"g{self._generation:03d}-{judgement.kind}"
+        waits = {member.node for member in self._roster.seated()}
+        self.incident = Incident(
+            name=name, judgement=judgement, began=now, quiet=now - self.scene.moved,
+            until=now + self._config.evidence, waits=waits,
+        )  # fmt: skip
+        full = [rank for rank in (judgement.culprit, *_some(judgement, seen)) if rank is not None]
+        self._roster.tell(
+            "evidence", generation=self._generation, incident=name, full=full, seconds=self._config.evidence * 0.9
+        )
+
+
+def _some(judgement: Judgement, seen: list[Sighting]) -> list[int]:
+    """A few waiting ranks to compare with, of another node than the culprit's where there is one."""
+    waiting = [one for one in seen if one.rank in set(judgement.waiting)]
+    waiting.sort(key=lambda one: one.node == judgement.node)
+    return [one.rank for one in waiting[:_HEALTHY]]

@@ -14,8 +14,9 @@ def replace(decision: Decision, roster: Roster, events: EventLog) -> Decision | 
     - Its agent ends its ranks when its connection ends or falls silent, and is never admitted again.
     - Its ranks cannot train: every step needs all ranks of their generation, and those of the other nodes are killed
       before a new generation starts.
-    - They cannot commit a checkpoint: a commit is led by rank 0, which sits beside the coordinator, and needs the word
-      of every rank of its own generation. What they still write lies in a draft that nobody commits.
+    - They cannot commit or delete a checkpoint: rank 0, which sits beside the coordinator, leads both, and a commit
+      needs the word of every rank of its generation (on its node's own disk alone a node's first rank may delete).
+    - They cannot spoil one: files are only ever made anew, never written over, and a generation takes names of its own.
     """
     failure = decision.failure
     assert failure is not None

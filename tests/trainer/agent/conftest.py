@@ -17,9 +17,9 @@ def job(tmp_path: Path) -> Iterator[Callable[..., LocalJob]]:
     """Makes a local job whose ranks are stand-in scripts with the given orders."""
     made: list[LocalJob] = []
 
-    def make(*orders: str, **config: Any) -> LocalJob:
+    def make(*orders: str, folder: str = "", **config: Any) -> LocalJob:
         command = [sys.executable, str(STAND_IN), *orders]
-        found = LocalJob(tmp_path, **{"command": command, **config})
+        found = LocalJob(tmp_path / folder, **{"command": command, **config})
         made.append(found)
         return found
 

@@ -24,6 +24,7 @@ class LocalJob:
     """One attempt of one run on simulated nodes."""
 
     def __init__(self, folder: Path, *, nodes: int = 2, ranks: int = 2, spares: int = 0, **config: Any) -> None:
+        folder.mkdir(exist_ok=True)
         self.run = RunDir(folder / "run-1")
         self.run.make()
         self.attempt = self.run.attempt(1)
@@ -43,8 +44,10 @@ class LocalJob:
         fields = {"attempt": 1, "epoch": 1, "job_id": self.job_id, "nonce": "0badcafe"}
         LaunchToken(**{**fields, **changes}).write(self.attempt.go)
 
-    def start(self, *, environ: dict[str, str] | None = None, local: bool = True) -> "LocalJob":
-        for node in range(self.nodes):
+    def start(
+        self, *, environ: dict[str, str] | None = None, local: bool = True, absent: frozenset[int] = frozenset()
+    ) -> "LocalJob":
+        for node in sorted(set(range(self.nodes)) - absent):
             place = {
                 "SUBMITIT_LOCAL_JOB_ID": str(self.job.pid),
                 "SUBMITIT_LOCAL_GLOBALID": str(node),

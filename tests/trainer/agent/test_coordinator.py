@@ -26,7 +26,7 @@ from trainer.contract.run_dir import RunDir
 class Scene:
     """One coordinator of two nodes and the agents that have joined it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, spares: int = 0) -> None:
         self.run = RunDir(folder / "run-1")
         self.run.make()
         self.attempt = self.run.attempt(1)
@@ -35,8 +35,8 @@ class Scene:
         self._token.write(self.attempt.go)
         self._events = EventLog(self.attempt.event_file("coordinator"), "coordinator", 1)
         self.leader = Coordinator(
-            run=self.run, attempt=self.attempt, config=JobConfig(cluster=ClusterShape(nodes=2)),
-            place=Place(kind="slurm", job_id="7", node=0, nodes=2, name="n0"), events=self._events,
+            run=self.run, attempt=self.attempt, config=JobConfig(cluster=ClusterShape(nodes=2, spare_nodes=spares)),
+            place=Place(kind="slurm", job_id="7", node=0, nodes=2 + spares, name="n0"), events=self._events,
             token=self._token, started=time.monotonic(),
         )  # fmt: skip
         self._found: dict[str, Any] = {}

@@ -51,6 +51,7 @@ class Alone:
         )  # fmt: skip
         self.told = self.agent._peer = Told()
         self.ranks = self.agent._ranks = LocalRanks(1, range(2))
+        self.agent._seat = 0
 
     def ended(self, exit_code: int | None, number: int | None = None) -> dict[str, Any]:
         self.agent._exited(0, exit_code, number)

@@ -135,7 +135,8 @@ def test_ranks_share_the_cores_they_are_allowed():
     assert cores.of_rank(place(), config, 0, 0, {4, 5, 6, 7, 9}) == [4, 5]
     assert cores.of_rank(place(), config, 0, 1, {4, 5, 6, 7, 9}) == [6, 7, 9]
     assert cores.of_rank(place(), config, 0, 0, {4}) == []
-    simulated = [cores.of_rank(place(node, "local"), config, node, local, range(4)) for node in (0, 1) for local in (0, 1)]
+    here = [place(0, "local"), place(1, "local")]
+    simulated = [cores.of_rank(here[seat], config, seat, local, range(4)) for seat in (0, 1) for local in (0, 1)]
     assert simulated == [[0], [1], [2], [3]]
     assert cores.of_rank(place(1, "local"), config, 1, 1, range(2)) == []
 

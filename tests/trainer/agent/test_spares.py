@@ -1,0 +1,148 @@
+"""Spare nodes: an agent is killed, and a node that waited takes its seat in the same job."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainer.agent.job import LocalJob, alive, until
+from trainer.contract import tokens
+from trainer.contract.events import EventKind
+from trainer.contract.outcome import AttemptResult
+
+TINY = {
+    "model": {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 64},
+    "train": {"steps": 60, "seed": 7, "batch_size": 8, "seq_len": 32, "warmup_steps": 2},
+    "checkpoint": {"every": 4, "keep": 2},
+}
+
+
+def started(job: LocalJob, generation: int) -> list[dict[str, Any]]:
+    return [note for note in job.notes() if note.get("started") and note["generation"] == generation]
+
+
+def test_a_spare_takes_the_seat_of_a_killed_agent_with_its_ranks(job):
+    work = job("hang@*@1", nodes=2, ranks=2, spares=1).start()
+    work.go()
+    until(lambda: len(started(work, 1)) == 4, 30, work.story)
+    assert {note["rank"] for note in started(work, 1)} == {0, 1, 2, 3}
+    work.agents[1].kill()
+    assert work.wait(40) == [0, -signal.SIGKILL, 0], work.story()
+
+    outcome = work.outcome()
+    assert (outcome.result, outcome.generations) == (AttemptResult.FINISHED, 2)
+    (used,) = work.events(EventKind.SPARE_USED)
+    assert (used.data["node"], used.data["name"], used.data["instead"]) == (2, "local-2", "local-1")
+    assert used.data["reason"] == "the agent of local-1 is lost: its connection ended"
+    notes = {note["rank"]: note["env"] for note in started(work, 2)}
+    assert {rank: env["GROUP_RANK"] for rank, env in notes.items()} == {0: "0", 1: "0", 2: "1", 3: "1"}
+    assert {env["WORLD_SIZE"] for env in notes.values()} == {"4"}
+
+
+def test_a_spare_that_is_lost_is_told_and_ends_nothing(job):
+    work = job("hang@0@1", nodes=1, ranks=1, spares=1).start()
+    work.go()
+    until(lambda: started(work, 1), 30, work.story)
+    work.agents[1].kill()
+    until(lambda: work.events(EventKind.AGENT_LOST), 10, work.story)
+    os.kill(started(work, 1)[0]["pid"], signal.SIGKILL)
+    assert work.wait(30) == [0, -signal.SIGKILL], work.story()
+    assert work.outcome().generations == 2
+    assert not work.events(EventKind.SPARE_USED)
+
+
+def test_with_all_spares_used_the_next_loss_ends_the_attempt(job):
+    work = job("hang@*@*", nodes=2, ranks=1, spares=1).start()
+    work.go()
+    until(lambda: len(started(work, 1)) == 2, 30, work.story)
+    work.agents[1].kill()
+    until(lambda: len(started(work, 2)) == 2, 30, work.story)
+    work.agents[2].kill()
+    assert work.wait(30) == [75, -signal.SIGKILL, -signal.SIGKILL], work.story()
+    failure = work.outcome().failure
+    assert failure is not None
+    assert (failure.kind, failure.node) == ("agent_lost", "local-2")
+
+
+def test_a_job_starts_without_a_node_that_never_came(job):
+    work = job(nodes=2, ranks=1, spares=1).start(absent=frozenset({1}))
+    work.go()
+    assert work.wait(60) == [0, 0], work.story()
+    assert work.outcome().result == AttemptResult.FINISHED
+    assert {event.data["node"] for event in work.events(EventKind.RANK_EXITED)} == {"local-0", "local-2"}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("data") / "tokens"
+    tokens.prepare([Path(json.__file__).parent], out)
+    return out
+
+
+@pytest.fixture
+def training(job: Callable[..., LocalJob], data: Path) -> Callable[..., LocalJob]:
+    def make(folder: str, spares: int) -> LocalJob:
+        work = job(command=[], nodes=2, ranks=1, spares=spares, data={"path": str(data)}, folder=folder, **TINY)
+        work.start().go()
+        return work
+
+    return make
+
+
+def assert_went_on(work: LocalJob, codes: list[int]) -> None:
+    """In the same attempt, on the spare, to the end."""
+    assert work.wait(90) == codes, work.story()
+    outcome = work.outcome()
+    assert (outcome.result, outcome.generations, outcome.step) == (AttemptResult.FINISHED, 2, 60)
+    (used,) = work.events(EventKind.SPARE_USED)
+    assert (used.data["name"], used.data["instead"]) == ("local-2", "local-1")
+
+
+def digest(work: LocalJob) -> str:
+    return str(json.loads(work.attempt.metrics.with_name("final.json").read_text())["weights_digest"])
+
+
+def steps(work: LocalJob) -> int:
+    return len(work.attempt.metrics.read_text().splitlines()) if work.attempt.metrics.exists() else 0
+
+
+@pytest.mark.multi
+def test_training_goes_on_bit_for_bit_on_the_spare(training: Callable[..., LocalJob]) -> None:
+    work = training("disturbed", 1)
+    until(lambda: steps(work) > 12, 60, work.story)
+    family = [pid for pid in work.processes() if os.getsid(pid) == work.agents[1].pid]
+    assert len(family) > 2
+    killed = time.time()
+    work.agents[1].kill()
+    assert_went_on(work, [0, -signal.SIGKILL, 0])
+    assert not [pid for pid in family if alive(pid)]
+    assert work.events(EventKind.GENERATION_FIRST_STEP)[1].time - killed < 15
+
+    calm = training("calm", 0)
+    assert calm.wait(90) == [0, 0], calm.story()
+    assert digest(work) == digest(calm)
+
+
+@pytest.mark.multi
+def test_a_node_that_falls_silent_is_replaced_and_ends_its_ranks_when_it_is_back(
+    training: Callable[..., LocalJob],
+) -> None:
+    work = training("away", 1)
+    until(lambda: steps(work) > 4, 60, work.story)
+    family = [pid for pid in work.processes() if os.getsid(pid) == work.agents[1].pid]
+    for pid in family:
+        os.kill(pid, signal.SIGSTOP)
+    until(lambda: work.events(EventKind.SPARE_USED), 40, work.story)
+    until(lambda: len(work.events(EventKind.GENERATION_FIRST_STEP)) == 2, 40, work.story)
+    assert any(alive(pid) for pid in family)  # out of reach, and the others went on
+    (lost,) = work.events(EventKind.AGENT_LOST)
+    assert "silent" in lost.data["reason"]
+    for pid in family:
+        os.kill(pid, signal.SIGCONT)
+    assert_went_on(work, [0, 75, 0])
+    until(lambda: not [pid for pid in family if alive(pid)], 10, work.story)

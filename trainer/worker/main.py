@@ -32,6 +32,7 @@ from trainer.worker.loop import Loop, Outside, Trained
 from trainer.worker.metrics import Journal
 from trainer.worker.rhythm import Rhythm
 from trainer.worker.saving import Progressed, Saver
+from trainer.worker.ticker import Ticker
 
 if TYPE_CHECKING:
     from checkpointing.engine.link import WriterLink
@@ -50,10 +51,13 @@ def rank_main(spec: RankSpec) -> int:
     setproctitle.setproctitle(f"orch-rank-{spec.rank}")
     cell, control = ProgressCell(spec.cell_fd), socket.socket(fileno=spec.control_fd)
     control.set_inheritable(False)  # a rank that was started cold got it so; its end must be the rank's end
+    ticker = Ticker(cell)
+    ticker.start()
     try:
         last = last_words.finished(spec, cell, _train(spec, cell, control, started))
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001  # outermost edge: kept as last words
         last = last_words.failed(spec, cell, error)
+    ticker.stop()
     last_words.leave(spec, control, last)
     return last.exit_code
 

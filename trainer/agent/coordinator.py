@@ -5,12 +5,14 @@ import secrets
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from checkpointing.durable import dump_line, write_durably
 from trainer.agent import replacing, rungs
 from trainer.agent.answers import Answers
 from trainer.agent.blame import RankEnd
+from trainer.agent.board import show
 from trainer.agent.command import free_port
 from trainer.agent.deadline import Bounds
 from trainer.agent.door import Door
@@ -260,10 +262,10 @@ class Coordinator:
             self._standing.phase = "command"  # what a user's program does is not known
         async with self._beating:
             beat = self._standing.beat(generation=self._now.number, nodes=self._roster.names(), state=self._state)
-            try:
-                await asyncio.to_thread(beat.write, self._attempt.heartbeat)
-            except OSError:  # a full disk must not end a run that computes; its heartbeat falls silent, which shows
-                return
+            ranks = self._vigil.board(self._wall()) if self._state == "running" else None
+            # A full disk must not end a run that computes; its heartbeat falls silent, which shows.
+            with suppress(OSError):
+                await asyncio.to_thread(show, self._attempt, beat, ranks)
 
     # -- the attempt -------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,9 @@
 import asyncio
 import sys
 import time
+from typing import Any
 
+from trainer.agent.board import board
 from trainer.agent.incidents import failure, keep, told
 from trainer.agent.roster import Roster
 from trainer.agent.watchman import Incident, Watchman
@@ -22,11 +24,11 @@ class Vigil:
 
     def __init__(self, run: RunDir, attempt: AttemptDir, config: JobConfig, events: EventLog, roster: Roster) -> None:
         self._run, self._attempt, self._config, self._events, self._roster = run, attempt, config, events, roster
-        self._watchman = self._watch(0)
+        self._generation, self._watchman = 0, self._watch(0)
 
     def begin(self, generation: int) -> None:
         """A new generation: nothing of the one before counts."""
-        self._watchman = self._watch(generation)
+        self._generation, self._watchman = generation, self._watch(generation)
 
     def _watch(self, generation: int) -> Watchman:
         # Of a user's own command no step is known, so nothing can be said about its standing still.
@@ -42,6 +44,12 @@ class Vigil:
                 self._watchman.answered(node, message)
             case "evidence":
                 self._watchman.collected(node, message)
+
+    def board(self, wall: float) -> dict[str, Any]:
+        """What ranks.json says now; `wall` is the time of day."""
+        scene = self._watchman.scene
+        seen = scene.at(time.monotonic())
+        return board(seen, time=wall, generation=self._generation, p99=scene.p99(), ratios={})
 
     async def look(self) -> Failure | None:
         """The failure that a hang means, once its evidence is kept; None while everything goes on."""

@@ -61,6 +61,11 @@ class AttemptDir:
         return [(int(path.name.removeprefix("flight-rank-").partition(".")[0]), path) for path in found]
 
     @property
+    def ranks(self) -> Path:
+        """Where every rank stands, written by the coordinator while the attempt runs: see `trainer.agent.board`."""
+        return self.path / "ranks.json"
+
+    @property
     def skipped(self) -> Path:
         """Positions in the data that are left out, with the reasons: of this attempt's rollbacks."""
         return self.path / "skipped.json"

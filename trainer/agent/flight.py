@@ -218,7 +218,8 @@ def _missing(records: _Records, stalls: Sequence[_Stall]) -> Finding | None:
         ranks=tuple(sorted(ranks)),
         group=stall.group,
         sequence=stall.sequence,
-        reason=f"{_ranks(sorted(ranks))} {_how(records, stall, ranks)}, in which {_ranks(stall.inside)} {_wait(stall.inside)}",
+        reason=f"{_ranks(sorted(ranks))} {_how(records, stall, ranks)}, "
+        f"in which {_ranks(stall.inside)} {_wait(stall.inside)}",
     )
 
 

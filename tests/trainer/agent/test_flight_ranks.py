@@ -31,13 +31,15 @@ class Wrong:
     pids: dict[int, int]
 
     def find(self, kind: str, seconds: float = 10.0) -> tuple[Finding, list[Flight]]:
-        """Ask until the records say what is expected: the ranks need a moment to run into each other."""
-        end = time.monotonic() + seconds
+        """Ask until the records say so twice in a row: the ranks need a moment to run into each other."""
+        end, before = time.monotonic() + seconds, None
         while True:
             flights, silent = asyncio.run(recorder.flights(self.paths, 1.0))
             finding = analyse(flights, self.paths, silent)
-            if finding.kind == kind or time.monotonic() > end:
+            if (finding.kind == kind and finding == before) or time.monotonic() > end:
                 return finding, flights
+            before = finding
+            time.sleep(0.2)
 
     def ends(self) -> dict[int, int]:
         """Let all ranks end by themselves; their exit codes."""

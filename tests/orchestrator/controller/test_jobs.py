@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.config import RunConfig
+from orchestrator.config import ClusterConfig, RunConfig
 from orchestrator.controller.jobs import job_spec
 from orchestrator.identity import identify
 from orchestrator.registry.records import Attempt, Run
@@ -15,7 +15,7 @@ from orchestrator.scheduler.script import prepare
 from orchestrator.states import AttemptState, RunState
 
 
-def spec(identity: dict[str, object]) -> JobSpec:
+def spec(identity: dict[str, object], config: RunConfig | None = None) -> JobSpec:
     run = Run(
         name="tiny-1", state=RunState.CREATED, reason="", cluster="local", run_dir="/shared/tiny-1",
         config_digest="0" * 64, total_steps=1, identity=identity,
@@ -23,7 +23,12 @@ def spec(identity: dict[str, object]) -> JobSpec:
     attempt = Attempt(
         run=run.name, number=2, state=AttemptState.INTENT, nonce="0" * 8, job_name="orch-tiny-1-2-00000000"
     )
-    return job_spec(run, attempt, RunConfig())
+    return job_spec(run, attempt, config or RunConfig())
+
+
+def test_spare_nodes_are_asked_for_beside_those_that_train() -> None:
+    asked = spec({}, RunConfig(cluster=ClusterConfig(nodes=4, spare_nodes=2))).resources
+    assert (asked.nodes, asked.spares) == (6, 2)
 
 
 def test_a_later_attempt_starts_with_the_interpreter_and_variables_of_the_submitter(

@@ -62,6 +62,14 @@ def test_srun_gets_the_cores_and_lets_agents_outlive_each_other() -> None:
     assert words[words.index("-P") + 1 :] == ["-u", "-m", "submitit.core._submit", "/shared/runs/x-1/submission"]
 
 
+def test_with_spare_nodes_a_dead_one_ends_neither_job_nor_step() -> None:
+    script = render(spec(nodes=3, spares=1, sbatch={"no-kill": "off"}))
+    assert options(script)["no-kill"] is True
+    (line,) = (line for line in script.splitlines() if line.startswith("srun "))
+    assert {"--no-kill", "--kill-on-bad-exit=0", "--wait=0"} <= set(shlex.split(line))
+    assert "--no-kill" not in render(spec())
+
+
 def test_excluded_nodes_are_folded_into_one_host_list() -> None:
     assert options(render(spec(exclude=("gpu[001-003]", "gpu004", "login"))))["exclude"] == "gpu[001-004],login"
     assert check_nodes("k", ("n1", "n1")) == "n1"

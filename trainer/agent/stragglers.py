@@ -1,0 +1,140 @@
+"""PURE: which rank is slower than its peers, in which section, and for how long it must have been before it is named.
+
+Only ranks with the same model-parallel coordinate are compared: they do the same work on other data. Each is held
+against the median of the *others*. In a group of two, a rank is slow only when it is slower than its peer and slower
+than it was itself. A group of one is never judged: a rank that has nobody to be compared with may have become slower
+for a reason that lies in the work, and there is no oracle (pure tensor or pipeline parallelism is such a case).
+"""
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from trainer.contract.config import ParallelConfig
+from trainer.contract.progress import SECTIONS
+from trainer.contract.watching import StragglerConfig
+
+WINDOW = 4
+"""Steps of a window, the shortest stretch in which ranks are compared; windows end at its multiples."""
+_SURE = 4.0  # standard deviations of the group's own noise that a slow rank must lie above its peers
+_MIXED = 16  # in groups up to this size a quartile says nothing
+_FALSE_NAMES = 5e-6  # allowed for each window of a whole group
+_RAREST = 5e-4  # a group of healthy ranks is never believed to have fewer hiccups
+_FAR = 6.0  # standard deviations from its neighbours that make a window a hiccup
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """How closely one looks: `span` windows of `WINDOW` steps are taken together."""
+
+    span: int
+    word: str
+
+    def noise(self, noise: float) -> float:
+        return noise / math.sqrt(self.span)
+
+
+SHORT, LONG = Level(span=1, word="short"), Level(span=6, word="long")
+"""Short windows see a rank that is much slower soon, long ones see one that is a little slower at all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """A rank is slower than its peers, or (`over`) as fast as they are again."""
+
+    rank: int
+    node: str
+    section: str  # the one with the largest excess: data, forward, backward or optimizer
+    ratio: float
+    step: int  # up to which it was looked at, counted as the ranks count their work
+    steps: int  # in which it was slow, so far
+    gpu_hours: float  # lost by the whole world, which waits for it
+    reason: str
+    over: bool = False
+
+
+def coordinate(parallel: ParallelConfig) -> Callable[[int], Hashable]:
+    """Ranks for which this gives the same value do the same work; further kinds of parallelism extend the tuple."""
+    tp = parallel.tp
+    return lambda rank: (rank % tp,)
+
+
+def worth_telling(told: int, steps: int) -> bool:
+    """Whether a rank's work up to `steps` should be reported when it was last reported up to `told`.
+
+    A reading from the very end of a window makes it exact; what lies between two windows is of no use.
+    """
+    return steps // WINDOW > told // WINDOW
+
+
+def reference(ordered: Sequence[float]) -> float:
+    """The median of the others, for every rank in the slower half: whichever of them is left out, it is the same."""
+    return _middle(ordered, len(ordered) - 1)
+
+
+def _middle(ordered: Sequence[float], count: int, first: int = 0) -> float:
+    """The median of `count` sorted values from `first` on."""
+    return (ordered[first + (count - 1) // 2] + ordered[first + count // 2]) / 2
+
+
+def spread(ordered: Sequence[float]) -> float:
+    """The robust standard deviation of a healthy rank's ratio to its peers, from one window of a group."""
+    count = len(ordered)
+    if count > _MIXED:
+        return (ordered[count * 3 // 4] - ordered[count // 4]) / 1.349 / _middle(ordered, count)
+    slower, faster = reference(ordered), _middle(ordered, count - 1, 1)
+    aside = [abs(value / (slower if 2 * at >= count else faster) - 1) for at, value in enumerate(ordered)]
+    return median(aside) / 0.6745
+
+
+def limit(level: Level, noise: float, config: StragglerConfig) -> float:
+    """The ratio above which a window of this level is slow; `noise` is that of one short window."""
+    return 1 + max(config.ratio - 1, _SURE * level.noise(noise))
+
+
+def raised(level: Level, noise: float, config: StragglerConfig) -> float:
+    """What each single window must exceed; long windows are few, so only their median must exceed the limit."""
+    bar = limit(level, noise, config)
+    return bar if level is SHORT else 1 + (bar - 1) / 2
+
+
+def steady(ratios: Sequence[float], noise: float) -> float:
+    """The mean of neighbouring windows without those in which the rank only hiccuped."""
+    middle = median(ratios)
+    aside = sorted(abs(ratio - middle) for ratio in ratios)
+    farthest = max(_FAR * noise, aside[len(aside) // 2])
+    return fmean(ratio for ratio in ratios if abs(ratio - middle) <= farthest)
+
+
+def needed(level: Level, hiccups: float, ranks: int, config: StragglerConfig) -> int:
+    """Windows in a row that must be slow; `hiccups`: the share of a healthy group's windows that were."""
+    if level is LONG:
+        return config.windows
+    often = min(0.5, max(_RAREST, hiccups))
+    return max(config.windows, math.ceil(math.log(_FALSE_NAMES / ranks) / math.log(often)))
+
+
+def is_slow(
+    level: Level, ratios: Sequence[float], *, noise: float, hiccups: float, ranks: int, config: StragglerConfig
+) -> tuple[bool, str]:
+    """Whether a rank with these newest raised windows in a row is a straggler, and why (not)."""
+    wanted = needed(level, hiccups, ranks, config)
+    if len(ratios) < wanted:
+        return False, f"slow in {len(ratios)} of {wanted} {level.word} windows"
+    bar, found = limit(level, noise, config), median(ratios[-wanted:])
+    if found <= bar:
+        return False, f"{found:.2f} x its peers is not above {bar:.2f} x"
+    return True, f"{found:.2f} x its peers in {wanted} {level.word} windows in a row (limit {bar:.2f} x)"
+
+
+def is_over(ratio: float, named: float) -> bool:
+    """Whether a window is nearer to the peers than to the ratio with which the rank was named."""
+    return ratio < 1 + (named - 1) / 2
+
+
+def section(own: Sequence[float], others: Sequence[float]) -> tuple[str, float]:
+    """The section (in the order of `SECTIONS`) with the largest excess over the peers, and its ratio."""
+    at = max(range(len(own)), key=lambda index: own[index] - others[index])
+    ratio = own[at] / others[at] if others[at] > 0 else math.inf
+    return SECTIONS[at].name.lower(), ratio

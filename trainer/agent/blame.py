@@ -19,6 +19,10 @@ _RENDEZVOUS = re.compile(
     r"DistNetworkError|DistStoreError|Address already in use|clients joined|client socket has (timed out|failed)"
     r"|connectFullMesh|Timed out waiting \d+ms",
 )
+_MISMATCH = re.compile(r"Is there a distributed collective mismatch|Detected mismatch between collectives on ranks")
+"""What gloo says before it aborts the process, and torch with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+_BAD_STEP = "BadStep"
+"""The exception of all ranks alike when they have read a loss that is none to go on from."""
 _RESERVED = (ExitCode.RETRY, ExitCode.NODE_SUSPECT, ExitCode.NEVER_RETRY)
 GOOD = (ExitCode.FINISHED, ExitCode.STOPPED_AFTER_SAVE)
 
@@ -40,6 +44,7 @@ class RankEnd:
     message: str | None = None
     echo: bool = False
     word: bool = True
+    position: int | None = None  # in the data, of the batch of a bad step
 
     @property
     def good(self) -> bool:
@@ -54,6 +59,7 @@ class Cause:
     failure: Failure
     retry: bool
     mark: str
+    position: int | None = None  # of the batch that is to be left out
 
 
 def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "") -> Cause:
@@ -72,17 +78,19 @@ def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "") -
     # A deterministic bug comes back at the same place.
     elif own_exception and mark == last_mark:
         retry, what = False, f"{what}, for the second time at step {root.step}"
+    # All ranks read the same sums: who says so first is not to blame.
+    nobody = kind is FailureKind.NUMERIC
     failure = Failure(
         kind=kind,
-        reason=f"rank {root.rank} on {root.node} {what}",
-        rank=root.rank,
-        node=root.node,
+        reason=what if nobody else f"rank {root.rank} on {root.node} {what}",
+        rank=None if nobody else root.rank,
+        node=None if nobody else root.node,
         step=root.step,
         exit_code=root.exit_code,
         signal=root.signal,
         exception=root.exception,
     )
-    return Cause(failure=failure, retry=retry, mark=mark)
+    return Cause(failure=failure, retry=retry, mark=mark, position=root.position)
 
 
 def doubt(end: RankEnd) -> int:
@@ -91,19 +99,23 @@ def doubt(end: RankEnd) -> int:
         return 2
     if end.signal is not None:
         # Communication libraries abort the process when a peer is gone.
-        return 1 if end.signal == signal.SIGABRT else 0
+        return 1 if end.signal == signal.SIGABRT and not _mismatch(end) else 0
     return 0 if end.exception is not None or end.exit_code in _RESERVED else 1
 
 
 def _classify(end: RankEnd) -> tuple[FailureKind, bool, str]:
     """Kind, whether to try again, and the words after "rank N on NODE"."""
     said = f"{end.exception}: {end.message}" if end.exception else ""
+    if _mismatch(end):
+        return FailureKind.DESYNC, False, f"met another collective than its own: {_short(end.message or '')}"
     if end.signal is not None:
         return FailureKind.RANK_KILLED, True, f"was killed by {signal_name(end.signal)}"
     if end.exit_code == ExitCode.NEVER_RETRY:
         return FailureKind.USER_ERROR, False, f"asked never to be retried (exit code 78){_after(said)}"
     if end.exit_code == ExitCode.NODE_SUSPECT:
         return FailureKind.NODE_SUSPECT, False, f"suspects its node (exit code 77){_after(said)}"
+    if end.exception == _BAD_STEP and end.position is not None:
+        return FailureKind.NUMERIC, True, _short(end.message or "")
     if end.exception in _CHECKPOINTS:
         return FailureKind.STORAGE, False, f"could not use its checkpoints: {_short(said)}"
     if _STORAGE.search(said):
@@ -119,6 +131,11 @@ def _classify(end: RankEnd) -> tuple[FailureKind, bool, str]:
     if end.exit_code in GOOD:
         return FailureKind.USER_ERROR, True, f"left without a word (exit code {end.exit_code})"
     return FailureKind.USER_ERROR, True, f"ended with exit code {end.exit_code}"
+
+
+def _mismatch(end: RankEnd) -> bool:
+    """Whether it says that ranks called different collectives, which no new start mends."""
+    return bool(end.message) and not end.echo and bool(_MISMATCH.search(end.message or ""))
 
 
 def signal_name(number: int) -> str:

@@ -1,4 +1,7 @@
-"""PURE: what the coordinator does next inside its attempt. Rungs 2 (restart in place) and 4 (leave the attempt)."""
+"""PURE: what the coordinator does next inside its attempt.
+
+Rungs 1 (roll back, leave a batch out), 2 (restart in place), 3 (use a spare node) and 4 (leave the attempt).
+"""
 
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -7,6 +10,7 @@ from trainer.agent.blame import Cause, RankEnd, doubt, find_cause
 from trainer.agent.suspects import Fall, fall, suspects
 from trainer.contract.outcome import AttemptResult, ExitCode, Failure, FailureKind
 from trainer.contract.progress import StopReason
+from trainer.contract.skips import Skip
 
 SETTLE_SECONDS = 1.0
 """How long peers get to leave their own outcomes; they may be blocked in a collective for ever, so no longer."""
@@ -17,9 +21,18 @@ SURE_SECONDS = 0.2
 QUICK_SECONDS = 60.0
 """A command that fails alike twice, each time sooner than this, is taken for a deterministic bug."""
 
+FRUITLESS = 3
+"""So many restarts in a row without a step that is new to the attempt are enough."""
 
 MENDED_IN_PLACE = frozenset({FailureKind.RANK_KILLED, FailureKind.HANG})
 """Failures of the machinery that a new generation on the same nodes mends."""
+
+
+_LOOKED_INTO = frozenset({FailureKind.HANG, FailureKind.DESYNC})
+"""Failures that are declared after all ranks have been looked at: nobody has more to say."""
+
+_NEVER_RETRY = frozenset({FailureKind.USER_ERROR, FailureKind.DESYNC, FailureKind.NUMERIC})
+"""Failures that come back until a person has changed something."""
 
 
 class Action(Enum):
@@ -27,6 +40,7 @@ class Action(Enum):
     FINISH = auto()
     STOP = auto()
     RESTART = auto()  # in place
+    ROLL_BACK = auto()  # the same, with a batch left out
     REPLACE = auto()  # a spare node takes the seat of one that is lost
     END = auto()  # the attempt has failed
 
@@ -51,6 +65,11 @@ class Situation:
     falls: tuple[Fall, ...] = ()  # of the generations before it
     suspects: tuple[int, ...] = ()  # steps whose checkpoints are doubted already
     spares: int = 0  # nodes that could take the seat of another
+    home: str = ""  # the coordinator's own node, which nobody can replace
+    skipped: tuple[Skip, ...] = ()  # batches that rollbacks of this attempt have left out
+    spike_budget: int = 0  # recovery.spike.roll_backs
+    hung: tuple[str, ...] = ()  # nodes blamed for hangs of generations before it
+    fruitless: int = 0  # restarts in a row, this one included, without a step that is new to the attempt
 
     def bad(self) -> list[RankEnd]:
         return [end for end in self.ends if not end.good]
@@ -65,6 +84,7 @@ class Decision:
     failure: Failure | None = None
     mark: str = ""
     suspect: int | None = None  # step whose checkpoints are to be left out from now on
+    skip: Skip | None = None  # of a rollback: the batch that is to be left out from now on
 
 
 _STOP_FAILURES = {
@@ -78,11 +98,13 @@ def decide(now: Situation) -> Decision:
     """The next action of a running generation."""
     # An agent is gone, and its node's ranks with it: only a spare or a new attempt can replace them.
     if now.broken is not None and now.broken.kind is FailureKind.AGENT_LOST:
-        return _lost_node(now, now.broken)
+        return _replace(now, now.broken) or end(now.broken.reason, now.broken)
     if not now.bad() and now.broken is None:
         return _without_failure(now)
     # Of a hang everybody has been asked already, and nobody will say more by himself.
     asked = now.broken is not None and now.broken.kind in (FailureKind.HANG, FailureKind.DESYNC)
+    if now.broken is not None and now.broken.kind in _LOOKED_INTO and now.stopping is StopReason.NONE:
+        return _after_failure(now)
     # The first bad end need not be the cause: give the others a moment to say what they know.
     settle = 0.0 if asked else SURE_SECONDS if any(doubt(end) == 0 for end in now.bad()) else SETTLE_SECONDS
     if now.since_failure < settle and len(now.ends) < now.world:
@@ -92,10 +114,11 @@ def decide(now: Situation) -> Decision:
     return _after_failure(now)
 
 
-def _lost_node(now: Situation, lost: Failure) -> Decision:
-    if not now.spares or now.stopping is not StopReason.NONE:
-        return end(lost.reason, lost)
-    reason = f"{lost.reason}; a spare node takes its place, {now.spares - 1} left after it"
+def _replace(now: Situation, lost: Failure, reason: str = "") -> Decision | None:
+    """Rung 3, if it can be used: a spare goes on in the place of the node that is lost or blamed."""
+    if not now.spares or now.stopping is not StopReason.NONE or lost.node is None or lost.node == now.home:
+        return None
+    reason = f"{reason or lost.reason}; a spare node takes the place of {lost.node}, {now.spares - 1} left after it"
     return Decision(action=Action.REPLACE, reason=reason, failure=lost, mark="lost")
 
 
@@ -131,7 +154,7 @@ def _after_failure(now: Situation) -> Decision:
     reason = cause.failure.reason
     if suspect is not None:
         reason = f"{reason}; the checkpoint of step {suspect.step} is suspect: {suspect.reason}"
-    decision = _restart(now, cause, reason)
+    decision = _rung(now, cause, reason, doubted=suspect is not None)
     return replace(decision, suspect=suspect.step) if suspect is not None else decision
 
 
@@ -148,10 +171,50 @@ def _new_suspect(now: Situation) -> _Suspect | None:
     return _Suspect(now.restored, found[now.restored]) if now.restored in found else None
 
 
+def _rung(now: Situation, cause: Cause, reason: str, *, doubted: bool) -> Decision:
+    """The lowest rung that may help; `doubted`: the checkpoint will be another one."""
+    failure = cause.failure
+    if failure.kind is FailureKind.NUMERIC:
+        return _roll_back(now, cause, reason, doubted=doubted)
+    if failure.kind is FailureKind.NODE_SUSPECT:
+        return _replace(now, failure, reason) or end(reason, failure, cause.mark)
+    # Once is an accident, of the program or of anything; twice on one node speaks of that node.
+    if failure.kind is FailureKind.HANG and failure.node in now.hung:
+        reason = f"{reason}; {failure.node} is blamed for a hang for the second time in this attempt"
+        return _replace(now, failure, reason) or end(reason, failure, cause.mark)
+    return _restart(now, cause, reason)
+
+
+def _roll_back(now: Situation, cause: Cause, reason: str, *, doubted: bool) -> Decision:
+    """Rung 1: the newest checkpoint again, and the batch of the bad step left out; uses no restart."""
+    failure, used = cause.failure, len(now.skipped)
+    assert cause.position is not None
+    assert failure.step is not None
+    if cause.position in {skip.position for skip in now.skipped}:
+        return end(f"{reason}; that batch was to be left out already", failure, cause.mark)
+    # It was not the batch; from an older checkpoint it may not come back.
+    if not doubted and failure.step in {skip.step for skip in now.skipped}:
+        reason = f"{reason}; step {failure.step} was bad before, and the batch it had then was left out"
+        return end(reason, failure, cause.mark)
+    if used >= now.spike_budget:
+        return end(f"{reason}; all {now.spike_budget} rollbacks of this attempt are used", failure, cause.mark)
+    return Decision(
+        action=Action.ROLL_BACK,
+        reason=f"{reason}; rollback {used + 1} of {now.spike_budget}, with that batch left out",
+        failure=failure,
+        mark=cause.mark,
+        skip=Skip(step=failure.step, position=cause.position, reason=failure.reason),
+    )
+
+
 def _restart(now: Situation, cause: Cause, reason: str) -> Decision:
+    """Rung 2: a new generation on the same nodes."""
     failure = cause.failure
     if not cause.retry:
         return end(reason, failure, cause.mark)
+    # Of a command no step is known.
+    if now.fruitless >= FRUITLESS and not now.command:
+        return end(f"{reason}; {now.fruitless} restarts in a row have trained no new step", failure, cause.mark)
     if now.restarts >= now.budget:
         return end(f"{reason}; all {now.budget} restarts in place of this attempt are used", failure, cause.mark)
     number = now.restarts + 1
@@ -196,7 +259,7 @@ def last_word(decision: Decision, stopped: StopReason | None) -> tuple[ExitCode,
 
 def exit_code(failure: Failure) -> ExitCode:
     """With what code agents leave after this failure."""
-    if failure.kind is FailureKind.USER_ERROR:
+    if failure.kind in _NEVER_RETRY:
         return ExitCode.NEVER_RETRY
     if failure.kind is FailureKind.NODE_SUSPECT:
         return ExitCode.NODE_SUSPECT

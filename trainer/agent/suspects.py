@@ -13,7 +13,7 @@ from trainer.contract.outcome import Failure, FailureKind
 WITHIN = 10
 """Steps after a restore within which a failure may come from what was loaded."""
 
-_OF_THE_STATE = frozenset({FailureKind.RANK_KILLED, FailureKind.USER_ERROR})
+_OF_THE_STATE = frozenset({FailureKind.RANK_KILLED, FailureKind.USER_ERROR, FailureKind.NUMERIC})
 """Failures that a loaded state can cause; nodes, storage, agents and stops have causes of their own."""
 
 

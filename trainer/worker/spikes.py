@@ -21,10 +21,7 @@ class BadStep(ArithmeticError):
     """
 
     def __init__(self, step: int, position: int, reason: str) -> None:
-        super().__init__(
-            f"step {step}: {reason}; its batch is at position {position} of the data. If it comes back, lower "
-            "train.lr, set train.clip_norm, or look at that batch"
-        )
+        super().__init__(f"step {step}: {reason}; its batch is at position {position} of the data")
         self.step, self.position, self.reason = step, position, reason
 
 

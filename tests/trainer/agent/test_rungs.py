@@ -31,6 +31,16 @@ def situation(*ends: RankEnd, **fields: Any) -> Situation:
     return Situation(**{"world": 4, "ends": ends, "since_failure": 9.0, "trained": True, "budget": 5, **fields})
 
 
+def bad_step(rank: int, step: int = 7, position: int = 56, **fields: Any) -> RankEnd:
+    message = f"step {step}: loss nan, gradient norm 1.0; its batch is at position {position} of the data"
+    return raised(rank, "BadStep", message, step=step, position=position, **fields)
+
+
+GLOO = (
+    "[enforce fail at pair.cc:456] op.preamble.length <= op.nbytes. 24 vs 8. Received data size doesn't match expected "
+    "size. Is there a distributed collective mismatch in your code?"
+)
+
 CAUSES = [
     ([echo(0), killed(2)], FailureKind.RANK_KILLED, 2, True, "was killed by SIGKILL"),
     ([raised(1), killed(2)], FailureKind.USER_ERROR, 1, True, "raised ValueError: bad"),
@@ -54,6 +64,10 @@ CAUSES = [
     ([end(2)], FailureKind.USER_ERROR, 2, True, "exit code None"),
     ([end(1, exit_code=0, word=False)], FailureKind.USER_ERROR, 1, True, "left without a word (exit code 0)"),
     ([end(1, exit_code=76, word=False), killed(2)], FailureKind.RANK_KILLED, 2, True, "SIGKILL"),
+    ([raised(1, "BadStep", "step 7: loss nan")], FailureKind.USER_ERROR, 1, True, "raised BadStep"),  # without a place
+    ([echo(0), killed(1, signal.SIGABRT, message=GLOO, at=5.0)], FailureKind.DESYNC, 1, False, "another collective"),
+    ([raised(3, "RuntimeError", f"x {GLOO}")], FailureKind.DESYNC, 3, False, "met another collective than its own"),
+    ([killed(1, signal.SIGABRT, message="double free")], FailureKind.RANK_KILLED, 1, True, "SIGABRT"),
 ]  # fmt: skip
 
 
@@ -153,6 +167,9 @@ def test_a_stop_that_failed_keeps_why_it_was_asked_for():
     ("kind", "code"),
     [
         (FailureKind.USER_ERROR, ExitCode.NEVER_RETRY),
+        (FailureKind.DESYNC, ExitCode.NEVER_RETRY),
+        (FailureKind.NUMERIC, ExitCode.NEVER_RETRY),
+        (FailureKind.HANG, ExitCode.RETRY),
         (FailureKind.NODE_SUSPECT, ExitCode.NODE_SUSPECT),
         (FailureKind.STORAGE, ExitCode.RETRY),
         (FailureKind.AGENT_LOST, ExitCode.RETRY),

@@ -1,0 +1,22 @@
+"""What a rank's log says of the moment when the process was aborted: the rank itself could tell nothing more."""
+
+import re
+from pathlib import Path
+
+from trainer.contract.rank import generation_mark
+
+_TAIL = 16384
+_WHAT = re.compile(r"^\s*what\(\):\s*(.+)$", re.MULTILINE)
+"""How the C++ runtime tells an exception that nobody has caught."""
+
+
+def last_cry(log: Path, generation: int) -> str | None:
+    """The newest uncaught C++ exception of this generation in a rank's log; None when there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - _TAIL))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return None
+    found = _WHAT.findall(text.rpartition(generation_mark(generation))[2])
+    return found[-1].strip() if found else None

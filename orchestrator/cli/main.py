@@ -28,6 +28,7 @@ VERBS = {
     "db": ("orchestrator.cli.db:db", "The registry: where it is, back it up, rebuild it."),
     "controller": ("orchestrator.cli.controller:controller", "The process that keeps runs going."),
     "doctor": ("orchestrator.cli.doctor:doctor", "What works on this machine and cluster, and what to mend."),
+    "drill": ("orchestrator.cli.drill:drill", "Bring a fault about on purpose, and score what came of it."),
     "demo": ("orchestrator.cli.demo:demo", "A small run on this machine that is killed and recovers."),
 }
 

@@ -1,6 +1,8 @@
 """Watching a run until it ends: what is shown on the way, who drives it, and what the end means."""
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from orchestrator.cli.status import one_row
 from orchestrator.errors import Fenced, RunCancelled, RunFailed, WaitTimeout
 from orchestrator.home import registry_path
 from orchestrator.states import ENDED_RUNS, RunState
+from trainer.contract.events import Event
 
 LOOK_EVERY = 0.5
 TICK_EVERY = 2.0
@@ -24,29 +27,43 @@ def until_end(screen: Screen, run: str, *, timeout: float | None = None, follow:
 
     Raises WaitTimeout. Ctrl-C ends the watching only, with exit code 130, and says so.
     """
+    with watching(screen, run, follow=follow) as watch:
+        return watch.until(is_over, timeout)
+
+
+@contextmanager
+def watching(screen: Screen, run: str, *, follow: bool = True) -> "Iterator[Watch]":
+    """A watch over one run; Ctrl-C ends it with exit code 130, and says so."""
     try:
         with screen.ticker() as ticker:
-            return _Watch(screen, ticker, run, follow).until_end(timeout)
+            yield Watch(screen, ticker, run, follow)
     except KeyboardInterrupt:
         screen.note(f"\ndetached: {run} goes on\n  orch status {run}\n  orch wait {run}\n  orch cancel {run}")
         raise click.exceptions.Exit(130) from None
 
 
-class _Watch:
-    """One person watching one run."""
+def is_over(row: dict[str, Any]) -> bool:
+    """Whether nothing more happens to a run by itself."""
+    return row["state"] in ENDED_RUNS or row["state"] == RunState.HELD
+
+
+class Watch:
+    """One person watching one run; `events` are all that were seen, where they are followed."""
 
     def __init__(self, screen: Screen, ticker: Ticker, run: str, follow: bool) -> None:
         self._screen, self._ticker, self._run, self._follow = screen, ticker, run, follow
         self._feed: Feed | None = None
         self._next_tick = 0.0
         self._unreachable = ""
+        self.events: list[Event] = []
 
-    def until_end(self, timeout: float | None) -> dict[str, Any]:
+    def until(self, enough: Callable[[dict[str, Any]], bool], timeout: float | None) -> dict[str, Any]:
+        """The first status row for which it is enough; raises WaitTimeout."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             row = one_row(self._run)
             self._show(row)
-            if row["state"] in ENDED_RUNS or row["state"] == RunState.HELD:
+            if enough(row):
                 return row
             if deadline is not None and time.monotonic() >= deadline:
                 raise WaitTimeout(
@@ -63,7 +80,9 @@ class _Watch:
             return
         if self._feed is None:
             self._feed = Feed(Path(row["run_dir"]))
-        for event in self._feed.poll():
+        fresh = self._feed.poll()
+        self.events += fresh
+        for event in fresh:
             text = sentence(event)
             if text is not None:
                 self._ticker.keep(f"{self._screen.when(event.time)}  {text}")

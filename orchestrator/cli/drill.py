@@ -1,0 +1,212 @@
+"""`orch drill`: a fault on purpose, in a run that lives or in a demo of its own, and the score of what came of it."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from orchestrator.cli.feed import Feed
+from orchestrator.cli.live import Live, await_answer, live
+from orchestrator.cli.options import Verb
+from orchestrator.cli.registry import open_store
+from orchestrator.cli.render import Screen
+from orchestrator.cli.scorecard import ALIASES, EXPECTED, Card, score
+from orchestrator.cli.status import one_row
+from orchestrator.cli.story import read_steps
+from orchestrator.cli.watch import Watch, is_over, watching
+from orchestrator.errors import ConfigError, Precondition, RunFailed, WaitTimeout
+from orchestrator.home import state_home
+from trainer.contract.drills import KINDS
+from trainer.contract.events import EventKind
+from trainer.contract.requests import RequestKind
+from trainer.contract.run_dir import RunDir
+
+STEP = 25
+"""Of the demo: where a rank is hit."""
+SAVED = 10
+"""Of the demo: what the agents bring about is asked for when this step is trained and saved."""
+SLOWER = 0.3
+"""Seconds that a slow rank works more in every step; of a demo's step that is far more than a tenth."""
+ANSWER = 30.0
+COSTLY = {
+    "desync": "the run will be held", "desync-order": "the run will be held",
+    "nan": "a batch is left out of the data for good", "spike": "a batch may be left out of the data for good",
+    "full-disk": "the run will be held", "corrupt-checkpoint": "its newest checkpoint is damaged for good",
+    "slow-rank": "its rank stays slow until the next restart",
+}  # fmt: skip
+"""What a fault costs a run beyond the time of a restart."""
+
+
+@click.command(cls=Verb)
+@click.argument("words", metavar="RUN KIND | --demo KIND [KEY=VALUE ...]", nargs=-1, required=True)
+@click.option("--demo", is_flag=True, help="In a small run of its own on this machine.")
+@click.option("--rank", type=click.IntRange(0), default=None, help="The rank (of node faults: the node) that is hit.")
+@click.option("-y", "--yes", is_flag=True, help="Also where it costs the run more than a restart.")
+@click.option("--root", type=click.Path(path_type=Path), default=None, help="Folder for the demo's runs.")
+@click.option("--timeout", type=click.FloatRange(min=1), default=300.0, show_default=True, metavar="SECONDS")
+@click.pass_obj
+def drill(
+    screen: Screen, words: tuple[str, ...], demo: bool, rank: int | None, yes: bool, root: Path | None, timeout: float
+) -> int:
+    """Bring a fault about on purpose, and score what came of it.
+
+    KIND is kill-rank, stop-rank, slow-rank, kill-agent, kill-node, hang-in-collective, desync, nan, full-disk or
+    corrupt-checkpoint (docs/watching.md lists the rest). The score: seconds until it was noticed, whether the right
+    rank was named, seconds until training went on, steps lost. Exit code 8 when anything of it went wrong.
+    """
+    if demo:
+        kind, overrides = _known(words[0]), words[1:]
+        card, run = _in_a_demo(screen, kind, rank, root, overrides, timeout)
+    else:
+        if len(words) != 2:
+            raise ConfigError("a drill takes a run and a kind", where="command line", hint="orch drill RUN kill-rank")
+        run, kind = words[0], _known(words[1])
+        card, run = _in_a_run(screen, run, kind, rank, yes, timeout)
+    _show(screen, run, card)
+    if card.passed:
+        return 0
+    if screen.json:
+        return RunFailed.exit_code
+    raise RunFailed(f"{kind}: {card.verdict}", where=run, hint=f"orch show {run}   orch logs {run} --rank first-error")
+
+
+def _known(kind: str) -> str:
+    if kind not in EXPECTED:
+        raise ConfigError(f"no such fault: {kind}", where="command line", hint=f"one of {', '.join(EXPECTED)}")
+    return kind
+
+
+# -- in a run of somebody's own
+
+
+def _in_a_run(screen: Screen, name: str, kind: str, rank: int | None, yes: bool, timeout: float) -> tuple[Card, str]:
+    found = live(name)
+    if kind in COSTLY and not yes:
+        raise Precondition(
+            f"{kind} costs {found.run} more than a restart: {COSTLY[kind]}", where="command line",
+            hint=f"if that is meant:  orch drill {found.run} {kind} --yes      in a demo:  orch drill --demo {kind}",
+        )  # fmt: skip
+    # By the clock that stamps the job's events: the newest of them is older than the fault.
+    since = max((event.time for event in Feed(found.folder.path).poll()), default=0.0)
+    _order(screen, found, kind, rank)
+    with watching(screen, found.run) as watch:
+        return _Trial(watch, found.run, found.folder, kind, since).until_over(timeout), found.run
+
+
+def _order(screen: Screen, found: Live, kind: str, rank: int | None) -> None:
+    """Ask for the fault; agents and ranks tell by an event when it strikes."""
+    detail = ALIASES.get(kind, kind)
+    request = found.ask(RequestKind.DRILL, "orch drill", value=rank, detail=detail)
+    # An agent that is to be killed may not live to answer.
+    answer = await_answer(found, request, ANSWER) if kind not in ("kill-agent", "kill-node") else "asked"
+    screen.note(f"{found.run}: {kind}: {answer}")
+
+
+# -- in a demo
+
+
+def _in_a_demo(
+    screen: Screen, kind: str, rank: int | None, root: Path | None, overrides: tuple[str, ...], timeout: float
+) -> tuple[Card, str]:
+    from orchestrator.cli.submit import launch
+    from orchestrator.compose import compose  # omegaconf: only for the verbs that read configurations
+
+    folder = (root or state_home() / "demo-runs").expanduser().absolute()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    words = (f"cluster.root={folder}", "cluster.kind=local", f"name=drill-{kind}", *_settings(kind, rank), *overrides)
+    composed = compose("demo", words, environ=os.environ)
+    screen.note(f"drill: 2 simulated nodes x 2 ranks train on this machine; {kind} strikes on the way")
+    launched = launch(screen, composed, "local", no_controller=False)
+    run = launched["run"]
+    screen.note(f"{run}: job {launched['job_id']}, folder {launched['run_dir']}")
+    with watching(screen, run) as watch:
+        trial = _Trial(watch, run, RunDir(Path(launched["run_dir"])), kind)
+        if not _by_itself(kind):
+            trial.until_saved(timeout)
+            _order(screen, live(run), kind, rank)
+        card = trial.until_over(timeout)
+        if not is_over(one_row(run)):
+            watch.until(is_over, timeout)  # a demo that is left alone would be forgotten
+    return card, run
+
+
+def _by_itself(kind: str) -> bool:
+    """Whether a rank brings it upon itself, as its configuration says."""
+    return ALIASES.get(kind, kind) in KINDS
+
+
+def _settings(kind: str, rank: int | None) -> tuple[str, ...]:
+    """What the demo's configuration says of the fault."""
+    if not _by_itself(kind):
+        return ("drill.events=[]", "train.steps=120")
+    value = f", value: {SLOWER}" if kind == "slow-rank" else ""
+    event = f"kind: {ALIASES.get(kind, kind)}, rank: {1 if rank is None else rank}, step: {STEP}{value}"
+    steps = ("train.steps=80",) if kind == "slow-rank" else ()
+    return (f"drill.events=[{{{event}}}]", *steps)
+
+
+# -- watching
+
+
+class _Trial:
+    """One drill as it goes: told on the way, scored when it is over."""
+
+    def __init__(self, watch: Watch, run: str, folder: RunDir, kind: str, since: float = 0.0) -> None:
+        """`since`: what happened before this time is no part of it."""
+        self._watch, self._run, self._folder, self._kind, self._since = watch, run, folder, kind, since
+
+    def until_saved(self, seconds: float) -> None:
+        """The demo has trained and saved enough to be hit."""
+        row = self._watch.until(lambda row: is_over(row) or _saved(row) >= SAVED, seconds)
+        if is_over(row):
+            raise RunFailed(f"{self._run} was {row['state']} before anything could strike", where=row["reason"])
+
+    def until_over(self, seconds: float) -> Card:
+        """Nothing more is to be expected of the fault, or time is up."""
+        try:
+            row = self._watch.until(lambda row: self._card(row).over, seconds)
+        except WaitTimeout:
+            row = one_row(self._run)
+        return self._card(row)
+
+    def _card(self, row: dict[str, Any]) -> Card:
+        events = [event for event in self._watch.events if event.time >= self._since]
+        struck = max((event.attempt for event in events if event.kind == EventKind.DRILL), default=0)
+        failure = _concluded(self._run, struck) if struck < row["attempts"] or is_over(row) else None
+        return score(self._kind, events, read_steps(self._folder), state=row["state"], failure=failure)
+
+
+def _saved(row: dict[str, Any]) -> int:
+    last = row["last_checkpoint"]
+    return int(last["step"]) if last is not None else 0
+
+
+def _concluded(run: str, attempt: int) -> dict[str, Any] | None:
+    """What the controller made of an attempt that left nobody to say so."""
+    with open_store(readonly=True) as store:
+        return next((one.failure for one in store.attempts(run) if one.number == attempt), None)
+
+
+def _show(screen: Screen, run: str, card: Card) -> None:
+    if screen.json:
+        screen.data("drill", {"run": run, **card.to_json()})
+        return
+    screen.say(f"\n{card.kind} in {run}: {card.verdict}")
+    for name, text in _lines(card).items():
+        if text:
+            screen.say(f"  {name:<10} {text}")
+
+
+def _lines(card: Card) -> dict[str, str]:
+    right = {True: ", which is right", False: ", which is wrong", None: ""}
+    return {
+        "struck": card.struck,
+        "noticed": f"after {card.detected_s:.2f} s: {card.noticed}" if card.detected_s is not None else "never",
+        "blamed": (card.named or "nobody") + right[card.culprit_right] if card.culprit_right is not None else "",
+        "taken for": (card.failure or "nothing") + right[card.kind_right] if card.kind_right is not None else "",
+        "decided": card.decision or "",
+        "back": f"at step {card.back_step} after {card.back_s:.2f} s" if card.back_s is not None else "",
+        "lost": f"{card.steps_lost} steps trained again" if card.steps_lost is not None else "",
+        "evidence": card.evidence or "",
+    }

@@ -148,7 +148,8 @@ class Roster:
         return not self.missing()
 
     def all_examined(self) -> bool:
-        return self.complete() and all(member.faults is not None for member in self.present())
+        """Whether all who have joined have been examined."""
+        return all(member.faults is not None for member in self.present())
 
     def unexamined(self) -> list[str]:
         return [member.name for member in self.present() if member.faults is None]

@@ -44,10 +44,8 @@ class LocalJob:
         fields = {"attempt": 1, "epoch": 1, "job_id": self.job_id, "nonce": "0badcafe"}
         LaunchToken(**{**fields, **changes}).write(self.attempt.go)
 
-    def start(
-        self, *, environ: dict[str, str] | None = None, local: bool = True, absent: frozenset[int] = frozenset()
-    ) -> "LocalJob":
-        for node in sorted(set(range(self.nodes)) - absent):
+    def start(self, *, environ: dict[str, str] | None = None, local: bool = True) -> "LocalJob":
+        for node in range(self.nodes):
             place = {
                 "SUBMITIT_LOCAL_JOB_ID": str(self.job.pid),
                 "SUBMITIT_LOCAL_GLOBALID": str(node),

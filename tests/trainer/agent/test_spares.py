@@ -1,5 +1,6 @@
 """Spare nodes: an agent is killed, and a node that waited takes its seat in the same job."""
 
+import asyncio
 import json
 import os
 import signal
@@ -11,9 +12,12 @@ from typing import Any
 import pytest
 
 from tests.trainer.agent.job import LocalJob, alive, until
+from tests.trainer.agent.test_coordinator import Scene, hear
+from trainer.agent import gathering
+from trainer.agent.preflight import Fault
 from trainer.contract import tokens
 from trainer.contract.events import EventKind
-from trainer.contract.outcome import AttemptResult
+from trainer.contract.outcome import AttemptOutcome, AttemptResult
 
 TINY = {
     "model": {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 64},
@@ -69,12 +73,89 @@ def test_with_all_spares_used_the_next_loss_ends_the_attempt(job):
     assert (failure.kind, failure.node) == ("agent_lost", "local-2")
 
 
-def test_a_job_starts_without_a_node_that_never_came(job):
-    work = job(nodes=2, ranks=1, spares=1).start(absent=frozenset({1}))
-    work.go()
-    assert work.wait(60) == [0, 0], work.story()
-    assert work.outcome().result == AttemptResult.FINISHED
-    assert {event.data["node"] for event in work.events(EventKind.RANK_EXITED)} == {"local-0", "local-2"}
+def led(folder: Path, script: Callable[[Scene], Any]) -> None:
+    """Run this beside a coordinator of two seats and a spare whose agents it plays."""
+
+    async def whole() -> None:
+        async with Scene(folder, spares=1).led() as scene:
+            await script(scene)
+
+    asyncio.run(whole())
+
+
+SICK = Fault(check="open files", reason="open-files limit is 64, below 1024", shared=False).to_json()
+
+
+def test_a_node_that_is_not_fit_is_left_out_and_the_spare_begins_in_its_place(tmp_path):
+    async def script(scene: Scene) -> None:
+        peers = [await scene.join(0), await scene.join(1, fit=False), await scene.join(2)]
+        peers[1].send("fit", faults=[SICK])
+        assert [(await hear(peers[node], "start"))["seat"] for node in (0, 2)] == [0, 1]
+        peers[2].send("exit", generation=1, rank=1, step=3, exit_code=None, signal=9, word=False)
+        # Who has no seat is not waited for.
+        for node in (0, 2):
+            peers[node].send("gone", generation=1)
+        assert (await hear(peers[2], "start"))["generation"] == 2
+
+    led(tmp_path, script)
+
+
+def test_a_job_starts_without_a_node_that_does_not_come_and_takes_it_as_a_spare_when_it_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(gathering, "SPARE_SECONDS", 0.5)
+
+    async def script(scene: Scene) -> None:
+        peers = [await scene.join(0), await scene.join(2)]
+        assert [(await hear(peer, "start"))["seat"] for peer in peers] == [0, 1]
+        late = await scene.join(1)
+        while len(scene.events(EventKind.AGENT_JOINED)) < 3:
+            await hear(late, "ping")
+        await peers[1].close()
+        peers[0].send("gone", generation=1)
+        start = await hear(late, "start")
+        assert (start["seat"], start["generation"]) == (1, 2)
+
+    led(tmp_path, script)
+
+
+def test_too_few_fit_nodes_end_the_attempt_with_the_node_named(tmp_path):
+    async def script(scene: Scene) -> None:
+        for node in (0, 1, 2):
+            peer = await scene.join(node, fit=node == 0)
+            if node:
+                peer.send("fit", faults=[SICK])
+        assert await asyncio.wait_for(scene.leading, 15) == 77
+        failure = AttemptOutcome.read(scene.attempt.outcome).failure
+        assert failure is not None
+        assert (failure.kind, failure.node) == ("node_suspect", "n1")
+
+    led(tmp_path, script)
+
+
+def test_a_node_that_is_lost_while_the_others_warm_up_is_replaced(tmp_path):
+    async def script(scene: Scene) -> None:
+        peers = [await scene.join(node, ready=node != 1) for node in (0, 1, 2)]
+        assert (await hear(peers[1], "seat"))["seat"] == 1
+        await peers[1].close()
+        assert (await hear(peers[2], "start"))["seat"] == 1
+        (used,) = scene.events(EventKind.SPARE_USED)
+        assert (used.data["name"], used.data["instead"]) == ("n2", "n1")
+
+    led(tmp_path, script)
+
+
+def test_no_spare_is_used_once_a_stop_was_asked_for(tmp_path):
+    async def script(scene: Scene) -> None:
+        peers = [await scene.join(node) for node in (0, 1, 2)]
+        await hear(peers[1], "start")
+        peers[0].send("signal", name="SIGUSR2")
+        await hear(peers[1], "ask")
+        await peers[1].close()
+        for node in (0, 2):
+            peers[node].send("gone", generation=1)
+        assert await asyncio.wait_for(scene.leading, 15) == 75
+        assert not scene.events(EventKind.SPARE_USED)
+
+    led(tmp_path, script)
 
 
 @pytest.fixture(scope="module")

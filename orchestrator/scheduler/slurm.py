@@ -15,6 +15,7 @@ from orchestrator.scheduler.slurm_text import (
     SQUEUE_FORMAT,
     Garbage,
     fold_nodes,
+    join_resized,
     read_accounting,
     read_down_nodes,
     read_queue,
@@ -107,7 +108,7 @@ class SlurmScheduler:
         if done.returncode != 0 or "error:" in done.stderr:
             raise unreachable("sacct", done.stderr)
         try:
-            return read_accounting(done.stdout)
+            return join_resized(read_accounting(done.stdout))
         except Garbage as error:
             raise unreachable("sacct", str(error)) from error
 

@@ -4,6 +4,7 @@ import calendar
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from orchestrator.scheduler.base import ENDED_STATES, JobStatus
@@ -75,6 +76,23 @@ def read_accounting(text: str) -> list[JobStatus]:
             )
         )  # fmt: skip
     return found
+
+
+def join_resized(jobs: list[JobStatus]) -> list[JobStatus]:
+    """One record for each job that has lost nodes on its way, bearing the time at which it was really submitted.
+
+    Slurm closes a job's record as RESIZING when a node leaves it (--no-kill), and opens another, submitted just then.
+    """
+    closed: dict[tuple[str, str], JobStatus] = {}
+    found = []
+    for job in sorted(jobs, key=lambda job: job.submit_time):
+        before = closed.pop((job.job_id, job.name), None)
+        whole = job if before is None else replace(job, submit_time=before.submit_time)
+        if job.state == "RESIZING":
+            closed[job.job_id, job.name] = whole
+        else:
+            found.append(whole)
+    return [*found, *closed.values()]
 
 
 _DOWN = frozenset({"DOWN", "FAIL", "FAILING"})

@@ -15,6 +15,7 @@ from orchestrator.scheduler.slurm_text import (
     expand_nodes,
     fold_nodes,
     plain_state,
+    join_resized,
     read_accounting,
     read_queue,
     wait_status,
@@ -94,6 +95,18 @@ def test_a_row_of_accounting() -> None:
 
 def test_a_row_whose_owner_accounting_cannot_name_is_left_out() -> None:
     assert read_accounting(accounting(JobName="allocation", NodeList="None assigned")) == []
+
+
+def test_a_job_that_lost_nodes_on_its_way_is_one_job_submitted_when_it_was() -> None:
+    first = accounting(State="RESIZING", Submit="2026-11-21T01:31:08", NodeList="n[1-4]")
+    second = accounting(State="RESIZING", Submit="2026-11-21T02:00:00", NodeList="n[1-3]")
+    last = accounting(State="COMPLETED", ExitCode="0:0", Submit="2026-11-21T03:00:00", NodeList="n[1-2]")
+    other = accounting(JobName="orch-b-1-abcd1234", State="RUNNING", Submit="2026-11-22T01:00:00")
+    whole, reused = join_resized(read_accounting(last + first + other + second))
+    assert (whole.state, whole.submit_time, whole.nodes) == ("COMPLETED", "2026-11-21T01:31:08", ("n1", "n2"))
+    assert (reused.name, reused.submit_time) == ("orch-b-1-abcd1234", "2026-11-22T01:00:00")
+    (going_on,) = join_resized(read_accounting(first + second))
+    assert (going_on.state, going_on.submit_time) == ("RESIZING", "2026-11-21T01:31:08")
 
 
 def test_an_exit_code_belongs_to_ended_jobs_only() -> None:

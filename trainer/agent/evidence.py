@@ -177,10 +177,13 @@ async def _proc(one: Subject, seconds: float) -> bytes:
 
 async def _flight(one: Subject, seconds: float) -> bytes:
     _living(one)
-    answer = await recorder.ask(one.socket, "fr_trace_json", seconds * 0.9)
-    if answer is None:
+    ask = recorder.ask
+    host, device = await asyncio.gather(
+        ask(one.socket, recorder.HOST, seconds * 0.9), ask(one.socket, recorder.DEVICE, seconds * 0.9)
+    )
+    if host is None:
         raise Unavailable("its flight server did not answer" if one.socket else "it has no flight server")
-    return answer
+    return host if device is None else b'{"device": %s, "host": %s}' % (device, host)
 
 
 async def _node(look: Callable[[float], bytes], seconds: float) -> bytes:

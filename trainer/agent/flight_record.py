@@ -109,23 +109,41 @@ class Flight:
             raise ValueError(f"not a flight record: {error!r}") from error
 
 
-def parse(rank: int, text: str | bytes, groups: Mapping[str, Mapping[str, Any]] | None = None) -> Flight:
+def read(rank: int, host: Any, device: Any | None, groups: Mapping[str, Mapping[str, Any]] | None = None) -> Flight:
+    """The records of both of a rank's recorders as one: NCCL's (`device`), where there is one, and gloo's (`host`).
+
+    Both number the collectives of the same groups, each by itself. Raises ValueError when `host` is no dump.
+    """
+    if device is None:
+        return parse(rank, host, groups)
+    first, second = parse(rank, device, groups), parse(rank, host, groups, suffix=" on the host")
+    used = {entry.group for entry in second.entries}
+    return Flight(
+        rank=rank,
+        groups={**first.groups, **{key: group for key, group in second.groups.items() if key in used}},
+        entries=first.entries + second.entries,
+        talking=first.talking + second.talking,
+    )
+
+
+def parse(rank: int, dump: Any, groups: Mapping[str, Mapping[str, Any]] | None = None, *, suffix: str = "") -> Flight:
     """Read a dump of torch's flight recorder (format 2.x); what is unknown or missing in it is passed over.
 
-    `groups` is what the rank has told of its groups (`trainer.worker.flight.tell_groups`): gloo's dumps name none.
-    Raises ValueError when `text` is no dump at all.
+    `dump` is its text or what that says; `groups` is what the rank has told of its groups
+    (`trainer.contract.groups`), for gloo's dumps name none; `suffix` goes to the names of all groups.
+    Raises ValueError when it is no dump at all.
     """
-    dump = json.loads(text)
+    dump = json.loads(dump) if isinstance(dump, (str, bytes)) else dump
     if not isinstance(dump, dict) or not isinstance(dump.get("entries", []), list):
         raise ValueError("not a flight record: no entries")
     raw = [entry for entry in dump.get("entries", []) if isinstance(entry, dict)]
     dying = _dying(dump, raw)
-    entries = [entry for entry in (_entry(one, dying.get(id(one))) for one in raw) if entry is not None]
-    told = {**_told(dump.get("pg_config")), **_told(dump.get("groups")), **_told(groups)}
+    entries = [entry for entry in (_entry(one, dying.get(id(one)), suffix) for one in raw) if entry is not None]
+    told = {f"{key}{suffix}": value for key, value in {**_told(dump.get("pg_config")), **_told(groups)}.items() if key}
     by_group: dict[str, list[Entry]] = {}
     for entry in entries:
         by_group.setdefault(entry.group, []).append(entry)
-    found = {key: _group(key, by_group.get(key, []), told.get(key)) for key in {**by_group, **told} if key}
+    found = {key: _group(key, by_group.get(key, []), told.get(key)) for key in {**by_group, **told}}
     newest = [entry for key in found for entry in _newest(by_group.get(key, []), KEPT)]
     talking = sum(bool(one.get("is_p2p")) and _state(one) != DONE for one in raw)
     return Flight(rank=rank, groups=found, entries=tuple(newest), talking=talking)
@@ -145,7 +163,7 @@ def _dying(dump: dict[str, Any], raw: list[dict[str, Any]]) -> dict[int, str]:
     return states
 
 
-def _entry(raw: dict[str, Any], known: str | None) -> Entry | None:
+def _entry(raw: dict[str, Any], known: str | None, suffix: str) -> Entry | None:
     sequence = _number(raw, "collective_seq_id")
     if raw.get("is_p2p") or not sequence:
         return None
@@ -154,7 +172,7 @@ def _entry(raw: dict[str, Any], known: str | None) -> Entry | None:
     dtypes = ",".join(dict.fromkeys(map(str, raw.get("input_dtypes") or [])))
     alike = op.lower().lstrip("_").startswith(_ALIKE)
     elements = sum(math.prod(size) for size in sizes) if alike else -1
-    return Entry(_name(raw), sequence, op, _short(sizes), elements, dtypes, known or _state(raw))
+    return Entry(f"{_name(raw)}{suffix}", sequence, op, _short(sizes), elements, dtypes, known or _state(raw))
 
 
 def _state(raw: dict[str, Any]) -> str:

@@ -9,10 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainer.agent.flight_record import Flight, parse
+from trainer.agent.flight_record import Flight, read
 from trainer.contract.groups import groups_file
 from trainer.contract.run_dir import AttemptDir
 
+HOST, DEVICE = "fr_trace_json", "dump_nccl_trace_json"
+"""The two recorders of torch: gloo's, which is always there, and NCCL's, where torch was built with it."""
 MOST = 8 << 20
 """Bytes that an answer may have."""
 _LONGEST_PATH = 100
@@ -48,11 +50,11 @@ def _private_folder() -> str:
 
 async def flight(rank: int, path: str, seconds: float) -> Flight | None:
     """The record of the rank that listens on `path`; None when it does not answer in time."""
-    answer = await ask(path, "fr_trace_json", seconds)
-    if answer is None:
+    host, device = await asyncio.gather(ask(path, HOST, seconds), ask(path, DEVICE, seconds))
+    if host is None:
         return None
     try:
-        return parse(rank, answer, _groups(path))
+        return read(rank, host, device, _groups(path))
     except (ValueError, TypeError, KeyError):  # an answer, but none that this version of torch should give
         return None
 
@@ -91,7 +93,7 @@ async def _ask(path: str, handler: str) -> bytes | None:
 async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
     first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
     headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    return int(first.split(" ")[1]), headers
+    return int(first.partition(" ")[2].partition(" ")[0]), headers
 
 
 async def _body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> bytes:
@@ -136,7 +138,8 @@ def of_the_dying(attempt: AttemptDir, generation: int) -> list[Flight]:
     found = []
     for rank, path in attempt.last_flights(generation):
         try:
-            found.append(parse(rank, path.read_text()))
-        except (OSError, ValueError, TypeError, KeyError):
+            left = json.loads(path.read_text())
+            found.append(read(rank, left, left.get("device"), left.get("groups")))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
             continue
     return found

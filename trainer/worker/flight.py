@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _dump_fr_trace_json, _WorkerServer
 
@@ -71,14 +72,21 @@ def dump(spec: RankSpec, error: BaseException) -> str | None:
     try:
         if not dist.is_initialized():
             return None
-        record = json.loads(_dump_fr_trace_json())
-        record["entries"] = record.get("entries", [])[-_KEPT:]
         # A collective that failed counts as over in the record: say that the newest one is not.
-        told = {**record, "rank": spec.rank, "failed": is_echo(error), "groups": _groups()}
+        told = {**_newest(_dump_fr_trace_json()), "rank": spec.rank, "failed": is_echo(error), "groups": _groups()}
+        if of_nccl := getattr(
+            torch._C._distributed_c10d, "_dump_nccl_trace_json", None
+        ):  # only builds for GPUs have it
+            told["device"] = _newest(of_nccl())
         return str(_write(path, json.dumps(told)))
     except (OSError, RuntimeError, ValueError, TypeError) as trouble:
         lament(f"orch: this rank's flight record is lost: {trouble}")
         return None
+
+
+def _newest(dump: str | bytes) -> dict[str, Any]:
+    record = json.loads(dump)
+    return {**record, "entries": record.get("entries", [])[-_KEPT:]}
 
 
 def _groups() -> Mapping[str, Any]:

@@ -56,7 +56,8 @@ class _Records:
         having = [flight.groups[key] for flight in self.flights.values() if key in flight.groups]
         told = max((group.ranks for group in having), key=len, default=())
         if told:
-            return tuple(rank for rank in told if rank in self.world)
+            world = set(self.world)
+            return tuple(rank for rank in told if rank in world)
         if any(group.description == "default_pg" for group in having) or key == "0":
             return self.world
         return tuple(sorted(rank for rank, flight in self.flights.items() if key in flight.groups))

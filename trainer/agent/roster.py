@@ -163,7 +163,8 @@ class Roster:
 
     def all_gone(self, generation: int) -> bool:
         """Whether nothing of this generation is left on any node that had a seat and still answers."""
-        return all(member.gone >= generation for member in self.seated())
+        sitting = (self.members.get(node) for node in self.seats.values())
+        return all(member.gone >= generation for member in sitting if member is not None and not member.lost)
 
     def silent(self, now: float) -> tuple[Member, str] | None:
         """An agent that should have spoken long ago, and for how long it has not; sooner when nothing moves."""

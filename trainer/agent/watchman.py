@@ -170,6 +170,7 @@ class Watchman:
 
 def _some(judgement: Judgement, seen: list[Sighting]) -> list[int]:
     """A few waiting ranks to compare with, of another node than the culprit's where there is one."""
-    waiting = [one for one in seen if one.rank in set(judgement.waiting)]
+    wanted = set(judgement.waiting)
+    waiting = [one for one in seen if one.rank in wanted]
     waiting.sort(key=lambda one: one.node == judgement.node)
     return [one.rank for one in waiting[:_HEALTHY]]

@@ -1,5 +1,6 @@
 """What a rank tells of its process groups, in a file beside its flight socket: gloo's own records name no ranks."""
 
+import functools
 from collections.abc import Iterable
 
 
@@ -22,4 +23,10 @@ def runs(ranks: Iterable[int]) -> list[list[int]]:
 
 def unrun(told: Iterable[Iterable[int]]) -> tuple[int, ...]:
     """The ranks that `runs` was given."""
+    return _unrun(tuple((first, last, step) for first, last, step in told))
+
+
+@functools.lru_cache(maxsize=4096)
+def _unrun(told: tuple[tuple[int, int, int], ...]) -> tuple[int, ...]:
+    """Ten thousand ranks tell of the same groups: one copy of each is enough."""
     return tuple(rank for first, last, step in told for rank in range(first, last + 1, max(1, step)))

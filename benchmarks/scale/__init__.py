@@ -1,0 +1,1 @@
+"""The coordinator of a large job, fed by agents that only seem to have ranks."""

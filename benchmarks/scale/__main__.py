@@ -1,0 +1,180 @@
+"""What a job of 10,000 ranks costs its coordinator, and how soon it says that one of them has stopped.
+
+    python -m benchmarks.scale [--nodes 1250] [--ranks-per-node 8] [--seconds 20] [--step 1.0] [--rounds 1]
+                               [--json] [--profile]
+
+One real coordinator in this process; its agents, in another one, are synthetic: they join over loopback with the real
+wire, and report as real agents do, every rank changed in every report. CPU is that of the coordinator's process, as a
+share of one core. A verdict's time begins when the culprit's own limit is over, and ends when its incident is
+written: flight records of all ranks are asked for, read and compared in between. Exit code 1 when a must is missed.
+"""
+
+import argparse
+import asyncio
+import cProfile
+import json
+import os
+import pstats
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.scale.table import MUST, STRETCH, report
+from trainer.agent.coordinator import Coordinator
+from trainer.contract.config import ClusterShape, JobConfig
+from trainer.contract.events import EventKind, EventLog, read_events
+from trainer.contract.launch import LaunchToken
+from trainer.contract.place import Place
+from trainer.contract.run_dir import AttemptDir, RunDir
+
+_JOIN_SECONDS = 60.0
+_WARM_SECONDS = 5.0
+_VERDICT_SECONDS = 40.0
+_SPARE_FILES = 300  # strangers at the door, logs, the interpreter
+KINDS = ("stopped", "forward")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=1250)
+    parser.add_argument("--ranks-per-node", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of the steady state that is measured")
+    parser.add_argument("--step", type=float, default=1.0, help="seconds that a step takes")
+    parser.add_argument("--rounds", type=int, default=1, help="incidents of each kind")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="where the coordinator's time goes; figures are worse")
+    options = parser.parse_args()
+    wanted = options.nodes + _SPARE_FILES
+    _soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if wanted > most:
+        print(
+            f"{options.nodes} agents need {wanted} open files, the limit is {most}: use --nodes {most - _SPARE_FILES}"
+        )
+        return 2
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(wanted, _soft), most))
+    with tempfile.TemporaryDirectory(prefix="bench-scale-") as folder:
+        found = asyncio.run(Scene(Path(folder), options).play())
+    print(json.dumps(found) if options.json else report(found))
+    return int(any(row["value"] > row["must"] for row in found["rows"]))
+
+
+class Scene:
+    """One attempt of one job."""
+
+    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+        self._options = options
+        self._run = RunDir(folder / "run-1")
+        self._run.make()
+        self._attempt: AttemptDir = self._run.attempt(1)
+        self._attempt.make()
+        self._read = 0
+
+    async def play(self) -> dict[str, Any]:
+        leader = self._coordinator()
+        await leader.open("127.0.0.1")
+        leading = asyncio.create_task(leader.run())
+        started, agents = time.monotonic(), await self._agents()
+        try:
+            await self._until(EventKind.GENERATION_STARTED, _JOIN_SECONDS, leading)
+            joined = time.monotonic() - started
+            await asyncio.sleep(_WARM_SECONDS)
+            share = await self._steady(leading)
+            verdicts = [
+                await self._incident(agents, kind, number, leading)
+                for number in range(self._options.rounds)
+                for kind in KINDS
+            ]
+        finally:
+            agents.terminate()
+            leading.cancel()
+            await asyncio.gather(leading, agents.wait(), return_exceptions=True)
+        return self._found(joined, share, verdicts)
+
+    def _coordinator(self) -> Coordinator:
+        options, token = self._options, LaunchToken(attempt=1, epoch=1, job_id="7", nonce="0badcafe")
+        token.write(self._attempt.go)
+        return Coordinator(
+            run=self._run, attempt=self._attempt, token=token, started=time.monotonic(),
+            config=JobConfig(cluster=ClusterShape(nodes=options.nodes, ranks_per_node=options.ranks_per_node)),
+            place=Place(kind="slurm", job_id="7", node=0, nodes=options.nodes, name="node0000"),
+            events=EventLog(self._attempt.event_file("coordinator"), "coordinator", 1),
+        )  # fmt: skip
+
+    async def _agents(self) -> asyncio.subprocess.Process:
+        shape = [str(self._options.nodes), str(self._options.ranks_per_node), str(self._options.step)]
+        words = ["-m", "benchmarks.scale.agents", str(self._attempt.coordinator), *shape]
+        return await asyncio.create_subprocess_exec(
+            sys.executable, *words, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+
+    async def _steady(self, leading: "asyncio.Task[int]") -> float:
+        """CPU seconds a second while everybody steps."""
+        profile = cProfile.Profile() if self._options.profile else None
+        if profile is not None:
+            profile.enable()
+        cpu, start = time.process_time(), time.monotonic()
+        await asyncio.wait({leading}, timeout=self._options.seconds)
+        share = (time.process_time() - cpu) / (time.monotonic() - start)
+        if profile is not None:
+            profile.disable()
+            pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(25)
+        return share
+
+    async def _incident(
+        self, agents: asyncio.subprocess.Process, kind: str, number: int, leading: "asyncio.Task[int]"
+    ) -> dict[str, Any]:
+        """One rank stops; what is said about it, and when."""
+        assert agents.stdin is not None
+        assert agents.stdout is not None
+        rank = self._options.nodes * self._options.ranks_per_node // 2 + 13 * number
+        agents.stdin.write(f"{kind} {rank}\n".encode())
+        stopped = json.loads(await agents.stdout.readline())
+        event = await self._until(EventKind.INCIDENT, _VERDICT_SECONDS, leading)
+        verdict = json.loads((self._run.path / event["data"]["evidence"] / "verdict.json").read_text())
+        after = event["time"] - stopped["time"]
+        await self._until(EventKind.GENERATION_STARTED, _JOIN_SECONDS, leading)
+        await asyncio.sleep(_WARM_SECONDS)
+        return {
+            "kind": kind, "after": after, "limit": verdict["allowed_seconds"],
+            "seconds": max(0.0, after - verdict["allowed_seconds"]), "right": event["data"]["rank"] == rank,
+        }  # fmt: skip
+
+    async def _until(self, kind: EventKind, seconds: float, leading: "asyncio.Task[int]") -> dict[str, Any]:
+        """The next event of this kind after the last one that was returned."""
+        give_up = time.monotonic() + seconds
+        while time.monotonic() < give_up and not leading.done():
+            events, _ = read_events(self._attempt.event_file("coordinator"))
+            for at, event in enumerate(events[self._read :], self._read + 1):
+                if event.kind == kind:
+                    self._read = at
+                    return {"time": event.time, "data": event.data}
+            await asyncio.sleep(0.25)
+        ended = f"; the coordinator ended: {leading}" if leading.done() else ""
+        raise RuntimeError(f"no {kind} within {seconds:.0f} s{ended}")
+
+    def _found(self, joined: float, share: float, verdicts: list[dict[str, Any]]) -> dict[str, Any]:
+        options = self._options
+        rows = [{"row": "coordinator: CPU of one core", "value": share, **_bounds("cpu")}]
+        for kind in KINDS:
+            times = [verdict["seconds"] for verdict in verdicts if verdict["kind"] == kind]
+            rows.append(
+                {"row": f"limit over -> verdict ({kind})", "value": statistics.median(times), **_bounds("verdict")}
+            )
+        return {
+            "benchmark": "scale", "nodes": options.nodes, "ranks": options.nodes * options.ranks_per_node,
+            "cores": os.cpu_count(), "seconds": options.seconds, "step": options.step, "joined": joined,
+            "verdicts": verdicts, "rows": rows,
+        }  # fmt: skip
+
+
+def _bounds(name: str) -> dict[str, float]:
+    return {"must": MUST[name], "stretch": STRETCH[name]}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

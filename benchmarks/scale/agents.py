@@ -1,0 +1,197 @@
+"""Synthetic agents, all in one process: they join, report and answer as real ones do, and have no ranks.
+
+    python -m benchmarks.scale.agents COORDINATOR_JSON NODES RANKS_PER_NODE STEP_SECONDS
+
+One line on stdin stops one rank: `stopped RANK` (its process is halted) or `forward RANK` (it computes for ever).
+The answer is a line of JSON with the time: seconds since the epoch.
+"""
+
+import asyncio
+import functools
+import json
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from trainer.agent.flight_record import Entry, Flight, Group
+from trainer.agent.sampling import report_seconds
+from trainer.agent.sighting import Sighting
+from trainer.agent.wire import Message, Peer, connect
+from trainer.contract.progress import SECTIONS
+
+_JOIN_AT_ONCE = 100
+_SHARE = {"data": 0.05, "forward": 0.35, "backward": 0.55, "optimizer": 0.05}
+_A_STEP = 4
+"""Collectives in each step."""
+_P99_SECONDS = 10.0
+
+
+class World:
+    """Where all ranks are: they step together, until one stops and the others wait for it in a collective."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._began, self._generation = time.monotonic(), 0
+        self.culprit, self.how, self._stopped = -1, "", 0.0
+
+    def stop(self, how: str, rank: int) -> None:
+        """In the middle of a forward."""
+        step = int((time.monotonic() - self._began) / self._seconds) + 1
+        self.culprit, self.how = rank, how
+        self._stopped = self._began + (step + 0.2) * self._seconds
+
+    def due(self) -> float:
+        """Seconds until the stop that was ordered last."""
+        return self._stopped - time.monotonic()
+
+    def begin(self, generation: int) -> None:
+        """Every agent hears of a new generation; the first one's word counts."""
+        if generation > self._generation:
+            self._generation, self._began, self.culprit = generation, time.monotonic(), -1
+
+    def see(self, rank: int, node: str) -> Sighting:
+        """One rank, now."""
+        now, stands = time.monotonic(), False
+        at = now
+        if self.culprit >= 0 and now > self._stopped:
+            waits = self._stopped + (0.0 if rank == self.culprit else 0.5 * self._seconds)
+            at, stands = min(now, waits), now > waits
+        step, into = divmod((at - self._began) / self._seconds, 1.0)
+        phase, entered = _phase(into)
+        age = now - at if stands else (into - entered) * self._seconds
+        return Sighting(
+            rank=rank, node=node, step=int(step), phase=phase, first=step < 1, age=round(age, 4),
+            collective=int(step) * _A_STEP + (2 if phase == "backward" else 1), alive=round(age, 4),
+            state="T" if stands and rank == self.culprit and self.how == "stopped" else "S" if stands else "R",
+            lock=0.01,
+        )  # fmt: skip
+
+    def work(self, rank: int, step: int) -> list[int]:
+        total = int(step * self._seconds * 1e9)
+        return [rank, step, *(int(total * _SHARE[section.name.lower()]) for section in SECTIONS)]
+
+    def flight(self, rank: int, node: str, world: tuple[int, ...]) -> str:
+        """As the recorder of a rank would have it that went through all-reduces only."""
+        entered = self.see(rank, node).collective
+        return _flight(entered, entered if rank == self.culprit else entered - 1, world).replace("-1", str(rank), 1)
+
+
+@functools.lru_cache(maxsize=8)
+def _flight(entered: int, completed: int, world: tuple[int, ...]) -> str:
+    """The record of rank -1: in a real job each node writes its own, here one process writes those of all."""
+    states = ["done"] * completed + ["scheduled"] * (entered - completed)
+    newest = list(enumerate(states, 1))[-30:]
+    entries = tuple(Entry("0", at, "all_reduce", "1024x1024", 1 << 20, "Float", state) for at, state in newest)
+    return Flight(rank=-1, groups={"0": Group(world, entered, completed, "default_pg")}, entries=entries).to_json()
+
+
+def _phase(into: float) -> tuple[str, float]:
+    """The phase at this share of a step, and the share at which it began."""
+    at = 0.0
+    for phase, share in _SHARE.items():
+        if into < at + share:
+            return phase, at
+        at += share
+    return "optimizer", 1.0 - _SHARE["optimizer"]
+
+
+class Agent:
+    """One node; `world` is shared by all."""
+
+    def __init__(self, node: int, nodes: int, ranks: int, world: World) -> None:
+        self._node, self._name, self._world = node, f"node{node:04d}", world
+        self._ranks, self._all = range(node * ranks, (node + 1) * ranks), tuple(range(nodes * ranks))
+        self._period, self._generation, self._told_p99 = report_seconds(nodes), 0, 0.0
+        self._newest: dict[int, int] = {}
+        self._peer: Peer
+
+    async def live(self, found: Message, attempt: int) -> None:
+        hello = {"token": found["token"], "node": self._node, "name": self._name, "attempt": attempt}
+        while not hasattr(self, "_peer"):
+            try:
+                self._peer = await connect(found["host"], found["port"], hello)
+            except OSError:
+                await asyncio.sleep(0.2)
+        self._peer.send("fit", faults=[])
+        self._peer.send("ready", warm=True)
+        reporting = asyncio.create_task(self._report())
+        try:
+            while (message := await self._peer.receive()) is not None and message["say"] != "end":
+                self._obey(message)
+        finally:
+            reporting.cancel()
+            await self._peer.close()
+
+    def _obey(self, message: Message) -> None:
+        generation = message.get("generation")
+        match message["say"]:
+            case "start":
+                self._generation, self._newest = message["generation"], {}
+                self._world.begin(self._generation)
+            case "flight":
+                flights = [self._world.flight(rank, self._name, self._all) for rank in self._answering()]
+                unanswered = [rank for rank in self._ranks if rank not in self._answering()]
+                answer = {"serial": message["serial"], "flights": flights, "unanswered": unanswered}
+                self._peer.send("flight", generation=generation, **answer)
+            case "evidence":
+                self._peer.send("evidence", generation=generation, incident=message["incident"], missing={})
+            case "kill":
+                self._peer.send("gone", generation=generation)
+
+    def _answering(self) -> list[int]:
+        """A halted process answers nobody."""
+        halted = self._world.culprit if self._world.how == "stopped" else -1
+        return [rank for rank in self._ranks if rank != halted]
+
+    async def _report(self) -> None:
+        await asyncio.sleep(random.random() * self._period)
+        while True:
+            self._peer.send("progress", generation=self._generation, **(self._summary() if self._generation else {}))
+            await asyncio.sleep(self._period)
+
+    def _summary(self) -> dict[str, Any]:
+        seen = [self._world.see(rank, self._name) for rank in self._ranks]
+        step = min(one.step for one in seen)
+        report = {
+            "step": step, "phase": seen[0].phase, "loss": 2.5 + random.random(), "saved": 0, "total": 1_000_000,
+            "restored": 0, "save_seconds": 0.0, "step_seconds": 1.0, "stepped": step > 0,
+        }  # fmt: skip
+        work = [self._world.work(one.rank, one.step) for one in seen if one.step > self._newest.get(one.rank, 0)]
+        self._newest.update({row[0]: row[1] for row in work})
+        found = {"sightings": [one.to_row() for one in seen], "work": work, "p99": self._p99()}
+        return {**report, **{key: value for key, value in found.items() if value}}
+
+    def _p99(self) -> dict[str, float]:
+        """It changes now and then."""
+        now = time.monotonic()
+        if now - self._told_p99 < _P99_SECONDS:
+            return {}
+        self._told_p99 = now
+        return {phase: round(share * random.uniform(1.0, 1.4), 3) for phase, share in _SHARE.items()}
+
+
+async def _follow_orders(world: World) -> None:
+    loop = asyncio.get_running_loop()
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        how, rank = line.split()
+        world.stop(how, int(rank))
+        print(json.dumps({"rank": world.culprit, "time": time.time() + world.due()}), flush=True)
+
+
+async def main(found: Path, nodes: int, ranks: int, seconds: float) -> None:
+    told, world = json.loads(found.read_text()), World(seconds)
+    attempt = int(found.parent.name)
+    orders = asyncio.create_task(_follow_orders(world))
+    agents = [Agent(node, nodes, ranks, world) for node in range(nodes)]
+    living = []
+    for at in range(0, nodes, _JOIN_AT_ONCE):
+        living += [asyncio.create_task(agent.live(told, attempt)) for agent in agents[at : at + _JOIN_AT_ONCE]]
+        await asyncio.sleep(0.05)
+    await asyncio.gather(*living)
+    orders.cancel()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])))

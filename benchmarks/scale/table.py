@@ -1,0 +1,37 @@
+"""The lines that people read."""
+
+from typing import Any
+
+MUST = {"cpu": 0.30, "verdict": 2.0}
+STRETCH = {"cpu": 0.10, "verdict": 1.0}
+
+
+def report(found: dict[str, Any]) -> str:
+    """The whole result."""
+    lines = [
+        f"{found['ranks']} synthetic ranks behind {found['nodes']} agents, {found['cores']} cores, "
+        f"steps of {found['step']:g} s, {found['seconds']:g} s of steady state; all had joined and were ready after "
+        f"{found['joined']:.1f} s",
+        "",
+        f"{'row':<34} {'ours':>8} {'must':>8} {'stretch':>8}  verdict",
+    ]
+    lines += [_line(row) for row in found["rows"]]
+    lines += ["", *(_said(verdict) for verdict in found["verdicts"])]
+    return "\n".join(lines)
+
+
+def _line(row: dict[str, Any]) -> str:
+    kept = "stretch" if row["value"] <= row["stretch"] else "must" if row["value"] <= row["must"] else "MISSED"
+    cells = [_value(row["row"], row[key]) for key in ("value", "must", "stretch")]
+    return f"{row['row']:<34} {cells[0]:>8} {cells[1]:>8} {cells[2]:>8}  {kept}"
+
+
+def _value(row: str, value: float) -> str:
+    return f"{100 * value:.1f} %" if "CPU" in row else f"{value:.2f} s"
+
+
+def _said(verdict: dict[str, Any]) -> str:
+    right = "the right rank" if verdict["right"] else "THE WRONG RANK"
+    return (
+        f"{verdict['kind']}: {right} named {verdict['after']:.1f} s after it stopped, {verdict['limit']:.1f} s allowed"
+    )

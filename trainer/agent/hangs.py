@@ -12,6 +12,7 @@ from enum import Enum, StrEnum, auto
 from trainer.agent.flight import Finding
 from trainer.agent.limits import HALTED, Allowed, Limits, said
 from trainer.agent.sighting import Sighting
+from trainer.agent.silences import Gaps, still
 
 LOOK_AT_HALTED = 1.0
 """Seconds without a move of anybody after which a halted process is looked into."""
@@ -22,11 +23,8 @@ FRESH = 5.0
 CONFIRMED = 1.0
 """Seconds for which a process has to be seen halted: a profiler may halt a waiting one for a moment."""
 
-HEARD = 2.0
-"""A node silent for longer is not judged by the time of its silence: its ranks may have moved on."""
-
-_NODES: Mapping[str, float] = {}
-_RANKS: Mapping[int, float] = {}
+_NO_GAPS: Gaps = {}
+_NOBODY: Mapping[int, float] = {}
 
 
 class Verdict(Enum):
@@ -68,7 +66,7 @@ class Judgement:
 class Suspicion:
     """The rank that stopped first; None when all of `rivals` wait in the same collective.
 
-    WARNING: with `rivals` nothing says which of them still works and which wait for it, so the limits of all count.
+    WARNING: of several rivals nothing says which still works and which wait for it, so the limits of all count.
     """
 
     rank: Sighting | None
@@ -111,31 +109,30 @@ def judge(
     *,
     lock_held: AbstractSet[int] = frozenset(),
     found: float = 0.0,
-    halted_for: Mapping[int, float] = _RANKS,
-    unheard: Mapping[str, float] = _NODES,
+    halted_for: Mapping[int, float] = _NOBODY,
+    silences: Gaps = _NO_GAPS,
 ) -> Judgement:
     """The verdict on one generation.
 
     `finding` is what flight records said when they were asked for, `found` seconds ago; `lock_held` names the ranks
     in whose interpreters nothing can run; `halted_for` has the seconds for which a rank has been seen halted, where
-    that is known; `unheard` has the seconds since each node's last report.
+    that is known; time in which nothing was heard of a rank's node does not count against it (`silences`).
     """
     live = [one for one in sightings if not one.ended]
     if not live:
         return fine("all ranks have ended")
-    silence = {node: seconds for node, seconds in unheard.items() if seconds > HEARD}
-    mover = _newest(live, silence)
-    quiet = _sure(mover, silence)
+    mover = _newest(live, silences)
+    quiet = still(mover, silences)
     if finding is not None and found > quiet:
         finding = None  # somebody has moved since: it says nothing about now
     # Most of the time somebody moves, and nothing more needs to be known.
     if quiet < LOOK_AT_HALTED:
-        return fine(_still_moving(mover, quiet, LOOK_AT_HALTED, silence))
+        return fine(_still_moving(mover, quiet, LOOK_AT_HALTED, silences))
     suspicion = first_to_stop(live, finding, lock_held)
     due = LOOK_AT_HALTED if suspicion.halted else limits.look_after
     if quiet < due:
-        return fine(_still_moving(mover, quiet, due, silence))
-    over, allowed = _overdue(suspicion, limits, silence, waited_for=len(live) > 1)
+        return fine(_still_moving(mover, quiet, due, silences))
+    over, allowed = _overdue(suspicion, limits, silences, waited_for=len(live) > 1)
     if suspicion.halted and suspicion.rank is not None:
         over = min(over, halted_for.get(suspicion.rank.rank, CONFIRMED) - CONFIRMED)
     certain = over >= 0 and suspicion.halted
@@ -229,32 +226,26 @@ def _first(ranks: Sequence[Sighting], lock_held: AbstractSet[int]) -> Sighting:
     return min(ranks, key=lambda one: (*_place(one), one.rank not in lock_held, -one.age, one.rank))
 
 
-def _newest(live: Sequence[Sighting], silence: Mapping[str, float]) -> Sighting:
-    if not silence:
+def _newest(live: Sequence[Sighting], silences: Gaps) -> Sighting:
+    if not silences:
         return min(live, key=lambda one: one.age)
-    return min(live, key=lambda one: _sure(one, silence))
+    return min(live, key=lambda one: still(one, silences))
 
 
-def _sure(one: Sighting, silence: Mapping[str, float]) -> float:
-    """Seconds for which this rank is known not to have moved."""
-    return max(0.0, one.age - silence.get(one.node, 0.0))
-
-
-def _still_moving(mover: Sighting, quiet: float, due: float, silence: Mapping[str, float]) -> str:
-    if mover.node in silence:
-        return f"{mover.node} has not been heard of for {said(silence[mover.node])}; its ranks may move"
+def _still_moving(mover: Sighting, quiet: float, due: float, silences: Gaps) -> str:
+    lasting = [began for began, ended in silences.get(mover.node, ()) if not ended]
+    if lasting:
+        return f"nothing has been heard of {mover.node} for {said(lasting[0])}; its ranks may move"
     return f"rank {mover.rank} moved {said(quiet)} ago; nothing is looked into before {said(due)}"
 
 
-def _overdue(
-    suspicion: Suspicion, limits: Limits, silence: Mapping[str, float], *, waited_for: bool
-) -> tuple[float, Allowed]:
+def _overdue(suspicion: Suspicion, limits: Limits, silences: Gaps, *, waited_for: bool) -> tuple[float, Allowed]:
     """Seconds above the limit, negative below it, and the limit; of several ranks the one with most time left."""
     over, allowed = float("inf"), Allowed(0.0, "")
     for one in suspicion.rivals:
         its = limits.of(one, waited_for=waited_for)
-        if _sure(one, silence) - its.seconds < over:
-            over, allowed = _sure(one, silence) - its.seconds, its
+        if still(one, silences) - its.seconds < over:
+            over, allowed = still(one, silences) - its.seconds, its
     return over, allowed
 
 

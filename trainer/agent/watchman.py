@@ -12,8 +12,10 @@ from trainer.agent.flight_record import Flight
 from trainer.agent.hangs import Judgement, Verdict, judge
 from trainer.agent.limits import HALTED, Limits
 from trainer.agent.roster import Roster
+from trainer.agent.sampling import report_seconds
 from trainer.agent.scene import Scene
 from trainer.agent.sighting import Sighting
+from trainer.agent.silences import LONGEST, Silences
 from trainer.contract.watching import HangConfig
 
 QUIET = 1.0
@@ -67,6 +69,7 @@ class Watchman:
         self.scene = Scene(started)
         self._inquiry: _Inquiry | None = None
         self._serial = 0
+        self._silences = Silences(max(LONGEST, 3 * report_seconds(len(roster.members))))
         self._halted: dict[int, float] = {}  # since when a rank's process has been seen halted
         self.incident: Incident | None = None
 
@@ -74,6 +77,7 @@ class Watchman:
 
     def heard(self, node: int, report: Mapping[str, Any], now: float) -> None:
         """An agent's report; raises TypeError or ValueError when its rows are none."""
+        self._silences.heard(self._roster.members[node].name, now)
         self.scene.heard(report, self._roster.members[node].name, now)
 
     def answered(self, node: int, message: Mapping[str, Any]) -> None:
@@ -121,6 +125,7 @@ class Watchman:
     def _judge(self, seen: list[Sighting], now: float) -> Judgement:
         limits = Limits(self._config, self.scene.p99())
         locked = frozenset(one.rank for one in seen if one.lock > _LOCKED and one.state not in "TtDZX")
+        self._halted = {rank: since for rank, since in self._halted.items() if since > self.scene.moved}
         for one in seen:
             if one.state in HALTED and not one.ended:
                 self._halted.setdefault(one.rank, now)
@@ -134,7 +139,7 @@ class Watchman:
             lock_held=locked,
             found=now - inquiry.asked if inquiry is not None else 0.0,
             halted_for={rank: now - since for rank, since in self._halted.items()},
-            unheard={member.name: now - member.heard for member in self._roster.seated()},
+            silences=self._silences.at(now),
         )
 
     def _finding(self, seen: list[Sighting], now: float) -> Finding | None:

@@ -24,7 +24,9 @@ def expected(manifest: Manifest, config: JobConfig | None) -> Expected:
         return Expected()
     facts: dict[str, object] = {"step": manifest.step}
     if config is not None and config.workload.target == WorkloadConfig().target and not config.command:
-        facts["consumed"] = manifest.step * config.train.batch_size
+        left_out = manifest.extra.get("left_out", 0)
+        batches = manifest.step + (left_out if isinstance(left_out, int) else 0)
+        facts["consumed"] = batches * config.train.batch_size
     ranks = manifest.world.get("ranks")
     return Expected(
         facts=facts,

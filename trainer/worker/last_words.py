@@ -10,7 +10,7 @@ from trainer.contract.outcome import ExitCode, RankOutcome, legible
 from trainer.contract.progress import ProgressCell
 from trainer.contract.rank import RankSpec, say
 from trainer.contract.run_dir import RunDir
-from trainer.worker import workload
+from trainer.worker import flight, workload
 from trainer.worker.device import is_node_fault
 from trainer.worker.echo import is_echo
 from trainer.worker.lament import flush, lament
@@ -29,6 +29,7 @@ def failed(spec: RankSpec, cell: ProgressCell, error: BaseException) -> RankOutc
     """The end of a rank that `error` ended; the log gets the whole of it."""
     text = "".join(traceback.format_exception(error))
     lament(text)
+    flight.dump(spec, error)
     echo = is_echo(error) and not is_node_fault(error)
     cause = {"exception": type(error).__name__, "message": str(error), "traceback": text, "echo": echo}
     last = _outcome(spec, cell, _exit_code(error, echo), **cause)

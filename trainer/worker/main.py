@@ -103,6 +103,7 @@ def _loop(
     go = run_dir.attempt(spec.attempt).go
     token = LaunchToken.read(go)
     saver = _checkpointer(spec, config, run_dir, token, journal.checkpoint)
+    skip = _left_out(spec, run_dir)
     progressed = Progressed(
         model=trained.model,
         optimizer=trained.optimizer,
@@ -112,6 +113,7 @@ def _loop(
         config_digest=hashlib.sha256(canonical(read_json(run_dir.config))).hexdigest(),
         seed=config.train.seed,
         lazy=config.checkpoint.staging.mode == "lazy",
+        skip=skip,
     )
     _diversify(config.train.seed, trained.layout)
     cell.update(phase=Phase.RESTORE)
@@ -126,7 +128,7 @@ def _loop(
         drill=_drill(spec, config, journal, cell),
         rhythm=_rhythm(config, token, saved, journal),
         started=started,
-        skip=_left_out(spec, run_dir),
+        skip=skip,
     )
     code = Loop(config, trained, progressed, outside).run()
     cell.update(phase=Phase.CHECKPOINT)

@@ -99,15 +99,17 @@ def leave_waits_out(model: nn.Module, pause: Callable[[], None], resume: Callabl
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            before = _and_at_the_end(pause) if module is model else pause
             module.register_forward_pre_hook(_whatever(pause), prepend=True)
             module.register_forward_pre_hook(_whatever(resume))
-            module.register_forward_hook(_on_gradient(before), prepend=True)
+            module.register_forward_hook(_on_gradient(_and_at_the_end(pause)), prepend=True)
             module.register_forward_hook(_on_gradient(resume))
 
 
 def _and_at_the_end(pause: Callable[[], None]) -> Callable[[], None]:
-    """Once more at the end of the backward pass, before FSDP waits there for the gradients that it has scattered."""
+    """Once more at the end of the backward pass, before FSDP waits there for the gradients that it has scattered.
+
+    Callbacks run in the order in which they were queued, and FSDP queues its own in the hook that follows the first.
+    """
 
     def paused() -> None:
         pause()

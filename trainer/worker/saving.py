@@ -1,6 +1,6 @@
 """A run's checkpoints, seen from the loop: what is saved, where it goes on after a restart, what became of it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -49,11 +49,12 @@ class Progressed:
 
     def __init__(
         self, *, model: nn.Module, optimizer: torch.optim.Optimizer, data: Data, rank: int, device: torch.device,
-        config_digest: str, seed: int, lazy: bool = False,
+        config_digest: str, seed: int, lazy: bool = False, skip: Collection[int] = (),
     ) -> None:  # fmt: skip
+        """`skip`: positions in the data that are left out."""
         self._model, self._optimizer, self._data = model, optimizer, data
         self._rank, self._rng, self._device = rank, state.rng_name(rank), device
-        self._config_digest, self._seed = config_digest, seed
+        self._config_digest, self._seed, self._skip = config_digest, seed, skip
         self._inventory = Inventory(model, optimizer, rank=rank, device=device, lazy=lazy)
         self.step = 0
         self.loss = float("nan")
@@ -63,6 +64,7 @@ class Progressed:
         extra = state.facts(
             step=self.step,
             consumed=self._data.consumed,
+            left_out=sum(position < self._data.consumed for position in self._skip),
             loss=self.loss,
             config_digest=self._config_digest,
             seed=self._seed,

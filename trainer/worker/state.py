@@ -96,12 +96,16 @@ def unpack_rng(packed: torch.Tensor, device: torch.device) -> None:
 
 
 def facts(
-    *, step: int, consumed: int, loss: float, config_digest: str, seed: int, fingerprint: str | None
+    *, step: int, consumed: int, left_out: int, loss: float, config_digest: str, seed: int, fingerprint: str | None
 ) -> dict[str, Any]:
-    """The plain part of a checkpoint; `fingerprint` is that of the data, None when the data has none."""
+    """The plain part of a checkpoint; `fingerprint` is that of the data, None when the data has none.
+
+    `left_out`: batches before the position `consumed` that no step was trained with.
+    """
     return {
         "step": step,
         "consumed": consumed,
+        "left_out": left_out,
         "loss": loss,
         "config_digest": config_digest,
         "seed": seed,

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.trainer.worker.my_workload import Points
 from trainer.contract import tokens
-from trainer.worker.data import Permutation, TokenData, TokenStream
+from trainer.worker.data import Permutation, TokenData, TokenStream, take
 
 
 def reader(folder: Path, dp_rank: int = 0, dp_size: int = 1, **over) -> TokenData:
@@ -43,6 +44,21 @@ def test_seek_goes_on_where_another_reader_stood(text_tokens):
     second = reader(text_tokens)
     second.seek(first.consumed)
     assert torch.equal(first.take()[0], second.take()[0])
+
+
+def test_what_is_left_out_is_exactly_the_batch_at_its_position(text_tokens):
+    whole, partial = reader(text_tokens), reader(text_tokens)
+    batches = {position: whole.take()[0] for position in range(0, 48, 8)}
+    taken = [take(partial, {8, 16, 40, 99}) for _ in range(3)]
+    assert [position for position, _ in taken] == [0, 24, 32]
+    assert all(torch.equal(batch[0], batches[position]) for position, batch in taken)
+    assert partial.consumed == 40
+
+
+def test_data_of_a_users_own_is_left_out_by_its_own_positions():
+    data = Points(rank=1, of=3)
+    position, _ = take(data, {0, 3})
+    assert (position, data.consumed) == (6, 9)
 
 
 def test_every_epoch_sees_every_sequence_once_in_another_order(text_tokens):

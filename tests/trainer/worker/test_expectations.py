@@ -36,6 +36,7 @@ def complaints(told: Manifest, known: job_config.JobConfig | None) -> list[str]:
 def test_facts_that_fit() -> None:
     assert complaints(manifest(), config()) == []
     assert complaints(manifest(consumed=99), None) == []
+    assert complaints(manifest(consumed=48, left_out=2), config()) == []
     own = config(workload={"target": "mine:Mine"})
     assert complaints(manifest(consumed=99), own) == []
     assert expected(manifest(), config()).required == ("rng/rank-00000", "rng/rank-00001")
@@ -52,6 +53,7 @@ def test_masks_among_the_buffers_may_hold_infinities_what_trains_may_not() -> No
     ("extra", "words"),
     [
         ({"consumed": 24}, "`consumed` is 24, where step 4 should have 32"),
+        ({"left_out": 1}, "`consumed` is 32, where step 4 should have 40"),
         ({"step": 3}, "`step` is 3, where step 4 should have 4"),
         ({"consumed": "32"}, "`consumed` is '32', not a whole number"),
         ({"consumed": -8}, "not a whole number"),

@@ -1,0 +1,231 @@
+"""Phases and own work on their way into the cell: real ones of a CPU rank, and a GPU's stream played by a stand-in."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from trainer.contract.progress import SECTIONS, Phase, ProgressCell
+from trainer.worker import own_work
+from trainer.worker.course import Course, compiles
+from trainer.worker.own_work import StreamTime, ThreadTime, leave_waits_out
+
+DATA, FORWARD, BACKWARD, OPTIMIZER = range(4)
+
+
+@pytest.fixture
+def world():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def cell():
+    made = ProgressCell.create()
+    yield made
+    made.close()
+
+
+class Clock:
+    """Stands for a stopwatch: what it was turned to, and totals as a test wants them."""
+
+    def __init__(self) -> None:
+        self.turns: list[int | None] = []
+        self.known = [0, 0, 0, 0]
+
+    def turn(self, section: int | None) -> None:
+        self.turns.append(section)
+
+    def total(self) -> list[int]:
+        return self.known
+
+
+def test_every_phase_is_told_with_the_collectives_begun_so_far(world, cell):
+    course = Course(cell, Clock())
+    course.enter(Phase.DATA)
+    before = cell.read().collective
+    for _ in range(3):
+        dist.all_reduce(torch.zeros(1))
+    course.enter(Phase.OPTIMIZER)
+    reading = cell.read()
+    assert (reading.phase, reading.collective - before) == (Phase.OPTIMIZER, 3)
+
+
+def test_the_first_forward_pass_of_a_compiled_model_is_called_so(world, cell):
+    course = Course(cell, Clock(), compiles=True)
+    phases = []
+    for phase in (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.FORWARD):
+        course.enter(phase)
+        phases.append(cell.read().phase)
+    assert phases == [Phase.DATA, Phase.COMPILE, Phase.BACKWARD, Phase.FORWARD]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it loads its compiler
+def test_a_model_is_compiled_as_a_whole_or_in_part():
+    assert not compiles(nn.Sequential(nn.Linear(2, 2)))
+    part = nn.Linear(2, 2)
+    part.compile()
+    assert compiles(nn.Sequential(part))
+    assert compiles(torch.compile(nn.Linear(2, 2)))
+
+
+def test_own_work_is_told_once_a_step_and_the_first_step_is_left_out(world, cell):
+    clock = Clock()
+    course = Course(cell, clock)
+    clock.known = [900, 800, 700, 600]
+    course.stepped(101)
+    assert (cell.work().steps, cell.work().sections) == (101, (0, 0, 0, 0))
+    clock.known = [901, 802, 703, 604]
+    course.stepped(102)
+    assert (cell.work().steps, cell.work().sections) == (102, (1, 2, 3, 4))
+
+
+def test_phase_times_count_from_the_second_step_on(world, cell):
+    course = Course(cell, Clock())
+    course.enter(Phase.DATA)
+    course.enter(Phase.FORWARD)
+    assert cell.times() == {}
+    course.stepped(1)
+    course.enter(Phase.DATA)
+    course.enter(Phase.FORWARD)
+    assert {phase: sum(counts) for phase, counts in cell.times().items()} == {Phase.DATA: 1, Phase.FORWARD: 1}
+
+
+def test_a_pause_is_no_work_of_the_section_that_goes_on_after_it(world, cell):
+    clock = Clock()
+    course = Course(cell, clock)
+    course.enter(Phase.OPTIMIZER)
+    course.pause()
+    course.resume()
+    course.enter(Phase.CHECKPOINT)
+    assert clock.turns == [OPTIMIZER, None, OPTIMIZER, None]
+
+
+def spin(seconds: float) -> None:
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+
+
+def test_who_waits_does_no_work_but_for_data():
+    watch = ThreadTime()
+    for section in (DATA, FORWARD, BACKWARD):
+        watch.turn(section)
+        time.sleep(0.03)
+    spin(0.02)
+    watch.turn(None)
+    spin(0.01)
+    watch.turn(None)
+    data, forward, backward, optimizer = watch.total()
+    assert data >= 30e6
+    assert forward < 10e6
+    assert 20e6 <= backward < 29e6
+    assert optimizer == 0
+
+
+class Stream:
+    """A GPU's stream: events get their time when it has come so far."""
+
+    def __init__(self) -> None:
+        self.queued, self.done = 0.0, 0.0
+
+    def event(self) -> "Event":
+        return Event(self)
+
+
+class Event:
+    def __init__(self, stream: Stream) -> None:
+        self.stream, self.at = stream, -1.0
+
+    def record(self) -> None:
+        self.at = self.stream.queued
+
+    def query(self) -> bool:
+        return self.stream.done >= self.at
+
+    def elapsed_time(self, end: "Event") -> float:
+        return end.at - self.at
+
+
+def test_time_in_a_stream_is_read_when_it_has_come_to_pass():
+    stream = Stream()
+    watch = StreamTime(stream.event)
+    for section, milliseconds in ((DATA, 0), (FORWARD, 5), (None, 100), (FORWARD, 2), (BACKWARD, 9), (None, 50)):
+        watch.turn(section)
+        stream.queued += milliseconds
+    watch.turn(OPTIMIZER)
+    assert watch.total()[1:] == [0, 0, 0]
+    stream.done = 107.0
+    assert watch.total()[1:] == [7_000_000, 0, 0]
+    stream.done = 116.0
+    assert watch.total()[1:] == [7_000_000, 9_000_000, 0]
+
+
+def test_loading_data_counts_by_the_clock_on_a_gpu_too():
+    watch = StreamTime(Stream().event)
+    watch.turn(DATA)
+    time.sleep(0.02)
+    watch.turn(FORWARD)
+    assert watch.total()[DATA] >= 20e6
+
+
+def test_every_wait_for_gathered_parameters_lies_in_a_pause(world, monkeypatch):
+    """FSDP's own hooks and ours, in the order in which a real model calls them."""
+    story: list[str] = []
+
+    def told(name: str, call: Any) -> Any:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            story.append(name)
+            return call(*args, **kwargs)
+
+        return wrapped
+
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
+
+    group = _fsdp_param_group.FSDPParamGroup
+    monkeypatch.setattr(group, "wait_for_unshard", told("wait", group.wait_for_unshard))
+    state = _fsdp_state.FSDPState
+    final = told("last wait", state._root_post_backward_final_callback)
+    monkeypatch.setattr(state, "_root_post_backward_final_callback", final)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    mesh = dist.init_device_mesh("cpu", (1,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    assert isinstance(model, FSDPModule)
+    leave_waits_out(model, lambda: story.append("pause"), lambda: story.append("resume"))
+    model(torch.ones(1, 4)).sum().backward()
+    assert {"wait", "last wait"} <= set(story)
+    running = True
+    for what in story:
+        running = {"pause": False, "resume": True}.get(what, running)
+        assert "wait" not in what or not running, story
+    assert "resume" not in story[story.index("last wait") :]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_events_of_a_real_gpu():
+    watch = own_work.stopwatch(torch.device("cuda"))
+    watch.turn(FORWARD)
+    torch.cuda._sleep(20_000_000)
+    watch.turn(None)
+    torch.cuda.synchronize()
+    assert watch.total()[FORWARD] > 1e6
+
+
+def test_it_costs_a_few_microseconds_a_step(world, cell):
+    """Not for the record: only that nobody puts something slow in."""
+    course = Course(cell, ThreadTime())
+    began = time.thread_time()
+    for step in range(2000):
+        for phase in SECTIONS:
+            course.enter(phase)
+        course.pause()
+        course.resume()
+        course.stepped(step)
+    assert (time.thread_time() - began) / 2000 < 500e-6

@@ -1,0 +1,95 @@
+"""A bad step: nothing of it is saved, its batch is told, left out for ever, and the bits are those of a run without."""
+
+import json
+
+import pytest
+
+from trainer.contract import skips
+from trainer.contract.launch import LaunchToken
+from trainer.contract.outcome import ExitCode, RankOutcome
+from trainer.contract.skips import Skip
+
+pytestmark = pytest.mark.multi
+
+STEPS, BATCH = 12, 8
+LAYOUTS = [(1, {}), (2, {"dp_shard": 2}), (4, {"dp_shard": 2, "tp": 2})]
+
+
+def drill(kind: str, step: int, **fields: int) -> dict:
+    return {"kind": kind, "rank": 0, "step": step, **fields}
+
+
+def roll_back(run, attempt: int | None = None) -> Skip:
+    """What the coordinator does with the last words of a generation that found a bad step."""
+    outcome = RankOutcome.read(run.attempt.rank_outcome(0, run.generations))
+    assert outcome.position is not None
+    found = Skip(step=outcome.step, position=outcome.position, reason=outcome.message or "")
+    skips.add(run.attempt, [found])
+    return found
+
+
+def digest(run) -> tuple:
+    return tuple(run.final()[key] for key in ("step", "loss", "weights_digest"))
+
+
+@pytest.mark.parametrize(("world", "parallel"), LAYOUTS, ids=["1", "dp2", "dp2xtp2"])
+def test_a_rollback_ends_with_the_bits_of_a_run_that_never_saw_the_batch(make_run, world, parallel):
+    hurt = make_run(world, parallel=parallel, train={"steps": STEPS}, drill={"events": [drill("nan", 8)]})
+    assert hurt.train()["codes"] == [ExitCode.ERROR] * world, hurt.log()
+    last = [RankOutcome.read(hurt.attempt.rank_outcome(rank, 1)) for rank in range(world)]
+    assert {(one.exception, one.step, one.position, one.echo) for one in last} == {("BadStep", 8, 7 * BATCH, False)}
+    assert roll_back(hurt).position == 7 * BATCH
+    second = hurt.train()
+    assert second["codes"] == [0] * world, hurt.log()
+    assert second["restored"] == [6] * world
+
+    told = make_run(world, parallel=parallel, train={"steps": STEPS})
+    skips.add(told.attempt, [Skip(step=8, position=7 * BATCH, reason="told from the start")])
+    assert told.train()["codes"] == [0] * world, told.log()
+    assert digest(hurt) == digest(told)
+
+    calm = make_run(world, parallel=parallel, train={"steps": STEPS})
+    assert calm.train()["codes"] == [0] * world
+    assert digest(calm) != digest(told)
+    assert calm.losses()[7] == told.losses()[7]
+    assert calm.losses()[8] != told.losses()[8]
+
+
+def test_a_spike_is_a_bad_step_once_the_window_is_full(make_run):
+    run = make_run(
+        1, train={"steps": STEPS}, recovery={"spike": {"window": 8}},
+        drill={"events": [drill("spike", 3), drill("spike", 11)]},
+    )  # fmt: skip
+    answer = run.train()
+    assert (answer["codes"], answer["saved"]) == ([ExitCode.ERROR], [9])
+    found = roll_back(run)
+    assert (found.step, found.position) == (11, 10 * BATCH)
+    assert "robust standard deviations above" in found.reason
+    assert run.train()["codes"] == [0], run.log()
+    assert run.final()["step"] == STEPS
+
+
+def test_a_later_attempt_leaves_out_what_an_earlier_one_did(make_run):
+    run = make_run(1, train={"steps": 4})
+    skips.add(run.attempt, [Skip(step=2, position=BATCH, reason="found by attempt 1")])
+    run.attempt_number = 2
+    run.attempt.make()
+    LaunchToken(attempt=2, epoch=2, job_id="2", nonce="45670123").write(run.attempt.go)
+    assert run.train()["codes"] == [0], run.log()
+    (name,) = run.dir.checkpoints.glob("step-00000004.*")
+    extra = json.loads((name / "manifest.json").read_text())["extra"]
+    assert (extra["consumed"], extra["left_out"]) == (5 * BATCH, 1)
+
+
+def test_a_users_own_data_is_left_out_too(make_run):
+    target = {"target": "tests.trainer.worker.my_workload:Plane", "args": {"width": 8}}
+    run = make_run(
+        2, parallel={"dp_shard": 2}, workload=target, train={"steps": 6}, drill={"events": [drill("nan", 4)]}
+    )
+    assert run.train()["codes"] == [ExitCode.ERROR] * 2
+    assert roll_back(run).position == 6
+    assert run.train()["codes"] == [0, 0], run.log()
+    told = make_run(2, parallel={"dp_shard": 2}, workload=target, train={"steps": 6})
+    skips.add(told.attempt, [Skip(step=4, position=6, reason="")])
+    told.train()
+    assert digest(run) == digest(told)

@@ -126,6 +126,23 @@ def _failed(data: dict[str, Any]) -> str:
     return f"{what} failed: {data['reason']}"
 
 
+def _incident(data: dict[str, Any]) -> str:
+    if data.get("withdrawn"):
+        return f"taken for hung, but it went on: {data['reason']}"
+    return f"hung: {data['reason']}; evidence in {data['evidence']}"
+
+
+def _straggler(data: dict[str, Any]) -> str:
+    who = f"rank {data['rank']} on {data['node']}"
+    if data.get("over"):
+        return f"{who} is as fast as its peers again"
+    return f"{who} is slow: {data['section']} takes {data['ratio']:.2f} x its peers' time"
+
+
+def _whom(data: dict[str, Any]) -> str:
+    return f"rank {data['rank']}" if data.get("rank") is not None else str(data.get("node", ""))
+
+
 def _s(data: dict[str, Any]) -> str:
     return f"{data['seconds']:.1f} s"
 
@@ -150,7 +167,11 @@ _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
     EventKind.GENERATION_ENDED: _ended,
     EventKind.RANK_EXITED: _exited,
     EventKind.DECISION: lambda d: f"decision: {d['action']} ({d['reason']})",
-    EventKind.DRILL: lambda d: f"drill: {d['kind']} rank {d['rank']} at step {d['step']}",
+    EventKind.INCIDENT: _incident,
+    EventKind.STRAGGLER: _straggler,
+    EventKind.BATCH_SKIPPED: lambda d: f"the batch of step {d['step']} is left out from now on: {d['reason']}",
+    EventKind.SPARE_USED: lambda d: f"{d['name']} takes the place of {d['instead']}: {d['reason']}",
+    EventKind.DRILL: lambda d: f"drill: {d['kind']} {_whom(d)} at step {d['step']}",
     EventKind.STOP_REQUESTED: lambda d: f"asked to stop: {d['reason']}",
     EventKind.STOP_AGREED: lambda d: f"ranks stop together after step {d['step']}: {d['reason']}",
     EventKind.CHECKPOINT_COMMITTED: _saved,

@@ -18,6 +18,7 @@ VERBS = {
     "show": ("orchestrator.cli.show:show", "One run in full: attempts, decisions, checkpoints, identity."),
     "wait": ("orchestrator.cli.wait:wait", "Wait until a run ends; the exit code says how."),
     "logs": ("orchestrator.cli.logs:logs", "What ranks, agents and the controller printed."),
+    "top": ("orchestrator.cli.top:top", "A live run at a glance: step, tokens/s, loss, where every rank stands."),
     "attach": ("orchestrator.cli.attach:attach", "Look inside a live job: where every thread of its ranks stands."),
     "save": ("orchestrator.cli.save:save", "Save a checkpoint now; training goes on."),
     "cancel": ("orchestrator.cli.ask:cancel", "Save a checkpoint, then stop the runs for good."),

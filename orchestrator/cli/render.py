@@ -132,6 +132,7 @@ class Screen:
     def __init__(self) -> None:
         self.json = self.quiet = self.verbose = self.no_color = self.no_progress = self.utc = self.debug = False
         self._warnings: list[dict[str, str]] = []
+        self._page: list[str] | None = None  # lines of a picture that is drawn over
 
     @property
     def terminal(self) -> bool:
@@ -139,6 +140,9 @@ class Screen:
         return sys.stdout.isatty() and not self.json
 
     def _print(self, text: str, stream: TextIO) -> None:
+        if self._page is not None and stream is sys.stdout:
+            self._page.append(text)
+            return
         print(text, file=stream)
 
     def flush(self) -> None:
@@ -239,6 +243,25 @@ class Screen:
         """Start the screen afresh for the next picture of --watch."""
         if self.terminal:
             sys.stdout.write("\x1b[H\x1b[2J")
+
+    @contextmanager
+    def picture(self) -> Iterator[Callable[[Callable[[], None]], None]]:
+        """A page that is drawn over in place; yields what to call with a function that says the page."""
+        from rich.live import Live  # as above
+        from rich.text import Text
+
+        with Live(console=self._console(sys.stdout), auto_refresh=False) as live:
+
+            def draw(page: Callable[[], None]) -> None:
+                self._page = []
+                try:
+                    page()
+                    text = Text.from_ansi("\n".join(self._page))
+                finally:
+                    self._page = None
+                live.update(text, refresh=True)
+
+            yield draw
 
     @property
     def live(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from orchestrator.cli.incidents import incident_tables, incidents_json
 from orchestrator.cli.options import Verb
 from orchestrator.cli.registry import open_store
 from orchestrator.cli.render import Column, Screen, compact, count, decimal, iso, size, span
@@ -19,19 +20,21 @@ from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation,
 @click.option("--history", is_flag=True, help="Every change of state with its reason.")
 @click.pass_obj
 def show(screen: Screen, run: str, history: bool) -> None:
-    """One run in full: attempts and generations, failures and decisions, checkpoints, code, environment, data."""
+    """One run in full: attempts and generations, failures and decisions, incidents, checkpoints, code, data."""
     with open_store(readonly=True) as store:
         found = store.run(run)
         attempts, generations = store.attempts(found.name), store.generations(found.name)
         checkpoints, transitions = store.checkpoints(found.name), store.transitions(found.name)
-        copies = store.copies(found.name)
+        copies, notices = store.copies(found.name), store.notices(found.name)
     row = one_row(found.name)
     if screen.json:
-        screen.data("show", _document(found, row, attempts, generations, (checkpoints, copies), transitions))
+        document = _document(found, row, attempts, generations, (checkpoints, copies), transitions)
+        screen.data("show", {**document, **incidents_json(found, notices, generations)})
         return
     _head(screen, found, row)
     screen.say("")
     attempt_table(screen, attempts, generations)
+    incident_tables(screen, incidents_json(found, notices, generations))
     _checkpoint_table(screen, _kept(checkpoints, copies))
     if history or screen.verbose:
         _history(screen, transitions)

@@ -1,4 +1,4 @@
-"""Events of checkpoints in words."""
+"""Events of checkpoints and of what was noticed, in words."""
 
 from typing import Any
 
@@ -48,3 +48,26 @@ def test_every_event_of_a_checkpoint_but_its_beginning_and_its_end_is_told() -> 
     silent = {EventKind.CHECKPOINT_SAVING, EventKind.CHECKPOINT_DELETED}
     kinds = {kind for kind in EventKind if kind.startswith("checkpoint.")} - silent
     assert {kind for kind, _, _ in SAID} == kinds
+
+
+NOTICED: list[tuple[EventKind, dict[str, Any], str]] = [
+    (EventKind.INCIDENT, {"reason": "rank 3 stopped first", "evidence": "a/b", "withdrawn": False},
+     "hung: rank 3 stopped first; evidence in a/b"),
+    (EventKind.INCIDENT, {"reason": "rank 3 stopped first", "evidence": "a/b", "withdrawn": True},
+     "taken for hung, but it went on: rank 3 stopped first"),
+    (EventKind.STRAGGLER, {"rank": 1, "node": "n1", "section": "forward", "ratio": 1.3, "over": False},
+     "rank 1 on n1 is slow: forward takes 1.30 x its peers' time"),
+    (EventKind.STRAGGLER, {"rank": 1, "node": "n1", "section": "forward", "ratio": 1.0, "over": True},
+     "rank 1 on n1 is as fast as its peers again"),
+    (EventKind.BATCH_SKIPPED, {"step": 7, "position": 96, "reason": "loss nan"},
+     "the batch of step 7 is left out from now on: loss nan"),
+    (EventKind.SPARE_USED, {"node": 2, "name": "n3", "instead": "n2", "reason": "gone"},
+     "n3 takes the place of n2: gone"),
+    (EventKind.DRILL, {"kind": "kill-agent", "rank": None, "node": "n2", "step": 7}, "drill: kill-agent n2 at step 7"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "data", "words"), NOTICED)
+def test_what_watchers_notice_is_told(kind: EventKind, data: dict[str, Any], words: str) -> None:
+    event = Event(time=1.0, source="coordinator", seq=1, kind=kind, attempt=1, generation=2, data=data)
+    assert sentence(event) == f"attempt 1 generation 2: {words}"

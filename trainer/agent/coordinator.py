@@ -23,6 +23,7 @@ from trainer.agent.heartbeat import Standing
 from trainer.agent.preflight import Fault
 from trainer.agent.pulse import Pulse
 from trainer.agent.questions import Questions
+from trainer.agent.rolling_back import leave_out
 from trainer.agent.roster import Roster
 from trainer.agent.rungs import Action, Decision, Situation
 from trainer.agent.stopping import Stop, Stopping
@@ -75,8 +76,8 @@ class Coordinator:
         self._restored, self._undecided = 0, False
         self._gathering = Gathering(self._roster, self._stopping, self._until, lambda: self._now)
         self._answers = Answers(
-            command=bool(config.command), stopping=self._stopping, questions=self._questions, ask_stop=self._ask_stop,
-            tell=self._roster.tell, wall=wall,
+            config, attempt=attempt, stopping=self._stopping, questions=self._questions, ask_stop=self._ask_stop,
+            roster=self._roster, wall=wall,
         )  # fmt: skip
 
     async def open(self, host: str) -> dict[str, Any]:
@@ -176,11 +177,14 @@ class Coordinator:
                 self._past.heard(message)
                 self._restored = max(self._restored, int(message.get("restored", 0)))
                 self._vigil.heard(node, message)
-            case "flight" | "evidence":
+            case "flight":
                 self._vigil.heard(node, message)
+            case "evidence":
+                self._vigil.heard(node, message)
+                self._answers.collected(node, message)
 
     def _note_end(self, node: int, message: Message) -> None:
-        fields = {key: message.get(key) for key in ("exit_code", "signal", "exception", "message")}
+        fields = {key: message.get(key) for key in ("exit_code", "signal", "exception", "message", "position")}
         end = RankEnd(
             rank=int(message["rank"]), node=self._roster.members[node].name, at=time.monotonic(),
             step=int(message["step"]), echo=bool(message.get("echo")), word=bool(message["word"]), **fields,
@@ -217,7 +221,7 @@ class Coordinator:
         self._roster.tell("ask", reason=int(stop.reason), seconds=seconds)
 
     def _answer(self, request: Request) -> None:
-        answer = self._answers.to(request, time.monotonic(), self._standing.saved)
+        answer = self._answers.to(request, time.monotonic(), self._standing.saved, self._now.number)
         if answer is not None:
             self._events.write(EventKind.REQUEST_ANSWERED, name=request.name, answer=answer)
 
@@ -227,8 +231,7 @@ class Coordinator:
         silent = self._roster.silent(now)
         if silent is not None:
             self._lose(silent[0].node, silent[1])
-        for name in self._questions.saved(self._standing.saved):
-            answer = f"saved at step {self._standing.saved}"
+        for name, answer in self._answers.late(now, self._standing.saved):
             self._events.write(EventKind.REQUEST_ANSWERED, name=name, answer=answer)
         reports = [member.progress for member in self._roster.present()]
         self._stopping.watch(reports, now)
@@ -305,30 +308,32 @@ class Coordinator:
         world, nodes = self._config.cluster.world_size, self._config.cluster.nodes
         self._events.write(EventKind.GENERATION_STARTED, world=world, nodes=nodes)
         master = [self._host, free_port(self._host)] if self._config.command else None
-        self._roster.start(generation=self._now.number, master=master, suspects=self._past.suspects)
-        self._due = 0.0
-        self._restored = 0
+        skip = [each.position for each in self._past.skipped]
+        self._roster.start(generation=self._now.number, master=master, suspects=self._past.suspects, skip=skip)
+        self._due, self._restored = 0.0, 0
         self._vigil.begin(self._now.number)
         while (decision := rungs.decide(self._situation())).action is Action.WAIT:
             # Short only while something is about to be decided by the clock.
             await self._listen(0.05 if self._now.first_failure or self._stopping.stop else _LOOK_SECONDS)
             await self._watch()
-        self._past.fell(decision.failure, decision.mark, self._restored, decision.suspect)
+        self._past.fell(decision.failure, decision.mark, self._restored, decision.suspect, decision.skip)
         self._events.write(EventKind.DECISION, action=decision.action.name.lower(), reason=decision.reason)
         if decision.suspect is not None:
             self._events.write(EventKind.CHECKPOINT_SUSPECT, step=decision.suspect, reason=decision.reason)
+        if decision.skip is not None:
+            await leave_out(decision.skip, self._attempt, self._events)
         cleared = await self._clear()
         failure = decision.failure.to_json() if decision.failure else None
         step = self._standing.step
         self._events.write(EventKind.GENERATION_ENDED, reason=decision.reason, step=step, failure=failure)
-        if decision.action not in (Action.RESTART, Action.REPLACE):
+        if decision.action not in (Action.RESTART, Action.ROLL_BACK, Action.REPLACE):
             return decision
         if not cleared:
             assert decision.failure is not None
             return rungs.end(f"{decision.reason}, but its processes could not be killed", decision.failure)
         if decision.action is Action.REPLACE:
             return self._replace(decision) or await self._get_ready()
-        self._past.restarts += 1
+        self._past.restarts += decision.action is Action.RESTART
         return await self._get_ready()
 
     async def _listen(self, seconds: float) -> None:
@@ -352,18 +357,16 @@ class Coordinator:
             ends=tuple(generation.ends.values()),
             since_failure=0.0 if failed_at is None else now - failed_at,
             ran_for=(failed_at or now) - generation.started,
-            trained=self._past.trained,
-            restarts=self._past.restarts,
             budget=self._config.recovery.restarts_in_place,
-            last_mark=self._past.mark,
+            spike_budget=self._config.recovery.spike.roll_backs,
             stopping=StopReason.NONE if stop is None else stop.reason,
             overdue=self._stopping.overdue(now),
             command=bool(self._config.command),
             broken=generation.broken,
             restored=self._restored,
-            falls=tuple(self._past.falls),
-            suspects=tuple(self._past.suspects),
             spares=len(self._roster.spares()),
+            home=self._place.name,
+            **self._past.told(),
         )
 
     async def _clear(self) -> bool:
@@ -379,17 +382,10 @@ class Coordinator:
         stop = self._stopping.stop
         code, result, reason = rungs.last_word(decision, None if stop is None else stop.reason)
         outcome = AttemptOutcome(
-            attempt=self._attempt.number,
-            job_id=self._place.job_id,
-            result=result,
-            reason=reason,
-            exit_code=int(code),
-            step=self._standing.step,
-            generations=self._now.number,
-            started_at=self._started_at,
-            ended_at=self._wall(),
+            attempt=self._attempt.number, job_id=self._place.job_id, result=result, reason=reason, exit_code=int(code),
+            step=self._standing.step, generations=self._now.number, started_at=self._started_at, ended_at=self._wall(),
             failure=decision.failure,
-        )
+        )  # fmt: skip
         try:
             await asyncio.to_thread(outcome.write, self._attempt.outcome)
         except OSError as error:  # the exit code still tells

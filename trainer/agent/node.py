@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from checkpointing.durable import dump_line
-from trainer.agent import burial, cores, preflight
+from trainer.agent import burial, cores, mischief, preflight
 from trainer.agent.births import Births, Wishes
 from trainer.agent.blame import signal_name
 from trainer.agent.local_ranks import LocalRank, LocalRanks
@@ -120,6 +120,10 @@ class NodeAgent:
                 self._ranks.expect_stop(time.monotonic() + message["seconds"])
             case "flight" | "evidence" | "stacks" if self._ranks is not None and self._sampler is not None:
                 self._spawn(self._witness.testify(message, self._ranks, self._sampler, self._peer))
+            case "drill" if self._ranks is not None and mischief.is_ours(message, self._ranks, self._seat):
+                step = self._ranks.summary()["step"]
+                self._events.write(EventKind.DRILL, kind=message["kind"], rank=message["at"], step=step)
+                mischief.commit(message, self._ranks)
             case "kill":
                 self._kill(message["generation"])
 
@@ -277,7 +281,7 @@ class NodeAgent:
         except (OSError, ValueError, TypeError):
             word = local.word or {}
         keys = ("exit_code", "step", "exception", "message", "echo")
-        return {key: word[key] for key in keys} if set(keys) <= word.keys() else None
+        return {key: word.get(key) for key in (*keys, "position")} if set(keys) <= word.keys() else None
 
     def _gone(self, rank: int) -> None:
         """Nothing is left of this rank, its own children included."""

@@ -8,6 +8,7 @@ from typing import Any
 from trainer.agent.local_ranks import LocalRank, LocalRanks
 from trainer.agent.proc import Signs, look
 from trainer.agent.sighting import Sighting
+from trainer.agent.stragglers import worth_telling
 from trainer.contract.durations import added, quantile
 
 STILL = 1.0
@@ -113,11 +114,11 @@ class Sampler:
         return changed
 
     def _work(self) -> list[list[int]]:
-        """Own work of the ranks that have finished a step since the last report."""
+        """Own work of the ranks that have come to the end of a window of steps since they were told of."""
         rows = []
         for rank, local in self._ranks.by_rank.items():
             work = local.cell.work()
-            if work.steps > self._worked.get(rank, 0):
+            if worth_telling(self._worked.get(rank, 0), work.steps):
                 self._worked[rank] = work.steps
                 rows.append([rank, work.steps, *work.sections])
         return rows

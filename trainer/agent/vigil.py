@@ -3,11 +3,14 @@
 import asyncio
 import sys
 import time
+from dataclasses import asdict
 from typing import Any
 
 from trainer.agent.board import board
 from trainer.agent.incidents import failure, keep, told
+from trainer.agent.pace import Pace
 from trainer.agent.roster import Roster
+from trainer.agent.stragglers import coordinate
 from trainer.agent.watchman import Incident, Watchman
 from trainer.agent.wire import Message
 from trainer.contract.config import JobConfig
@@ -25,10 +28,16 @@ class Vigil:
     def __init__(self, run: RunDir, attempt: AttemptDir, config: JobConfig, events: EventLog, roster: Roster) -> None:
         self._run, self._attempt, self._config, self._events, self._roster = run, attempt, config, events, roster
         self._generation, self._watchman = 0, self._watch(0)
+        self._pace: Pace | None = None
 
     def begin(self, generation: int) -> None:
         """A new generation: nothing of the one before counts."""
         self._generation, self._watchman = generation, self._watch(generation)
+        cluster, straggler = self._config.cluster, self._config.recovery.straggler
+        nodes = [member.name for member in self._roster.seated() for _ in range(cluster.ranks_per_node)]
+        known = straggler.on and len(nodes) == cluster.world_size
+        alike = coordinate(self._config.parallel)
+        self._pace = Pace(cluster.world_size, alike, nodes, straggler) if known else None
 
     def _watch(self, generation: int) -> Watchman:
         # Of a user's own command no step is known, so nothing can be said about its standing still.
@@ -40,6 +49,8 @@ class Vigil:
         match message["say"]:
             case "progress":
                 self._watchman.heard(node, message, time.monotonic())
+                for verdict in self._pace.heard(message.get("work", ())) if self._pace else ():
+                    self._events.write(EventKind.STRAGGLER, **asdict(verdict))
             case "flight":
                 self._watchman.answered(node, message)
             case "evidence":
@@ -49,7 +60,8 @@ class Vigil:
         """What ranks.json says now; `wall` is the time of day."""
         scene = self._watchman.scene
         seen = scene.at(time.monotonic())
-        return board(seen, time=wall, generation=self._generation, p99=scene.p99(), ratios={})
+        ratios = {verdict.rank: verdict.ratio for verdict in self._pace.slow()} if self._pace else {}
+        return board(seen, time=wall, generation=self._generation, p99=scene.p99(), ratios=ratios)
 
     async def look(self) -> Failure | None:
         """The failure that a hang means, once its evidence is kept; None while everything goes on."""

@@ -1,11 +1,18 @@
 """What one node has to say about an incident: its ranks' flight records, and its part of the evidence."""
 
-from trainer.agent import recorder
-from trainer.agent.local_ranks import LocalRanks
+from dataclasses import asdict
+from typing import Any
+
+from trainer.agent import evidence, recorder
+from trainer.agent.evidence import Subject
+from trainer.agent.local_ranks import LocalRank, LocalRanks
 from trainer.agent.recorder import Sockets
 from trainer.agent.sampling import Sampler
 from trainer.agent.wire import Message, Peer
 from trainer.contract.run_dir import AttemptDir
+
+_TOLD = 100
+"""Parts that could not be collected, as far as the coordinator is told of them."""
 
 
 class Witness:
@@ -30,4 +37,20 @@ class Witness:
         peer.send("flight", generation=generation, serial=message["serial"], flights=told, unanswered=unanswered)
 
     async def _collect(self, message: Message, ranks: LocalRanks, sampler: Sampler, peer: Peer) -> None:
-        peer.send("evidence", generation=ranks.generation, incident=message["incident"], missing={})
+        folder, name, generation = self._attempt.incident(message["incident"]), message["incident"], ranks.generation
+        seen = {one.rank: asdict(one) for one in sampler.sightings()}
+        subjects = [self._subject(local, generation, seen[rank]) for rank, local in ranks.by_rank.items()]
+        found = await evidence.collect(folder, self._node, subjects, message["full"], message["seconds"])
+        peer.send(
+            "evidence", generation=generation, incident=name, missing=dict(list(found["missing"].items())[:_TOLD])
+        )
+
+    def _subject(self, local: LocalRank, generation: int, seen: dict[str, Any]) -> Subject:
+        return Subject(
+            rank=local.rank,
+            pid=None if local.ended else local.pid,
+            log=self._attempt.rank_log(local.rank),
+            stacks=local.stacks,
+            socket=self._sockets.path(local.rank, generation),
+            cell={**asdict(local.last), "phase": local.last.phase.name.lower(), "seen": seen},
+        )

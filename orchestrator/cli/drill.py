@@ -1,6 +1,8 @@
 """`orch drill`: a fault on purpose, in a run that lives or in a demo of its own, and the score of what came of it."""
 
 import os
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from orchestrator.cli.live import Live, await_answer, live
 from orchestrator.cli.options import Verb
 from orchestrator.cli.registry import open_store
 from orchestrator.cli.render import Screen
+from orchestrator.cli.sabotage import damage_newest, fill_disk
 from orchestrator.cli.scorecard import ALIASES, EXPECTED, Card, score
 from orchestrator.cli.status import one_row
 from orchestrator.cli.story import read_steps
@@ -18,7 +21,7 @@ from orchestrator.cli.watch import Watch, is_over, watching
 from orchestrator.errors import ConfigError, Precondition, RunFailed, WaitTimeout
 from orchestrator.home import state_home
 from trainer.contract.drills import KINDS
-from trainer.contract.events import EventKind
+from trainer.contract.events import Event, EventKind
 from trainer.contract.requests import RequestKind
 from trainer.contract.run_dir import RunDir
 
@@ -29,6 +32,7 @@ SAVED = 10
 SLOWER = 0.3
 """Seconds that a slow rank works more in every step; of a demo's step that is far more than a tenth."""
 ANSWER = 30.0
+_OF_NODES = ("kill-agent", "kill-node")
 COSTLY = {
     "desync": "the run will be held", "desync-order": "the run will be held",
     "nan": "a batch is left out of the data for good", "spike": "a batch may be left out of the data for good",
@@ -87,20 +91,17 @@ def _in_a_run(screen: Screen, name: str, kind: str, rank: int | None, yes: bool,
             f"{kind} costs {found.run} more than a restart: {COSTLY[kind]}", where="command line",
             hint=f"if that is meant:  orch drill {found.run} {kind} --yes      in a demo:  orch drill --demo {kind}",
         )  # fmt: skip
+    if kind == "full-disk":
+        raise Precondition(
+            "full-disk needs a job on this machine that is nobody else's", where="command line",
+            hint="orch drill --demo full-disk",
+        )  # fmt: skip
     # By the clock that stamps the job's events: the newest of them is older than the fault.
     since = max((event.time for event in Feed(found.folder.path).poll()), default=0.0)
-    _order(screen, found, kind, rank)
     with watching(screen, found.run) as watch:
-        return _Trial(watch, found.run, found.folder, kind, since).until_over(timeout), found.run
-
-
-def _order(screen: Screen, found: Live, kind: str, rank: int | None) -> None:
-    """Ask for the fault; agents and ranks tell by an event when it strikes."""
-    detail = ALIASES.get(kind, kind)
-    request = found.ask(RequestKind.DRILL, "orch drill", value=rank, detail=detail)
-    # An agent that is to be killed may not live to answer.
-    answer = await_answer(found, request, ANSWER) if kind not in ("kill-agent", "kill-node") else "asked"
-    screen.note(f"{found.run}: {kind}: {answer}")
+        trial = _Trial(watch, found.run, found.folder, kind, since)
+        trial.strike(screen, found, rank)
+        return trial.until_over(timeout), found.run
 
 
 # -- in a demo
@@ -124,7 +125,7 @@ def _in_a_demo(
         trial = _Trial(watch, run, RunDir(Path(launched["run_dir"])), kind)
         if not _by_itself(kind):
             trial.until_saved(timeout)
-            _order(screen, live(run), kind, rank)
+            trial.strike(screen, live(run), rank)
         card = trial.until_over(timeout)
         if not is_over(one_row(run)):
             watch.until(is_over, timeout)  # a demo that is left alone would be forgotten
@@ -139,7 +140,8 @@ def _by_itself(kind: str) -> bool:
 def _settings(kind: str, rank: int | None) -> tuple[str, ...]:
     """What the demo's configuration says of the fault."""
     if not _by_itself(kind):
-        return ("drill.events=[]", "train.steps=120")
+        unsaved = ("checkpoint.max_unsaved_steps=20",) if kind == "full-disk" else ()
+        return ("drill.events=[]", "train.steps=120", *unsaved)
     value = f", value: {SLOWER}" if kind == "slow-rank" else ""
     event = f"kind: {ALIASES.get(kind, kind)}, rank: {1 if rank is None else rank}, step: {STEP}{value}"
     steps = ("train.steps=80",) if kind == "slow-rank" else ()
@@ -155,6 +157,37 @@ class _Trial:
     def __init__(self, watch: Watch, run: str, folder: RunDir, kind: str, since: float = 0.0) -> None:
         """`since`: what happened before this time is no part of it."""
         self._watch, self._run, self._folder, self._kind, self._since = watch, run, folder, kind, since
+        self._done: list[Event] = []  # what this program did itself, as an event
+        self._nodes: list[str] = []
+
+    def strike(self, screen: Screen, found: Live, at: int | None) -> None:
+        """Bring the fault about, by ourselves or by asking the job, which tells by an event when it strikes."""
+        self._nodes = [str(name) for name in found.beat.get("nodes", ())]
+        last = max(0, len(self._nodes) - 1)
+        match self._kind:
+            case "full-disk":
+                writers = fill_disk(str(found.beat["job_id"]))
+                self._did(found, step=found.beat.get("step"))
+                screen.note(f"{found.run}: {writers} checkpoint writers can write no more")
+            case "corrupt-checkpoint":
+                step, path = damage_newest(found.folder)
+                self._did(found, step=step)
+                screen.note(f"{found.run}: turned some bytes over in {path}; now it must be loaded from there")
+                # What memory holds is good: only the loss of a node makes the next generation read the disk.
+                found.ask(RequestKind.DRILL, "orch drill", value=last, detail="kill-agent")
+            case "kill-agent" | "kill-node":
+                # The agent that is to be killed may not live to answer.
+                found.ask(RequestKind.DRILL, "orch drill", value=last if at is None else at, detail=self._kind)
+            case kind:
+                detail = ALIASES.get(kind, kind)
+                request = found.ask(RequestKind.DRILL, "orch drill", value=at, detail=detail)
+                screen.note(f"{found.run}: {await_answer(found, request, ANSWER)}")
+
+    def _did(self, found: Live, **data: Any) -> None:
+        place = {key: int(found.beat.get(key) or 0) for key in ("attempt", "generation")}
+        now = max(time.time(), self._since)
+        told = {"kind": self._kind, "rank": None, **data}
+        self._done.append(Event(time=now, source="drill", seq=1, kind=EventKind.DRILL, data=told, **place))
 
     def until_saved(self, seconds: float) -> None:
         """The demo has trained and saved enough to be hit."""
@@ -171,10 +204,19 @@ class _Trial:
         return self._card(row)
 
     def _card(self, row: dict[str, Any]) -> Card:
-        events = [event for event in self._watch.events if event.time >= self._since]
+        seen = [event for event in self._watch.events if event.time > self._since]
+        events = sorted([*self._done, *map(self._with_node, seen)], key=lambda event: event.time)
         struck = max((event.attempt for event in events if event.kind == EventKind.DRILL), default=0)
         failure = _concluded(self._run, struck) if struck < row["attempts"] or is_over(row) else None
         return score(self._kind, events, read_steps(self._folder), state=row["state"], failure=failure)
+
+    def _with_node(self, event: Event) -> Event:
+        """Faults of nodes tell which one by its place in the job."""
+        at = event.data.get("rank")
+        if event.kind != EventKind.DRILL or event.data.get("kind") not in _OF_NODES or at is None:
+            return event
+        name = self._nodes[at] if at < len(self._nodes) else None
+        return replace(event, data={"node": name, **event.data, "rank": None})
 
 
 def _saved(row: dict[str, Any]) -> int:

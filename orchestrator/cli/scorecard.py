@@ -215,8 +215,9 @@ def _node(fault: Event) -> str | None:
 
 
 def _struck(fault: Event) -> str:
-    who = " ".join(word for word in (_word("rank", fault.data.get("rank")), _node(fault)) if word)
-    return f"{who or 'the run'} at step {fault.data.get('step')}"
+    who = " on ".join(word for word in (_word("rank", fault.data.get("rank")), _node(fault)) if word)
+    step = "" if fault.data.get("step") is None else f" at step {fault.data['step']}"
+    return f"{who or 'the run'}{step}"
 
 
 def _words(event: Event) -> str:

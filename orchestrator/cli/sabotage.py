@@ -1,0 +1,56 @@
+"""Faults that no process of the job has to bring about: a damaged checkpoint, and a disk that takes no more."""
+
+import os
+import resource
+from pathlib import Path
+
+import psutil
+
+from checkpointing.catalog import Catalog
+from orchestrator.errors import Precondition
+from trainer.contract.run_dir import RunDir
+
+_WRITER = "orch-writer"
+_DAMAGE = 64
+"""Bytes that are turned over in the middle of the largest file."""
+
+
+def damage_newest(folder: RunDir) -> tuple[int, Path]:
+    """Turn bytes of the newest committed checkpoint over; returns its step and the file. Raises Precondition."""
+    found = Catalog(folder.checkpoints).committed() if folder.checkpoints.is_dir() else []
+    if not found:
+        raise Precondition(
+            f"{folder.name} has no committed checkpoint in its own folder", where=str(folder.checkpoints),
+            hint=f"orch ckpt ls {folder.name}",
+        )  # fmt: skip
+    files = [path for path in (folder.checkpoints / found[0].name).rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    middle = largest.stat().st_size // 2
+    descriptor = os.open(largest, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        before = os.pread(descriptor, _DAMAGE, middle)
+        os.pwrite(descriptor, bytes(255 - byte for byte in before), middle)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return found[0].step, largest
+
+
+def fill_disk(job_id: str) -> int:
+    """Let no checkpoint writer of a job on this machine write to a file any more; returns how many there are.
+
+    A limit on the size of files stands for the full disk: a real one would stop everybody else on it as well.
+    """
+    job = psutil.Process(int(job_id.partition("-")[0]))
+    writers = [process for process in job.children(recursive=True) if _title(process).startswith(_WRITER)]
+    for writer in writers:
+        _, hard = resource.prlimit(writer.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(writer.pid, resource.RLIMIT_FSIZE, (0, hard))
+    return len(writers)
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it has ended meanwhile
+        return ""

@@ -13,7 +13,7 @@ from trainer.contract.events import EventKind
 from trainer.contract.outcome import ExitCode
 from trainer.contract.progress import Phase, ProgressCell, StopReason
 from trainer.worker import reduction, state
-from trainer.worker.course import course
+from trainer.worker.course import Course
 from trainer.worker.data import Data, take
 from trainer.worker.drill import Drill
 from trainer.worker.mesh import Layout
@@ -48,6 +48,8 @@ class Outside:
     saver: Saver
     drill: Drill
     rhythm: Rhythm
+    course: Course
+    losses: Losses
     started: float  # time.monotonic() of the rank's start
     skip: Collection[int] = ()  # positions in the data that are left out
 
@@ -70,8 +72,6 @@ class Loop:
     def __init__(self, config: JobConfig, trained: Trained, progressed: Progressed, outside: Outside) -> None:
         self._config, self._trained, self._progressed, self._outside = config, trained, progressed, outside
         self._stop = StopFlag(outside.cell)
-        self._course = course(outside.cell, trained.model, trained.layout.device)
-        self._losses = Losses(config.recovery.spike)
         self._unread: Unread | None = None
         self._first = True
         self._mark = time.perf_counter()
@@ -96,11 +96,11 @@ class Loop:
     def _train(self, step: int) -> Unread:
         """One optimizer step; nothing in it waits for the device."""
         trained, train = self._trained, self._config.train
-        self._course.enter(Phase.DATA)
+        self._outside.course.enter(Phase.DATA)
         self._outside.drill.in_data(step)
         position, batches = take(trained.data, self._outside.skip)
         loss = self._accumulate(step, batches)
-        self._course.enter(Phase.OPTIMIZER)
+        self._outside.course.enter(Phase.OPTIMIZER)
         reduced = self._reduce(step, loss)
         set_learning_rate(trained.optimizer, learning_rate(train, step))
         # A save in lazy mode still reads what the optimizer is about to change.
@@ -109,16 +109,16 @@ class Loop:
         self._stalled(time.perf_counter() - began)
         trained.optimizer.step()
         trained.optimizer.zero_grad(set_to_none=True)
-        self._course.stepped(step)
+        self._outside.course.stepped(step)
         return Unread(reduced, position)
 
     def _reduce(self, step: int, loss: torch.Tensor) -> Reduced:
         """Sum over all ranks what they have to know of each other, and clip the gradients by it."""
         gradients = [p.grad for p in self._trained.model.parameters() if p.grad is not None]
         self._outside.drill.before_reduce(step)
-        self._course.pause()
+        self._outside.course.pause()
         reduced = reduction.reduce(step, gradients, loss, self._stop.asked(), self._word(step))
-        self._course.resume()
+        self._outside.course.resume()
         reduction.clip(gradients, reduced.norm, self._config.train.clip_norm)
         return reduced
 
@@ -128,13 +128,13 @@ class Loop:
         total = torch.zeros((), device=trained.layout.device)
         factor = drill.loss_factor(step)
         for number, batch in enumerate(batches):
-            self._course.enter(Phase.FORWARD)
+            self._outside.course.enter(Phase.FORWARD)
             if not number:
                 drill.in_forward(step)
             loss = trained.workload.loss(trained.model, batch) / len(batches)
             if factor != 1.0:
                 loss = loss * factor
-            self._course.enter(Phase.BACKWARD)
+            self._outside.course.enter(Phase.BACKWARD)
             loss.backward()
             total += loss.detach()
         return total
@@ -176,7 +176,7 @@ class Loop:
         self._wish, self._committed = result.word.wish, max(self._committed, result.word.committed)
         self._outside.cell.update(loss=result.loss, grad_norm=result.grad_norm)
         self._tell(result)
-        bad = self._losses.judge(result.loss, result.grad_norm)
+        bad = self._outside.losses.judge(result.loss, result.grad_norm)
         if bad is not None:
             # Before any save of it: every rank reads the same sums, so all of them end here.
             raise BadStep(result.step, unread.position, bad)
@@ -204,7 +204,7 @@ class Loop:
     def _save(self, reason: StopReason) -> None:
         """Save; wait for the commit when the run ends with it."""
         outside, step = self._outside, self._progressed.step
-        self._course.enter(Phase.CHECKPOINT)
+        self._outside.course.enter(Phase.CHECKPOINT)
         if reason:
             self._stop.served()
             if self._trained.layout.rank == 0:
@@ -258,4 +258,4 @@ class Loop:
         digest = state.weights_digest(self._trained.model)
         if self._trained.layout.rank == 0:
             self._outside.journal.final(step=self._progressed.step, loss=self._progressed.loss, weights_digest=digest)
-        self._course.enter(Phase.DONE)
+        self._outside.course.enter(Phase.DONE)

@@ -25,6 +25,7 @@ from trainer.contract.rank import SPEC_VARIABLE, RankSpec
 from trainer.contract.run_dir import RunDir
 from trainer.worker import device as devices
 from trainer.worker import flight, last_words, mesh, rendezvous, warming, workload
+from trainer.worker.course import course
 from trainer.worker.drill import Drill
 from trainer.worker.lament import lament
 from trainer.worker.leaving import seconds_left
@@ -32,6 +33,7 @@ from trainer.worker.loop import Loop, Outside, Trained
 from trainer.worker.metrics import Journal
 from trainer.worker.rhythm import Rhythm
 from trainer.worker.saving import Progressed, Saver
+from trainer.worker.spikes import Losses
 from trainer.worker.ticker import Ticker
 
 if TYPE_CHECKING:
@@ -76,6 +78,7 @@ def _train(spec: RankSpec, cell: ProgressCell, control: socket.socket, started: 
     rendezvous.choose_interface(config.cluster.interface, spec.host)
     with flight.recording(spec):
         rendezvous.join(spec, control, device)
+    fitness.measure(spec, config, control, device)
         trained = _build(made, mesh.build(config.parallel, device, spec.rank, spec.world_size))
         flight.tell_groups(spec)
         code = _loop(spec, config, run_dir, cell, trained, started)
@@ -127,6 +130,8 @@ def _loop(
         saver=saver,
         drill=_drill(spec, config, journal, cell),
         rhythm=_rhythm(config, token, saved, journal),
+        course=course(cell, trained.model, trained.layout.device),
+        losses=Losses(config.recovery.spike),
         started=started,
         skip=skip,
     )

@@ -104,6 +104,8 @@ def run(scenario: dict) -> dict:
     answer = {
         "codes": [rank.code for rank in ranks],
         "steps": [rank.step() for rank in ranks],
+        "cells": [[rank.cell.read().phase.name, rank.cell.read().collective] for rank in ranks],
+        "work": [[rank.cell.work().steps, *rank.cell.work().sections] for rank in ranks],
         "saved": [rank.cell.read().saved_step for rank in ranks],
         "restored": [rank.cell.read().restored_step for rank in ranks],
         "last": [rank.heard() for rank in ranks],

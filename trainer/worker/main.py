@@ -78,7 +78,7 @@ def _train(spec: RankSpec, cell: ProgressCell, control: socket.socket, started: 
     rendezvous.choose_interface(config.cluster.interface, spec.host)
     with flight.recording(spec):
         rendezvous.join(spec, control, device)
-    fitness.measure(spec, config, control, device)
+        fitness.measure(spec, config, control, device)
         trained = _build(made, mesh.build(config.parallel, device, spec.rank, spec.world_size))
         flight.tell_groups(spec)
         code = _loop(spec, config, run_dir, cell, trained, started)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.agent.flight_record import SCHEDULED, STARTED, Entry, Flight, parse
+from trainer.agent.flight_record import SCHEDULED, STARTED, Entry, Flight, Group, parse
 
 __all__ = ["Finding", "Flight", "analyse", "parse"]
 
@@ -46,29 +46,30 @@ class _Records:
         self.flights = {flight.rank: flight for flight in flights}
         self.silent = set(unanswered) - set(self.flights)
         self.world = tuple(sorted({*expected, *self.flights}))
-        self.members = {key: self._members_of(key) for key in self._keys()}
+        self.having: dict[str, dict[int, Group]] = {}  # each group as its ranks know it
+        for rank, flight in self.flights.items():
+            for key, group in flight.groups.items():
+                self.having.setdefault(key, {})[rank] = group
+        known = set(self.world)
+        self.members = {key: self._members_of(key, known) for key in self.having}
 
-    def _keys(self) -> list[str]:
-        return list(dict.fromkeys(key for flight in self.flights.values() for key in flight.groups))
-
-    def _members_of(self, key: str) -> tuple[int, ...]:
+    def _members_of(self, key: str, known: set[int]) -> tuple[int, ...]:
         """As its ranks were told; else all that have it, and the whole world for the group that is the world's."""
-        having = [flight.groups[key] for flight in self.flights.values() if key in flight.groups]
-        told = max((group.ranks for group in having), key=len, default=())
+        having = self.having[key]
+        told = max((group.ranks for group in having.values()), key=len, default=())
         if told:
-            world = set(self.world)
-            return tuple(rank for rank in told if rank in world)
-        if any(group.description == "default_pg" for group in having) or key == "0":
+            return tuple(rank for rank in told if rank in known)
+        if key == "0" or any(group.description == "default_pg" for group in having.values()):
             return self.world
-        return tuple(sorted(rank for rank, flight in self.flights.items() if key in flight.groups))
+        return tuple(sorted(having))
 
     def entered(self, key: str, rank: int) -> int:
-        flight = self.flights.get(rank)
-        return flight.groups[key].entered if flight and key in flight.groups else 0
+        group = self.having[key].get(rank)
+        return group.entered if group else 0
 
     def completed(self, key: str, rank: int) -> int:
-        flight = self.flights.get(rank)
-        return flight.groups[key].completed if flight and key in flight.groups else 0
+        group = self.having[key].get(rank)
+        return group.completed if group else 0
 
 
 def analyse(flights: Iterable[Flight], expected_ranks: Iterable[int], unanswered: Iterable[int] = ()) -> Finding:
@@ -83,7 +84,7 @@ def analyse(flights: Iterable[Flight], expected_ranks: Iterable[int], unanswered
         return _nothing(records)
     if (absent := _missing(records, stalls)) is not None:
         return absent
-    return _together(stalls[0])
+    return _together(stalls)
 
 
 def _by_number(records: _Records) -> dict[str, dict[int, dict[int, Entry]]]:
@@ -111,10 +112,11 @@ def _stall(records: _Records, key: str, numbers: Mapping[str, Mapping[int, Mappi
     queued = [rank for rank in inside if begun and rank in entries and entries[rank].state == SCHEDULED]
     silent = [rank for rank in records.members[key] if rank in records.silent]
     missing = (late or queued) + silent
+    out = set(missing)
     return _Stall(
         group=key,
         sequence=first,
-        inside=tuple(rank for rank in inside if rank not in missing),
+        inside=tuple(rank for rank in inside if rank not in out),
         missing=tuple(missing),
         entry=next((entries[rank] for rank in inside if rank in entries), None),
     )
@@ -129,7 +131,7 @@ def _desync(
 ) -> Finding | None:
     """The first collective that ranks entered differently, of those that are not long over."""
     for key, by_sequence in numbers.items():
-        over = min(records.completed(key, rank) for rank in records.flights if key in records.flights[rank].groups)
+        over = min(group.completed for group in records.having[key].values())
         for sequence in sorted(by_sequence):
             entries = by_sequence[sequence]
             if sequence < over or len(entries) < 2:
@@ -185,13 +187,16 @@ def _usual(
 
 def _crossed(records: _Records, stalls: Sequence[_Stall]) -> Finding | None:
     """Ranks that wait for each other in different groups: they entered the groups' collectives in different orders."""
-    waiting = {stall.group: set(stall.inside) for stall in stalls}
-    for stall in stalls:
-        for other in stalls:
-            if other.group == stall.group or not stall.missing or not other.missing:
-                continue
-            here, there = set(stall.missing) & waiting[other.group], set(other.missing) & waiting[stall.group]
-            if here and there and set(stall.missing) <= waiting[other.group]:
+    missed = [stall for stall in stalls if stall.missing]
+    inside: dict[int, list[_Stall]] = {}
+    for stall in missed:
+        for rank in stall.inside:
+            inside.setdefault(rank, []).append(stall)
+    for stall in missed:
+        # Whoever is crossed with this one holds all that it misses, the first of them included.
+        for other in inside.get(stall.missing[0], ()):
+            here, there = set(stall.missing) & set(other.inside), set(other.missing) & set(stall.inside)
+            if there and len(here) == len(stall.missing):
                 fewer = here if (len(here), min(here)) <= (len(there), min(there)) else there
                 return Finding(
                     kind="desync_order",
@@ -213,7 +218,8 @@ def _missing(records: _Records, stalls: Sequence[_Stall]) -> Finding | None:
     if not fronts:
         return None
     # Where all that are missing wait nowhere, the stall began; in the other groups some only wait for that.
-    stall, ranks = max(fronts, key=lambda front: (front[1] == front[0].missing, len(front[0].inside)))
+    # Of several such groups the smallest comes first in a step: tensor parallel before data parallel.
+    stall, ranks = max(fronts, key=lambda front: (front[1] == front[0].missing, -len(front[0].inside)))
     return Finding(
         kind="missing",
         ranks=tuple(sorted(ranks)),
@@ -232,13 +238,16 @@ def _how(records: _Records, stall: _Stall, ranks: Sequence[int]) -> str:
     return f"never entered {stall}"
 
 
-def _together(stall: _Stall) -> Finding:
+def _together(stalls: Sequence[_Stall]) -> Finding:
+    full = [stall for stall in stalls if not stall.missing]
+    stall = max(full or stalls, key=lambda stall: len(stall.inside))
+    rest = "nobody is missing, and it does not end" if full else "whom they miss waits for others in turn"
     return Finding(
         kind="stuck_together",
         ranks=stall.inside,
         group=stall.group,
         sequence=stall.sequence,
-        reason=f"{_ranks(stall.inside)} {_wait(stall.inside)} inside {stall}; nobody is missing, and it does not end",
+        reason=f"{_ranks(stall.inside)} {_wait(stall.inside)} inside {stall}; {rest}",
     )
 
 

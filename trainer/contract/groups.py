@@ -2,6 +2,10 @@
 
 import functools
 from collections.abc import Iterable
+from functools import lru_cache
+
+MOST = 1_000_000
+"""Ranks of one group that are believed."""
 
 
 def groups_file(socket: str) -> str:
@@ -22,11 +26,16 @@ def runs(ranks: Iterable[int]) -> list[list[int]]:
 
 
 def unrun(told: Iterable[Iterable[int]]) -> tuple[int, ...]:
-    """The ranks that `runs` was given."""
-    return _unrun(tuple((first, last, step) for first, last, step in told))
+    """The ranks that `runs` was given; equal ones are one object, for ten thousand ranks tell of the same groups.
+
+    Raises ValueError when it is no list of runs, or one of more than `MOST` ranks.
+    """
+    return _unrun(tuple(tuple(run) for run in told))
 
 
-@functools.lru_cache(maxsize=4096)
-def _unrun(told: tuple[tuple[int, int, int], ...]) -> tuple[int, ...]:
-    """Ten thousand ranks tell of the same groups: one copy of each is enough."""
-    return tuple(rank for first, last, step in told for rank in range(first, last + 1, max(1, step)))
+@lru_cache(maxsize=8192)
+def _unrun(told: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+    ranges = [range(first, last + 1, max(1, step)) for first, last, step in told]
+    if sum(map(len, ranges)) > MOST:
+        raise ValueError(f"a group of more than {MOST:,} ranks")
+    return tuple(rank for one in ranges for rank in one)

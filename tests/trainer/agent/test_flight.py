@@ -1,7 +1,9 @@
 """What flight records say together: tables of records, NCCL's as torch writes them, and what holds of all."""
 
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.agent.flight import analyse
-from trainer.agent.flight_record import WIRE, Flight, parse
+from trainer.agent.flight_record import WIRE, Flight, Group, parse
 from trainer.contract.groups import runs, unrun
 
 
@@ -23,7 +25,9 @@ def call(group: str, number: int, op: str = "gloo:all_reduce", size: int = 4, **
     }  # fmt: skip
 
 
-def flight(rank: int, *entries: dict[str, Any], groups: Mapping[str, list[int]] | None = None, **over: Any) -> Flight:
+def flight(
+    rank: int, *entries: dict[str, Any], groups: Mapping[str, Iterable[int]] | None = None, **over: Any
+) -> Flight:
     dump = {"version": "2.10", "pg_config": {"": {"desc": "", "name": "", "ranks": "[]"}}, "entries": entries, **over}
     told = {key: {"name": key, "desc": "", "runs": runs(ranks)} for key, ranks in (groups or {}).items()}
     return parse(rank, json.dumps(dump), told)
@@ -185,6 +189,43 @@ def test_groups_entered_in_different_orders() -> None:
     assert finding.reason.endswith("they went into two groups' collectives in different orders")
 
 
+def test_ranks_that_wait_in_a_ring() -> None:
+    rings = {"1": [0, 1], "2": [1, 2], "3": [2, 0]}
+    flights = []
+    for rank, (own, other) in enumerate((("1", "3"), ("2", "1"), ("3", "2"))):
+        told = {key: rings[key] for key in (own, other)}
+        flights.append(flight(rank, *history(own, 3, inside=True), *history(other, 2, inside=False), groups=told))
+    finding = analyse(flights, range(3))
+    assert finding.kind == "stuck_together"
+    assert finding.reason.endswith("whom they miss waits for others in turn")
+
+
+def test_of_ten_thousand_the_one() -> None:
+    """Groups of eight and of 1,250 beside the world: nothing here may take the square of anything."""
+    flights = []
+    for rank in range(10_000):
+        tp, dp = 10_000 + rank // 8, 20_000 + rank % 8
+        late = rank == 4_321
+        entries = [call("0", 7), call(str(tp), 8, retired=late or rank // 8 != 540), call(str(dp), 9)]
+        groups = {
+            "0": range(10_000),
+            str(tp): range(rank // 8 * 8, rank // 8 * 8 + 8),
+            str(dp): range(rank % 8, 10_000, 8),
+        }
+        entries[1]["collective_seq_id"] -= late
+        entries[2]["retired"] = rank % 8 != 4_321 % 8 or rank // 8 == 540
+        entries[2]["collective_seq_id"] -= rank // 8 == 540
+        known = {key: Group(tuple(ranks), 0, 0) for key, ranks in groups.items()}
+        one = flight(rank, *entries)
+        merged = {key: replace(one.groups[key], ranks=known[key].ranks) for key in one.groups}
+        flights.append(replace(one, groups=merged))
+    began = time.process_time()
+    finding = analyse(flights, range(10_000))
+    assert (finding.kind, finding.ranks, finding.group) == ("missing", (4_321,), "10540")
+    assert finding.reason.endswith("in which ranks 4320, 4322, 4323, 4324, 4325, 4326 and 4327 wait")
+    assert time.process_time() - began < 20, "a second is usual; quadratic work takes minutes"
+
+
 def test_a_group_whose_ranks_nobody_told_is_made_of_those_that_have_it() -> None:
     flights = [
         flight(rank, *history("0", 3, inside=False), *history("7", 2 - rank, inside=rank == 0)) for rank in (0, 1)
@@ -298,6 +339,14 @@ def test_the_wire_refuses_garbage(text: str) -> None:
 @given(st.sets(st.integers(0, 2000)))
 def test_runs_hold_every_rank(ranks: set[int]) -> None:
     assert unrun(runs(ranks)) == tuple(sorted(ranks))
+
+
+def test_ranks_of_a_group_are_kept_once() -> None:
+    told = [[0, 9_999, 1]]
+    assert unrun(told) is unrun([list(run) for run in told])
+    for wrong in ([[0, 10**12, 1]], [[1, 2]]):
+        with pytest.raises(ValueError, match=r"."):
+            unrun(wrong)
 
 
 @given(

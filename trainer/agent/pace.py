@@ -208,8 +208,10 @@ class _Group:
         )
         for streaks in self._streaks.values():
             streaks.pop(place, None)
-        if self._past:  # what is newer may have been slow already
-            self._past[place] = deque(list(self._past[place])[:-_RECENT], maxlen=_OWN + _RECENT)
+        if self._past:  # its newest windows may have been slow already: they are no measure of it
+            usual, past = self._earlier(place), self._past[place]
+            for at in range(max(0, len(past) - _RECENT), len(past)):
+                past[at] = usual
 
     def _section(self, level: Level, place: int) -> tuple[str, float]:
         """Where most of the excess arises; of a large group some peers are enough for that."""

@@ -4,22 +4,28 @@ import errno
 import os
 import resource
 import secrets
+import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from checkpointing.durable import write_durably
-from trainer.agent import address
+from trainer.agent import address, gpu_health
 from trainer.contract.config import JobConfig
 from trainer.contract.outcome import Failure, FailureKind
+from trainer.contract.watching import PreflightConfig
 
 _FEWEST_FILES = 1024
 _DEVICES = Path("/dev")
 _AMD = Path("/dev/kfd")
 _DRIVER_SECONDS = 60.0
+_SHARED_MEMORY = Path("/dev/shm")
+_LEAST_SHARED = 16 << 20  # for each rank: NCCL's buffers; gloo and the progress cells need none
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +47,21 @@ def examine(run_dir: Path, config: JobConfig) -> list[Fault]:
     found = (
         _run_folder(run_dir),
         _data(config),
-        _shared_memory(),
+        _shared_memory(cluster.gpus_per_node),
         _open_files(cluster.ranks_per_node),
         _interface(cluster.interface),
         _devices(cluster.gpus_per_node),
+        _broken_devices(cluster.gpus_per_node),
     )
     return [fault for fault in found if fault is not None]
+
+
+def machine() -> str:
+    """The same for nodes that are simulated on one machine: their speeds cannot be compared."""
+    try:
+        return _BOOT.read_text().strip()
+    except OSError:
+        return ""
 
 
 def _run_folder(run_dir: Path) -> Fault | None:
@@ -77,10 +92,14 @@ def _data(config: JobConfig) -> Fault | None:
     return None
 
 
-def _shared_memory() -> Fault | None:
-    if os.access("/dev/shm", os.W_OK | os.X_OK):
+def _shared_memory(gpus: int) -> Fault | None:
+    if not os.access(_SHARED_MEMORY, os.W_OK | os.X_OK):
+        return Fault(check="shared memory", reason="/dev/shm is missing or not writable", shared=False)
+    free, wanted = shutil.disk_usage(_SHARED_MEMORY).free, _LEAST_SHARED * gpus
+    if free >= wanted:
         return None
-    return Fault(check="shared memory", reason="/dev/shm is missing or not writable", shared=False)
+    reason = f"/dev/shm has {free >> 20} MiB free, below {wanted >> 20} MiB for {gpus} rank(s) with GPUs"
+    return Fault(check="shared memory", reason=reason, shared=False)
 
 
 def _open_files(ranks: int) -> Fault | None:
@@ -122,12 +141,30 @@ def _devices(wanted: int) -> Fault | None:
 def _driver_count() -> int | None:
     """GPUs that answer nvidia-smi; 0 when it hangs, None when there is no nvidia-smi."""
     try:
-        said = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_DRIVER_SECONDS).stdout
+        said = _driver("-L")
     except subprocess.TimeoutExpired:
         return 0
     except OSError:
         return None
     return sum(1 for line in said.splitlines() if line.strip().startswith(("GPU ", "MIG ")))
+
+
+def _broken_devices(wanted: int) -> Fault | None:
+    """GPUs that are there and answer, but have lost memory, links or clocks."""
+    if not wanted:
+        return None
+    try:
+        found = gpu_health.complaints(_driver("-q", "-x"))
+        lost = gpu_health.lost_links(_driver("nvlink", "--status")) if wanted > 1 else ""
+    except (subprocess.TimeoutExpired, OSError):
+        return None  # `_devices` has its word on a driver that does not answer
+    reasons = [*found, lost] if lost else found
+    return Fault(check="GPU health", reason="; ".join(reasons), shared=False) if reasons else None
+
+
+def _driver(*arguments: str) -> str:
+    command = ["nvidia-smi", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_DRIVER_SECONDS).stdout
 
 
 def verdict(faults: Mapping[str, Sequence[Fault]]) -> Failure | None:
@@ -150,3 +187,25 @@ def verdict(faults: Mapping[str, Sequence[Fault]]) -> Failure | None:
     if first.check == "data":
         return Failure(kind=FailureKind.USER_ERROR, reason=f"on every node: {first.reason}", node=None)
     return Failure(kind=FailureKind.STORAGE, reason=first.reason, node=None)
+
+
+def skew(ahead: Mapping[str, float], config: PreflightConfig) -> Failure | None:
+    """PURE: whom to blame when the nodes' clocks are so many seconds ahead of the coordinator's.
+
+    Of two nodes that disagree nobody knows which is right.
+    """
+    if not ahead:
+        return None
+    middle = median(ahead.values())
+    node = max(ahead, key=lambda name: abs(ahead[name] - middle))
+    apart = max(ahead.values()) - min(ahead.values())
+    if apart <= config.skew:
+        return None
+    if len(ahead) < 3:
+        reason = f"the clocks of {' and '.join(ahead)} are {apart:.0f} s apart, above {config.skew:g} s"
+        return Failure(kind=FailureKind.UNKNOWN, reason=reason, node=None)
+    reason = (
+        f"{node}: its clock is {abs(ahead[node] - middle):.0f} s {'ahead of' if ahead[node] > middle else 'behind'}"
+        f" the median of {len(ahead)} nodes (limit {config.skew:g} s)"
+    )
+    return Failure(kind=FailureKind.NODE_SUSPECT, reason=reason, node=node)

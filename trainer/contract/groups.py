@@ -1,6 +1,5 @@
 """What a rank tells of its process groups, in a file beside its flight socket: gloo's own records name no ranks."""
 
-import functools
 from collections.abc import Iterable
 from functools import lru_cache
 

@@ -113,6 +113,7 @@ FINE = [
     (crew(at(5, "eval", 9.5)), together(*range(8)), "no rank stopped first: all are inside collective #4"),
     # A debugger has somebody with it; a stopped process has its three seconds.
     (crew(at(5, "data", 600.0, state="t"), age=600.0), NOTHING, "a debugger holds it"),
+    (crew(at(5, age=600.0, state="t"), at(2, "data", 600.0), age=600.0), NOTHING, "a debugger holds it"),
     (crew(at(5, "data", 2.5, state="T"), age=2.5), NOTHING, "rank 5 on n1 stands in data"),
     ([at(0, "data", 6.0, state="T")], NOTHING, "8.0 s for data"),
 ]  # fmt: skip
@@ -141,6 +142,11 @@ def test_when_records_are_asked_for(seen, finding, more, words):
     judgement = judge(seen, finding, LIMITS, **more)
     assert judgement.verdict is Verdict.LOOK
     assert words in judgement.reason
+
+
+def test_a_node_is_named_without_a_rank_only_when_all_of_it_is_there():
+    assert judge(crew(), together(*range(8)), LIMITS).node is None
+    assert judge(crew(), together(4, 5, 6, 7), LIMITS).node == "n1"
 
 
 def test_pythons_lock_is_named_and_breaks_a_tie():

@@ -42,6 +42,11 @@ LIMITS = [
     (still(1000, "restore", alive=1.0), 1119.0, "120 s for restore, counted from its last sign of life"),
     (still(9000, "compile", alive=0.0), 3600.0, "at most 3600 s"),
     (still(60, "forward", first=True), 120.0, "120 s for any part of a first step"),
+    (
+        still(1000, "forward", first=True, alive=1.0),
+        1119.0,
+        "120 s for any part of a first step, counted from its last",
+    ),
     (still(60, "nap"), 120.0, "120 s for nap"),
     # Waiting for a disk is a sign of life where disks are waited for.
     (still(60, "checkpoint", state="D"), 3600.0, "it waits for a disk (state D)"),

@@ -92,7 +92,14 @@ def _sizes(config: RunConfig) -> Iterator[Complaint]:
         config.parallel.shard_size(config.cluster.world_size)
     except ValueError as error:
         yield str(error), "parallel.dp_shard=0 takes all ranks that are left"
-    world = config.cluster.world_size
+    cluster = config.cluster
+    if cluster.spare_nodes and cluster.nodes == 1:
+        yield (
+            f"cluster.spare_nodes={cluster.spare_nodes} with cluster.nodes=1: the first node leads the job, "
+            f"and no spare can take its place",
+            "cluster.spare_nodes=0: after the loss of its only node a run goes on in a new job",
+        )
+    world = cluster.world_size
     for event in config.drill.events:
         if not 0 <= event.rank < world:
             yield f"drill.events: rank={event.rank} is not one of the {world} ranks", f"rank: {world - 1}"

@@ -9,7 +9,8 @@ from orchestrator.controller.sight import Sight
 from orchestrator.controller.view import RunView
 from orchestrator.controller.watch import Watch
 from orchestrator.recovery.evidence import Evidence, LogTail
-from orchestrator.scheduler.base import ENDED_STATES, LEAVING_STATES
+from orchestrator.registry.records import Attempt
+from orchestrator.scheduler.base import ENDED_STATES, LEAVING_STATES, RUNNING_STATES, JobStatus
 from trainer.contract.outcome import AttemptOutcome
 from trainer.contract.run_dir import AttemptDir
 
@@ -54,10 +55,19 @@ def collect(view: RunView, sight: Sight, watch: Watch) -> Evidence:
         leaving_for=_span(watch, f"leaving:{key}", leaving, True),
         started=beat is not None or _has_events(place),
         silent_for=watch.age(f"beat:{key}", beat.seq if beat else "none"),
+        leader_gone=leader_gone(attempt, job),
         outcome=outcome,
         cancel_asked=view.cancel is not None,
         tails=read_tails(place) if ended and outcome is None else (),
     )
+
+
+def leader_gone(attempt: Attempt, job: JobStatus | None) -> str:
+    """The first node of a running job that Slurm has taken out of it: with --no-kill the others stay, with nobody."""
+    if job is None or job.state not in RUNNING_STATES or not job.nodes or not attempt.nodes:
+        return ""
+    leader = attempt.nodes[0]
+    return "" if leader in job.nodes else leader
 
 
 def _span(watch: Watch, key: str, holds: bool, value: Any) -> float:

@@ -48,6 +48,9 @@ def judge(evidence: Evidence) -> Verdict:
         if evidence.leaving_for < LEAVING_LIMIT:
             return Verdict(end=End.OPEN, reason=f"job {evidence.job.job_id} is {evidence.job.state}")
         return _ended(evidence)
+    # Slurm says that the node which leads is out of the job, and the job says nothing any more.
+    if evidence.leader_gone and evidence.silent_for >= LOST_AFTER:
+        return _without_leader(evidence, evidence.job)
     if not evidence.job_ended:
         return Verdict(end=End.OPEN, reason=f"job {evidence.job.job_id} is {evidence.job.state}")
     # The program ended by itself: its own word may become visible a little later.
@@ -55,6 +58,15 @@ def judge(evidence: Evidence) -> Verdict:
     if evidence.outcome is None and evidence.started and by_itself and evidence.ended_for < OUTCOME_GRACE:
         return Verdict(end=End.OPEN, reason=f"job {evidence.job.job_id} has ended: waiting for its outcome file")
     return _ended(evidence)
+
+
+def _without_leader(evidence: Evidence, job: JobStatus) -> Verdict:
+    """With --no-kill such a job would stay to its time limit and do nothing: it is over, and will be cancelled."""
+    if evidence.outcome is not None:
+        return _ended(evidence)
+    reason = f"{evidence.leader_gone}, which led job {job.job_id}, is out of the job and its heartbeat is silent"
+    failure = Failure(kind=FailureKind.NODE_LOST, reason=reason, node=evidence.leader_gone)
+    return Verdict(end=End.FAILED, reason=reason, failure=failure)
 
 
 def _judge_absent(evidence: Evidence) -> Verdict:

@@ -194,6 +194,15 @@ class SlurmLab:
         processes.send(processes.using(self.folder / "spool" / node), signal.SIGKILL)
         processes.send(work, signal.SIGKILL)
 
+    def cut_power(self, node: str) -> None:
+        """Everything of the node is gone at once: nobody of it can report the end of another."""
+        work = processes.job_processes(self.conf, node)
+        steps = processes.steps_of(work)
+        daemon = self.pids[f"slurmd-{node}"]
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            processes.send([daemon, *steps, *work], number)
+        self._kill(f"slurmd-{node}")
+
     def start_node(self, node: str) -> None:
         """Start the node's slurmd again and take the node back into service."""
         self._start_slurmd(node)

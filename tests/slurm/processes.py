@@ -65,6 +65,17 @@ def job_processes(conf: Path, node: str | None = None) -> list[int]:
     return found
 
 
+def steps_of(work: Iterable[int]) -> list[int]:
+    """The slurmstepds that have started these processes."""
+    found = set()
+    for pid in work:
+        try:
+            found |= {parent.pid for parent in psutil.Process(pid).parents() if parent.name() == "slurmstepd"}
+        except psutil.NoSuchProcess:
+            continue
+    return sorted(found)
+
+
 def send(pids: Iterable[int], signal: int) -> None:
     """Signal those that are still there."""
     for pid in pids:

@@ -191,9 +191,9 @@ class Roster:
                 self.members[node].peer.send("start", seat=seat, **fields)
 
     def names(self) -> list[str]:
-        """Of all nodes that have joined: those with a seat in its order, then the others."""
+        """Of all nodes that have joined: those with a seat in its order, then the others that are still there."""
         order = [node for _, node in sorted(self.seats.items())]
-        order += sorted(self.members.keys() - set(order))
+        order += sorted({member.node for member in self.present()} - set(order))
         return [self.members[node].name for node in order if node in self.members]
 
     async def empty(self, seconds: float) -> None:

@@ -254,6 +254,16 @@ def test_a_wrong_override_names_key_place_and_remedy(
     assert caught.value.exit_code == 2
 
 
+def test_spare_nodes_need_more_than_the_node_that_leads(environ: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"cluster.spare_nodes=1 with cluster.nodes=1: .* leads the job") as caught:
+        compose("tiny-gpt", ["cluster.nodes=1", "cluster.ranks_per_node=4", "cluster.spare_nodes=1"], environ=environ)
+    assert "override #3: cluster.spare_nodes=1" in caught.value.where
+    assert "cluster.spare_nodes=0" in caught.value.hint
+    assert (
+        compose("tiny-gpt", ["cluster.nodes=2", "cluster.spare_nodes=1"], environ=environ).config.cluster.all_nodes == 3
+    )
+
+
 def test_a_run_is_a_command_or_a_workload(environ: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="one or the other") as caught:
         compose("tiny-gpt", ["command=[python]", "workload=a.b:C"], environ=environ)

@@ -45,6 +45,8 @@ OPEN = {
     "just gone": (evidence(None, absent_for=59.0, silent_for=999.0), "looking again"),
     "gone but beating": (evidence(None, absent_for=999.0, silent_for=3.0), "heartbeat goes on"),
     "gone, outcome, once": (evidence(None, absent_for=0.0, outcome=FINISHED), "looking again"),
+    "leader out, still beating": (evidence("RUNNING", leader_gone="n1", silent_for=59.0), "job 7 is RUNNING"),
+    "silent with its leader": (evidence("RUNNING", silent_for=999.0), "job 7 is RUNNING"),
     "outcome on its way": (evidence("COMPLETED", ended_for=1.0), "waiting for its outcome"),
 }
 
@@ -63,6 +65,13 @@ ENDS = {
     "finished, then preempted": (evidence("PREEMPTED", outcome=FINISHED), End.FINISHED, None, "all ranks"),
     "finished, queue forgot": (evidence(None, absent_for=6.0, outcome=FINISHED), End.FINISHED, None, "all ranks"),
     "completed without a word": (evidence("COMPLETED"), End.FAILED, FailureKind.UNKNOWN, "without an outcome"),
+    "leader out, silent": (
+        evidence("RUNNING", leader_gone="n1", silent_for=60.0), End.FAILED, FailureKind.NODE_LOST,
+        "n1, which led job 7, is out of the job and its heartbeat is silent",
+    ),
+    "leader out, done": (
+        evidence("RUNNING", leader_gone="n1", silent_for=60.0, outcome=FINISHED), End.FINISHED, None, "all ranks",
+    ),
     "never started": (
         evidence("FAILED", started=False), End.FAILED, FailureKind.LAUNCH_FAILED, "before its agents started",
     ),

@@ -90,6 +90,7 @@ def test_a_spare_takes_the_lost_nodes_seat_and_the_others_keep_theirs():
     assert made.seats == {0: 0, 1: 3, 2: 2}
     assert [member.name for member in made.seated()] == ["n0", "n3", "n2"]
     assert made.spares() == []
+    assert made.names() == ["n0", "n3", "n2"]
     assert made.all_ready()
     assert not made.is_needed(1)
 

@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import cProfile
 import json
+import math
 import os
 import pstats
 import resource
@@ -45,7 +46,7 @@ def main() -> int:
     parser.add_argument("--ranks-per-node", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=20.0, help="of the steady state that is measured")
     parser.add_argument("--step", type=float, default=1.0, help="seconds that a step takes")
-    parser.add_argument("--rounds", type=int, default=1, help="incidents of each kind")
+    parser.add_argument("--rounds", type=int, default=1, help="incidents of each kind; 0: CPU only")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--profile", action="store_true", help="where the coordinator's time goes; figures are worse")
     options = parser.parse_args()
@@ -83,7 +84,10 @@ class Scene:
             await self._until(EventKind.GENERATION_STARTED, _JOIN_SECONDS, leading)
             joined = time.monotonic() - started
             await asyncio.sleep(_WARM_SECONDS)
+            before = await self._asked(agents, "reports 0")
             share = await self._steady(leading)
+            after = await self._asked(agents, "reports 0")
+            rate = (after["reports"] - before["reports"]) / self._options.seconds
             verdicts = [
                 await self._incident(agents, kind, number, leading)
                 for number in range(self._options.rounds)
@@ -93,7 +97,7 @@ class Scene:
             agents.terminate()
             leading.cancel()
             await asyncio.gather(leading, agents.wait(), return_exceptions=True)
-        return self._found(joined, share, verdicts)
+        return self._found(joined, share, rate, verdicts)
 
     def _coordinator(self) -> Coordinator:
         options, token = self._options, LaunchToken(attempt=1, epoch=1, job_id="7", nonce="0badcafe")
@@ -129,12 +133,11 @@ class Scene:
         self, agents: asyncio.subprocess.Process, kind: str, number: int, leading: "asyncio.Task[int]"
     ) -> dict[str, Any]:
         """One rank stops; what is said about it, and when."""
-        assert agents.stdin is not None
-        assert agents.stdout is not None
         rank = self._options.nodes * self._options.ranks_per_node // 2 + 13 * number
-        agents.stdin.write(f"{kind} {rank}\n".encode())
-        stopped = json.loads(await agents.stdout.readline())
-        event = await self._until(EventKind.INCIDENT, _VERDICT_SECONDS, leading)
+        stopped = await self._asked(agents, f"{kind} {rank}")
+        event = await self._until(EventKind.INCIDENT, _VERDICT_SECONDS, leading, stern=False)
+        if event is None:
+            return {"kind": kind, "after": math.inf, "limit": math.nan, "seconds": math.inf, "right": False}
         verdict = json.loads((self._run.path / event["data"]["evidence"] / "verdict.json").read_text())
         after = event["time"] - stopped["time"]
         await self._until(EventKind.GENERATION_STARTED, _JOIN_SECONDS, leading)
@@ -144,8 +147,18 @@ class Scene:
             "seconds": max(0.0, after - verdict["allowed_seconds"]), "right": event["data"]["rank"] == rank,
         }  # fmt: skip
 
-    async def _until(self, kind: EventKind, seconds: float, leading: "asyncio.Task[int]") -> dict[str, Any]:
-        """The next event of this kind after the last one that was returned."""
+    async def _asked(self, agents: asyncio.subprocess.Process, order: str) -> dict[str, Any]:
+        """What the agents answer to one order."""
+        assert agents.stdin is not None
+        assert agents.stdout is not None
+        agents.stdin.write(f"{order}\n".encode())
+        answer: dict[str, Any] = json.loads(await agents.stdout.readline())
+        return answer
+
+    async def _until(
+        self, kind: EventKind, seconds: float, leading: "asyncio.Task[int]", *, stern: bool = True
+    ) -> dict[str, Any] | None:
+        """The next event of this kind after the last one that was returned; none in time is an error if `stern`."""
         give_up = time.monotonic() + seconds
         while time.monotonic() < give_up and not leading.done():
             events, _ = read_events(self._attempt.event_file("coordinator"))
@@ -154,13 +167,15 @@ class Scene:
                     self._read = at
                     return {"time": event.time, "data": event.data}
             await asyncio.sleep(0.25)
+        if not stern and not leading.done():
+            return None
         ended = f"; the coordinator ended: {leading}" if leading.done() else ""
         raise RuntimeError(f"no {kind} within {seconds:.0f} s{ended}")
 
-    def _found(self, joined: float, share: float, verdicts: list[dict[str, Any]]) -> dict[str, Any]:
+    def _found(self, joined: float, share: float, rate: float, verdicts: list[dict[str, Any]]) -> dict[str, Any]:
         options = self._options
         rows = [{"row": "coordinator: CPU of one core", "value": share, **_bounds("cpu")}]
-        for kind in KINDS:
+        for kind in KINDS if verdicts else ():
             times = [verdict["seconds"] for verdict in verdicts if verdict["kind"] == kind]
             rows.append(
                 {"row": f"limit over -> verdict ({kind})", "value": statistics.median(times), **_bounds("verdict")}
@@ -168,6 +183,7 @@ class Scene:
         return {
             "benchmark": "scale", "nodes": options.nodes, "ranks": options.nodes * options.ranks_per_node,
             "cores": os.cpu_count(), "seconds": options.seconds, "step": options.step, "joined": joined,
+            "reports_a_second": rate,
             "verdicts": verdicts, "rows": rows,
         }  # fmt: skip
 

@@ -3,7 +3,7 @@
     python -m benchmarks.scale.agents COORDINATOR_JSON NODES RANKS_PER_NODE STEP_SECONDS
 
 One line on stdin stops one rank: `stopped RANK` (its process is halted) or `forward RANK` (it computes for ever).
-The answer is a line of JSON with the time: seconds since the epoch.
+The answer is a line of JSON with the time of the stop, seconds since the epoch; `reports 0` asks for their number.
 """
 
 import asyncio
@@ -35,6 +35,7 @@ class World:
         self._seconds = seconds
         self._began, self._generation = time.monotonic(), 0
         self.culprit, self.how, self._stopped = -1, "", 0.0
+        self.reports = 0
 
     def stop(self, how: str, rank: int) -> None:
         """In the middle of a forward."""
@@ -149,6 +150,7 @@ class Agent:
         await asyncio.sleep(random.random() * self._period)
         while True:
             self._peer.send("progress", generation=self._generation, **(self._summary() if self._generation else {}))
+            self._world.reports += 1
             await asyncio.sleep(self._period)
 
     def _summary(self) -> dict[str, Any]:
@@ -176,6 +178,9 @@ async def _follow_orders(world: World) -> None:
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         how, rank = line.split()
+        if how == "reports":
+            print(json.dumps({"reports": world.reports}), flush=True)
+            continue
         world.stop(how, int(rank))
         print(json.dumps({"rank": world.culprit, "time": time.time() + world.due()}), flush=True)
 

@@ -1,5 +1,6 @@
 """The lines that people read."""
 
+import math
 from typing import Any
 
 MUST = {"cpu": 0.30, "verdict": 2.0}
@@ -11,7 +12,8 @@ def report(found: dict[str, Any]) -> str:
     lines = [
         f"{found['ranks']} synthetic ranks behind {found['nodes']} agents, {found['cores']} cores, "
         f"steps of {found['step']:g} s, {found['seconds']:g} s of steady state; all had joined and were ready after "
-        f"{found['joined']:.1f} s",
+        f"{found['joined']:.1f} s; {found['reports_a_second']:.0f} reports a second, "
+        f"{1e6 * found['rows'][0]['value'] / max(1.0, found['reports_a_second']):.0f} us of CPU each",
         "",
         f"{'row':<34} {'ours':>8} {'must':>8} {'stretch':>8}  verdict",
     ]
@@ -31,6 +33,8 @@ def _value(row: str, value: float) -> str:
 
 
 def _said(verdict: dict[str, Any]) -> str:
+    if math.isinf(verdict["seconds"]):
+        return f"{verdict['kind']}: NO VERDICT in time"
     right = "the right rank" if verdict["right"] else "THE WRONG RANK"
     return (
         f"{verdict['kind']}: {right} named {verdict['after']:.1f} s after it stopped, {verdict['limit']:.1f} s allowed"

@@ -74,7 +74,9 @@ class Coordinator:
         self._past, self._due = Past(), 0.0
         self._vigil = Vigil(run, attempt, config, events, self._roster)
         self._restored, self._undecided = 0, False
-        self._gathering = Gathering(self._roster, self._stopping, self._until, lambda: self._now)
+        self._gathering = Gathering(
+            config.recovery.preflight, self._roster, self._stopping, self._until, lambda: self._now
+        )
         self._answers = Answers(
             config, attempt=attempt, stopping=self._stopping, questions=self._questions, ask_stop=self._ask_stop,
             roster=self._roster, wall=wall,
@@ -139,7 +141,7 @@ class Coordinator:
             case "lost":
                 self._lose(node, message["reason"])
             case "fit":
-                self._roster.members[node].faults = [Fault(**fault) for fault in message["faults"]]
+                self._roster.examined(node, [Fault(**fault) for fault in message["faults"]], message, self._wall())
             case "ready" | "unready":
                 self._roster.members[node].ready = message["say"] == "ready"
             case "unloadable":
@@ -177,7 +179,7 @@ class Coordinator:
                 self._past.heard(message)
                 self._restored = max(self._restored, int(message.get("restored", 0)))
                 self._vigil.heard(node, message)
-            case "flight":
+            case "flight" | "fitness":
                 self._vigil.heard(node, message)
             case "evidence":
                 self._vigil.heard(node, message)
@@ -343,11 +345,10 @@ class Coordinator:
             await self._absorb(left)
 
     async def _watch(self) -> None:
-        """A hang that is certain, its evidence kept, breaks the generation."""
-        if self._now.first_failure is None:
-            hung = await self._vigil.look()
-            if hung is not None:
-                self._break(hung)
+        """A hang that is certain, its evidence kept, breaks the generation; so do ranks that had gone apart."""
+        found = await self._vigil.look(self._now)
+        if found is not None:
+            self._break(found)
 
     def _situation(self) -> Situation:
         now, generation, stop = time.monotonic(), self._now, self._stopping.stop

@@ -9,6 +9,7 @@ from trainer.agent.roster import Roster
 from trainer.agent.rungs import Action, Decision
 from trainer.agent.stopping import Stopping
 from trainer.contract.outcome import Failure, FailureKind
+from trainer.contract.watching import PreflightConfig
 
 JOIN_SECONDS = 300.0
 """How long agents may take to join: srun starts them within seconds, file systems show files late."""
@@ -25,8 +26,12 @@ Until = Callable[[Callable[[], bool], float], Awaitable[bool]]
 class Gathering:
     """Each method waits for one thing and returns a Decision when it will never come."""
 
-    def __init__(self, roster: Roster, stopping: Stopping, until: Until, generation: Callable[[], Generation]) -> None:
+    def __init__(
+        self, config: PreflightConfig, roster: Roster, stopping: Stopping, until: Until,
+        generation: Callable[[], Generation],
+    ) -> None:  # fmt: skip
         """`until` handles messages until a condition holds, or the seconds are over (False)."""
+        self._config = config
         self._roster, self._stopping, self._until, self._generation = roster, stopping, until, generation
 
     async def joined(self) -> Decision | None:
@@ -43,7 +48,7 @@ class Gathering:
         over = self._over(self._roster.all_examined, self._roster.can_train)
         answered = await self._until(over, EXAMINE_SECONDS)
         faults = {member.name: member.faults for member in self._roster.present() if member.faults is not None}
-        failure = preflight.verdict(faults)
+        failure = preflight.verdict(faults) or self._skewed()
         # What is a node's own trouble is left with that node when the others are enough.
         alone = failure is None or failure.kind is FailureKind.NODE_SUSPECT
         if failure is not None and not (alone and self._roster.can_train()):
@@ -51,6 +56,15 @@ class Gathering:
         if not (answered or self._roster.can_train()):
             return self._unanswered("was not examined", self._roster.unexamined(), EXAMINE_SECONDS)
         return None
+
+    def _skewed(self) -> Failure | None:
+        """A node whose clock is off is left out where that is possible."""
+        ahead = {member.name: member.ahead for member in self._roster.present() if member.faults is not None}
+        failure = preflight.skew(ahead, self._config)
+        node = self._roster.node_of(None if failure is None else failure.node)
+        if failure is not None and node is not None:
+            self._roster.members[node].unfit = failure.reason
+        return failure
 
     async def ready(self) -> Decision | None:
         """Every node's nursery can start ranks, and nothing has happened that makes it pointless."""

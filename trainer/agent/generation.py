@@ -84,6 +84,7 @@ class Generation:
     ends: dict[int, RankEnd] = field(default_factory=dict)
     first_failure: float | None = None
     broken: Failure | None = None
+    looked_back: bool = False  # its dead ranks' flight records were read
 
     def note(self, end: RankEnd) -> None:
         """A rank has ended."""

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from checkpointing.durable import dump_line
-from trainer.agent import burial, cores, mischief, preflight
+from trainer.agent import burial, cores, machine_identity, mischief, preflight
 from trainer.agent.births import Births, Wishes
 from trainer.agent.blame import signal_name
 from trainer.agent.local_ranks import LocalRank, LocalRanks
@@ -69,7 +69,8 @@ class NodeAgent:
             faults = await asyncio.to_thread(preflight.examine, self._run.path, self._config)
             reasons = "; ".join(fault.reason for fault in faults)
             self._events.write(EventKind.PREFLIGHT, node=self._place.node, ok=not faults, reason=reasons)
-            peer.send("fit", faults=[fault.to_json() for fault in faults])
+            told = [fault.to_json() for fault in faults]
+            peer.send("fit", faults=told, wall=time.time(), machine=machine_identity.identity())
             if not faults:
                 self._start_nursery()
             self._spawn(self._watch())
@@ -231,6 +232,9 @@ class NodeAgent:
                 loop.remove_reader(local.control)
             elif message.get("word") == "store":
                 self._peer.send("store", generation=ranks.generation, host=message["host"], port=message["port"])
+            elif message.get("word") == "fitness":
+                figures = {key: message[key] for key in ("matmul", "memory", "pairs")}
+                self._peer.send("fitness", generation=ranks.generation, rank=local.rank, **figures)
 
         loop.add_reader(local.control, read)
 

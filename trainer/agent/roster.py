@@ -28,6 +28,8 @@ class Member:
     ready: bool = False
     gone: int = 0  # newest generation of which nothing is left on this node
     lost: str = ""  # why it is lost
+    machine: str = ""  # identity of the machine it runs on, where that is known
+    ahead: float = 0.0  # seconds by which its clock is ahead of the coordinator's, the wire's delay included
     unfit: str = ""  # why its node must not train, though it answers
     progress: dict[str, Any] = field(default_factory=dict)
 
@@ -82,6 +84,12 @@ class Roster:
             message.get(key) != member.progress.get(key) for key in ("generation", "step", "phase")
         ):
             self._moved = now
+
+    def examined(self, node: int, faults: list[Fault], message: Message, wall: float) -> None:
+        """An agent has looked at its own node; `wall` is the time of day here. Raises TypeError or ValueError."""
+        member = self.members[node]
+        member.faults, member.machine = faults, str(message.get("machine", ""))
+        member.ahead = float(message.get("wall", wall)) - wall
 
     def present(self) -> list[Member]:
         return [member for member in self.members.values() if not member.lost]

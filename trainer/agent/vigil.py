@@ -3,14 +3,19 @@
 import asyncio
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from trainer.agent.autopsy import is_due, of_desync, of_the_dead
+from trainer.agent.blame import RankEnd
 from trainer.agent.board import board
+from trainer.agent.generation import Generation
 from trainer.agent.incidents import failure, keep, told
 from trainer.agent.pace import Pace
 from trainer.agent.roster import Roster
 from trainer.agent.stragglers import coordinate
+from trainer.agent.trial import Trial
 from trainer.agent.watchman import Incident, Watchman
 from trainer.agent.wire import Message
 from trainer.contract.config import JobConfig
@@ -20,6 +25,8 @@ from trainer.contract.run_dir import AttemptDir, RunDir
 
 _KEEP_SECONDS = 5.0
 """How long a hung file system may hold up the kill after the evidence's own time is over."""
+_SETTLED = 0.5
+"""Seconds after a first bad end until most of the others have come, and their flight records are written."""
 
 
 class Vigil:
@@ -29,6 +36,8 @@ class Vigil:
         self._run, self._attempt, self._config, self._events, self._roster = run, attempt, config, events, roster
         self._generation, self._watchman = 0, self._watch(0)
         self._pace: Pace | None = None
+        self._trial: Trial | None = None
+        self._unfit: Failure | None = None
 
     def begin(self, generation: int) -> None:
         """A new generation: nothing of the one before counts."""
@@ -38,6 +47,9 @@ class Vigil:
         known = straggler.on and len(nodes) == cluster.world_size
         alike = coordinate(self._config.parallel)
         self._pace = Pace(cluster.world_size, alike, nodes, straggler) if known else None
+        machines = {member.name: member.machine for member in self._roster.seated()}
+        self._trial = Trial(nodes, machines, self._config.recovery.preflight)
+        self._unfit = None
 
     def _watch(self, generation: int) -> Watchman:
         # Of a user's own command no step is known, so nothing can be said about its standing still.
@@ -51,10 +63,18 @@ class Vigil:
                 self._watchman.heard(node, message, time.monotonic())
                 for verdict in self._pace.heard(message.get("work", ())) if self._pace else ():
                     self._events.write(EventKind.STRAGGLER, **asdict(verdict))
+            case "fitness":
+                self._hear_fitness(message)
             case "flight":
                 self._watchman.answered(node, message)
             case "evidence":
                 self._watchman.collected(node, message)
+
+    def _hear_fitness(self, message: Message) -> None:
+        if self._trial is not None and self._trial.heard(message):
+            self._unfit = self._trial.failure()
+            reason = "" if self._unfit is None else self._unfit.reason
+            self._events.write(EventKind.PREFLIGHT, ok=self._unfit is None, reason=reason, speeds=self._trial.told())
 
     def board(self, wall: float) -> dict[str, Any]:
         """What ranks.json says now; `wall` is the time of day."""
@@ -63,10 +83,41 @@ class Vigil:
         ratios = {verdict.rank: verdict.ratio for verdict in self._pace.slow()} if self._pace else {}
         return board(seen, time=wall, generation=self._generation, p99=scene.p99(), ratios=ratios)
 
-    async def look(self) -> Failure | None:
-        """The failure that a hang means, once its evidence is kept; None while everything goes on."""
+    async def look(self, now: Generation) -> Failure | None:
+        """What breaks the generation that its ranks cannot say themselves; None while there is no such thing."""
+        if now.first_failure is None:
+            return self._found_unfit() or await self._found_hung()
+        if now.looked_back or now.broken is not None or time.monotonic() - now.first_failure < _SETTLED:
+            return None
+        now.looked_back = True
+        ends = tuple(now.ends.values())
+        return await self._found_apart(ends) if is_due(ends) else None
+
+    def _found_unfit(self) -> Failure | None:
+        """A node that was measured too slow."""
+        unfit, self._unfit = self._unfit, None
+        return unfit
+
+    async def _found_hung(self) -> Failure | None:
+        """A hang that is certain, once its evidence is kept."""
         incident = self._watchman.look(time.monotonic())
         return None if incident is None else await self._conclude(incident)
+
+    async def _found_apart(self, ends: Sequence[RankEnd]) -> Failure | None:
+        """Ranks had called different collectives, although each that died only says that others went away."""
+        world = self._config.cluster.world_size
+        try:
+            async with asyncio.timeout(_KEEP_SECONDS):
+                finding = await asyncio.to_thread(of_the_dead, self._attempt, self._generation, world)
+        except TimeoutError:
+            return None
+        judgement = None if finding is None else of_desync(finding, ends)
+        if judgement is None:
+            return None
+        name, now = f"g{self._generation:03d}-{judgement.kind}", time.monotonic()
+        return await self._conclude(
+            Incident(name=name, judgement=judgement, began=now, quiet=0.0, until=now, waits=set())
+        )
 
     async def _conclude(self, incident: Incident) -> Failure | None:
         withdrawn = self._watchman.moved_since(incident)

@@ -24,7 +24,7 @@ from trainer.contract.progress import Phase, ProgressCell
 from trainer.contract.rank import SPEC_VARIABLE, RankSpec
 from trainer.contract.run_dir import RunDir
 from trainer.worker import device as devices
-from trainer.worker import flight, last_words, mesh, rendezvous, warming, workload
+from trainer.worker import fitness, flight, last_words, mesh, rendezvous, warming, workload
 from trainer.worker.course import course
 from trainer.worker.drill import Drill
 from trainer.worker.lament import lament

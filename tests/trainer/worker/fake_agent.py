@@ -62,7 +62,8 @@ class Rank:
     def heard(self) -> dict | None:
         """What the dead rank has said last, if it could."""
         while (message := hear(self.control)) is not None:
-            self.last = message
+            if message["word"] == "last":
+                self.last = message
         return self.last
 
     def close(self) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import click
 
-from orchestrator.cli.feed import Feed
 from orchestrator.cli.live import Live, await_answer, live
 from orchestrator.cli.options import Verb
 from orchestrator.cli.registry import open_store
@@ -96,10 +95,9 @@ def _in_a_run(screen: Screen, name: str, kind: str, rank: int | None, yes: bool,
             "full-disk needs a job on this machine that is nobody else's", where="command line",
             hint="orch drill --demo full-disk",
         )  # fmt: skip
-    # By the clock that stamps the job's events: the newest of them is older than the fault.
-    since = max((event.time for event in Feed(found.folder.path).poll()), default=0.0)
     with watching(screen, found.run) as watch:
-        trial = _Trial(watch, found.run, found.folder, kind, since)
+        watch.skip()
+        trial = _Trial(watch, found.run, found.folder, kind)
         trial.strike(screen, found, rank)
         return trial.until_over(timeout), found.run
 
@@ -154,9 +152,8 @@ def _settings(kind: str, rank: int | None) -> tuple[str, ...]:
 class _Trial:
     """One drill as it goes: told on the way, scored when it is over."""
 
-    def __init__(self, watch: Watch, run: str, folder: RunDir, kind: str, since: float = 0.0) -> None:
-        """`since`: what happened before this time is no part of it."""
-        self._watch, self._run, self._folder, self._kind, self._since = watch, run, folder, kind, since
+    def __init__(self, watch: Watch, run: str, folder: RunDir, kind: str) -> None:
+        self._watch, self._run, self._folder, self._kind = watch, run, folder, kind
         self._done: list[Event] = []  # what this program did itself, as an event
         self._nodes: list[str] = []
 
@@ -185,9 +182,8 @@ class _Trial:
 
     def _did(self, found: Live, **data: Any) -> None:
         place = {key: int(found.beat.get(key) or 0) for key in ("attempt", "generation")}
-        now = max(time.time(), self._since)
         told = {"kind": self._kind, "rank": None, **data}
-        self._done.append(Event(time=now, source="drill", seq=1, kind=EventKind.DRILL, data=told, **place))
+        self._done.append(Event(time=time.time(), source="drill", seq=1, kind=EventKind.DRILL, data=told, **place))
 
     def until_saved(self, seconds: float) -> None:
         """The demo has trained and saved enough to be hit."""
@@ -204,8 +200,7 @@ class _Trial:
         return self._card(row)
 
     def _card(self, row: dict[str, Any]) -> Card:
-        seen = [event for event in self._watch.events if event.time > self._since]
-        events = sorted([*self._done, *map(self._with_node, seen)], key=lambda event: event.time)
+        events = sorted([*self._done, *map(self._with_node, self._watch.events)], key=lambda event: event.time)
         struck = max((event.attempt for event in events if event.kind == EventKind.DRILL), default=0)
         failure = _concluded(self._run, struck) if struck < row["attempts"] or is_over(row) else None
         return score(self._kind, events, read_steps(self._folder), state=row["state"], failure=failure)

@@ -12,6 +12,7 @@ from checkpointing.durable import dump_line
 from trainer.agent import burial, cores, machine_identity, mischief, preflight
 from trainer.agent.births import Births, Wishes
 from trainer.agent.blame import signal_name
+from trainer.agent.cry import last_cry
 from trainer.agent.local_ranks import LocalRank, LocalRanks
 from trainer.agent.nursery_link import NurseryLink
 from trainer.agent.recorder import Sockets
@@ -272,6 +273,8 @@ class NodeAgent:
         if said is not None:
             # It had said all when it died: dying in the interpreter's teardown changes nothing.
             end = {**said, "signal": None, "message": (said["message"] or "")[:4000]}
+        elif number == signal.SIGABRT:
+            end["message"] = last_cry(self._attempt.rank_log(rank), self._ranks.generation)
         end["word"] = said is not None or bool(self._config.command)
         self._peer.send("exit", generation=self._ranks.generation, rank=rank, stepped=local.stepped(), **end)
 

@@ -1,0 +1,72 @@
+"""Rung 1 with real agents and ranks: a bad step is rolled back, its batch left out, and the run finishes."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainer.agent.job import LocalJob
+from tests.trainer.agent.test_torch_ranks import TINY, data, training  # noqa: F401  # fixtures
+from trainer.contract import skips
+from trainer.contract.events import EventKind
+from trainer.contract.outcome import AttemptResult
+from trainer.contract.skips import Skip
+
+pytestmark = pytest.mark.multi
+
+BATCH = TINY["train"]["batch_size"]
+
+
+def nan(step: int, **fields: int) -> dict[str, Any]:
+    return {"kind": "nan", "rank": 1, "step": step, **fields}
+
+
+def digest(work: LocalJob) -> tuple[Any, ...]:
+    final = json.loads(work.attempt.final.read_text())
+    return tuple(final[key] for key in ("step", "loss", "weights_digest"))
+
+
+def test_a_step_that_is_no_number_is_rolled_back_and_the_run_ends_as_if_told_to_leave_its_batch_out(
+    training: Callable[..., LocalJob],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    work = training(drill={"events": [nan(6)]}).start()
+    work.go()
+    assert work.wait(90) == [0, 0], work.story()
+    assert (work.outcome().result, work.outcome().generations) == (AttemptResult.FINISHED, 2)
+    decision, _ = work.events(EventKind.DECISION)
+    assert decision.data["action"] == "roll_back"
+    assert "rollback 1 of 3, with that batch left out" in decision.data["reason"]
+    (left_out,) = work.events(EventKind.BATCH_SKIPPED)
+    assert (left_out.data["step"], left_out.data["position"]) == (6, 5 * BATCH)
+    assert [(one.step, one.position) for one in skips.read(work.attempt)] == [(6, 5 * BATCH)]
+    first = digest(work)
+
+    work.run.path.rename(tmp_path / "hurt")
+    told = training()
+    skips.add(told.attempt, [Skip(step=6, position=5 * BATCH, reason="told from the start")])
+    told.start()
+    told.go()
+    assert told.wait(90) == [0, 0], told.story()
+    assert digest(told) == first
+
+
+def test_a_step_that_stays_bad_holds_the_run(training: Callable[..., LocalJob]) -> None:  # noqa: F811
+    work = training(drill={"events": [nan(3, generation=0)]}).start()
+    work.go()
+    assert work.wait(90) == [78, 78], work.story()
+    outcome = work.outcome()
+    assert outcome.failure is not None
+    assert (outcome.generations, outcome.failure.kind, outcome.failure.node) == (2, "numeric", None)
+    assert "step 3 was bad before, and the batch it had then was left out" in outcome.reason
+
+
+def test_different_collectives_end_the_attempt_for_good(training: Callable[..., LocalJob]) -> None:  # noqa: F811
+    work = training(drill={"events": [{"kind": "desync-shape", "rank": 1, "step": 4, "generation": 0}]}).start()
+    work.go()
+    assert work.wait(90) == [78, 78], work.story()
+    outcome = work.outcome()
+    assert outcome.failure is not None
+    assert (outcome.generations, outcome.failure.kind, outcome.failure.rank) == (1, "desync", 1)

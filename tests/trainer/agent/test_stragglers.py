@@ -149,6 +149,16 @@ def test_a_slow_rank_is_named_with_what_it_costs_and_again_when_it_is_well():
     assert ranks.pace.slow() == []
 
 
+def test_a_group_that_hiccups_often_is_given_more_time():
+    ranks, usual = ranks_of(4), dict.fromkeys(range(4), 1.0)
+    slow = {**usual, 3: 1.5}
+    for _ in range(10):
+        assert ranks.go(slow, 2) + ranks.go(usual, 2) == []
+    assert ranks.go(slow, 4) == []
+    (verdict,) = ranks.go(slow, 8)
+    assert verdict.rank == 3
+
+
 def test_uneven_coordinates_are_no_stragglers():
     ranks = ranks_of(8, lambda rank: rank % 2)
     assert ranks.go({rank: 1.0 + rank % 2 for rank in range(8)}, 30) == []

@@ -1,0 +1,1 @@
+"""How soon a fault is noticed, named and mended, beside torchrun on the same faults."""

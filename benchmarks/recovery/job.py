@@ -1,0 +1,127 @@
+"""One run of the product, submitted as a user submits it, in a home of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.recovery.watching import until
+from trainer.contract.events import Event, EventKind, read_events
+from trainer.contract.run_dir import RunDir
+
+_OURS = ("orch-controller", "orch-agent", "orch-nursery", "orch-rank", "orch-scribe")
+
+
+class Job:
+    """A run from its submission on; leaving the block ends all of it."""
+
+    def __init__(self, folder: Path, kind: str, preset: str, *settings: str) -> None:
+        self._folder, self._settings = folder, (preset, *settings)
+        self._kind = kind
+        self._environment = {
+            **os.environ, "ORCH_HOME": str(folder / "home"), "ORCH_SITE_CONFIG": "",
+            "XDG_CONFIG_HOME": str(folder / "config"),
+        }  # fmt: skip
+        self.name = ""
+
+    def __enter__(self) -> "Job":
+        root = self._folder / "runs"
+        root.mkdir(parents=True)
+        told = self._orch("submit", *self._settings, f"cluster.root={root}", f"cluster.kind={self._kind}", "--json")
+        self.name = json.loads(told)["data"]["run"]
+        self._place = RunDir(root / self.name)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._orch("cancel", self.name, stern=False)
+        self._orch("controller", "stop", stern=False)
+        for process in self.processes(*_OURS):
+            process.kill()
+
+    def _orch(self, *words: str, stern: bool = True) -> str:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "orchestrator.cli.main", *words],
+            env=self._environment, cwd=self._folder, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        if stern and done.returncode:
+            raise RuntimeError(f"orch {' '.join(words)}: exit {done.returncode}: {done.stderr.strip()[-500:]}")
+        return done.stdout
+
+    # -- what its files say
+
+    def path(self, relative: str) -> Path:
+        return self._place.path / relative
+
+    def events(self) -> list[Event]:
+        """All of them, in the order of time."""
+        found: list[Event] = []
+        for attempt in self._place.all_attempts():
+            for path in attempt.events.glob("*.jsonl"):
+                found += read_events(path)[0]
+        return sorted(found, key=lambda event: event.time)
+
+    def event(self, kind: EventKind, seconds: float, *, generation: int = 0, after: float = 0.0, **data: Any) -> Event:
+        """The first event of this kind, generation and data; waits for it."""
+
+        def look() -> Event | None:
+            for event in self.events():
+                right = event.kind == kind and event.time >= after and generation in (0, event.generation)
+                if right and all(event.data.get(key) == value for key, value in data.items()):
+                    return event
+            return None
+
+        return until(look, seconds, f"event {kind} {data or ''}")
+
+    def reached(self, step: int, seconds: float) -> None:
+        """Wait until every rank has trained this step."""
+
+        def look() -> bool | None:
+            logs = [log for attempt in self._place.all_attempts() for log in attempt.work_logs()]
+            done = [self._newest(log).get("step", 0) >= step for log in logs]
+            return True if done and all(done) else None
+
+        until(look, seconds, f"step {step} of {self.name}")
+
+    def pid(self, rank: int) -> int:
+        """The newest process of a rank, as its own work log tells."""
+        attempt = self._place.all_attempts()[-1]
+        return int(self._newest(attempt.work_log(rank))["pid"])
+
+    def _newest(self, log: Path) -> dict[str, Any]:
+        whole = [line for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        return dict(json.loads(whole[-1])) if whole else {}
+
+    # -- its processes
+
+    def processes(self, *names: str) -> list[psutil.Process]:
+        """Those of this home whose title begins with one of `names`."""
+        found = []
+        for process in psutil.process_iter(["cmdline", "environ", "status"]):
+            words = process.info["cmdline"] or [""]
+            mine = (process.info["environ"] or {}).get("ORCH_HOME") == self._environment["ORCH_HOME"]
+            if mine and words[0].startswith(names) and process.info["status"] != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        return found
+
+    def agent(self, node: int) -> psutil.Process:
+        """The agent of one simulated node."""
+        agents = self.processes("orch-agent")
+        return next(agent for agent in agents if agent.environ().get("SUBMITIT_LOCAL_GLOBALID") == str(node))
+
+    def began(self) -> float:
+        """When the first agent's process was made, seconds since the epoch."""
+        return min(float(process.create_time()) for process in self.processes("orch-agent"))
+
+
+def hit(pid: int, number: signal.Signals) -> float:
+    """Send a signal; returns the time just before."""
+    import time
+
+    now = time.time()
+    os.kill(pid, number)
+    return now

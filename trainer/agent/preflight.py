@@ -25,7 +25,6 @@ _DRIVER_SECONDS = 60.0
 _SHARED_MEMORY = Path("/dev/shm")
 _LEAST_SHARED = 16 << 20  # for each rank: NCCL's buffers; gloo and the progress cells need none
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +53,6 @@ def examine(run_dir: Path, config: JobConfig) -> list[Fault]:
         _broken_devices(cluster.gpus_per_node),
     )
     return [fault for fault in found if fault is not None]
-
-
-def machine() -> str:
-    """The same for nodes that are simulated on one machine: their speeds cannot be compared."""
-    try:
-        return _BOOT.read_text().strip()
-    except OSError:
-        return ""
 
 
 def _run_folder(run_dir: Path) -> Fault | None:

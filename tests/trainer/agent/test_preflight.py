@@ -39,9 +39,3 @@ def test_shared_memory_must_hold_what_nccl_puts_there(tmp_path, monkeypatch, fre
     found = preflight.examine(tmp_path, JobConfig(cluster=ClusterShape(ranks_per_node=2, gpus_per_node=gpus)))
     assert [fault.check for fault in found] == ["shared memory"] * faults
     assert all(fault.reason == "/dev/shm has 31 MiB free, below 32 MiB for 2 rank(s) with GPUs" for fault in found)
-
-
-def test_simulated_nodes_are_the_same_machine(tmp_path, monkeypatch):
-    assert preflight.machine() == preflight.machine() != ""
-    monkeypatch.setattr(preflight, "_BOOT", tmp_path / "none")
-    assert preflight.machine() == ""

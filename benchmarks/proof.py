@@ -49,8 +49,16 @@ def figures(cases: list[Xml.Element]) -> str:
     """What the cases recorded; whole numbers of one name are added up, since the cases share a count out."""
     found: dict[str, list[str]] = {}
     for item in (item for case in cases for item in case.iter("property")):
+        if "\n" in str(item.get("value")):
+            continue
         found.setdefault(str(item.get("name")), []).append(str(item.get("value")))
     return "; ".join(f"{name}: {_total(values)}" for name, values in found.items())
+
+
+def pictures(cases: list[Xml.Element]) -> list[str]:
+    """What the cases recorded in several lines: shown below the table, as it is."""
+    found = [item for case in cases for item in case.iter("property") if "\n" in str(item.get("value"))]
+    return [f"\n## {item.get('name')}\n\n```\n{item.get('value')}\n```" for item in found]
 
 
 def _total(values: list[str]) -> str:
@@ -87,7 +95,7 @@ def main() -> int:
     head = HEAD.format(
         date=datetime.datetime.now(datetime.UTC).date(), machine=machine(), result=f"{passed} of {len(cases)} passed"
     )
-    TARGET.write_text(head + "\n".join(rows(cases)) + "\n")
+    TARGET.write_text(head + "\n".join([*rows(cases), *pictures(cases)]) + "\n")
     print(f"{passed} of {len(cases)} passed; written to {TARGET.relative_to(ROOT)}")
     return code
 

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,10 @@ class LocalJob:
         fields = {"attempt": 1, "epoch": 1, "job_id": self.job_id, "nonce": "0badcafe"}
         LaunchToken(**{**fields, **changes}).write(self.attempt.go)
 
-    def start(self, *, environ: dict[str, str] | None = None, local: bool = True) -> "LocalJob":
+    def start(
+        self, *, environ: dict[str, str] | None = None, local: bool = True, within: Sequence[Sequence[str]] = ()
+    ) -> "LocalJob":
+        """`within`: for each node, the words that its agent is started by."""
         for node in range(self.nodes):
             place = {
                 "SUBMITIT_LOCAL_JOB_ID": str(self.job.pid),
@@ -54,7 +57,7 @@ class LocalJob:
             place = place if local else {}
             with (self.attempt.submission / f"{node}.err").open("ab") as log:
                 agent = subprocess.Popen(
-                    [sys.executable, "-P", "-c", _AGENT, str(self.run.path), "1"],
+                    [*(within[node] if within else ()), sys.executable, "-P", "-c", _AGENT, str(self.run.path), "1"],
                     env={**os.environ, "ORCH_TEST_RUN": str(self.run.path.parent), **(environ or {}), **place},
                     stdout=log,
                     stderr=log,

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from orchestrator.cli.live import Live, await_answer, live
+from orchestrator.cli.live import Live, await_answer, await_end, live
 from orchestrator.cli.options import Verb
 from orchestrator.cli.registry import open_store
 from orchestrator.cli.render import Screen
@@ -167,11 +167,12 @@ class _Trial:
                 self._did(found, step=found.beat.get("step"))
                 screen.note(f"{found.run}: {writers} checkpoint writers can write no more")
             case "corrupt-checkpoint":
+                # What memory holds is good: only a new job must read the disk. And while this one lives, it saves on.
+                found.ask(RequestKind.DRILL, "orch drill", value=last, detail="kill-agent")
+                await_end(found, ANSWER)
                 step, path = damage_newest(found.folder)
                 self._did(found, step=step)
-                screen.note(f"{found.run}: turned some bytes over in {path}; now it must be loaded from there")
-                # What memory holds is good: only the loss of a node makes the next generation read the disk.
-                found.ask(RequestKind.DRILL, "orch drill", value=last, detail="kill-agent")
+                screen.note(f"{found.run}: turned some bytes over in {path}")
             case "kill-agent" | "kill-node":
                 # The agent that is to be killed may not live to answer.
                 found.ask(RequestKind.DRILL, "orch drill", value=last if at is None else at, detail=self._kind)

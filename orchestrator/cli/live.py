@@ -16,6 +16,8 @@ from trainer.contract.requests import REFUSED, Request, RequestKind
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 LOOK_EVERY = 0.2
+STOPPED = 5.0
+"""Seconds without a heartbeat after which an agent that was killed is taken to be dead."""
 SILENT = 90.0
 """Seconds without a heartbeat after which nobody is taken to listen; clocks of nodes may differ a little."""
 
@@ -92,6 +94,24 @@ def await_answer(found: Live, request: str, timeout: float, clock: Callable[[], 
             raise WaitTimeout(
                 f"{found.run} has not answered within {timeout:g} s", where=str(found.folder.requests / request),
                 hint=f"the request stands; look:  orch status {found.run}   orch logs {found.run} --node 0",
+            )  # fmt: skip
+        time.sleep(LOOK_EVERY)
+
+
+def await_end(found: Live, timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
+    """Until nothing of the attempt writes any more: it said its last word, or its heart has stopped; WaitTimeout."""
+    began = clock()
+    beat, still = _beat(found.place), began
+    while _over(found.place) is None:
+        now, newest = clock(), _beat(found.place)
+        if newest != beat:
+            beat, still = newest, now
+        elif now - still >= STOPPED:
+            return
+        if now - began >= timeout:
+            raise WaitTimeout(
+                f"attempt {found.place.number} of {found.run} goes on", where=str(found.place.path),
+                hint=f"orch show {found.run}",
             )  # fmt: skip
         time.sleep(LOOK_EVERY)
 

@@ -8,6 +8,7 @@ import pytest
 
 from checkpointing.durable import dump_line
 from orchestrator.cli import live
+from orchestrator.errors import WaitTimeout
 from orchestrator.states import RunState
 from tests.orchestrator.cli.conftest import Seeds, Type
 from trainer.contract.events import EventKind, EventLog
@@ -106,6 +107,42 @@ def test_waiting_ends_with_124_and_says_that_the_request_stands(orch: Type, seed
     assert said.code == 124
     assert "the request stands" in said.err
     assert len(pending(folder.requests, 1, set())) == 1
+
+
+class Clock:
+    """Seconds that pass when somebody sleeps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.then = lambda: None
+        monkeypatch.setattr(live.time, "sleep", self._sleep)
+
+    def __call__(self) -> float:
+        return self.now
+
+    def _sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.then()
+
+
+def test_the_end_of_an_attempt_is_its_last_word_or_its_last_beat(
+    orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = seeds.run()
+    folder = begun(seeds, run)
+    found, clock = live.live(run), Clock(monkeypatch)
+    live.await_end(found, 60.0, clock)
+    assert clock.now >= live.STOPPED
+
+    clock.now = 0.0
+    clock.then = lambda: folder.attempt(1).heartbeat.write_text(dump_line({"seq": clock.now}))
+    with pytest.raises(WaitTimeout, match="attempt 1 of tiny-1 goes on"):
+        live.await_end(found, 60.0, clock)
+
+    clock.now = 0.0
+    over(folder, "a node was lost")
+    live.await_end(found, 60.0, clock)
+    assert clock.now == 0.0
 
 
 def nobody(seeds: Seeds, what: str) -> tuple[str, str]:

@@ -21,10 +21,15 @@ class Wishes:
 
     suspects: tuple[int, ...] = ()  # steps whose checkpoints are not to be loaded
     skip: tuple[int, ...] = ()  # positions in the data that are left out
+    fit: bool = True  # ranks measure their nodes: some of these are new to them
 
     @classmethod
     def from_message(cls, message: Message) -> "Wishes":
-        return cls(suspects=tuple(message.get("suspects", ())), skip=tuple(message.get("skip", ())))
+        return cls(
+            suspects=tuple(message.get("suspects", ())),
+            skip=tuple(message.get("skip", ())),
+            fit=bool(message.get("fit", True)),
+        )
 
 
 class Births:
@@ -89,6 +94,7 @@ class Births:
             flight=self._sockets.path(rank, generation) if self._sockets else "",
             suspects=wishes.suspects,
             skip=wishes.skip,
+            fit=wishes.fit,
         )
 
     def _host(self) -> str:

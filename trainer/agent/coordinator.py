@@ -300,7 +300,7 @@ class Coordinator:
         return decision
 
     def _replace(self, decision: Decision) -> Decision | None:
-        self._now.broken = None
+        self._now.broken, self._past.new_nodes = None, True
         return replacing.replace(decision, self._roster, self._events)
 
     async def _generation(self) -> Decision | None:
@@ -311,8 +311,9 @@ class Coordinator:
         self._events.write(EventKind.GENERATION_STARTED, world=world, nodes=nodes)
         master = [self._host, free_port(self._host)] if self._config.command else None
         skip = [each.position for each in self._past.skipped]
-        self._roster.start(generation=self._now.number, master=master, suspects=self._past.suspects, skip=skip)
-        self._due, self._restored = 0.0, 0
+        suspects, fit = self._past.suspects, self._past.new_nodes
+        self._roster.start(generation=self._now.number, master=master, suspects=suspects, skip=skip, fit=fit)
+        self._due, self._restored, self._past.new_nodes = 0.0, 0, False
         self._vigil.begin(self._now.number)
         while (decision := rungs.decide(self._situation())).action is Action.WAIT:
             # Short only while something is about to be decided by the clock.

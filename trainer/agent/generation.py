@@ -22,6 +22,7 @@ class Past:
     skipped: list[Skip] = field(default_factory=list)  # batches that rollbacks of this attempt have left out
     hung: list[str] = field(default_factory=list)  # nodes blamed for a hang, once for each
     generations: int = 0
+    new_nodes: bool = True  # since the last generation, or because there was none
     fruitless_before: int = 0  # restarts in a row that trained no new step
     furthest: int = 0  # step that any generation before this one has trained
     reached: int = 0  # the same of this one; 0: none

@@ -38,6 +38,7 @@ class Vigil:
         self._pace: Pace | None = None
         self._trial: Trial | None = None
         self._unfit: Failure | None = None
+        self._restored = 0  # the step that this generation began from
 
     def begin(self, generation: int) -> None:
         """A new generation: nothing of the one before counts."""
@@ -50,6 +51,7 @@ class Vigil:
         machines = {member.name: member.machine for member in self._roster.seated()}
         self._trial = Trial(nodes, machines, self._config.recovery.preflight)
         self._unfit = None
+        self._restored = 0
 
     def _watch(self, generation: int) -> Watchman:
         # Of a user's own command no step is known, so nothing can be said about its standing still.
@@ -61,8 +63,11 @@ class Vigil:
         match message["say"]:
             case "progress":
                 self._watchman.heard(node, message, time.monotonic())
+                self._restored = max(self._restored, int(message.get("restored", 0)))
                 for verdict in self._pace.heard(message.get("work", ())) if self._pace else ():
-                    self._events.write(EventKind.STRAGGLER, **asdict(verdict))
+                    self._events.write(
+                        EventKind.STRAGGLER, **{**asdict(verdict), "step": self._restored + verdict.step}
+                    )
             case "fitness":
                 self._hear_fitness(message)
             case "flight":

@@ -42,6 +42,7 @@ class RankSpec:
     writer_fd: int = -1  # stream socket to the checkpoint writer that the agent owns; -1: the rank starts its own
     suspects: tuple[int, ...] = ()  # steps whose checkpoints must not be loaded
     skip: tuple[int, ...] = ()  # positions in the data that are left out
+    fit: bool = True  # whether ranks measure their nodes before they train
     env: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:

@@ -17,11 +17,11 @@ _EXCHANGED = {"cpu": 8 << 20, "cuda": 64 << 20}
 
 
 def measure(spec: RankSpec, config: JobConfig, control: socket, device: torch.device) -> None:
-    """Measure and tell the agent; once in an attempt, since a restart in place is on nodes that were fit.
+    """Measure and tell the agent, where that is wanted: in the first generation, and when a node is new to the ranks.
 
     Collective over the world when it has several ranks. The part on GPUs has not run on one yet.
     """
-    if not config.recovery.preflight.on or spec.generation > 1:
+    if not config.recovery.preflight.on or not spec.fit:
         return
     began = time.monotonic()
     matmul, memory = _matmul(device), _memory(device)

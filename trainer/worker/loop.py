@@ -144,6 +144,8 @@ class Loop:
         step, outside = unread.reduced.step, self._outside
         outside.journal.worked(step)
         saved, seconds = outside.saver.committed_step or 0, outside.rhythm.save_seconds
+        # A rank that is held up from here on has not gone ahead of its peers: it is on its way to its next batch.
+        outside.cell.enter(Phase.DATA)
         outside.cell.update(step=step, saved_step=saved, save_seconds=seconds, step_seconds=self._seconds)
         reason = self._settle()
         self._check_saved(step)

@@ -12,7 +12,7 @@ from orchestrator.cli.live import Live, await_answer, await_end, live
 from orchestrator.cli.options import Verb
 from orchestrator.cli.registry import open_store
 from orchestrator.cli.render import Screen
-from orchestrator.cli.sabotage import damage_newest, fill_disk
+from orchestrator.cli.sabotage import damage_newest, expendable, fill_disk
 from orchestrator.cli.scorecard import ALIASES, EXPECTED, Card, score
 from orchestrator.cli.status import one_row
 from orchestrator.cli.story import read_steps
@@ -26,7 +26,7 @@ from trainer.contract.run_dir import RunDir
 
 STEP = 25
 """Of the demo: where a rank is hit."""
-SAVED = 10
+SAVED = 20
 """Of the demo: what the agents bring about is asked for when this step is trained and saved."""
 SLOWER = 0.3
 """Seconds that a slow rank works more in every step; of a demo's step that is far more than a tenth."""
@@ -142,7 +142,8 @@ def _settings(kind: str, rank: int | None) -> tuple[str, ...]:
         return ("drill.events=[]", "train.steps=120", *unsaved)
     value = f", value: {SLOWER}" if kind == "slow-rank" else ""
     event = f"kind: {ALIASES.get(kind, kind)}, rank: {1 if rank is None else rank}, step: {STEP}{value}"
-    steps = ("train.steps=80",) if kind == "slow-rank" else ()
+    # Four ranks that do the same work: of two, nobody can say soon which one is odd.
+    steps = ("train.steps=80", "parallel.tp=1", "parallel.dp_shard=4") if kind == "slow-rank" else ()
     return (f"drill.events=[{{{event}}}]", *steps)
 
 
@@ -167,6 +168,7 @@ class _Trial:
                 self._did(found, step=found.beat.get("step"))
                 screen.note(f"{found.run}: {writers} checkpoint writers can write no more")
             case "corrupt-checkpoint":
+                expendable(found.folder)
                 # What memory holds is good: only a new job must read the disk. And while this one lives, it saves on.
                 found.ask(RequestKind.DRILL, "orch drill", value=last, detail="kill-agent")
                 await_end(found, ANSWER)

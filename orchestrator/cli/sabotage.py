@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from checkpointing.catalog import Catalog
+from checkpointing.catalog import Catalog, Entry
 from orchestrator.errors import Precondition
 from trainer.contract.run_dir import RunDir
 
@@ -15,15 +15,21 @@ _DAMAGE = 64
 """Bytes that are turned over in the middle of the largest file."""
 
 
+def expendable(folder: RunDir) -> Entry:
+    """The newest committed checkpoint; raises Precondition when there is no older one to go on from without it."""
+    found = Catalog(folder.checkpoints).committed() if folder.checkpoints.is_dir() else []
+    if len(found) < 2:
+        raise Precondition(
+            f"{folder.name} has {len(found)} committed checkpoints in its own folder: without the newest one it could "
+            "not go on", where=str(folder.checkpoints), hint=f"orch save {folder.name}   orch ckpt ls {folder.name}",
+        )  # fmt: skip
+    return found[0]
+
+
 def damage_newest(folder: RunDir) -> tuple[int, Path]:
     """Turn bytes of the newest committed checkpoint over; returns its step and the file. Raises Precondition."""
-    found = Catalog(folder.checkpoints).committed() if folder.checkpoints.is_dir() else []
-    if not found:
-        raise Precondition(
-            f"{folder.name} has no committed checkpoint in its own folder", where=str(folder.checkpoints),
-            hint=f"orch ckpt ls {folder.name}",
-        )  # fmt: skip
-    files = [path for path in (folder.checkpoints / found[0].name).rglob("*") if path.is_file()]
+    newest = expendable(folder)
+    files = [path for path in (folder.checkpoints / newest.name).rglob("*") if path.is_file()]
     largest = max(files, key=lambda path: path.stat().st_size)
     middle = largest.stat().st_size // 2
     descriptor = os.open(largest, os.O_RDWR | os.O_CLOEXEC)
@@ -33,7 +39,7 @@ def damage_newest(folder: RunDir) -> tuple[int, Path]:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return found[0].step, largest
+    return newest.step, largest
 
 
 def fill_disk(job_id: str) -> int:

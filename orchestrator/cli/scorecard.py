@@ -225,7 +225,8 @@ def _words(event: Event) -> str:
     if event.kind == EventKind.RANK_EXITED:
         return f"rank {data.get('rank')} ended: {data.get('reason')}"
     if event.kind == EventKind.STRAGGLER:
-        return f"rank {data.get('rank')} is slow: {data.get('section')} takes {data.get('ratio')} x its peers' time"
+        ratio = f"{float(data.get('ratio') or 0.0):.2f}"
+        return f"rank {data.get('rank')} is slow: {data.get('section')} takes {ratio} x its peers' time"
     if event.kind == EventKind.ATTEMPT_STARTED:
         return f"attempt {event.attempt} began"
     if event.kind == EventKind.AGENT_LOST:

@@ -143,8 +143,11 @@ def test_the_newest_checkpoint_is_damaged_and_no_other(tmp_path: Path) -> None:
     assert Catalog(folder.checkpoints).committed()[0].step == 20, "it is still there, and only its bytes are wrong"
 
 
-def test_nothing_can_be_damaged_where_nothing_was_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [(), (10,)])
+def test_the_last_checkpoint_that_is_left_is_never_damaged(tmp_path: Path, steps: tuple[int, ...]) -> None:
     folder = RunDir(tmp_path / "tiny-1")
     folder.make()
-    with pytest.raises(Precondition, match="no committed checkpoint"):
+    names = [make(storage_at(folder.checkpoints), step) for step in steps]
+    with pytest.raises(Precondition, match=f"has {len(steps)} committed checkpoints"):
         damage_newest(folder)
+    assert all(verify(folder.checkpoints / name, 2).ok for name in names)

@@ -97,7 +97,7 @@ def test_a_straggler_is_named_and_training_goes_on() -> None:
     tape.add(105.0, EventKind.STRAGGLER, rank=1, node="n1", section="forward", ratio=1.4, over=False)
     card = tape.score("slow-rank", state=RunState.RUNNING)
     assert (card.passed, card.over, card.kind_right) == (True, True, None)
-    assert card.noticed == "rank 1 is slow: forward takes 1.4 x its peers' time"
+    assert card.noticed == "rank 1 is slow: forward takes 1.40 x its peers' time"
     tape.events[-1].data["over"] = True
     assert tape.score("slow-rank").verdict == "it was not noticed"
 

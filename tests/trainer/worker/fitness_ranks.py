@@ -19,7 +19,8 @@ def spec_of(rank: int, wanted: dict) -> RankSpec:
     local = wanted["local"]
     return RankSpec(
         run_dir=wanted["folder"], attempt=1, generation=1, fit=wanted.get("fit", True), rank=rank,
-        local_rank=rank % local, world_size=wanted["world"], local_world_size=local, node=rank // local, node_name=f"n{rank // local}",
+        local_rank=rank % local, world_size=wanted["world"], local_world_size=local, node=rank // local,
+        node_name=f"n{rank // local}",
         cell_fd=-1, control_fd=-1, host="127.0.0.1",
     )  # fmt: skip
 

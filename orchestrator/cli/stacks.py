@@ -63,7 +63,7 @@ def parse(rank: int, text: str) -> Iterator[Thread]:
 
 def _name(head: re.Match[str]) -> str:
     words = [head[2], head[3].strip().rstrip(":"), head[4] or ""]
-    return " ".join(word for word in words if word) + (" (has Python's lock)" if head[1].startswith("Current") else "")
+    return " ".join(word for word in words if word) + (" (current)" if head[1].startswith("Current") else "")
 
 
 def _frame(line: str) -> Frame | None:

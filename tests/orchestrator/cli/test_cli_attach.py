@@ -29,7 +29,7 @@ Thread 41 (idle): "MainThread"
 def test_faulthandler_s_threads_come_with_the_newest_frame_last() -> None:
     waiting, current = parse(3, FAULTHANDLER)
     assert (waiting.rank, waiting.name) == (3, "0x00007f0a00000001")
-    assert current.name == "0x00007f0a00000000 (has Python's lock)"
+    assert current.name == "0x00007f0a00000000 (current)"
     assert [frame.function for frame in current.frames] == ["<module>", "<lambda>", "_accumulate"]
     assert str(current.frames[-1]) == 'File "/r/loop.py", line 118, in _accumulate'
 
@@ -66,7 +66,7 @@ def test_attach_prints_every_rank_s_threads(orch: Type, seeds: Seeds) -> None:
         data = orch("attach", run, "--stack", "--rank", 1, "--json").data
         orch("attach", run, "--stack", "--node", 1)
     assert said.code == 0
-    assert "rank 0 on n1, thread 0x00007f0a00000000 (has Python's lock) (newest call last)\n" in said.out
+    assert "rank 0 on n1, thread 0x00007f0a00000000 (current) (newest call last)\n" in said.out
     assert said.out.index("<module>") < said.out.index("_accumulate")
     assert [(one["rank"], one["node"]) for one in data["threads"]] == [(0, "n1"), (0, "n1"), (1, "n2")]
     assert [(request.value, request.detail) for request in agent.asked] == [(None, ""), (1, ""), (None, "1")]

@@ -1,0 +1,46 @@
+"""A person looks into a live run, has it saved and hits it; a drill in a demo of its own says what it must."""
+
+import json
+
+import pytest
+
+from tests.end_to_end.user import User
+
+pytestmark = [pytest.mark.multi, pytest.mark.timeout(400)]
+
+
+def test_a_live_run_is_looked_into_saved_and_hit(user: User) -> None:
+    run = user.submit("tiny-gpt", "train.steps=2000", "checkpoint.every=1000")["run"]
+    user.until(lambda: user.step(run) >= 3, 120, "training")
+
+    saved = user.ask("save", run)
+    assert saved["answer"] == f"saved at step {saved['step']}"
+    assert list(user.run_dir(run).checkpoints.glob(f"step-{saved['step']:08d}*/COMMIT"))
+
+    threads = user.ask("attach", run, "--stack")["threads"]
+    assert {thread["rank"] for thread in threads} == {0, 1, 2, 3}
+    assert {thread["node"] for thread in threads} == {"local-0", "local-1"}
+    calls = [frame["function"] for thread in threads if thread["rank"] == 2 for frame in thread["frames"]]
+    assert "rank_main" in calls
+
+    seen = user.ask("top", run)
+    assert seen["step"] >= saved["step"]
+    assert [(row["rank"], row["node"]) for row in seen["ranks"]] == [
+        (0, "local-0"), (1, "local-0"), (2, "local-1"), (3, "local-1"),
+    ]  # fmt: skip
+
+    card = user.ask("drill", run, "kill-rank", "--rank", "2")
+    assert (card["named"], card["failure"], card["passed"]) == ("rank 2", "rank_killed", True)
+    assert card["detected_s"] < 5
+    user.run("cancel", run)
+
+
+def test_a_stopped_rank_is_named_with_its_evidence(user: User) -> None:
+    done = user.run("drill", "--demo", "stop-rank", "--json", "--root", str(user.root), timeout=300)
+    card = json.loads(done.stdout)["data"]
+    assert (done.returncode, card["passed"], card["named"], card["failure"]) == (0, True, "rank 1", "hang")
+    assert card["detected_s"] < 30
+    assert (user.root / card["run"] / card["evidence"] / "verdict.json").exists()
+    (incident,) = user.show(card["run"])["incidents"]
+    assert (incident["kind"], incident["rank"], incident["evidence_there"]) == ("stopped", 1, True)
+    assert "restart 1 of 5 in place" in incident["done"]

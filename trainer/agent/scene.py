@@ -9,7 +9,8 @@ from trainer.agent.sighting import Sighting
 class Scene:
     """The coordinator's picture of one generation: the newest sighting of every rank, made as old as it is."""
 
-    def __init__(self, started: float) -> None:
+    def __init__(self, started: float, world: int) -> None:
+        self._world = world
         self._seen: dict[int, tuple[float, Sighting]] = {}
         self.moved = started
         """When any rank moved last, on the coordinator's clock."""
@@ -19,6 +20,8 @@ class Scene:
         """Take in one agent's report; raises TypeError or ValueError when it is none."""
         for row in report.get("sightings", ()):
             sighting = Sighting.from_row(row, node)
+            if not 0 <= sighting.rank < self._world:
+                raise ValueError(f"there is no rank {sighting.rank}")
             self._seen[sighting.rank] = (now, sighting)
             if not sighting.ended:
                 self.moved = max(self.moved, now - sighting.age)

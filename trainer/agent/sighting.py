@@ -27,6 +27,15 @@ class Sighting:
 
     @classmethod
     def from_row(cls, row: list[Any], node: str) -> "Sighting":
-        """Raises TypeError or ValueError when `row` is none."""
-        names = [item.name for item in fields(cls) if item.name != "node"]
-        return cls(node=node, **dict(zip(names, row, strict=True)))
+        """Raises TypeError or ValueError when `row` is none: what comes over the wire is compared and added later."""
+        if type(row) is not list or len(row) != len(_ROW):
+            raise TypeError(f"no row of a sighting: {str(row)[:80]}")
+        for value, kinds in zip(row, _KINDS, strict=True):
+            if type(value) not in kinds:
+                raise TypeError(f"in a row of a sighting {str(value)[:40]!r} stands for a {kinds[0].__name__}")
+        return cls(node=node, **dict(zip(_ROW, row, strict=True)))
+
+
+_ROW = tuple(item.name for item in fields(Sighting) if item.name != "node")
+_TYPES: dict[Any, tuple[type, ...]] = {int: (int,), str: (str,), bool: (bool,), float: (float, int)}
+_KINDS = tuple(_TYPES[item.type] for item in fields(Sighting) if item.name != "node")

@@ -56,7 +56,8 @@ class Vigil:
     def _watch(self, generation: int) -> Watchman:
         # Of a user's own command no step is known, so nothing can be said about its standing still.
         seen = not self._config.command
-        return Watchman(self._config.recovery.hang, self._roster, generation, time.monotonic(), seen=seen)
+        hang, world = self._config.recovery.hang, self._config.cluster.world_size
+        return Watchman(hang, self._roster, generation, time.monotonic(), world=world, seen=seen)
 
     def heard(self, node: int, message: Message) -> None:
         """A report, flight records, or the end of collecting evidence; raises what a malformed one raises."""

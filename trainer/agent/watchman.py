@@ -61,12 +61,12 @@ class Watchman:
     """One generation's watch; all times are on the coordinator's monotonic clock."""
 
     def __init__(
-        self, config: HangConfig, roster: Roster, generation: int, started: float, *, seen: bool = True
+        self, config: HangConfig, roster: Roster, generation: int, started: float, *, world: int, seen: bool = True
     ) -> None:
         """`seen` is False for ranks of which no step is known: nothing is judged then."""
         self._config, self._roster, self._generation = config, roster, generation
         self._on = config.on and seen
-        self.scene = Scene(started)
+        self.scene = Scene(started, world)
         self._inquiry: _Inquiry | None = None
         self._serial = 0
         self._silences = Silences(max(LONGEST, 3 * report_seconds(len(roster.members))))

@@ -142,7 +142,7 @@ def test_large_jobs_report_less_often() -> None:
 
 
 def test_the_coordinator_makes_what_it_heard_as_old_as_it_is() -> None:
-    scene = Scene(50.0)
+    scene = Scene(50.0, 8)
     scene.heard({"sightings": [Sighting(rank=3, node="", age=2.0, alive=1.0, phase="data").to_row()]}, "n2", 60.0)
     assert scene.moved == 58.0
     (seen,) = scene.at(65.0)
@@ -150,7 +150,7 @@ def test_the_coordinator_makes_what_it_heard_as_old_as_it_is() -> None:
 
 
 def test_the_slowest_node_counts_and_may_become_faster() -> None:
-    scene = Scene(0.0)
+    scene = Scene(0.0, 8)
     scene.heard({"p99": {"forward": 2.0}}, "n1", 1.0)
     scene.heard({"p99": {"forward": 1.0}}, "n2", 1.0)
     assert scene.p99() == {"forward": 2.0}
@@ -158,6 +158,13 @@ def test_the_slowest_node_counts_and_may_become_faster() -> None:
     assert scene.p99() == {"forward": 1.0}
 
 
-def test_what_is_no_sighting_is_refused() -> None:
+ROW = Sighting(rank=1, node="").to_row()
+
+
+@pytest.mark.parametrize("row", [[1, 2], {}, None, [*ROW, 1], ["1", *ROW[1:]], [9, *ROW[1:]], [-1, *ROW[1:]],
+                                 [*ROW[:2], 3, *ROW[3:]], [*ROW[:5], None, *ROW[6:]], [*ROW[:-1], 1]])  # fmt: skip
+def test_what_is_no_sighting_is_refused(row) -> None:
+    scene = Scene(0.0, 8)
     with pytest.raises((TypeError, ValueError)):
-        Scene(0.0).heard({"sightings": [[1, 2]]}, "n1", 1.0)
+        scene.heard({"sightings": [row]}, "n1", 1.0)
+    assert not len(scene)

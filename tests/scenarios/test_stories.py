@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
+from orchestrator.controller.conclude import pool_of
+from orchestrator.controller.view import RunView
 from orchestrator.recovery.failures import LEAVING_LIMIT
+from orchestrator.registry.records import Notice
 from orchestrator.states import AttemptState, RunState, Trust
 from tests.scenarios.world import World, config, moves, training
 from trainer.contract.events import EventKind, EventLog
@@ -74,6 +77,27 @@ def test_a_node_that_slows_two_attempts_down_is_left_out_of_the_third(tmp_path: 
     assert slow not in world.attempts[2].nodes
     (node,) = [node for node in world.store.nodes() if node.name == slow]
     assert (node.failures, node.reason) == (0, f"{slow} slowed down 2 attempts (recovery.straggler.replace_after)")
+
+
+def test_what_a_node_was_kept_away_for_is_not_held_against_it_when_it_is_back(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    training(world, 12)
+    now, node, stamp = world.clock.now, world.attempts[0].nodes[0], {"epoch": world.lease.epoch}
+    config = next(iter(world.controller._configs.values()))
+    view = RunView(run=world.run, attempts=tuple(world.attempts), config=config)
+    for seq, kind in enumerate((EventKind.INCIDENT, EventKind.STRAGGLER)):
+        notice = Notice(
+            run=world.name, attempt=1, source="watch", seq=seq, kind=kind, generation=1, time=now, node=node
+        )
+        world.store.put_notice(notice, **stamp)
+
+    def known() -> tuple[int, int]:
+        (standing,) = pool_of(world.store, view, now + 100, lambda _: 4).known
+        return standing.hangs, standing.slow
+
+    assert known() == (1, 1)
+    world.store.saw_node(node, "slurm", **stamp, now=now, excluded_until=now + 50)
+    assert known() == (0, 0)
 
 
 def test_a_lost_job_needs_a_minute_of_answers_and_of_silence(tmp_path: Path) -> None:

@@ -54,6 +54,8 @@ def test_a_killed_rank_from_the_blow_to_the_next_step() -> None:
 def test_it_is_not_over_before_it_trains_again() -> None:
     card = killed().score("kill-rank", state=RunState.RUNNING)
     assert (card.over, card.passed, card.verdict) == (False, False, "it did not train again")
+    same = killed().add(100.2, EventKind.GENERATION_FIRST_STEP, step=1, seconds=9.0)
+    assert not same.score("kill-rank", state=RunState.RUNNING).over, "that was the generation that fell"
     ended = killed().score("kill-rank", state=RunState.FAILED)
     assert (ended.over, ended.passed) == (True, False)
 

@@ -90,8 +90,7 @@ class Scene:
             rate = (after["reports"] - before["reports"]) / self._options.seconds
             verdicts = [
                 await self._incident(agents, kind, number, leading)
-                for number in range(self._options.rounds)
-                for kind in KINDS
+                for number, kind in enumerate(KINDS * self._options.rounds)
             ]
         finally:
             agents.terminate()
@@ -133,15 +132,16 @@ class Scene:
         self, agents: asyncio.subprocess.Process, kind: str, number: int, leading: "asyncio.Task[int]"
     ) -> dict[str, Any]:
         """One rank stops; what is said about it, and when."""
-        rank = self._options.nodes * self._options.ranks_per_node // 2 + 13 * number
+        # On a node of its own each time: one that hangs again is given up.
+        rank = self._options.ranks_per_node * (self._options.nodes // 2 + number)
         stopped = await self._asked(agents, f"{kind} {rank}")
         event = await self._until(EventKind.INCIDENT, _VERDICT_SECONDS, leading, stern=False)
         if event is None:
             return {"kind": kind, "after": math.inf, "limit": math.nan, "seconds": math.inf, "right": False}
         verdict = json.loads((self._run.path / event["data"]["evidence"] / "verdict.json").read_text())
         after = event["time"] - stopped["time"]
-        await self._until(EventKind.GENERATION_STARTED, _JOIN_SECONDS, leading)
-        await asyncio.sleep(_WARM_SECONDS)
+        if await self._until(EventKind.GENERATION_STARTED, _JOIN_SECONDS, leading, stern=False):
+            await asyncio.sleep(_WARM_SECONDS)
         return {
             "kind": kind, "after": after, "limit": verdict["allowed_seconds"],
             "seconds": max(0.0, after - verdict["allowed_seconds"]), "right": event["data"]["rank"] == rank,
@@ -159,7 +159,7 @@ class Scene:
         self, kind: EventKind, seconds: float, leading: "asyncio.Task[int]", *, stern: bool = True
     ) -> dict[str, Any] | None:
         """The next event of this kind after the last one that was returned; none in time is an error if `stern`."""
-        give_up = time.monotonic() + seconds
+        give_up, events = time.monotonic() + seconds, []
         while time.monotonic() < give_up and not leading.done():
             events, _ = read_events(self._attempt.event_file("coordinator"))
             for at, event in enumerate(events[self._read :], self._read + 1):
@@ -169,8 +169,9 @@ class Scene:
             await asyncio.sleep(0.25)
         if not stern and not leading.done():
             return None
-        ended = f"; the coordinator ended: {leading}" if leading.done() else ""
-        raise RuntimeError(f"no {kind} within {seconds:.0f} s{ended}")
+        ended = "; the coordinator ended" if leading.done() else ""
+        told = [f"{event.kind} {event.data}" for event in events[-4:]]
+        raise RuntimeError(f"no {kind} within {seconds:.0f} s{ended}; the last it said: {'; '.join(told)}")
 
     def _found(self, joined: float, share: float, rate: float, verdicts: list[dict[str, Any]]) -> dict[str, Any]:
         options = self._options

@@ -143,6 +143,10 @@ def _whom(data: dict[str, Any]) -> str:
     return f"rank {data['rank']}" if data.get("rank") is not None else str(data.get("node", ""))
 
 
+def _node(data: dict[str, Any]) -> str:
+    return str(data.get("name") or (f"node {data['node']}" if "node" in data else "a node"))
+
+
 def _s(data: dict[str, Any]) -> str:
     return f"{data['seconds']:.1f} s"
 
@@ -161,7 +165,7 @@ def _source(data: dict[str, Any]) -> str:
 _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
     EventKind.ATTEMPT_STARTED: lambda d: f"started, job {d['job_id']} on {','.join(d['nodes'])}, {d['world']} ranks",
     EventKind.AGENT_LOST: lambda d: f"lost the agent of {d['name']}: {d['reason']}",
-    EventKind.PREFLIGHT: lambda d: "" if d["ok"] else f"node {d['node']} failed its checks: {d['reason']}",
+    EventKind.PREFLIGHT: lambda d: "" if d["ok"] else f"{_node(d)} failed its checks: {d['reason']}",
     EventKind.GENERATION_STARTED: lambda d: f"ranks start ({d['world']})",
     EventKind.GENERATION_FIRST_STEP: lambda d: f"trains: step {d['step']} done after {d['seconds']:.1f} s",
     EventKind.GENERATION_ENDED: _ended,

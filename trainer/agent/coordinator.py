@@ -120,7 +120,7 @@ class Coordinator:
         self._undecided = self._undecided or message["say"] not in _NO_DECISION
         try:
             self._handle(node, message)
-        except (KeyError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError, ArithmeticError) as error:
             self._lose(node, f"it sent a {message['say']!r} that cannot be read: {error!r}")
 
     async def _until(self, condition: Callable[[], bool], seconds: float) -> bool:

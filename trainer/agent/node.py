@@ -69,7 +69,9 @@ class NodeAgent:
         try:
             faults = await asyncio.to_thread(preflight.examine, self._run.path, self._config)
             reasons = "; ".join(fault.reason for fault in faults)
-            self._events.write(EventKind.PREFLIGHT, node=self._place.node, ok=not faults, reason=reasons)
+            self._events.write(
+                EventKind.PREFLIGHT, node=self._place.node, name=self._place.name, ok=not faults, reason=reasons
+            )
             told = [fault.to_json() for fault in faults]
             peer.send("fit", faults=told, wall=time.time(), machine=machine_identity.identity())
             if not faults:
@@ -124,7 +126,8 @@ class NodeAgent:
                 self._spawn(self._witness.testify(message, self._ranks, self._sampler, self._peer))
             case "drill" if self._ranks is not None and mischief.is_ours(message, self._ranks, self._seat):
                 step = self._ranks.summary()["step"]
-                self._events.write(EventKind.DRILL, kind=message["kind"], rank=message["at"], step=step)
+                rank = None if message["kind"] in mischief.OF_AGENTS else message["at"]
+                self._events.write(EventKind.DRILL, kind=message["kind"], rank=rank, node=self._place.name, step=step)
                 mischief.commit(message, self._ranks)
             case "kill":
                 self._kill(message["generation"])

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainer.agent import speech
 from trainer.agent.preflight import Fault
 from trainer.agent.seats import Move, Seats, replacements, seating
 from trainer.agent.wire import Message, Peer, WireError
@@ -70,6 +71,7 @@ class Roster:
         reason = "its connection ended"
         try:
             while (message := await peer.receive()) is not None:
+                speech.check(message)
                 self._note(self.members[node], message, time.monotonic())
                 self._deliver(node, message)
         except WireError as error:

@@ -79,8 +79,10 @@ class Vigil:
     def _hear_fitness(self, message: Message) -> None:
         if self._trial is not None and self._trial.heard(message):
             self._unfit = self._trial.failure()
-            reason = "" if self._unfit is None else self._unfit.reason
-            self._events.write(EventKind.PREFLIGHT, ok=self._unfit is None, reason=reason, speeds=self._trial.told())
+            unfit = self._unfit
+            whose = {} if unfit is None else {"name": unfit.node}
+            reason, speeds = "" if unfit is None else unfit.reason, self._trial.told()
+            self._events.write(EventKind.PREFLIGHT, ok=unfit is None, reason=reason, speeds=speeds, **whose)
 
     def board(self, wall: float) -> dict[str, Any]:
         """What ranks.json says now; `wall` is the time of day."""

@@ -19,7 +19,7 @@ class EventKind(StrEnum):
     ATTEMPT_STARTED = "attempt.started"  # job_id, nodes [names], world
     AGENT_JOINED = "agent.joined"  # node (index), name
     AGENT_LOST = "agent.lost"  # node, name, reason
-    PREFLIGHT = "preflight"  # node, ok, reason
+    PREFLIGHT = "preflight"  # node, name, ok, reason; or of all nodes together: ok, reason, speeds
     NURSERY = "nursery"  # node, warm (bool), reason, seconds
     GENERATION_STARTED = "generation.started"  # world, nodes
     GENERATION_FIRST_STEP = "generation.first_step"  # step, seconds (since generation.started)
@@ -30,7 +30,7 @@ class EventKind(StrEnum):
     STRAGGLER = "straggler"  # rank, node, section, ratio, step, steps, gpu_hours, over (bool: it is as fast again)
     BATCH_SKIPPED = "batch.skipped"  # step, position, reason: left out of the data from now on
     SPARE_USED = "spare.used"  # node (index), name, instead (name of the node that was lost), reason
-    DRILL = "drill"  # kind, rank, step
+    DRILL = "drill"  # kind, rank (None: a whole node), step (, node)
     STOP_REQUESTED = "stop.requested"  # reason
     STOP_AGREED = "stop.agreed"  # step, reason
     REQUEST_ANSWERED = "request.answered"  # name, answer

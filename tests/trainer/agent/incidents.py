@@ -79,10 +79,14 @@ def _first_word(work: LocalJob) -> dict[str, str] | None:
 
 
 def _slow(node: int, make: Make) -> Told:
-    """Both ranks of a node work longer in every step; both are to be named, and nobody else."""
+    """Both ranks of a node work longer in every step; both are to be named, and nobody else.
+
+    Of three nodes: of two equal halves nobody knows which is the slow one.
+    """
     ranks = {node * PER_NODE, node * PER_NODE + 1}
     events = [{"kind": "slow-rank", "rank": rank, "step": 10, "value": 0.15} for rank in ranks]
-    work = make(train={"steps": 400}, drill={"events": events}).start()
+    train = {"steps": 400, "batch_size": 12}
+    work = make(nodes=3, train=train, drill={"events": events}).start()
     work.go()
 
     def named() -> set[int] | None:

@@ -22,7 +22,8 @@ def make(job: Callable[..., LocalJob], data: Any) -> Callable[..., LocalJob]:  #
 
     def start(**over: Any) -> LocalJob:
         train = {**TINY["train"], "steps": 60, **over.pop("train", {})}
-        shape = {"nodes": 2, "ranks": PER_NODE, "command": [], "folder": f"job-{next(numbers)}"}
+        nodes = over.pop("nodes", 2)
+        shape = {"nodes": nodes, "ranks": PER_NODE, "command": [], "folder": f"job-{next(numbers)}"}
         settings = {**TINY, "recovery": QUICK, "data": {"path": str(data)}, **over}
         return job(**shape, **{**settings, "train": train})
 

@@ -5,8 +5,10 @@
 
 One real coordinator in this process; its agents, in another one, are synthetic: they join over loopback with the real
 wire, and report as real agents do, every rank changed in every report. CPU is that of the coordinator's process, as a
-share of one core. A verdict's time begins when the culprit's own limit is over, and ends when its incident is
-written: flight records of all ranks are asked for, read and compared in between. Exit code 1 when a must is missed.
+share of one core. A verdict's time begins when the culprit's own limit is over, and ends when it is declared hung:
+flight records of all ranks are asked for, read and compared in between; evidence, which real agents take up to ten
+seconds to collect, follows. One process writes the records of all ranks here, where each node writes its own in a
+real job, so that the times of verdicts are too long. Exit code 1 when a must is missed or another rank is named.
 """
 
 import argparse
@@ -142,9 +144,11 @@ class Scene:
         after = event["time"] - stopped["time"]
         if await self._until(EventKind.GENERATION_STARTED, _JOIN_SECONDS, leading, stern=False):
             await asyncio.sleep(_WARM_SECONDS)
+        right, allowed = event["data"]["rank"] == rank, verdict["allowed_seconds"]
+        # As old as it was when it was declared hung.
+        late = next((one["age"] for one in verdict["ranks"] if one["rank"] == rank), math.inf) - allowed
         return {
-            "kind": kind, "after": after, "limit": verdict["allowed_seconds"],
-            "seconds": max(0.0, after - verdict["allowed_seconds"]), "right": event["data"]["rank"] == rank,
+            "kind": kind, "after": after, "limit": allowed, "seconds": late if right else math.inf, "right": right,
         }  # fmt: skip
 
     async def _asked(self, agents: asyncio.subprocess.Process, order: str) -> dict[str, Any]:

@@ -29,13 +29,12 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _value(row: str, value: float) -> str:
-    return f"{100 * value:.1f} %" if "CPU" in row else f"{value:.2f} s"
+    return f"{100 * value:.1f} %" if "CPU" in row else "never" if math.isinf(value) else f"{value:.2f} s"
 
 
 def _said(verdict: dict[str, Any]) -> str:
-    if math.isinf(verdict["seconds"]):
+    if math.isinf(verdict["after"]):
         return f"{verdict['kind']}: NO VERDICT in time"
     right = "the right rank" if verdict["right"] else "THE WRONG RANK"
-    return (
-        f"{verdict['kind']}: {right} named {verdict['after']:.1f} s after it stopped, {verdict['limit']:.1f} s allowed"
-    )
+    told = f"told with its evidence {verdict['after']:.1f} s after it stopped, {verdict['limit']:.1f} s allowed"
+    return f"{verdict['kind']}: {right} named; {told}"

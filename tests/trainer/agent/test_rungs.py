@@ -66,6 +66,7 @@ CAUSES = [
     ([end(1, exit_code=76, word=False), killed(2)], FailureKind.RANK_KILLED, 2, True, "SIGKILL"),
     ([raised(1, "BadStep", "step 7: loss nan")], FailureKind.USER_ERROR, 1, True, "raised BadStep"),  # without a place
     ([echo(0), killed(1, signal.SIGABRT, message=GLOO, at=5.0)], FailureKind.DESYNC, 1, False, "another collective"),
+    ([end(0, exit_code=1), killed(1, signal.SIGABRT, message=GLOO)], FailureKind.DESYNC, 1, False, "another collective"),
     ([raised(3, "RuntimeError", f"x {GLOO}")], FailureKind.DESYNC, 3, False, "met another collective than its own"),
     ([killed(1, signal.SIGABRT, message="double free")], FailureKind.RANK_KILLED, 1, True, "SIGABRT"),
 ]  # fmt: skip

@@ -94,18 +94,20 @@ class Flight:
         """Raises ValueError when `text` is not what `to_json` writes."""
         try:
             told = json.loads(text)
-            words = told["words"]
-            keys = [row[0] for row in told["groups"]]
+            words = [_text(word) for word in told["words"]]
+            keys = [_text(row[0]) for row in told["groups"]]
             return cls(
                 rank=int(told["rank"]),
                 talking=int(told["talking"]),
-                groups={row[0]: Group(unrun(row[1]), int(row[2]), int(row[3]), row[4]) for row in told["groups"]},
+                groups={
+                    row[0]: Group(unrun(row[1]), int(row[2]), int(row[3]), _text(row[4])) for row in told["groups"]
+                },
                 entries=tuple(
                     Entry(keys[at], int(sequence), words[op], words[sizes], int(elements), words[dtypes], str(state))
                     for at, sequence, op, sizes, elements, dtypes, state in told["entries"]
                 ),
             )
-        except (KeyError, IndexError, TypeError) as error:
+        except (KeyError, IndexError, TypeError, RecursionError) as error:
             raise ValueError(f"not a flight record: {error!r}") from error
 
 
@@ -124,6 +126,12 @@ def read(rank: int, host: Any, device: Any | None, groups: Mapping[str, Mapping[
         entries=first.entries + second.entries,
         talking=first.talking + second.talking,
     )
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{str(value)[:40]!r} stands for a word")
+    return value
 
 
 def parse(rank: int, dump: Any, groups: Mapping[str, Mapping[str, Any]] | None = None, *, suffix: str = "") -> Flight:

@@ -257,7 +257,7 @@ class Pace:
                 self._places.update({rank: (group, place) for place, rank in enumerate(ranks)})
 
     def heard(self, rows: Iterable[Sequence[int]]) -> list[Verdict]:
-        """Rows of [rank, steps, nanoseconds in each of `SECTIONS`], all since the generation began; who is slow."""
+        """Rows of [rank, steps, nanoseconds in each of `SECTIONS`], the latter since it began; who is slow."""
         verdicts = []
         for rank, steps, *sections in rows:
             if rank not in self._places or len(sections) != _TOTAL:

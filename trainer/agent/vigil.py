@@ -38,7 +38,6 @@ class Vigil:
         self._pace: Pace | None = None
         self._trial: Trial | None = None
         self._unfit: Failure | None = None
-        self._restored = 0  # the step that this generation began from
 
     def begin(self, generation: int) -> None:
         """A new generation: nothing of the one before counts."""
@@ -51,7 +50,6 @@ class Vigil:
         machines = {member.name: member.machine for member in self._roster.seated()}
         self._trial = Trial(nodes, machines, self._config.recovery.preflight)
         self._unfit = None
-        self._restored = 0
 
     def _watch(self, generation: int) -> Watchman:
         # Of a user's own command no step is known, so nothing can be said about its standing still.
@@ -64,11 +62,8 @@ class Vigil:
         match message["say"]:
             case "progress":
                 self._watchman.heard(node, message, time.monotonic())
-                self._restored = max(self._restored, int(message.get("restored", 0)))
                 for verdict in self._pace.heard(message.get("work", ())) if self._pace else ():
-                    self._events.write(
-                        EventKind.STRAGGLER, **{**asdict(verdict), "step": self._restored + verdict.step}
-                    )
+                    self._events.write(EventKind.STRAGGLER, **asdict(verdict))
             case "fitness":
                 self._hear_fitness(message)
             case "flight":
@@ -95,7 +90,10 @@ class Vigil:
         """What breaks the generation that its ranks cannot say themselves; None while there is no such thing."""
         if now.first_failure is None:
             return self._found_unfit() or await self._found_hung()
-        if now.looked_back or now.broken is not None or time.monotonic() - now.first_failure < _SETTLED:
+        if now.looked_back or now.broken is not None:
+            return None
+        # With all of them gone, the next decision waits for nobody.
+        if len(now.ends) < self._config.cluster.world_size and time.monotonic() - now.first_failure < _SETTLED:
             return None
         now.looked_back = True
         ends = tuple(now.ends.values())

@@ -68,7 +68,7 @@ class Watchman:
         self._on = config.on and seen
         self.scene = Scene(started, world)
         self._inquiry: _Inquiry | None = None
-        self._serial = 0
+        self._serial = self._incidents = 0
         self._silences = Silences(max(LONGEST, 3 * report_seconds(len(roster.members))))
         self._halted: dict[int, float] = {}  # since when a rank's process has been seen halted
         self.incident: Incident | None = None
@@ -85,11 +85,12 @@ class Watchman:
         inquiry = self._inquiry
         if inquiry is None or message["serial"] != inquiry.serial:
             return
-        inquiry.waits.discard(node)
-        for fields in message["flights"]:
-            flight = Flight.from_json(fields)
+        for text in message["flights"]:
+            flight = Flight.from_json(text)
             inquiry.flights[flight.rank] = flight
         inquiry.unanswered.update(int(rank) for rank in message["unanswered"])
+        if message["last"]:
+            inquiry.waits.discard(node)
 
     def collected(self, node: int, message: Mapping[str, Any]) -> None:
         """An agent has written its part of the evidence, as far as it could."""
@@ -161,7 +162,10 @@ class Watchman:
         self._roster.tell("flight", generation=self._generation, serial=self._serial, seconds=_ANSWER_SECONDS * 0.75)
 
     def _declare(self, judgement: Judgement, seen: list[Sighting], now: float) -> None:
-        name = f"g{self._generation:03d}-{judgement.kind}"
+        self._incidents += 1
+        # A name of its own: what a withdrawn one has left, or still writes, is not this one's.
+        again = f"-{self._incidents}" if self._incidents > 1 else ""
+        name = f"g{self._generation:03d}-{judgement.kind}{again}"
         waits = {member.node for member in self._roster.seated()}
         self.incident = Incident(
             name=name, judgement=judgement, began=now, quiet=now - self.scene.moved,

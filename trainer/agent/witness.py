@@ -11,6 +11,8 @@ from trainer.agent.sampling import Sampler
 from trainer.agent.wire import Message, Peer
 from trainer.contract.run_dir import AttemptDir
 
+_AT_ONCE = 4
+"""Flight records in one message: `flight_record.WIRE` bytes each, and quoted once more."""
 _TOLD = 100
 """Parts that could not be collected, as far as the coordinator is told of them."""
 
@@ -33,8 +35,12 @@ class Witness:
         generation, asked = ranks.generation, [local.rank for local in ranks.by_rank.values() if not local.ended]
         paths = {rank: self._sockets.path(rank, generation) for rank in asked}
         flights, unanswered = await recorder.flights(paths, message["seconds"])
-        told = [flight.to_json() for flight in flights]
-        peer.send("flight", generation=generation, serial=message["serial"], flights=told, unanswered=unanswered)
+        fields = {"generation": generation, "serial": message["serial"]}
+        # A few at a time: of a node with many ranks all of them would not fit into one line.
+        for first in range(0, len(flights), _AT_ONCE):
+            told = [flight.to_json() for flight in flights[first : first + _AT_ONCE]]
+            peer.send("flight", **fields, flights=told, unanswered=[], last=False)
+        peer.send("flight", **fields, flights=[], unanswered=unanswered, last=True)
 
     async def _collect(self, message: Message, ranks: LocalRanks, sampler: Sampler, peer: Peer) -> None:
         folder, name, generation = self._attempt.incident(message["incident"]), message["incident"], ranks.generation

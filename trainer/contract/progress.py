@@ -81,7 +81,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A rank's own work since its generation began: nanoseconds in each of `SECTIONS` up to step `steps`."""
+    """A rank's own work since its generation began: nanoseconds in each of `SECTIONS` up to the run's step `steps`."""
 
     steps: int = 0
     sections: tuple[int, ...] = (0,) * len(SECTIONS)

@@ -51,7 +51,9 @@ def pending(folder: Path, attempt: int, answered: set[str]) -> list[Request]:
         try:
             fields = read_json(folder / name)
             request = Request(**{**fields, "kind": RequestKind(fields["kind"]), "name": name})
-        except (OSError, ValueError, TypeError, KeyError):
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            continue
+        if type(request.detail) is not str or type(request.value) not in (int, float, type(None)):
             continue
         if request.attempt == attempt:
             found.append(request)

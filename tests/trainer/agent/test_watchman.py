@@ -62,7 +62,7 @@ class Job:
     def answer(self, node: int, **fields: Any) -> None:
         serial = self.asked("flight")[-1]["serial"]
         flights = [Flight(rank=rank).to_json() for rank in (2 * node, 2 * node + 1)]
-        self.watch.answered(node, {"serial": serial, "flights": flights, "unanswered": [], **fields})
+        self.watch.answered(node, {"serial": serial, "flights": flights, "unanswered": [], "last": True, **fields})
 
 
 def test_while_somebody_moves_nobody_is_asked() -> None:
@@ -130,6 +130,31 @@ def test_who_moves_again_meanwhile_is_let_go() -> None:
     job.watch.withdraw()
     assert job.watch.incident is None
     assert job.passes(2) is None
+
+
+def test_all_parts_of_an_answer_are_waited_for() -> None:
+    job = Job(least=3.0)
+    job.phase[2] = "data"
+    job.passes(3)
+    job.answer(0)
+    job.answer(1, last=False)
+    job.watch.look(job.now)
+    assert not job.asked("evidence")
+    job.answer(1)
+    job.watch.look(job.now)
+    assert job.asked("evidence")
+
+
+def test_a_second_incident_has_a_folder_of_its_own() -> None:
+    job = Job(evidence=4.0)
+    job.state[1] = "T"
+    job.passes(4)
+    job.state[1], job.moved[1] = "R", job.now + 0.4
+    job.passes(1)
+    job.watch.withdraw()
+    job.state[1] = "T"
+    job.passes(6)
+    assert [order["incident"] for order in job.asked("evidence")] == ["g003-stopped", "g003-stopped-2"]
 
 
 def test_an_answer_to_an_older_question_does_not_count() -> None:

@@ -1,5 +1,6 @@
 """Evidence about an attempt, from its files and its scheduler; nothing here decides."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ def collect(view: RunView, sight: Sight, watch: Watch) -> Evidence:
     outcome = read_outcome(place.outcome)
     ended = job is not None and job.state in ENDED_STATES
     leaving = job is not None and job.state in LEAVING_STATES
+    gone = taken_out(job, watch, key) if view.config.cluster.spare_nodes else ()
     return Evidence(
         attempt=attempt.number,
         answered=sight.answered,
@@ -55,19 +57,35 @@ def collect(view: RunView, sight: Sight, watch: Watch) -> Evidence:
         leaving_for=_span(watch, f"leaving:{key}", leaving, True),
         started=beat is not None or _has_events(place),
         silent_for=watch.age(f"beat:{key}", beat.seq if beat else "none"),
-        leader_gone=leader_gone(attempt, job),
+        gone=gone,
+        leader_gone=leader_gone(attempt, job, gone),
         outcome=outcome,
         cancel_asked=view.cancel is not None,
         tails=read_tails(place) if ended and outcome is None else (),
     )
 
 
-def leader_gone(attempt: Attempt, job: JobStatus | None) -> str:
+def taken_out(job: JobStatus | None, watch: Watch, key: str) -> tuple[str, ...]:
+    """Nodes that were seen in the job, and no longer are: only a job with spares goes on without them (--no-kill).
+
+    Names that only the agents tell prove nothing here: a host may call itself otherwise than Slurm does.
+    """
+    seen = set(watch.value(f"nodes:{key}").split())
+    gone = set(watch.value(f"left:{key}").split())
+    if job is not None and job.state in RUNNING_STATES and job.nodes:
+        gone, seen = seen - set(job.nodes), seen | set(job.nodes)
+        watch.age(f"nodes:{key}", " ".join(sorted(seen)))
+        watch.age(f"left:{key}", " ".join(sorted(gone)))
+    # Of a job that has ended Slurm may tell all its nodes again.
+    return tuple(sorted(gone))
+
+
+def leader_gone(attempt: Attempt, job: JobStatus | None, gone: Collection[str]) -> str:
     """The first node of a running job that Slurm has taken out of it: with --no-kill the others stay, with nobody."""
-    if job is None or job.state not in RUNNING_STATES or not job.nodes or not attempt.nodes:
+    if job is None or job.state not in RUNNING_STATES or not attempt.nodes:
         return ""
     leader = attempt.nodes[0]
-    return "" if leader in job.nodes else leader
+    return leader if leader in gone else ""
 
 
 def _span(watch: Watch, key: str, holds: bool, value: Any) -> float:
@@ -79,7 +97,7 @@ def _span(watch: Watch, key: str, holds: bool, value: Any) -> float:
 
 def forget(watch: Watch, run: str, attempt: int) -> None:
     """Nothing more is measured about an attempt that has ended."""
-    for what in ("gone", "ended", "leaving", "beat", "cancel"):
+    for what in ("gone", "ended", "leaving", "beat", "cancel", "nodes", "left"):
         watch.forget(f"{what}:{run}/{attempt}")
 
 

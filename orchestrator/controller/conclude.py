@@ -18,7 +18,9 @@ from orchestrator.recovery.nodes import (
     excluded,
     hangs,
     limit,
+    replaced,
     slowness,
+    unfit,
 )
 from orchestrator.recovery.policy import Action, Decision, Past, after_cancel, decide
 from orchestrator.recovery.suspects import doubted
@@ -40,12 +42,14 @@ _RUN_AFTER = {
 }
 
 
-def conclude(actor: Actor, view: RunView, verdict: Verdict, rng: Random, pool_size: PoolSize) -> Decision:
-    """End the newest attempt of a run and decide what comes next."""
+def conclude(
+    actor: Actor, view: RunView, verdict: Verdict, rng: Random, pool_size: PoolSize, gone: Sequence[str] = ()
+) -> Decision:
+    """End the newest attempt of a run and decide what comes next; `gone`: nodes that the scheduler took out of it."""
     run, attempt, failure = view.run, view.last, verdict.failure
     actor.shut(view.place)
     now = actor.clock.wall()
-    pool = pool_of(actor.store, view, now, pool_size)
+    pool = pool_of(actor.store, view, now, pool_size, gone)
     blamed = [one for one in accused(failure, pool, view.config.recovery, now) if one.node is not None]
     decision = _decision(view, verdict, now, rng, blamed)
 
@@ -131,24 +135,33 @@ def _past(attempt: Attempt, failure: Failure | None) -> Past:
     )
 
 
-def pool_of(store: Store, view: RunView, now: float, pool_size: PoolSize) -> Pool:
-    """The nodes this run may use, with what is known of each; simulated nodes are never excluded."""
+_NOTICED = (EventKind.INCIDENT, EventKind.STRAGGLER, EventKind.PREFLIGHT, EventKind.SPARE_USED, EventKind.DRILL)
+
+
+def pool_of(store: Store, view: RunView, now: float, pool_size: PoolSize, gone: Sequence[str] = ()) -> Pool:
+    """The nodes this run may use, with what is known of each; simulated nodes are never excluded.
+
+    `gone`: nodes that the scheduler has taken out of the newest attempt's job while it went on.
+    """
     if view.run.cluster == "local":
         return Pool(size=view.config.cluster.all_nodes, needed=view.config.cluster.all_nodes)
     nodes = [node for node in store.nodes() if node.cluster == view.run.cluster]
     back = {node.name: node.excluded_until for node in nodes}
-    kinds = (EventKind.INCIDENT, EventKind.STRAGGLER)
     # What a node was kept away for is not held against it when it is back.
     noticed = [
         notice
-        for notice in store.noticed(view.run.cluster, kinds, now - REMEMBERED)
-        if notice.time > back.get(notice.node, 0.0)
+        for notice in store.noticed(view.run.cluster, _NOTICED, now - REMEMBERED)
+        if notice.kind == EventKind.DRILL or notice.time > back.get(notice.node, 0.0)
     ]
-    hung, slow = hangs(noticed), slowness(noticed)
+    runs = {notice.run for notice in noticed}
+    generations = {(run, each.number): each.generations for run in runs for each in store.attempts(run)}
+    hung, slow, lost = hangs(noticed), slowness(noticed, generations), replaced(noticed)
+    sick = unfit(noticed, generations, {(view.run.name, view.last.number, node) for node in gone})
     known = [
         Standing(
             name=node.name, failures=node.failures, excluded_until=node.excluded_until,
-            hangs=hung.get(node.name, 0), slow=slow.get(node.name, 0),
+            hangs=hung.get(node.name, 0), slow=slow.get(node.name, 0), replaced=lost.get(node.name, 0),
+            unfit=sick.get(node.name, ""),
         )
         for node in nodes
     ]  # fmt: skip

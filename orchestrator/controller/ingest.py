@@ -10,10 +10,12 @@ from typing import Any
 from checkpointing.durable import number
 from orchestrator.controller.collect import Heartbeat
 from orchestrator.controller.view import RunView
+from orchestrator.recovery.nodes import DRILLED, TAKEN_FOR
 from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation, Notice
 from orchestrator.registry.store import Store
 from orchestrator.states import Trust, may_move
 from trainer.contract.events import Event, EventKind, read_events
+from trainer.contract.outcome import FailureKind
 from trainer.contract.run_dir import AttemptDir
 
 MEMORY = "memory"
@@ -75,6 +77,18 @@ class _Scribe:
             run=self.run, attempt=self.attempt, number=self.event.generation, started_at=self.event.time
         )  # fmt: skip
         self.store.put_generation(replace(before, **changes), epoch=self.epoch)
+
+    def is_drilled(self) -> bool:
+        """Whether the configuration orders a fault in the event's generation."""
+        place = (self.attempt, self.event.generation)
+        faults = ((each.attempt, each.generation) for each in self.view.config.drill.events)
+        return any(all(wanted in (0, number) for wanted, number in zip(fault, place, strict=True)) for fault in faults)
+
+    def blamed(self, node: str) -> str:
+        """The kind of failure for which the generation that has just ended blames this node; else its agent is lost."""
+        ended = [g for g in self.store.generations(self.run, self.attempt) if g.number == self.event.generation]
+        failure = ended[0].failure if ended else None
+        return str(failure["kind"]) if failure and failure.get("node") == node else FailureKind.AGENT_LOST
 
     def known(self) -> Checkpoint | None:
         """The row of the checkpoint that the event names."""
@@ -225,27 +239,31 @@ def _deleted(scribe: _Scribe) -> None:
     scribe.leave_home(Trust.DELETED, f"deleted by attempt {scribe.attempt}: newer ones are kept")
 
 
-def _notice(scribe: _Scribe, node: str | None = None) -> None:
-    """Kept as it is, for people and for the judgement of nodes."""
+def _notice(scribe: _Scribe, node: str | None = None, **more: Any) -> None:
+    """Kept for people and for the judgement of nodes, with what that needs to know besides."""
     event = scribe.event
     if node is None:
         node = str(scribe.data.get("node") or "")
+    # Ranks count their events anew in every generation.
+    source = f"{event.source}/{event.generation}" if event.source.startswith("rank-") else event.source
+    drilled = {DRILLED: True} if scribe.is_drilled() else {}
     notice = Notice(
-        run=scribe.run, attempt=scribe.attempt, source=event.source, seq=event.seq, kind=str(event.kind),
-        generation=event.generation, time=event.time, node=node, data=scribe.data,
+        run=scribe.run, attempt=scribe.attempt, source=source, seq=event.seq, kind=str(event.kind),
+        generation=event.generation, time=event.time, node=node, data={**scribe.data, **drilled, **more},
     )  # fmt: skip
     scribe.store.put_notice(notice, epoch=scribe.epoch)
 
 
 def _examined(scribe: _Scribe) -> None:
+    """By the node's name: its agent's place in the job means nothing elsewhere."""
     if not scribe.data["ok"]:
-        _notice(scribe)
+        _notice(scribe, str(scribe.data.get("name") or ""))
 
 
 def _spare_used(scribe: _Scribe) -> None:
     """The attempt goes on, and no failure of it will tell of the node that was lost."""
     lost, cluster = str(scribe.data["instead"]), scribe.view.run.cluster
-    _notice(scribe, lost)
+    _notice(scribe, lost, **{TAKEN_FOR: scribe.blamed(lost)})
     if lost and cluster != "local":
         why = f"replaced by a spare in {scribe.run}/{scribe.attempt}: {scribe.data.get('reason', '')}"
         scribe.store.saw_node(lost, cluster, epoch=scribe.epoch, now=scribe.event.time, failure=why)
@@ -265,6 +283,7 @@ _HANDLERS: dict[str, Callable[[_Scribe], None]] = {
     EventKind.INCIDENT: _notice,
     EventKind.STRAGGLER: _notice,
     EventKind.BATCH_SKIPPED: _notice,
+    EventKind.DRILL: _notice,
     EventKind.PREFLIGHT: _examined,
     EventKind.SPARE_USED: _spare_used,
 }

@@ -208,11 +208,11 @@ class Controller:
             return fresh
         # What the job wrote in its last moments belongs to its history.
         ingest(self.store, view, **self.actor.stamp())
-        self._conclude(self._again(view), verdict)
+        self._conclude(self._again(view), verdict, evidence.gone)
         return True
 
-    def _conclude(self, view: RunView, verdict: Verdict) -> None:
-        conclude(self.actor, view, verdict, self.rng, self.pool_size)
+    def _conclude(self, view: RunView, verdict: Verdict, gone: tuple[str, ...] = ()) -> None:
+        conclude(self.actor, view, verdict, self.rng, self.pool_size, gone)
         if view.cancel is not None:
             ended = self.store.run(view.run.name)
             self.store.answer(view.cancel.id, f"{ended.name} is {ended.state}", **self.actor.stamp())

@@ -38,6 +38,10 @@ class Watch:
             return 0.0
         return now - before[1]
 
+    def value(self, key: str) -> str:
+        """What `key` was seen with last; empty when it was not."""
+        return self._seen.get(key, ("", 0.0))[0]
+
     def forget(self, key: str) -> None:
         self._seen.pop(key, None)
 

@@ -33,6 +33,8 @@ class Evidence:
     """Agents have left a sign: a heartbeat or an event."""
     silent_for: float = 0.0
     """How long the heartbeat has been seen unchanged (or missing)."""
+    gone: tuple[str, ...] = ()
+    """Nodes that the scheduler has taken out of the job, which has spare ones, while it runs on."""
     leader_gone: str = ""
     """The node that led the job, when the scheduler has taken it out of the job and lets the rest run on."""
     outcome: AttemptOutcome | None = None

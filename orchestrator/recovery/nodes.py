@@ -1,6 +1,7 @@
 """Which nodes the next attempt avoids: only on evidence, only a share of the partition, only for a while."""
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from orchestrator.registry.records import Notice
@@ -16,8 +17,15 @@ WEAK = frozenset({FailureKind.AGENT_LOST, FailureKind.RANK_KILLED, FailureKind.L
 REMEMBERED = 14 * 86400.0
 """Seconds for which hangs and slowness tell something of a node: later it is another one, mended or moved."""
 TWO_HANGS = 2
+TWO_FAILURES = 2
 _NOT_THE_NODE = frozenset({"desync", "network"})
 """Incidents that a program, or two nodes together, have brought about."""
+DRILLED = "drilled"
+"""Key of a notice: the run's configuration orders a fault in its generation."""
+TAKEN_FOR = "taken_for"
+"""Key of the notice of a spare: the kind of failure that its predecessor was replaced for."""
+Place = tuple[str, int, int]
+"""A generation: run, attempt and its number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +35,11 @@ class Standing:
     name: str
     failures: int = 0
     excluded_until: float = 0.0
-    hangs: int = 0  # generations in which one of its ranks stopped first, since it was excluded last
-    slow: int = 0  # attempts that it slowed down to their end, since it was excluded last
+    # All of these since it was excluded last:
+    hangs: int = 0  # attempts in which one of its ranks stopped first
+    slow: int = 0  # attempts that it slowed down to their end
+    replaced: int = 0  # attempts in which a spare took its place, for a reason that says little by itself
+    unfit: str = ""  # what was found wrong with the node itself, while its job went on without it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,34 +96,91 @@ def accused(failure: Failure | None, pool: Pool, recovery: RecoveryConfig, now: 
 
 
 def _record(standing: Standing, recovery: RecoveryConfig) -> str:
-    """What a node has done again and again without ending an attempt; empty when that is not enough."""
+    """What speaks against a node although it has ended no attempt; empty when that is not enough."""
+    if standing.unfit:
+        return f"{standing.name}: {standing.unfit}"
+    # The loss that a spare has mended is among the failures; it excludes like one that has ended its attempt.
+    if standing.replaced and standing.failures >= TWO_FAILURES:
+        return f"{standing.failures} attempts failed on {standing.name}"
     if standing.hangs >= TWO_HANGS:
-        return f"ranks on {standing.name} hung {standing.hangs} times"
+        return f"ranks on {standing.name} hung in {standing.hangs} attempts"
     bound = recovery.straggler.replace_after
     if bound and standing.slow >= bound:
         return f"{standing.name} slowed down {standing.slow} attempts (recovery.straggler.replace_after)"
     return ""
 
 
-def hangs(notices: Iterable[Notice]) -> dict[str, int]:
-    """By node: generations in which one of its ranks was the first to stop, as incidents tell."""
-    found: dict[str, set[tuple[str, int, int]]] = {}
+def on_purpose(notices: Iterable[Notice]) -> set[Place]:
+    """Generations in which somebody brought a fault about: what happened there says nothing of a node."""
+    return {_place(one) for one in notices if one.kind == EventKind.DRILL or one.data.get(DRILLED)}
+
+
+def hangs(notices: Sequence[Notice]) -> dict[str, int]:
+    """By node: attempts in which one of its ranks was the first to stop, as incidents tell.
+
+    A program that hangs does so again when it is restarted in place: only another attempt is independent of that.
+    """
+    drilled = on_purpose(notices)
+    found: set[tuple[str, str, int]] = set()
     for notice in notices:
         told = notice.data
         if notice.kind != EventKind.INCIDENT or told.get("withdrawn") or told.get("kind") in _NOT_THE_NODE:
             continue
-        found.setdefault(notice.node, set()).add((notice.run, notice.attempt, notice.generation))
-    return {node: len(which) for node, which in found.items() if node}
+        if _place(notice) not in drilled:
+            found.add((notice.node, notice.run, notice.attempt))
+    return _by_node(found)
 
 
-def slowness(notices: Iterable[Notice]) -> dict[str, int]:
-    """By node: attempts in which one of its ranks was a straggler and did not become as fast again."""
+def slowness(notices: Sequence[Notice], generations: Mapping[tuple[str, int], int]) -> dict[str, int]:
+    """By node: attempts in whose last generation one of its ranks was a straggler and did not become as fast again.
+
+    `generations`: how many the attempts (run, number) have had.
+    """
+    drilled = on_purpose(notices)
     last: dict[tuple[str, str, int, object], bool] = {}
     for notice in notices:
-        if notice.kind == EventKind.STRAGGLER:
-            last[notice.node, notice.run, notice.attempt, notice.data.get("rank")] = not notice.data.get("over")
-    slow = {(node, run, attempt) for (node, run, attempt, _), still in last.items() if still}
-    return {name: sum(node == name for node, _, _ in slow) for name in {node for node, _, _ in slow} if name}
+        newest = generations.get((notice.run, notice.attempt), notice.generation)
+        if notice.kind != EventKind.STRAGGLER or notice.generation < newest or _place(notice) in drilled:
+            continue
+        last[notice.node, notice.run, notice.attempt, notice.data.get("rank")] = not notice.data.get("over")
+    return _by_node({(node, run, attempt) for (node, run, attempt, _), still in last.items() if still})
+
+
+def unfit(
+    notices: Sequence[Notice], generations: Mapping[tuple[str, int], int], gone: Collection[tuple[str, int, str]]
+) -> dict[str, str]:
+    """By node: what was wrong with the node itself in an attempt that trained without it.
+
+    `gone`: (run, attempt, node) that the scheduler has taken out of a job that went on.
+    """
+    found: dict[str, str] = {}
+    for notice in notices:
+        told, reason = notice.data, str(notice.data.get("reason", ""))
+        # Where nobody trained, all nodes may have suffered from the same thing; the attempt's failure names one if not.
+        if notice.kind == EventKind.PREFLIGHT and generations.get((notice.run, notice.attempt), 0) > 0:
+            found[notice.node] = f"it failed its checks: {reason}"
+        elif notice.kind == EventKind.SPARE_USED and (notice.run, notice.attempt, notice.node) in gone:
+            found[notice.node] = f"{FailureKind.NODE_LOST}: {reason}"
+        elif notice.kind == EventKind.SPARE_USED and told.get(TAKEN_FOR) in NODE_LOCAL:
+            found[notice.node] = f"{told[TAKEN_FOR]}: {reason}"
+    found.pop("", None)
+    return found
+
+
+def replaced(notices: Sequence[Notice]) -> dict[str, int]:
+    """By node: attempts in which a spare took its place."""
+    drilled = on_purpose(notices)
+    spares = [one for one in notices if one.kind == EventKind.SPARE_USED and _place(one) not in drilled]
+    return _by_node({(one.node, one.run, one.attempt) for one in spares})
+
+
+def _place(notice: Notice) -> Place:
+    return notice.run, notice.attempt, notice.generation
+
+
+def _by_node(found: Collection[tuple[str, str, int]]) -> dict[str, int]:
+    """How often each node is named, by whom ever."""
+    return dict(Counter(node for node, _, _ in found if node))
 
 
 def _capped(node: str, until: float, reason: str, pool: Pool, recovery: RecoveryConfig, now: float) -> Blame:

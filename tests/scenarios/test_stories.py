@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from orchestrator.controller.conclude import pool_of
 from orchestrator.controller.view import RunView
 from orchestrator.recovery.failures import LEAVING_LIMIT
@@ -69,6 +71,7 @@ def test_a_node_that_slows_two_attempts_down_is_left_out_of_the_third(tmp_path: 
         assert slow in attempt.nodes, "one preemption is no reason to leave it out"
         path = world.folder.attempt(number).event_file("coordinator")
         log = EventLog(path, "watch", number, clock=world.clock)
+        log.generation = 1
         log.write(EventKind.STRAGGLER, rank=0, node=slow, section="forward", ratio=1.3, step=step, steps=10, over=False)
         world.slurm.preempt(world.slurm.running()[0])
         world.turns(200, until=lambda number=number: len(world.attempts) > number)
@@ -77,6 +80,32 @@ def test_a_node_that_slows_two_attempts_down_is_left_out_of_the_third(tmp_path: 
     assert slow not in world.attempts[2].nodes
     (node,) = [node for node in world.store.nodes() if node.name == slow]
     assert (node.failures, node.reason) == (0, f"{slow} slowed down 2 attempts (recovery.straggler.replace_after)")
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (EventKind.PREFLIGHT, {"node": 0, "ok": False}),
+        (EventKind.SPARE_USED, {"node": 1, "instead": "HERE"}),
+    ],
+)
+def test_a_node_that_a_spare_replaced_is_avoided_by_the_next_attempt(
+    tmp_path: Path, kind: EventKind, told: dict[str, object]
+) -> None:
+    world = World(tmp_path)
+    world.controller.pool_size = lambda _: 4
+    training(world, 12)
+    bad = world.attempts[0].nodes[0]
+    log = EventLog(world.folder.attempt(1).event_file("coordinator"), "watch", 1, clock=world.clock)
+    log.generation = 1
+    failure = {"kind": "node_suspect", "reason": "its GPU is lost", "node": bad}
+    log.write(EventKind.GENERATION_ENDED, reason="its GPU is lost", step=12, failure=failure)
+    fields = {**told, "name": bad if kind is EventKind.PREFLIGHT else "another", "reason": "its GPU is lost"}
+    log.write(kind, **{key: bad if value == "HERE" else value for key, value in fields.items()})
+    world.slurm.preempt(world.slurm.running()[0])
+    world.turns(200, until=lambda: len(world.attempts) > 1)
+    assert world.attempts[1].excluded == (bad,)
+    assert world.finish().state is RunState.SUCCEEDED
 
 
 def test_what_a_node_was_kept_away_for_is_not_held_against_it_when_it_is_back(tmp_path: Path) -> None:

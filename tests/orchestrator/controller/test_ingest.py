@@ -5,7 +5,7 @@ from pathlib import Path
 from orchestrator.controller.ingest import ingest
 from orchestrator.controller.view import RunView
 from orchestrator.states import Trust
-from tests.scenarios.world import World
+from tests.scenarios.world import World, config
 from trainer.contract.events import EventKind, EventLog
 
 
@@ -16,8 +16,8 @@ def begun(tmp_path: Path) -> tuple[World, EventLog]:
 
 
 def read(world: World) -> bool:
-    config = next(iter(world.controller._configs.values()))
-    view = RunView(run=world.run, attempts=tuple(world.attempts), config=config)
+    kept = next(iter(world.controller._configs.values()))
+    view = RunView(run=world.run, attempts=tuple(world.attempts), config=kept)
     return ingest(world.store, view, epoch=world.lease.epoch, now=world.clock.now)
 
 
@@ -169,12 +169,12 @@ def test_what_watchers_noticed_is_kept_once(tmp_path: Path) -> None:
     log.write(EventKind.INCIDENT, name="g002-stopped", kind="stopped", rank=3, node="n2", reason="rank 3 stopped")
     log.write(EventKind.STRAGGLER, rank=1, node="n1", section="forward", ratio=1.3, over=False)
     log.write(EventKind.BATCH_SKIPPED, step=7, position=96, reason="loss nan")
-    log.write(EventKind.PREFLIGHT, node=0, ok=True, reason="")
-    log.write(EventKind.PREFLIGHT, node=1, ok=False, reason="/dev/shm is full")
+    log.write(EventKind.PREFLIGHT, node=0, name="n1", ok=True, reason="")
+    log.write(EventKind.PREFLIGHT, node=1, name="n2", ok=False, reason="/dev/shm is full")
     read(world)
     found = world.store.notices(world.name)
     assert [(item.kind, item.node, item.generation) for item in found] == [
-        ("incident", "n2", 2), ("straggler", "n1", 2), ("batch.skipped", "", 2), ("preflight", "1", 2),
+        ("incident", "n2", 2), ("straggler", "n1", 2), ("batch.skipped", "", 2), ("preflight", "n2", 2),
     ]  # fmt: skip
     assert found[0].data["name"] == "g002-stopped"
     assert [item.data["rank"] for item in world.store.noticed(world.run.cluster, ["straggler"], 0.0)] == [1]
@@ -193,3 +193,31 @@ def test_a_node_that_a_spare_replaced_has_failed_once(tmp_path: Path) -> None:
     (node,) = world.store.nodes()
     assert (node.name, node.failures, node.attempts) == ("n2", 1, 0)
     assert "replaced by a spare in" in node.reason
+
+
+def test_a_spare_s_notice_says_what_its_predecessor_was_replaced_for(tmp_path: Path) -> None:
+    world, log = begun(tmp_path)
+    log.generation = 1
+    failure = {"kind": "node_suspect", "reason": "n2: it says so", "rank": 3, "node": "n2"}
+    log.write(EventKind.GENERATION_ENDED, reason="n2: it says so", step=5, failure=failure)
+    log.write(EventKind.SPARE_USED, node=2, name="n3", instead="n2", reason="n2: it says so")
+    log.write(EventKind.SPARE_USED, node=3, name="n4", instead="n1", reason="its agent is gone")
+    read(world)
+    found = {item.node: item.data["taken_for"] for item in world.store.notices(world.name)}
+    assert found == {"n2": "node_suspect", "n1": "agent_lost"}
+
+
+def test_drills_are_kept_of_every_generation_and_orders_of_the_configuration_mark_theirs(tmp_path: Path) -> None:
+    data = {**config(), "drill": {"events": [{"kind": "stop-rank", "generation": 3}]}}
+    world = World(tmp_path, data=data)
+    world.tick()
+    for generation in (1, 2, 3):
+        # A rank's process of the next generation counts its events anew.
+        source = "rank-00000"
+        log = EventLog(world.folder.attempt(1).event_file(source), source, 1, clock=world.clock)
+        log.generation = generation
+        log.write(EventKind.DRILL, kind="kill-rank", rank=0, step=5)
+        log.close()
+    read(world)
+    notices = world.store.notices(world.name)
+    assert [(item.generation, item.data.get("drilled")) for item in notices] == [(1, None), (2, None), (3, True)]

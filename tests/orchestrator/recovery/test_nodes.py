@@ -3,7 +3,20 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.recovery.nodes import Pool, Standing, accused, blame, excluded, hangs, limit, slowness
+from orchestrator.recovery.nodes import (
+    DRILLED,
+    TAKEN_FOR,
+    Pool,
+    Standing,
+    accused,
+    blame,
+    excluded,
+    hangs,
+    limit,
+    replaced,
+    slowness,
+    unfit,
+)
 from orchestrator.registry.records import Notice
 from trainer.contract.config import RecoveryConfig
 from trainer.contract.events import EventKind
@@ -81,16 +94,18 @@ def test_a_hang_blames_its_node_when_it_is_the_second_one() -> None:
 def test_hangs_mended_in_place_add_up_to_evidence() -> None:
     told = [
         noticed(EventKind.INCIDENT, "n2", kind="stopped", rank=3),
-        noticed(EventKind.INCIDENT, "n2", kind="stopped", rank=3),  # the same generation: no second one
+        noticed(EventKind.INCIDENT, "n2", kind="stopped", rank=3),
+        noticed(EventKind.INCIDENT, "n2", generation=2, kind="stopped", rank=3),  # the same attempt: no second one
         noticed(EventKind.INCIDENT, "n3", kind="desync", rank=1),
         noticed(EventKind.INCIDENT, "n3", generation=2, kind="network"),
         noticed(EventKind.INCIDENT, "n4", kind="stopped", withdrawn=True),
     ]
     assert hangs(told) == {"n2": 1}
-    assert hangs([*told, noticed(EventKind.INCIDENT, "n2", generation=2, kind="stopped")]) == {"n2": 2}
+    assert hangs([*told, noticed(EventKind.INCIDENT, "n2", attempt=2, kind="stopped")]) == {"n2": 2}
+    assert hangs([*told, noticed(EventKind.INCIDENT, "n2", run="r-2", kind="stopped")]) == {"n2": 2}
     pool = Pool(size=4, needed=2, known=(Standing(name="n1", hangs=1), Standing(name="n2", hangs=2)))
     (found,) = accused(None, pool, CONFIG, NOW)
-    assert (found.node, found.reason, found.until) == ("n2", "ranks on n2 hung 2 times", NOW + 24 * 3600)
+    assert (found.node, found.reason, found.until) == ("n2", "ranks on n2 hung in 2 attempts", NOW + 24 * 3600)
 
 
 def test_a_node_that_slows_down_attempt_after_attempt_is_replaced() -> None:
@@ -101,13 +116,68 @@ def test_a_node_that_slows_down_attempt_after_attempt_is_replaced() -> None:
         noticed(EventKind.STRAGGLER, "n1", attempt=1, rank=0, over=True),
         noticed(EventKind.STRAGGLER, "n2", run="r-2", rank=3),
     ]
-    assert slowness(told) == {"n2": 2}
+    assert slowness(told, {}) == {"n2": 2}
     pool = Pool(size=4, needed=2, known=(Standing(name="n2", slow=2),))
     (found,) = accused(None, pool, CONFIG, NOW)
     assert found.reason == "n2 slowed down 2 attempts (recovery.straggler.replace_after)"
     never = RecoveryConfig(straggler=StragglerConfig(replace_after=0))
     assert accused(None, pool, never, NOW) == []
     assert accused(None, Pool(size=4, needed=2, known=(Standing(name="n2", slow=1),)), CONFIG, NOW) == []
+
+
+def test_who_was_slow_before_a_restart_did_not_slow_the_attempt_to_its_end() -> None:
+    told = [
+        noticed(EventKind.STRAGGLER, "n2", generation=1, rank=3),
+        noticed(EventKind.STRAGGLER, "n3", generation=1, rank=5),
+        noticed(EventKind.STRAGGLER, "n3", generation=2, rank=4),
+    ]
+    assert slowness(told, {("r-1", 1): 1}) == {"n2": 1, "n3": 1}
+    assert slowness(told, {("r-1", 1): 2}) == {"n3": 1}
+    assert slowness(told, {("r-1", 1): 3}) == {}
+
+
+def test_what_somebody_brought_about_says_nothing_of_a_node() -> None:
+    told = [
+        noticed(EventKind.INCIDENT, "n2", kind="stopped"),
+        noticed(EventKind.STRAGGLER, "n2", rank=3),
+        noticed(EventKind.SPARE_USED, "n2", **{TAKEN_FOR: "agent_lost"}),
+    ]
+    one = {("r-1", 1): 1}
+    assert (hangs(told), slowness(told, one), replaced(told)) == ({"n2": 1},) * 3
+    drill = noticed(EventKind.DRILL, "", kind="stop-rank", rank=3)
+    assert (hangs([*told, drill]), slowness([*told, drill], one), replaced([*told, drill])) == ({}, {}, {})
+    elsewhere = noticed(EventKind.DRILL, "", generation=2, kind="stop-rank", rank=3)
+    assert hangs([*told, elsewhere]) == {"n2": 1}
+    assert hangs([noticed(EventKind.INCIDENT, "n2", kind="stopped", **{DRILLED: True})]) == {}
+
+
+def test_a_node_that_its_own_checks_condemn_is_avoided_though_a_spare_mended_it() -> None:
+    told = [
+        noticed(EventKind.PREFLIGHT, "n2", generation=0, ok=False, reason="/dev/shm is full"),
+        noticed(EventKind.PREFLIGHT, "n9", run="r-2", generation=0, ok=False, reason="no room"),
+        noticed(EventKind.SPARE_USED, "n3", reason="it says so", **{TAKEN_FOR: "node_suspect"}),
+        noticed(EventKind.SPARE_USED, "n4", reason="its agent is gone", **{TAKEN_FOR: "agent_lost"}),
+        noticed(EventKind.SPARE_USED, "n5", reason="its agent is gone", **{TAKEN_FOR: "agent_lost"}),
+    ]
+    trained = {("r-1", 1): 2, ("r-2", 1): 0}  # in r-2 nobody was fit: that may be everybody's trouble
+    found = unfit(told, trained, {("r-1", 1, "n5"), ("r-2", 1, "n4")})
+    assert found == {
+        "n2": "it failed its checks: /dev/shm is full", "n3": "node_suspect: it says so",
+        "n5": "node_lost: its agent is gone",
+    }  # fmt: skip
+    pool = Pool(size=40, needed=2, known=(Standing(name="n1"), Standing(name="n2", unfit=found["n2"])))
+    (blamed,) = accused(None, pool, CONFIG, NOW)
+    assert (blamed.node, blamed.reason) == ("n2", "n2: it failed its checks: /dev/shm is full")
+
+
+def test_a_second_loss_excludes_though_a_spare_mended_it() -> None:
+    once = Pool(size=40, needed=2, known=(Standing(name="n2", failures=1, replaced=1),))
+    assert accused(None, once, CONFIG, NOW) == []
+    twice = Pool(size=40, needed=2, known=(Standing(name="n2", failures=2, replaced=1),))
+    (blamed,) = accused(None, twice, CONFIG, NOW)
+    assert (blamed.node, blamed.reason) == ("n2", "2 attempts failed on n2")
+    served = Pool(size=40, needed=2, known=(Standing(name="n2", failures=2),))
+    assert accused(None, served, CONFIG, NOW) == [], "what it was kept away for"
 
 
 def test_what_is_excluded_together_stays_within_the_share() -> None:

@@ -14,6 +14,11 @@ async def apart(function: Callable[[], T], seconds: float) -> T:
 
     Not asyncio.to_thread: its threads are waited for when the interpreter ends.
     """
+    return await asyncio.wait_for(begin(function), seconds)
+
+
+def begin(function: Callable[[], T]) -> "asyncio.Future[T]":
+    """The same without waiting for it."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -35,4 +40,4 @@ async def apart(function: Callable[[], T], seconds: float) -> T:
             loop.call_soon_threadsafe(settle, value, error)
 
     threading.Thread(target=run, name="orch-apart", daemon=True).start()
-    return await asyncio.wait_for(future, seconds)
+    return future

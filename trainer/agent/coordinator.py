@@ -2,17 +2,13 @@
 
 import asyncio
 import secrets
-import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
-from checkpointing.durable import dump_line, write_durably
 from trainer.agent import replacing, rungs
 from trainer.agent.answers import Answers
 from trainer.agent.blame import RankEnd
-from trainer.agent.board import show
 from trainer.agent.command import free_port
 from trainer.agent.deadline import Bounds
 from trainer.agent.door import Door
@@ -26,6 +22,7 @@ from trainer.agent.questions import Questions
 from trainer.agent.rolling_back import leave_out
 from trainer.agent.roster import Roster
 from trainer.agent.rungs import Action, Decision, Situation
+from trainer.agent.signs import Reading, Signs
 from trainer.agent.stopping import Stop, Stopping
 from trainer.agent.vigil import Vigil
 from trainer.agent.wire import Message
@@ -68,7 +65,7 @@ class Coordinator:
         self._standing = Standing(attempt.number, place.job_id, wall)
         self._questions = Questions(run.requests, attempt.number, self._deliver)
         self._fence = Fence(attempt.go, token)
-        self._now, self._beating = Generation(), asyncio.Lock()
+        self._now, self._signs = Generation(), Signs(attempt)
         self._pulse = Pulse(self._tick, self._touch_files)
         self._state, self._host = "joining", ""
         self._past, self._due = Past(), 0.0
@@ -88,7 +85,7 @@ class Coordinator:
         port = await self._door.open(host)
         found = {"schema": "orch.coordinator/1", "host": host, "port": port, "token": self._door.token}
         found["job_id"] = self._place.job_id
-        await asyncio.to_thread(write_durably, self._attempt.coordinator, dump_line(found).encode())
+        await self._signs.be_found(found)
         return found
 
     async def run(self) -> int:
@@ -257,7 +254,7 @@ class Coordinator:
     async def _touch_files(self) -> None:
         await self._beat()
         await self._questions.look()
-        if await asyncio.to_thread(self._fence.is_down):
+        if await self._signs.look(self._fence.is_down):
             self._deliver(-1, {"say": "fenced"})
 
     async def _beat(self) -> None:
@@ -265,12 +262,12 @@ class Coordinator:
         self._standing.merge([m.progress for m in members if m.progress.get("generation") == self._now.number])
         if self._config.command:
             self._standing.phase = "command"  # what a user's program does is not known
-        async with self._beating:
-            beat = self._standing.beat(generation=self._now.number, nodes=self._roster.names(), state=self._state)
-            ranks = self._vigil.board(self._wall()) if self._state == "running" else None
-            # A full disk must not end a run that computes; its heartbeat falls silent, which shows.
-            with suppress(OSError):
-                await asyncio.to_thread(show, self._attempt, beat, ranks)
+        await self._signs.show(self._reading)
+
+    def _reading(self) -> Reading:
+        """What heartbeat.json and ranks.json say now."""
+        beat = self._standing.beat(generation=self._now.number, nodes=self._roster.names(), state=self._state)
+        return beat, self._vigil.board(self._wall()) if self._state == "running" else None
 
     # -- the attempt -------------------------------------------------------------------------------------------------
 
@@ -388,10 +385,7 @@ class Coordinator:
             step=self._standing.step, generations=self._now.number, started_at=self._started_at, ended_at=self._wall(),
             failure=decision.failure,
         )  # fmt: skip
-        try:
-            await asyncio.to_thread(outcome.write, self._attempt.outcome)
-        except OSError as error:  # the exit code still tells
-            sys.stderr.write(f"orch-agent: cannot write {self._attempt.outcome}: {error}; it would say: {reason}\n")
+        await self._signs.leave(outcome)
         self._events.write(EventKind.ATTEMPT_ENDED, result=str(result), reason=reason)
         self._state = "ended"
         await self._beat()

@@ -47,6 +47,8 @@ def run_agent(run_dir: str, attempt: str) -> NoReturn:
     a thread that waits for a hung file system would keep the interpreter from leaving.
     """
     code: int = ExitCode.RETRY
+    # Never closed, as asyncio.run would: that waits for every thread, and one may wait for a hung file system.
+    runner = asyncio.Runner()
     early: list[int] = []
     try:
         # At once: submitit's handlers would requeue the job by themselves.
@@ -57,7 +59,7 @@ def run_agent(run_dir: str, attempt: str) -> NoReturn:
         os.environ.setdefault("SPT_NOENV", "1")
         setproctitle("orch-agent")
         run = RunDir(Path(run_dir))
-        code = asyncio.run(Agent(run, run.attempt(int(attempt)), early).live())
+        code = runner.run(Agent(run, run.attempt(int(attempt)), early).live())
     except BaseException:  # noqa: BLE001  # outermost edge
         traceback.print_exc()
     finally:

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
-from trainer.agent import gathering
+from trainer.agent import gathering, rolling_back, signs
 from trainer.agent.coordinator import Coordinator
-from trainer.agent.heartbeat import Heartbeat
+from trainer.agent.heartbeat import Heartbeat, Standing
+from trainer.agent.signs import Signs
 from trainer.agent.wire import Message, Peer, connect
+from trainer.contract import skips
 from trainer.contract.config import ClusterShape, JobConfig
 from trainer.contract.events import Event, EventKind, EventLog, read_events
 from trainer.contract.launch import LaunchToken
@@ -21,6 +23,7 @@ from trainer.contract.outcome import AttemptOutcome
 from trainer.contract.place import Place
 from trainer.contract.requests import Request, RequestKind
 from trainer.contract.run_dir import RunDir
+from trainer.contract.skips import Skip
 
 
 class Scene:
@@ -106,6 +109,75 @@ def test_agents_hear_from_a_coordinator_whose_file_system_hangs(play, monkeypatc
             back.set()
 
     play(script)
+
+
+@pytest.mark.parametrize("hung", ["heartbeat", "outcome", "both"])
+def test_agents_are_told_to_end_although_the_run_directory_hangs(play, monkeypatch, hung):
+    """All writes but those of events never come back; whoever waits for them for ever leaves the agents waiting."""
+    back = threading.Event()
+    for name, what in (("heartbeat", Heartbeat), ("outcome", AttemptOutcome)):
+        if hung in (name, "both"):
+            monkeypatch.setattr(what, "write", lambda *_: back.wait(60))
+    monkeypatch.setattr(signs, "SHOW_SECONDS", 0.5)
+    monkeypatch.setattr(signs, "LEAVE_SECONDS", 0.5)
+
+    async def script(scene: Scene) -> None:
+        peers = [await scene.join(node) for node in (0, 1)]
+        await hear(peers[1], "start")
+        await leave(peers, 78)
+        try:
+            assert (await hear(peers[1], "end"))["code"] == 78
+            for peer in peers:
+                await peer.close()
+            assert await asyncio.wait_for(scene.leading, 10) == 78
+        finally:
+            back.set()
+
+    play(script)
+
+
+async def leave(peers: list[Peer], exit_code: int, generation: int = 1) -> None:
+    """All ranks end, and nothing of them is left."""
+    for rank, peer in enumerate(peers):
+        peer.send("exit", generation=generation, rank=rank, step=3, exit_code=exit_code, signal=None, word=True)
+        peer.send("gone", generation=generation)
+
+
+def test_heartbeats_never_overtake_one_another_and_the_last_one_stands(tmp_path, monkeypatch):
+    slow, written = threading.Event(), []
+
+    def write(beat: Heartbeat, path: Path) -> None:
+        if beat.seq == 1:
+            slow.wait(10)
+        written.append(beat.seq)
+
+    monkeypatch.setattr(Heartbeat, "write", write)
+    monkeypatch.setattr(signs, "SHOW_SECONDS", 0.2)
+    standing = Standing(1, "7", time.time)
+
+    async def script() -> None:
+        keeper = Signs(RunDir(tmp_path).attempt(1))
+        for _ in range(3):  # the second and the third are left out
+            await keeper.show(lambda: (standing.beat(generation=1, nodes=[], state="running"), None))
+        slow.set()
+        await keeper.show(lambda: (standing.beat(generation=1, nodes=[], state="ended"), None))
+
+    asyncio.run(script())
+    assert written == [1, 2]
+
+
+def test_a_batch_is_left_out_although_that_cannot_be_written_down_in_time(tmp_path, monkeypatch):
+    back = threading.Event()
+    monkeypatch.setattr(skips, "add", lambda *_: back.wait(60))
+    monkeypatch.setattr(rolling_back, "LEAVE_OUT_SECONDS", 0.2)
+    log = EventLog(tmp_path / "events.jsonl", "coordinator", 1)
+    one = Skip(step=3, position=24, reason="loss nan")
+    try:
+        asyncio.run(asyncio.wait_for(rolling_back.leave_out(one, RunDir(tmp_path).attempt(1), log), 5))
+    finally:
+        back.set()
+        log.close()
+    assert [event.data["position"] for event in read_events(tmp_path / "events.jsonl")[0]] == [24]
 
 
 def test_a_save_that_is_asked_for_after_a_stop_is_answered_by_the_stop(play):

@@ -1,5 +1,8 @@
 """Real agents, real processes: two nodes of two ranks, restarted in place."""
 
+import os
+import signal
+
 from tests.trainer.agent.job import until
 from trainer.contract.events import EventKind
 from trainer.contract.outcome import AttemptResult
@@ -25,3 +28,18 @@ def test_a_killed_rank_is_followed_by_a_new_generation_on_the_same_nodes(job):
     assert "SIGKILL; restart 1 of 5 in place" in ended.data["reason"]
     assert work.outcome().generations == 2
     until(lambda: work.job.poll() is None)
+
+
+def test_agents_leave_although_a_thread_of_theirs_waits_for_a_file_for_ever(job):
+    work = job("hang@*@1").start()
+    work.go()
+    until(lambda: len(work.notes()) == 4, 20, work.story)
+    # Reading it blocks for ever: so does the coordinator's look at whether it is fenced off.
+    fence = work.attempt.path / "held"
+    os.mkfifo(fence)
+    os.replace(fence, work.attempt.go)
+    beats = work.attempt.heartbeat
+    seen = beats.read_text()
+    until(lambda: beats.read_text() != seen, 10, work.story)
+    work.agents[0].send_signal(signal.SIGTERM)
+    assert work.wait(20) == [76, 76], work.story()

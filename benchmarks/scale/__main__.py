@@ -37,7 +37,7 @@ from trainer.contract.run_dir import AttemptDir, RunDir
 
 _JOIN_SECONDS = 60.0
 _WARM_SECONDS = 5.0
-_VERDICT_SECONDS = 40.0
+_VERDICT_SECONDS = 60.0
 _SPARE_FILES = 300  # strangers at the door, logs, the interpreter
 KINDS = ("stopped", "forward")
 

@@ -66,7 +66,7 @@ class Progress:
     phase: Phase = Phase.INIT
     generation: int = 0
     collective: int = 0  # collectives begun by this rank in all its groups, as of `moved_at`
-    io_bytes: int = 0
+    io_bytes: int = 0  # of training data that this rank has taken
     step_at: int = 0
     phase_at: int = 0
     moved_at: int = 0  # newest write of any kind: the rank's own sign of life
@@ -136,6 +136,10 @@ class ProgressCell:
         if collective:
             now.collective = collective
         self._publish(at)
+
+    def took(self, size: int) -> None:
+        """So many bytes of training data were taken; told with the next change of anything."""
+        self._now.io_bytes += size
 
     def warmed(self) -> None:
         """The first step of this generation is over: from now on times count."""

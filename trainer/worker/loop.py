@@ -99,6 +99,7 @@ class Loop:
         self._outside.course.enter(Phase.DATA)
         self._outside.drill.in_data(step)
         position, batches = take(trained.data, self._outside.skip)
+        self._outside.cell.took(sum(batch.nbytes for batch in batches if isinstance(batch, torch.Tensor)))
         loss = self._accumulate(step, batches)
         self._outside.course.enter(Phase.OPTIMIZER)
         reduced = self._reduce(step, loss)

@@ -100,3 +100,10 @@ def test_a_drill_is_ordered_without_disturbing_anything_else(cell):
     assert cell.drill_ordered() == (2, 2, 0.0)
     assert (agent.work().steps, agent.work().sections, agent.ticked()) == (3, (1, 2, 3, 4), ticked)
     agent.close()
+
+
+def test_bytes_are_added_up_and_told_with_the_next_change(cell):
+    cell.took(100)
+    cell.took(23)
+    cell.enter(Phase.FORWARD)
+    assert cell.read().io_bytes == 123

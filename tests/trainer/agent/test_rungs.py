@@ -66,7 +66,7 @@ CAUSES = [
     ([end(1, exit_code=76, word=False), killed(2)], FailureKind.RANK_KILLED, 2, True, "SIGKILL"),
     ([raised(1, "BadStep", "step 7: loss nan")], FailureKind.USER_ERROR, 1, True, "raised BadStep"),  # without a place
     ([echo(0), killed(1, signal.SIGABRT, message=GLOO, at=5.0)], FailureKind.DESYNC, 1, False, "another collective"),
-    ([end(0, exit_code=1), killed(1, signal.SIGABRT, message=GLOO)], FailureKind.DESYNC, 1, False, "another collective"),
+    ([end(0, exit_code=1), killed(1, signal.SIGABRT, message=GLOO)], FailureKind.DESYNC, 1, False, "met another"),
     ([raised(3, "RuntimeError", f"x {GLOO}")], FailureKind.DESYNC, 3, False, "met another collective than its own"),
     ([killed(1, signal.SIGABRT, message="double free")], FailureKind.RANK_KILLED, 1, True, "SIGABRT"),
 ]  # fmt: skip
@@ -106,6 +106,7 @@ def test_a_long_message_is_cut():
 
 
 AGENT_LOST = Failure(kind=FailureKind.AGENT_LOST, reason="the agent of n1 is lost: reset", node="n1")
+HUNG = Failure(kind=FailureKind.HANG, reason="rank 1 on n1 hangs", rank=1, node="n1")
 NURSERY = Failure(kind=FailureKind.RANK_KILLED, reason="the nursery of n1 died: SIGKILL", node="n1")
 ZERO, SAVED = {"exit_code": 0}, {"exit_code": 76}
 ALL_DONE = tuple(end(rank, **ZERO) for rank in range(4))
@@ -137,7 +138,17 @@ DECISIONS = [
     (situation(killed(1), broken=NURSERY), Action.RESTART, "the nursery of n1 died"),
     (situation(stopping=TERM, overdue=False), Action.WAIT, "0 of 4"),
     (situation(stopping=TERM, overdue=True), Action.END, "did not do so in time, and were killed (preemption)"),
-    (situation(killed(1), stopping=TERM), Action.END, "while stopping (preemption)"),
+    (situation(killed(1), stopping=TERM), Action.END, "while stopping (preemption), with 0 s left, too few to start"),
+    (situation(killed(1), stopping=TERM, left=29.0), Action.END, "with 29 s left, too few"),
+    (situation(killed(1), stopping=TERM, left=30.0), Action.RESTART, "30 s are left to start again, save and stop"),
+    (situation(killed(1), stopping=TERM, left=90.0, since_failure=0.1), Action.WAIT, "waiting for what its peers"),
+    (situation(broken=HUNG, stopping=TERM, left=45.0, since_failure=0.0), Action.RESTART, "45 s are left"),
+    (situation(broken=NURSERY, stopping=TERM, left=45.0), Action.RESTART, "45 s are left to start again"),
+    (situation(killed(1), stopping=TERM, left=90.0, again=True), Action.END, "once more after a restart for the save"),
+    (situation(killed(1), stopping=TERM, left=90.0, restarts=5), Action.END, "all 5 restarts in place"),
+    (situation(raised(1), stopping=TERM, left=90.0), Action.END, "raised ValueError: bad, while stopping (preemption)"),
+    (situation(broken=AGENT_LOST, stopping=TERM, left=90.0), Action.END, "the agent of n1 is lost"),
+    (situation(killed(1, 15), stopping=TERM, command=True, left=90.0), Action.WAIT, "was asked to stop"),
     (situation(killed(1, 15), stopping=TERM, command=True), Action.WAIT, "was asked to stop"),
     (situation(*(killed(r, 15) for r in range(4)), stopping=TERM, command=True), Action.STOP, "ended when asked"),
     (situation(killed(1, 15), stopping=TERM, command=True, overdue=True), Action.END, "did not end in time"),

@@ -11,7 +11,10 @@ from orchestrator.cli.options import Verb
 from orchestrator.cli.render import Screen
 from orchestrator.cli.stacks import Thread, read_stacks
 from orchestrator.errors import ConfigError, Precondition
+from trainer.contract.config import ClusterShape
 from trainer.contract.requests import RequestKind
+
+Row = dict[str, Any]
 
 
 @click.command(cls=Verb)
@@ -35,32 +38,84 @@ def attach(screen: Screen, run: str, stack: bool, rank: int | None, node: int | 
     answer = await_answer(found, request, timeout)
     folder = found.folder.path / answer
     threads = read_stacks(folder / "stacks")
+    seen, told = _seen(found, folder), {thread.rank for thread in threads}
+    missing = [
+        {"rank": one, "node": seen.get(one, {}).get("node"), "why": _why(seen.get(one, {}))}
+        for one in _asked(found.cluster, rank, node)
+        if one not in told
+    ]
     if not threads:
         raise Precondition(
-            f"{found.run}: no rank told where it stands", where=str(folder),
-            hint="a rank that is stopped cannot; what else there is lies in that folder",
+            f"{found.run}: no rank told where it stands: {'; '.join(_silence(row) for row in missing[:_NAMED])}",
+            where=str(folder), hint="a rank that is stopped cannot; what else there is lies in that folder",
         )  # fmt: skip
-    _show(screen, found, folder, threads)
+    _show(screen, found, folder, threads, seen, missing)
 
 
-def _show(screen: Screen, found: Live, folder: Path, threads: list[Thread]) -> None:
-    nodes = _nodes(found)
+_NAMED = 3
+"""Ranks that an error names one by one."""
+
+
+def _show(
+    screen: Screen, found: Live, folder: Path, threads: list[Thread], seen: dict[int, Row], missing: list[Row]
+) -> None:
     if screen.json:
-        rows = [{"node": nodes.get(thread.rank), **thread.to_json()} for thread in threads]
-        screen.data("attach", {"run": found.run, "folder": str(folder), "threads": rows})
+        rows = [{"node": seen.get(thread.rank, {}).get("node"), **thread.to_json()} for thread in threads]
+        screen.data("attach", {"run": found.run, "folder": str(folder), "threads": rows, "missing": missing})
         return
     for thread in threads:
-        where = f" on {nodes[thread.rank]}" if thread.rank in nodes else ""
+        where = _on(seen.get(thread.rank, {}).get("node"))
         screen.raw(f"rank {thread.rank}{where}, thread {thread.name} (newest call last)")
         for frame in thread.frames:
             screen.raw(f"  {frame}")
+    for row in missing:
+        screen.raw(_silence(row))
     screen.note(f"kept in {folder}")
 
 
-def _nodes(found: Live) -> dict[int, str]:
-    """The node of each rank, as far as the job tells."""
+def _asked(cluster: ClusterShape, rank: int | None, node: int | None) -> range:
+    """The ranks that were to answer."""
+    if rank is not None:
+        return range(rank, rank + 1)
+    first = 0 if node is None else node * cluster.ranks_per_node
+    return range(first, cluster.world_size if node is None else first + cluster.ranks_per_node)
+
+
+def _silence(row: Row) -> str:
+    why = f": {row['why']}" if row["why"] else ""
+    return f"rank {row['rank']}{_on(row['node'])} did not answer{why}"
+
+
+def _on(node: str | None) -> str:
+    return f" on {node}" if node else ""
+
+
+def _why(seen: Row) -> str:
+    """What its agent saw of a rank that did not answer; empty when that explains nothing."""
+    return "it has ended" if seen.get("ended") else _STATES.get(str(seen.get("state")), "")
+
+
+_STATES = {
+    "T": "its process is stopped", "t": "a debugger holds its process", "D": "its process waits for a device",
+    "Z": "its process is dead", "X": "its process is gone",
+}  # fmt: skip
+
+
+def _seen(found: Live, folder: Path) -> dict[int, Row]:
+    """Node and state of each rank, by what its agent saw when it was asked, else by what the job told last."""
+    rows = _read(found.place.ranks).get("ranks")
+    seen = {row["rank"]: row for row in rows if isinstance(row, dict) and "rank" in row} if rows else {}
+    for path in sorted(folder.glob("node-*/cells.json")):
+        for rank, cell in _read(path).items():
+            if rank.isdigit() and isinstance(cell, dict) and isinstance(cell.get("seen"), dict):
+                seen[int(rank)] = cell["seen"]
+    return seen
+
+
+def _read(path: Path) -> Row:
+    """An object that is being replaced, or was never written, counts as empty."""
     try:
-        rows: list[dict[str, Any]] = read_json(found.place.ranks)["ranks"]
-        return {int(row["rank"]): str(row["node"]) for row in rows}
-    except (OSError, ValueError, TypeError, KeyError):
+        found = read_json(path)
+    except (OSError, ValueError):
         return {}
+    return found if isinstance(found, dict) else {}

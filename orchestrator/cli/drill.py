@@ -2,7 +2,9 @@
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from orchestrator.cli.story import read_steps
 from orchestrator.cli.watch import Watch, is_over, watching
 from orchestrator.errors import ConfigError, Precondition, RunFailed, WaitTimeout
 from orchestrator.home import state_home
+from trainer.contract.config import ClusterShape
 from trainer.contract.drills import KINDS
 from trainer.contract.events import Event, EventKind
 from trainer.contract.requests import RequestKind
@@ -95,11 +98,21 @@ def _in_a_run(screen: Screen, name: str, kind: str, rank: int | None, yes: bool,
             "full-disk needs a job on this machine that is nobody else's", where="command line",
             hint="orch drill --demo full-disk",
         )  # fmt: skip
+    _check_spares(kind, found.cluster)
     with watching(screen, found.run) as watch:
         watch.skip()
         trial = _Trial(watch, found.run, found.folder, kind)
         trial.strike(screen, found, rank)
         return trial.until_over(timeout), found.run
+
+
+def _check_spares(kind: str, cluster: ClusterShape) -> None:
+    """A spare would go on from what memory holds, and nobody would read the damaged checkpoint."""
+    if kind == "corrupt-checkpoint" and cluster.spare_nodes:
+        raise Precondition(
+            f"{kind} needs a job that ends with a node, and this one has cluster.spare_nodes={cluster.spare_nodes}",
+            where="command line", hint=f"orch drill --demo {kind}",
+        )  # fmt: skip
 
 
 # -- in a demo
@@ -115,6 +128,7 @@ def _in_a_demo(
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     words = (f"cluster.root={folder}", "cluster.kind=local", f"name=drill-{kind}", *_settings(kind, rank), *overrides)
     composed = compose("demo", words, environ=os.environ)
+    _check_spares(kind, composed.config.cluster)
     screen.note(f"drill: 2 simulated nodes x 2 ranks train on this machine; {kind} strikes on the way")
     launched = launch(screen, composed, "local", no_controller=False)
     run = launched["run"]
@@ -157,11 +171,12 @@ class _Trial:
         self._watch, self._run, self._folder, self._kind = watch, run, folder, kind
         self._done: list[Event] = []  # what this program did itself, as an event
         self._nodes: list[str] = []
+        self._refused: Callable[[], None] = lambda: None  # raises when the job will not do it
 
     def strike(self, screen: Screen, found: Live, at: int | None) -> None:
         """Bring the fault about, by ourselves or by asking the job, which tells by an event when it strikes."""
         self._nodes = [str(name) for name in found.beat.get("nodes", ())]
-        last = max(0, len(self._nodes) - 1)
+        last = found.cluster.nodes - 1  # spares have no place that could be hit
         match self._kind:
             case "full-disk":
                 writers = fill_disk(str(found.beat["job_id"]))
@@ -170,14 +185,16 @@ class _Trial:
             case "corrupt-checkpoint":
                 expendable(found.folder)
                 # What memory holds is good: only a new job must read the disk. And while this one lives, it saves on.
-                found.ask(RequestKind.DRILL, "orch drill", value=last, detail="kill-agent")
-                await_end(found, ANSWER)
+                request = found.ask(RequestKind.DRILL, "orch drill", value=last, detail="kill-agent")
+                await_end(found, request, ANSWER)
                 step, path = damage_newest(found.folder)
                 self._did(found, step=step)
                 screen.note(f"{found.run}: turned some bytes over in {path}")
             case "kill-agent" | "kill-node":
                 # The agent that is to be killed may not live to answer.
-                found.ask(RequestKind.DRILL, "orch drill", value=last if at is None else at, detail=self._kind)
+                value = last if at is None else at
+                request = found.ask(RequestKind.DRILL, "orch drill", value=value, detail=self._kind)
+                self._refused = partial(found.refusal, request)
             case kind:
                 detail = ALIASES.get(kind, kind)
                 request = found.ask(RequestKind.DRILL, "orch drill", value=at, detail=detail)
@@ -197,10 +214,14 @@ class _Trial:
     def until_over(self, seconds: float) -> Card:
         """Nothing more is to be expected of the fault, or time is up."""
         try:
-            row = self._watch.until(lambda row: self._card(row).over, seconds)
+            row = self._watch.until(self._is_over, seconds)
         except WaitTimeout:
             row = one_row(self._run)
         return self._card(row)
+
+    def _is_over(self, row: dict[str, Any]) -> bool:
+        self._refused()
+        return self._card(row).over
 
     def _card(self, row: dict[str, Any]) -> Card:
         events = sorted([*self._done, *map(self._with_node, self._watch.events)], key=lambda event: event.time)

@@ -29,8 +29,13 @@ def incidents_json(run: Run, notices: Sequence[Notice], generations: Sequence[Ge
         ),
         "skipped": rows(EventKind.BATCH_SKIPPED, "step", "position", "reason"),
         "spares": rows(EventKind.SPARE_USED, "node", "name", "instead", "reason"),
-        "unfit": rows(EventKind.PREFLIGHT, "node", "name", "reason"),
+        "unfit": [_unfit(item) for item in by_kind.get(EventKind.PREFLIGHT, ())],
     }
+
+
+def _unfit(notice: Notice) -> Row:
+    """By the node's name: what the event calls `node` is a place in the job."""
+    return {**_when(notice), "node": notice.data.get("name"), "reason": notice.data.get("reason")}
 
 
 def _when(notice: Notice) -> Row:

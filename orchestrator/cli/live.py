@@ -10,6 +10,7 @@ from checkpointing.durable import read_json
 from orchestrator.cli.status import one_row
 from orchestrator.errors import Precondition, WaitTimeout
 from orchestrator.states import ENDED_RUNS, RunState
+from trainer.contract.config import ClusterShape, build
 from trainer.contract.events import EventKind, read_events
 from trainer.contract.outcome import AttemptOutcome
 from trainer.contract.requests import REFUSED, Request, RequestKind
@@ -36,6 +37,23 @@ class Live:
         self.folder.requests.mkdir(mode=0o700, exist_ok=True)
         request = Request(kind=kind, attempt=self.place.number, reason=reason, value=value, detail=detail)
         return request.write(self.folder.requests)
+
+    @property
+    def cluster(self) -> ClusterShape:
+        """The nodes and ranks that it was submitted with; raises Precondition when that cannot be read."""
+        path = self.folder.config
+        try:
+            shape = build(ClusterShape, read_json(path).get("cluster", {}))
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise Precondition(f"the configuration of {self.run} cannot be read: {error}", where=str(path)) from error
+        assert isinstance(shape, ClusterShape)
+        return shape
+
+    def refusal(self, request: str) -> None:
+        """Raises Precondition when the attempt has answered a request with a no."""
+        answer = self.answer(request)
+        if answer is not None and answer.startswith(REFUSED):
+            raise Precondition(f"{self.run}: {answer}", where=str(self.folder.path), hint=f"orch show {self.run}")
 
     def answer(self, request: str) -> str | None:
         """What the attempt has answered so far."""
@@ -80,9 +98,8 @@ def await_answer(found: Live, request: str, timeout: float, clock: Callable[[], 
     give_up = clock() + timeout
     while True:
         over = _over(found.place)
+        found.refusal(request)
         answer = found.answer(request)
-        if answer is not None and answer.startswith(REFUSED):
-            raise Precondition(f"{found.run}: {answer}", where=str(found.folder.path), hint=f"orch show {found.run}")
         if answer is not None:
             return answer
         if over is not None:
@@ -98,11 +115,15 @@ def await_answer(found: Live, request: str, timeout: float, clock: Callable[[], 
         time.sleep(LOOK_EVERY)
 
 
-def await_end(found: Live, timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
-    """Until nothing of the attempt writes any more: it said its last word, or its heart has stopped; WaitTimeout."""
+def await_end(found: Live, request: str, timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
+    """Until nothing of the attempt writes any more: it said its last word, or its heart has stopped.
+
+    Raises Precondition when it refuses the request that is to end it, and WaitTimeout.
+    """
     began = clock()
     beat, still = _beat(found.place), began
     while _over(found.place) is None:
+        found.refusal(request)
         now, newest = clock(), _beat(found.place)
         if newest != beat:
             beat, still = newest, now

@@ -46,15 +46,18 @@ def test_anything_else_is_no_thread(text: str) -> None:
 
 
 def filled(folder: RunDir) -> str:
-    """What agents leave: rank 0 answered, rank 1 was seen from outside only."""
+    """What agents leave: rank 0 answered, rank 1 was seen from outside only, the others neither."""
     name = "attempts/001/evidence/attach-1"
     stacks = folder.path / name / "stacks"
     stacks.mkdir(parents=True)
     (stacks / "rank-00000.txt").write_text(FAULTHANDLER)
     (stacks / "rank-00000.py-spy.txt").write_text(PY_SPY)
     (stacks / "rank-00001.py-spy.txt").write_text(PY_SPY)
-    rows = [{"rank": rank, "node": f"n{rank + 1}"} for rank in (0, 1)]
+    rows = [{"rank": rank, "node": f"n{rank // 2 + 1}", "state": "T", "ended": rank == 2} for rank in (0, 1, 2)]
     folder.attempt(1).ranks.write_text(dump_line({"ranks": rows}))
+    cells = folder.path / name / "node-0001" / "cells.json"
+    cells.parent.mkdir()
+    cells.write_text(dump_line({"3": {"pid": 44, "seen": {"rank": 3, "node": "n2", "state": "T", "ended": False}}}))
     return name
 
 
@@ -68,9 +71,26 @@ def test_attach_prints_every_rank_s_threads(orch: Type, seeds: Seeds) -> None:
     assert said.code == 0
     assert "rank 0 on n1, thread 0x00007f0a00000000 (current) (newest call last)\n" in said.out
     assert said.out.index("<module>") < said.out.index("_accumulate")
-    assert [(one["rank"], one["node"]) for one in data["threads"]] == [(0, "n1"), (0, "n1"), (1, "n2")]
+    assert data["missing"] == [], "only rank 1 was asked for"
+    assert [(one["rank"], one["node"]) for one in data["threads"]] == [(0, "n1"), (0, "n1"), (1, "n1")]
     assert [(request.value, request.detail) for request in agent.asked] == [(None, ""), (1, ""), (None, "1")]
     assert len(read_stacks(folder.path / "attempts/001/evidence/attach-1/stacks")) == 3
+
+
+def test_ranks_that_were_asked_and_are_missing_are_named(orch: Type, seeds: Seeds) -> None:
+    run = seeds.run()
+    folder = begun(seeds, run)
+    with Agent(folder, filled(folder)):
+        said = orch("attach", run, "--stack")
+        as_json = orch("attach", run, "--stack", "--json")
+        of_node = orch("attach", run, "--stack", "--node", 1, "--json").data
+    assert (said.code, as_json.code) == (0, 0)
+    assert "rank 2 on n2 did not answer: it has ended\n" in said.out
+    assert "rank 3 on n2 did not answer: its process is stopped\n" in said.out
+    assert "rank 1 on n1 did not" not in said.out
+    expected = [(2, "n2", "it has ended"), (3, "n2", "its process is stopped")]
+    assert [(one["rank"], one["node"], one["why"]) for one in as_json.data["missing"]] == expected
+    assert of_node["missing"] == as_json.data["missing"]
 
 
 def test_ranks_that_cannot_tell_are_said_to_be_so(orch: Type, seeds: Seeds) -> None:
@@ -78,7 +98,7 @@ def test_ranks_that_cannot_tell_are_said_to_be_so(orch: Type, seeds: Seeds) -> N
     with Agent(begun(seeds, run), "attempts/001/evidence/attach-1"):
         said = orch("attach", run, "--stack")
     assert said.code == 4
-    assert "no rank told where it stands" in said.err
+    assert "no rank told where it stands: rank 0 did not answer; rank 1 did not answer" in said.err
 
 
 def test_attach_says_what_to_ask_for(orch: Type, seeds: Seeds) -> None:

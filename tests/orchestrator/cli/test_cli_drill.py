@@ -14,7 +14,7 @@ from orchestrator.errors import Precondition
 from orchestrator.states import RunState
 from tests.checkpointing.made import make
 from tests.orchestrator.cli.conftest import Seeds, Type
-from tests.orchestrator.cli.test_cli_live import begun
+from tests.orchestrator.cli.test_cli_live import Agent, begun
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.requests import Request, RequestKind, pending
 from trainer.contract.run_dir import RunDir
@@ -77,6 +77,36 @@ def test_a_node_is_named_by_its_place(orch: Type, seeds: Seeds) -> None:
         data = orch("drill", run, "kill-agent", "--json").data
     assert job.asked[0].value == 1, "the last node, which is not the coordinator's"
     assert (data["passed"], data["node"], data["named"], data["rank"]) == (True, "n2", "node n2", None)
+
+
+def test_spares_are_no_nodes_that_could_be_hit(orch: Type, seeds: Seeds) -> None:
+    run = seeds.run()
+    with Job(begun(seeds, run, nodes=("n1", "n2", "n3"))) as job:
+        data = orch("drill", run, "kill-agent", "--json").data
+    assert job.asked[0].value == 1
+    assert (data["passed"], data["node"]) == (True, "n2")
+
+
+@pytest.mark.parametrize("kind", ["kill-agent", "kill-node", "corrupt-checkpoint", "kill-rank"])
+def test_a_no_to_a_drill_ends_it(orch: Type, seeds: Seeds, kind: str) -> None:
+    run = seeds.run()
+    folder = begun(seeds, run)
+    for step in (10, 20):
+        make(storage_at(folder.checkpoints), step)
+    with Agent(folder, "refused: there is no node 1, only 0 to 0"):
+        said = orch("drill", run, kind, "--yes", "--timeout", 20)
+    assert said.code == 4
+    assert "refused: there is no node 1, only 0 to 0" in said.err
+
+
+def test_a_checkpoint_is_not_damaged_where_nobody_would_read_it(orch: Type, seeds: Seeds) -> None:
+    run = seeds.run()
+    folder = begun(seeds, run, nodes=("n1", "n2", "n3"))
+    for words in ((run, "corrupt-checkpoint", "--yes"), ("--demo", "corrupt-checkpoint", "cluster.spare_nodes=1")):
+        said = orch("drill", *words)
+        assert said.code == 4
+        assert "cluster.spare_nodes=1" in said.err
+    assert pending(folder.requests, 1, set()) == []
 
 
 def test_the_wrong_name_ends_with_8(orch: Type, seeds: Seeds) -> None:

@@ -66,14 +66,23 @@ def test_stragglers_batches_spares_and_unfit_nodes_have_their_tables(orch: Type,
     )  # fmt: skip
     notice(seeds, run, EventKind.BATCH_SKIPPED, step=7, position=96, reason="loss nan")
     notice(seeds, run, EventKind.SPARE_USED, node=2, name="n3", instead="n2", reason="its agent is gone")
-    notice(seeds, run, EventKind.PREFLIGHT, node=1, ok=False, reason="/dev/shm is full")
+    notice(seeds, run, EventKind.PREFLIGHT, node=1, name="gpu7", ok=False, reason="/dev/shm is full")
+    notice(seeds, run, EventKind.PREFLIGHT, name="gpu8", ok=False, reason="slow", speeds={})
     data = orch("show", run, "--json").data
     assert [(one["rank"], one["ratio"], one["over"]) for one in data["stragglers"]] == [(1, 1.31, False)]
     assert [(one["step"], one["position"]) for one in data["skipped"]] == [(7, 96)]
     assert [(one["name"], one["instead"]) for one in data["spares"]] == [("n3", "n2")]
-    assert [one["reason"] for one in data["unfit"]] == ["/dev/shm is full"]
+    assert [(one["node"], one["reason"]) for one in data["unfit"]] == [("gpu7", "/dev/shm is full"), ("gpu8", "slow")]
     shown = orch("show", run).out
-    for words in ("stragglers\n", "1.31 x", "batches left out\n", "loss nan", "spare nodes used\n", "/dev/shm is full"):
+    for words in (
+        "stragglers\n",
+        "1.31 x",
+        "batches left out\n",
+        "loss nan",
+        "spare nodes used\n",
+        "/dev/shm is full",
+        "gpu7",
+    ):
         assert words in shown
 
 

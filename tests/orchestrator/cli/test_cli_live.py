@@ -17,14 +17,16 @@ from trainer.contract.requests import Request, RequestKind, pending
 from trainer.contract.run_dir import RunDir
 
 
-def begun(seeds: Seeds, run: str, *, silent: float = 0.0) -> RunDir:
-    """Its first attempt beats."""
+def begun(seeds: Seeds, run: str, *, silent: float = 0.0, nodes: tuple[str, ...] = ("n1", "n2")) -> RunDir:
+    """Its first attempt beats, on two nodes with two ranks each; further ones are spare."""
     folder = RunDir(seeds.root / run)
     place = folder.attempt(1)
     place.make()
     folder.requests.mkdir()
+    cluster = {"nodes": 2, "ranks_per_node": 2, "spare_nodes": len(nodes) - 2, "kind": "local"}
+    folder.config.write_text(dump_line({"name": "tiny", "cluster": cluster}))
     beat = {"schema": "orch.heartbeat/1", "seq": 1, "time": time.time() - silent, "attempt": 1, "step": 120}
-    place.heartbeat.write_text(dump_line({**beat, "nodes": ["n1", "n2"], "state": "running"}))
+    place.heartbeat.write_text(dump_line({**beat, "nodes": list(nodes), "state": "running"}))
     return folder
 
 
@@ -131,17 +133,17 @@ def test_the_end_of_an_attempt_is_its_last_word_or_its_last_beat(
     run = seeds.run()
     folder = begun(seeds, run)
     found, clock = live.live(run), Clock(monkeypatch)
-    live.await_end(found, 60.0, clock)
+    live.await_end(found, "drill.001.json", 60.0, clock)
     assert clock.now >= live.STOPPED
 
     clock.now = 0.0
     clock.then = lambda: folder.attempt(1).heartbeat.write_text(dump_line({"seq": clock.now}))
     with pytest.raises(WaitTimeout, match="attempt 1 of tiny-1 goes on"):
-        live.await_end(found, 60.0, clock)
+        live.await_end(found, "drill.001.json", 60.0, clock)
 
     clock.now = 0.0
     over(folder, "a node was lost")
-    live.await_end(found, 60.0, clock)
+    live.await_end(found, "drill.001.json", 60.0, clock)
     assert clock.now == 0.0
 
 

@@ -30,7 +30,7 @@ class Scene:
 
     def at(self, now: float) -> list[Sighting]:
         """Every rank that has been seen, by number."""
-        return [_older(sighting, now - heard) for _, (heard, sighting) in sorted(self._seen.items())]
+        return [_older(sighting, max(0.0, now - heard)) for _, (heard, sighting) in sorted(self._seen.items())]
 
     def p99(self) -> dict[str, float]:
         """Seconds of each phase's 99th percentile, on the slowest node."""

@@ -33,7 +33,10 @@ class Sighting:
         for value, kinds in zip(row, _KINDS, strict=True):
             if type(value) not in kinds:
                 raise TypeError(f"in a row of a sighting {str(value)[:40]!r} stands for a {kinds[0].__name__}")
-        return cls(node=node, **dict(zip(_ROW, row, strict=True)))
+        found = cls(node=node, **dict(zip(_ROW, row, strict=True)))
+        if min(found.age, found.alive, found.lock) < 0:
+            raise ValueError(f"a sighting of rank {found.rank} in the future")
+        return found
 
 
 _ROW = tuple(item.name for item in fields(Sighting) if item.name != "node")

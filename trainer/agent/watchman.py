@@ -20,8 +20,8 @@ from trainer.contract.watching import HangConfig
 
 QUIET = 1.0
 """Seconds without any movement before anybody thinks about it: most steps are shorter."""
-_ANSWER_SECONDS = 2.0
-"""How long agents may take to fetch their ranks' flight records: a stopped rank never answers."""
+_ANSWER_SECONDS, _NODES_A_SECOND = 2.0, 300.0
+"""How long agents may take to fetch their ranks' flight records, and how many of them are heard in a second."""
 _ASK_AGAIN = 4.0
 """Seconds between two inquiries; `hangs.FRESH` says how old an answer may be."""
 _LOCKED = 3.0
@@ -35,13 +35,14 @@ class _Inquiry:
 
     serial: int
     asked: float
+    seconds: float  # for which the answers are waited for
     waits: set[int]
     flights: dict[int, Flight] = field(default_factory=dict)
     unanswered: set[int] = field(default_factory=set)
     finding: Finding | None = None
 
     def over(self, now: float) -> bool:
-        return not self.waits or now - self.asked >= _ANSWER_SECONDS
+        return not self.waits or now - self.asked >= self.seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,9 +149,16 @@ class Watchman:
         if inquiry is None or not inquiry.over(now) or inquiry.asked < self.scene.moved:
             return None
         if inquiry.finding is None:
-            expected = [one.rank for one in seen if not one.ended]
-            inquiry.finding = analyse(list(inquiry.flights.values()), expected, sorted(inquiry.unanswered))
+            inquiry.finding = self._analysed(inquiry, seen)
         return inquiry.finding
+
+    @staticmethod
+    def _analysed(inquiry: _Inquiry, seen: list[Sighting]) -> Finding:
+        # Whose node has not answered would look like one that never came.
+        if inquiry.waits:
+            return Finding(kind="none", reason=f"{len(inquiry.waits)} nodes have not told their ranks' flight records")
+        expected = [one.rank for one in seen if not one.ended]
+        return analyse(list(inquiry.flights.values()), expected, sorted(inquiry.unanswered))
 
     def _ask(self, now: float) -> None:
         inquiry = self._inquiry
@@ -158,7 +166,8 @@ class Watchman:
             return
         self._serial += 1
         waits = {member.node for member in self._roster.seated()}
-        self._inquiry = _Inquiry(serial=self._serial, asked=now, waits=waits)
+        seconds = max(_ANSWER_SECONDS, len(waits) / _NODES_A_SECOND)
+        self._inquiry = _Inquiry(serial=self._serial, asked=now, seconds=seconds, waits=waits)
         self._roster.tell("flight", generation=self._generation, serial=self._serial, seconds=_ANSWER_SECONDS * 0.75)
 
     def _declare(self, judgement: Judgement, seen: list[Sighting], now: float) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from trainer.agent.flight_record import Flight
+from trainer.agent.flight_record import Entry, Flight, Group
 from trainer.agent.hangs import Stall
 from trainer.agent.roster import Member, Roster
 from trainer.agent.sighting import Sighting
@@ -143,6 +143,25 @@ def test_all_parts_of_an_answer_are_waited_for() -> None:
     job.answer(1)
     job.watch.look(job.now)
     assert job.asked("evidence")
+
+
+def test_a_node_that_has_not_answered_is_not_taken_for_one_whose_ranks_never_came() -> None:
+    job = Job(least=3.0)
+    job.phase[2] = "data"
+    job.passes(3)
+    flights = [
+        Flight(
+            rank=rank,
+            groups={"0": Group(ranks=(0, 1, 2, 3), entered=5, completed=4, description="")},
+            entries=(Entry("0", 5, "all_reduce", "9", 9, "Double", "scheduled"),),
+        ).to_json()
+        for rank in (2, 3)
+    ]
+    job.answer(1, flights=flights)
+    job.passes(3)
+    (order,) = job.asked("evidence")
+    assert order["incident"] != "g003-stuck_in_compute"
+    assert order["full"][0] == 2, "the one that stands where it waits for nobody"
 
 
 def test_a_second_incident_has_a_folder_of_its_own() -> None:

@@ -16,10 +16,10 @@ from trainer.agent.gate import Fence
 from trainer.agent.gathering import Gathering
 from trainer.agent.generation import Generation, Past
 from trainer.agent.heartbeat import Standing
+from trainer.agent.minutes import minute
 from trainer.agent.preflight import Fault
 from trainer.agent.pulse import Pulse
 from trainer.agent.questions import Questions
-from trainer.agent.rolling_back import leave_out
 from trainer.agent.roster import Roster
 from trainer.agent.rungs import Action, Decision, Situation
 from trainer.agent.signs import Reading, Signs
@@ -72,8 +72,9 @@ class Coordinator:
         self._vigil = Vigil(run, attempt, config, events, self._roster)
         self._restored, self._undecided = 0, False
         self._gathering = Gathering(
-            config.recovery.preflight, self._roster, self._stopping, self._until, lambda: self._now
-        )
+            config.recovery.preflight, self._roster, self._stopping, self._until, lambda: self._now,
+            command=bool(config.command),
+        )  # fmt: skip
         self._answers = Answers(
             config, attempt=attempt, stopping=self._stopping, questions=self._questions, ask_stop=self._ask_stop,
             roster=self._roster, wall=wall,
@@ -215,9 +216,13 @@ class Coordinator:
     # -- stopping ----------------------------------------------------------------------------------------------------
 
     def _ask_stop(self, stop: Stop) -> None:
-        seconds = max(0.0, stop.until - time.monotonic())
         self._events.write(EventKind.STOP_REQUESTED, reason=f"{stop.reason.name.lower()}: {stop.why}")
-        self._roster.tell("ask", reason=int(stop.reason), seconds=seconds)
+        self._tell_stop()
+
+    def _tell_stop(self) -> None:
+        """Ranks that start when a stop was asked for hear of it as well, and have their time like the others."""
+        if (stop := self._stopping.stop) is not None:
+            self._roster.tell("ask", reason=int(stop.reason), seconds=self._stopping.left(time.monotonic()))
 
     def _answer(self, request: Request) -> None:
         answer = self._answers.to(request, time.monotonic(), self._standing.saved, self._now.number)
@@ -312,16 +317,14 @@ class Coordinator:
         self._roster.start(generation=self._now.number, master=master, suspects=suspects, skip=skip, fit=fit)
         self._due, self._restored, self._past.new_nodes = 0.0, 0, False
         self._vigil.begin(self._now.number)
+        self._stopping.again(self._now.started)
+        self._tell_stop()
         while (decision := rungs.decide(self._situation())).action is Action.WAIT:
             # Short only while something is about to be decided by the clock.
             await self._listen(0.05 if self._now.first_failure or self._stopping.stop else _LOOK_SECONDS)
             await self._watch()
         self._past.fell(decision.failure, decision.mark, self._restored, decision.suspect, decision.skip)
-        self._events.write(EventKind.DECISION, action=decision.action.name.lower(), reason=decision.reason)
-        if decision.suspect is not None:
-            self._events.write(EventKind.CHECKPOINT_SUSPECT, step=decision.suspect, reason=decision.reason)
-        if decision.skip is not None:
-            await leave_out(decision.skip, self._attempt, self._events)
+        await minute(decision, self._attempt, self._events)
         cleared = await self._clear()
         failure = decision.failure.to_json() if decision.failure else None
         step = self._standing.step
@@ -334,6 +337,7 @@ class Coordinator:
         if decision.action is Action.REPLACE:
             return self._replace(decision) or await self._get_ready()
         self._past.restarts += decision.action is Action.RESTART
+        self._past.again = self._past.again or self._stopping.stop is not None
         return await self._get_ready()
 
     async def _listen(self, seconds: float) -> None:
@@ -360,6 +364,7 @@ class Coordinator:
             spike_budget=self._config.recovery.spike.roll_backs,
             stopping=StopReason.NONE if stop is None else stop.reason,
             overdue=self._stopping.overdue(now),
+            left=self._stopping.left(now),
             command=bool(self._config.command),
             broken=generation.broken,
             restored=self._restored,

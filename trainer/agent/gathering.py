@@ -28,10 +28,13 @@ class Gathering:
 
     def __init__(
         self, config: PreflightConfig, roster: Roster, stopping: Stopping, until: Until,
-        generation: Callable[[], Generation],
+        generation: Callable[[], Generation], *, command: bool = False,
     ) -> None:  # fmt: skip
-        """`until` handles messages until a condition holds, or the seconds are over (False)."""
-        self._config = config
+        """`until` handles messages until a condition holds, or the seconds are over (False).
+
+        `command`: ranks are the user's own, and what a stop means to one that has just started is not known.
+        """
+        self._config, self._command = config, command
         self._roster, self._stopping, self._until, self._generation = roster, stopping, until, generation
 
     async def joined(self) -> Decision | None:
@@ -74,7 +77,7 @@ class Gathering:
             return rungs.end(broken.reason, broken)
         if stop is not None and not self._generation().number:
             return Decision(action=Action.STOP, reason="asked to stop before training began")
-        if stop is not None:
+        if stop is not None and self._too_late():
             return rungs.stop_failure(stop.reason, "asked to stop between two generations")
         if not ready:
             return self._unanswered("had no nursery ready", self._roster.unready(), READY_SECONDS)
@@ -99,7 +102,14 @@ class Gathering:
         return rungs.end(reason, Failure(kind=FailureKind.UNKNOWN, reason=reason, node=only))
 
     def _hopeless(self) -> bool:
-        return self._fatal() is not None or self._stopping.stop is not None
+        return self._fatal() is not None or self._too_late()
+
+    def _too_late(self) -> bool:
+        """Whether a stop was asked for that no new generation could serve: none has trained, or no time is left."""
+        if self._stopping.stop is None:
+            return False
+        pointless = self._command or not self._generation().number
+        return pointless or self._stopping.left(time.monotonic()) < rungs.START_SECONDS
 
     def _fatal(self) -> Failure | None:
         """A failure of the machinery that no new generation mends; a nursery that died is replaced by its agent."""

@@ -26,6 +26,7 @@ class Past:
     fruitless_before: int = 0  # restarts in a row that trained no new step
     furthest: int = 0  # step that any generation before this one has trained
     reached: int = 0  # the same of this one; 0: none
+    again: bool = False  # a generation was started only to save and stop
 
     @property
     def fruitless(self) -> int:
@@ -45,6 +46,7 @@ class Past:
             "skipped": tuple(self.skipped),
             "hung": tuple(self.hung),
             "fruitless": self.fruitless,
+            "again": self.again,
         }
 
     def fell(

@@ -27,6 +27,14 @@ FRUITLESS = 3
 MENDED_IN_PLACE = frozenset({FailureKind.RANK_KILLED, FailureKind.HANG})
 """Failures of the machinery that a new generation on the same nodes mends."""
 
+AGAIN_SECONDS = 30.0
+"""What a restart for the sake of a save needs at least: the kill, a warm start, a restore, a step or two, the save.
+
+More than the 20 s after a SIGTERM: who sends that will soon kill, and a clean end is worth more than a try.
+"""
+
+START_SECONDS = 10.0
+"""The same once everything is ready: with less than this left, a generation is not started only to be killed."""
 
 _LOOKED_INTO = frozenset({FailureKind.HANG, FailureKind.DESYNC})
 """Failures that are declared after all ranks have been looked at: nobody has more to say."""
@@ -59,6 +67,8 @@ class Situation:
     last_mark: str = ""  # of the failure before this one
     stopping: StopReason = StopReason.NONE
     overdue: bool = False  # the stop's bound has passed
+    left: float = 0.0  # seconds until then
+    again: bool = False  # a generation was started already only to save and stop
     command: bool = False  # ranks are the user's own command
     broken: Failure | None = None  # the machinery failed: an agent, a nursery, a preflight
     restored: int = 0  # step of the checkpoint that this generation began from; 0: none
@@ -144,7 +154,23 @@ def _failed_while_stopping(now: Situation) -> Decision:
         return stop_failure(now.stopping, "the command did not end in time and was killed")
     cause = _cause(now)
     failure = cause.failure
-    return end(f"{failure.reason}, while stopping ({now.stopping.name.lower()})", failure, cause.mark)
+    reason = f"{failure.reason}, while stopping ({now.stopping.name.lower()})"
+    if failure.kind not in MENDED_IN_PLACE or not cause.retry:
+        return end(reason, failure, cause.mark)
+    if why_not := _not_again(now):
+        return end(f"{reason}, {why_not}", failure, cause.mark)
+    reason = f"{reason}; {now.left:.0f} s are left to start again, save and stop"
+    return Decision(action=Action.RESTART, reason=reason, failure=failure, mark=cause.mark)
+
+
+def _not_again(now: Situation) -> str:
+    """Why ranks that failed while they stopped are not started once more to save; empty when they are."""
+    if now.again:
+        return "once more after a restart for the save"
+    if now.restarts >= now.budget:
+        return f"with all {now.budget} restarts in place of this attempt used"
+    # A stop's bound is also put off while ranks move; what is left of it now is certain.
+    return "" if now.left >= AGAIN_SECONDS else f"with {now.left:.0f} s left, too few to start again"
 
 
 def _after_failure(now: Situation) -> Decision:

@@ -79,6 +79,15 @@ class Stopping:
     def overdue(self, now: float) -> bool:
         return self.stop is not None and now >= self.stop.until
 
+    def left(self, now: float) -> float:
+        """Seconds that ranks still have to save and leave; for ever while no stop is asked for."""
+        return float("inf") if self.stop is None else max(0.0, self.stop.until - now)
+
+    def again(self, now: float) -> None:
+        """New ranks are told to stop: they get their time as if it were asked for now."""
+        if self.stop is not None:
+            self._put_off(self.stop, now)
+
     def learned(self, reports: Sequence[Mapping[str, Any]]) -> None:
         """How long saves (the 99th percentile) and steps take, as rank 0 has measured it; until it has, as before."""
         self._save = max([_seconds(report, "save_seconds") for report in reports], default=0.0) or self._save
@@ -90,10 +99,14 @@ class Stopping:
         moved = seen != self._seen or any(report.get("phase") == "checkpoint" for report in reports)
         self._seen = seen
         if moved and self.stop is not None:
-            until = min(now + self._bounds.asked, self.stop.latest)
-            if self.end is not None:
-                until = min(until, self.end - self._bounds.margin)
-            self.stop = replace(self.stop, until=max(self.stop.until, until))
+            self._put_off(self.stop, now)
+
+    def _put_off(self, stop: Stop, now: float) -> None:
+        """Give the ranks their time again, as far as that goes."""
+        until = min(now + self._bounds.asked, stop.latest)
+        if self.end is not None:
+            until = min(until, self.end - self._bounds.margin)
+        self.stop = replace(stop, until=max(stop.until, until))
 
     def _ask(self, reason: StopReason, signal_name: str, why: str, now: float) -> Stop:
         """The first reason stays; a later one can only shorten the time."""

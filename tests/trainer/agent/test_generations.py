@@ -2,6 +2,9 @@
 
 import os
 import signal
+import time
+
+import pytest
 
 from tests.trainer.agent.job import until
 from trainer.contract.events import EventKind
@@ -30,16 +33,15 @@ def test_a_killed_rank_is_followed_by_a_new_generation_on_the_same_nodes(job):
     until(lambda: work.job.poll() is None)
 
 
-def test_agents_leave_although_a_thread_of_theirs_waits_for_a_file_for_ever(job):
+@pytest.mark.parametrize("file", ["held", "request"])
+def test_agents_leave_although_a_thread_of_theirs_waits_for_a_file_for_ever(job, file):
     work = job("hang@*@1").start()
     work.go()
     until(lambda: len(work.notes()) == 4, 20, work.story)
-    # Reading it blocks for ever: so does the coordinator's look at whether it is fenced off.
-    fence = work.attempt.path / "held"
-    os.mkfifo(fence)
-    os.replace(fence, work.attempt.go)
-    beats = work.attempt.heartbeat
-    seen = beats.read_text()
-    until(lambda: beats.read_text() != seen, 10, work.story)
+    # Reading it blocks for ever: so does the coordinator's look at whether it is fenced off, or at what it is asked.
+    blocks = {"held": work.attempt.go, "request": work.run.requests / "stop.json"}[file]
+    os.mkfifo(work.run.path / "fifo")
+    os.replace(work.run.path / "fifo", blocks)
+    time.sleep(2.0)  # a look a second
     work.agents[0].send_signal(signal.SIGTERM)
     assert work.wait(20) == [76, 76], work.story()

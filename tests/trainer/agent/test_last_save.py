@@ -69,6 +69,22 @@ def test_a_signal_that_comes_with_the_planned_stop_is_of_the_time_limit():
     assert stopping().heard("SIGUSR2", 3600 - 660).reason is StopReason.PREEMPTION
 
 
+def test_new_ranks_have_the_time_of_a_stop_again_as_far_as_there_is_any():
+    plan = stopping()
+    assert plan.left(0.0) == float("inf")
+    plan.asked("enough", 100.0)
+    assert plan.left(150.0) == 10.0
+    plan.again(150.0)
+    assert plan.left(150.0) == 60.0
+    plan.heard("SIGTERM", 160.0)  # whoever sends that will soon kill
+    plan.again(170.0)
+    assert plan.left(170.0) == 10.0
+    late = stopping()
+    late.ending(3500.0)
+    late.again(3520.0)
+    assert late.left(3520.0) == 3600 - 5 - 3520
+
+
 def test_the_cell_keeps_the_expected_stop_apart_from_what_is_asked():
     cell = ProgressCell.create()
     try:

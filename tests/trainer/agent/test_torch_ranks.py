@@ -80,6 +80,29 @@ def test_usr2_to_every_process_stops_all_ranks_after_one_agreed_save(training):
     assert agreed.data["step"] == outcome.step
 
 
+@pytest.mark.parametrize("kind", ["stop-rank", "kill-rank"])
+def test_ranks_that_fail_while_they_stop_are_started_once_more_to_save(training, kind):
+    """The stop comes while a rank is held up, so that all hear of it in the step at whose end one of them fails."""
+    slow = {"kind": "slow-rank", "rank": 0, "step": 9, "generation": 1, "value": 6.0}
+    fails = {"kind": kind, "rank": 1, "step": 9, "generation": 1}
+    work = training(
+        train={"steps": 100_000}, checkpoint={"every": 4, "keep": 2}, drill={"events": [slow, fails]},
+        cluster={"time": "60"}, recovery={"hang": {"slow": 10.0}},
+    ).start()  # fmt: skip
+    work.go()
+    until(lambda: any(e.data["kind"] == "slow-rank" for e in work.events(EventKind.DRILL)), 60, work.story)
+    Request(kind=RequestKind.STOP, attempt=1, reason="enough").write(work.run.requests)
+    assert work.wait(90) == [76, 76], work.story()
+    outcome = work.outcome()
+    assert (outcome.result, outcome.reason, outcome.generations) == (AttemptResult.STOPPED, "cancel", 2), work.story()
+    (agreed,) = work.events(EventKind.STOP_AGREED)
+    assert agreed.generation == 2
+    assert work.events(EventKind.CHECKPOINT_COMMITTED)[-1].data["step"] == agreed.data["step"] == outcome.step
+    decided = [event.data["reason"] for event in work.events(EventKind.DECISION)]
+    assert "while stopping (cancel)" in decided[0]
+    assert "left to start again, save and stop" in decided[0]
+
+
 def test_a_save_request_is_answered_by_one_save_and_training_goes_on(training):
     work = training(train={"steps": 100_000}, checkpoint={"every": 0, "keep": 2}).start()
     work.go()

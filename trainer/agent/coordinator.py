@@ -253,6 +253,7 @@ class Coordinator:
 
     def _tick(self) -> None:
         """What agents must hear and what the clock must bring about, however slow the file system is."""
+        self._roster.ticked(time.monotonic())
         self._roster.tell("ping")
         self._deliver(-1, {"say": "tick"})
 
@@ -325,7 +326,7 @@ class Coordinator:
             await self._watch()
         self._past.fell(decision.failure, decision.mark, self._restored, decision.suspect, decision.skip)
         await minute(decision, self._attempt, self._events)
-        cleared = await self._clear()
+        cleared = await self._clear(replacing.left_behind(decision))
         failure = decision.failure.to_json() if decision.failure else None
         step = self._standing.step
         self._events.write(EventKind.GENERATION_ENDED, reason=decision.reason, step=step, failure=failure)
@@ -373,11 +374,11 @@ class Coordinator:
             **self._past.told(),
         )
 
-    async def _clear(self) -> bool:
-        """Kill what is left of the generation, on all nodes; whether all of it is really gone."""
+    async def _clear(self, left_behind: str | None) -> bool:
+        """Kill what is left of the generation, on all nodes; whether all of it is really gone where that matters."""
         self._state, number = "clearing", self._now.number
         self._roster.tell("kill", generation=number)
-        gone = await self._until(lambda: self._roster.all_gone(number), CLEAR_SECONDS)
+        gone = await self._until(lambda: self._roster.all_gone(number, but=left_behind), CLEAR_SECONDS)
         await self._beat()
         return gone
 

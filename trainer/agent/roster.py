@@ -16,6 +16,10 @@ SILENCE_SECONDS = 60.0
 STANDING_SECONDS = 10.0
 """The same while no rank of the job moves, as when a node has gone from the network: its peers wait for it."""
 
+LATE_SECONDS = 3.0
+"""A look that was due so long ago tells that the coordinator itself had no time: it was suspended, or starved."""
+LOOK_SECONDS = 1.0
+
 
 @dataclass(kw_only=True)
 class Member:
@@ -49,6 +53,7 @@ class Roster:
         self._nodes, self._attempt, self._deliver = nodes, attempt, deliver
         self._wanted = nodes if seats is None else seats
         self._sat = False
+        self._ticked: float | None = None
         self._moved: float | None = None  # when a rank moved last; nothing was started yet
         self.members: dict[int, Member] = {}
         self.seats: Seats = {seat: seat for seat in range(self._wanted)}  # until all are examined
@@ -171,10 +176,22 @@ class Roster:
         """Whether every seat has a nursery that can start ranks."""
         return len(self.seated()) == len(self.seats) and all(member.ready for member in self.seated())
 
-    def all_gone(self, generation: int) -> bool:
-        """Whether nothing of this generation is left on any node that had a seat and still answers."""
-        sitting = (self.members.get(node) for node in self.seats.values())
+    def all_gone(self, generation: int, *, but: str | None = None) -> bool:
+        """Whether nothing of this generation is left on any node that had a seat and still answers.
+
+        `but`: of this node it does not matter.
+        """
+        seated = (self.members.get(node) for node in self.seats.values())
+        sitting = [member for member in seated if member is None or member.name != but]
         return all(member.gone >= generation for member in sitting if member is not None and not member.lost)
+
+    def ticked(self, now: float) -> None:
+        """Once a second. After a pause of the coordinator itself all begin anew: the whole job may have had it."""
+        if self._ticked is not None and now - self._ticked > LOOK_SECONDS + LATE_SECONDS:
+            for member in self.members.values():
+                member.heard = now
+            self._moved = None if self._moved is None else now
+        self._ticked = now
 
     def silent(self, now: float) -> tuple[Member, str] | None:
         """An agent that should have spoken long ago, and for how long it has not; sooner when nothing moves."""

@@ -19,7 +19,7 @@ from trainer.contract import skips
 from trainer.contract.config import ClusterShape, JobConfig
 from trainer.contract.events import Event, EventKind, EventLog, read_events
 from trainer.contract.launch import LaunchToken
-from trainer.contract.outcome import AttemptOutcome
+from trainer.contract.outcome import AttemptOutcome, Failure, FailureKind
 from trainer.contract.place import Place
 from trainer.contract.requests import Request, RequestKind
 from trainer.contract.run_dir import RunDir
@@ -83,12 +83,12 @@ async def hear(peer: Peer, say: str, seconds: float = 10.0) -> Message:
 
 
 @pytest.fixture
-def play(tmp_path: Path) -> Callable[[Callable[[Scene], Any]], None]:
+def play(tmp_path: Path) -> Callable[..., None]:
     """Runs one coroutine with a coordinator that leads."""
 
-    def run(script: Callable[[Scene], Any]) -> None:
+    def run(script: Callable[[Scene], Any], spares: int = 0) -> None:
         async def whole() -> None:
-            async with Scene(tmp_path).led() as scene:
+            async with Scene(tmp_path, spares).led() as scene:
                 await script(scene)
 
         asyncio.run(whole())
@@ -246,3 +246,18 @@ def test_a_generation_after_a_doubted_checkpoint_is_told_to_leave_it_out(play):
         assert event.data["step"] == 100
 
     play(script)
+
+
+def test_a_blamed_node_whose_rank_cannot_be_killed_does_not_hold_up_the_spare(play):
+    async def script(scene: Scene) -> None:
+        peers = [await scene.join(node) for node in (0, 1, 2)]
+        await hear(peers[0], "start")
+        blamed = Failure(kind=FailureKind.NODE_SUSPECT, reason="n1: slow", node="n1")
+        scene.leader._break(blamed)
+        await hear(peers[0], "kill")
+        peers[0].send("gone", generation=1)  # n1 says nothing: its rank is in a driver for ever
+        assert (await hear(peers[2], "start", 5))["seat"] == 1
+        (used,) = scene.events(EventKind.SPARE_USED)
+        assert (used.data["name"], used.data["instead"]) == ("n2", "n1")
+
+    play(script, spares=1)

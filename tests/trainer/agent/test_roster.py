@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from trainer.agent.preflight import Fault
-from trainer.agent.roster import SILENCE_SECONDS, STANDING_SECONDS, Member, Roster
+from trainer.agent.roster import LATE_SECONDS, SILENCE_SECONDS, STANDING_SECONDS, Member, Roster
 from trainer.agent.seats import Move, replacements, seating
 
 FAULT = Fault(check="open files", reason="few", shared=False)
@@ -119,6 +119,13 @@ def test_before_the_seats_are_given_only_a_loss_too_many_matters():
     assert made.is_needed(2)
 
 
+def test_everything_is_gone_but_for_a_node_that_is_given_up():
+    made = roster(nodes=3, seats=2, n0={"gone": 4}, n1={"gone": 3})
+    assert not made.all_gone(4)
+    assert made.all_gone(4, but="n1")
+    assert not made.all_gone(4, but="n0")
+
+
 def heard(made: Roster, node: int, now: float, **report: Any) -> None:
     message = {"say": "progress", "generation": 1, "phase": "forward", **report}
     made._note(made.members[node], message, now)
@@ -167,3 +174,39 @@ def test_a_coordinator_that_was_stopped_itself_takes_nobody_for_lost():
     for node in (0, 1, 2):
         heard(made, node, 100.0, step=5)
     assert made.silent(900.0) is None
+
+
+@pytest.mark.parametrize("pause", [LATE_SECONDS + 1.5, 30.0, 900.0])
+def test_after_a_pause_of_the_whole_job_the_last_to_wake_is_not_lost(pause):
+    made = began(100.0)
+    for at in range(100, 110):
+        for node in (0, 1, 2):
+            heard(made, node, float(at), step=5)
+        made.ticked(float(at))
+    woken = 109.0 + pause
+    made.ticked(woken)
+    heard(made, 0, woken, step=5)
+    heard(made, 2, woken + 0.1, step=5)
+    assert made.silent(woken + 0.1) is None
+    # From then on all are measured as before.
+    for at in range(1, 13):
+        made.ticked(woken + at)
+        heard(made, 0, woken + at, step=5)
+        heard(made, 2, woken + at, step=5)
+        assert made.silent(woken + at) is None or at > STANDING_SECONDS
+    found = made.silent(woken + 12)
+    assert found is not None
+    assert found[0].name == "n1"
+
+
+def test_ticks_that_are_a_little_late_hide_nobody():
+    made = began(100.0)
+    for at in range(100, 118, 3):  # two seconds late each
+        made.ticked(float(at))
+        for node in (0, 2):
+            heard(made, node, float(at), step=5)
+        if at == 100:
+            heard(made, 1, 100.0, step=5)
+    found = made.silent(115.0)
+    assert found is not None
+    assert found[0].name == "n1"

@@ -1,8 +1,10 @@
 """One run of the product, submitted as a user submits it, in a home of its own."""
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.recovery.watching import until
+from benchmarks.recovery.watching import NotInTimeError, until
 from trainer.contract.events import Event, EventKind, read_events
 from trainer.contract.run_dir import RunDir
 
@@ -41,7 +43,8 @@ class Job:
         self._orch("cancel", self.name, stern=False)
         self._orch("controller", "stop", stern=False)
         for process in self.processes(*_OURS):
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def _orch(self, *words: str, stern: bool = True) -> str:
         done = subprocess.run(
@@ -89,8 +92,11 @@ class Job:
 
     def pid(self, rank: int) -> int:
         """The newest process of a rank, as its own work log tells."""
-        attempt = self._place.all_attempts()[-1]
-        return int(self._newest(attempt.work_log(rank))["pid"])
+        return int(self._newest(self.work_log(rank))["pid"])
+
+    def work_log(self, rank: int) -> Path:
+        """Of the newest attempt."""
+        return self._place.all_attempts()[-1].work_log(rank)
 
     def _newest(self, log: Path) -> dict[str, Any]:
         whole = [line for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -109,13 +115,31 @@ class Job:
         return found
 
     def agent(self, node: int) -> psutil.Process:
-        """The agent of one simulated node."""
+        """The agent of one node, simulated or Slurm's; raises NotInTimeError when this machine runs none."""
+        for agent in self.processes("orch-agent"):
+            environment = agent.environ()
+            # A simulated node may lie inside a job of Slurm's, whose number says nothing about it.
+            if environment.get("SUBMITIT_LOCAL_GLOBALID", environment.get("SLURM_NODEID")) == str(node):
+                return agent
+        raise NotInTimeError(f"agent of node {node}: not among the processes of this machine")
+
+    def on_nodes(self) -> set[int]:
+        """Agents and all that they have started."""
         agents = self.processes("orch-agent")
-        return next(agent for agent in agents if agent.environ().get("SUBMITIT_LOCAL_GLOBALID") == str(node))
+        return {one.pid for agent in agents for one in (agent, *agent.children(recursive=True))}
 
     def began(self) -> float:
         """When the first agent's process was made, seconds since the epoch."""
-        return min(float(process.create_time()) for process in self.processes("orch-agent"))
+        made = [float(process.create_time()) for process in self.processes("orch-agent")]
+        if not made:
+            raise NotInTimeError("the first agent: not among the processes of this machine")
+        return min(made)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def hit(pid: int, number: signal.Signals) -> float:

@@ -4,14 +4,13 @@ import math
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
-from benchmarks.recovery.job import hit
+from benchmarks.recovery.job import free_port, hit
 from benchmarks.recovery.ours import SCRIPT, first_again, trained
 from benchmarks.recovery.watching import NotInTimeError, lines, until
 
@@ -24,12 +23,9 @@ class Torchrun:
 
     def __init__(self, logs: Path, step_seconds: float) -> None:
         logs.mkdir(parents=True)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         words = [
             sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2",
-            "--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}",
+            "--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}",
             "--rdzv-id", "bench", "--local-addr", "127.0.0.1", str(SCRIPT), str(logs), "100000", str(step_seconds),
         ]  # fmt: skip
         self._heard: list[tuple[float, str]] = []

@@ -3,31 +3,42 @@
     python -m benchmarks.recovery [--rows PATTERN,...] [--rounds 7] [--slurm] [--folder DIR] [--json] [--list]
 
 Runs are submitted as a user submits them, hit from outside, and timed by what agents and ranks wrote down. In every
-round each side is hit once, in turn. torchrun is two processes on this machine, its script ordinary DDP; the same
-script is run by us as well. "never" is a fault that was not mended within a minute. Numbers from a machine on which
-something else runs are worth nothing. Exit code 1 when a row misses its must or fails.
+round each side is hit once, in turn; a SIGSTOP that others cannot see only once, as they wait for ever. torchrun is two
+processes on this machine, its script ordinary DDP; the same script is run by us as well. "never" is what did not happen
+within a minute. For a stopped rank of a script that is what is expected of both: torchrun has no watch for it, and
+ranks of a command of ours are watched for their end only.
+
+n counts rounds; "4 of 7" came to the figure in four of seven, and such a row of ours is FAILED, whatever its median.
+Numbers from a machine on which something else runs are worth nothing. Exit code 1 when a row misses its must or fails.
 """
 
 import argparse
 import fnmatch
 import json
+import math
 import os
 import platform
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.recovery import table
 from benchmarks.recovery.faults import FAULTS, ONCE, OURS
 from benchmarks.recovery.reasons import REASONS, UNKNOWN
-from benchmarks.recovery.rows import MISSED, ROWS, Row
+from benchmarks.recovery.rows import FAILED, MISSED, ROWS, Row
 from benchmarks.recovery.watching import NotInTimeError
 
 Rounds = dict[str, list[dict[str, float]]]
+Problems = dict[str, str]
+FAILURES = (NotInTimeError, RuntimeError, OSError, LookupError, ValueError, subprocess.SubprocessError, psutil.Error)
+"""What ends a round and not the program: runs, processes and files that are not as they should be."""
 _LEAST_ROUNDS = 7
 
 
@@ -55,21 +66,21 @@ def main() -> int:
     said = sys.stderr if options.json else sys.stdout
     print(table.head(report), file=said, flush=True)
     for fault in dict.fromkeys(row.fault for row in rows):
-        rounds, error = measured(fault, options.rounds, options.folder, cluster)
+        rounds, problems = measured(fault, options.rounds, options.folder, cluster)
         for row in rows:
             if row.fault == fault:
-                report["rows"].append(judged(row, rounds, error))
+                report["rows"].append(judged(row, rounds, problems))
                 print(table.line(report["rows"][-1]), file=said, flush=True)
     print(table.notes(report), file=said)
     if options.json:
         print(json.dumps(report))
-    return int(any("error" in row or row["verdict"] == MISSED for row in report["rows"]))
+    return int(any(row["verdict"] in (FAILED, MISSED) for row in report["rows"]))
 
 
-def measured(fault: str, rounds: int, at: Path, cluster: str) -> tuple[Rounds, str]:
-    """What each side showed in every round; a round of ours that fails is told, and counts as never."""
+def measured(fault: str, rounds: int, at: Path, cluster: str) -> tuple[Rounds, Problems]:
+    """What each side showed in every round, nothing where it failed; and of each side the first thing that failed."""
     found: Rounds = {name: [] for name in FAULTS[fault]}
-    error = ""
+    problems: Problems = {}
     for number in range(rounds):
         for name, side in FAULTS[fault].items():
             if number and (fault, name) in ONCE:
@@ -77,30 +88,33 @@ def measured(fault: str, rounds: int, at: Path, cluster: str) -> tuple[Rounds, s
             with tempfile.TemporaryDirectory(dir=at, prefix="bench-recovery-", ignore_cleanup_errors=True) as folder:
                 try:
                     found[name].append(dict(side(Path(folder), cluster)))
-                except (NotInTimeError, RuntimeError) as problem:
+                except FAILURES as problem:
                     found[name].append({})
-                    error = error or f"{name}: {problem}"
-    return found, error
+                    problems.setdefault(name, f"{type(problem).__name__}: {problem}")
+    return found, problems
 
 
-def judged(row: Row, rounds: Rounds, error: str) -> dict[str, Any]:
-    """The row as it is told: medians, our verdict, and the reason when it is missed."""
+def judged(row: Row, rounds: Rounds, problems: Problems) -> dict[str, Any]:
+    """The row as it is told: medians of all rounds, how many of them came to it, and our verdict.
+
+    One round of ours that failed, never came to it or named another culprit makes the whole row FAILED.
+    """
     fixed = {"row": row.name, "text": row.text, "unit": row.unit, "must": row.must, "stretch": row.stretch}
-    values = {name: _figures(told, row.figure) for name, told in rounds.items()}
-    if not any(row.figure in one for one in rounds[OURS]):
-        return {**fixed, "error": error or "nothing was measured"}
+    values = {name: [one.get(row.figure, math.inf) for one in told] for name, told in rounds.items()}
+    good = {name: sum(map(math.isfinite, found)) for name, found in values.items()}
     ours = statistics.median(values[OURS])
-    verdict = row.verdict(ours)
-    others = {name: statistics.median(found) for name, found in values.items() if name != OURS and found}
+    verdict = FAILED if good[OURS] < len(values[OURS]) else row.verdict(ours)
+    others = {
+        name: {"value": statistics.median(found), "rounds": len(found), "good": good[name]}
+        for name, found in values.items()
+        if name != OURS and (name in problems or any(row.figure in one for one in rounds[name]))
+    }
     return {
-        **fixed, "ours": ours, "verdict": verdict, "rounds": len(values[OURS]), "values": values[OURS],
-        "others": others, "reason": REASONS.get(row.name, error or UNKNOWN) if verdict == MISSED else "",
+        **fixed, "ours": ours, "verdict": verdict, "rounds": len(values[OURS]), "good": good[OURS],
+        "values": values[OURS], "others": others, "problems": problems,
+        **{what: sum(one.get(what, 0.0) > 0 for one in rounds[OURS]) for what in ("wrong", "unkept")},
+        "reason": REASONS.get(row.name, UNKNOWN) if verdict == MISSED else "",
     }  # fmt: skip
-
-
-def _figures(rounds: list[dict[str, float]], figure: str) -> list[float]:
-    """A round in which it was not reached counts as infinite; a side that never has this figure has none."""
-    return [one.get(figure, float("inf")) for one in rounds] if any(figure in one for one in rounds) else []
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-STRETCH, MUST, MISSED = "stretch", "must", "MISSED"
+STRETCH, MUST, MISSED, FAILED = "stretch", "must", "MISSED", "FAILED"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +34,8 @@ ROWS = (
     _row("kill-share", "the same as a share of the cold start", (0.35, 0.15), "kill:share", "x"),
     _row("stop-declared", "SIGSTOP -> hang declared, culprit named, evidence kept", (10.0, 5.0), "stop:declared"),
     _row("spare-back", "node lost, known -> first new step on a spare", (10.0, 5.0), "spare:back"),
-    _row("step-time", "step time, all monitoring on / bare loop", (1.01, 1.005), "monitoring:ratio", "x"),
-    _row("step-cpu", "CPU added per step and rank", (300e-6, 50e-6), "monitoring:cpu", "us"),
+    _row("step-time", "step time, 2x2 run with all on / bare loop", (1.01, 1.005), "monitoring:ratio", "x"),
+    _row("step-cpu", "CPU added per step and rank, agents included", (300e-6, 50e-6), "monitoring:cpu", "us"),
     _row("scale-cpu", "coordinator of 10,000 ranks: CPU of one core", (0.30, 0.10), "scale:cpu", "%"),
     _row("scale-verdict", "10,000 ranks: limit over -> verdict", (2.0, 1.0), "scale:verdict"),
 )

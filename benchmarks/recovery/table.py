@@ -6,7 +6,7 @@ from typing import Any
 from benchmarks.recovery.rows import MISSED, ROWS
 
 _HEAD = ("row", "ours", "must", "stretch", "verdict", "n", "others")
-_WIDTHS = (max(len(row.text) for row in ROWS), 9, 9, 9, 7, 2, 6)
+_WIDTHS = (max(len(row.text) for row in ROWS), 9, 9, 9, 7, 6, 6)
 
 
 def head(report: dict[str, Any]) -> str:
@@ -20,17 +20,28 @@ def head(report: dict[str, Any]) -> str:
 
 def line(row: dict[str, Any]) -> str:
     """One row."""
-    if "error" in row:
-        return _aligned((row["text"], "-", "-", "-", "FAILED", "-", row["error"]))
-    others = "; ".join(f"{name} {_value(value, row['unit'])}" for name, value in row["others"].items())
+    others = "; ".join(
+        f"{name} {_value(one['value'], row['unit'])} (n = {_count(one)})" for name, one in row["others"].items()
+    )
     bounds = (_value(row[key], row["unit"]) for key in ("ours", "must", "stretch"))
-    return _aligned((row["text"], *bounds, row["verdict"], str(row["rounds"]), others or "-"))
+    return _aligned((row["text"], *bounds, row["verdict"], _count(row), others or "-"))
 
 
 def notes(report: dict[str, Any]) -> str:
-    """Why rows are missed."""
-    missed = [row for row in report["rows"] if row.get("verdict") == MISSED]
-    return "\n".join(["", *(f"{row['text']}: missed because {row['reason']}" for row in missed)])
+    """What went wrong, and why rows are missed."""
+    return "\n".join(["", *dict.fromkeys(note for row in report["rows"] for note in _notes(row))])
+
+
+def _notes(row: dict[str, Any]) -> list[str]:
+    counted = {"wrong": "another rank was named", "unkept": "the evidence was not on disk when it was declared"}
+    told = [f"{row['text']}: {text} in {row[key]} of {row['rounds']}" for key, text in counted.items() if row[key]]
+    told += [f"{row['text']}: {name}: {problem}" for name, problem in row["problems"].items()]
+    return told + [f"{row['text']}: missed because {row['reason']}"] * (row["verdict"] == MISSED)
+
+
+def _count(told: dict[str, Any]) -> str:
+    """Rounds; when not all of them came to the figure, how many did."""
+    return str(told["rounds"]) if told["good"] == told["rounds"] else f"{told['good']} of {told['rounds']}"
 
 
 def _value(value: float, unit: str) -> str:

@@ -63,7 +63,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="bench-scale-") as folder:
         found = asyncio.run(Scene(Path(folder), options).play())
     print(json.dumps(found) if options.json else report(found))
-    return int(any(row["value"] > row["must"] for row in found["rows"]))
+    return int(any(row["value"] > row["must"] or row["good"] < row["rounds"] for row in found["rows"]))
 
 
 class Scene:
@@ -139,7 +139,14 @@ class Scene:
         stopped = await self._asked(agents, f"{kind} {rank}")
         event = await self._until(EventKind.INCIDENT, _VERDICT_SECONDS, leading, stern=False)
         if event is None:
-            return {"kind": kind, "after": math.inf, "limit": math.nan, "seconds": math.inf, "right": False}
+            return {
+                "kind": kind,
+                "after": math.inf,
+                "limit": math.nan,
+                "seconds": math.inf,
+                "right": False,
+                "rank": rank,
+            }
         verdict = json.loads((self._run.path / event["data"]["evidence"] / "verdict.json").read_text())
         after = event["time"] - stopped["time"]
         if await self._until(EventKind.GENERATION_STARTED, _JOIN_SECONDS, leading, stern=False):
@@ -149,6 +156,7 @@ class Scene:
         late = next((one["age"] for one in verdict["ranks"] if one["rank"] == rank), math.inf) - allowed
         return {
             "kind": kind, "after": after, "limit": allowed, "seconds": late if right else math.inf, "right": right,
+            "rank": rank, "named": event["data"]["rank"],
         }  # fmt: skip
 
     async def _asked(self, agents: asyncio.subprocess.Process, order: str) -> dict[str, Any]:
@@ -179,18 +187,26 @@ class Scene:
 
     def _found(self, joined: float, share: float, rate: float, verdicts: list[dict[str, Any]]) -> dict[str, Any]:
         options = self._options
-        rows = [{"row": "coordinator: CPU of one core", "value": share, **_bounds("cpu")}]
+        whole = {"rounds": 1, "good": 1, "wrong": 0}
+        rows = [{"row": "coordinator: CPU of one core", "value": share, **_bounds("cpu"), **whole}]
         for kind in KINDS if verdicts else ():
-            times = [verdict["seconds"] for verdict in verdicts if verdict["kind"] == kind]
-            rows.append(
-                {"row": f"limit over -> verdict ({kind})", "value": statistics.median(times), **_bounds("verdict")}
-            )
+            rows.append(_verdicts(kind, [verdict for verdict in verdicts if verdict["kind"] == kind]))
         return {
             "benchmark": "scale", "nodes": options.nodes, "ranks": options.nodes * options.ranks_per_node,
             "cores": os.cpu_count(), "seconds": options.seconds, "step": options.step, "joined": joined,
             "reports_a_second": rate,
             "verdicts": verdicts, "rows": rows,
         }  # fmt: skip
+
+
+def _verdicts(kind: str, verdicts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The row of one kind of incident: a rank that was not named in time, or another that was, is no verdict."""
+    times = [verdict["seconds"] for verdict in verdicts]
+    return {
+        "row": f"limit over -> verdict ({kind})", "value": statistics.median(times), **_bounds("verdict"),
+        "rounds": len(times), "good": sum(map(math.isfinite, times)),
+        "wrong": sum("named" in verdict and not verdict["right"] for verdict in verdicts),
+    }  # fmt: skip
 
 
 def _bounds(name: str) -> dict[str, float]:

@@ -24,6 +24,8 @@ def report(found: dict[str, Any]) -> str:
 
 def _line(row: dict[str, Any]) -> str:
     kept = "stretch" if row["value"] <= row["stretch"] else "must" if row["value"] <= row["must"] else "MISSED"
+    if row["good"] < row["rounds"]:
+        kept = f"FAILED: right in {row['good']} of {row['rounds']}, another rank named in {row['wrong']}"
     cells = [_value(row["row"], row[key]) for key in ("value", "must", "stretch")]
     return f"{row['row']:<34} {cells[0]:>8} {cells[1]:>8} {cells[2]:>8}  {kept}"
 
@@ -35,6 +37,8 @@ def _value(row: str, value: float) -> str:
 def _said(verdict: dict[str, Any]) -> str:
     if math.isinf(verdict["after"]):
         return f"{verdict['kind']}: NO VERDICT in time"
-    right = "the right rank" if verdict["right"] else "THE WRONG RANK"
+    right = (
+        "the right rank" if verdict["right"] else f"THE WRONG RANK, {verdict['named']} instead of {verdict['rank']},"
+    )
     told = f"told with its evidence {verdict['after']:.1f} s after it stopped, {verdict['limit']:.1f} s allowed"
     return f"{verdict['kind']}: {right} named; {told}"

@@ -43,7 +43,7 @@ def speeds(measured: Iterable[Measured], nodes: Sequence[str]) -> dict[str, dict
 
 
 def fleet(measured: Iterable[Measured], nodes: Sequence[str]) -> dict[str, float]:
-    """The median of the nodes: what later attempts on like nodes are held against."""
+    """The median of the nodes: what later attempts of this run are held against."""
     by_node = speeds(measured, nodes).values()
     return {name: median(node[name] for node in by_node) for name in _WORDS} if by_node else {}
 
@@ -56,7 +56,7 @@ def verdict(
 ) -> Failure | None:
     """The node to blame, the slowest one first; None when all are fit, or nothing speaks against one of them.
 
-    `history`: the fleet's earlier medians as `fleet` gives them, for nodes of the same kind.
+    `history`: usual speeds, by what was measured, for nodes of the same kind.
     """
     return _slow(speeds(measured, nodes), config, history or {}) or _cut_off(measured, nodes, config)
 
@@ -70,7 +70,7 @@ def _slow(
             others = [each[name] for other, each in by_node.items() if other != node]
             usual = [(median(others), f"the median of the {len(others)} others")] if len(others) >= _FEWEST - 1 else []
             if name in history:
-                usual.append((history[name], "this fleet's median"))
+                usual.append((history[name], "the median of earlier attempts"))
             for normal, whose in usual:
                 found.append((speed / normal, node, f"{_WORDS[name]} at {speed / normal:.2f} x {whose}"))
     share, node, words = min(found, default=(1.0, "", ""))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from trainer.agent import apart
 from trainer.agent.autopsy import is_due, of_desync, of_the_dead
 from trainer.agent.blame import RankEnd
 from trainer.agent.board import board
@@ -15,7 +16,7 @@ from trainer.agent.incidents import failure, keep, told
 from trainer.agent.pace import Pace
 from trainer.agent.roster import Roster
 from trainer.agent.stragglers import coordinate
-from trainer.agent.trial import Trial
+from trainer.agent.trial import Trial, usual
 from trainer.agent.watchman import Incident, Watchman
 from trainer.agent.wire import Message
 from trainer.contract.config import JobConfig
@@ -38,6 +39,7 @@ class Vigil:
         self._pace: Pace | None = None
         self._trial: Trial | None = None
         self._unfit: Failure | None = None
+        self._usual: asyncio.Future[dict[str, float]] | None = None
 
     def begin(self, generation: int) -> None:
         """A new generation: nothing of the one before counts."""
@@ -48,7 +50,11 @@ class Vigil:
         alike = coordinate(self._config.parallel)
         self._pace = Pace(cluster.world_size, alike, nodes, straggler) if known else None
         machines = {member.name: member.machine for member in self._roster.seated()}
-        self._trial = Trial(nodes, machines, self._config.recovery.preflight)
+        preflight = self._config.recovery.preflight
+        self._trial = Trial(nodes, machines, preflight)
+        # On one machine there is no other node to take, and what else runs there would count as the node's.
+        if self._usual is None and cluster.kind == "slurm":
+            self._usual = apart.begin(lambda: usual(self._run, self._attempt.number, preflight))
         self._unfit = None
 
     def _watch(self, generation: int) -> Watchman:
@@ -72,12 +78,18 @@ class Vigil:
                 self._watchman.collected(node, message)
 
     def _hear_fitness(self, message: Message) -> None:
-        if self._trial is not None and self._trial.heard(message):
-            self._unfit = self._trial.failure()
-            unfit = self._unfit
-            whose = {} if unfit is None else {"name": unfit.node}
-            reason, speeds = "" if unfit is None else unfit.reason, self._trial.told()
-            self._events.write(EventKind.PREFLIGHT, ok=unfit is None, reason=reason, speeds=speeds, **whose)
+        if self._trial is not None and self._trial.heard(message, time.monotonic()):
+            self._judge(self._trial)
+
+    def _judge(self, trial: Trial) -> None:
+        """Hold the figures that have come against each other."""
+        known = self._usual is not None and self._usual.done()
+        unfit = self._unfit = trial.failure(self._usual.result() if known and self._usual is not None else None)
+        whose = {} if unfit is None else {"name": unfit.node}
+        late = trial.missing()
+        why = f"nothing was told by {len(late)} rank(s) within recovery.preflight.seconds: {late[:8]}" if late else ""
+        reason, speeds = why if unfit is None else unfit.reason, trial.told()
+        self._events.write(EventKind.PREFLIGHT, ok=unfit is None, reason=reason, speeds=speeds, **whose)
 
     def board(self, wall: float) -> dict[str, Any]:
         """What ranks.json says now; `wall` is the time of day."""
@@ -101,6 +113,8 @@ class Vigil:
 
     def _found_unfit(self) -> Failure | None:
         """A node that was measured too slow."""
+        if self._trial is not None and self._trial.given_up(time.monotonic()):
+            self._judge(self._trial)
         unfit, self._unfit = self._unfit, None
         return unfit
 

@@ -73,9 +73,10 @@ class PreflightConfig:
     on: bool = True
     """Measure matrix multiplication, memory and the network; the quick checks of folders and limits always run."""
     seconds: float = 60.0
-    """Longest time for all of it."""
+    """Seconds after which nothing more is measured over the network, and missing figures are not waited for."""
     slowest: float = 0.6
-    """A node whose measured speed is below this share of its peers' (or this fleet's) median is suspect."""
+    """A node whose measured speed is below this share of its peers' median is suspect. In a Slurm job also one below
+    this share of the median of this run's earlier attempts, where at least two of them have measured and agree."""
     skew: float = 30.0
     """Largest difference between nodes' clocks in seconds."""
 

@@ -1,4 +1,4 @@
-"""What a rank measures of its node and network before the first step: fixed work, under a second."""
+"""What a rank measures of its node and network before the first step: fixed work, under a second, never for long."""
 
 import time
 from collections.abc import Callable
@@ -25,13 +25,42 @@ def measure(spec: RankSpec, config: JobConfig, control: socket, device: torch.de
         return
     began = time.monotonic()
     matmul, memory = _matmul(device), _memory(device)
-    pairs: list[list[float]] = []
     alone = spec.world_size == 1
-    for partner in [] if alone else partners(spec.rank, spec.world_size, spec.local_world_size):
-        seconds = _exchange(spec, partner, device)
+    pairs = [] if alone else _exchanges(spec, _Patience(began, config.recovery.preflight.seconds, device), device)
+    say(control, "fitness", matmul=matmul, memory=memory, pairs=pairs, seconds=time.monotonic() - began)
+
+
+class _Patience:
+    """What all ranks agree on before each try: whether there is time for one more.
+
+    The slowest rank's time counts, so that none measures alone; agreeing holds back the others' next try until a slow
+    pair has done its own.
+    """
+
+    def __init__(self, began: float, seconds: float, device: torch.device) -> None:
+        self._began, self._seconds, self._device = began, seconds, device
+        self._last, self._longest = time.monotonic(), 0.0
+
+    def lasts(self) -> bool:
+        """Collective. A try may take as long as the longest one so far."""
+        now = time.monotonic()
+        self._longest, self._last = max(self._longest, now - self._last), now
+        until = torch.tensor([now - self._began + self._longest], dtype=torch.float64, device=self._device)
+        dist.all_reduce(until, op=dist.ReduceOp.MAX)
+        self._last = time.monotonic()
+        return float(until.item()) <= self._seconds
+
+
+def _exchanges(spec: RankSpec, patience: _Patience, device: torch.device) -> list[list[float]]:
+    """Rows of [rank, seconds] of all rounds that there is time for."""
+    pairs: list[list[float]] = []
+    for partner in partners(spec.rank, spec.world_size, spec.local_world_size):
+        if not patience.lasts():
+            break
+        seconds = _exchange(spec, partner, device, patience)
         if partner >= 0:
             pairs.append([partner, seconds])
-    say(control, "fitness", matmul=matmul, memory=memory, pairs=pairs, seconds=time.monotonic() - began)
+    return pairs
 
 
 def partners(rank: int, world: int, local_world: int) -> list[int]:
@@ -82,22 +111,28 @@ def _best(
     device: torch.device,
     *,
     clock: Callable[[], float] = time.perf_counter,
-    before: Callable[[], object] = lambda: None,
+    go_on: Callable[[], bool] = lambda: True,
 ) -> float:
-    """Seconds of the fastest of a few; the first one warms up and is left out."""
-    work()
-    seconds = []
-    for _ in range(_TRIES):
-        before()
-        _settled(device)
-        begin = clock()
-        work()
-        _settled(device)
-        seconds.append(clock() - begin)
+    """Seconds of the fastest of a few; the first one warms up and counts only when there is no time for more."""
+    seconds = [_timed(work, device, clock)]
+    for tried in range(_TRIES):
+        if not go_on():
+            break
+        if tried == 0:
+            seconds.clear()
+        seconds.append(_timed(work, device, clock))
     return max(min(seconds), 1e-9)
 
 
-def _exchange(spec: RankSpec, partner: int, device: torch.device) -> float:
+def _timed(work: Callable[[], object], device: torch.device, clock: Callable[[], float]) -> float:
+    _settled(device)
+    begin = clock()
+    work()
+    _settled(device)
+    return clock() - begin
+
+
+def _exchange(spec: RankSpec, partner: int, device: torch.device, patience: _Patience) -> float:
     """Seconds for both of a pair to send each other some data; a rank without a partner sends it to itself.
 
     WARNING: one collective for all, not messages between two: those would count as collectives that other ranks have
@@ -111,8 +146,7 @@ def _exchange(spec: RankSpec, partner: int, device: torch.device) -> float:
     def both_ways() -> None:
         dist.all_to_all_single(theirs, ours, shares, shares)
 
-    # The barrier keeps a slow pair's time out of the others' next try.
-    return _best(both_ways, device, before=dist.barrier)
+    return _best(both_ways, device, go_on=patience.lasts)
 
 
 def _settled(device: torch.device) -> None:

@@ -57,7 +57,7 @@ def test_two_nodes_are_held_against_the_fleet_only():
     assert verdict(slow, names(2), CONFIG) is None
     failure = verdict(slow, names(2), CONFIG, fleet(measured(4), names(4)))
     assert failure is not None
-    assert failure.reason.startswith("n0: matrix multiplication at 0.30 x this fleet's median")
+    assert failure.reason.startswith("n0: matrix multiplication at 0.30 x the median of earlier attempts")
     assert verdict(slow, names(2), CONFIG, {}) is None
 
 

@@ -33,6 +33,16 @@ def test_every_rank_tells_what_it_has_measured(tmp_path):
 
 
 @pytest.mark.multi
+@pytest.mark.parametrize(("seconds", "rounds"), [(0.001, 0), (1.4, 1)])
+def test_all_ranks_stop_measuring_together_when_the_time_is_over(tmp_path, seconds, rounds):
+    """Rank 1 is held up in each round: that one rank is late ends it for all of them, and what was told counts."""
+    ranks = measured(tmp_path, world=4, local=1, seconds=seconds)
+    assert [len(rank["said"]["pairs"]) for rank in ranks] == [rounds] * 4
+    assert all(rank["said"]["matmul"] > 1e8 for rank in ranks)
+    assert len({rank["collectives"][1] for rank in ranks}) == 1
+
+
+@pytest.mark.multi
 def test_measuring_leaves_no_trace_in_what_is_trained(tmp_path):
     ranks = measured(tmp_path, world=3, local=1)
     assert [[peer for peer, _ in rank["said"]["pairs"]] for rank in ranks] == [[1, 2], [0, 2], [1, 0]]

@@ -26,6 +26,8 @@ _SHARE = {"data": 0.05, "forward": 0.35, "backward": 0.55, "optimizer": 0.05}
 _A_STEP = 4
 """Collectives in each step."""
 _P99_SECONDS = 10.0
+_FLIGHTS_AT_ONCE = 4
+"""As `trainer.agent.witness` sends them."""
 
 
 class World:
@@ -134,8 +136,11 @@ class Agent:
             case "flight":
                 flights = [self._world.flight(rank, self._name, self._all) for rank in self._answering()]
                 unanswered = [rank for rank in self._ranks if rank not in self._answering()]
-                answer = {"serial": message["serial"], "flights": flights, "unanswered": unanswered}
-                self._peer.send("flight", generation=generation, **answer)
+                about = {"generation": generation, "serial": message["serial"]}
+                for first in range(0, len(flights), _FLIGHTS_AT_ONCE):
+                    told = flights[first : first + _FLIGHTS_AT_ONCE]
+                    self._peer.send("flight", **about, flights=told, unanswered=[], last=False)
+                self._peer.send("flight", **about, flights=[], unanswered=unanswered, last=True)
             case "evidence":
                 self._peer.send("evidence", generation=generation, incident=message["incident"], missing={})
             case "kill":

@@ -1,6 +1,7 @@
 """One round of each fault: our figures, and those of others beside them."""
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -15,19 +16,26 @@ Side = Callable[[Path, str], Figures]
 OURS = "ours"
 STEP_SECONDS = 0.2
 PATIENCE = 60.0
-"""Seconds that torchrun is given to notice, and then to train again."""
+"""Seconds that others are given to notice, and then to train again."""
 
 _TORCHRUN, _SCRIPT = "torchrun", "ours, torchrun's script"
 
 
 def _scale(folder: Path, kind: str) -> Figures:
-    """In a process of its own; the worse of the two verdicts counts."""
+    """In a process of its own; the worse of the two verdicts counts, and one that fails is never."""
     words = [sys.executable, "-m", "benchmarks.scale", "--json"]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=600)
-    if not done.stdout.strip():
-        raise RuntimeError((done.stderr.strip().splitlines() or ["benchmarks.scale said nothing"])[-1])
-    cpu, *verdicts = json.loads(done.stdout.splitlines()[-1])["rows"]
-    return {"cpu": cpu["value"], "verdict": max(row["value"] for row in verdicts)}
+    if done.returncode not in (0, 1) or not done.stdout.strip():
+        said = (done.stdout + done.stderr).strip().splitlines()
+        raise RuntimeError((said or ["benchmarks.scale said nothing"])[-1])
+    found = json.loads(done.stdout.splitlines()[-1])
+    cpu, *verdicts = found["rows"]
+    whole = all(row["good"] == row["rounds"] for row in verdicts)
+    return {
+        "cpu": cpu["value"],
+        "verdict": max(row["value"] for row in verdicts) if whole else math.inf,
+        "wrong": float(sum(row["wrong"] for row in verdicts)),
+    }
 
 
 FAULTS: dict[str, dict[str, Side]] = {
@@ -38,14 +46,16 @@ FAULTS: dict[str, dict[str, Side]] = {
     },
     "stop": {
         OURS: ours.stop,
+        _SCRIPT: lambda folder, kind: ours.stop_in_script(folder, kind, STEP_SECONDS, PATIENCE),
         _TORCHRUN: lambda folder, kind: {
             "declared": torchrun.fault(folder, signal.SIGSTOP, STEP_SECONDS, PATIENCE)["noticed"]
         },
     },
     "spare": {OURS: ours.lose_node},
-    "monitoring": {OURS: lambda folder, kind: monitoring.cost()},
+    "monitoring": {OURS: lambda folder, kind: monitoring.cost(folder, kind)},
     "scale": {OURS: _scale},
 }
 
-ONCE = {("stop", _TORCHRUN), ("scale", OURS)}
-"""Sides that are measured once: one waits out its patience every time, the other's figures are medians already."""
+ONCE = {("stop", _SCRIPT), ("stop", _TORCHRUN), ("scale", OURS)}
+"""Sides that are measured once, so that their n is 1: two wait out their patience, the third holds a rank of each kind
+already."""

@@ -1,9 +1,11 @@
 """Faults done to real runs of the product; all times are those that agents, ranks and the coordinator wrote down."""
 
+import contextlib
 import json
 import math
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.recovery.job import Job, hit
@@ -30,7 +32,11 @@ def kill(folder: Path, kind: str) -> dict[str, float]:
 
 
 def stop(folder: Path, kind: str) -> dict[str, float]:
-    """SIGSTOP of a rank: declared, with the culprit named and its evidence on disk; `wrong` counts other names."""
+    """SIGSTOP of a rank: declared, with the culprit named and its evidence on disk.
+
+    `wrong` and `unkept` say that another rank was named, and that there was no evidence when it was declared: it counts
+    as not declared then.
+    """
     with Job(folder, kind, "tiny-gpt", *_SETTINGS) as job:
         job.reached(_HIT_AT, _START_SECONDS)
         at = hit(job.pid(_VICTIM), signal.SIGSTOP)
@@ -40,11 +46,12 @@ def stop(folder: Path, kind: str) -> dict[str, float]:
         # Whoever reads the event may rely on the evidence: it is written before the event is.
         late = [path for path in bundle.rglob("*") if path.is_file() and path.stat().st_mtime > incident.time]
         back = job.event(EventKind.GENERATION_FIRST_STEP, _BACK_SECONDS, generation=2).time
-    right = incident.data["rank"] == _VICTIM and bool(kept) and not late
+    wrong, unkept = incident.data["rank"] != _VICTIM, not kept or bool(late)
     return {
-        "declared": incident.time - at if right else math.inf,
+        "declared": math.inf if wrong or unkept else incident.time - at,
         "back": back - incident.time,
-        "wrong": float(not right),
+        "wrong": float(wrong),
+        "unkept": float(unkept),
     }
 
 
@@ -61,17 +68,39 @@ def lose_node(folder: Path, kind: str) -> dict[str, float]:
 
 def kill_in_script(folder: Path, kind: str, step_seconds: float) -> dict[str, float]:
     """The same as `kill`, on the script that torchrun runs beside it."""
-    logs = folder / "script"
-    logs.mkdir(parents=True)
-    command = json.dumps([sys.executable, str(SCRIPT), str(logs), "100000", str(step_seconds)])
-    shape = ("cluster.nodes=2", "cluster.ranks_per_node=2")
-    with Job(folder, kind, "torchrun-script", f"command={command}", *shape) as job:
+    with _script(folder, kind, step_seconds) as (job, logs):
         old = trained(logs, _HIT_AT)
         cold = float(lines(logs / "rank-0.jsonl")[0]["time"]) - job.began()
         at = hit(old, signal.SIGKILL)
         noticed = job.event(EventKind.RANK_EXITED, _NOTICE_SECONDS, after=at, rank=_VICTIM).time
         back = first_again(logs, at, _BACK_SECONDS)
     return {"noticed": noticed - at, "back": back - noticed, "cold": cold, "share": (back - noticed) / cold}
+
+
+def stop_in_script(folder: Path, kind: str, step_seconds: float, patience: float) -> dict[str, float]:
+    """SIGSTOP of a rank of the script: infinity when nothing is declared in time, which is what is expected.
+
+    Ranks of a command have no progress cell, so that they are watched for their end only.
+    """
+    with _script(folder, kind, step_seconds) as (job, logs):
+        at = hit(trained(logs, _HIT_AT), signal.SIGSTOP)
+        try:
+            incident = job.event(EventKind.INCIDENT, patience, after=at)
+        except NotInTimeError:
+            return {"declared": math.inf}
+    right = incident.data["rank"] == _VICTIM
+    return {"declared": incident.time - at if right else math.inf, "wrong": float(not right)}
+
+
+@contextlib.contextmanager
+def _script(folder: Path, kind: str, step_seconds: float) -> Iterator[tuple[Job, Path]]:
+    """The script that torchrun runs, as a command of ours, and where its ranks write."""
+    logs = folder / "script"
+    logs.mkdir(parents=True)
+    command = json.dumps([sys.executable, str(SCRIPT), str(logs), "100000", str(step_seconds)])
+    shape = ("cluster.nodes=2", "cluster.ranks_per_node=2")
+    with Job(folder, kind, "torchrun-script", f"command={command}", *shape) as job:
+        yield job, logs
 
 
 def trained(logs: Path, step: int) -> int:

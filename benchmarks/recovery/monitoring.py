@@ -1,125 +1,95 @@
-"""What watching costs a rank: a bare loop and the same one with its cell, stopwatch and ticker, block by block."""
+"""What a watched run costs: the product with all that is on by default, and a bare loop of the same, one by one."""
 
+import os
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
-import torch
-from torch import nn
+import psutil
 
-from trainer.agent.local_ranks import LocalRanks
-from trainer.agent.sampling import Sampler, report_seconds
-from trainer.contract.progress import Phase, ProgressCell
-from trainer.worker.course import Course
-from trainer.worker.own_work import ThreadTime
-from trainer.worker.ticker import SECONDS as TICK_SECONDS
-from trainer.worker.ticker import Ticker
+from benchmarks.recovery.job import Job, free_port
+from benchmarks.recovery.watching import NotInTimeError, lines, until
 
-_BLOCKS, _STEPS = 40, 5
-_CALLS = 2000
-_LOOKS_A_SECOND = 10
-_STEP = 0.2
-"""Seconds of the step on which what is paid by the second is laid: ten looks, two reports, two ticks."""
+_PATIENCE = 300.0
+_FROM, _STEPS = 20, 150
+"""Steps before the first that counts, and how many count."""
+_RANKS = 4
+# No save and no end fall into what is measured: what saves cost is measured by benchmarks.checkpoint.
+_SETTINGS = ("train.steps=100000", "checkpoint.every=100000", "cluster.nodes=2", "cluster.ranks_per_node=2")
 
 
-class _Training:
-    """A small model whose step takes some tens of milliseconds in one thread."""
+def cost(folder: Path, kind: str) -> dict[str, float]:
+    """`ratio` of the median step times, and `cpu`: seconds per step and rank that the product takes more.
 
-    def __init__(self) -> None:
-        torch.manual_seed(1)
-        self._model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6)))
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, foreach=True)
-        self._input = torch.randn(256, 512)
-
-    def bare(self, _step: int) -> None:
-        loss = self._model(self._input).square().mean()
-        loss.backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-
-    def watched(self, cell: ProgressCell, course: Course, step: int) -> None:
-        """As `trainer.worker.loop` tells its way through a step."""
-        course.enter(Phase.DATA)
-        course.enter(Phase.FORWARD)
-        loss = self._model(self._input).square().mean()
-        course.enter(Phase.BACKWARD)
-        loss.backward()
-        course.enter(Phase.OPTIMIZER)
-        course.pause()
-        course.resume()
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        course.stepped(step)
-        cell.update(step=step, saved_step=0, save_seconds=0.0, step_seconds=0.0)
-        cell.update(loss=0.0, grad_norm=0.0)
+    The product's side is all of it but saves: ranks, agents, and whatever agents start on their nodes; the controller,
+    of which there is one for all runs, is left out. Both sides train on the same machine, one after the other.
+    """
+    with Job(folder, kind, "tiny-gpt", *_SETTINGS) as job:
+        job.reached(_FROM, _PATIENCE)
+        seconds, cpu = _stretch(job.work_log(0), job.on_nodes)
+    bare_seconds, bare_cpu = _bare(folder / "bare", job.path("config.json"))
+    return {"ratio": seconds / bare_seconds, "cpu": cpu - bare_cpu, "bare": bare_seconds, "bare_cpu": bare_cpu}
 
 
-def cost() -> dict[str, float]:
-    """`ratio` of median step times, blocks of both loops in turn; `cpu` seconds per step and rank."""
-    torch.set_num_threads(1)
-    training, ranks = _Training(), LocalRanks(1, range(4))
-    cell = ranks.by_rank[0].cell
-    course = Course(cell, ThreadTime())
-    bare: list[float] = []
-    watched: list[float] = []
-    for block in range(_BLOCKS):
-        order = (False, True) if block % 2 == 0 else (True, False)
-        for watching in order:
-            ticker = Ticker(cell)
-            if watching:
-                ticker.start()
-                watched += _block(lambda step: training.watched(cell, course, step))
-                ticker.stop()
-            else:
-                bare += _block(training.bare)
-    cpu = _telling(cell, course) + _STEP * (_ticking(cell) + _sampling(ranks))
-    ranks.close()
-    return {"ratio": statistics.median(watched) / statistics.median(bare), "cpu": cpu}
+def _bare(logs: Path, config: Path) -> tuple[float, float]:
+    """Median seconds of a step, and CPU seconds of a step and rank, in processes that nothing watches."""
+    logs.mkdir(parents=True)
+    shared = {
+        **os.environ, "WORLD_SIZE": str(_RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
+    words = [sys.executable, "-m", "benchmarks.recovery.bare", str(config), str(logs), "100000"]
+    ranks = [
+        subprocess.Popen(words, env={**shared, "RANK": str(rank)}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for rank in range(_RANKS)
+    ]
+    try:
+        _wait(logs / "rank-0.jsonl", _FROM)
+        return _stretch(logs / "rank-0.jsonl", lambda: [rank.pid for rank in ranks])
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
 
 
-def _block(train: Callable[[int], None]) -> list[float]:
-    """Seconds of each of some steps."""
-    seconds = []
-    for step in range(1, _STEPS + 1):
-        began = time.perf_counter()
-        train(step)
-        seconds.append(time.perf_counter() - began)
-    return seconds
+def _stretch(log: Path, pids: Callable[[], Iterable[int]]) -> tuple[float, float]:
+    """Median seconds of a step, and CPU seconds of a step and rank, from now on."""
+    counted = sorted(pids())
+    began, before = time.time(), sum(map(cpu_seconds, counted))
+    _wait(log, int(lines(log)[-1]["step"]) + _STEPS)
+    ended, after = time.time(), sum(map(cpu_seconds, counted))
+    if sorted(pids()) != counted:
+        raise NotInTimeError("a stretch in which no process comes or goes")
+    _wait(log, int(lines(log)[-1]["step"]) + 1)  # so that the end lies between two lines
+    told = [float(line["time"]) for line in lines(log)]
+    within = [after - before for before, after in zip(told, told[1:], strict=False) if began <= before < ended]
+    steps = _steps(told, ended) - _steps(told, began)
+    return statistics.median(within), (after - before) / steps / _RANKS
 
 
-def _telling(cell: ProgressCell, course: Course) -> float:
-    """CPU seconds of what a rank tells in one step, with nothing in between."""
-    began = time.thread_time()
-    for step in range(1, _CALLS + 1):
-        for phase in (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER):
-            course.enter(phase)
-        course.pause()
-        course.resume()
-        course.stepped(step)
-        cell.update(step=step, saved_step=0, save_seconds=0.0, step_seconds=0.0)
-        cell.update(loss=0.0, grad_norm=0.0)
-    return (time.thread_time() - began) / _CALLS
+def _steps(told: list[float], at: float) -> float:
+    """Steps that were done at a time, with the share of the one that was going on."""
+    done = sum(one <= at for one in told)
+    return done + (at - told[done - 1]) / (told[done] - told[done - 1])
 
 
-def _ticking(cell: ProgressCell) -> float:
-    """CPU seconds a second of the ticker; waking up costs more than the tick."""
-    began = time.thread_time()
-    for _ in range(_CALLS):
-        cell.tick()
-    return (time.thread_time() - began) / _CALLS / TICK_SECONDS
+def _wait(log: Path, step: int) -> None:
+    def look() -> bool | None:
+        told = lines(log)
+        return True if told and told[-1]["step"] >= step else None
+
+    until(look, _PATIENCE, f"step {step} in {log.name}")
 
 
-def _sampling(ranks: LocalRanks) -> float:
-    """CPU seconds a second and rank of the agent's looks and reports."""
-    sampler, count = Sampler(ranks, "node"), _CALLS // 10
-    began = time.thread_time()
-    for _ in range(count):
-        ranks.summary()
-    look = (time.thread_time() - began) / count
-    began = time.thread_time()
-    for step in range(count):
-        for local in ranks.by_rank.values():
-            local.cell.update(step=step)
-        sampler.report()
-    report = (time.thread_time() - began) / count
-    return (look * _LOOKS_A_SECOND + report / report_seconds(2)) / len(ranks.by_rank)
+def cpu_seconds(pid: int) -> float:
+    """CPU time of all threads of a process, those that have ended too; /proc tells it in hundredths of a second only.
+
+    The number is what clock_getcpuclockid(3) makes of a pid.
+    """
+    try:
+        return time.clock_gettime((~pid << 3) | 2)
+    except OSError as error:
+        raise psutil.NoSuchProcess(pid) from error

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -38,8 +39,7 @@ def main(folder: Path, steps: int, seconds: float) -> None:
             optimizer.step()
             optimizer.zero_grad()
             time.sleep(seconds)
-            lines.write(json.dumps({"time": time.time(), "step": step, "pid": os.getpid()}) + "\n")
-            lines.flush()
+            tell(lines, step)
             if dist.get_rank() == 0 and step % _EVERY == 0:
                 torch.save(
                     {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "step": step},
@@ -47,6 +47,11 @@ def main(folder: Path, steps: int, seconds: float) -> None:
                 )
                 saved.with_suffix(".tmp").rename(saved)
     dist.destroy_process_group()
+
+
+def tell(lines: TextIO, step: int) -> None:
+    lines.write(json.dumps({"time": time.time(), "step": step, "pid": os.getpid()}) + "\n")
+    lines.flush()
 
 
 if __name__ == "__main__":

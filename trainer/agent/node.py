@@ -17,7 +17,7 @@ from trainer.agent.local_ranks import LocalRank, LocalRanks
 from trainer.agent.nursery_link import NurseryLink
 from trainer.agent.recorder import Sockets
 from trainer.agent.roster import SILENCE_SECONDS
-from trainer.agent.sampling import Sampler, report_seconds
+from trainer.agent.sampling import Sampler, no_writer, report_seconds
 from trainer.agent.scribes import Scribes
 from trainer.agent.wire import Message, Peer, WireError
 from trainer.agent.witness import Witness
@@ -30,6 +30,7 @@ from trainer.contract.run_dir import AttemptDir, RunDir
 
 _LOOK_SECONDS = 0.1
 _OBEY_SECONDS = 3.0
+_TERM_SECONDS = 5.0
 _MOST_STILLBORN = 3
 
 
@@ -203,7 +204,8 @@ class NodeAgent:
         self._events.generation = generation
         assert self._seat is not None
         ranks = self._ranks = LocalRanks(generation, self._local_ranks())
-        self._sampler = Sampler(ranks, self._place.name)
+        writer = self._scribes.pid_of if self._scribes is not None else no_writer
+        self._sampler = Sampler(ranks, self._place.name, writer)
         if self._link is None or self._link.lost:
             # It died when the other nodes were ready: its replacement belongs to the next generation.
             ranks.never_began()
@@ -317,12 +319,20 @@ class NodeAgent:
             self._peer.send("gone", generation=generation)
             return
         ranks.killed = True
+        self._spawn(self._end_ranks(ranks))
+
+    async def _end_ranks(self, ranks: LocalRanks) -> None:
+        """SIGTERM first where it says anything: to a user's program that has not had it yet. Our ranks ignore it."""
+        if self._config.command and not self._told_command and self._link is not None:
+            self._link.signal_ranks(signal.SIGTERM)
+            give_up = time.monotonic() + _TERM_SECONDS
+            while not ranks.all_gone() and time.monotonic() < give_up:
+                await asyncio.sleep(0.02)
+        if ranks.all_gone():  # who runs now is of the next generation
+            return
         if self._link is not None:
             self._link.signal_ranks(signal.SIGKILL)
-        self._spawn(self._insist(ranks))
-
-    async def _insist(self, ranks: LocalRanks) -> None:
-        """A nursery that is stopped, or starved, cannot kill: then it goes first."""
+        # A nursery that is stopped, or starved, cannot kill: then it goes first.
         await asyncio.sleep(_OBEY_SECONDS)
         if not ranks.all_gone() and self._link is not None:
             self._link.kill("its ranks outlived the order to kill them")

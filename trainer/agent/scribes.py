@@ -113,10 +113,15 @@ class Scribes:
 
     def __init__(self, ranks: range, environ: Mapping[str, str], log: Path) -> None:
         self._scribes = [Scribe(rank, environ, log) for rank in ranks]
+        self._first = ranks.start
 
     def connection(self, local_rank: int) -> "contextlib.AbstractContextManager[list[int]]":
         """As Scribe.connection, for one of the node's ranks."""
         return self._scribes[local_rank].connection()
+
+    def pid_of(self, rank: int) -> int | None:
+        """Of this rank's writer while it lives."""
+        return self._scribes[rank - self._first].pid
 
     def pids(self) -> set[int]:
         """Of all writers that live."""

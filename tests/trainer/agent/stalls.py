@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from trainer.agent.flight import Finding
 from trainer.agent.hangs import Judgement, Stall, Verdict, judge
 from trainer.agent.limits import Limits
+from trainer.agent.sampling import children_count, writer_counts
 from trainer.agent.sighting import Sighting
 from trainer.agent.silences import Silences
 from trainer.contract.durations import BUCKETS, bucket, quantile
@@ -32,8 +33,13 @@ class Stay:
     step: int
     first: bool
     collective: int
-    lives_until: float  # when its last sign of life is to be seen
+    lives_until: float  # when the last sign of life of its own process is to be seen
     state: str
+    helper: str = ""  # who works meanwhile: its "children", its "writer"
+
+    def is_helped(self) -> bool:
+        by_writer = self.helper == "writer" and writer_counts(self.phase, self.state)
+        return by_writer or (self.helper == "children" and children_count(self.state))
 
 
 @dataclass(kw_only=True)
@@ -48,9 +54,9 @@ class Actor:
     joins: list[float] = field(default_factory=list)
     stays: deque[Stay] = field(default_factory=deque)
 
-    def stay(self, phase: str, seconds: float, *, lives: bool = False, state: str = "S") -> None:
+    def stay(self, phase: str, seconds: float, *, lives: bool = False, state: str = "S", helper: str = "") -> None:
         until = self.free + seconds if lives else self.free
-        self.stays.append(Stay(self.free, phase, self.step, self.first, len(self.joins), until, state))
+        self.stays.append(Stay(self.free, phase, self.step, self.first, len(self.joins), until, state, helper))
         self.free += seconds
 
 
@@ -64,6 +70,7 @@ class Slow:
     times: float = 1.0
     lives: bool = False
     state: str = "S"
+    helper: str = ""
 
 
 class Job:
@@ -103,7 +110,7 @@ class Job:
             for one in asked:
                 for actor in self._of(one.ranks):
                     share = self.rng.uniform(0.2, 1) if len(one.ranks) > 1 else 1
-                    actor.stay(phase, one.seconds * share, lives=one.lives, state=one.state)
+                    actor.stay(phase, one.seconds * share, lives=one.lives, state=one.state, helper=one.helper)
             if asked and phase == "eval":
                 self._meet()  # its result is summed up: some wait inside the phase
         for phase in ("data", "compile", "forward", "backward", "optimizer"):
@@ -124,10 +131,11 @@ class Job:
         for one in slow:
             own = own * one.times + one.seconds
         lives, state = any(one.lives for one in slow), next((one.state for one in slow), "S")
+        helper = next((one.helper for one in slow), "")
         if phase == "optimizer":
             actor.stay(phase, 0.0, state=state)  # the sum comes first: its work is done when all have met
         else:
-            actor.stay(phase, own, lives=lives, state=state)
+            actor.stay(phase, own, lives=lives, state=state, helper=helper)
 
     def _meet(self, *, ahead: bool = False, cut: bool = False) -> None:
         for actor in self.actors:
@@ -232,7 +240,8 @@ class Watch:
             self._count(stays.popleft(), stays[0])
         stay = stays[0]
         age = max(0.0, self.now - stay.at)
-        lived = min(reported, stay.lives_until) - self.rng.uniform(0, 0.5)
+        lives_until = FOR_EVER if stay.is_helped() else stay.lives_until
+        lived = min(reported, lives_until) - self.rng.uniform(0, 0.5)
         alive = min(age, self.now - lived) if reported - stay.at > 1 else age
         return Sighting(
             rank=actor.rank, node=actor.node, step=stay.step, phase=stay.phase, first=stay.first,
@@ -278,6 +287,9 @@ def _spells(job: Job) -> Iterator[tuple[Slow, ...]]:
     yield (Slow(ranks=one, phase="eval", seconds=300, lives=True),)
     yield (Slow(ranks=frozenset({0}), phase="checkpoint", seconds=180, lives=True),)
     yield (Slow(ranks=one, phase="checkpoint", seconds=180, state="D"),)
+    yield (Slow(ranks=frozenset({0}), phase="checkpoint", seconds=600, helper="writer"),)
+    yield (Slow(ranks=everybody, phase="compile", seconds=300, helper="children"),)
+    yield (Slow(ranks=one, phase="data", seconds=20, helper="children"),)
     yield (Slow(ranks=frozenset({0}), phase="checkpoint", seconds=100),)
     yield (Slow(ranks=one, phase=phase, times=20),)
     yield (Slow(ranks=one, phase=phase, times=20, lives=True),)
@@ -350,7 +362,10 @@ def _strike(job: Job, watch: Watch, what: str) -> Incident:
     phase = {"data": "data", "save": "checkpoint", "backward": "backward"}.get(what, "forward")
     if what in ("stopped", "dead"):
         phase = job.rng.choice(("data", "forward", "backward", "checkpoint", "eval"))
-    job.step(Slow(ranks=frozenset({culprit}), phase=phase, seconds=FOR_EVER, lives=what == "spinning"))
+    # Meanwhile its writer writes an old save, which excuses neither a phase of a step nor a stopped process.
+    helper = "" if what == "save" else "writer"
+    slow = Slow(ranks=frozenset({culprit}), phase=phase, seconds=FOR_EVER, lives=what == "spinning", helper=helper)
+    job.step(slow)
     began = job.stuck(culprit).at
     config = watch.config
     fast = max(config.least, config.factor * watch.p99().get(phase, 0.0) * 1.5)

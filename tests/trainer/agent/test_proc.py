@@ -85,3 +85,26 @@ def test_a_dead_process_is_a_zombie_until_it_is_buried(child: subprocess.Popen[b
     child.wait()
     assert proc.look(child.pid) is None
     assert proc.describe(child.pid) is None
+
+
+FAMILY = """
+import subprocess, sys
+children = [subprocess.Popen(["sleep", "60"], start_new_session=left) for left in (False, True)]
+print(*[child.pid for child in children], flush=True)
+sys.stdin.read()
+for child in children: child.kill()
+"""
+
+
+def test_a_group_is_its_leader_and_the_children_that_have_not_left_it() -> None:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", FAMILY], stdin=pipe, stdout=pipe, process_group=0) as leader:
+        assert leader.stdin is not None
+        assert leader.stdout is not None
+        stayed, left = map(int, leader.stdout.readline().split())
+        nobody = 2**22 + 1  # above all pids
+        found = proc.members({leader.pid, left, nobody})
+        assert {group: sorted(pids) for group, pids in found.items()} == {
+            leader.pid: sorted([leader.pid, stayed]), left: [left], nobody: []
+        }  # fmt: skip
+        leader.stdin.close()

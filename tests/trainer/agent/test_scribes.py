@@ -109,6 +109,25 @@ def test_writers_leave_when_they_are_dismissed(tmp_path):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_the_sampler_of_a_generation_knows_the_writer_of_every_rank(tmp_path):
+    alone = Alone(tmp_path)
+    alone.agent._seat = 1
+    scribes = alone.agent._scribes = Scribes(range(2, 4), os.environ, tmp_path / "log")
+    alone.ranks.never_began()
+
+    async def begin() -> None:
+        alone.agent._begin(1, None)  # no nursery: no rank is started, but they would be looked at
+
+    asyncio.run(begin())
+    writer = alone.agent._sampler._writer
+    assert [writer(2), writer(3)] == [scribe.pid for scribe in scribes._scribes]
+    assert {writer(2), writer(3)} == scribes.pids()
+    os.kill(writer(2), signal.SIGKILL)
+    until(lambda: writer(2) is None, 5)
+    asyncio.run(scribes.close())
+    alone.close()
+
+
 def test_the_burial_of_a_dead_nurserys_ranks_spares_the_writers(tmp_path):
     alone = Alone(tmp_path)
     rank = alone.ranks.by_rank[0]

@@ -105,3 +105,16 @@ job._process.wait()
     until(work.attempt.outcome.exists, 5, work.story)
     assert work.outcome().exit_code == 78
     assert not list(work.attempt.submission.glob("*result.pkl"))
+
+
+def test_a_program_whose_peer_died_hears_sigterm_and_may_save_before_it_is_killed(job):
+    work = job("kill@0@1", "trap@1@1", "deaf@2@1", "hang@3@1").start()
+    work.go()
+    assert work.wait(60) == [0, 0], work.story()
+    (saved,) = [note for note in work.notes() if "saved" in note]
+    assert (saved["rank"], saved["generation"]) == (1, 1)
+    ends = {event.data["rank"]: event for event in work.events(EventKind.RANK_EXITED) if event.generation == 1}
+    assert {rank: (end.data["exit_code"], end.data["signal"]) for rank, end in ends.items()} == {
+        0: (None, 9), 1: (0, None), 2: (None, 9), 3: (None, 15),
+    }  # fmt: skip
+    assert 4.5 < ends[2].time - ends[3].time < 15, "the deaf one had its time"

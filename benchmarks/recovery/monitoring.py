@@ -26,6 +26,8 @@ def cost(folder: Path, kind: str) -> dict[str, float]:
 
     The product's side is all of it but saves: ranks, agents, and whatever agents start on their nodes; the controller,
     of which there is one for all runs, is left out. Both sides train on the same machine, one after the other.
+    What is compared is the whole product, not its watching alone: metrics, work logs and agreement are in it as well.
+    A step takes some hundred times the CPU that is looked for, so that one round alone says little.
     """
     with Job(folder, kind, "tiny-gpt", *_SETTINGS) as job:
         job.reached(_FROM, _PATIENCE)

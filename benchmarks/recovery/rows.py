@@ -23,6 +23,10 @@ class Row:
         return STRETCH if value <= self.stretch else MUST if value <= self.must else MISSED
 
 
+COMPARED = frozenset({"step-time", "step-cpu"})
+"""Small differences of two large figures, which may even come out below nothing: told with the range of rounds."""
+
+
 def _row(name: str, text: str, bounds: tuple[float, float], where: str, unit: str = "s") -> Row:
     fault, _, figure = where.partition(":")
     return Row(name=name, text=text, must=bounds[0], stretch=bounds[1], fault=fault, figure=figure, unit=unit)

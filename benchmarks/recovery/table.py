@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from benchmarks.recovery.rows import MISSED, ROWS
+from benchmarks.recovery.rows import COMPARED, MISSED, ROWS
 
 _HEAD = ("row", "ours", "must", "stretch", "verdict", "n", "others")
 _WIDTHS = (max(len(row.text) for row in ROWS), 9, 9, 9, 7, 6, 6)
@@ -36,6 +36,9 @@ def _notes(row: dict[str, Any]) -> list[str]:
     counted = {"wrong": "another rank was named", "unkept": "the evidence was not on disk when it was declared"}
     told = [f"{row['text']}: {text} in {row[key]} of {row['rounds']}" for key, text in counted.items() if row[key]]
     told += [f"{row['text']}: {name}: {problem}" for name, problem in row["problems"].items()]
+    if row["row"] in COMPARED:
+        least, most = (_value(bound(row["values"]), row["unit"]) for bound in (min, max))
+        told.append(f"{row['text']}: rounds from {least} to {most}; a median says nothing finer than they scatter")
     return told + [f"{row['text']}: missed because {row['reason']}"] * (row["verdict"] == MISSED)
 
 

@@ -115,9 +115,9 @@ def test_a_bug_in_the_training_code_fails_the_run_with_its_traceback(user: User)
 
 
 def test_the_time_limit_is_met_with_a_save_and_goes_on_in_a_new_attempt(user: User) -> None:
-    limit = ["cluster.time=0:00:40", "cluster.signal_lead=20", "recovery.max_failures=1"]
+    limit = ["cluster.time=0:01:00", "cluster.signal_lead=20", "recovery.max_failures=1"]
     run = user.submit("tiny-gpt", *limit, "train.steps=3000", "checkpoint.every=0")["run"]
-    user.until(lambda: {line["attempt"] for line in user.steps(run)} == {1, 2}, 120, "training in a second attempt")
+    user.until(lambda: {line["attempt"] for line in user.steps(run)} == {1, 2}, 200, "training in a second attempt")
     # Ranks write their steps faster than the controller reads events.
     user.until(lambda: user.show(run)["attempts"][1]["resumed_from"], 30, "word of where the second attempt went on")
     shown = user.show(run)

@@ -4,6 +4,7 @@ Started by the agent as `python -P -m trainer.agent.nursery LINK AGENT RUN_DIR [
 socket, the agent's pid, the run directory, and, when it must not stay warm, the reason.
 """
 
+import contextlib
 import os
 import select
 import signal
@@ -94,7 +95,8 @@ class Nursery:
         for group in (*self._leaders, *self._groups):
             # A child that was killed before it made its group is reached by its pid.
             if not lineage.kill_group(group, number) and group in self._leaders:
-                os.kill(group, number)
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.kill(group, number)
 
     def _reap(self, *, silent: bool = False) -> None:
         """Collect the dead; what a dead rank has left in its process group is killed with it."""
@@ -119,6 +121,8 @@ class Nursery:
 
     def _orphaned(self, *_: object) -> NoReturn:
         """The agent is dead: take the ranks along, and then those whom their deaths bring here."""
+        # The kernel says so for every thread of the agent that dies: once is enough.
+        signal.signal(lineage.ORPHANED, signal.SIG_IGN)
         self._signal_all(signal.SIGKILL)
         give_up = time.monotonic() + 1.5
         while lineage.kill_children() and time.monotonic() < give_up:

@@ -43,7 +43,7 @@ lint: venv
 check: lint  ## lint, types, house rules and the fast tests (under 2 minutes)
 	$(PYTEST) -n 2 -m "not slurm and not multi and not proof"
 
-test: check $(INTEROP)/.ready  ## everything, the real Slurm included (about 15 minutes)
+test: check $(INTEROP)/.ready  ## everything, the real Slurm included (about 20 minutes)
 	$(PYTEST) -n 3 --dist worksteal -m "(multi or slurm) and not proof"
 
 proof: venv  ## the long counts; writes docs/proof.md

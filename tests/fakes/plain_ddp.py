@@ -104,5 +104,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # On a busy machine threads of torch may abort the interpreter's end ("terminate called without an active exception").
+    # On a busy machine threads of torch may abort the end of an interpreter ("terminate called without ...").
     os._exit(0)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.end_to_end.user import User
 from tests.slurm.lab import LabError, SlurmLab, install
 
 
@@ -26,3 +27,12 @@ def lab() -> Iterator[SlurmLab]:
     yield slurm
     slurm.stop()
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def user(lab: SlurmLab, tmp_path: Path) -> Iterator[User]:
+    someone = User(tmp_path, "slurm", lab.environment())
+    yield someone
+    someone.leave()
+    lab.ask("scancel", "--me")
+    someone.until(lambda: not lab.ask("squeue", "-h", "--me").stdout.strip(), 60, "an empty queue")

@@ -2,8 +2,6 @@
 
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -18,15 +16,6 @@ SMALL = [
     "cluster.time=10", "recovery.backoff=0.5", "train.steps=40", "checkpoint.every=8",
 ]  # fmt: skip
 LONG = "train.steps=120"
-
-
-@pytest.fixture
-def user(lab: SlurmLab, tmp_path: Path) -> Iterator[User]:
-    someone = User(tmp_path, "slurm", lab.environment())
-    yield someone
-    someone.leave()
-    lab.ask("scancel", "--me")
-    someone.until(lambda: not lab.ask("squeue", "-h", "--me").stdout.strip(), 60, "an empty queue")
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,6 @@
 """Spare nodes on the real Slurm: a node dies, and the same job goes on with another."""
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -15,15 +13,6 @@ SMALL = [
     "cluster.nodes=2", "cluster.spare_nodes=1", "cluster.ranks_per_node=2", "cluster.cpus_per_task=2",
     "cluster.partition=low", "cluster.time=10", "recovery.backoff=0.5", "train.steps=80", "checkpoint.every=8",
 ]  # fmt: skip
-
-
-@pytest.fixture
-def user(lab: SlurmLab, tmp_path: Path) -> Iterator[User]:
-    someone = User(tmp_path, "slurm", lab.environment())
-    yield someone
-    someone.leave()
-    lab.ask("scancel", "--me")
-    someone.until(lambda: not lab.ask("squeue", "-h", "--me").stdout.strip(), 60, "an empty queue")
 
 
 def events(user: User, run: str, kind: EventKind) -> list[Event]:

@@ -17,12 +17,12 @@ from trainer.agent.gathering import Gathering
 from trainer.agent.generation import Generation, Past
 from trainer.agent.heartbeat import Standing
 from trainer.agent.minutes import minute
+from trainer.agent.outbox import Outbox, Reading
 from trainer.agent.preflight import Fault
 from trainer.agent.pulse import Pulse
 from trainer.agent.questions import Questions
 from trainer.agent.roster import Roster
 from trainer.agent.rungs import Action, Decision, Situation
-from trainer.agent.signs import Reading, Signs
 from trainer.agent.stopping import Stop, Stopping
 from trainer.agent.vigil import Vigil
 from trainer.agent.wire import Message
@@ -65,7 +65,7 @@ class Coordinator:
         self._standing = Standing(attempt.number, place.job_id, wall)
         self._questions = Questions(run.requests, attempt.number, self._deliver)
         self._fence = Fence(attempt.go, token)
-        self._now, self._signs = Generation(), Signs(attempt)
+        self._now, self._outbox = Generation(), Outbox(attempt)
         self._pulse = Pulse(self._tick, self._touch_files)
         self._state, self._host = "joining", ""
         self._past, self._due = Past(), 0.0
@@ -86,7 +86,7 @@ class Coordinator:
         port = await self._door.open(host)
         found = {"schema": "orch.coordinator/1", "host": host, "port": port, "token": self._door.token}
         found["job_id"] = self._place.job_id
-        await self._signs.be_found(found)
+        await self._outbox.be_found(found)
         return found
 
     async def run(self) -> int:
@@ -260,7 +260,7 @@ class Coordinator:
     async def _touch_files(self) -> None:
         await self._beat()
         await self._questions.look()
-        if await self._signs.look(self._fence.is_down):
+        if await self._outbox.look(self._fence.is_down):
             self._deliver(-1, {"say": "fenced"})
 
     async def _beat(self) -> None:
@@ -268,7 +268,7 @@ class Coordinator:
         self._standing.merge([m.progress for m in members if m.progress.get("generation") == self._now.number])
         if self._config.command:
             self._standing.phase = "command"  # what a user's program does is not known
-        await self._signs.show(self._reading)
+        await self._outbox.show(self._reading)
 
     def _reading(self) -> Reading:
         """What heartbeat.json and ranks.json say now."""
@@ -391,7 +391,7 @@ class Coordinator:
             step=self._standing.step, generations=self._now.number, started_at=self._started_at, ended_at=self._wall(),
             failure=decision.failure,
         )  # fmt: skip
-        await self._signs.leave(outcome)
+        await self._outbox.leave(outcome)
         self._events.write(EventKind.ATTEMPT_ENDED, result=str(result), reason=reason)
         self._state = "ended"
         await self._beat()

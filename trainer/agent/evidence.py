@@ -150,9 +150,18 @@ def _living(one: Subject) -> int:
     return one.pid
 
 
+def _running(one: Subject) -> int:
+    """As `_living`, of one that can answer: who asks a stopped process waits in vain, and training waits too."""
+    pid = _living(one)
+    signs = proc.look(pid)
+    if signs is not None and signs.state == "T":
+        raise Unavailable("the process is stopped and handles no signal")
+    return pid
+
+
 async def _stacks(one: Subject, seconds: float) -> bytes:
     """By faulthandler, from within; where it is not ready for the signal, by torch's worker server."""
-    pid = _living(one)
+    pid = _running(one)
     if (obstacle := stacks.obstacle(pid, one.stacks)) is None:
         return await stacks.ask(pid, one.stacks)
     if (answer := await recorder.ask(one.socket, "dump_traceback", seconds * 0.9)) is not None:
@@ -176,7 +185,7 @@ async def _proc(one: Subject, seconds: float) -> bytes:
 
 
 async def _flight(one: Subject, seconds: float) -> bytes:
-    _living(one)
+    _running(one)
     ask = recorder.ask
     host, device = await asyncio.gather(
         ask(one.socket, recorder.HOST, seconds * 0.9), ask(one.socket, recorder.DEVICE, seconds * 0.9)

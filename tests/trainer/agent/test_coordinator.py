@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from trainer.agent import gathering, rolling_back, signs
+from trainer.agent import gathering, outbox, rolling_back
 from trainer.agent.coordinator import Coordinator
 from trainer.agent.heartbeat import Heartbeat, Standing
-from trainer.agent.signs import Signs
+from trainer.agent.outbox import Outbox
 from trainer.agent.wire import Message, Peer, connect
 from trainer.contract import skips
 from trainer.contract.config import ClusterShape, JobConfig
@@ -118,8 +118,8 @@ def test_agents_are_told_to_end_although_the_run_directory_hangs(play, monkeypat
     for name, what in (("heartbeat", Heartbeat), ("outcome", AttemptOutcome)):
         if hung in (name, "both"):
             monkeypatch.setattr(what, "write", lambda *_: back.wait(60))
-    monkeypatch.setattr(signs, "SHOW_SECONDS", 0.5)
-    monkeypatch.setattr(signs, "LEAVE_SECONDS", 0.5)
+    monkeypatch.setattr(outbox, "SHOW_SECONDS", 0.5)
+    monkeypatch.setattr(outbox, "LEAVE_SECONDS", 0.5)
 
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node) for node in (0, 1)]
@@ -152,11 +152,11 @@ def test_heartbeats_never_overtake_one_another_and_the_last_one_stands(tmp_path,
         written.append(beat.seq)
 
     monkeypatch.setattr(Heartbeat, "write", write)
-    monkeypatch.setattr(signs, "SHOW_SECONDS", 0.2)
+    monkeypatch.setattr(outbox, "SHOW_SECONDS", 0.2)
     standing = Standing(1, "7", time.time)
 
     async def script() -> None:
-        keeper = Signs(RunDir(tmp_path).attempt(1))
+        keeper = Outbox(RunDir(tmp_path).attempt(1))
         for _ in range(3):  # the second and the third are left out
             await keeper.show(lambda: (standing.beat(generation=1, nodes=[], state="running"), None))
         slow.set()

@@ -24,7 +24,7 @@ Reading = tuple[Heartbeat, Mapping[str, Any] | None]
 """What heartbeat.json says, and ranks.json, when there is something new."""
 
 
-class Signs:
+class Outbox:
     """Every write and look has a bound, in a thread that nobody waits for at the exit; raises no OSError."""
 
     def __init__(self, attempt: AttemptDir) -> None:

@@ -17,6 +17,8 @@ MAY_IMPORT = {
 }
 TORCH_ROOMS = ("trainer/worker/", "checkpointing/engine/")
 STANDARD_ONLY = "trainer/contract/"
+AGENT_ROOMS = ("control", "flight", "processes", "fleet", "watch", "ladder", "evidence", "coordination", "node", "main")
+"""Each may enter those before it."""
 BANNED_NAMES = ("utils", "helpers", "common", "misc", "manager")
 EDGE = "# outermost edge"
 LONGEST_FILE, LONGEST_FUNCTION, WIDEST_CONFIG = 400, 60, 12
@@ -74,6 +76,15 @@ def test_the_contract_needs_the_standard_library_only(path: Path) -> None:
     roots = {name.split(".")[0] for name in imported_modules(TREES[path])}
     foreign = roots - set(sys.stdlib_module_names) - {"trainer", "checkpointing"}
     assert not foreign, f"{place(path)} imports {sorted(foreign)}"
+
+
+@every_source
+def test_rooms_of_the_agent_are_entered_one_way(path: Path) -> None:
+    if not place(path).startswith("trainer/agent/") or path.name == "__init__.py":
+        return
+    room = AGENT_ROOMS.index(path.relative_to(ROOT / "trainer/agent").parts[0].removesuffix(".py"))
+    entered = {name.split(".")[2] for name in imported_modules(TREES[path]) if name.startswith("trainer.agent.")}
+    assert entered <= set(AGENT_ROOMS[: room + 1]), f"{place(path)} enters {sorted(entered)}"
 
 
 def test_no_import_cycles() -> None:

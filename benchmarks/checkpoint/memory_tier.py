@@ -14,7 +14,7 @@ from benchmarks.checkpoint.ours import Ours, files_of
 from benchmarks.checkpoint.rows import Measured, Setting
 from benchmarks.checkpoint.states import State, state
 from checkpointing.engine.link import WriterLink
-from trainer.agent.scribes import Scribe
+from trainer.agent.processes.scribes import Scribe
 
 
 def restart(setting: Setting) -> Measured:

@@ -1,47 +1,112 @@
-"""What a watched run costs: the product with all that is on by default, and a bare loop of the same, one by one."""
+"""What a watched run costs: the product with all that is on by default and a bare loop of the same, turn by turn."""
 
+import contextlib
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import psutil
 
 from benchmarks.recovery.job import Job, free_port
-from benchmarks.recovery.watching import NotInTimeError, lines, until
+from benchmarks.recovery.watching import lines, until
 
 _PATIENCE = 300.0
-_FROM, _STEPS = 20, 150
-"""Steps before the first that counts, and how many count."""
+_FROM = 20
+"""Steps before the first that counts."""
+_TURNS, _TURN_SECONDS = 15, 2.0
 _RANKS = 4
 # No save and no end fall into what is measured: what saves cost is measured by benchmarks.checkpoint.
 _SETTINGS = ("train.steps=100000", "checkpoint.every=100000", "cluster.nodes=2", "cluster.ranks_per_node=2")
+_BARE = {
+    "OMP_NUM_THREADS": "1",
+    "TORCH_FR_BUFFER_SIZE": "0",
+    # What glibc comes to by itself in a process that has imported as much as ours: else the loop gives memory back in
+    # every step, and has a thousand page faults for it that ours has not.
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
+}
+"""The loop's environment: one thread as ours has, no flight recorder."""
+
+
+class _Side:
+    """Processes that train beside others and stand still while those have their turn."""
+
+    def __init__(self, log: Path, watching: Collection[int], watched: Collection[int]) -> None:
+        """`log` has a line for every step of one rank; `watching` sleep longer, so that they see nobody stand still."""
+        self._log, self._watching, self._watched = log, sorted(watching), sorted(watched)
+        self._seconds: list[float] = []
+        self._cpu, self._steps = 0.0, 0
+
+    def pause(self) -> None:
+        """At the end of a step of the rank with the log, so that turns are made of whole steps."""
+        size = self._log.stat().st_size
+        while self._log.stat().st_size == size:
+            time.sleep(0.001)
+        for pid in (*self._watching, *self._watched):
+            os.kill(pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        for pid in (*self._watched, *self._watching):
+            os.kill(pid, signal.SIGCONT)
+
+    def turn(self) -> None:
+        """Train for a while, alone, and count."""
+        first, before = len(lines(self._log)), self._spent()
+        self.go_on()
+        time.sleep(_TURN_SECONDS)
+        self.pause()
+        told = [float(line["time"]) for line in lines(self._log)[first:]]
+        self._cpu += self._spent() - before
+        self._steps += len(told)
+        self._seconds += [after - before for before, after in zip(told, told[1:], strict=False)]
+
+    def _spent(self) -> float:
+        return sum(map(cpu_seconds, (*self._watching, *self._watched)))
+
+    def figures(self) -> tuple[float, float]:
+        """Median seconds of a step, CPU seconds of a step and rank."""
+        return statistics.median(self._seconds), self._cpu / self._steps / _RANKS
 
 
 def cost(folder: Path, kind: str) -> dict[str, float]:
     """`ratio` of the median step times, and `cpu`: seconds per step and rank that the product takes more.
 
     The product's side is all of it but saves: ranks, agents, and whatever agents start on their nodes; the controller,
-    of which there is one for all runs, is left out. Both sides train on the same machine, one after the other.
+    of which there is one for all runs, is left out. Both sides train on the same machine, in turns of two seconds.
     What is compared is the whole product, not its watching alone: metrics, work logs and agreement are in it as well.
-    A step takes some hundred times the CPU that is looked for, so that one round alone says little.
+    The ranks of both are bound to cores alike: where four ranks on two cores are put makes a tenth of a step's time.
     """
     with Job(folder, kind, "tiny-gpt", *_SETTINGS) as job:
         job.reached(_FROM, _PATIENCE)
-        seconds, cpu = _stretch(job.work_log(0), job.on_nodes)
-    bare_seconds, bare_cpu = _bare(folder / "bare", job.path("config.json"))
+        agents = {agent.pid for agent in job.processes("orch-agent")}
+        with _bare(folder / "bare", job.path("config.json")) as bare:
+            _bind([job.pid(rank) for rank in range(_RANKS)])
+            ours = _Side(job.work_log(0), agents, job.on_nodes() - agents)
+            sides = [ours, bare]
+            try:
+                for side in sides:
+                    side.pause()
+                for number in range(_TURNS):
+                    for side in sides if number % 2 else reversed(sides):
+                        side.turn()
+            finally:
+                ours.go_on()
+            (seconds, cpu), (bare_seconds, bare_cpu) = ours.figures(), bare.figures()
     return {"ratio": seconds / bare_seconds, "cpu": cpu - bare_cpu, "bare": bare_seconds, "bare_cpu": bare_cpu}
 
 
-def _bare(logs: Path, config: Path) -> tuple[float, float]:
-    """Median seconds of a step, and CPU seconds of a step and rank, in processes that nothing watches."""
+@contextlib.contextmanager
+def _bare(logs: Path, config: Path) -> Iterator[_Side]:
+    """The loop in processes that nothing watches, once it has warmed up."""
     logs.mkdir(parents=True)
     shared = {
-        **os.environ, "WORLD_SIZE": str(_RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
-        "GLOO_SOCKET_IFNAME": "lo",
+        **os.environ, **_BARE, "WORLD_SIZE": str(_RANKS), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
     words = [sys.executable, "-m", "benchmarks.recovery.bare", str(config), str(logs), "100000"]
     ranks = [
@@ -49,41 +114,22 @@ def _bare(logs: Path, config: Path) -> tuple[float, float]:
         for rank in range(_RANKS)
     ]
     try:
-        _wait(logs / "rank-0.jsonl", _FROM)
-        return _stretch(logs / "rank-0.jsonl", lambda: [rank.pid for rank in ranks])
+        log = logs / "rank-0.jsonl"
+        until(lambda: len(lines(log)) >= _FROM or None, _PATIENCE, f"step {_FROM} of the bare loop")
+        _bind([rank.pid for rank in ranks])
+        yield _Side(log, (), [rank.pid for rank in ranks])
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
 
 
-def _stretch(log: Path, pids: Callable[[], Iterable[int]]) -> tuple[float, float]:
-    """Median seconds of a step, and CPU seconds of a step and rank, from now on."""
-    counted = sorted(pids())
-    began, before = time.time(), sum(map(cpu_seconds, counted))
-    _wait(log, int(lines(log)[-1]["step"]) + _STEPS)
-    ended, after = time.time(), sum(map(cpu_seconds, counted))
-    if sorted(pids()) != counted:
-        raise NotInTimeError("a stretch in which no process comes or goes")
-    _wait(log, int(lines(log)[-1]["step"]) + 1)  # so that the end lies between two lines
-    told = [float(line["time"]) for line in lines(log)]
-    within = [after - before for before, after in zip(told, told[1:], strict=False) if began <= before < ended]
-    steps = _steps(told, ended) - _steps(told, began)
-    return statistics.median(within), (after - before) / steps / _RANKS
-
-
-def _steps(told: list[float], at: float) -> float:
-    """Steps that were done at a time, with the share of the one that was going on."""
-    done = sum(one <= at for one in told)
-    return done + (at - told[done - 1]) / (told[done] - told[done - 1])
-
-
-def _wait(log: Path, step: int) -> None:
-    def look() -> bool | None:
-        told = lines(log)
-        return True if told and told[-1]["step"] >= step else None
-
-    until(look, _PATIENCE, f"step {step} in {log.name}")
+def _bind(ranks: Sequence[int]) -> None:
+    """Each rank with all its threads to one core."""
+    cores = sorted(os.sched_getaffinity(0))
+    for place, pid in enumerate(ranks):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            os.sched_setaffinity(int(thread), {cores[place * len(cores) // len(ranks)]})
 
 
 def cpu_seconds(pid: int) -> float:

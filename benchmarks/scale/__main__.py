@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.scale.table import MUST, STRETCH, report
-from trainer.agent.coordinator import Coordinator
+from trainer.agent.coordination.coordinator import Coordinator
 from trainer.contract.config import ClusterShape, JobConfig
 from trainer.contract.events import EventKind, EventLog, read_events
 from trainer.contract.launch import LaunchToken

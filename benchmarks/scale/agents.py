@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trainer.agent.flight_record import Entry, Flight, Group
-from trainer.agent.sampling import report_seconds
-from trainer.agent.sighting import Sighting
-from trainer.agent.wire import Message, Peer, connect
+from trainer.agent.control.wire import Message, Peer, connect
+from trainer.agent.flight.record import Entry, Flight, Group
+from trainer.agent.watch.sampling import report_seconds
+from trainer.agent.watch.sighting import Sighting
 from trainer.contract.progress import SECTIONS
 
 _JOIN_AT_ONCE = 100
@@ -27,7 +27,7 @@ _A_STEP = 4
 """Collectives in each step."""
 _P99_SECONDS = 10.0
 _FLIGHTS_AT_ONCE = 4
-"""As `trainer.agent.witness` sends them."""
+"""As `trainer.agent.evidence.witness` sends them."""
 
 
 class World:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from orchestrator.registry.records import Attempt, Checkpoint, Generation
 from orchestrator.states import Trust, may_move
-from trainer.agent.suspects import Fall, fall, suspects
+from trainer.agent.ladder.suspects import Fall, fall, suspects
 from trainer.contract.outcome import Failure
 
 

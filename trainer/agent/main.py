@@ -13,12 +13,13 @@ from typing import Any, NoReturn
 from setproctitle import setproctitle
 
 from checkpointing.durable import read_json
-from trainer.agent import address, lineage
-from trainer.agent.blame import signal_name
-from trainer.agent.coordinator import Coordinator
-from trainer.agent.gate import Refused, wait_for_go
+from trainer.agent.control import address
+from trainer.agent.control.wire import Peer, WireError, connect
+from trainer.agent.coordination.coordinator import Coordinator
+from trainer.agent.coordination.gate import Refused, wait_for_go
 from trainer.agent.node import NodeAgent
-from trainer.agent.wire import Peer, connect
+from trainer.agent.processes import lineage
+from trainer.agent.watch.blame import signal_name
 from trainer.contract.config import JobConfig, load
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.launch import LaunchToken
@@ -186,6 +187,8 @@ class Agent:
                 found = await asyncio.to_thread(read_json, self._attempt.coordinator)
                 hello = {"token": found["token"], "node": place.node, "name": place.name}
                 return await connect(found["host"], found["port"], {**hello, "attempt": self._attempt.number})
+            except WireError as error:
+                raise Refused(str(error)) from error
             except (OSError, ValueError, TypeError, KeyError) as error:
                 problem = error
             if time.monotonic() >= give_up:

@@ -5,25 +5,25 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from checkpointing.durable import dump_line
-from trainer.agent import burial, cores, machine_identity, mischief, preflight
-from trainer.agent.births import Births, Wishes
-from trainer.agent.blame import signal_name
-from trainer.agent.cry import last_cry
-from trainer.agent.local_ranks import LocalRank, LocalRanks
-from trainer.agent.nursery_link import NurseryLink
-from trainer.agent.recorder import Sockets
-from trainer.agent.roster import SILENCE_SECONDS
-from trainer.agent.sampling import Sampler, no_writer, report_seconds
-from trainer.agent.scribes import Scribes
-from trainer.agent.wire import Message, Peer, WireError
-from trainer.agent.witness import Witness
+from trainer.agent.control.wire import Message, Peer, WireError
+from trainer.agent.evidence.witness import Witness
+from trainer.agent.fleet import machine_identity, preflight
+from trainer.agent.fleet.roster import SILENCE_SECONDS
+from trainer.agent.flight.recorder import Sockets
+from trainer.agent.processes import burial, cores, mischief
+from trainer.agent.processes.births import Births, Wishes
+from trainer.agent.processes.farewell import farewell, of_shell
+from trainer.agent.processes.local_ranks import LocalRank, LocalRanks
+from trainer.agent.processes.nursery_link import NurseryLink
+from trainer.agent.processes.scribes import Scribes
+from trainer.agent.watch.blame import signal_name
+from trainer.agent.watch.sampling import Sampler, no_writer, report_seconds
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind, EventLog
-from trainer.contract.outcome import ExitCode, RankOutcome
+from trainer.contract.outcome import ExitCode
 from trainer.contract.place import Place
 from trainer.contract.progress import StopReason
 from trainer.contract.run_dir import AttemptDir, RunDir
@@ -266,34 +266,16 @@ class NodeAgent:
         assert self._ranks is not None
         local = self._ranks.by_rank[rank]
         local.ended = True
-        if self._config.command and exit_code is not None and 128 < exit_code <= 128 + signal.SIGRTMAX:
-            number, exit_code = exit_code - 128, None  # a shell's way to say that its child was killed
+        generation, command = self._ranks.generation, bool(self._config.command)
+        if command:
+            exit_code, number = of_shell(exit_code, number)
         reason = "killed by its agent" if self._ranks.killed else _in_words(exit_code, number)
         self._events.write(
             EventKind.RANK_EXITED, rank=rank, node=self._place.name, exit_code=exit_code, signal=number, reason=reason
         )
-        self._peer.send("progress", generation=self._ranks.generation, **self._ranks.summary())
-        end: dict[str, Any] = {"exit_code": exit_code, "signal": number, "step": local.look().step}
-        said = self._own_words(local)
-        if said is not None:
-            # It had said all when it died: dying in the interpreter's teardown changes nothing.
-            end = {**said, "signal": None, "message": (said["message"] or "")[:4000]}
-        elif number == signal.SIGABRT:
-            end["message"] = last_cry(self._attempt.rank_log(rank), self._ranks.generation)
-        end["word"] = said is not None or bool(self._config.command)
-        self._peer.send("exit", generation=self._ranks.generation, rank=rank, stepped=local.stepped(), **end)
-
-    def _own_words(self, local: LocalRank) -> dict[str, Any] | None:
-        """How this rank says that it ended: by its outcome file, or by its socket when it could not write that."""
-        assert self._ranks is not None
-        while local.hear() is not None:
-            pass
-        try:
-            word = asdict(RankOutcome.read(self._attempt.rank_outcome(local.rank, self._ranks.generation)))
-        except (OSError, ValueError, TypeError):
-            word = local.word or {}
-        keys = ("exit_code", "step", "exception", "message", "echo")
-        return {key: word.get(key) for key in (*keys, "position")} if set(keys) <= word.keys() else None
+        self._peer.send("progress", generation=generation, **self._ranks.summary())
+        end = farewell(self._attempt, generation, local, exit_code, number, command=command)
+        self._peer.send("exit", generation=generation, rank=rank, **end)
 
     def _gone(self, rank: int) -> None:
         """Nothing is left of this rank, its own children included."""

@@ -62,7 +62,7 @@ class AttemptDir:
 
     @property
     def ranks(self) -> Path:
-        """Where every rank stands, written by the coordinator while the attempt runs: see `trainer.agent.board`."""
+        """Where every rank stands, while the attempt runs: see `trainer.agent.coordination.board`."""
         return self.path / "ranks.json"
 
     @property

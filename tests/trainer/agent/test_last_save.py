@@ -2,8 +2,8 @@
 
 import pytest
 
-from trainer.agent.deadline import SLURM_EARLY, Bounds
-from trainer.agent.stopping import Stopping
+from trainer.agent.coordination.deadline import SLURM_EARLY, Bounds
+from trainer.agent.coordination.stopping import Stopping
 from trainer.contract.progress import ProgressCell, StopReason
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from trainer.agent.local_ranks import LocalRanks
 from trainer.agent.node import NodeAgent
+from trainer.agent.processes.local_ranks import LocalRanks
 from trainer.contract.config import ClusterShape, JobConfig
 from trainer.contract.events import EventLog
 from trainer.contract.outcome import RankOutcome

@@ -2,11 +2,12 @@
 
 import pytest
 
-from trainer.agent import cores, preflight
-from trainer.agent.deadline import Bounds, bound, lead, parse_time, reason_of
-from trainer.agent.heartbeat import Standing
-from trainer.agent.preflight import Fault, examine, verdict
-from trainer.agent.stopping import Stopping
+from trainer.agent.coordination.deadline import Bounds, bound, lead, parse_time, reason_of
+from trainer.agent.coordination.heartbeat import Standing
+from trainer.agent.coordination.stopping import Stopping
+from trainer.agent.fleet import preflight
+from trainer.agent.fleet.preflight import Fault, examine, verdict
+from trainer.agent.processes import cores
 from trainer.contract.config import ClusterShape, DataConfig, JobConfig
 from trainer.contract.outcome import FailureKind
 from trainer.contract.place import Place

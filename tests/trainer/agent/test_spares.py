@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from tests.trainer.agent.coordination.test_coordinator import Scene, hear
 from tests.trainer.agent.job import LocalJob, alive, until
-from tests.trainer.agent.test_coordinator import Scene, hear
-from trainer.agent import gathering
-from trainer.agent.preflight import Fault
+from trainer.agent.coordination import gathering
+from trainer.agent.fleet.preflight import Fault
 from trainer.contract import tokens
 from trainer.contract.events import EventKind
 from trainer.contract.outcome import AttemptOutcome, AttemptResult
@@ -139,6 +139,36 @@ def test_a_node_that_is_lost_while_the_others_warm_up_is_replaced(tmp_path):
         assert (await hear(peers[2], "start"))["seat"] == 1
         (used,) = scene.events(EventKind.SPARE_USED)
         assert (used.data["name"], used.data["instead"]) == ("n2", "n1")
+
+    led(tmp_path, script)
+
+
+@pytest.mark.parametrize("how", ["barren", "silent"])
+def test_a_node_that_cannot_start_ranks_is_replaced(tmp_path, monkeypatch, how):
+    monkeypatch.setattr(gathering, "READY_SECONDS", 1.5)
+
+    async def script(scene: Scene) -> None:
+        peers = [await scene.join(node, ready=node != 1) for node in (0, 1, 2)]
+        assert (await hear(peers[1], "seat"))["seat"] == 1
+        if how == "barren":
+            peers[1].send("barren", reason="its nursery died 3 times in a row")
+        assert (await hear(peers[2], "start"))["seat"] == 1
+        (used,) = scene.events(EventKind.SPARE_USED)
+        assert (used.data["name"], used.data["instead"]) == ("n2", "n1")
+        assert ("died 3 times" if how == "barren" else "had no nursery ready") in used.data["reason"]
+
+    led(tmp_path, script)
+
+
+def test_a_node_whose_clock_is_off_is_left_out_and_that_is_told(tmp_path):
+    async def script(scene: Scene) -> None:
+        peers = [await scene.join(node, fit=False) for node in (0, 1, 2)]
+        for node, ahead in enumerate((0.0, 3600.0, 0.0)):
+            peers[node].send("fit", faults=[], wall=time.time() + ahead)
+        assert [(await hear(peers[node], "start"))["seat"] for node in (0, 2)] == [0, 1]
+        (told,) = scene.events(EventKind.PREFLIGHT)
+        assert (told.data["name"], told.data["ok"]) == ("n1", False)
+        assert "its clock is 3600 s ahead" in told.data["reason"]
 
     led(tmp_path, script)
 

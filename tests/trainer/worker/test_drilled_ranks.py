@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.agent.cry import last_cry
+from trainer.agent.processes.cry import last_cry
 from trainer.contract.events import EventKind, read_events
 from trainer.contract.outcome import ExitCode
 from trainer.contract.progress import Phase

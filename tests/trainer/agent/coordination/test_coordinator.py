@@ -1,0 +1,264 @@
+"""The coordinator alone: agents that the test plays, files that answer late."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.agent.control.wire import Message, Peer, connect
+from trainer.agent.coordination import gathering, outbox
+from trainer.agent.coordination.coordinator import Coordinator
+from trainer.agent.coordination.heartbeat import Heartbeat, Standing
+from trainer.agent.coordination.outbox import Outbox
+from trainer.agent.ladder import rolling_back
+from trainer.contract import skips
+from trainer.contract.config import ClusterShape, JobConfig
+from trainer.contract.events import Event, EventKind, EventLog, read_events
+from trainer.contract.launch import LaunchToken
+from trainer.contract.outcome import AttemptOutcome, Failure, FailureKind
+from trainer.contract.place import Place
+from trainer.contract.requests import Request, RequestKind
+from trainer.contract.run_dir import RunDir
+from trainer.contract.skips import Skip
+
+
+class Scene:
+    """One coordinator of two nodes and the agents that have joined it."""
+
+    def __init__(self, folder: Path, spares: int = 0) -> None:
+        self.run = RunDir(folder / "run-1")
+        self.run.make()
+        self.attempt = self.run.attempt(1)
+        self.attempt.make()
+        self._token = LaunchToken(attempt=1, epoch=1, job_id="7", nonce="0badcafe")
+        self._token.write(self.attempt.go)
+        self._events = EventLog(self.attempt.event_file("coordinator"), "coordinator", 1)
+        self.leader = Coordinator(
+            run=self.run, attempt=self.attempt, config=JobConfig(cluster=ClusterShape(nodes=2, spare_nodes=spares)),
+            place=Place(kind="slurm", job_id="7", node=0, nodes=2 + spares, name="n0"), events=self._events,
+            token=self._token, started=time.monotonic(),
+        )  # fmt: skip
+        self._found: dict[str, Any] = {}
+        self._peers: list[Peer] = []
+        self.leading: asyncio.Task[int]
+
+    @asynccontextmanager
+    async def led(self) -> AsyncIterator["Scene"]:
+        self._found = await self.leader.open("127.0.0.1")
+        self.leading = asyncio.get_running_loop().create_task(self.leader.run())
+        try:
+            yield self
+        finally:
+            for peer in self._peers:
+                await peer.close()
+            self.leading.cancel()
+            await asyncio.gather(self.leading, return_exceptions=True)
+            self._events.close()
+
+    async def join(self, node: int, *, fit: bool = True, ready: bool = True) -> Peer:
+        hello = {"token": self._found["token"], "node": node, "name": f"n{node}", "attempt": 1}
+        peer = await connect(self._found["host"], self._found["port"], hello)
+        self._peers.append(peer)
+        if fit:
+            peer.send("fit", faults=[])
+        if ready:
+            peer.send("ready", warm=True)
+        return peer
+
+    def events(self, kind: EventKind) -> list[Event]:
+        return [event for event in read_events(self.attempt.event_file("coordinator"))[0] if event.kind == kind]
+
+
+async def hear(peer: Peer, say: str, seconds: float = 10.0) -> Message:
+    """The next message of this kind."""
+    async with asyncio.timeout(seconds):
+        while (message := await peer.receive()) is not None:
+            if message["say"] == say:
+                return message
+    raise AssertionError(f"the coordinator hung up before it said {say!r}")
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Callable[..., None]:
+    """Runs one coroutine with a coordinator that leads."""
+
+    def run(script: Callable[[Scene], Any], spares: int = 0) -> None:
+        async def whole() -> None:
+            async with Scene(tmp_path, spares).led() as scene:
+                await script(scene)
+
+        asyncio.run(whole())
+
+    return run
+
+
+def test_agents_hear_from_a_coordinator_whose_file_system_hangs(play, monkeypatch):
+    back = threading.Event()
+    monkeypatch.setattr(Heartbeat, "write", lambda *_: back.wait(20))
+
+    async def script(scene: Scene) -> None:
+        peer = await scene.join(1)
+        try:
+            for _ in range(3):
+                await hear(peer, "ping", 5)
+        finally:
+            back.set()
+
+    play(script)
+
+
+@pytest.mark.parametrize("hung", ["heartbeat", "outcome", "both"])
+def test_agents_are_told_to_end_although_the_run_directory_hangs(play, monkeypatch, hung):
+    """All writes but those of events never come back; whoever waits for them for ever leaves the agents waiting."""
+    back = threading.Event()
+    for name, what in (("heartbeat", Heartbeat), ("outcome", AttemptOutcome)):
+        if hung in (name, "both"):
+            monkeypatch.setattr(what, "write", lambda *_: back.wait(60))
+    monkeypatch.setattr(outbox, "SHOW_SECONDS", 0.5)
+    monkeypatch.setattr(outbox, "LEAVE_SECONDS", 0.5)
+
+    async def script(scene: Scene) -> None:
+        peers = [await scene.join(node) for node in (0, 1)]
+        await hear(peers[1], "start")
+        await leave(peers, 78)
+        try:
+            assert (await hear(peers[1], "end"))["code"] == 78
+            for peer in peers:
+                await peer.close()
+            assert await asyncio.wait_for(scene.leading, 10) == 78
+        finally:
+            back.set()
+
+    play(script)
+
+
+async def leave(peers: list[Peer], exit_code: int, generation: int = 1) -> None:
+    """All ranks end, and nothing of them is left."""
+    for rank, peer in enumerate(peers):
+        peer.send("exit", generation=generation, rank=rank, step=3, exit_code=exit_code, signal=None, word=True)
+        peer.send("gone", generation=generation)
+
+
+def test_heartbeats_never_overtake_one_another_and_the_last_one_stands(tmp_path, monkeypatch):
+    slow, written = threading.Event(), []
+
+    def write(beat: Heartbeat, path: Path) -> None:
+        if beat.seq == 1:
+            slow.wait(10)
+        written.append(beat.seq)
+
+    monkeypatch.setattr(Heartbeat, "write", write)
+    monkeypatch.setattr(outbox, "SHOW_SECONDS", 0.2)
+    standing = Standing(1, "7", time.time)
+
+    async def script() -> None:
+        keeper = Outbox(RunDir(tmp_path).attempt(1))
+        for _ in range(3):  # the second and the third are left out
+            await keeper.show(lambda: (standing.beat(generation=1, nodes=[], state="running"), None))
+        slow.set()
+        await keeper.show(lambda: (standing.beat(generation=1, nodes=[], state="ended"), None))
+
+    asyncio.run(script())
+    assert written == [1, 2]
+
+
+def test_a_batch_is_left_out_although_that_cannot_be_written_down_in_time(tmp_path, monkeypatch):
+    back = threading.Event()
+    monkeypatch.setattr(skips, "add", lambda *_: back.wait(60))
+    monkeypatch.setattr(rolling_back, "LEAVE_OUT_SECONDS", 0.2)
+    log = EventLog(tmp_path / "events.jsonl", "coordinator", 1)
+    one = Skip(step=3, position=24, reason="loss nan")
+    try:
+        asyncio.run(asyncio.wait_for(rolling_back.leave_out(one, RunDir(tmp_path).attempt(1), log), 5))
+    finally:
+        back.set()
+        log.close()
+    assert [event.data["position"] for event in read_events(tmp_path / "events.jsonl")[0]] == [24]
+
+
+def test_a_save_that_is_asked_for_after_a_stop_is_answered_by_the_stop(play):
+    async def script(scene: Scene) -> None:
+        peers = [await scene.join(node) for node in (0, 1)]
+        await hear(peers[1], "start")
+        Request(kind=RequestKind.STOP, attempt=1, reason="enough").write(scene.run.requests)
+        await hear(peers[1], "ask")
+        name = Request(kind=RequestKind.SAVE, attempt=1, reason="?").write(scene.run.requests)
+        while not (answers := [e for e in scene.events(EventKind.REQUEST_ANSWERED) if e.data["name"] == name]):
+            await hear(peers[1], "ping")
+        assert answers[0].data["answer"] == "a stop with a save is under way"
+
+    play(script)
+
+
+@pytest.mark.parametrize(
+    ("patience", "says", "words"),
+    [
+        ("EXAMINE_SECONDS", {"fit": False}, "n1 was not examined within"),
+        ("READY_SECONDS", {"ready": False}, "n1 had no nursery ready within"),
+    ],
+)
+def test_a_node_that_does_not_answer_is_not_taken_for_fit_and_is_named(play, monkeypatch, patience, says, words):
+    monkeypatch.setattr(gathering, patience, 1.5)
+
+    async def script(scene: Scene) -> None:
+        await scene.join(0)
+        await scene.join(1, **says)
+        assert await asyncio.wait_for(scene.leading, 15) == 75
+        outcome = AttemptOutcome.read(scene.attempt.outcome)
+        assert words in outcome.reason
+        assert outcome.failure is not None
+        assert outcome.failure.node == "n1"
+
+    play(script)
+
+
+def test_agents_hear_when_a_stop_is_due_and_save_times_bring_it_forward(play):
+    async def script(scene: Scene) -> None:
+        peers = [await scene.join(node) for node in (0, 1)]
+        started = await hear(peers[1], "start")
+        assert started["suspects"] == []
+        # An hour by default, 120 s of lead, 60 s by which Slurm's signal may be early.
+        assert (await hear(peers[1], "due"))["seconds"] == pytest.approx(3600 - 180, abs=15)
+        peers[0].send("progress", generation=1, step=3, save_seconds=600.0, step_seconds=10.0)
+        assert (await hear(peers[1], "due"))["seconds"] == pytest.approx(3600 - 5 - 60 - 20 - 600, abs=15)
+
+    play(script)
+
+
+def test_a_generation_after_a_doubted_checkpoint_is_told_to_leave_it_out(play):
+    async def script(scene: Scene) -> None:
+        peers = [await scene.join(node) for node in (0, 1)]
+        for generation in (1, 2, 3, 4):
+            started = await hear(peers[1], "start")
+            assert (started["generation"], started["suspects"]) == (generation, [100] if generation == 3 else [])
+            restored = 90 if generation == 3 else 100
+            saved = 100  # in the third generation anew
+            peers[1].send("progress", generation=generation, step=103, restored=restored, saved=saved, stepped=True)
+            for rank, peer in enumerate(peers):
+                peer.send("exit", generation=generation, rank=rank, step=103, exit_code=None, signal=11, word=False)
+            for peer in peers:
+                peer.send("gone", generation=generation)
+        (event,) = scene.events(EventKind.CHECKPOINT_SUSPECT)
+        assert event.data["step"] == 100
+
+    play(script)
+
+
+def test_a_blamed_node_whose_rank_cannot_be_killed_does_not_hold_up_the_spare(play):
+    async def script(scene: Scene) -> None:
+        peers = [await scene.join(node) for node in (0, 1, 2)]
+        await hear(peers[0], "start")
+        blamed = Failure(kind=FailureKind.NODE_SUSPECT, reason="n1: slow", node="n1")
+        scene.leader._break(blamed)
+        await hear(peers[0], "kill")
+        peers[0].send("gone", generation=1)  # n1 says nothing: its rank is in a driver for ever
+        assert (await hear(peers[2], "start", 5))["seat"] == 1
+        (used,) = scene.events(EventKind.SPARE_USED)
+        assert (used.data["name"], used.data["instead"]) == ("n2", "n1")
+
+    play(script, spares=1)

@@ -1,0 +1,211 @@
+"""The ladder within an attempt, on tables: roll back, restart in place, use a spare, leave; always with the reason."""
+
+from typing import Any
+
+import pytest
+
+from tests.trainer.agent.ladder.test_rungs import bad_step, echo, end, killed, raised, situation
+from trainer.agent.coordination.generation import Generation, Past
+from trainer.agent.ladder.rungs import Action, Decision, decide
+from trainer.contract.outcome import Failure, FailureKind
+from trainer.contract.progress import StopReason
+from trainer.contract.skips import Skip
+
+LOST = Failure(kind=FailureKind.AGENT_LOST, reason="the agent of n1 is lost: reset", node="n1")
+UNFIT = Failure(kind=FailureKind.NODE_SUSPECT, reason="n1 multiplies at 40 % of its peers", node="n1")
+HANG = Failure(kind=FailureKind.HANG, reason="rank 1 on n1 stopped first", rank=1, node="n1", step=7)
+NETWORK = Failure(kind=FailureKind.HANG, reason="nobody gets on between n1 and n2", step=7)
+DESYNC = Failure(kind=FailureKind.DESYNC, reason="rank 1 on n1 called another collective", rank=1, node="n1", step=7)
+SKIP = Skip(step=7, position=56, reason="loss nan")
+OTHER = Skip(step=5, position=32, reason="loss nan")
+
+HANGS = [
+    ({}, Action.RESTART, "rank 1 on n1 stopped first; restart 1 of 5 in place"),
+    ({"broken": NETWORK, "hung": ("n1",)}, Action.RESTART, "nobody gets on between n1 and n2; restart 1 of 5"),
+    ({"hung": ("n2",)}, Action.RESTART, "restart 1 of 5 in place"),
+    ({"hung": ("n1",)}, Action.END, "n1 is blamed for a hang for the second time in this attempt"),
+    (
+        {"hung": ("n1",), "spares": 2},
+        Action.REPLACE,
+        "second time in this attempt; a spare node takes the place of n1, 1 ",
+    ),
+    ({"hung": ("n1",), "spares": 2, "home": "n1"}, Action.END, "blamed for a hang for the second time"),
+    ({"spares": 2}, Action.RESTART, "restart 1 of 5 in place"),
+    ({"restarts": 5}, Action.END, "all 5 restarts in place of this attempt are used"),
+    ({"stopping": StopReason.PREEMPTION}, Action.END, "while stopping (preemption)"),
+]
+
+
+@pytest.mark.parametrize(("fields", "action", "words"), HANGS)
+def test_a_hang_is_restarted_once_and_a_node_that_hangs_twice_is_left(fields, action, words):
+    decision = decide(situation(**{"broken": HANG, **fields}))
+    assert (decision.action, decision.failure.kind) == (action, FailureKind.HANG)
+    assert words in decision.reason
+
+
+def test_after_a_hang_nobody_is_waited_for_and_those_we_kill_are_not_the_cause():
+    assert decide(situation(broken=HANG, since_failure=0.0)).action is Action.RESTART
+    decision = decide(situation(killed(0, 15, at=-1.0), killed(2), echo(3), broken=HANG))
+    assert decision.failure is HANG
+
+
+def test_a_hang_of_those_who_wait_for_a_dead_peer_does_not_count():
+    generation = Generation()
+    generation.note(killed(1))
+    generation.fail(HANG, 2.0)
+    assert generation.broken is None
+    generation.fail(LOST, 3.0)
+    assert generation.broken is LOST
+    fresh = Generation()
+    fresh.note(end(1, exit_code=0))
+    fresh.fail(HANG, 2.0)
+    assert fresh.broken is HANG
+
+
+def test_different_collectives_end_the_attempt():
+    decision = decide(situation(broken=DESYNC, since_failure=0.0))
+    assert (decision.action, decision.failure, decision.reason) == (Action.END, DESYNC, DESYNC.reason)
+
+
+SPARES = [
+    ({"broken": LOST}, Action.END, "the agent of n1 is lost: reset"),
+    ({"broken": LOST, "spares": 1}, Action.REPLACE, "reset; a spare node takes the place of n1, 0 left after it"),
+    ({"broken": LOST, "spares": 1, "home": "n1"}, Action.END, "the agent of n1 is lost"),
+    ({"broken": LOST, "spares": 1, "stopping": StopReason.CANCEL}, Action.END, "the agent of n1 is lost"),
+    ({"broken": UNFIT}, Action.END, "40 % of its peers"),
+    ({"broken": UNFIT, "spares": 3}, Action.REPLACE, "peers; a spare node takes the place of n1, 2 left after it"),
+    ({"broken": UNFIT, "spares": 3, "restarts": 5}, Action.REPLACE, "2 left after it"),
+    ({"ends": (end(2, exit_code=77),), "spares": 3}, Action.REPLACE, "suspects its node (exit code 77); a spare node"),
+    ({"ends": (end(2, exit_code=77),), "spares": 3, "home": "n2"}, Action.END, "suspects its node"),
+    ({"ends": (killed(2),), "spares": 3}, Action.RESTART, "restart 1 of 5 in place"),
+]
+
+
+@pytest.mark.parametrize(("fields", "action", "words"), SPARES)
+def test_a_spare_takes_the_place_of_a_lost_or_suspect_node(fields, action, words):
+    decision = decide(situation(**fields))
+    assert decision.action is action, decision
+    assert words in decision.reason
+
+
+BAD = [
+    ({}, Action.ROLL_BACK, "rollback 1 of 3, with that batch left out"),
+    ({"skipped": (OTHER,)}, Action.ROLL_BACK, "rollback 2 of 3"),
+    ({"restarts": 5}, Action.ROLL_BACK, "rollback 1 of 3"),
+    ({"fruitless": 9}, Action.ROLL_BACK, "rollback 1 of 3"),
+    ({"spike_budget": 0}, Action.END, "all 0 rollbacks of this attempt are used"),
+    ({"skipped": (OTHER,), "spike_budget": 1}, Action.END, "all 1 rollbacks of this attempt are used"),
+    (
+        {"skipped": (Skip(step=7, position=48, reason=""),)},
+        Action.END,
+        "step 7 was bad before, and the batch it had then",
+    ),
+    ({"skipped": (Skip(step=6, position=56, reason=""),)}, Action.END, "that batch was to be left out already"),
+    ({"stopping": StopReason.TIME_LIMIT}, Action.END, "while stopping (time_limit)"),
+]
+
+
+@pytest.mark.parametrize(("fields", "action", "words"), BAD)
+def test_a_bad_step_is_rolled_back_and_its_batch_left_out(fields, action, words):
+    decision = decide(situation(bad_step(2), echo(1), **{"spike_budget": 3, **fields}))
+    assert decision.action is action, decision
+    assert words in decision.reason
+    assert decision.reason.startswith("step 7: loss nan, gradient norm 1.0; its batch is at position 56 of the data")
+    assert decision.failure.kind is FailureKind.NUMERIC
+    assert (decision.failure.rank, decision.failure.node, decision.failure.step) == (None, None, 7)
+    if action is Action.ROLL_BACK:
+        assert (decision.skip.step, decision.skip.position, decision.suspect) == (7, 56, None)
+    else:
+        assert decision.skip is None
+
+
+class Attempt:
+    """Generations of one attempt, as the coordinator leads them."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.past, self.fields = Past(), fields
+
+    def over(self, *ends: Any, restored: int = 100, stepped: int = 0, **fields: Any) -> Decision:
+        """One generation that trained up to step `stepped`, and ended so."""
+        past = self.past
+        past.heard({"stepped": stepped > restored, "step": stepped or restored, "restored": restored})
+        decision = decide(
+            situation(
+                *ends, restored=restored,
+                **{**past.told(), "budget": 9, "spike_budget": 3, **self.fields, **fields},
+            )
+        )  # fmt: skip
+        past.fell(decision.failure, decision.mark, restored, decision.suspect, decision.skip)
+        past.restarts += decision.action is Action.RESTART
+        return decision
+
+
+def test_two_bad_batches_soon_after_the_same_checkpoint_make_it_suspect():
+    attempt = Attempt()
+    first = attempt.over(bad_step(0, step=103, position=816), stepped=103)
+    assert (first.action, first.suspect) == (Action.ROLL_BACK, None)
+    second = attempt.over(bad_step(0, step=105, position=840), stepped=105)
+    assert (second.action, second.suspect) == (Action.ROLL_BACK, 100)
+    assert "suspect: numeric BadStep twice soon after loading it, at step 103 and at step 105" in second.reason
+    assert [skip.position for skip in attempt.past.skipped] == [816, 840]
+
+
+def test_bad_batches_far_from_the_checkpoint_say_nothing_of_it():
+    attempt = Attempt()
+    assert attempt.over(bad_step(0, step=150, position=816), stepped=150).suspect is None
+    assert attempt.over(bad_step(0, step=160, position=840), stepped=160).suspect is None
+
+
+def test_the_same_step_bad_again_is_tried_from_an_older_checkpoint_before_it_is_held():
+    attempt = Attempt()
+    attempt.over(bad_step(0, step=103, position=816), stepped=103)
+    second = attempt.over(bad_step(0, step=103, position=824), stepped=103)
+    assert (second.action, second.suspect) == (Action.ROLL_BACK, 100)
+    third = attempt.over(bad_step(0, step=103, position=832), restored=90, stepped=103)
+    assert (third.action, third.failure.kind) == (Action.END, FailureKind.NUMERIC)
+
+
+def test_without_a_checkpoint_the_same_step_bad_again_is_the_end():
+    attempt = Attempt()
+    assert attempt.over(bad_step(0), restored=0, stepped=7).action is Action.ROLL_BACK
+    second = attempt.over(bad_step(0, position=64), restored=0, stepped=7)
+    assert second.action is Action.END
+    assert "step 7 was bad before" in second.reason
+
+
+def test_rollbacks_use_no_restart():
+    attempt = Attempt()
+    attempt.over(bad_step(0, step=150, position=816), stepped=150)
+    assert attempt.past.restarts == 0
+    assert "restart 1 of 9" in attempt.over(killed(1), stepped=180).reason
+
+
+def test_three_restarts_in_a_row_without_a_new_step_are_enough():
+    attempt = Attempt()
+    assert attempt.over(killed(1, step=105), stepped=105).action is Action.RESTART
+    for number, signal in enumerate((9, 7, 4), start=1):
+        assert attempt.past.fruitless == number
+        decision = attempt.over(killed(number, signal, step=105), stepped=105)
+        assert (decision.action is Action.END) == (number == 3), decision
+    assert "3 restarts in a row have trained no new step" in decision.reason
+
+
+def test_one_new_step_begins_the_count_anew():
+    attempt = Attempt()
+    for step in (105, 104, 104, 106, 0, 0):
+        assert attempt.over(killed(1), stepped=step, falls=()).action is Action.RESTART
+    assert attempt.over(killed(1), falls=()).action is Action.END
+
+
+def test_of_a_command_no_step_is_known():
+    attempt = Attempt(command=True)
+    for _ in range(6):
+        assert attempt.over(killed(1), restored=0).action is Action.RESTART
+
+
+def test_a_node_blamed_twice_is_left_even_when_the_ranks_differ():
+    attempt = Attempt()
+    assert attempt.over(broken=HANG, stepped=120).action is Action.RESTART
+    assert attempt.over(raised(1), stepped=140).action is Action.RESTART
+    again = Failure(kind=FailureKind.HANG, reason="rank 3 on n1 stopped first", rank=3, node="n1")
+    assert attempt.over(broken=again, stepped=160).action is Action.END

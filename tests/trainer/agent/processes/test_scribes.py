@@ -1,0 +1,211 @@
+"""The writers that an agent owns: over generations, over their own deaths, and gone with the agent."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from checkpointing.engine.link import WriterLink
+from checkpointing.engine.writing import WriteOrder
+from tests.trainer.agent.job import LocalJob, alive, until
+from tests.trainer.agent.test_node import Alone
+from trainer.agent.processes.scribes import Scribe, Scribes
+
+SIZE = 1 << 20
+
+
+@pytest.fixture
+def scribe(tmp_path: Path) -> Iterator[Scribe]:
+    made = Scribe(3, os.environ, tmp_path / "log")
+    yield made
+    made.dismiss()
+    made.close()
+    assert (tmp_path / "log").read_text() == ""
+
+
+def attached(scribe: Scribe) -> WriterLink:
+    """The link of a rank that was just started."""
+    with scribe.connection() as (memory, writer):
+        return WriterLink.attach(os.dup(writer), os.dup(memory))
+
+
+def saved(link: WriterLink, root: Path, name: str) -> None:
+    order = WriteOrder(place=str(root), folder=name, buffer=0, files=(("f", 0, SIZE),), step=1, plan="p")
+    assert link.write(order).result(20).files[0].size == SIZE
+
+
+def test_the_memory_and_its_record_go_on_from_generation_to_generation(scribe, tmp_path):
+    first = attached(scribe)
+    first.arena.shape(SIZE, 1, "p")
+    first.arena.buffer(0)[:] = b"1" * SIZE
+    saved(first, tmp_path, "s1")
+    pid = scribe.pid
+    second = attached(scribe)
+    assert scribe.pid == pid
+    assert second.arena.record(0).name == "s1"
+    assert bytes(second.arena.buffer(0)) == b"1" * SIZE
+    saved(second, tmp_path, "s2")
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_writer_that_is_dead_or_stopped_is_replaced_over_the_same_memory(scribe, tmp_path, number):
+    first = attached(scribe)
+    first.arena.shape(SIZE, 1, "p")
+    saved(first, tmp_path, "s1")
+    old = scribe.pid
+    os.kill(old, number)
+    if number == signal.SIGKILL:
+        until(lambda: scribe.pid is None, 5)
+    else:
+        with scribe.connection() as ends:  # for a generation that it never takes on
+            assert len(ends) == 2
+    second = attached(scribe)
+    assert scribe.pid not in (old, None)
+    assert not alive(old)
+    assert second.arena.record(0).name == "s1"
+    saved(second, tmp_path, "s2")
+    first.close()
+    second.close()
+
+
+def test_a_writer_that_dies_as_its_rank_is_started_costs_no_memory(scribe, tmp_path):
+    first = attached(scribe)
+    first.arena.shape(SIZE, 1, "p")
+    saved(first, tmp_path, "s1")
+    os.kill(scribe.pid, signal.SIGSTOP)
+    with scribe.connection() as (memory, writer):
+        os.kill(scribe.pid, signal.SIGKILL)
+        second = WriterLink.attach(os.dup(writer), os.dup(memory))
+    assert second.arena.record(0).name == "s1"
+    saved(second, tmp_path, "s2")
+    first.close()
+    second.close()
+
+
+def test_without_a_writer_a_rank_gets_nothing_and_makes_its_own(scribe, monkeypatch):
+    os.kill(scribe.pid, signal.SIGKILL)
+    until(lambda: scribe.pid is None, 5)
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with scribe.connection() as ends:
+        assert ends == []
+
+
+def test_writers_leave_when_they_are_dismissed(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    made = Scribes(range(2, 4), os.environ, tmp_path / "log")
+    with made.connection(1) as ends:
+        assert len(ends) == 2
+    pids = made.pids()
+    assert len(pids) == 2
+    asyncio.run(made.close())
+    assert not any(alive(pid) for pid in pids)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_sampler_of_a_generation_knows_the_writer_of_every_rank(tmp_path):
+    alone = Alone(tmp_path)
+    alone.agent._seat = 1
+    scribes = alone.agent._scribes = Scribes(range(2, 4), os.environ, tmp_path / "log")
+    alone.ranks.never_began()
+
+    async def begin() -> None:
+        alone.agent._begin(1, None)  # no nursery: no rank is started, but they would be looked at
+
+    asyncio.run(begin())
+    writer = alone.agent._sampler._writer
+    assert [writer(2), writer(3)] == [scribe.pid for scribe in scribes._scribes]
+    assert {writer(2), writer(3)} == scribes.pids()
+    os.kill(writer(2), signal.SIGKILL)
+    until(lambda: writer(2) is None, 5)
+    asyncio.run(scribes.close())
+    alone.close()
+
+
+def test_the_burial_of_a_dead_nurserys_ranks_spares_the_writers(tmp_path):
+    alone = Alone(tmp_path)
+    rank = alone.ranks.by_rank[0]
+    orphan = subprocess.Popen(["sleep", "60"], process_group=0)
+    rank.pid = orphan.pid
+    scribes = alone.agent._scribes = Scribes(range(2), os.environ, tmp_path / "log")
+    pids = scribes.pids()
+    alone.agent._stillborn = 9  # no other nursery
+    asyncio.run(alone.agent._bury_and_replace("it was killed"))
+    assert alone.ranks.all_gone()
+    orphan.wait(5)
+    assert scribes.pids() == pids
+    asyncio.run(scribes.close())
+    alone.close()
+
+
+_AGENT = """
+import os, sys, time
+from pathlib import Path
+from trainer.agent.processes.scribes import Scribe
+scribe = Scribe(0, os.environ, Path(sys.argv[1]))
+if sys.argv[2] == "serving":
+    with scribe.connection():
+        pass
+    scribe._control.setblocking(True)
+    scribe._control.recv(1)
+print(scribe.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("state", ["starting", "serving", "stopped"])
+def test_a_writer_dies_with_its_agent(tmp_path, state):
+    doing = "starting" if state == "starting" else "serving"
+    command = [sys.executable, "-c", _AGENT, str(tmp_path / "log"), doing]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as agent:
+        assert agent.stdout is not None
+        pid = int(agent.stdout.readline())
+        if state == "stopped":
+            os.kill(pid, signal.SIGSTOP)
+        assert alive(pid)
+        agent.kill()
+    until(lambda: not alive(pid), 2)
+
+
+def writers_of(work: LocalJob) -> dict[int, str]:
+    def comm(pid: int) -> str:
+        try:
+            return Path(f"/proc/{pid}/comm").read_text().strip()
+        except OSError:
+            return ""
+
+    return {pid: comm(pid) for pid in work.processes() if comm(pid).startswith("orch-writer")}
+
+
+def test_a_users_own_script_has_no_writers(job: Callable[..., LocalJob]):
+    work = job("hang@*@*", nodes=1).start()
+    work.go()
+    until(lambda: len(work.notes()) == 2, 20, work.story)
+    assert writers_of(work) == {}
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("victim", ["nursery", "agent"])
+def test_writers_outlive_a_nursery_and_not_an_agent(job: Callable[..., LocalJob], victim: str):
+    # The nursery imports torch for seconds: the writers are there before any rank is.
+    work = job(command=[], nodes=1, ranks=2).start()
+    work.go()
+    writers = until(lambda: len(found := writers_of(work)) == 2 and found, 20, work.story)
+    assert sorted(writers.values()) == ["orch-writer-0", "orch-writer-1"]
+    agent = work.agents[0].pid
+    if victim == "agent":
+        work.agents[0].kill()
+        until(lambda: not any(alive(pid) for pid in writers), 2, work.story)
+        return
+    children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+    (nursery,) = {int(pid) for pid in children} - set(writers)
+    os.kill(nursery, signal.SIGKILL)
+    until(lambda: not alive(nursery), 5)
+    until(lambda: "died" in str([e.data for e in work.events()]), 10, work.story)
+    assert all(alive(pid) for pid in writers)

@@ -1,0 +1,399 @@
+"""A job on a made-up clock: ranks go through their phases, slow for good reasons or hung, and are judged meanwhile."""
+
+import math
+import random
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from trainer.agent.flight.analysis import Finding
+from trainer.agent.watch.hangs import Judgement, Stall, Verdict, judge
+from trainer.agent.watch.limits import Limits
+from trainer.agent.watch.sampling import children_count, writer_counts
+from trainer.agent.watch.sighting import Sighting
+from trainer.agent.watch.silences import Silences
+from trainer.contract.durations import BUCKETS, bucket, quantile
+from trainer.contract.watching import HangConfig
+
+NORMAL = {"data": 0.04, "forward": 0.25, "backward": 0.4, "optimizer": 0.06}
+"""Seconds of a rank's own work in each phase of an ordinary step."""
+
+FOR_EVER = math.inf
+
+LATE = 6.0
+"""Seconds that a report, a second look and the answers to it may add to a limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """A rank's time in one phase, until its next stay begins."""
+
+    at: float
+    phase: str
+    step: int
+    first: bool
+    collective: int
+    lives_until: float  # when the last sign of life of its own process is to be seen
+    state: str
+    helper: str = ""  # who works meanwhile: its "children", its "writer"
+
+    def is_helped(self) -> bool:
+        by_writer = self.helper == "writer" and writer_counts(self.phase, self.state)
+        return by_writer or (self.helper == "children" and children_count(self.state))
+
+
+@dataclass(kw_only=True)
+class Actor:
+    """One rank: where it will be free to go on, what it has joined, and how it looks from outside."""
+
+    rank: int
+    node: str
+    free: float = 0.0
+    step: int = 0
+    first: bool = True
+    joins: list[float] = field(default_factory=list)
+    stays: deque[Stay] = field(default_factory=deque)
+
+    def stay(self, phase: str, seconds: float, *, lives: bool = False, state: str = "S", helper: str = "") -> None:
+        until = self.free + seconds if lives else self.free
+        self.stays.append(Stay(self.free, phase, self.step, self.first, len(self.joins), until, state, helper))
+        self.free += seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slow:
+    """What makes one step slow: phases of some ranks take `seconds` or `times` as long as usual."""
+
+    ranks: frozenset[int]
+    phase: str
+    seconds: float = 0.0
+    times: float = 1.0
+    lives: bool = False
+    state: str = "S"
+    helper: str = ""
+
+
+class Job:
+    """`sharded`: ranks also meet in forward and backward; `ahead`: they run a step ahead of their sums, as GPUs do."""
+
+    def __init__(self, seed: int, *, nodes: int = 2, per_node: int = 4, sharded: bool = False, ahead: bool = False):
+        self.rng = random.Random(seed)
+        self.actors = [
+            Actor(rank=rank, node=f"n{rank // per_node}", free=self.rng.uniform(0, 2))
+            for rank in range(nodes * per_node)
+        ]
+        self.sharded, self.ahead = sharded, ahead
+        self.finding: Finding | None = None  # what records show instead of what the ranks have joined
+        self.locked: frozenset[int] = frozenset()
+        self._met = 0.0
+
+    def everybody(self) -> frozenset[int]:
+        return frozenset(actor.rank for actor in self.actors)
+
+    def begin(self, *, init: float = 20, restore: float = 5, compiling: float = 10) -> None:
+        """Up to the first step; times differ between ranks, and all work that is slow shows signs of life."""
+        for phase, seconds in (("init", init), ("restore", restore)):
+            for actor in self.actors:
+                actor.stay(phase, seconds * self.rng.uniform(0.3, 1), lives=True)
+            self._meet()
+        self.step(Slow(ranks=self.everybody(), phase="compile", seconds=compiling, lives=True))
+        for actor in self.actors:
+            actor.first = False
+
+    def step(self, *slow: Slow, cut: bool = False) -> None:
+        """One step of all ranks, with an evaluation and a save before it where `slow` asks for them.
+
+        `cut`: they meet at its end, and never get away.
+        """
+        for phase in ("checkpoint", "eval"):
+            asked = [one for one in slow if one.phase == phase]
+            for one in asked:
+                for actor in self._of(one.ranks):
+                    share = self.rng.uniform(0.2, 1) if len(one.ranks) > 1 else 1
+                    actor.stay(phase, one.seconds * share, lives=one.lives, state=one.state, helper=one.helper)
+            if asked and phase == "eval":
+                self._meet()  # its result is summed up: some wait inside the phase
+        for phase in ("data", "compile", "forward", "backward", "optimizer"):
+            for actor in self.actors:
+                self._play(actor, phase, [one for one in slow if one.phase == phase and actor.rank in one.ranks])
+            if phase == "optimizer" or (self.sharded and phase in ("forward", "backward")):
+                self._meet(ahead=self.ahead and phase == "optimizer", cut=cut and phase == "optimizer")
+            for actor in self.actors:
+                actor.free += NORMAL["optimizer"] if phase == "optimizer" else 0
+        for actor in self.actors:
+            actor.step += 1
+            actor.stay("optimizer", 0.0)  # the boundary of the step still counts as part of it
+
+    def _play(self, actor: Actor, phase: str, slow: list[Slow]) -> None:
+        own = NORMAL.get(phase, 0.0) * self.rng.lognormvariate(0, 0.15)
+        if phase not in NORMAL and not slow:
+            return
+        for one in slow:
+            own = own * one.times + one.seconds
+        lives, state = any(one.lives for one in slow), next((one.state for one in slow), "S")
+        helper = next((one.helper for one in slow), "")
+        if phase == "optimizer":
+            actor.stay(phase, 0.0, state=state)  # the sum comes first: its work is done when all have met
+        else:
+            actor.stay(phase, own, lives=lives, state=state, helper=helper)
+
+    def _meet(self, *, ahead: bool = False, cut: bool = False) -> None:
+        for actor in self.actors:
+            actor.joins.append(actor.free)
+        met = FOR_EVER if cut else max(actor.free for actor in self.actors)
+        done = self._met if ahead and not cut else met
+        self._met = met
+        for actor in self.actors:
+            actor.free = max(actor.free, done)
+
+    def _of(self, ranks: frozenset[int]) -> Iterator[Actor]:
+        return (actor for actor in self.actors if actor.rank in ranks)
+
+    def stuck(self, rank: int) -> Stay:
+        """Where a rank stands for ever."""
+        return next(stay for stay in reversed(self.actors[rank].stays) if stay.at < FOR_EVER)
+
+    def halt(self, rank: int, state: str, after: float) -> None:
+        """The rank that stands for ever is halted there, `after` seconds after it came."""
+        last = self.stuck(rank)
+        self.actors[rank].stays.append(replace(last, lives_until=last.at + after, state=state))
+        self.actors[rank].stays = deque(stay for stay in self.actors[rank].stays if stay.at < FOR_EVER)
+
+    def records(self, now: float) -> Finding:
+        """What the flight records of all ranks say at this moment."""
+        if self.finding is not None:
+            return self.finding
+        counts = [sum(at <= now for at in actor.joins[-8:]) + max(0, len(actor.joins) - 8) for actor in self.actors]
+        behind = tuple(rank for rank, count in enumerate(counts) if count == min(counts))
+        if len(behind) == len(counts):
+            return Finding(kind="none", reason="no rank waits inside a collective")
+        reason = f"ranks {behind} never entered collective #{min(counts) + 1}"
+        return Finding(kind="missing", ranks=behind, group="0", sequence=min(counts) + 1, reason=reason)
+
+
+class Watch:
+    """Looks at a job second by second as agents and coordinator do: late, rounded, and with records on demand."""
+
+    def __init__(self, job: Job, config: HangConfig, *, records: bool = True) -> None:
+        self.job, self.config, self.rng = job, config, random.Random(job.rng.random())
+        self.now = 0.0
+        self.judged: Counter[Verdict] = Counter()
+        self.late = 0.5  # reports of agents are late by up to so many seconds
+        self._records = records
+        self._reported = {actor.node: 0.0 for actor in job.actors}
+        self._silences = Silences()
+        self._deaf: dict[str, tuple[float, float]] = {}
+        self._counts: dict[str, list[int]] = {}
+        self._inquiry: tuple[float, float, Finding] | None = None  # asked, answered, what they say
+        self._halted: dict[int, float] = {}
+
+    def pause(self, node: str, begin: float, end: float) -> None:
+        """The machine of a node stands still, its agent included."""
+        self._deaf[node] = (begin, end)
+
+    def until(self, end: float) -> Judgement | None:
+        """Judge every second up to `end`; the first judgement that says HUNG."""
+        while self.now < end:
+            judgement = self._judge()
+            self.judged[judgement.verdict] += 1
+            if judgement.verdict is Verdict.HUNG:
+                return judgement
+            if judgement.verdict is Verdict.LOOK and self._may_ask():
+                self._inquiry = self._ask()
+            self.now += self.rng.uniform(0.8, 1.0)
+        return None
+
+    def _may_ask(self) -> bool:
+        return self._inquiry is None or self.now - self._inquiry[0] >= 4
+
+    def _ask(self) -> tuple[float, float, Finding]:
+        nothing = Finding(kind="none", reason="no rank has a record")
+        finding = self.job.records(self.now) if self._records else nothing
+        return self.now, self.now + self.rng.uniform(0, 2), finding
+
+    def _judge(self) -> Judgement:
+        for node, before in self._reported.items():
+            begin, end = self._deaf.get(node, (0.0, 0.0))
+            newest = self.now - self.rng.uniform(0, self.late)
+            self._reported[node] = max(before, begin if begin <= newest < end else newest)
+            self._silences.heard(node, self._reported[node])
+        seen = [self._sight(actor) for actor in self.job.actors]
+        halted = {one.rank for one in seen if one.state in "TZ"}
+        self._halted = {rank: self._halted.get(rank, self.now) for rank in halted}
+        finding, found = None, 0.0
+        if self._inquiry is not None and self._inquiry[1] <= self.now:
+            found, finding = self.now - self._inquiry[0], self._inquiry[2]
+        return judge(
+            seen,
+            finding,
+            Limits(self.config, self.p99()),
+            lock_held=frozenset(rank for rank in self.job.locked if seen[rank].age > 3),
+            found=found,
+            halted_for={rank: self.now - since for rank, since in self._halted.items()},
+            silences=self._silences.at(self.now),
+        )
+
+    def _sight(self, actor: Actor) -> Sighting:
+        reported = self._reported[actor.node]
+        stays = actor.stays
+        while len(stays) > 1 and stays[1].at <= reported and self._is_shown(stays[1], reported):
+            self._count(stays.popleft(), stays[0])
+        stay = stays[0]
+        age = max(0.0, self.now - stay.at)
+        lives_until = FOR_EVER if stay.is_helped() else stay.lives_until
+        lived = min(reported, lives_until) - self.rng.uniform(0, 0.5)
+        alive = min(age, self.now - lived) if reported - stay.at > 1 else age
+        return Sighting(
+            rank=actor.rank, node=actor.node, step=stay.step, phase=stay.phase, first=stay.first,
+            collective=stay.collective, age=age, alive=alive, state=stay.state,
+        )  # fmt: skip
+
+    @staticmethod
+    def _is_shown(stay: Stay, reported: float) -> bool:
+        """A halt is no move: it is seen from when it happens."""
+        return stay.state not in "TZ" or stay.lives_until <= reported
+
+    def _count(self, stay: Stay, following: Stay) -> None:
+        if not stay.first and following.at > stay.at:
+            self._counts.setdefault(stay.phase, [0] * BUCKETS)[bucket(following.at - stay.at)] += 1
+
+    def p99(self) -> dict[str, float]:
+        return {phase: quantile(counts, 0.99) for phase, counts in self._counts.items()}
+
+
+def legal_hour(seed: int, *, records: bool) -> tuple[Watch, Judgement | None]:
+    """An hour in which everything is slow that may be, and nothing hangs."""
+    job = Job(seed, sharded=seed % 3 == 1, ahead=seed % 3 == 2)
+    watch, rng = Watch(job, HangConfig(), records=records), job.rng
+    job.begin(restore=rng.choice((30, 1200)), compiling=rng.choice((60, 1200)))
+    bad = _play(job, watch, 30)
+    spells = [*_spells(job)]
+    rng.shuffle(spells)
+    for spell in spells:
+        bad = bad or _play(job, watch, rng.randrange(20, 60)) or _play(job, watch, 1, *spell)
+    bad = bad or _busy_machine(job, watch)
+    while bad is None and watch.now < 3600:
+        bad = _play(job, watch, 20)
+    return watch, bad
+
+
+def _spells(job: Job) -> Iterator[tuple[Slow, ...]]:
+    """What makes a step slow, one after the other."""
+    rng, everybody = job.rng, job.everybody()
+    one = frozenset({rng.choice(sorted(everybody))})
+    phase = rng.choice(("data", "forward", "backward"))
+    yield ()
+    yield (Slow(ranks=everybody, phase="eval", seconds=300, lives=True),)
+    yield (Slow(ranks=one, phase="eval", seconds=300, lives=True),)
+    yield (Slow(ranks=frozenset({0}), phase="checkpoint", seconds=180, lives=True),)
+    yield (Slow(ranks=one, phase="checkpoint", seconds=180, state="D"),)
+    yield (Slow(ranks=frozenset({0}), phase="checkpoint", seconds=600, helper="writer"),)
+    yield (Slow(ranks=everybody, phase="compile", seconds=300, helper="children"),)
+    yield (Slow(ranks=one, phase="data", seconds=20, helper="children"),)
+    yield (Slow(ranks=frozenset({0}), phase="checkpoint", seconds=100),)
+    yield (Slow(ranks=one, phase=phase, times=20),)
+    yield (Slow(ranks=one, phase=phase, times=20, lives=True),)
+    yield tuple(Slow(ranks=everybody, phase=name, times=20) for name in ("data", "forward", "backward"))
+    yield (Slow(ranks=one, phase="forward", seconds=20, lives=True),)  # computes, though never for so long before
+
+
+def _busy_machine(job: Job, watch: Watch) -> Judgement | None:
+    """Everything takes three times as long, ranks are not let to a core for seconds, a machine stands still."""
+    watch.late = 3.0
+    slow = tuple(Slow(ranks=job.everybody(), phase=name, times=3) for name in ("data", "forward", "backward"))
+    bad = None
+    for _ in range(6):
+        node = job.rng.choice(("n0", "n1"))
+        there = [actor for actor in job.actors if actor.node == node]
+        unlucky = Slow(ranks=frozenset({job.rng.choice(there).rank}), phase="forward", seconds=job.rng.uniform(2, 6))
+        bad = bad or _play(job, watch, 5, *slow) or _play(job, watch, 1, *slow, unlucky)
+        if bad is None:
+            bad = _stands_still(job, watch, there, job.rng.uniform(5, 60))
+    watch.late = 0.5
+    return bad
+
+
+def _stands_still(job: Job, watch: Watch, there: list[Actor], seconds: float) -> Judgement | None:
+    begin = max(actor.free for actor in there)
+    watch.pause(there[0].node, begin, begin + seconds)
+    asleep = Slow(
+        ranks=frozenset(actor.rank for actor in there), phase="data", seconds=seconds + job.rng.uniform(0, 0.9)
+    )
+    return _play(job, watch, 1, asleep)
+
+
+def _play(job: Job, watch: Watch, steps: int, *slow: Slow) -> Judgement | None:
+    for _ in range(steps):
+        job.step(*slow)
+        bad = watch.until(min(actor.free for actor in job.actors))
+        if bad is not None:
+            return bad
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Incident:
+    """A hang that was staged: what it is, whose, since when, and by when it has to be named."""
+
+    kind: Stall
+    culprit: int | None
+    began: float
+    due: float
+
+
+STAGED = ("stopped", "dead", "data", "save", "forward", "backward", "spinning", "lock", "desync", "network")
+
+
+def stage(seed: int, what: str, *, records: bool = True) -> tuple[Incident, Judgement | None, float]:
+    """A job that hangs after a while; what was found, and when."""
+    job = Job(seed, sharded=records and seed % 3 == 1, ahead=seed % 3 == 2)
+    watch = Watch(job, HangConfig(), records=records)
+    job.begin(compiling=30)
+    _play(job, watch, job.rng.randrange(20, 80))
+    incident = _strike(job, watch, what)
+    found = watch.until(incident.due + 600)
+    return incident, found, watch.now
+
+
+def _strike(job: Job, watch: Watch, what: str) -> Incident:
+    culprit = job.rng.randrange(len(job.actors))
+    if what in ("desync", "network"):
+        return _strike_together(job, watch, what, culprit)
+    phase = {"data": "data", "save": "checkpoint", "backward": "backward"}.get(what, "forward")
+    if what in ("stopped", "dead"):
+        phase = job.rng.choice(("data", "forward", "backward", "checkpoint", "eval"))
+    # Meanwhile its writer writes an old save, which excuses neither a phase of a step nor a stopped process.
+    helper = "" if what == "save" else "writer"
+    slow = Slow(ranks=frozenset({culprit}), phase=phase, seconds=FOR_EVER, lives=what == "spinning", helper=helper)
+    job.step(slow)
+    began = job.stuck(culprit).at
+    config = watch.config
+    fast = max(config.least, config.factor * watch.p99().get(phase, 0.0) * 1.5)
+    allowed = {"save": config.slow, "spinning": 4 * fast}.get(what, fast)
+    if what in ("stopped", "dead"):
+        after = job.rng.uniform(0, 0.2)
+        job.halt(culprit, "T" if what == "stopped" else "Z", after)
+        allowed = after + config.stopped
+    if what == "lock":
+        job.locked = frozenset({culprit})
+    kinds = {
+        "stopped": Stall.STOPPED, "dead": Stall.DEAD, "data": Stall.STUCK_IN_DATA, "save": Stall.STUCK_IN_SAVE,
+        "lock": Stall.LOCK_HELD,
+    }  # fmt: skip
+    return Incident(
+        kind=kinds.get(what, Stall.STUCK_IN_COMPUTE), culprit=culprit, began=began, due=began + allowed + LATE
+    )
+
+
+def _strike_together(job: Job, watch: Watch, what: str, culprit: int) -> Incident:
+    """All ranks meet and none gets away."""
+    job.step(cut=True)
+    began = max(job.stuck(actor.rank).at for actor in job.actors)
+    everybody = tuple(sorted(job.everybody()))
+    if what == "desync":
+        job.finding = Finding(kind="desync_shape", ranks=(culprit,), reason=f"rank {culprit} brought another shape")
+    else:
+        job.finding = Finding(kind="stuck_together", ranks=everybody, reason="all 8 ranks are inside collective #9")
+    fast = max(watch.config.least, watch.config.factor * watch.p99().get("optimizer", 0.0) * 1.5)
+    kind, who = (Stall.DESYNC, culprit) if what == "desync" else (Stall.NETWORK, None)
+    return Incident(kind=kind, culprit=who, began=began, due=began + fast + LATE)

@@ -1,0 +1,400 @@
+"""The coordinator: one per job, inside agent 0. Decides within the attempt, by `rungs`, and leaves its outcome."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+from trainer.agent.control.door import Door
+from trainer.agent.control.wire import Message
+from trainer.agent.coordination.answers import Answers
+from trainer.agent.coordination.deadline import Bounds
+from trainer.agent.coordination.gate import Fence
+from trainer.agent.coordination.gathering import Gathering
+from trainer.agent.coordination.generation import Generation, Past
+from trainer.agent.coordination.heartbeat import Standing
+from trainer.agent.coordination.minutes import minute
+from trainer.agent.coordination.outbox import Outbox, Reading
+from trainer.agent.coordination.pulse import Pulse
+from trainer.agent.coordination.questions import Questions
+from trainer.agent.coordination.stopping import Stop, Stopping
+from trainer.agent.coordination.vigil import Vigil
+from trainer.agent.fleet.preflight import Fault
+from trainer.agent.fleet.roster import Roster
+from trainer.agent.ladder import replacing, rungs
+from trainer.agent.ladder.rungs import Action, Decision, Situation
+from trainer.agent.processes.command import free_port
+from trainer.agent.watch.blame import RankEnd
+from trainer.contract.config import JobConfig
+from trainer.contract.events import EventKind, EventLog
+from trainer.contract.launch import LaunchToken
+from trainer.contract.outcome import AttemptOutcome, Failure, FailureKind
+from trainer.contract.place import Place
+from trainer.contract.progress import StopReason
+from trainer.contract.requests import Request
+from trainer.contract.run_dir import AttemptDir, RunDir
+
+CLEAR_SECONDS = 40.0
+HANG_UP_SECONDS = 5.0
+
+
+_NO_DECISION = frozenset({"progress", "flight", "ping"})
+_LOOK_SECONDS = 0.25
+"""How often a running generation is looked at when nothing is told that calls for a decision."""
+
+
+class Coordinator:
+    """One consumer of one inbox: everything that happens arrives as a message and is handled in order."""
+
+    def __init__(
+        self, *, run: RunDir, attempt: AttemptDir, config: JobConfig, place: Place, events: EventLog,
+        token: LaunchToken, started: float, bounds: Bounds | None = None, wall: Callable[[], float] = time.time,
+    ) -> None:  # fmt: skip
+        """`started` is when the job began, on the monotonic clock."""
+        self._run, self._attempt, self._config, self._place = run, attempt, config, place
+        self._events, self._wall, self._started_at = events, wall, wall()
+        self._inbox: asyncio.Queue[tuple[int, Message]] = asyncio.Queue()
+        self._roster = Roster(place.nodes, attempt.number, self._deliver, seats=config.cluster.nodes)
+        self._door = Door(secrets.token_hex(32), admit=self._roster.admit, serve=self._roster.serve)
+        cluster = config.cluster
+        self._stopping = Stopping(
+            kind=place.kind, started=started, limit=cluster.time, signal_lead=float(cluster.signal_lead),
+            bounds=bounds or Bounds(),
+        )  # fmt: skip
+        self._standing = Standing(attempt.number, place.job_id, wall)
+        self._questions = Questions(run.requests, attempt.number, self._deliver)
+        self._fence = Fence(attempt.go, token)
+        self._now, self._outbox = Generation(), Outbox(attempt)
+        self._pulse = Pulse(self._tick, self._touch_files)
+        self._state, self._host = "joining", ""
+        self._past, self._due = Past(), 0.0
+        self._vigil = Vigil(run, attempt, config, events, self._roster)
+        self._restored, self._undecided = 0, False
+        self._gathering = Gathering(
+            config.recovery.preflight, self._roster, self._stopping, self._until, lambda: self._now,
+            command=bool(config.command), events=events,
+        )  # fmt: skip
+        self._answers = Answers(
+            config, attempt=attempt, stopping=self._stopping, questions=self._questions, ask_stop=self._ask_stop,
+            roster=self._roster, wall=wall,
+        )  # fmt: skip
+
+    async def open(self, host: str) -> dict[str, Any]:
+        """Listen, and tell the other agents where; returns what stands in coordinator.json."""
+        self._host = host
+        port = await self._door.open(host)
+        found = {"schema": "orch.coordinator/1", "host": host, "port": port, "token": self._door.token}
+        found["job_id"] = self._place.job_id
+        await self._outbox.be_found(found)
+        return found
+
+    async def run(self) -> int:
+        """Lead the attempt to its end; returns the exit code of every agent."""
+        self._pulse.start()
+        try:
+            decision = await self._gather()
+            while decision is None:
+                decision = await self._generation()
+            return await self._end(decision)
+        finally:
+            self._pulse.stop()
+            await self._door.close()
+
+    # -- what arrives ------------------------------------------------------------------------------------------------
+
+    def _deliver(self, node: int, message: Message) -> None:
+        self._inbox.put_nowait((node, message))
+
+    async def _absorb(self, patience: float) -> None:
+        """Handle the next message, if one comes within `patience` seconds."""
+        try:
+            node, message = await asyncio.wait_for(self._inbox.get(), max(0.0, patience))
+        except TimeoutError:
+            return
+        finally:
+            self._pulse.check()
+        # Reports of progress come by the thousand, and decide nothing by themselves.
+        self._undecided = self._undecided or message["say"] not in _NO_DECISION
+        try:
+            self._handle(node, message)
+        except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+            self._lose(node, f"it sent a {message['say']!r} that cannot be read: {error!r}")
+
+    async def _until(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Absorb messages until `condition` holds; False when it did not within `seconds`."""
+        give_up = time.monotonic() + seconds
+        while not condition():
+            left = give_up - time.monotonic()
+            if left <= 0:
+                return False
+            await self._absorb(min(left, 1.0))
+        return True
+
+    def _handle(self, node: int, message: Message) -> None:
+        match message["say"]:
+            case "joined":
+                name = self._roster.members[node].name
+                self._events.write(EventKind.AGENT_JOINED, node=node, name=name)
+            case "lost":
+                self._lose(node, message["reason"])
+            case "fit":
+                self._roster.examined(node, [Fault(**fault) for fault in message["faults"]], message, self._wall())
+            case "ready" | "unready":
+                self._roster.members[node].ready = message["say"] == "ready"
+            case "unloadable":
+                self._break(self._unloadable(node, message))
+            case "barren":
+                self._roster.members[node].unfit = message["reason"]
+                if self._roster.is_needed(node):
+                    self._break(self._own_failure(FailureKind.UNKNOWN, node, message["reason"]))
+            case "signal":
+                self._ask_stop(self._stopping.heard(message["name"], time.monotonic()))
+            case "request":
+                self._answer(message["request"])
+            case "tick":
+                self._check_clock()
+            case "fenced":
+                reason = "its launch token was revoked: the controller has fenced this attempt off"
+                self._break(Failure(kind=FailureKind.UNKNOWN, reason=reason, step=self._standing.step))
+            case _ if message["generation"] == self._now.number:
+                self._handle_news(node, message)
+
+    def _handle_news(self, node: int, message: Message) -> None:
+        """A message about the generation that runs; older ones are echoes."""
+        match message["say"]:
+            case "store":
+                self._roster.tell("store", generation=self._now.number, host=message["host"], port=message["port"])
+            case "exit":
+                self._note_end(node, message)
+            case "broken":
+                reason = f"the nursery of {self._roster.members[node].name} died: {message['reason']}"
+                self._break(self._own_failure(FailureKind.RANK_KILLED, node, reason))
+            case "gone":
+                self._roster.members[node].gone = self._now.number
+            case "progress":
+                self._roster.members[node].progress = message
+                self._past.heard(message)
+                self._restored = max(self._restored, int(message.get("restored", 0)))
+                self._vigil.heard(node, message)
+            case "flight" | "fitness":
+                self._vigil.heard(node, message)
+            case "evidence":
+                self._vigil.heard(node, message)
+                self._answers.collected(node, message)
+
+    def _note_end(self, node: int, message: Message) -> None:
+        fields = {key: message.get(key) for key in ("exit_code", "signal", "exception", "message", "position")}
+        end = RankEnd(
+            rank=int(message["rank"]), node=self._roster.members[node].name, at=time.monotonic(),
+            step=int(message["step"]), echo=bool(message.get("echo")), word=bool(message["word"]), **fields,
+        )  # fmt: skip
+        self._now.note(end)
+        self._past.trained = self._past.trained or bool(message.get("stepped"))
+
+    def _unloadable(self, node: int, message: Message) -> Failure:
+        reason = f"the workload cannot be imported: {message['exception']}: {message['message']}"
+        return self._own_failure(FailureKind.USER_ERROR, node, reason)
+
+    def _own_failure(self, kind: FailureKind, node: int, reason: str) -> Failure:
+        return Failure(kind=kind, reason=reason, node=self._roster.members[node].name, step=self._standing.step)
+
+    def _break(self, failure: Failure) -> None:
+        self._now.fail(failure, time.monotonic())
+
+    def _lose(self, node: int, reason: str) -> None:
+        member = self._roster.members.get(node)
+        if member is None or member.lost or self._state == "ended":
+            return
+        member.lost = reason
+        member.peer.drop()
+        self._events.write(EventKind.AGENT_LOST, node=node, name=member.name, reason=reason)
+        if self._roster.is_needed(node):
+            reason = f"the agent of {member.name} is lost: {reason}"
+            self._break(self._own_failure(FailureKind.AGENT_LOST, node, reason))
+
+    # -- stopping ----------------------------------------------------------------------------------------------------
+
+    def _ask_stop(self, stop: Stop) -> None:
+        self._events.write(EventKind.STOP_REQUESTED, reason=f"{stop.reason.name.lower()}: {stop.why}")
+        self._tell_stop()
+
+    def _tell_stop(self) -> None:
+        """Ranks that start when a stop was asked for hear of it as well, and have their time like the others."""
+        if (stop := self._stopping.stop) is not None:
+            self._roster.tell("ask", reason=int(stop.reason), seconds=self._stopping.left(time.monotonic()))
+
+    def _answer(self, request: Request) -> None:
+        answer = self._answers.to(request, time.monotonic(), self._standing.saved, self._now.number)
+        if answer is not None:
+            self._events.write(EventKind.REQUEST_ANSWERED, name=request.name, answer=answer)
+
+    def _check_clock(self) -> None:
+        """Once a second: silence, saves that were asked for, the end of the job."""
+        now = time.monotonic()
+        silent = self._roster.silent(now)
+        if silent is not None:
+            self._lose(silent[0].node, silent[1])
+        for name, answer in self._answers.late(now, self._standing.saved):
+            self._events.write(EventKind.REQUEST_ANSWERED, name=name, answer=answer)
+        reports = [member.progress for member in self._roster.present()]
+        self._stopping.watch(reports, now)
+        self._stopping.learned(reports)
+        self._expect_stop(now)
+        if self._stopping.due(now):
+            self._ask_stop(self._stopping.ending(now))
+
+    def _expect_stop(self, now: float) -> None:
+        """Tell the ranks when a stop will come, so that no save is begun just before the one that it brings."""
+        at = self._stopping.expected_at
+        if at is not None and self._now.number and abs(at - self._due) > 1.0:
+            self._due = at
+            self._roster.tell("due", seconds=max(0.0, at - now))
+
+    def _tick(self) -> None:
+        """What agents must hear and what the clock must bring about, however slow the file system is."""
+        self._roster.ticked(time.monotonic())
+        self._roster.tell("ping")
+        self._deliver(-1, {"say": "tick"})
+
+    async def _touch_files(self) -> None:
+        await self._beat()
+        await self._questions.look()
+        if await self._outbox.look(self._fence.is_down):
+            self._deliver(-1, {"say": "fenced"})
+
+    async def _beat(self) -> None:
+        members = self._roster.seated()
+        self._standing.merge([m.progress for m in members if m.progress.get("generation") == self._now.number])
+        if self._config.command:
+            self._standing.phase = "command"  # what a user's program does is not known
+        await self._outbox.show(self._reading)
+
+    def _reading(self) -> Reading:
+        """What heartbeat.json and ranks.json say now."""
+        beat = self._standing.beat(generation=self._now.number, nodes=self._roster.names(), state=self._state)
+        return beat, self._vigil.board(self._wall()) if self._state == "running" else None
+
+    # -- the attempt -------------------------------------------------------------------------------------------------
+
+    async def _gather(self) -> Decision | None:
+        """Wait until every node has joined, is examined and has a nursery; a Decision when that fails."""
+        decision = await self._gathering.joined()
+        if decision is not None:
+            return decision
+        self._events.write(
+            EventKind.ATTEMPT_STARTED, job_id=self._place.job_id, nodes=self._roster.names(),
+            world=self._config.cluster.world_size,
+        )  # fmt: skip
+        decision = await self._gathering.examined()
+        if decision is not None:
+            return decision
+        self._roster.sit()
+        return await self._get_ready()
+
+    async def _get_ready(self) -> Decision | None:
+        self._state = "warming"
+        decision = await self._gathering.ready()
+        # Nodes may be lost while the others warm up, too.
+        while decision is not None and replacing.is_wanted(decision, self._roster):
+            if (ended := self._replace(decision)) is not None:
+                return ended
+            decision = await self._gathering.ready()
+        return decision
+
+    def _replace(self, decision: Decision) -> Decision | None:
+        self._now.broken, self._past.new_nodes = None, True
+        return replacing.replace(decision, self._roster, self._events)
+
+    async def _generation(self) -> Decision | None:
+        """Run one generation; a Decision when the attempt ends with it, None when another follows."""
+        self._now = Generation(number=self._now.number + 1, started=time.monotonic())
+        self._state, self._events.generation = "running", self._now.number
+        world, nodes = self._config.cluster.world_size, self._config.cluster.nodes
+        self._events.write(EventKind.GENERATION_STARTED, world=world, nodes=nodes)
+        master = [self._host, free_port(self._host)] if self._config.command else None
+        skip = [each.position for each in self._past.skipped]
+        suspects, fit = self._past.suspects, self._past.new_nodes
+        self._roster.start(generation=self._now.number, master=master, suspects=suspects, skip=skip, fit=fit)
+        self._due, self._restored, self._past.new_nodes = 0.0, 0, False
+        self._vigil.begin(self._now.number)
+        self._stopping.again(self._now.started)
+        self._tell_stop()
+        while (decision := rungs.decide(self._situation())).action is Action.WAIT:
+            # Short only while something is about to be decided by the clock.
+            await self._listen(0.05 if self._now.first_failure or self._stopping.stop else _LOOK_SECONDS)
+            await self._watch()
+        self._past.fell(decision.failure, decision.mark, self._restored, decision.suspect, decision.skip)
+        await minute(decision, self._attempt, self._events)
+        cleared = await self._clear(replacing.left_behind(decision))
+        failure = decision.failure.to_json() if decision.failure else None
+        step = self._standing.step
+        self._events.write(EventKind.GENERATION_ENDED, reason=decision.reason, step=step, failure=failure)
+        if decision.action not in (Action.RESTART, Action.ROLL_BACK, Action.REPLACE):
+            return decision
+        if not cleared:
+            assert decision.failure is not None
+            return rungs.end(f"{decision.reason}, but its processes could not be killed", decision.failure)
+        if decision.action is Action.REPLACE:
+            return self._replace(decision) or await self._get_ready()
+        self._past.restarts += decision.action is Action.RESTART
+        self._past.again = self._past.again or self._stopping.stop is not None
+        return await self._get_ready()
+
+    async def _listen(self, seconds: float) -> None:
+        """Absorb messages until one calls for a decision, or for so long."""
+        self._undecided, give_up = False, time.monotonic() + seconds
+        while not self._undecided and (left := give_up - time.monotonic()) > 0:
+            await self._absorb(left)
+
+    async def _watch(self) -> None:
+        """A hang that is certain, its evidence kept, breaks the generation; so do ranks that had gone apart."""
+        found = await self._vigil.look(self._now)
+        if found is not None:
+            self._break(found)
+
+    def _situation(self) -> Situation:
+        now, generation, stop = time.monotonic(), self._now, self._stopping.stop
+        failed_at = generation.first_failure
+        return Situation(
+            world=self._config.cluster.world_size,
+            ends=tuple(generation.ends.values()),
+            since_failure=0.0 if failed_at is None else now - failed_at,
+            ran_for=(failed_at or now) - generation.started,
+            budget=self._config.recovery.restarts_in_place,
+            spike_budget=self._config.recovery.spike.roll_backs,
+            stopping=StopReason.NONE if stop is None else stop.reason,
+            overdue=self._stopping.overdue(now),
+            left=self._stopping.left(now),
+            command=bool(self._config.command),
+            broken=generation.broken,
+            restored=self._restored,
+            spares=len(self._roster.spares()),
+            home=self._place.name,
+            **self._past.told(),
+        )
+
+    async def _clear(self, left_behind: str | None) -> bool:
+        """Kill what is left of the generation, on all nodes; whether all of it is really gone where that matters."""
+        self._state, number = "clearing", self._now.number
+        self._roster.tell("kill", generation=number)
+        gone = await self._until(lambda: self._roster.all_gone(number, but=left_behind), CLEAR_SECONDS)
+        await self._beat()
+        return gone
+
+    async def _end(self, decision: Decision) -> int:
+        """Leave the last word, then let every agent go with the same exit code."""
+        stop = self._stopping.stop
+        code, result, reason = rungs.last_word(decision, None if stop is None else stop.reason)
+        outcome = AttemptOutcome(
+            attempt=self._attempt.number, job_id=self._place.job_id, result=result, reason=reason, exit_code=int(code),
+            step=self._standing.step, generations=self._now.number, started_at=self._started_at, ended_at=self._wall(),
+            failure=decision.failure,
+        )  # fmt: skip
+        await self._outbox.leave(outcome)
+        self._events.write(EventKind.ATTEMPT_ENDED, result=str(result), reason=reason)
+        self._state = "ended"
+        await self._beat()
+        self._roster.tell("end", code=int(code), reason=reason)
+        await self._roster.empty(HANG_UP_SECONDS)
+        return int(code)

@@ -1,0 +1,106 @@
+"""What the coordinator knows of the generation that runs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer.agent.ladder.suspects import Fall, fall
+from trainer.agent.watch.blame import RankEnd
+from trainer.contract.outcome import Failure, FailureKind
+from trainer.contract.skips import Skip
+
+
+@dataclass(kw_only=True)
+class Past:
+    """What the generations of this attempt that are over leave to the next ones."""
+
+    restarts: int = 0
+    trained: bool = False  # a step of this attempt
+    mark: str = ""  # of the newest failure
+    falls: list[Fall] = field(default_factory=list)
+    suspects: list[int] = field(default_factory=list)  # steps whose checkpoints are to be left out
+    skipped: list[Skip] = field(default_factory=list)  # batches that rollbacks of this attempt have left out
+    hung: list[str] = field(default_factory=list)  # nodes blamed for a hang, once for each
+    generations: int = 0
+    new_nodes: bool = True  # since the last generation, or because there was none
+    fruitless_before: int = 0  # restarts in a row that trained no new step
+    furthest: int = 0  # step that any generation before this one has trained
+    reached: int = 0  # the same of this one; 0: none
+    again: bool = False  # a generation was started only to save and stop
+
+    @property
+    def fruitless(self) -> int:
+        """Restarts in a row, the running one included, that have trained no step that is new to the attempt."""
+        if self.reached > self.furthest:
+            return 0
+        return self.fruitless_before + (self.generations > 0)
+
+    def told(self) -> dict[str, Any]:
+        """What of it a `rungs.Situation` asks for."""
+        return {
+            "trained": self.trained,
+            "restarts": self.restarts,
+            "last_mark": self.mark,
+            "falls": tuple(self.falls),
+            "suspects": tuple(self.suspects),
+            "skipped": tuple(self.skipped),
+            "hung": tuple(self.hung),
+            "fruitless": self.fruitless,
+            "again": self.again,
+        }
+
+    def fell(
+        self, failure: Failure | None, mark: str, restored: int, suspect: int | None, skip: Skip | None = None
+    ) -> None:
+        """A generation that began from the checkpoint of step `restored` is over."""
+        self.mark = mark
+        self.fruitless_before, self.furthest = self.fruitless, max(self.furthest, self.reached)
+        self.generations, self.reached = self.generations + 1, 0
+        if failure is not None and failure.kind is FailureKind.HANG and failure.node is not None:
+            self.hung.append(failure.node)
+        if skip is not None:
+            self.skipped.append(skip)
+        one = fall(failure, restored, None) if failure is not None else None
+        if one is not None:
+            self.falls.append(one)
+        if suspect is not None:
+            self.suspects.append(suspect)
+
+    def heard(self, report: Mapping[str, Any]) -> None:
+        """What a node tells of its ranks: a step of theirs, a checkpoint of theirs."""
+        self.trained = self.trained or bool(report.get("stepped"))
+        if report.get("stepped"):
+            self.reached = max(self.reached, int(report.get("step", 0)))
+        saved = int(report.get("saved", 0))
+        if saved in self.suspects and int(report.get("restored", 0)) < saved:
+            # Trained again and saved again: what has this step now is another state, newer than the doubted one.
+            self.suspects.remove(saved)
+            self.falls = [one for one in self.falls if one.restored != saved]
+
+
+@dataclass(kw_only=True)
+class Generation:
+    """One generation: its ends so far, and when and how it first failed (seconds on the coordinator's clock)."""
+
+    number: int = 0
+    started: float = 0.0
+    ends: dict[int, RankEnd] = field(default_factory=dict)
+    first_failure: float | None = None
+    broken: Failure | None = None
+    looked_back: bool = False  # its dead ranks' flight records were read
+
+    def note(self, end: RankEnd) -> None:
+        """A rank has ended."""
+        self.ends[end.rank] = end
+        if not end.good and self.first_failure is None:
+            self.first_failure = end.at
+
+    def fail(self, failure: Failure, now: float) -> None:
+        """The machinery failed; the first such failure counts, unless an agent is lost."""
+        # Who waits for a dead peer does not move either: its end says more.
+        if failure.kind is FailureKind.HANG and any(not end.good for end in self.ends.values()):
+            return
+        if self.broken is None or failure.kind is FailureKind.AGENT_LOST:
+            self.broken = failure
+        if self.first_failure is None:
+            self.first_failure = now

@@ -1,0 +1,132 @@
+"""Why and by when the attempt is asked to stop: signals, requests, and the job's own end."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from checkpointing.cadence import last_save_before
+from trainer.agent.coordination.deadline import PRESSING, SLURM_EARLY, Bounds, bound, lead, parse_time, reason_of
+from trainer.contract.progress import StopReason
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """A stop that was asked for; `until` is when ranks that have not saved are killed."""
+
+    reason: StopReason
+    why: str
+    until: float
+    latest: float  # `until` is never put off beyond this
+
+
+class Stopping:
+    """Keeps the job's end and the first reason to stop; all times are on the coordinator's monotonic clock."""
+
+    def __init__(self, *, kind: str, started: float, limit: str, signal_lead: float, bounds: Bounds) -> None:
+        seconds = parse_time(limit)
+        self._kind, self._bounds = kind, bounds
+        self._seen: list[tuple[Any, ...]] = []
+        self._lead = lead(seconds, signal_lead)
+        self._early = SLURM_EARLY if kind == "slurm" else 0.0
+        self._half = None if seconds is None else started + seconds / 2
+        self._save = self._step = 0.0
+        self.end = None if seconds is None else started + seconds
+        self.stop: Stop | None = None
+
+    def correct(self, end: float) -> None:
+        """The scheduler's word on when the job ends."""
+        self.end = end
+
+    def heard(self, signal_name: str, now: float) -> Stop:
+        """An agent got a signal."""
+        left = None if self.end is None else self.end - now
+        reason = reason_of(signal_name, kind=self._kind, left=left, lead_seconds=self._lead_now())
+        return self._ask(reason, signal_name, f"an agent got {signal_name}", now)
+
+    def asked(self, why: str, now: float) -> Stop:
+        """Somebody put a stop request into the run directory."""
+        return self._ask(StopReason.CANCEL, "", why or "a stop request", now)
+
+    def due(self, now: float) -> bool:
+        """Whether the end of the job is so near that it is time to stop."""
+        at = self.stop_at
+        return self.stop is None and at is not None and now >= at
+
+    @property
+    def stop_at(self) -> float | None:
+        """When the ranks will be asked to save and stop: early enough for the slowest save seen; None: no end is known.
+
+        Never most of a short job, whatever saves take.
+        """
+        if self.end is None:
+            return None
+        margin = self._bounds.margin
+        last = last_save_before(self.end, save=self._save, step=self._step, slop=self._early, margin=margin)
+        at = min(self.end - self._lead, last)
+        return at if self._half is None else max(at, min(self._half, self.end - self._lead))
+
+    @property
+    def expected_at(self) -> float | None:
+        """When a stop may come at the earliest: Slurm's signal can be early."""
+        return (
+            None if self.end is None or self.stop_at is None else min(self.stop_at, self.end - self._lead - self._early)
+        )
+
+    def ending(self, now: float) -> Stop:
+        """The end of the job is near."""
+        return self._ask(StopReason.TIME_LIMIT, "", "the time limit is near", now)
+
+    def overdue(self, now: float) -> bool:
+        return self.stop is not None and now >= self.stop.until
+
+    def left(self, now: float) -> float:
+        """Seconds that ranks still have to save and leave; for ever while no stop is asked for."""
+        return float("inf") if self.stop is None else max(0.0, self.stop.until - now)
+
+    def again(self, now: float) -> None:
+        """New ranks are told to stop: they get their time as if it were asked for now."""
+        if self.stop is not None:
+            self._put_off(self.stop, now)
+
+    def learned(self, reports: Sequence[Mapping[str, Any]]) -> None:
+        """How long saves (the 99th percentile) and steps take, as rank 0 has measured it; until it has, as before."""
+        self._save = max([_seconds(report, "save_seconds") for report in reports], default=0.0) or self._save
+        self._step = max([_seconds(report, "step_seconds") for report in reports], default=self._step) or self._step
+
+    def watch(self, reports: Sequence[Mapping[str, Any]], now: float) -> None:
+        """Once a second, the nodes' newest reports: who trains on or writes its checkpoint gets its time again."""
+        seen = [(report.get("generation"), report.get("step"), report.get("saved")) for report in reports]
+        moved = seen != self._seen or any(report.get("phase") == "checkpoint" for report in reports)
+        self._seen = seen
+        if moved and self.stop is not None:
+            self._put_off(self.stop, now)
+
+    def _put_off(self, stop: Stop, now: float) -> None:
+        """Give the ranks their time again, as far as that goes."""
+        until = min(now + self._bounds.asked, stop.latest)
+        if self.end is not None:
+            until = min(until, self.end - self._bounds.margin)
+        self.stop = replace(stop, until=max(stop.until, until))
+
+    def _ask(self, reason: StopReason, signal_name: str, why: str, now: float) -> Stop:
+        """The first reason stays; a later one can only shorten the time."""
+        first = self.stop
+        until = bound(signal_name, first.reason if first else reason, now=now, end=self.end, bounds=self._bounds)
+        if first is None:
+            stop = Stop(reason=reason, why=why, until=until, latest=self._latest(reason, until, now))
+        else:
+            stop = replace(first, until=min(first.until, until))
+        self.stop = replace(stop, latest=stop.until) if signal_name in PRESSING else stop
+        return self.stop
+
+    def _lead_now(self) -> float:
+        at = self.stop_at
+        return self._lead if self.end is None or at is None else max(self._lead, self.end - at)
+
+    def _latest(self, reason: StopReason, until: float, now: float) -> float:
+        return until if reason is StopReason.TIME_LIMIT else max(until, now + self._bounds.longest)
+
+
+def _seconds(report: Mapping[str, Any], key: str) -> float:
+    value = report.get(key, 0.0)
+    return float(value) if isinstance(value, (int, float)) else 0.0

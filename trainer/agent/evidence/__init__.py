@@ -1,0 +1,1 @@
+"""What is kept of an incident before anything is killed."""

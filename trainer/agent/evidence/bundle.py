@@ -1,0 +1,201 @@
+"""What is kept of an incident before anything is killed: one node's part of the bundle, bounded in time and size.
+
+evidence/<incident>/ holds logs/, stacks/, proc/ and flight/ with a file for each rank, and node-0000/ for each node.
+"""
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trainer.agent.evidence import stacks
+from trainer.agent.evidence.machine import NODE_PARTS
+from trainer.agent.flight import recorder
+from trainer.agent.processes import proc
+from trainer.agent.processes.apart import apart
+
+FILE = 1 << 20
+"""Bytes of one file; of a longer one the end is kept."""
+TOTAL = 32 << 20
+"""Bytes that one node writes for one incident."""
+_LINES, _TAIL = 100, 256 << 10
+_GATHERING = 0.7
+"""Share of the time in which a thing must be found; the rest is for writing it."""
+_SHARES = {"logs": 0.4, "stacks": 0.4, "proc": 0.4, "flight": 0.4}
+"""What part of the whole time each kind of thing may take; others may take all of `_GATHERING`."""
+
+T = TypeVar("T")
+Find = Callable[[float], Awaitable[bytes]]
+
+
+class Unavailable(Exception):  # noqa: N818  # it is no error that a stopped process answers nothing
+    """This cannot be had; the text says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """One rank of this node, as its agent knows it."""
+
+    rank: int
+    pid: int | None
+    log: Path
+    stacks: int = -1  # memfd that it writes its stacks to
+    socket: str = ""  # where its flight server listens
+    cell: dict[str, Any] = field(default_factory=dict)  # its last reading, for people
+
+
+async def collect(
+    folder: Path, node: int, ranks: Sequence[Subject], full: Collection[int], seconds: float, *, most: int = TOTAL
+) -> dict[str, Any]:
+    """Write what can be had within `seconds`; of the ranks in `full` all, of the others cells and logs.
+
+    Returns {written: names, missing: {name: why}}. What is late is left to its thread, which nobody waits for: a hung
+    file system holds up neither the agent nor its end.
+    """
+    until = time.monotonic() + seconds
+    bundle = _Bundle(folder, until, most)
+    parts = dict(_parts(node, ranks, full))
+    await asyncio.gather(*(_keep(bundle, name, find, seconds) for name, find in parts.items()))
+    return {"written": sorted(bundle.written), "missing": dict(sorted(bundle.missing.items()))}
+
+
+def _parts(node: int, ranks: Sequence[Subject], full: Collection[int]) -> Iterator[tuple[str, Find]]:
+    """Name in the bundle, and how to find what belongs there; most telling first, for the size is bounded."""
+    whole = [one for one in ranks if one.rank in full]
+    for one in whole:
+        name = f"rank-{one.rank:05d}"
+        yield f"stacks/{name}.txt", _bound(_stacks, one)
+        yield f"stacks/{name}.py-spy.txt", _bound(_py_spy, one)
+        yield f"proc/{name}.json", _bound(_proc, one)
+        yield f"flight/{name}.json", _bound(_flight, one)
+    cells = {str(one.rank): {"pid": one.pid, **one.cell} for one in ranks}
+    yield f"node-{node:04d}/cells.json", _bound(_ready, json.dumps(cells, indent=1).encode())
+    for file, look in NODE_PARTS.items():
+        yield f"node-{node:04d}/{file}", _bound(_node, look)
+    for one in ranks:
+        yield f"logs/rank-{one.rank:05d}.txt", _bound(_log, one)
+
+
+def _bound(function: Callable[[T, float], Awaitable[bytes]], subject: T) -> Find:
+    return lambda seconds: function(subject, seconds)
+
+
+class _Bundle:
+    """The files of one node, as far as time and size allow."""
+
+    def __init__(self, folder: Path, until: float, most: int) -> None:
+        self._folder, self._until, self._left = folder, until, most
+        self.written: list[str] = []
+        self.missing: dict[str, str] = {}
+
+    async def write(self, name: str, found: bytes) -> None:
+        kept = found[-FILE:]
+        if len(kept) > self._left:
+            raise Unavailable("the bundle is full")
+        self._left -= len(kept)
+        await apart(lambda: _write(self._folder / name, kept), max(0.05, self._until - time.monotonic()))
+        self.written.append(name)
+
+
+async def _keep(bundle: _Bundle, name: str, find: Find, seconds: float) -> None:
+    share = seconds * _SHARES.get(name.partition("/")[0], _GATHERING)
+    try:
+        async with asyncio.timeout(share):
+            found = await find(share)
+    except TimeoutError:
+        bundle.missing[name] = f"not found within {share:.1f} s"
+        return
+    except (OSError, Unavailable) as error:
+        bundle.missing[name] = str(error)
+        return
+    try:
+        await bundle.write(name, found)
+    except TimeoutError:
+        bundle.missing[name] = "found, but not written in time"
+    except (OSError, Unavailable) as error:
+        bundle.missing[name] = f"found, but not written: {error}"
+
+
+def _write(path: Path, found: bytes) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(descriptor, "wb") as file:
+        file.write(found)
+
+
+# -- how each thing is found
+
+
+async def _ready(found: bytes, seconds: float) -> bytes:
+    return found
+
+
+async def _log(one: Subject, seconds: float) -> bytes:
+    return await apart(lambda: _tail(one.log), seconds)
+
+
+def _tail(path: Path) -> bytes:
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(max(0, size - _TAIL))
+        return b"".join(file.read(_TAIL).splitlines(keepends=True)[-_LINES:])
+
+
+def _living(one: Subject) -> int:
+    signs = proc.look(one.pid) if one.pid is not None else None
+    if one.pid is None or signs is None or signs.state in "ZX":
+        raise Unavailable("the process is dead")
+    return one.pid
+
+
+def _running(one: Subject) -> int:
+    """As `_living`, of one that can answer: who asks a stopped process waits in vain, and training waits too."""
+    pid = _living(one)
+    signs = proc.look(pid)
+    if signs is not None and signs.state == "T":
+        raise Unavailable("the process is stopped and handles no signal")
+    return pid
+
+
+async def _stacks(one: Subject, seconds: float) -> bytes:
+    """By faulthandler, from within; where it is not ready for the signal, by torch's worker server."""
+    pid = _running(one)
+    if (obstacle := stacks.obstacle(pid, one.stacks)) is None:
+        return await stacks.ask(pid, one.stacks)
+    if (answer := await recorder.ask(one.socket, "dump_traceback", seconds * 0.9)) is not None:
+        return answer
+    raise Unavailable(obstacle)
+
+
+async def _py_spy(one: Subject, seconds: float) -> bytes:
+    """From outside: also of a stopped process."""
+    pid = _living(one)
+    program = stacks.py_spy()
+    if program is None:
+        raise Unavailable("py-spy is not installed (pip install 'orch[stacks]')")
+    return await apart(lambda: stacks.from_outside(program, pid, seconds), seconds)
+
+
+async def _proc(one: Subject, seconds: float) -> bytes:
+    if one.pid is None or (told := await apart(lambda: proc.describe(one.pid or 0), seconds)) is None:
+        raise Unavailable("there is no such process")
+    return json.dumps(told, indent=1).encode()
+
+
+async def _flight(one: Subject, seconds: float) -> bytes:
+    _running(one)
+    ask = recorder.ask
+    host, device = await asyncio.gather(
+        ask(one.socket, recorder.HOST, seconds * 0.9), ask(one.socket, recorder.DEVICE, seconds * 0.9)
+    )
+    if host is None:
+        raise Unavailable("its flight server did not answer" if one.socket else "it has no flight server")
+    return host if device is None else b'{"device": %s, "host": %s}' % (device, host)
+
+
+async def _node(look: Callable[[float], bytes], seconds: float) -> bytes:
+    return await apart(lambda: look(seconds), seconds)

@@ -1,0 +1,1 @@
+"""The flight records of collectives: asked of ranks, read, and compared."""

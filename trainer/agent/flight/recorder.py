@@ -1,0 +1,145 @@
+"""Asking ranks for their flight records: over Unix sockets, without their training threads, and with an end to it."""
+
+import asyncio
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from trainer.agent.flight.record import Flight, read
+from trainer.contract.groups import groups_file
+from trainer.contract.run_dir import AttemptDir
+
+HOST, DEVICE = "fr_trace_json", "dump_nccl_trace_json"
+"""The two recorders of torch: gloo's, which is always there, and NCCL's, where torch was built with it."""
+MOST = 8 << 20
+"""Bytes that an answer may have."""
+_LONGEST_PATH = 100
+"""Characters of a Unix socket's path; the kernel takes 107."""
+_REFUSED = (OSError, EOFError, ValueError, asyncio.LimitOverrunError)
+
+
+class Sockets:
+    """The private folder in which this agent's ranks open their sockets; on the node's own file system."""
+
+    def __init__(self) -> None:
+        self._folder = _private_folder()
+
+    def path(self, rank: int, generation: int) -> str:
+        """Where that rank of that generation listens; empty where it cannot."""
+        path = f"{self._folder}/{rank}.{generation}" if self._folder else ""
+        return path if len(path) <= _LONGEST_PATH else ""
+
+    def close(self) -> None:
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _private_folder() -> str:
+    """Below TMPDIR, or /tmp where that is too long or cannot be written; "" when neither will do."""
+    for place in (tempfile.gettempdir(), "/tmp"):
+        if len(place) > _LONGEST_PATH - 40:
+            continue
+        with suppress(OSError):
+            return tempfile.mkdtemp(prefix="orch-", dir=place)
+    return ""
+
+
+async def flight(rank: int, path: str, seconds: float) -> Flight | None:
+    """The record of the rank that listens on `path`; None when it does not answer in time."""
+    host, device = await asyncio.gather(ask(path, HOST, seconds), ask(path, DEVICE, seconds))
+    if host is None:
+        return None
+    try:
+        return read(rank, host, device, _groups(path))
+    except (ValueError, TypeError, KeyError):  # an answer, but none that this version of torch should give
+        return None
+
+
+async def flights(paths: Mapping[int, str], seconds: float) -> tuple[list[Flight], list[int]]:
+    """The records of all these ranks, by rank, asked at once; and the ranks that gave none."""
+    answers = await asyncio.gather(*(flight(rank, path, seconds) for rank, path in paths.items()))
+    found = [answer for answer in answers if answer is not None]
+    return found, sorted(set(paths) - {answer.rank for answer in found})
+
+
+async def ask(path: str, handler: str, seconds: float) -> bytes | None:
+    """What torch's worker server on `path` answers; None when it is not there, says no or is late."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await _ask(path, handler)
+    except (*_REFUSED, TimeoutError):
+        return None
+
+
+async def _ask(path: str, handler: str) -> bytes | None:
+    if not path:
+        return None
+    reader, writer = await asyncio.open_unix_connection(path)
+    try:
+        writer.write(
+            f"POST /handler/{handler} HTTP/1.1\r\nHost: rank\r\nConnection: close\r\nContent-Length: 0\r\n\r\n".encode()
+        )
+        await writer.drain()
+        status, headers = await _head(reader)
+        return await _body(reader, headers) if status == 200 else None
+    finally:
+        writer.close()
+
+
+async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
+    first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+    headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return int(first.partition(" ")[2].partition(" ")[0]), headers
+
+
+async def _body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> bytes:
+    if "chunked" in headers.get("transfer-encoding", ""):
+        return await _chunks(reader)
+    if "content-length" in headers:
+        return await reader.readexactly(_allowed(int(headers["content-length"])))
+    body = b""
+    while more := await reader.read(65536):
+        body += more
+        _allowed(len(body))
+    return body
+
+
+async def _chunks(reader: asyncio.StreamReader) -> bytes:
+    body = b""
+    while True:
+        size = int((await reader.readuntil(b"\r\n")).split(b";")[0], 16)
+        if size == 0:
+            return body
+        _allowed(len(body) + size)
+        body += await reader.readexactly(size)
+        await reader.readexactly(2)
+
+
+def _allowed(size: int) -> int:
+    if not 0 <= size <= MOST:
+        raise ValueError(f"an answer of {size} bytes")
+    return size
+
+
+def _groups(path: str) -> Mapping[str, Any]:
+    try:
+        told = json.loads(Path(groups_file(path)).read_text())
+    except (OSError, ValueError):
+        return {}
+    return told if isinstance(told, dict) else {}
+
+
+def of_the_dying(attempt: AttemptDir, generation: int) -> list[Flight]:
+    """The records that ranks of this generation left when an exception ended them; reads the shared file system."""
+    found = []
+    for rank, path in attempt.last_flights(generation):
+        try:
+            left = json.loads(path.read_text())
+            found.append(read(rank, left, left.get("device"), left.get("groups")))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            continue
+    return found

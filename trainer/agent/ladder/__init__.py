@@ -1,0 +1,1 @@
+"""What is done about a failure inside the job, rung by rung."""

@@ -1,0 +1,47 @@
+"""Rung 3: spare nodes take the seats of those that are lost or blamed, within the job."""
+
+from trainer.agent.fleet.roster import Roster
+from trainer.agent.ladder import rungs
+from trainer.agent.ladder.rungs import Action, Decision
+from trainer.contract.events import EventKind, EventLog
+from trainer.contract.outcome import FailureKind
+
+
+def replace(decision: Decision, roster: Roster, events: EventLog) -> Decision | None:
+    """Let spares take every vacant seat; how the attempt ends, when that cannot be.
+
+    Why this is safe although a lost node may live on, out of reach, for a while, and ranks of a blamed one may, too:
+    - Its agent ends its ranks when its connection ends or falls silent, and is never admitted again; that of a blamed
+      node has been told to kill them, and has a seat no more.
+    - Its ranks cannot train: every step needs all ranks of their generation, and those of the other nodes are killed
+      before a new generation starts.
+    - They cannot commit or delete a checkpoint: rank 0, which sits beside the coordinator, leads both, and a commit
+      needs the word of every rank of its generation (on its node's own disk alone a node's first rank may delete).
+    - They cannot spoil one: files are only ever made anew, never written over, and a generation takes names of its own.
+    """
+    failure = decision.failure
+    assert failure is not None
+    if failure.kind is not FailureKind.AGENT_LOST and (node := roster.node_of(failure.node)) is not None:
+        roster.members[node].unfit = failure.reason
+    moves, why = roster.reseat()
+    for move in moves:
+        name, instead = roster.members[move.node].name, roster.members[move.instead].name
+        events.write(EventKind.SPARE_USED, node=move.node, name=name, instead=instead, reason=failure.reason)
+    return None if moves else rungs.end(f"{decision.reason}; {why}", failure)
+
+
+def left_behind(decision: Decision) -> str | None:
+    """The node whose ranks need not be gone before the next generation starts; None: all nodes go on.
+
+    A driver or a disk that hangs keeps a rank from dying: that is why its node is given up.
+    """
+    given_up = decision.action is Action.REPLACE and decision.failure is not None
+    return decision.failure.node if given_up and decision.failure is not None else None
+
+
+def is_wanted(decision: Decision | None, roster: Roster) -> bool:
+    """Whether this end of an attempt, between two generations, comes of one node alone, and spares are left."""
+    if decision is None or decision.action is not Action.END or decision.failure is None or not roster.spares():
+        return False
+    node = roster.node_of(decision.failure.node)
+    return decision.failure.kind is FailureKind.AGENT_LOST or (node is not None and bool(roster.members[node].unfit))

@@ -1,0 +1,131 @@
+"""The ranks of one generation on one node: their cells, control sockets, pids and ends."""
+
+import os
+import signal
+import socket
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer.agent.control import packets
+from trainer.agent.processes.lineage import kill_group
+from trainer.contract.progress import Progress, ProgressCell, StopReason
+from trainer.contract.rank import hear
+
+
+@dataclass(kw_only=True)
+class LocalRank:
+    """One rank as its agent knows it."""
+
+    rank: int
+    cell: ProgressCell
+    control: socket.socket
+    theirs: socket.socket | None
+    stacks: int  # memfd that its stacks are written to
+    pid: int | None = None
+    handle: int | None = None  # pidfd
+    ended: bool = False
+    gone: bool = False
+    last: Progress = field(default_factory=Progress)
+    word: dict[str, Any] | None = None  # how it said that it ends, over its control socket
+
+    def descriptors(self) -> list[int]:
+        assert self.theirs is not None
+        return [self.cell.descriptor, self.theirs.fileno(), self.stacks]
+
+    def hear(self) -> dict[str, Any] | None:
+        """Its next message, if there is one; what it says of its own end is kept as well."""
+        try:
+            message = hear(self.control)
+        except OSError:
+            return None
+        except ValueError:  # cut off: nothing that could be understood
+            return {}
+        if message is not None and message.get("word") == "last":
+            self.word = message
+        return message
+
+    def look(self) -> Progress:
+        """The newest consistent reading; a torn one (the rank died while writing) leaves the one before."""
+        reading = self.cell.read()
+        if reading is not None:
+            self.last = reading
+        return self.last
+
+    def stepped(self) -> bool:
+        """Whether this generation has trained a step."""
+        return self.last.step > self.last.restored_step
+
+
+class LocalRanks:
+    """All ranks of one generation on this node."""
+
+    def __init__(self, generation: int, ranks: range) -> None:
+        self.generation = generation
+        self.killed = False
+        self.by_rank: dict[int, LocalRank] = {}
+        for rank in ranks:
+            ours, theirs = packets.pair()
+            ours.setblocking(False)
+            cell = ProgressCell.create(f"orch-progress-{rank}")
+            stacks = os.memfd_create(f"orch-stacks-{rank}", os.MFD_CLOEXEC)
+            self.by_rank[rank] = LocalRank(rank=rank, cell=cell, control=ours, theirs=theirs, stacks=stacks)
+
+    def ask(self, reason: StopReason, deadline: float) -> None:
+        """Put a wish into every cell; `deadline` is on this node's monotonic clock."""
+        for local in self.by_rank.values():
+            local.cell.ask_stop(reason, deadline)
+
+    def expect_stop(self, at: float) -> None:
+        """Tell every rank when it will be asked to stop, on this node's monotonic clock."""
+        for local in self.by_rank.values():
+            local.cell.expect_stop(at)
+
+    def tell(self, line: bytes, *, but: int) -> None:
+        """Send a control message to every rank but one."""
+        for local in self.by_rank.values():
+            if local.rank != but and not local.ended:
+                try:
+                    local.control.send(line)
+                except OSError:  # it has died; its exit is on its way
+                    continue
+
+    def all_gone(self) -> bool:
+        return all(local.gone for local in self.by_rank.values())
+
+    def never_began(self) -> None:
+        """No process was started for any of them."""
+        for local in self.by_rank.values():
+            local.ended = local.gone = True
+
+    def summary(self) -> dict[str, Any]:
+        """What the coordinator wants to know: the slowest rank's step and phase, the first one's loss."""
+        readings = [(local, local.look()) for local in self.by_rank.values()]
+        slowest = min((reading for _, reading in readings), key=lambda reading: reading.step)
+        _, first = readings[0]
+        return {
+            "step": slowest.step,
+            "phase": slowest.phase.name.lower(),
+            "loss": first.loss if first.step else None,
+            "saved": max(reading.saved_step for _, reading in readings),
+            "total": max(reading.total_steps for _, reading in readings),
+            "restored": max(reading.restored_step for _, reading in readings),
+            "save_seconds": max(reading.save_seconds for _, reading in readings),
+            "step_seconds": max(reading.step_seconds for _, reading in readings),
+            "stepped": all(local.stepped() for local in self.by_rank.values()),
+        }
+
+    def kill_directly(self) -> None:
+        """Without a nursery: its ranks have become this process's children, their groups are still theirs."""
+        for local in self.by_rank.values():
+            if local.pid is not None and not local.gone:
+                kill_group(local.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        for local in self.by_rank.values():
+            local.control.close()
+            if local.theirs is not None:
+                local.theirs.close()
+            if local.handle is not None:
+                os.close(local.handle)
+            os.close(local.stacks)
+            local.cell.close()

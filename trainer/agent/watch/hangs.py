@@ -1,0 +1,315 @@
+"""PURE: does this generation hang, and which rank stopped first?
+
+First the rank that stopped first is found, then only that rank is asked whether it has exceeded its own limit: ranks
+that wait for a peer in a legal slow phase are never blamed for waiting.
+"""
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from enum import Enum, StrEnum, auto
+
+from trainer.agent.flight.analysis import Finding
+from trainer.agent.watch.limits import HALTED, Allowed, Limits, said
+from trainer.agent.watch.sighting import Sighting
+from trainer.agent.watch.silences import Gaps, still
+
+LOOK_AT_HALTED = 1.0
+"""Seconds without a move of anybody after which a halted process is looked into."""
+
+FRESH = 5.0
+"""Flight records older than so many seconds are asked for again before anybody is killed for what they say."""
+
+CONFIRMED = 1.0
+"""Seconds for which a process has to be seen halted: a profiler may halt a waiting one for a moment."""
+
+_NO_GAPS: Gaps = {}
+_NOBODY: Mapping[int, float] = {}
+
+
+class Verdict(Enum):
+    FINE = auto()
+    LOOK = auto()  # ask every rank for its flight record, then judge again
+    HUNG = auto()
+
+
+class Stall(StrEnum):
+    """In what way a rank hangs."""
+
+    STOPPED = "stopped"  # its process is, by a signal
+    DEAD = "dead"  # its process, and nobody has noticed
+    STUCK_IN_DATA = "stuck_in_data"
+    STUCK_IN_SAVE = "stuck_in_save"
+    STUCK_IN_COMPUTE = "stuck_in_compute"
+    LOCK_HELD = "lock_held"  # Python's
+    DESYNC = "desync"  # ranks call different collectives: a bug of the program
+    NETWORK = "network"  # all have joined a collective over several nodes, and nobody gets on
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """What is to be done, and why; the rest is filled in when the verdict is HUNG."""
+
+    verdict: Verdict
+    reason: str
+    culprit: int | None = None
+    node: str | None = None
+    phase: str = ""
+    step: int = 0  # the last one that the culprit finished
+    kind: Stall = Stall.UNKNOWN
+    waiting: tuple[int, ...] = ()
+    limit: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suspicion:
+    """The rank that stopped first; None when all of `rivals` wait in the same collective.
+
+    WARNING: of several rivals nothing says which still works and which wait for it, so the limits of all count.
+    """
+
+    rank: Sighting | None
+    kind: Stall
+    why: str
+    rivals: tuple[Sighting, ...]  # `rank` is one of them
+
+    @property
+    def halted(self) -> bool:
+        return self.kind in (Stall.STOPPED, Stall.DEAD)
+
+
+_ORDER = ("init", "restore", "checkpoint", "eval", "data", "compile", "forward", "backward", "optimizer", "done")
+"""How phases follow each other while the same step is the last finished one; those before `forward` wait for nobody."""
+_PLACE = {phase: index for index, phase in enumerate(_ORDER)}
+# Micro-batches go forward and backward by turns: which of the two is behind, only the collectives can tell.
+_TURN = {**_PLACE, "backward": _PLACE["forward"]}
+_NOWHERE = len(_ORDER)
+
+_KINDS = {
+    "data": Stall.STUCK_IN_DATA,
+    "checkpoint": Stall.STUCK_IN_SAVE,
+    "compile": Stall.STUCK_IN_COMPUTE,
+    "forward": Stall.STUCK_IN_COMPUTE,
+    "backward": Stall.STUCK_IN_COMPUTE,
+    "optimizer": Stall.STUCK_IN_COMPUTE,
+    "eval": Stall.STUCK_IN_COMPUTE,
+}
+_HALTS = {
+    "T": (Stall.STOPPED, "its process is stopped (SIGSTOP)"),
+    "Z": (Stall.DEAD, "its process is dead (state Z)"),
+    "X": (Stall.DEAD, "its process is gone"),
+}
+
+
+def judge(
+    sightings: Sequence[Sighting],
+    finding: Finding | None,
+    limits: Limits,
+    *,
+    lock_held: AbstractSet[int] = frozenset(),
+    found: float = 0.0,
+    halted_for: Mapping[int, float] = _NOBODY,
+    silences: Gaps = _NO_GAPS,
+) -> Judgement:
+    """The verdict on one generation.
+
+    `finding` is what flight records said when they were asked for, `found` seconds ago; `lock_held` names the ranks
+    in whose interpreters nothing can run; `halted_for` has the seconds for which a rank has been seen halted, where
+    that is known; time in which nothing was heard of a rank's node does not count against it (`silences`).
+    """
+    live = [one for one in sightings if not one.ended]
+    if not live:
+        return fine("all ranks have ended")
+    mover = _newest(live, silences)
+    quiet = still(mover, silences)
+    if finding is not None and found > quiet:
+        finding = None  # somebody has moved since: it says nothing about now
+    # Most of the time somebody moves, and nothing more needs to be known.
+    if quiet < LOOK_AT_HALTED:
+        return fine(_still_moving(mover, quiet, LOOK_AT_HALTED, silences))
+    suspicion = first_to_stop(live, finding, lock_held)
+    due = LOOK_AT_HALTED if suspicion.halted else limits.look_after
+    if quiet < due:
+        return fine(_still_moving(mover, quiet, due, silences))
+    over, allowed = _overdue(suspicion, limits, silences, waited_for=len(live) > 1)
+    if suspicion.halted and suspicion.rank is not None:
+        over = min(over, halted_for.get(suspicion.rank.rank, CONFIRMED) - CONFIRMED)
+    certain = over >= 0 and suspicion.halted
+    if finding is None and not certain:
+        return Judgement(verdict=Verdict.LOOK, reason=f"no rank has moved for {said(quiet)}")
+    if over < 0:
+        return _within(suspicion, allowed, len(live) - 1)
+    # Between two writes to its cell a rank may have gone through many collectives.
+    if found > FRESH and not certain:
+        return Judgement(verdict=Verdict.LOOK, reason=f"the flight records are {said(found)} old")
+    return _hung(suspicion, allowed, live)
+
+
+def first_to_stop(
+    live: Sequence[Sighting], finding: Finding | None, lock_held: AbstractSet[int] = frozenset()
+) -> Suspicion:
+    """Who stopped first, by the strongest evidence there is; whether that is legal is not asked here."""
+    # What the kernel says needs no interpretation.
+    halted = [one for one in live if one.state in HALTED]
+    if halted:
+        first = max(halted, key=lambda one: (one.state != "T", one.alive, -one.rank))
+        kind, why = _HALTS[first.state]
+        return Suspicion(rank=first, kind=kind, why=why, rivals=(first,))
+    traced = [one for one in live if one.state == "t"]
+    if traced:
+        first = _first(traced, lock_held)
+        return Suspicion(rank=first, kind=Stall.UNKNOWN, why="a debugger holds it", rivals=(first,))
+    # What the ranks themselves have recorded.
+    recorded = None if finding is None else _recorded(live, finding, lock_held)
+    return recorded if recorded is not None else _least_advanced(live, lock_held)
+
+
+def _recorded(live: Sequence[Sighting], finding: Finding, lock_held: AbstractSet[int]) -> Suspicion | None:
+    """What flight records show; None when they name nobody who is still there."""
+    if finding.kind not in ("missing", "desync_shape", "desync_order", "stuck_together"):
+        return None
+    wanted = set(finding.ranks)
+    named = [one for one in live if one.rank in wanted]
+    if finding.kind == "stuck_together":
+        joined = tuple(named or live)
+        spread = len({one.node for one in joined}) > 1
+        kind = Stall.NETWORK if spread else Stall.UNKNOWN
+        return Suspicion(rank=None, kind=kind, why=finding.reason, rivals=joined)
+    if not named:
+        return None
+    first = _first(named, lock_held)
+    if finding.kind != "missing":
+        return Suspicion(rank=first, kind=Stall.DESYNC, why=finding.reason, rivals=(first,))
+    return Suspicion(
+        rank=first,
+        kind=_kind(first, lock_held),
+        why=_with_lock(first, lock_held, finding.reason),
+        rivals=_beside(first, named),
+    )
+
+
+def _least_advanced(live: Sequence[Sighting], lock_held: AbstractSet[int]) -> Suspicion:
+    """Without records: the rank that is furthest behind is the one that the others wait for."""
+    step = min(one.step for one in live)
+    behind = [one for one in live if one.step == step]
+    first = _first(behind, lock_held)
+    rivals, kind, why = _beside(first, behind), _kind(first, lock_held), "it is furthest behind"
+    if len(rivals) > 1 and len(live) > 1:
+        why = f"of {len(rivals)} ranks at the same place it has been there longest"
+        # Loading and saving, each does alone; in a collective, the longest wait proves little.
+        if kind is Stall.STUCK_IN_COMPUTE:
+            kind = Stall.UNKNOWN
+    return Suspicion(rank=first, kind=kind, why=_with_lock(first, lock_held, why), rivals=rivals)
+
+
+def _kind(one: Sighting, lock_held: AbstractSet[int]) -> Stall:
+    return Stall.LOCK_HELD if one.rank in lock_held else _KINDS.get(one.phase, Stall.UNKNOWN)
+
+
+def _with_lock(one: Sighting, lock_held: AbstractSet[int], why: str) -> str:
+    return f"{why}; nothing can run in its interpreter (Python's lock is held)" if one.rank in lock_held else why
+
+
+def _beside(first: Sighting, ranks: Sequence[Sighting]) -> tuple[Sighting, ...]:
+    """Those that have come as far as `first`, itself included."""
+    place = _place(first)
+    return tuple(one for one in ranks if one.step == first.step and _place(one) == place)
+
+
+def _place(one: Sighting) -> tuple[int, int, int, int]:
+    """Where a rank stands in the order of the program; the lowest is furthest behind."""
+    return (one.step, _TURN.get(one.phase, _NOWHERE), one.collective, _PLACE.get(one.phase, _NOWHERE))
+
+
+def _first(ranks: Sequence[Sighting], lock_held: AbstractSet[int]) -> Sighting:
+    return min(ranks, key=lambda one: (*_place(one), one.rank not in lock_held, -one.age, one.rank))
+
+
+def _newest(live: Sequence[Sighting], silences: Gaps) -> Sighting:
+    if not silences:
+        return min(live, key=lambda one: one.age)
+    return min(live, key=lambda one: still(one, silences))
+
+
+def _still_moving(mover: Sighting, quiet: float, due: float, silences: Gaps) -> str:
+    lasting = [began for began, ended in silences.get(mover.node, ()) if not ended]
+    if lasting:
+        return f"nothing has been heard of {mover.node} for {said(lasting[0])}; its ranks may move"
+    return f"rank {mover.rank} moved {said(quiet)} ago; nothing is looked into before {said(due)}"
+
+
+def _overdue(suspicion: Suspicion, limits: Limits, silences: Gaps, *, waited_for: bool) -> tuple[float, Allowed]:
+    """Seconds above the limit, negative below it, and the limit; of several ranks the one with most time left."""
+    over, allowed = float("inf"), Allowed(0.0, "")
+    for one in suspicion.rivals:
+        its = limits.of(one, waited_for=waited_for)
+        if still(one, silences) - its.seconds < over:
+            over, allowed = still(one, silences) - its.seconds, its
+    return over, allowed
+
+
+def fine(reason: str) -> Judgement:
+    return Judgement(verdict=Verdict.FINE, reason=reason)
+
+
+def _within(suspicion: Suspicion, allowed: Allowed, peers: int) -> Judgement:
+    limit = f"allowed are {said(allowed.seconds)} ({allowed.why})"
+    first = suspicion.rank
+    if first is None:
+        return fine(f"no rank stopped first: {suspicion.why}; {limit}")
+    who = f"{_named(first)} stands in {_where(first)}, {limit}"
+    return fine(f"{who}; {_waiting(peers)}" if peers else who)
+
+
+def _hung(suspicion: Suspicion, allowed: Allowed, live: Sequence[Sighting]) -> Judgement:
+    first = suspicion.rank
+    waiting = tuple(one.rank for one in live if one is not first)
+    limit = f"allowed are {said(allowed.seconds)} ({allowed.why})"
+    if first is None:
+        return _hung_together(suspicion, allowed, limit, waiting)
+    why = f"{suspicion.why}; it stands in {_where(first)}"
+    return Judgement(
+        verdict=Verdict.HUNG,
+        reason=f"{_named(first)} stopped first: {why}, {limit}; {_waiting(len(waiting))}",
+        culprit=first.rank,
+        node=first.node,
+        phase=first.phase,
+        step=first.step,
+        kind=suspicion.kind,
+        waiting=waiting,
+        limit=allowed.seconds,
+    )
+
+
+def _hung_together(suspicion: Suspicion, allowed: Allowed, limit: str, waiting: tuple[int, ...]) -> Judgement:
+    """All have joined and nobody gets on: no rank is to blame, and a node only when it is the only one."""
+    joined = suspicion.rivals
+    nodes = sorted({one.node for one in joined})
+    oldest = max(joined, key=lambda one: one.age)
+    places = ", ".join(nodes[:4]) + (f" and {len(nodes) - 4} more" if len(nodes) > 4 else "")
+    what = f"the network between {places} is suspect" if len(nodes) > 1 else f"all of it is on {places}"
+    return Judgement(
+        verdict=Verdict.HUNG,
+        reason=f"no rank stopped first: {suspicion.why}; for {said(oldest.age)} nobody gets on, {limit}; {what}",
+        node=nodes[0] if len(nodes) == 1 else None,
+        phase=oldest.phase,
+        step=oldest.step,
+        kind=suspicion.kind,
+        waiting=waiting,
+        limit=allowed.seconds,
+    )
+
+
+def _named(one: Sighting) -> str:
+    return f"rank {one.rank} on {one.node}"
+
+
+def _waiting(peers: int) -> str:
+    return "1 rank waits for it" if peers == 1 else f"{peers or 'no'} ranks wait for it"
+
+
+def _where(one: Sighting) -> str:
+    """Its phase, with the last step that it finished, and for how long."""
+    after = "before the end of its first step" if one.first else f"after step {one.step}"
+    return f"{one.phase} {after} for {said(one.age)}"

@@ -1,0 +1,183 @@
+"""An agent's look at its ranks: cells ten times a second, /proc only for those whose cell stands still."""
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer.agent.processes.local_ranks import LocalRank, LocalRanks
+from trainer.agent.processes.proc import Signs, look, members
+from trainer.agent.watch.limits import FAST, HALTED
+from trainer.agent.watch.sighting import Sighting
+from trainer.agent.watch.stragglers import worth_telling
+from trainer.contract.durations import added, quantile
+
+STILL = 1.0
+"""Seconds without a write to its cell after which a rank is looked at more closely."""
+_LOOK_EVERY = 0.5
+_BUSY = 0.05
+"""Share of a core above which CPU time is a sign of life: what waits, wakes up now and then too."""
+_BYTES = 4096
+"""Bytes read or written between two looks that are a sign of life: a log line is none."""
+_NOTHING = Signs("", 0.0, 0)
+
+
+def report_seconds(nodes: int) -> float:
+    """Seconds between two reports of an agent: a coordinator hears about a thousand of them a second at most."""
+    return max(0.5, nodes / 1000)
+
+
+def children_count(state: str) -> bool:
+    """Whether work of a rank's children is a sign of its life: not when it cannot take what they have done."""
+    return state not in HALTED
+
+
+def writer_counts(phase: str, state: str) -> bool:
+    """Whether work of its writer is one: a rank waits for it in no phase of a step, and its old save excuses none."""
+    return state not in HALTED and phase not in FAST
+
+
+def no_writer(rank: int) -> int | None:
+    """Where ranks save in ways of their own."""
+    return None
+
+
+@dataclass(kw_only=True)
+class _Watched:
+    """What is remembered of one rank between two looks."""
+
+    born: float
+    told: tuple[int, str, bool] = (-1, "", False)  # newest write, state and end that were reported
+    looked: float | None = None  # since it stands still
+    lived: float = 0.0
+    state: str | None = None
+    signs: dict[int, Signs] = field(default_factory=dict)  # of all its processes, by pid
+
+    def moves(self) -> None:
+        self.looked, self.state, self.signs = None, None, {}
+
+
+class Sampler:
+    """The ranks of one generation on one node; `name` is the node's.
+
+    `writer` says which process writes a rank's checkpoints; `signs` and `groups` ask /proc.
+    """
+
+    def __init__(
+        self, ranks: LocalRanks, name: str, writer: Callable[[int], int | None] = no_writer, *,
+        clock: Callable[[], float] = time.monotonic, signs: Callable[[int], Signs | None] = look,
+        groups: Callable[[Collection[int]], Mapping[int, list[int]]] = members,
+    ) -> None:  # fmt: skip
+        self._ranks, self._name, self._clock, self._signs = ranks, name, clock, signs
+        self._writer, self._groups = writer, groups
+        self._watched = {rank: _Watched(born=clock()) for rank in ranks.by_rank}
+        self._looked = float("-inf")
+        self._p99: dict[str, float] = {}
+        self._worked: dict[int, int] = {}
+
+    def sightings(self) -> list[Sighting]:
+        """Every rank, now."""
+        everybody = self._ranks.by_rank.values()
+        for local in everybody:
+            local.look()
+        now = self._clock()
+        self._look_closer([local for local in everybody if self._is_still(local, now)], now)
+        return [self._sight(local, now) for local in everybody]
+
+    def report(self) -> dict[str, Any]:
+        """What has changed since the last report, in the form it is sent in."""
+        seen = [(sighting, self._watched[sighting.rank]) for sighting in self.sightings()]
+        rows = [sighting.to_row() for sighting, watched in seen if self._is_news(sighting, watched)]
+        found = {"sightings": rows, "p99": self._slower(), "work": self._work()}
+        return {key: value for key, value in found.items() if value}
+
+    def _is_news(self, sighting: Sighting, watched: _Watched) -> bool:
+        local = self._ranks.by_rank[sighting.rank]
+        now = (local.last.moved_at, sighting.state, sighting.ended)
+        # Of a rank that stands still every look counts: its signs of life excuse it.
+        news = now != watched.told or (sighting.age > STILL and not sighting.ended)
+        watched.told = now
+        return news
+
+    def _age(self, local: LocalRank, now: float) -> float:
+        moved = local.last.moved_at * 1e-9 or self._watched[local.rank].born
+        return max(0.0, now - moved)
+
+    def _is_still(self, local: LocalRank, now: float) -> bool:
+        if self._age(local, now) > STILL:
+            return not local.ended and local.pid is not None
+        self._watched[local.rank].moves()
+        return False
+
+    def _sight(self, local: LocalRank, now: float) -> Sighting:
+        watched, reading, age = self._watched[local.rank], local.last, self._age(local, now)
+        ticked = local.cell.ticked() * 1e-9
+        return Sighting(
+            rank=local.rank,
+            node=self._name,
+            step=reading.step,
+            phase=reading.phase.name.lower(),
+            first=not local.stepped(),
+            collective=reading.collective,
+            age=age,
+            alive=min(age, now - watched.lived),
+            state=watched.state or ("X" if local.ended else "R"),
+            lock=max(0.0, now - ticked) if ticked else 0.0,
+            ended=local.ended,
+        )
+
+    def _look_closer(self, still: list[LocalRank], now: float) -> None:
+        """At all that stand still together: to find their children takes a pass over every process of the node."""
+        if not still or now - self._looked < _LOOK_EVERY:
+            return
+        self._looked = now
+        groups = self._groups({local.pid for local in still if local.pid is not None})
+        for local in still:
+            if local.pid is not None:
+                self._look_at(local, local.pid, groups.get(local.pid, []), now)
+
+    def _look_at(self, local: LocalRank, pid: int, group: list[int], now: float) -> None:
+        watched, writer = self._watched[local.rank], self._writer(local.rank)
+        before, since = watched.signs, watched.looked
+        # Those that do not count now are looked at too: when they do later, they are not new.
+        asked = {one: self._signs(one) for one in {pid, writer, *group} if one is not None}
+        watched.signs = {one: signs for one, signs in asked.items() if signs is not None}
+        watched.state = watched.signs[pid].state if pid in watched.signs else None
+        watched.looked = now
+        counted = {pid}
+        if children_count(watched.state or ""):
+            counted.update(group)
+        if writer is not None and writer_counts(local.last.phase.name.lower(), watched.state or ""):
+            counted.add(writer)
+        counting = {one: signs for one, signs in watched.signs.items() if one in counted}
+        if since is not None and _have_worked(before, counting, now - since):
+            watched.lived = now
+
+    def _slower(self) -> dict[str, float]:
+        """The 99th percentile of every phase over this node's ranks, where it has changed."""
+        rows: dict[str, list[tuple[int, ...]]] = {}
+        for local in self._ranks.by_rank.values():
+            for phase, counts in local.cell.times().items():
+                rows.setdefault(phase.name.lower(), []).append(counts)
+        found = {phase: quantile(added(counts), 0.99) for phase, counts in rows.items()}
+        changed = {phase: seconds for phase, seconds in found.items() if self._p99.get(phase) != seconds}
+        self._p99.update(changed)
+        return changed
+
+    def _work(self) -> list[list[int]]:
+        """Own work of the ranks that have come to the end of a window of steps since they were told of."""
+        rows = []
+        for rank, local in self._ranks.by_rank.items():
+            work = local.cell.work()
+            if worth_telling(self._worked.get(rank, 0), work.steps):
+                self._worked[rank] = work.steps
+                rows.append([rank, work.steps, *work.sections])
+        return rows
+
+
+def _have_worked(before: Mapping[int, Signs], signs: Mapping[int, Signs], seconds: float) -> bool:
+    """Whether processes did something together; one that ends takes nothing away, one that is new began at nothing."""
+    grown = [(before.get(pid, _NOTHING), one) for pid, one in signs.items()]
+    cpu = sum(max(0.0, one.cpu_seconds - was.cpu_seconds) for was, one in grown)
+    moved = sum(max(0, one.io_bytes - was.io_bytes) for was, one in grown)
+    return cpu / max(1e-3, seconds) > _BUSY or moved > _BYTES

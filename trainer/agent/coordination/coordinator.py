@@ -15,6 +15,7 @@ from trainer.agent.coordination.gathering import Gathering
 from trainer.agent.coordination.generation import Generation, Past
 from trainer.agent.coordination.heartbeat import Standing
 from trainer.agent.coordination.minutes import minute
+from trainer.agent.coordination.node_trouble import NodeTrouble
 from trainer.agent.coordination.outbox import Outbox, Reading
 from trainer.agent.coordination.pulse import Pulse
 from trainer.agent.coordination.questions import Questions
@@ -71,6 +72,7 @@ class Coordinator:
         self._past, self._due = Past(), 0.0
         self._vigil = Vigil(run, attempt, config, events, self._roster)
         self._restored, self._undecided = 0, False
+        self._trouble = NodeTrouble(self._roster, events, self._standing, lambda: self._now)
         self._gathering = Gathering(
             config.recovery.preflight, self._roster, self._stopping, self._until, lambda: self._now,
             command=bool(config.command), events=events,
@@ -143,11 +145,9 @@ class Coordinator:
             case "ready" | "unready":
                 self._roster.members[node].ready = message["say"] == "ready"
             case "unloadable":
-                self._break(self._unloadable(node, message))
+                self._trouble.unloadable(node, message)
             case "barren":
-                self._roster.members[node].unfit = message["reason"]
-                if self._roster.is_needed(node):
-                    self._break(self._own_failure(FailureKind.UNKNOWN, node, message["reason"]))
+                self._trouble.barren(node, message["reason"])
             case "signal":
                 self._ask_stop(self._stopping.heard(message["name"], time.monotonic()))
             case "request":
@@ -156,7 +156,7 @@ class Coordinator:
                 self._check_clock()
             case "fenced":
                 reason = "its launch token was revoked: the controller has fenced this attempt off"
-                self._break(Failure(kind=FailureKind.UNKNOWN, reason=reason, step=self._standing.step))
+                self._trouble.fail(Failure(kind=FailureKind.UNKNOWN, reason=reason, step=self._standing.step))
             case _ if message["generation"] == self._now.number:
                 self._handle_news(node, message)
 
@@ -168,8 +168,7 @@ class Coordinator:
             case "exit":
                 self._note_end(node, message)
             case "broken":
-                reason = f"the nursery of {self._roster.members[node].name} died: {message['reason']}"
-                self._break(self._own_failure(FailureKind.RANK_KILLED, node, reason))
+                self._trouble.nursery_died(node, message["reason"])
             case "gone":
                 self._roster.members[node].gone = self._now.number
             case "progress":
@@ -192,26 +191,9 @@ class Coordinator:
         self._now.note(end)
         self._past.trained = self._past.trained or bool(message.get("stepped"))
 
-    def _unloadable(self, node: int, message: Message) -> Failure:
-        reason = f"the workload cannot be imported: {message['exception']}: {message['message']}"
-        return self._own_failure(FailureKind.USER_ERROR, node, reason)
-
-    def _own_failure(self, kind: FailureKind, node: int, reason: str) -> Failure:
-        return Failure(kind=kind, reason=reason, node=self._roster.members[node].name, step=self._standing.step)
-
-    def _break(self, failure: Failure) -> None:
-        self._now.fail(failure, time.monotonic())
-
     def _lose(self, node: int, reason: str) -> None:
-        member = self._roster.members.get(node)
-        if member is None or member.lost or self._state == "ended":
-            return
-        member.lost = reason
-        member.peer.drop()
-        self._events.write(EventKind.AGENT_LOST, node=node, name=member.name, reason=reason)
-        if self._roster.is_needed(node):
-            reason = f"the agent of {member.name} is lost: {reason}"
-            self._break(self._own_failure(FailureKind.AGENT_LOST, node, reason))
+        if self._state != "ended":
+            self._trouble.lost(node, reason)
 
     # -- stopping ----------------------------------------------------------------------------------------------------
 
@@ -351,7 +333,7 @@ class Coordinator:
         """A hang that is certain, its evidence kept, breaks the generation; so do ranks that had gone apart."""
         found = await self._vigil.look(self._now)
         if found is not None:
-            self._break(found)
+            self._trouble.fail(found)
 
     def _situation(self) -> Situation:
         now, generation, stop = time.monotonic(), self._now, self._stopping.stop

@@ -254,7 +254,7 @@ def test_a_blamed_node_whose_rank_cannot_be_killed_does_not_hold_up_the_spare(pl
         peers = [await scene.join(node) for node in (0, 1, 2)]
         await hear(peers[0], "start")
         blamed = Failure(kind=FailureKind.NODE_SUSPECT, reason="n1: slow", node="n1")
-        scene.leader._break(blamed)
+        scene.leader._trouble.fail(blamed)
         await hear(peers[0], "kill")
         peers[0].send("gone", generation=1)  # n1 says nothing: its rank is in a driver for ever
         assert (await hear(peers[2], "start", 5))["seat"] == 1

@@ -1,0 +1,55 @@
+"""What goes wrong with a node, and whether the generation that runs can do without it."""
+
+import time
+from collections.abc import Callable
+
+from trainer.agent.control.wire import Message
+from trainer.agent.coordination.generation import Generation
+from trainer.agent.coordination.heartbeat import Standing
+from trainer.agent.fleet.roster import Roster
+from trainer.contract.events import EventKind, EventLog
+from trainer.contract.outcome import Failure, FailureKind
+
+
+class NodeTrouble:
+    """Each method notes what has happened to a node; the generation fails with it only when it needs that node."""
+
+    def __init__(
+        self, roster: Roster, events: EventLog, standing: Standing, generation: Callable[[], Generation]
+    ) -> None:
+        self._roster, self._events, self._standing, self._generation = roster, events, standing, generation
+
+    def fail(self, failure: Failure) -> None:
+        """The generation that runs, or the wait for the next one, is over for this reason."""
+        self._generation().fail(failure, time.monotonic())
+
+    def lost(self, node: int, reason: str) -> None:
+        """An agent does not answer any more."""
+        member = self._roster.members.get(node)
+        if member is None or member.lost:
+            return
+        member.lost = reason
+        member.peer.drop()
+        self._events.write(EventKind.AGENT_LOST, node=node, name=member.name, reason=reason)
+        if self._roster.is_needed(node):
+            self._fail(FailureKind.AGENT_LOST, node, f"the agent of {member.name} is lost: {reason}")
+
+    def unloadable(self, node: int, message: Message) -> None:
+        """A nursery cannot import the workload."""
+        reason = f"the workload cannot be imported: {message['exception']}: {message['message']}"
+        self._fail(FailureKind.USER_ERROR, node, reason)
+
+    def barren(self, node: int, reason: str) -> None:
+        """A node's nurseries die one after the other."""
+        self._roster.members[node].unfit = reason
+        if self._roster.is_needed(node):
+            self._fail(FailureKind.UNKNOWN, node, reason)
+
+    def nursery_died(self, node: int, reason: str) -> None:
+        """With the ranks that it had started; its agent starts another one."""
+        name = self._roster.members[node].name
+        self._fail(FailureKind.RANK_KILLED, node, f"the nursery of {name} died: {reason}")
+
+    def _fail(self, kind: FailureKind, node: int, reason: str) -> None:
+        name = self._roster.members[node].name
+        self.fail(Failure(kind=kind, reason=reason, node=name, step=self._standing.step))

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from checkpointing.durable import dump_line
+from trainer.agent.control.silence import SLICE_SECONDS, Silence
 from trainer.agent.control.wire import Message, Peer, WireError
 from trainer.agent.evidence.witness import Witness
 from trainer.agent.fleet import machine_identity, preflight
@@ -92,13 +93,19 @@ class NodeAgent:
             self._early.append(number)
 
     async def _listen(self) -> int:
+        silence = Silence(time.monotonic())
         while True:
             try:
-                message = await asyncio.wait_for(self._peer.receive(), SILENCE_SECONDS)
-            except (TimeoutError, WireError) as error:
-                return self._lost_coordinator(str(error) or f"it was silent for {SILENCE_SECONDS:.0f} s")
+                message = await asyncio.wait_for(self._peer.receive(), SLICE_SECONDS)
+            except TimeoutError:
+                if silence.lasted(time.monotonic()) < SILENCE_SECONDS:
+                    continue
+                return self._lost_coordinator(f"it was silent for {SILENCE_SECONDS:.0f} s")
+            except WireError as error:
+                return self._lost_coordinator(str(error))
             if message is None:
                 return self._lost_coordinator("the connection ended")
+            silence.heard(time.monotonic())
             if message["say"] == "end":
                 return int(message["code"])
             self._obey(message)

@@ -1,12 +1,15 @@
 """One agent alone: what it tells the coordinator of its ranks and its nursery."""
 
 import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from trainer.agent import node
+from trainer.agent.control import silence
 from trainer.agent.node import NodeAgent
 from trainer.agent.processes.local_ranks import LocalRanks
 from trainer.contract.config import ClusterShape, JobConfig
@@ -118,3 +121,48 @@ def test_a_start_that_meets_a_dead_nursery_breaks_the_generation(alone):
     assert [message["generation"] for message in alone.told.of("broken")] == [2]
     alone.agent._kill(2)
     assert [message["generation"] for message in alone.told.of("gone")] == [2]
+
+
+class Line(Told):
+    """A connection on which the test speaks."""
+
+    host = "127.0.0.1"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+
+    def say(self, kind: str, /, **fields: Any) -> None:
+        self._said.put_nowait({"say": kind, **fields})
+
+    async def receive(self) -> dict[str, Any] | None:
+        return await self._said.get()
+
+
+@pytest.fixture
+def hasty(monkeypatch) -> None:
+    """A minute of silence takes a third of a second."""
+    monkeypatch.setattr(node, "SILENCE_SECONDS", 0.3)
+    for place in (node, silence):
+        monkeypatch.setattr(place, "SLICE_SECONDS", 0.02)
+    monkeypatch.setattr(silence, "LATE_SECONDS", 0.1)
+
+
+def test_an_agent_that_was_stopped_itself_does_not_take_its_coordinator_for_lost(alone, hasty):
+    async def scene() -> int:
+        line = alone.agent._peer = Line()
+        listening = asyncio.create_task(alone.agent._listen())
+        await asyncio.sleep(0.05)
+        time.sleep(1.0)  # noqa: ASYNC251  # all of the process stands still
+        asyncio.get_running_loop().call_later(0.1, lambda: line.say("end", code=0))
+        return await listening
+
+    assert asyncio.run(scene()) == 0
+
+
+def test_a_coordinator_that_says_nothing_is_lost(alone, hasty):
+    async def scene() -> int:
+        alone.agent._peer = Line()
+        return await asyncio.wait_for(alone.agent._listen(), 5)
+
+    assert asyncio.run(scene()) == 75

@@ -73,3 +73,29 @@ def test_a_failure_while_stopping_does_not_start_a_new_generation(job):
     os.kill(next(note["pid"] for note in work.notes() if "deaf" in note), signal.SIGKILL)
     assert work.wait() == [76, 76], work.story()
     assert work.outcome().generations == 1
+
+
+HASTY = """
+from trainer.agent import node
+from trainer.agent.control import silence
+node.SILENCE_SECONDS = 1.0
+node.SLICE_SECONDS = silence.SLICE_SECONDS = 0.2
+silence.LATE_SECONDS = 0.5
+"""
+"""What Python runs first in every agent: a minute of silence takes a second."""
+
+
+def test_a_pause_of_the_whole_job_ends_nothing(job, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(HASTY)
+    work = job("trap@*@*").start(environ={"PYTHONPATH": str(tmp_path)})
+    work.go()
+    wait_for(work, "trapped")
+    paused = work.processes()
+    assert len(paused) >= 8
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in paused:
+            os.kill(pid, number)
+        time.sleep(2.0)
+    work.agents[1].send_signal(signal.SIGUSR2)
+    assert work.wait() == [76, 76], work.story()
+    assert work.outcome().generations == 1

@@ -144,11 +144,12 @@ class Loop:
         """After a step: tell, agree, save. What is decided here is decided alike on every rank."""
         step, outside = unread.reduced.step, self._outside
         outside.journal.worked(step)
+        # On a GPU this waits for the step before: it belongs to this step's end, not to the next one's data.
+        reason = self._settle()
         saved, seconds = outside.saver.committed_step or 0, outside.rhythm.save_seconds
         # A rank that is held up from here on has not gone ahead of its peers: it is on its way to its next batch.
         outside.cell.enter(Phase.DATA)
         outside.cell.update(step=step, saved_step=saved, save_seconds=seconds, step_seconds=self._seconds)
-        reason = self._settle()
         self._check_saved(step)
         self._unread, self._seconds = unread, self._lap()
         outside.rhythm.stepped(self._seconds)

@@ -13,7 +13,7 @@ from trainer.contract.rank import RankSpec, hear, say
 from trainer.worker import device as devices
 
 _STORE_PATIENCE = timedelta(minutes=5)
-_COLLECTIVE_PATIENCE = timedelta(minutes=30)  # the agent notices a hang much earlier; this is the last resort
+_COLLECTIVE_PATIENCE = timedelta(hours=2)  # the last resort: above what a legal slow phase of a peer may take
 
 
 class PeerLost(RuntimeError):

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from trainer.contract.progress import SECTIONS, Phase, ProgressCell
 from trainer.worker import own_work
-from trainer.worker.course import Course, compiles
+from trainer.worker.course import Course, compiles, course, evaluating
 from trainer.worker.own_work import StreamTime, ThreadTime, leave_waits_out
 
 DATA, FORWARD, BACKWARD, OPTIMIZER = range(4)
@@ -46,23 +46,62 @@ class Clock:
 
 
 def test_every_phase_is_told_with_the_collectives_begun_so_far(world, cell):
-    course = Course(cell, Clock())
-    course.enter(Phase.DATA)
+    taken = Course(cell, Clock())
+    taken.enter(Phase.DATA)
     before = cell.read().collective
     for _ in range(3):
         dist.all_reduce(torch.zeros(1))
-    course.enter(Phase.OPTIMIZER)
+    taken.enter(Phase.OPTIMIZER)
     reading = cell.read()
     assert (reading.phase, reading.collective - before) == (Phase.OPTIMIZER, 3)
 
 
 def test_the_first_forward_pass_of_a_compiled_model_is_called_so(world, cell):
-    course = Course(cell, Clock(), compiles=True)
+    taken = Course(cell, Clock(), compiles=True)
     phases = []
     for phase in (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.FORWARD):
-        course.enter(phase)
+        taken.enter(phase)
         phases.append(cell.read().phase)
     assert phases == [Phase.DATA, Phase.COMPILE, Phase.BACKWARD, Phase.FORWARD]
+
+
+def test_an_evaluation_within_a_phase_is_told_and_is_no_work_of_the_step(world, cell):
+    clock = Clock()
+    made = course(cell, nn.Linear(2, 2), torch.device("cpu"))
+    made._watch = clock
+    made.enter(Phase.FORWARD)
+    with evaluating():
+        with evaluating():
+            assert cell.read().phase == Phase.EVAL
+        assert cell.read().phase == Phase.EVAL
+    assert cell.read().phase == Phase.FORWARD
+    assert clock.turns == [FORWARD, None, FORWARD]
+
+
+def test_outside_a_rank_an_evaluation_is_just_done(monkeypatch):
+    monkeypatch.setattr("trainer.worker.course._current", [])
+    with evaluating():
+        pass
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it loads its compiler
+def test_a_shape_that_is_new_is_compiled_in_any_step(world, cell):
+    phases = []
+
+    def backend(graph, _):
+        phases.append(cell.read().phase)
+        return graph.forward
+
+    model = torch.compile(nn.Linear(2, 2), backend=backend, dynamic=False)
+    made = course(cell, model, torch.device("cpu"))
+    for batch in (1, 3):
+        made.enter(Phase.FORWARD)
+        model(torch.ones(batch, 2))
+        made.enter(Phase.BACKWARD)
+    assert phases == [Phase.COMPILE, Phase.COMPILE]
+    made.enter(Phase.FORWARD)
+    model(torch.ones(1, 2))
+    assert (cell.read().phase, len(phases)) == (Phase.FORWARD, 2)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it loads its compiler
@@ -76,33 +115,33 @@ def test_a_model_is_compiled_as_a_whole_or_in_part():
 
 def test_own_work_is_told_once_a_step_and_the_first_step_is_left_out(world, cell):
     clock = Clock()
-    course = Course(cell, clock)
+    taken = Course(cell, clock)
     clock.known = [900, 800, 700, 600]
-    course.stepped(101)
+    taken.stepped(101)
     assert (cell.work().steps, cell.work().sections) == (101, (0, 0, 0, 0))
     clock.known = [901, 802, 703, 604]
-    course.stepped(102)
+    taken.stepped(102)
     assert (cell.work().steps, cell.work().sections) == (102, (1, 2, 3, 4))
 
 
 def test_phase_times_count_from_the_second_step_on(world, cell):
-    course = Course(cell, Clock())
-    course.enter(Phase.DATA)
-    course.enter(Phase.FORWARD)
+    taken = Course(cell, Clock())
+    taken.enter(Phase.DATA)
+    taken.enter(Phase.FORWARD)
     assert cell.times() == {}
-    course.stepped(1)
-    course.enter(Phase.DATA)
-    course.enter(Phase.FORWARD)
+    taken.stepped(1)
+    taken.enter(Phase.DATA)
+    taken.enter(Phase.FORWARD)
     assert {phase: sum(counts) for phase, counts in cell.times().items()} == {Phase.DATA: 1, Phase.FORWARD: 1}
 
 
 def test_a_pause_is_no_work_of_the_section_that_goes_on_after_it(world, cell):
     clock = Clock()
-    course = Course(cell, clock)
-    course.enter(Phase.OPTIMIZER)
-    course.pause()
-    course.resume()
-    course.enter(Phase.CHECKPOINT)
+    taken = Course(cell, clock)
+    taken.enter(Phase.OPTIMIZER)
+    taken.pause()
+    taken.resume()
+    taken.enter(Phase.CHECKPOINT)
     assert clock.turns == [OPTIMIZER, None, OPTIMIZER, None]
 
 
@@ -220,12 +259,12 @@ def test_events_of_a_real_gpu():
 
 def test_it_costs_a_few_microseconds_a_step(world, cell):
     """Not for the record: only that nobody puts something slow in."""
-    course = Course(cell, ThreadTime())
+    taken = Course(cell, ThreadTime())
     began = time.thread_time()
     for step in range(2000):
         for phase in SECTIONS:
-            course.enter(phase)
-        course.pause()
-        course.resume()
-        course.stepped(step)
+            taken.enter(phase)
+        taken.pause()
+        taken.resume()
+        taken.stepped(step)
     assert (time.thread_time() - began) / 2000 < 500e-6

@@ -61,7 +61,8 @@ class Vigil:
         # Of a user's own command no step is known, so nothing can be said about its standing still.
         seen = not self._config.command
         hang, world = self._config.recovery.hang, self._config.cluster.world_size
-        return Watchman(hang, self._roster, generation, time.monotonic(), world=world, seen=seen)
+        gpus = bool(self._config.cluster.gpus_per_node)
+        return Watchman(hang, self._roster, generation, time.monotonic(), world=world, seen=seen, on_gpus=gpus)
 
     def heard(self, node: int, message: Message) -> None:
         """A report, flight records, or the end of collecting evidence; raises what a malformed one raises."""

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from trainer.agent.evidence import stacks
 from trainer.agent.evidence.machine import NODE_PARTS
 from trainer.agent.flight import recorder
+from trainer.agent.flight.record import newest
 from trainer.agent.processes import proc
 from trainer.agent.processes.apart import apart
 
@@ -89,14 +90,17 @@ class _Bundle:
 
     def __init__(self, folder: Path, until: float, most: int) -> None:
         self._folder, self._until, self._left = folder, until, most
+        self._left_for_logs = most // 2  # found at once, and of every rank: they are not to push out what says more
         self.written: list[str] = []
         self.missing: dict[str, str] = {}
 
     async def write(self, name: str, found: bytes) -> None:
         kept = found[-FILE:]
-        if len(kept) > self._left:
+        is_log = name.startswith("logs/")
+        if len(kept) > (min(self._left, self._left_for_logs) if is_log else self._left):
             raise Unavailable("the bundle is full")
         self._left -= len(kept)
+        self._left_for_logs -= len(kept) * is_log
         await apart(lambda: _write(self._folder / name, kept), max(0.05, self._until - time.monotonic()))
         self.written.append(name)
 
@@ -166,7 +170,7 @@ async def _stacks(one: Subject, seconds: float) -> bytes:
     pid = _running(one)
     if (obstacle := stacks.obstacle(pid, one.stacks)) is None:
         return await stacks.ask(pid, one.stacks)
-    if (answer := await recorder.ask(one.socket, "dump_traceback", seconds * 0.9)) is not None:
+    if answer := await recorder.ask(one.socket, "dump_traceback", seconds * 0.9):
         return answer
     raise Unavailable(obstacle)
 
@@ -192,9 +196,13 @@ async def _flight(one: Subject, seconds: float) -> bytes:
     host, device = await asyncio.gather(
         ask(one.socket, recorder.HOST, seconds * 0.9), ask(one.socket, recorder.DEVICE, seconds * 0.9)
     )
-    if host is None:
+    if not host:
         raise Unavailable("its flight server did not answer" if one.socket else "it has no flight server")
-    return host if device is None else b'{"device": %s, "host": %s}' % (device, host)
+    # No whole record fits into a file where both are full: the newest of each are what tells.
+    if device == recorder.NOTHING:
+        return newest(host, FILE)
+    told = newest(device, FILE // 2 - 64) if device is not None else b'"its flight server did not answer in time"'
+    return b'{"device": %s, "host": %s}' % (told, newest(host, FILE // 2 - 64))
 
 
 async def _node(look: Callable[[float], bytes], seconds: float) -> bytes:

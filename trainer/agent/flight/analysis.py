@@ -5,13 +5,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.agent.flight.record import SCHEDULED, STARTED, Entry, Flight, Group, parse
+from trainer.agent.flight.record import ON_HOST, SCHEDULED, STARTED, Entry, Flight, Group, parse
 
 __all__ = ["Finding", "Flight", "analyse", "parse"]
 
 Kind = Literal["none", "missing", "desync_shape", "desync_order", "stuck_together"]
 _NAMED = 8
 """Ranks named one by one in a reason."""
+_WAYS = 4
+"""Ways to enter a collective that are told one by one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +25,12 @@ class Finding:
     group: str = ""
     sequence: int = 0
     reason: str
+    queued: bool = False  # the culprits have called it, and their GPUs have not come to it
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it is a collective of host memory in a job that has GPUs."""
+        return self.group.endswith(ON_HOST)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,8 +170,10 @@ def _differing(
     ways = "; ".join(
         f"{_ranks(sorted(rank for rank, (other, _) in told.items() if other == what))} entered "
         f"{next(text for other, text in told.values() if other == what)}"
-        for what in counts
+        for what, _ in counts.most_common(_WAYS)
     )
+    if len(counts) > _WAYS:
+        ways += f"; and {len(counts) - _WAYS:,} more ways"
     return Finding(
         kind=kind,
         ranks=culprits,
@@ -225,15 +235,20 @@ def _missing(records: _Records, stalls: Sequence[_Stall]) -> Finding | None:
         ranks=tuple(sorted(ranks)),
         group=stall.group,
         sequence=stall.sequence,
+        queued=_is_queued(records, stall, ranks),
         reason=f"{_ranks(sorted(ranks))} {_how(records, stall, ranks)}, "
         f"in which {_ranks(stall.inside)} {_wait(stall.inside)}",
     )
 
 
+def _is_queued(records: _Records, stall: _Stall, ranks: Sequence[int]) -> bool:
+    return all(records.entered(stall.group, rank) >= stall.sequence for rank in ranks)
+
+
 def _how(records: _Records, stall: _Stall, ranks: Sequence[int]) -> str:
     if all(rank in records.silent for rank in ranks):
         return f"did not answer, and all others have entered {stall}"
-    if all(records.entered(stall.group, rank) >= stall.sequence for rank in ranks):
+    if _is_queued(records, stall, ranks):
         return f"did not begin {stall}: it is queued behind other work on the GPU"
     return f"never entered {stall}"
 

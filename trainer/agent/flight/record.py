@@ -16,6 +16,9 @@ WIRE = 8000
 _LONGEST = 60
 """Characters of a list of sizes; a longer one is told by its count and its checksum."""
 
+ON_HOST = " on the host"
+"""What follows the names of gloo's groups where the same groups have NCCL's, too."""
+
 SCHEDULED, STARTED, DONE = "scheduled", "started", "done"
 _ALIKE = ("all_reduce", "allreduce", "broadcast", "reduce", "all_gather", "allgather", "reduce_scatter")
 """Operations to which every rank must bring as many elements; uneven all_to_all, gather and scatter are legal."""
@@ -118,7 +121,7 @@ def read(rank: int, host: Any, device: Any | None, groups: Mapping[str, Mapping[
     """
     if device is None:
         return parse(rank, host, groups)
-    first, second = parse(rank, device, groups), parse(rank, host, groups, suffix=" on the host")
+    first, second = parse(rank, device, groups), parse(rank, host, groups, suffix=ON_HOST)
     used = {entry.group for entry in second.entries}
     return Flight(
         rank=rank,
@@ -126,6 +129,19 @@ def read(rank: int, host: Any, device: Any | None, groups: Mapping[str, Mapping[
         entries=first.entries + second.entries,
         talking=first.talking + second.talking,
     )
+
+
+def newest(dump: bytes, most: int) -> bytes:
+    """A dump of torch's with its newest entries only, so many that it has at most `most` bytes; what is none, cut."""
+    try:
+        told = json.loads(dump)
+        entries = list(told.get("entries", []))
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return json.dumps(dump[-most // 8 :].decode(errors="replace")).encode()
+    while len(dump) > most and entries:
+        entries = entries[len(entries) // 2 + 1 :]
+        dump = json.dumps({**told, "entries": entries}).encode()
+    return dump
 
 
 def _text(value: Any) -> str:

@@ -15,10 +15,13 @@ from trainer.contract.run_dir import AttemptDir
 
 HOST, DEVICE = "fr_trace_json", "dump_nccl_trace_json"
 """The two recorders of torch: gloo's, which is always there, and NCCL's, where torch was built with it."""
+NOTHING = b""
+"""The answer of a server that has no such recorder."""
 MOST = 8 << 20
 """Bytes that an answer may have."""
 _LONGEST_PATH = 100
 """Characters of a Unix socket's path; the kernel takes 107."""
+_UNKNOWN = 404
 _REFUSED = (OSError, EOFError, ValueError, asyncio.LimitOverrunError)
 
 
@@ -51,10 +54,11 @@ def _private_folder() -> str:
 async def flight(rank: int, path: str, seconds: float) -> Flight | None:
     """The record of the rank that listens on `path`; None when it does not answer in time."""
     host, device = await asyncio.gather(ask(path, HOST, seconds), ask(path, DEVICE, seconds))
-    if host is None:
+    # Without the record of its GPU, that of its host would be held against the others' GPUs.
+    if not host or device is None:
         return None
     try:
-        return read(rank, host, device, _groups(path))
+        return read(rank, host, device or None, _groups(path))
     except (ValueError, TypeError, KeyError):  # an answer, but none that this version of torch should give
         return None
 
@@ -67,7 +71,9 @@ async def flights(paths: Mapping[int, str], seconds: float) -> tuple[list[Flight
 
 
 async def ask(path: str, handler: str, seconds: float) -> bytes | None:
-    """What torch's worker server on `path` answers; None when it is not there, says no or is late."""
+    """What torch's worker server on `path` answers; NOTHING when it knows no such handler, None when it is not there,
+    says no or is late.
+    """
     try:
         async with asyncio.timeout(seconds):
             return await _ask(path, handler)
@@ -85,6 +91,8 @@ async def _ask(path: str, handler: str) -> bytes | None:
         )
         await writer.drain()
         status, headers = await _head(reader)
+        if status == _UNKNOWN:
+            return NOTHING
         return await _body(reader, headers) if status == 200 else None
     finally:
         writer.close()

@@ -73,6 +73,7 @@ class Suspicion:
     kind: Stall
     why: str
     rivals: tuple[Sighting, ...]  # `rank` is one of them
+    spins: bool = False  # they wait for a GPU, which takes CPU time
 
     @property
     def halted(self) -> bool:
@@ -111,12 +112,14 @@ def judge(
     found: float = 0.0,
     halted_for: Mapping[int, float] = _NOBODY,
     silences: Gaps = _NO_GAPS,
+    on_gpus: bool = False,
 ) -> Judgement:
     """The verdict on one generation.
 
     `finding` is what flight records said when they were asked for, `found` seconds ago; `lock_held` names the ranks
     in whose interpreters nothing can run; `halted_for` has the seconds for which a rank has been seen halted, where
-    that is known; time in which nothing was heard of a rank's node does not count against it (`silences`).
+    that is known; time in which nothing was heard of a rank's node does not count against it (`silences`). `on_gpus`:
+    who waits for a collective of the GPUs spins, so that its CPU time is no sign of life.
     """
     live = [one for one in sightings if not one.ended]
     if not live:
@@ -128,7 +131,7 @@ def judge(
     # Most of the time somebody moves, and nothing more needs to be known.
     if quiet < LOOK_AT_HALTED:
         return fine(_still_moving(mover, quiet, LOOK_AT_HALTED, silences))
-    suspicion = first_to_stop(live, finding, lock_held)
+    suspicion = first_to_stop(live, finding, lock_held, on_gpus=on_gpus)
     due = LOOK_AT_HALTED if suspicion.halted else limits.look_after
     if quiet < due:
         return fine(_still_moving(mover, quiet, due, silences))
@@ -147,7 +150,11 @@ def judge(
 
 
 def first_to_stop(
-    live: Sequence[Sighting], finding: Finding | None, lock_held: AbstractSet[int] = frozenset()
+    live: Sequence[Sighting],
+    finding: Finding | None,
+    lock_held: AbstractSet[int] = frozenset(),
+    *,
+    on_gpus: bool = False,
 ) -> Suspicion:
     """Who stopped first, by the strongest evidence there is; whether that is legal is not asked here."""
     # What the kernel says needs no interpretation.
@@ -161,11 +168,13 @@ def first_to_stop(
         first = _first(traced, lock_held)
         return Suspicion(rank=first, kind=Stall.UNKNOWN, why="a debugger holds it", rivals=(first,))
     # What the ranks themselves have recorded.
-    recorded = None if finding is None else _recorded(live, finding, lock_held)
+    recorded = None if finding is None else _recorded(live, finding, lock_held, on_gpus)
     return recorded if recorded is not None else _least_advanced(live, lock_held)
 
 
-def _recorded(live: Sequence[Sighting], finding: Finding, lock_held: AbstractSet[int]) -> Suspicion | None:
+def _recorded(
+    live: Sequence[Sighting], finding: Finding, lock_held: AbstractSet[int], on_gpus: bool
+) -> Suspicion | None:
     """What flight records show; None when they name nobody who is still there."""
     if finding.kind not in ("missing", "desync_shape", "desync_order", "stuck_together"):
         return None
@@ -175,7 +184,8 @@ def _recorded(live: Sequence[Sighting], finding: Finding, lock_held: AbstractSet
         joined = tuple(named or live)
         spread = len({one.node for one in joined}) > 1
         kind = Stall.NETWORK if spread else Stall.UNKNOWN
-        return Suspicion(rank=None, kind=kind, why=finding.reason, rivals=joined)
+        spins = on_gpus and not finding.on_host
+        return Suspicion(rank=None, kind=kind, why=finding.reason, rivals=joined, spins=spins)
     if not named:
         return None
     first = _first(named, lock_held)
@@ -183,9 +193,11 @@ def _recorded(live: Sequence[Sighting], finding: Finding, lock_held: AbstractSet
         return Suspicion(rank=first, kind=Stall.DESYNC, why=finding.reason, rivals=(first,))
     return Suspicion(
         rank=first,
-        kind=_kind(first, lock_held),
+        # The host has gone ahead of its GPU: where it stands says nothing about what hangs.
+        kind=Stall.STUCK_IN_COMPUTE if finding.queued else _kind(first, lock_held),
         why=_with_lock(first, lock_held, finding.reason),
         rivals=_beside(first, named),
+        spins=finding.queued,
     )
 
 
@@ -243,7 +255,7 @@ def _overdue(suspicion: Suspicion, limits: Limits, silences: Gaps, *, waited_for
     """Seconds above the limit, negative below it, and the limit; of several ranks the one with most time left."""
     over, allowed = float("inf"), Allowed(0.0, "")
     for one in suspicion.rivals:
-        its = limits.of(one, waited_for=waited_for)
+        its = limits.of(one, waited_for=waited_for, spins=suspicion.spins)
         if still(one, silences) - its.seconds < over:
             over, allowed = still(one, silences) - its.seconds, its
     return over, allowed

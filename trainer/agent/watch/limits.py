@@ -13,7 +13,8 @@ HALTED = frozenset("TZX")
 """States of a process that nobody may be waiting for: stopped by a signal, dead, gone."""
 
 LIVELY = 4.0
-"""A phase of a step may take so many times its limit while its rank shows signs of life: it may also spin."""
+"""What may also spin may take so many times its limit while its rank shows signs of life: a phase of a step, and a wait
+for a GPU in any phase."""
 
 LOOK_LEAST = 2.0
 """Nobody looks closer before everybody has been still for so many seconds."""
@@ -47,23 +48,30 @@ class Limits:
         longest = max((self._p99.get(phase, 0.0) for phase in FAST), default=0.0)
         return max(LOOK_LEAST, self.config.least / 2, LOOK_FACTOR * longest)
 
-    def of(self, one: Sighting, *, waited_for: bool = True) -> Allowed:
-        """What this rank is allowed; `waited_for`: peers stand still, so that being stopped does harm."""
+    def of(self, one: Sighting, *, waited_for: bool = True, spins: bool = False) -> Allowed:
+        """What this rank is allowed; `waited_for`: peers stand still, so that being stopped does harm.
+
+        `spins`: it is known to wait for a GPU, which takes CPU time without doing anything.
+        """
         began = max(0.0, one.age - one.alive)  # how long it went on after it wrote its cell
         if one.state == "t":
             return Allowed(self.config.most, f"a debugger holds it, which is excused for {said(self.config.most)}")
         if one.state in HALTED and waited_for:
             return self._halted(began)
         plain = self._of_phase(one.phase, one.first)
-        if one.first or one.phase not in FAST:
-            return self._slow(plain, began, waits_for_disk=one.state == "D")
-        return self._fast(plain, began)
+        waits_for_disk = one.state == "D"
+        if not spins and (one.first or one.phase not in FAST):
+            return self._slow(plain, began, waits_for_disk=waits_for_disk)
+        if waits_for_disk and plain.seconds < self.config.slow:
+            slow = self.config.slow
+            plain = Allowed(slow, f"{said(slow)} for {one.phase} that waits for a disk (state D)")
+        return self._lively(plain, began)
 
     def _halted(self, began: float) -> Allowed:
         stopped, most = self.config.stopped, self.config.most
         return Allowed(min(most, began + stopped), f"{said(stopped)} for a halted process")
 
-    def _fast(self, plain: Allowed, began: float) -> Allowed:
+    def _lively(self, plain: Allowed, began: float) -> Allowed:
         longest = min(LIVELY * plain.seconds, self.config.most)
         seconds = min(plain.seconds + began, longest)
         if began < 1.0:

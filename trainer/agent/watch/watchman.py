@@ -62,11 +62,12 @@ class Watchman:
     """One generation's watch; all times are on the coordinator's monotonic clock."""
 
     def __init__(
-        self, config: HangConfig, roster: Roster, generation: int, started: float, *, world: int, seen: bool = True
-    ) -> None:
+        self, config: HangConfig, roster: Roster, generation: int, started: float, *, world: int, seen: bool = True,
+        on_gpus: bool = False,
+    ) -> None:  # fmt: skip
         """`seen` is False for ranks of which no step is known: nothing is judged then."""
         self._config, self._roster, self._generation = config, roster, generation
-        self._on = config.on and seen
+        self._on, self._on_gpus = config.on and seen, on_gpus
         self.scene = Scene(started, world)
         self._inquiry: _Inquiry | None = None
         self._serial = self._incidents = 0
@@ -142,6 +143,7 @@ class Watchman:
             found=now - inquiry.asked if inquiry is not None else 0.0,
             halted_for={rank: now - since for rank, since in self._halted.items()},
             silences=self._silences.at(now),
+            on_gpus=self._on_gpus,
         )
 
     def _finding(self, seen: list[Sighting], now: float) -> Finding | None:

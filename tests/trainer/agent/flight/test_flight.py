@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.agent.flight.analysis import analyse
-from trainer.agent.flight.record import WIRE, Flight, Group, parse
+from trainer.agent.flight.record import WIRE, Flight, Group, newest, parse
 from trainer.contract.groups import runs, unrun
 
 
@@ -367,3 +367,23 @@ def test_nobody_inside_is_ever_called_missing(states: list[tuple[int, bool]], si
         assert not set(finding.ranks) & waiting
     if finding.kind == "stuck_together":
         assert set(finding.ranks) <= waiting
+
+
+def test_many_ways_to_be_wrong_are_counted_not_listed() -> None:
+    flights = [flight(rank, call("0", 1, size=rank + 1, retired=False)) for rank in range(2000)]
+    found = analyse(flights, range(2000))
+    assert found.kind == "desync_shape"
+    assert "and 1,996 more ways" in found.reason
+    assert len(found.reason) < 1000
+
+
+def test_a_record_is_shortened_to_its_newest_entries_and_stays_one() -> None:
+    whole = json.dumps({"version": "2.10", "entries": history("0", 2000, inside=True)}).encode()
+    short = newest(whole, 100_000)
+    told = json.loads(short)
+    assert len(short) <= 100_000
+    assert told["version"] == "2.10"
+    assert told["entries"][-1] == json.loads(whole)["entries"][-1]
+    assert len(told["entries"]) > 50
+    assert newest(short, 100_000) == short
+    assert isinstance(json.loads(newest(b"no record" * 10_000, 1000)), str)

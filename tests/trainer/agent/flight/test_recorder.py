@@ -84,7 +84,7 @@ def test_an_answer_until_the_end(path: str) -> None:
 @pytest.mark.parametrize(
     "answer",
     [
-        b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\nno",
+        b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 2\r\n\r\nno",
         b"HTTP/1.1 200 OK\r\nContent-Length: 400\r\n\r\ncut off",
         b"HTTP/1.1 200 OK\r\nContent-Length: -4\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n",
@@ -97,6 +97,10 @@ def test_an_answer_until_the_end(path: str) -> None:
 )
 def test_what_is_no_answer_is_none(path: str, answer: bytes) -> None:
     assert asked(path, answer) is None
+
+
+def test_a_server_without_such_a_recorder_says_so(path: str) -> None:
+    assert asked(path, b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\nno") == recorder.NOTHING
 
 
 def test_silence_has_an_end(path: str) -> None:
@@ -128,6 +132,13 @@ def test_on_gpus_there_are_two_recorders(path: str) -> None:
     assert flight is not None
     assert {key: group.entered for key, group in flight.groups.items()} == {"0": 9, "0 on the host": 3}
     assert flight.groups["0"].ranks == (0, 1)
+
+
+def test_without_the_record_of_its_gpu_a_rank_has_not_answered(path: str) -> None:
+    """That of its host, taken for that of its GPU, would say that it never entered what its peers wait in."""
+    server = Server({"fr_trace_json": whole(DUMP), "dump_nccl_trace_json": None})
+    found, silent = asyncio.run(server.during(path, recorder.flights({1: path}, 0.3)))
+    assert (found, silent) == ([], [1])
 
 
 def test_the_folder_is_private_and_goes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

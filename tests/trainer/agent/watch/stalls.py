@@ -290,6 +290,7 @@ def _spells(job: Job) -> Iterator[tuple[Slow, ...]]:
     yield (Slow(ranks=frozenset({0}), phase="checkpoint", seconds=600, helper="writer"),)
     yield (Slow(ranks=everybody, phase="compile", seconds=300, helper="children"),)
     yield (Slow(ranks=one, phase="data", seconds=20, helper="children"),)
+    yield (Slow(ranks=one, phase="data", seconds=90, state="D"),)
     yield (Slow(ranks=frozenset({0}), phase="checkpoint", seconds=100),)
     yield (Slow(ranks=one, phase=phase, times=20),)
     yield (Slow(ranks=one, phase=phase, times=20, lives=True),)

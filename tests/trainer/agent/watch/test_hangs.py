@@ -322,3 +322,18 @@ def test_hundreds_of_staged_hangs_are_named_in_time(what: str, record_property: 
 
 def test_a_judgement_of_nothing_is_empty() -> None:
     assert judge([], None, LIMITS) == Judgement(verdict=Verdict.FINE, reason="all ranks have ended")
+
+
+@pytest.mark.parametrize(("group", "on_gpus", "verdict"), [
+    ("0", True, Verdict.HUNG), ("0", False, Verdict.FINE), ("0 on the host", True, Verdict.FINE),
+])  # fmt: skip
+def test_spinning_for_a_collective_of_gpus_is_no_sign_of_life(group, on_gpus, verdict):
+    seen = [at(rank, "init", 500.0, alive=0.1, first=True) for rank in range(8)]
+    finding = replace(together(*range(8)), group=group)
+    assert judge(seen, finding, LIMITS, on_gpus=on_gpus).verdict is verdict
+
+
+def test_where_the_host_stands_says_nothing_about_what_hangs_on_its_gpu():
+    finding = replace(missing(5), queued=True)
+    found = judge(crew(at(5, "data", 40.0, alive=0.1), age=40.0, alive=0.1), finding, LIMITS, on_gpus=True)
+    assert (found.verdict, found.culprit, found.kind) == (Verdict.HUNG, 5, Stall.STUCK_IN_COMPUTE)

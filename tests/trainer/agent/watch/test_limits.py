@@ -50,7 +50,8 @@ LIMITS = [
     (still(60, "nap"), 120.0, "120 s for nap"),
     # Waiting for a disk is a sign of life where disks are waited for.
     (still(60, "checkpoint", state="D"), 3600.0, "it waits for a disk (state D)"),
-    (still(60, "data", state="D"), 8.0, "8.0 s for data"),
+    (still(60, "data", state="D"), 120.0, "120 s for data that waits for a disk (state D)"),
+    (still(100, "data", state="D", alive=60.0), 160.0, "counted from its last sign of life, at most 480 s"),
     # A process that was halted does nothing of its own accord; one in a debugger has somebody with it.
     (still(60, "data", state="T"), 3.0, "3.0 s for a halted process"),
     (still(60, "eval", state="T", alive=1.0), 62.0, "3.0 s for a halted process"),
@@ -109,3 +110,11 @@ def test_the_fast_phases_are_those_that_are_measured():
 )
 def test_durations_in_words(seconds, words):
     assert said(seconds) == words
+
+
+@pytest.mark.parametrize("phase", ["init", "restore", "forward"])
+def test_who_spins_for_a_gpu_shows_signs_of_life_for_four_times_its_limit_only(phase):
+    one = still(2000, phase, first=True, alive=0.1)
+    limits = Limits(HangConfig(), {})
+    assert limits.of(one).seconds > 2000
+    assert limits.of(one, spins=True).seconds == 480.0

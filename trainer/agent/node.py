@@ -14,7 +14,7 @@ from trainer.agent.evidence.witness import Witness
 from trainer.agent.fleet import machine_identity, preflight
 from trainer.agent.fleet.roster import SILENCE_SECONDS
 from trainer.agent.flight.recorder import Sockets
-from trainer.agent.processes import burial, cores, mischief
+from trainer.agent.processes import apart, burial, cores, mischief
 from trainer.agent.processes.births import Births, Wishes
 from trainer.agent.processes.farewell import farewell, of_shell
 from trainer.agent.processes.local_ranks import LocalRank, LocalRanks
@@ -69,21 +69,26 @@ class NodeAgent:
         for number in self._early:
             self.signalled(number)
         try:
-            faults = await asyncio.to_thread(preflight.examine, self._run.path, self._config)
-            reasons = "; ".join(fault.reason for fault in faults)
-            self._events.write(
-                EventKind.PREFLIGHT, node=self._place.node, name=self._place.name, ok=not faults, reason=reasons
-            )
-            told = [fault.to_json() for fault in faults]
-            peer.send("fit", faults=told, wall=time.time(), machine=machine_identity.identity())
-            if not faults:
-                self._start_nursery()
+            # Whoever says nothing is lost, and a driver or a file system may keep the examination for longer.
             self._spawn(self._watch())
+            self._spawn(self._examine())
             return await self._listen()
         finally:
             for task in self._tasks:
                 task.cancel()
             await self._leave()
+
+    async def _examine(self) -> None:
+        """Tell what is wrong with this node; a fit one gets its nursery."""
+        faults = await apart.begin(lambda: preflight.examine(self._run.path, self._config))
+        reasons = "; ".join(fault.reason for fault in faults)
+        self._events.write(
+            EventKind.PREFLIGHT, node=self._place.node, name=self._place.name, ok=not faults, reason=reasons
+        )
+        told = [fault.to_json() for fault in faults]
+        self._peer.send("fit", faults=told, wall=time.time(), machine=machine_identity.identity())
+        if not faults:
+            self._start_nursery()
 
     def signalled(self, number: int) -> None:
         """Slurm, or a person, sent this agent a signal: the coordinator decides what it means."""

@@ -1,6 +1,7 @@
 """One agent alone: what it tells the coordinator of its ranks and its nursery."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,9 @@ import pytest
 
 from trainer.agent import node
 from trainer.agent.control import silence
+from trainer.agent.coordination import gathering
+from trainer.agent.fleet import preflight
+from trainer.agent.fleet.preflight import Fault
 from trainer.agent.node import NodeAgent
 from trainer.agent.processes.local_ranks import LocalRanks
 from trainer.contract.config import ClusterShape, JobConfig
@@ -166,3 +170,39 @@ def test_a_coordinator_that_says_nothing_is_lost(alone, hasty):
         return await asyncio.wait_for(alone.agent._listen(), 5)
 
     assert asyncio.run(scene()) == 75
+
+
+def test_an_agent_speaks_while_its_node_is_examined_and_can_be_told_to_end(alone, monkeypatch):
+    answered = threading.Event()
+    fault = Fault(check="GPUs", reason="0 GPU(s)", shared=False)
+    monkeypatch.setattr(preflight, "examine", lambda *_: answered.wait(20) and [fault])
+    monkeypatch.setattr(node, "report_seconds", lambda _: 0.1)
+
+    async def heard(line: Line, kind: str) -> None:
+        async with asyncio.timeout(5):
+            while not line.of(kind):
+                await asyncio.sleep(0.01)
+
+    async def scene(*, driver: bool) -> Line:
+        answered.clear()
+        line, alone.agent._ranks = Line(), None
+        serving = asyncio.create_task(alone.agent.serve(line))
+        await heard(line, "progress")
+        assert not line.of("fit")
+        if driver:
+            answered.set()
+            await heard(line, "fit")
+        line.say("end", code=0)
+        assert await asyncio.wait_for(serving, 5) == 0
+        answered.set()
+        return line
+
+    try:
+        assert not asyncio.run(scene(driver=False)).of("fit")
+        assert [message["faults"] for message in asyncio.run(scene(driver=True)).of("fit")] == [[fault.to_json()]]
+    finally:
+        alone.agent._ranks = alone.ranks  # closed by the fixture
+
+
+def test_a_driver_that_hangs_is_found_out_before_its_node_is_given_up():
+    assert 4 * preflight._DRIVER_SECONDS < gathering.EXAMINE_SECONDS

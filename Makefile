@@ -52,6 +52,7 @@ proof: venv  ## the long counts; writes docs/proof.md
 bench: venv  ## times beside their limits; only numbers of a quiet machine count
 	$(BIN)/python -m benchmarks.cli
 	$(BIN)/python -m benchmarks.checkpoint
+	$(BIN)/python -m benchmarks.recovery
 
 wheel: venv  ## build dist/*.whl
 	$(BIN)/python -m build --wheel --outdir dist .

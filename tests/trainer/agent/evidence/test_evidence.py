@@ -166,6 +166,8 @@ def test_the_size_of_files_and_bundles_is_bounded(stood: Any, tmp_path: Path) ->
     full = [name for name, why in told["missing"].items() if "the bundle is full" in why]
     assert full
     assert all(name.startswith(("logs/", "node-")) for name in full)
+    logs = sum(path.stat().st_size for path in bundle.glob("logs/*"))
+    assert logs <= FILE // 2, "what says more than a log has a part of its own"
     assert sum(path.stat().st_size for path in bundle.rglob("*") if path.is_file()) <= FILE
     kept = (bundle / "logs/rank-00000.txt").read_text()
     assert kept.endswith("the end")

@@ -160,6 +160,54 @@ def test_a_node_that_cannot_start_ranks_is_replaced(tmp_path, monkeypatch, how):
     led(tmp_path, script)
 
 
+UNLOADABLE = {"exception": "OSError", "message": "[Errno 5] model.py"}
+
+
+def test_a_spare_that_cannot_import_the_workload_ends_nothing_and_takes_no_seat(tmp_path):
+    async def script(scene: Scene) -> None:
+        peers = [await scene.join(node) for node in (0, 1, 2)]
+        await hear(peers[1], "start")
+        peers[2].send("unloadable", **UNLOADABLE)
+        while not scene.leader._roster.members[2].unfit:
+            await hear(peers[0], "ping")
+        for _ in range(2):
+            await hear(peers[0], "ping")
+        assert not scene.events(EventKind.GENERATION_ENDED)
+        await peers[1].close()
+        peers[0].send("gone", generation=1)
+        assert await asyncio.wait_for(scene.leading, 15) == 75
+        assert not scene.events(EventKind.SPARE_USED)
+
+    led(tmp_path, script)
+
+
+def test_a_node_alone_that_cannot_import_the_workload_is_replaced(tmp_path):
+    async def script(scene: Scene) -> None:
+        peers = [await scene.join(node, ready=node != 1) for node in (0, 1, 2)]
+        await hear(peers[1], "seat")
+        while not all(scene.leader._roster.members[node].ready for node in (0, 2)):
+            await hear(peers[1], "ping")
+        peers[1].send("unloadable", **UNLOADABLE)
+        assert (await hear(peers[2], "start"))["seat"] == 1
+        (used,) = scene.events(EventKind.SPARE_USED)
+        assert (used.data["name"], used.data["instead"]) == ("n2", "n1")
+        assert used.data["reason"].startswith("n1: the workload cannot be imported: OSError: [Errno 5] model.py, while")
+
+    led(tmp_path, script)
+
+
+def test_a_workload_that_nobody_could_import_is_the_users_error_and_uses_no_spare(tmp_path):
+    async def script(scene: Scene) -> None:
+        peers = [await scene.join(node, ready=False) for node in (0, 1, 2)]
+        await hear(peers[1], "seat")
+        peers[1].send("unloadable", **UNLOADABLE)
+        assert await asyncio.wait_for(scene.leading, 15) == 78
+        assert AttemptOutcome.read(scene.attempt.outcome).failure.kind == "user_error"
+        assert not scene.events(EventKind.SPARE_USED)
+
+    led(tmp_path, script)
+
+
 def test_a_node_whose_clock_is_off_is_left_out_and_that_is_told(tmp_path):
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node, fit=False) for node in (0, 1, 2)]

@@ -35,9 +35,17 @@ class NodeTrouble:
             self._fail(FailureKind.AGENT_LOST, node, f"the agent of {member.name} is lost: {reason}")
 
     def unloadable(self, node: int, message: Message) -> None:
-        """A nursery cannot import the workload."""
-        reason = f"the workload cannot be imported: {message['exception']}: {message['message']}"
-        self._fail(FailureKind.USER_ERROR, node, reason)
+        """A nursery cannot import the workload: where others could, that is its node's fault."""
+        member = self._roster.members[node]
+        member.unfit = f"the workload cannot be imported: {message['exception']}: {message['message']}"
+        if not self._roster.is_needed(node):
+            return
+        others = [other for other in self._roster.present() if other.node != node and other.ready]
+        if others:
+            told = f"{member.name}: {member.unfit}, while {others[0].name} can import it"
+            self._fail(FailureKind.NODE_SUSPECT, node, told)
+        else:
+            self._fail(FailureKind.USER_ERROR, node, member.unfit)
 
     def barren(self, node: int, reason: str) -> None:
         """A node's nurseries die one after the other."""

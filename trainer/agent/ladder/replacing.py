@@ -43,5 +43,8 @@ def is_wanted(decision: Decision | None, roster: Roster) -> bool:
     """Whether this end of an attempt, between two generations, comes of one node alone, and spares are left."""
     if decision is None or decision.action is not Action.END or decision.failure is None or not roster.spares():
         return False
+    # A program that nobody could load yet will not load on a spare.
+    if decision.failure.kind is FailureKind.USER_ERROR:
+        return False
     node = roster.node_of(decision.failure.node)
     return decision.failure.kind is FailureKind.AGENT_LOST or (node is not None and bool(roster.members[node].unfit))

@@ -16,10 +16,12 @@ from trainer.agent.coordination.coordinator import Coordinator
 from trainer.agent.coordination.heartbeat import Heartbeat, Standing
 from trainer.agent.coordination.outbox import Outbox
 from trainer.agent.ladder import rolling_back
+from trainer.agent.main import SurvivingLog
 from trainer.contract import skips
 from trainer.contract.config import ClusterShape, JobConfig
 from trainer.contract.events import Event, EventKind, EventLog, read_events
 from trainer.contract.launch import LaunchToken
+from trainer.contract.lines import LineFile
 from trainer.contract.outcome import AttemptOutcome, Failure, FailureKind
 from trainer.contract.place import Place
 from trainer.contract.requests import Request, RequestKind
@@ -30,14 +32,14 @@ from trainer.contract.skips import Skip
 class Scene:
     """One coordinator of two nodes and the agents that have joined it."""
 
-    def __init__(self, folder: Path, spares: int = 0) -> None:
+    def __init__(self, folder: Path, spares: int = 0, log: type[EventLog] = EventLog) -> None:
         self.run = RunDir(folder / "run-1")
         self.run.make()
         self.attempt = self.run.attempt(1)
         self.attempt.make()
         self._token = LaunchToken(attempt=1, epoch=1, job_id="7", nonce="0badcafe")
         self._token.write(self.attempt.go)
-        self._events = EventLog(self.attempt.event_file("coordinator"), "coordinator", 1)
+        self._events = log(self.attempt.event_file("coordinator"), "coordinator", 1)
         self.leader = Coordinator(
             run=self.run, attempt=self.attempt, config=JobConfig(cluster=ClusterShape(nodes=2, spare_nodes=spares)),
             place=Place(kind="slurm", job_id="7", node=0, nodes=2 + spares, name="n0"), events=self._events,
@@ -87,9 +89,9 @@ async def hear(peer: Peer, say: str, seconds: float = 10.0) -> Message:
 def play(tmp_path: Path) -> Callable[..., None]:
     """Runs one coroutine with a coordinator that leads."""
 
-    def run(script: Callable[[Scene], Any], spares: int = 0) -> None:
+    def run(script: Callable[[Scene], Any], spares: int = 0, log: type[EventLog] = EventLog) -> None:
         async def whole() -> None:
-            async with Scene(tmp_path, spares).led() as scene:
+            async with Scene(tmp_path, spares, log).led() as scene:
                 await script(scene)
 
         asyncio.run(whole())
@@ -100,6 +102,7 @@ def play(tmp_path: Path) -> Callable[..., None]:
 def test_agents_hear_from_a_coordinator_whose_file_system_hangs(play, monkeypatch):
     back = threading.Event()
     monkeypatch.setattr(Heartbeat, "write", lambda *_: back.wait(20))
+    monkeypatch.setattr(LineFile, "append", lambda *_: back.wait(20))
 
     async def script(scene: Scene) -> None:
         peer = await scene.join(1)
@@ -109,16 +112,17 @@ def test_agents_hear_from_a_coordinator_whose_file_system_hangs(play, monkeypatc
         finally:
             back.set()
 
-    play(script)
+    play(script, log=SurvivingLog)
 
 
-@pytest.mark.parametrize("hung", ["heartbeat", "outcome", "both"])
+@pytest.mark.parametrize("hung", ["heartbeat", "outcome", "events", "all"])
 def test_agents_are_told_to_end_although_the_run_directory_hangs(play, monkeypatch, hung):
-    """All writes but those of events never come back; whoever waits for them for ever leaves the agents waiting."""
+    """Writes never come back; whoever waits for them for ever leaves the agents waiting."""
     back = threading.Event()
-    for name, what in (("heartbeat", Heartbeat), ("outcome", AttemptOutcome)):
-        if hung in (name, "both"):
-            monkeypatch.setattr(what, "write", lambda *_: back.wait(60))
+    writes = (("heartbeat", Heartbeat, "write"), ("outcome", AttemptOutcome, "write"), ("events", LineFile, "append"))
+    for name, what, how in writes:
+        if hung in (name, "all"):
+            monkeypatch.setattr(what, how, lambda *_: back.wait(60))
     monkeypatch.setattr(outbox, "SHOW_SECONDS", 0.5)
     monkeypatch.setattr(outbox, "LEAVE_SECONDS", 0.5)
 
@@ -134,7 +138,7 @@ def test_agents_are_told_to_end_although_the_run_directory_hangs(play, monkeypat
         finally:
             back.set()
 
-    play(script)
+    play(script, log=SurvivingLog)
 
 
 async def leave(peers: list[Peer], exit_code: int, generation: int = 1) -> None:

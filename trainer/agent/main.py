@@ -1,12 +1,12 @@
 """One agent: the entry point that submitit calls on every node."""
 
 import asyncio
-import contextlib
 import os
 import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,26 +19,42 @@ from trainer.agent.coordination.coordinator import Coordinator
 from trainer.agent.coordination.gate import Refused, wait_for_go
 from trainer.agent.node import NodeAgent
 from trainer.agent.processes import lineage
+from trainer.agent.processes.write_behind import WriteBehind, settle
 from trainer.agent.watch.blame import signal_name
 from trainer.contract.config import JobConfig, load
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.launch import LaunchToken
+from trainer.contract.lines import LineFile
 from trainer.contract.outcome import ExitCode
 from trainer.contract.place import Place, discover
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 _HEARD = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 _CONNECT_SECONDS = 60.0
+_DRILL_SECONDS = 1.0
+_WORDS_SECONDS = 1.0
+"""How long words on stderr may hold up the end, after the events."""
 
 
 class SurvivingLog(EventLog):
-    """An event log whose failure is told on stderr and ends nothing: a full disk must not kill what computes."""
+    """An event log whose failure is told on stderr and ends nothing, and whose file system may hang.
+
+    Time and number are those of the call, not of the moment when the line is written.
+    """
+
+    def __init__(self, path: Path, source: str, attempt: int) -> None:
+        file = LineFile(path)
+        self.behind = WriteBehind(file.append, _lost_event, file.close)
+        super().__init__(path, source, attempt, lines=self.behind)
 
     def write(self, kind: EventKind, /, **data: Any) -> None:
-        try:
-            super().write(kind, **data)
-        except OSError as error:
-            sys.stderr.write(f"orch-agent: event {kind} {data} is lost: {error}\n")
+        super().write(kind, **data)
+        if kind is EventKind.DRILL:  # what was ordered may kill this very process next
+            self.behind.flush(_DRILL_SECONDS)
+
+
+def _lost_event(line: str, why: str) -> None:
+    sys.stderr.write(f"orch-agent: event {line} is lost: {why}\n")
 
 
 def run_agent(run_dir: str, attempt: str) -> NoReturn:
@@ -51,6 +67,7 @@ def run_agent(run_dir: str, attempt: str) -> NoReturn:
     # Never closed, as asyncio.run would: that waits for every thread, and one may wait for a hung file system.
     runner = asyncio.Runner()
     early: list[int] = []
+    agent: Agent | None = None
     try:
         # At once: submitit's handlers would requeue the job by themselves.
         for number in _HEARD:
@@ -60,13 +77,18 @@ def run_agent(run_dir: str, attempt: str) -> NoReturn:
         os.environ.setdefault("SPT_NOENV", "1")
         setproctitle("orch-agent")
         run = RunDir(Path(run_dir))
-        code = runner.run(Agent(run, run.attempt(int(attempt)), early).live())
+        agent = Agent(run, run.attempt(int(attempt)), early)
+        code = runner.run(agent.live())
     except BaseException:  # noqa: BLE001  # outermost edge
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        try:
+            if agent is not None:
+                agent.settle()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
 
 
 class Agent:
@@ -77,6 +99,13 @@ class Agent:
         self._started = time.monotonic()
         self._node: NodeAgent | None = None
         self._main: asyncio.Task[Any] | None = None
+        self._logs: list[WriteBehind] = []
+        self._words: list[WriteBehind] = []
+
+    def settle(self) -> None:
+        """Have all events and words written before the end, as far as the file system answers."""
+        settle(self._logs)
+        settle(self._words, _WORDS_SECONDS)
 
     async def live(self) -> int:
         """From the gate to the exit code."""
@@ -90,7 +119,7 @@ class Agent:
             return ExitCode.NEVER_RETRY
         try:
             self._follow_job(place)
-            _say_also(self._attempt.agent_log(place.node))
+            self._words += say_also(self._attempt.agent_log(place.node))
             token = await wait_for_go(self._attempt.go, place, self._attempt.number)
             config = await asyncio.to_thread(self._config, place)
             return await self._work(place, config, token)
@@ -143,9 +172,7 @@ class Agent:
         sys.stderr.write(f"orch-agent: refuses to train: {reason}\n")
         # Under its own name: the attempt's agents may be another job's.
         source = f"refused-{place.job_id}-{place.node:04d}"
-        log = SurvivingLog(self._attempt.event_file(source), source, self._attempt.number)
-        log.write(EventKind.DECISION, action="refuse", reason=reason)
-        log.close()
+        self._log(source).write(EventKind.DECISION, action="refuse", reason=reason)
         return ExitCode.NEVER_RETRY
 
     # -- work --------------------------------------------------------------------------------------------------------
@@ -164,7 +191,9 @@ class Agent:
         return code if leading is None else await leading
 
     def _log(self, source: str) -> EventLog:
-        return SurvivingLog(self._attempt.event_file(source), source, self._attempt.number)
+        log = SurvivingLog(self._attempt.event_file(source), source, self._attempt.number)
+        self._logs.append(log.behind)
+        return log
 
     async def _lead(self, place: Place, config: JobConfig, token: LaunchToken) -> "asyncio.Task[int]":
         """Node 0 leads: its coordinator runs in this loop."""
@@ -196,25 +225,40 @@ class Agent:
             await asyncio.sleep(0.2)
 
 
-def _say_also(log: Path) -> None:
-    """Copy what is said on stderr into the agent's log as well: submitit's files are not for users."""
-    sys.stderr = _Both(sys.stderr, log)
+def say_also(log: Path) -> list[WriteBehind]:
+    """Copy what is said on stderr into the agent's log as well: submitit's files are not for users.
+
+    Both lie in the run directory, which may hang, so both are written behind.
+    """
+    stderr = sys.stderr
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    def shown(text: str) -> None:
+        stderr.write(text)
+        stderr.flush()
+
+    both = [
+        WriteBehind(shown, _lost_words),
+        WriteBehind(lambda text: os.write(descriptor, text.encode(errors="replace")), _lost_words),
+    ]
+    sys.stderr = _Both(stderr.fileno, both)
+    return both
+
+
+def _lost_words(text: str, why: str) -> None:
+    """There is nowhere left to say it."""
 
 
 class _Both:
-    """Writes to two streams; a log that cannot be written does not silence the other."""
+    """Stands for stderr; a log that cannot be written does not silence the other."""
 
-    def __init__(self, first: Any, log: Path) -> None:
-        self._first = first
-        self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    def __init__(self, fileno: Callable[[], int], both: Sequence[WriteBehind]) -> None:
+        self.fileno, self._both = fileno, both
 
     def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):
-            os.write(self._log, text.encode(errors="replace"))
-        return int(self._first.write(text))
+        for one in self._both:
+            one.append(text)
+        return len(text)
 
     def flush(self) -> None:
-        self._first.flush()
-
-    def fileno(self) -> int:
-        return int(self._first.fileno())
+        """Nothing is kept back, and nobody is to wait."""

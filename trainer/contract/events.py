@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.durable import dump_line
-from trainer.contract.lines import LineFile
+from trainer.contract.lines import LineFile, Lines
 
 
 class EventKind(StrEnum):
@@ -66,8 +66,12 @@ class Event:
 class EventLog:
     """Appends events of one process to its own file; every line is one write to an O_APPEND descriptor."""
 
-    def __init__(self, path: Path, source: str, attempt: int, *, clock: Callable[[], float] = time.time) -> None:
-        self._file = LineFile(path)
+    def __init__(
+        self, path: Path, source: str, attempt: int, *, clock: Callable[[], float] = time.time,
+        lines: Lines | None = None,
+    ) -> None:  # fmt: skip
+        """`lines`: what takes the lines instead of the file itself."""
+        self._lines = LineFile(path) if lines is None else lines
         self._source, self._attempt, self._clock, self._seq = source, attempt, clock, 0
         self._lock = threading.Lock()
         self.generation = 0
@@ -85,10 +89,10 @@ class EventLog:
                 "generation": self.generation,
                 "data": data,
             }
-            self._file.append(dump_line(line))
+            self._lines.append(dump_line(line))
 
     def close(self) -> None:
-        self._file.close()
+        self._lines.close()
 
 
 def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:

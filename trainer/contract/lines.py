@@ -3,6 +3,15 @@
 import errno
 import os
 from pathlib import Path
+from typing import Protocol
+
+
+class Lines(Protocol):
+    """Where whole lines go, in order."""
+
+    def append(self, line: str, /) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class LineFile:

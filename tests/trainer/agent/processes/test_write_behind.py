@@ -1,0 +1,279 @@
+"""What is written behind: nobody waits for a file that hangs, and nothing is lost at a normal end."""
+
+import asyncio
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.agent import job as jobs
+from tests.trainer.agent.coordination.test_coordinator import Scene, hear
+from tests.trainer.agent.job import until
+from trainer.agent.coordination import vigil
+from trainer.agent.main import SurvivingLog, say_also
+from trainer.agent.processes import write_behind
+from trainer.agent.processes.write_behind import WriteBehind, settle
+from trainer.agent.watch.hangs import Judgement, Verdict
+from trainer.agent.watch.watchman import Incident, Watchman
+from trainer.contract.events import EventKind, read_events
+from trainer.contract.lines import LineFile
+
+
+class Gate:
+    """A file that hangs while it is shut."""
+
+    def __init__(self) -> None:
+        self.written: list[str] = []
+        self.closed = threading.Event()
+        self._open = threading.Event()
+
+    def write(self, text: str) -> None:
+        self._open.wait(60)
+        self.written.append(text)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    made = Gate()
+    yield made
+    made.open()
+
+
+@pytest.fixture
+def lost() -> list[tuple[str, str]]:
+    return []
+
+
+@pytest.fixture
+def behind(gate: Gate, lost: list[tuple[str, str]]) -> WriteBehind:
+    return WriteBehind(gate.write, lambda text, why: lost.append((text, why)), gate.closed.set)
+
+
+def fill(pipe: int) -> None:
+    """Until it takes nothing more."""
+    os.set_blocking(pipe, False)
+    try:
+        while True:
+            os.write(pipe, b"\n" * 4096)
+    except BlockingIOError:
+        os.set_blocking(pipe, True)
+
+
+def drain(pipe: int) -> None:
+    os.set_blocking(pipe, False)
+    os.read(pipe, 1 << 20)
+
+
+def test_nobody_waits_for_a_file_that_hangs_and_all_of_it_comes_in_order_when_it_answers(behind, gate, lost):
+    texts = [str(number) for number in range(100)]
+    for text in texts:
+        behind.append(text)
+    assert gate.written == []
+    assert not behind.flush(0.01)
+    gate.open()
+    behind.close()
+    assert (gate.written, lost) == (texts, [])
+    assert gate.closed.wait(5)
+
+
+def test_the_end_waits_for_a_file_that_hangs_no_longer_than_its_limit_and_tells(behind, gate, lost):
+    behind.append("one")
+    behind.append("two")
+    began = time.monotonic()
+    settle([behind, behind], 0.2)
+    assert time.monotonic() - began < 2
+    assert [text for text, _ in lost] == ["one", "one"]
+    assert "1 more" in lost[0][1]
+    assert not gate.closed.is_set(), "another file could get the number of one that is still being written"
+    gate.open()
+    assert gate.closed.wait(5)
+    assert gate.written == ["one", "two"], "a file that answers after all gets the rest"
+
+
+@pytest.mark.parametrize(("bound", "most"), [("MOST_TEXTS", 3), ("MOST_CHARACTERS", 6)])
+def test_what_finds_no_room_is_lost_and_told_once_for_each_stall(behind, gate, lost, monkeypatch, bound, most):
+    monkeypatch.setattr(write_behind, bound, most)
+    for text in ("a1", "a2", "a3", "lost", "too"):
+        behind.append(text)
+    gate.open()
+    assert behind.flush(5)
+    behind.append("later")
+    behind.close()
+    assert gate.written == ["a1", "a2", "a3", "later"]
+    assert [text for text, _ in lost] == ["lost"]
+    assert "hangs" in lost[0][1]
+
+
+def test_a_write_that_fails_is_told_and_costs_only_itself(lost):
+    written = []
+
+    def write(text: str) -> None:
+        if text == "bad":
+            raise OSError(28, "No space left on device")
+        written.append(text)
+
+    behind = WriteBehind(write, lambda text, why: lost.append((text, why)))
+    for text in ("one", "bad", "two"):
+        behind.append(text)
+    behind.close()
+    behind.append("late")
+    assert written == ["one", "two"]
+    assert lost == [("bad", "[Errno 28] No space left on device"), ("late", "it came after the end")]
+
+
+def test_an_event_has_the_time_the_number_and_the_generation_of_its_call(tmp_path, monkeypatch):
+    append, gate = LineFile.append, Gate()
+
+    def slow(file: LineFile, line: str) -> None:
+        gate.write(line)
+        append(file, line)
+
+    monkeypatch.setattr(LineFile, "append", slow)
+    path = tmp_path / "events.jsonl"
+    log = SurvivingLog(path, "agent-0000", 1)
+    for generation in (1, 2, 3):
+        log.generation = generation
+        log.write(EventKind.DECISION, action=str(generation))
+    called = time.time()
+    log.generation = 9
+    gate.open()
+    log.close()
+    events, _ = read_events(path)
+    assert [(event.seq, event.generation, event.data["action"]) for event in events] == [
+        (1, 1, "1"), (2, 2, "2"), (3, 3, "3"),
+    ]  # fmt: skip
+    assert all(event.time <= called for event in events)
+
+
+def test_an_event_that_cannot_be_written_is_told_on_stderr_and_ends_nothing(tmp_path, monkeypatch, capsys):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(LineFile, "append", full)
+    log = SurvivingLog(tmp_path / "events.jsonl", "agent-0000", 1)
+    log.write(EventKind.DECISION, action="restart")
+    log.close()
+    told = capsys.readouterr().err
+    assert "restart" in told
+    assert "is lost: [Errno 28] No space left on device" in told
+
+
+def test_the_event_of_a_drill_is_written_before_what_it_orders_can_kill_the_agent(tmp_path, monkeypatch):
+    append, gate = LineFile.append, Gate()
+    path = tmp_path / "events.jsonl"
+
+    def slow(file: LineFile, line: str) -> None:
+        gate.write(line)
+        append(file, line)
+
+    monkeypatch.setattr(LineFile, "append", slow)
+    log = SurvivingLog(path, "agent-0000", 1)
+    threading.Timer(0.1, gate.open).start()
+    log.write(EventKind.DRILL, kind="kill-agent", rank=None, step=3)
+    assert [event.kind for event in read_events(path)[0]] == ["drill"]
+    log.close()
+
+
+def test_words_on_stderr_do_not_wait_for_a_log_that_hangs(tmp_path, monkeypatch):
+    shown, fifo = tmp_path / "0.err", tmp_path / "agent.log"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    filler = os.open(fifo, os.O_WRONLY)
+    fill(filler)
+    with shown.open("w") as stderr, monkeypatch.context() as replaced:
+        replaced.setattr(sys, "stderr", stderr)
+        both = say_also(fifo)
+        sys.stderr.write("one\n")
+        sys.stderr.write("two\n")
+        assert sys.stderr.fileno() == stderr.fileno()
+        settle(both, 0.2)
+    assert shown.read_text() == "one\ntwo\n"
+    heard = b""
+    os.set_blocking(reader, True)
+    while not heard.endswith(b"one\ntwo\n"):
+        heard += os.read(reader, 1 << 16).lstrip(b"\n")
+    os.close(reader)
+    os.close(filler)
+
+
+def test_a_hang_is_ended_although_evidence_events_and_words_hang(tmp_path, monkeypatch):
+    back, stuck = threading.Event(), threading.Event()
+    found = [Incident(
+        name="g001-stopped", judgement=Judgement(verdict=Verdict.HUNG, reason="rank 1 is stopped", culprit=1),
+        began=0.0, quiet=1.0, until=0.0, waits=set(),
+    )]  # fmt: skip
+    monkeypatch.setattr(Watchman, "look", lambda *_: found.pop() if stuck.is_set() and found else None)
+    monkeypatch.setattr(Watchman, "moved_since", lambda *_: False)
+    monkeypatch.setattr(vigil, "keep", lambda *_, **__: back.wait(60))
+    monkeypatch.setattr(vigil, "_KEEP_SECONDS", 0.2)
+    monkeypatch.setattr(LineFile, "append", lambda *_: back.wait(60))
+    read, write = os.pipe()
+    fill(write)
+    stderr = os.fdopen(write, "w")
+    monkeypatch.setattr(sys, "stderr", stderr)
+    words = say_also(tmp_path / "agent.log")
+
+    async def script() -> None:
+        async with Scene(tmp_path, log=SurvivingLog).led() as scene:
+            try:
+                peers = [await scene.join(node) for node in (0, 1)]
+                await hear(peers[1], "start")
+                stuck.set()
+                await hear(peers[1], "kill", 5)
+                for _ in range(2):
+                    await hear(peers[1], "ping", 5)
+            finally:
+                back.set()
+                drain(read)
+
+    asyncio.run(script())
+    assert "TimeoutError" in until(lambda: (tmp_path / "agent.log").read_text(), 5)
+    settle(words)
+    stderr.close()
+    os.close(read)
+
+
+_SLOW = """
+import sys, threading
+from trainer.agent import main
+from trainer.agent.processes import write_behind
+from trainer.contract.lines import LineFile
+append = LineFile.append
+def slow(file, line):
+    threading.Event().wait({seconds})
+    append(file, line)
+LineFile.append = slow
+main.settle.__defaults__ = ({limit},)
+main.run_agent(sys.argv[1], sys.argv[2])
+"""
+
+
+def test_a_normal_end_loses_no_event_of_a_slow_file_system(job: Callable[..., jobs.LocalJob], monkeypatch):
+    monkeypatch.setattr(jobs, "_AGENT", _SLOW.format(seconds=0.1, limit=20))
+    work = job(nodes=2, ranks=1).start()
+    work.go()
+    assert work.wait() == [0, 0], work.story()
+    assert work.events(EventKind.ATTEMPT_ENDED), work.story()
+    for path in work.attempt.events.glob("*.jsonl"):
+        events, _ = read_events(path)
+        assert [event.seq for event in events] == list(range(1, len(events) + 1))
+    assert len(work.events(EventKind.RANK_EXITED)) == 2
+
+
+def test_a_job_ends_as_it_should_although_its_events_hang(job: Callable[..., jobs.LocalJob], monkeypatch):
+    monkeypatch.setattr(jobs, "_AGENT", _SLOW.format(seconds=600, limit=0.3))
+    work = job(nodes=2, ranks=1).start()
+    work.go()
+    assert work.wait() == [0, 0], work.story()
+    assert work.outcome().exit_code == 0
+    assert work.events() == []
+    said = work.attempt.agent_log(0).read_text()
+    assert "is lost: its file hangs at the end" in said
+    assert said in (Path(work.attempt.submission) / "0.err").read_text()

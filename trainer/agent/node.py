@@ -14,7 +14,7 @@ from trainer.agent.evidence.witness import Witness
 from trainer.agent.fleet import machine_identity, preflight
 from trainer.agent.fleet.roster import SILENCE_SECONDS
 from trainer.agent.flight.recorder import Sockets
-from trainer.agent.processes import apart, burial, cores, mischief
+from trainer.agent.processes import apart, burial, cores, ending, mischief
 from trainer.agent.processes.births import Births, Wishes
 from trainer.agent.processes.farewell import farewell, of_shell
 from trainer.agent.processes.local_ranks import LocalRank, LocalRanks
@@ -30,8 +30,6 @@ from trainer.contract.progress import StopReason
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 _LOOK_SECONDS = 0.1
-_OBEY_SECONDS = 3.0
-_TERM_SECONDS = 5.0
 _MOST_STILLBORN = 3
 
 
@@ -271,7 +269,7 @@ class NodeAgent:
             if not local.ended and ranks is self._ranks and self._link is not None:
                 self._link.kill(f"it did not collect rank {local.rank}")
 
-        asyncio.get_running_loop().call_later(_OBEY_SECONDS, doubt)
+        asyncio.get_running_loop().call_later(ending.OBEY_SECONDS, doubt)
 
     def _exited(self, rank: int, exit_code: int | None, number: int | None) -> None:
         """A rank has ended: tell everything that is known about it."""
@@ -313,23 +311,9 @@ class NodeAgent:
             self._peer.send("gone", generation=generation)
             return
         ranks.killed = True
-        self._spawn(self._end_ranks(ranks))
-
-    async def _end_ranks(self, ranks: LocalRanks) -> None:
-        """SIGTERM first where it says anything: to a user's program that has not had it yet. Our ranks ignore it."""
-        if self._config.command and not self._told_command and self._link is not None:
-            self._link.signal_ranks(signal.SIGTERM)
-            give_up = time.monotonic() + _TERM_SECONDS
-            while not ranks.all_gone() and time.monotonic() < give_up:
-                await asyncio.sleep(0.02)
-        if ranks.all_gone():  # who runs now is of the next generation
-            return
-        if self._link is not None:
-            self._link.signal_ranks(signal.SIGKILL)
-        # A nursery that is stopped, or starved, cannot kill: then it goes first.
-        await asyncio.sleep(_OBEY_SECONDS)
-        if not ranks.all_gone() and self._link is not None:
-            self._link.kill("its ranks outlived the order to kill them")
+        if self._link is not None:  # without one they are being buried
+            politely = bool(self._config.command) and not self._told_command
+            self._spawn(ending.end(ranks, self._link, politely=politely))
 
     async def _leave(self) -> None:
         """Leave no process behind."""

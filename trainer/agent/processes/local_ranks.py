@@ -1,5 +1,6 @@
 """The ranks of one generation on one node: their cells, control sockets, pids and ends."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -120,6 +121,15 @@ class LocalRanks:
             if local.pid is not None and not local.gone:
                 kill_group(local.pid, signal.SIGKILL)
 
+    def kill_uncollected(self) -> None:
+        """With a nursery that may collect them at any moment: until then a group's number is no one else's."""
+        for local in self.by_rank.values():
+            if local.pid is None or local.handle is None or local.ended:
+                continue
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # collected, or another user's by now
+                signal.pidfd_send_signal(local.handle, signal.SIGKILL)
+                kill_group(local.pid)
+
     def close(self) -> None:
         for local in self.by_rank.values():
             local.control.close()
@@ -127,5 +137,6 @@ class LocalRanks:
                 local.theirs.close()
             if local.handle is not None:
                 os.close(local.handle)
+                local.handle = None
             os.close(local.stacks)
             local.cell.close()

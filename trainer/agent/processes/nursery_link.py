@@ -12,6 +12,7 @@ from typing import Any
 
 from trainer.agent.control import packets
 from trainer.agent.processes.lineage import unheard
+from trainer.agent.processes.proc import look
 
 
 class NurseryLink:
@@ -67,6 +68,11 @@ class NurseryLink:
     @property
     def lost(self) -> bool:
         return self._lost
+
+    def stopped(self) -> bool:
+        """Whether it stands still by a signal, or in a debugger."""
+        signs = None if self._lost else look(self._process.pid)
+        return signs is not None and signs.state in "Tt"
 
     def start_rank(self, order: dict[str, Any], descriptors: Sequence[int]) -> None:
         """Ask for one rank; a nursery that cannot be asked counts as lost."""

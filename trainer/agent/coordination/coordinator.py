@@ -319,6 +319,8 @@ class Coordinator:
             return rungs.end(f"{decision.reason}, but its processes could not be killed", decision.failure)
         if decision.action is Action.REPLACE:
             return self._replace(decision) or await self._get_ready()
+        if self._now.broken is decision.failure:  # mended with what is decided; what came while ranks died is not
+            self._now.broken = None
         self._past.restarts += decision.action is Action.RESTART
         self._past.again = self._past.again or self._stopping.stop is not None
         return await self._get_ready()

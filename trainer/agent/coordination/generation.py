@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainer.agent.ladder.rungs import MENDED_IN_PLACE
 from trainer.agent.ladder.suspects import Fall, fall
 from trainer.agent.watch.blame import RankEnd
 from trainer.contract.outcome import Failure, FailureKind
@@ -96,11 +97,12 @@ class Generation:
             self.first_failure = end.at
 
     def fail(self, failure: Failure, now: float) -> None:
-        """The machinery failed; the first such failure counts, unless an agent is lost."""
+        """The machinery failed; the first such failure counts, unless one comes that no new generation mends."""
         # Who waits for a dead peer does not move either: its end says more.
         if failure.kind is FailureKind.HANG and any(not end.good for end in self.ends.values()):
             return
-        if self.broken is None or failure.kind is FailureKind.AGENT_LOST:
+        worse = failure.kind not in MENDED_IN_PLACE and self.broken is not None and self.broken.kind in MENDED_IN_PLACE
+        if self.broken is None or worse or failure.kind is FailureKind.AGENT_LOST:
             self.broken = failure
         if self.first_failure is None:
             self.first_failure = now

@@ -253,6 +253,28 @@ def test_a_generation_after_a_doubted_checkpoint_is_told_to_leave_it_out(play):
     play(script)
 
 
+@pytest.mark.parametrize("first", ["broken", "hang"])
+def test_a_node_that_gets_no_nursery_after_a_restart_was_decided_ends_the_attempt(play, first):
+    async def script(scene: Scene) -> None:
+        peers = [await scene.join(node) for node in (0, 1)]
+        await hear(peers[1], "start")
+        if first == "hang":
+            scene.leader._trouble.fail(Failure(kind=FailureKind.HANG, reason="rank 1 on n1 stopped first", node="n1"))
+        peers[1].send("unready", reason="killed")
+        if first == "broken":
+            peers[1].send("broken", generation=1, reason="killed")
+        await leave(peers, 1)
+        while not scene.events(EventKind.GENERATION_ENDED):
+            await hear(peers[0], "ping")
+        peers[1].send("barren", reason="its nursery died 3 times in a row")
+        assert await asyncio.wait_for(scene.leading, 15) == 75
+        failure = AttemptOutcome.read(scene.attempt.outcome).failure
+        assert failure is not None
+        assert (failure.node, failure.reason) == ("n1", "its nursery died 3 times in a row")
+
+    play(script)
+
+
 def test_a_blamed_node_whose_rank_cannot_be_killed_does_not_hold_up_the_spare(play):
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node) for node in (0, 1, 2)]

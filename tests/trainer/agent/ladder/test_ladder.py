@@ -62,6 +62,18 @@ def test_a_hang_of_those_who_wait_for_a_dead_peer_does_not_count():
     assert fresh.broken is HANG
 
 
+def test_what_a_new_generation_cannot_mend_counts_more_than_what_it_can():
+    generation = Generation()
+    generation.fail(HANG, 1.0)
+    generation.fail(UNFIT, 2.0)
+    assert generation.broken is UNFIT
+    generation.fail(HANG, 3.0)
+    generation.fail(DESYNC, 4.0)
+    assert generation.broken is UNFIT
+    generation.fail(LOST, 5.0)
+    assert (generation.broken, generation.first_failure) == (LOST, 1.0)
+
+
 def test_different_collectives_end_the_attempt():
     decision = decide(situation(broken=DESYNC, since_failure=0.0))
     assert (decision.action, decision.failure, decision.reason) == (Action.END, DESYNC, DESYNC.reason)

@@ -315,8 +315,9 @@ class Coordinator:
         if decision.action not in (Action.RESTART, Action.ROLL_BACK, Action.REPLACE):
             return decision
         if not cleared:
-            assert decision.failure is not None
-            return rungs.end(f"{decision.reason}, but its processes could not be killed", decision.failure)
+            decision = self._give_up_the_stuck(decision)
+        if decision.action is Action.END:
+            return decision
         if decision.action is Action.REPLACE:
             return self._replace(decision) or await self._get_ready()
         if self._now.broken is decision.failure:  # mended with what is decided; what came while ranks died is not
@@ -324,6 +325,15 @@ class Coordinator:
         self._past.restarts += decision.action is Action.RESTART
         self._past.again = self._past.again or self._stopping.stop is not None
         return await self._get_ready()
+
+    def _give_up_the_stuck(self, decision: Decision) -> Decision:
+        """Nodes on which ranks of this generation cannot be killed are left, whatever was decided."""
+        number, stopping = self._now.number, self._stopping.stop is not None
+        decision = replacing.of_the_stuck(
+            decision, self._roster, number, seconds=CLEAR_SECONDS, stopping=stopping
+        )  # fmt: skip
+        self._events.write(EventKind.DECISION, action=decision.action.name.lower(), reason=decision.reason)
+        return decision
 
     async def _listen(self, seconds: float) -> None:
         """Absorb messages until one calls for a decision, or for so long."""

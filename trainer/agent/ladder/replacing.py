@@ -4,7 +4,7 @@ from trainer.agent.fleet.roster import Roster
 from trainer.agent.ladder import rungs
 from trainer.agent.ladder.rungs import Action, Decision
 from trainer.contract.events import EventKind, EventLog
-from trainer.contract.outcome import FailureKind
+from trainer.contract.outcome import Failure, FailureKind
 
 
 def replace(decision: Decision, roster: Roster, events: EventLog) -> Decision | None:
@@ -21,13 +21,19 @@ def replace(decision: Decision, roster: Roster, events: EventLog) -> Decision | 
     """
     failure = decision.failure
     assert failure is not None
-    if failure.kind is not FailureKind.AGENT_LOST and (node := roster.node_of(failure.node)) is not None:
-        roster.members[node].unfit = failure.reason
+    _blame(failure, roster)
     moves, why = roster.reseat()
     for move in moves:
-        name, instead = roster.members[move.node].name, roster.members[move.instead].name
-        events.write(EventKind.SPARE_USED, node=move.node, name=name, instead=instead, reason=failure.reason)
+        name, left = roster.members[move.node].name, roster.members[move.instead]
+        reason = left.unfit or failure.reason
+        events.write(EventKind.SPARE_USED, node=move.node, name=name, instead=left.name, reason=reason)
     return None if moves else rungs.end(f"{decision.reason}; {why}", failure)
+
+
+def _blame(failure: Failure, roster: Roster) -> None:
+    """The node that a failure names trains no more, although it may answer."""
+    if failure.kind is not FailureKind.AGENT_LOST and (node := roster.node_of(failure.node)) is not None:
+        roster.members[node].unfit = failure.reason
 
 
 def left_behind(decision: Decision) -> str | None:
@@ -37,6 +43,25 @@ def left_behind(decision: Decision) -> str | None:
     """
     given_up = decision.action is Action.REPLACE and decision.failure is not None
     return decision.failure.node if given_up and decision.failure is not None else None
+
+
+def of_the_stuck(decision: Decision, roster: Roster, generation: int, *, seconds: float, stopping: bool) -> Decision:
+    """What is done instead of `decision` when ranks of this generation could not be killed within `seconds`.
+
+    A node on which a rank cannot die must not train, whoever was the cause of the kill.
+    """
+    assert decision.failure is not None
+    stuck = [one for one in roster.seated() if one.gone < generation and one.name != left_behind(decision)]
+    if decision.action is Action.REPLACE:
+        _blame(decision.failure, roster)
+    for member in stuck:
+        member.unfit = f"{member.name}: its ranks could not be killed within {seconds:.0f} s"
+    failure = Failure(
+        kind=FailureKind.NODE_SUSPECT, reason="; ".join(member.unfit for member in stuck), node=stuck[0].name,
+        step=decision.failure.step,
+    )  # fmt: skip
+    reason = f"{decision.reason}; {failure.reason}"
+    return rungs.end(reason, failure) if stopping else Decision(action=Action.REPLACE, reason=reason, failure=failure)
 
 
 def is_wanted(decision: Decision | None, roster: Roster) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from trainer.agent.control.wire import Message, Peer, connect
-from trainer.agent.coordination import gathering, outbox
+from trainer.agent.coordination import coordinator, gathering, outbox
 from trainer.agent.coordination.coordinator import Coordinator
 from trainer.agent.coordination.heartbeat import Heartbeat, Standing
 from trainer.agent.coordination.outbox import Outbox
@@ -273,6 +273,49 @@ def test_a_node_that_gets_no_nursery_after_a_restart_was_decided_ends_the_attemp
         assert (failure.node, failure.reason) == ("n1", "its nursery died 3 times in a row")
 
     play(script)
+
+
+async def die_stuck(scene: Scene, peers: list[Peer], stop: bool = False) -> None:
+    """A rank of n0 is killed, and n1 never says that nothing of it is left."""
+    await hear(peers[1], "start")
+    if stop:
+        Request(kind=RequestKind.STOP, attempt=1, reason="enough").write(scene.run.requests)
+        await hear(peers[1], "ask")
+    peers[0].send("exit", generation=1, rank=0, step=3, exit_code=None, signal=9, word=False)
+    await hear(peers[0], "kill")
+    peers[0].send("gone", generation=1)
+
+
+def test_a_spare_takes_the_place_of_a_node_on_which_a_rank_cannot_be_killed(play, monkeypatch):
+    monkeypatch.setattr(coordinator, "CLEAR_SECONDS", 1.0)
+
+    async def script(scene: Scene) -> None:
+        peers = [await scene.join(node) for node in (0, 1, 2)]
+        await die_stuck(scene, peers)
+        start = await hear(peers[2], "start", 10)
+        assert (start["generation"], start["seat"]) == (2, 1)
+        (used,) = scene.events(EventKind.SPARE_USED)
+        assert (used.data["name"], used.data["instead"]) == ("n2", "n1")
+        assert used.data["reason"] == "n1: its ranks could not be killed within 1 s"
+
+    play(script, spares=1)
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_without_a_spare_or_time_the_node_on_which_a_rank_cannot_be_killed_is_named(play, monkeypatch, stop):
+    monkeypatch.setattr(coordinator, "CLEAR_SECONDS", 1.0)
+
+    async def script(scene: Scene) -> None:
+        peers = [await scene.join(node) for node in (range(3) if stop else range(2))]
+        await die_stuck(scene, peers, stop)
+        assert await asyncio.wait_for(scene.leading, 15) == 77
+        outcome = AttemptOutcome.read(scene.attempt.outcome)
+        assert outcome.failure is not None
+        assert (outcome.failure.kind, outcome.failure.node) == (FailureKind.NODE_SUSPECT, "n1")
+        assert "rank 0 on n0 was killed by SIGKILL" in outcome.reason
+        assert "n1: its ranks could not be killed within 1 s" in outcome.reason
+
+    play(script, spares=int(stop))
 
 
 def test_a_blamed_node_whose_rank_cannot_be_killed_does_not_hold_up_the_spare(play):

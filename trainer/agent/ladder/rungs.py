@@ -94,7 +94,7 @@ class Decision:
     failure: Failure | None = None
     mark: str = ""
     suspect: int | None = None  # step whose checkpoints are to be left out from now on
-    skip: Skip | None = None  # of a rollback: the batch that is to be left out from now on
+    skip: Skip | None = None  # the batch that is to be left out from now on
 
 
 _STOP_FAILURES = {
@@ -155,6 +155,8 @@ def _failed_while_stopping(now: Situation) -> Decision:
     cause = _cause(now)
     failure = cause.failure
     reason = f"{failure.reason}, while stopping ({now.stopping.name.lower()})"
+    if failure.kind is FailureKind.NUMERIC:
+        return _bad_while_stopping(now, cause, reason)
     if failure.kind not in MENDED_IN_PLACE or not cause.retry:
         return end(reason, failure, cause.mark)
     if why_not := _not_again(now):
@@ -163,12 +165,26 @@ def _failed_while_stopping(now: Situation) -> Decision:
     return Decision(action=Action.RESTART, reason=reason, failure=failure, mark=cause.mark)
 
 
+def _bad_while_stopping(now: Situation, cause: Cause, reason: str) -> Decision:
+    """The batch is left out whether or not there is time to go on from before it and save: the next attempt can."""
+    rollback = _roll_back(now, cause, reason, doubted=False)
+    if rollback.action is not Action.ROLL_BACK or not (why_not := _no_time(now)):
+        return rollback
+    stopped = stop_failure(now.stopping, f"{cause.failure.reason}, {why_not}; that batch is left out from now on")
+    return replace(stopped, skip=rollback.skip)
+
+
 def _not_again(now: Situation) -> str:
     """Why ranks that failed while they stopped are not started once more to save; empty when they are."""
+    if now.restarts >= now.budget and not now.again:
+        return f"with all {now.budget} restarts in place of this attempt used"
+    return _no_time(now)
+
+
+def _no_time(now: Situation) -> str:
+    """The same of a rollback, which uses no restart."""
     if now.again:
         return "once more after a restart for the save"
-    if now.restarts >= now.budget:
-        return f"with all {now.budget} restarts in place of this attempt used"
     # A stop's bound is also put off while ranks move; what is left of it now is certain.
     return "" if now.left >= AGAIN_SECONDS else f"with {now.left:.0f} s left, too few to start again"
 

@@ -7,6 +7,7 @@ import pytest
 from tests.trainer.agent.ladder.test_rungs import bad_step, echo, end, killed, raised, situation
 from trainer.agent.coordination.generation import Generation, Past
 from trainer.agent.ladder.rungs import Action, Decision, decide
+from trainer.agent.watch.blame import find_cause
 from trainer.contract.outcome import Failure, FailureKind
 from trainer.contract.progress import StopReason
 from trainer.contract.skips import Skip
@@ -113,8 +114,30 @@ BAD = [
         "step 7 was bad before, and the batch it had then",
     ),
     ({"skipped": (Skip(step=6, position=56, reason=""),)}, Action.END, "that batch was to be left out already"),
-    ({"stopping": StopReason.TIME_LIMIT}, Action.END, "while stopping (time_limit)"),
+    (
+        {"stopping": StopReason.TIME_LIMIT, "left": 90.0},
+        Action.ROLL_BACK,
+        "while stopping (time_limit); rollback 1 of 3",
+    ),
+    ({"stopping": StopReason.TIME_LIMIT, "left": 90.0, "restarts": 5}, Action.ROLL_BACK, "rollback 1 of 3"),
+    ({"stopping": StopReason.TIME_LIMIT, "spike_budget": 0}, Action.END, "all 0 rollbacks of this attempt are used"),
+    (
+        {"stopping": StopReason.TIME_LIMIT, "skipped": (Skip(step=7, position=48, reason=""),)},
+        Action.END,
+        "while stopping (time_limit); step 7 was bad before",
+    ),
 ]
+
+
+@pytest.mark.parametrize(("fields", "again"), [({"left": 5.0}, False), ({"left": 90.0}, True)])
+def test_a_bad_step_without_time_to_save_ends_as_the_stop_does_and_leaves_its_batch_out(fields, again):
+    now = situation(bad_step(2), stopping=StopReason.TIME_LIMIT, spike_budget=3, again=again, **fields)
+    decision = decide(now)
+    assert (decision.action, decision.failure.kind) == (Action.END, FailureKind.TIME_LIMIT)
+    assert decision.skip == Skip(step=7, position=56, reason=find_cause(now.ends, trained=True).failure.reason)
+    why = "once more after a restart" if again else "with 5 s left, too few to start again"
+    assert f"data, {why}" in decision.reason
+    assert "that batch is left out from now on (time_limit)" in decision.reason
 
 
 @pytest.mark.parametrize(("fields", "action", "words"), BAD)

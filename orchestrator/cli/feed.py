@@ -7,10 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from orchestrator.cli.growing import Unfinished, read_on, size_of, tail_of
 from orchestrator.cli.render import count, decimal, size
 from trainer.contract.events import Event, EventKind, read_events
 from trainer.contract.outcome import ExitCode
 from trainer.contract.run_dir import AttemptDir, RunDir
+
+_CHIEFS = ("coordinator.jsonl", "rank-00000.jsonl")
+"""Event files in which most is told: opened at every poll, since on NFS only an open asks the server for the size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,39 +32,54 @@ class Beat:
 class Feed:
     """Reads on where it stopped: every event once, and the newest metric."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._place = RunDir(run_dir)
+    def __init__(self, run_dir: Path, *, glance: bool = False) -> None:
+        """`glance`: only the newest attempt, of it no rank but 0, and only the ends of files that are long by now."""
+        self._place, self._glance = RunDir(run_dir), glance
+        self._unfinished = Unfinished(self._place, newest=glance)
         self._events: dict[Path, int] = {}
         self._metrics: dict[Path, int] = {}
         self.beat: Beat | None = None
 
+    def skip(self) -> None:
+        """What is there by now is never told; `beat` is brought up to date."""
+        self._unfinished = Unfinished(self._place, newest=True)
+        for attempt in self._unfinished.attempts():
+            for path in self._files(attempt):
+                self._events[path] = size_of(path)
+            self._read_metrics(attempt)
+
     def poll(self) -> list[Event]:
         """Events that are new since the last call, by their time; `beat` is brought up to date."""
         fresh: list[Event] = []
-        for attempt in self._place.all_attempts():
-            fresh += self._fresh_events(attempt)
+        for attempt in self._unfinished.attempts():
+            found = self._fresh_events(attempt)
+            if found:
+                self._unfinished.told(attempt)
+            fresh += found
             self._read_metrics(attempt)
         return sorted(fresh, key=lambda event: (event.time, event.attempt, event.seq))
 
+    def _files(self, attempt: AttemptDir) -> list[Path]:
+        names = sorted(os.listdir(attempt.events)) if attempt.events.is_dir() else []
+        wanted = (name for name in names if not (self._glance and name.startswith("rank-")) or name in _CHIEFS)
+        return [attempt.events / name for name in wanted]
+
     def _fresh_events(self, attempt: AttemptDir) -> list[Event]:
         found: list[Event] = []
-        for name in sorted(os.listdir(attempt.events)) if attempt.events.is_dir() else []:
-            path = attempt.events / name
-            events, self._events[path] = read_events(path, self._events.get(path, 0))
-            found += events
+        for path in self._files(attempt):
+            if path not in self._events:
+                self._events[path] = tail_of(path) if self._glance else 0
+            if path.name in _CHIEFS or size_of(path) > self._events[path]:
+                events, self._events[path] = read_events(path, self._events[path])
+                found += events
         return found
 
     def _read_metrics(self, attempt: AttemptDir) -> None:
         path = attempt.metrics
-        try:
-            with path.open("rb") as stream:
-                stream.seek(self._metrics.get(path, 0))
-                block = stream.read()
-        except FileNotFoundError:
-            return
-        end = block.rfind(b"\n") + 1
-        self._metrics[path] = self._metrics.get(path, 0) + end
-        for line in reversed(block[:end].splitlines()):
+        if path not in self._metrics:
+            self._metrics[path] = tail_of(path)  # only the newest line counts
+        lines, self._metrics[path] = read_on(path, self._metrics[path])
+        for line in reversed(lines):
             beat = _beat(line)
             if beat is not None:
                 self.beat = beat

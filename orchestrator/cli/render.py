@@ -133,6 +133,7 @@ class Screen:
         self.json = self.quiet = self.verbose = self.no_color = self.no_progress = self.utc = self.debug = False
         self._warnings: list[dict[str, str]] = []
         self._page: list[str] | None = None  # lines of a picture that is drawn over
+        self._canvas: Any = None  # the console that it is drawn on
 
     @property
     def terminal(self) -> bool:
@@ -250,18 +251,29 @@ class Screen:
         from rich.live import Live  # as above
         from rich.text import Text
 
-        with Live(console=self._console(sys.stdout), auto_refresh=False) as live:
+        canvas = self._console(sys.stdout)
+        with Live(console=canvas, auto_refresh=False) as live:
 
             def draw(page: Callable[[], None]) -> None:
-                self._page = []
+                self._page, self._canvas = [], canvas
                 try:
                     page()
                     text = Text.from_ansi("\n".join(self._page))
                 finally:
-                    self._page = None
+                    self._page = self._canvas = None
                 live.update(text, refresh=True)
 
             yield draw
+
+    @property
+    def room(self) -> tuple[int, int] | None:
+        """Lines that are left below what the picture says by now, and columns; None for a page that may be long."""
+        if self._page is None:
+            return None
+        from rich.text import Text  # as above
+
+        used = sum(len(Text.from_ansi(line).wrap(self._canvas, self._canvas.width)) for line in self._page)
+        return max(0, self._canvas.height - used), self._canvas.width
 
     @property
     def live(self) -> bool:

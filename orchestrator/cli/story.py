@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.cli.feed import Feed
+from orchestrator.cli.growing import Unfinished, read_on, tail_of
 from trainer.contract.events import Event, EventKind
 from trainer.contract.run_dir import RunDir
 
@@ -56,15 +57,37 @@ def tell(run_dir: Path) -> Story:
 
 def read_steps(place: RunDir) -> list[dict[str, Any]]:
     """Every whole line of every attempt's steps.jsonl, in the order they were trained."""
-    lines: list[dict[str, Any]] = []
-    for attempt in place.all_attempts():
-        text = attempt.metrics.read_text() if attempt.metrics.exists() else ""
-        for line in text.splitlines():
-            try:
-                lines.append(json.loads(line))
-            except ValueError:
-                continue  # torn by a kill in mid-write
-    return [line for line in lines if "step" in line and "loss" in line]
+    return Steps(place).read()
+
+
+class Steps:
+    """Lines of steps.jsonl in the order they were trained, each read once."""
+
+    def __init__(self, place: RunDir, *, lately: bool = False) -> None:
+        """`lately`: only the newest lines that are there by now, and all that come."""
+        self._unfinished = Unfinished(place, newest=lately)
+        self._lines: list[dict[str, Any]] = []
+        newest = place.all_attempts()[-1:] if lately else []
+        self._offsets = {attempt.metrics: tail_of(attempt.metrics) for attempt in newest}
+
+    def read(self) -> list[dict[str, Any]]:
+        """All lines so far."""
+        for attempt in self._unfinished.attempts():
+            path = attempt.metrics
+            lines, self._offsets[path] = read_on(path, self._offsets.get(path, 0))
+            if lines:
+                self._unfinished.told(attempt)
+            self._lines += [fields for line in lines if (fields := _fields(line)) is not None]
+        return self._lines
+
+
+def _fields(line: bytes) -> dict[str, Any] | None:
+    """None for what was torn by a kill in mid-write."""
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        return None
+    return fields if isinstance(fields, dict) and "step" in fields and "loss" in fields else None
 
 
 def _is_fault(event: Event) -> bool:

@@ -21,6 +21,8 @@ from trainer.contract.run_dir import AttemptDir, RunDir
 MOST = 64
 """Ranks that have a line each; of more, the `WORST` are shown."""
 WORST = 10
+_ABOVE = 3
+"""Lines above the first rank: an empty one, what is shown of all, and the names of the columns."""
 EVENTS = 5
 STILL = 2.0
 """Seconds without a sign from its cell after which a rank is worth a look."""
@@ -61,7 +63,7 @@ class Reader:
     """Reads a run again and again; events are read on where it stopped."""
 
     def __init__(self, run: str, run_dir: Path) -> None:
-        self._run, self._folder, self._feed = run, RunDir(run_dir), Feed(run_dir)
+        self._run, self._folder, self._feed = run, RunDir(run_dir), Feed(run_dir, glance=True)
         self._told: deque[tuple[float, str]] = deque(maxlen=EVENTS)
 
     def read(self) -> Reading:
@@ -134,16 +136,37 @@ def top(screen: Screen, run: str, once: bool, every: float) -> None:
 def _print(screen: Screen, reading: Reading) -> None:
     for line in head(reading):
         screen.say(line)
-    rows = reading.ranks if reading.world <= MOST else worst(reading.ranks)
+    if reading.events:
+        screen.say("")
+    # Above the ranks: what is below the edge of a live picture nobody sees.
+    room = screen.room
+    for line in told(reading, screen, room[1] if room is not None else None):
+        screen.say(line)
+    room = screen.room
+    rows = shown(reading, room[0] if room is not None else None)
     if rows:
         screen.say(
             "" if len(rows) == reading.world else f"\nthe {len(rows)} of {count(reading.world)} ranks to look at"
         )
         screen.table(RANKS, [_flat(row) for row in rows], aligned=True)
-    if reading.events:
-        screen.say("")
-    for when, text in reading.events:
-        screen.say(f"{screen.when(when)}  {one_line(text)}")
+
+
+def told(reading: Reading, screen: Screen, width: int | None) -> list[str]:
+    """The events, newest last; in a live picture of this width all but the newest are cut to one line each."""
+    lines = [f"{screen.when(when)}  {one_line(text)}" for when, text in reading.events]
+    return lines if width is None else [*(_cut(line, width) for line in lines[:-1]), *lines[-1:]]
+
+
+def _cut(line: str, width: int) -> str:
+    return line if len(line) <= width else line[: width - 1] + "…"
+
+
+def shown(reading: Reading, lines: int | None) -> list[dict[str, Any]]:
+    """The ranks that have a line: all where they fit into so many lines, else those to look at; None: no limit."""
+    rows = reading.ranks if reading.world <= MOST else worst(reading.ranks)
+    if lines is None or len(rows) + _ABOVE <= lines:
+        return rows
+    return worst(rows, max(1, lines - _ABOVE))
 
 
 def head(reading: Reading) -> list[str]:

@@ -60,7 +60,7 @@ class Watch:
     def skip(self) -> None:
         """What has happened so far is neither told nor kept."""
         self._feed = Feed(Path(one_row(self._run)["run_dir"]))
-        self._feed.poll()
+        self._feed.skip()
 
     def until(self, enough: Callable[[dict[str, Any]], bool], timeout: float | None) -> dict[str, Any]:
         """The first status row for which it is enough; raises WaitTimeout."""

@@ -1,12 +1,16 @@
 """`orch top`: what files tell of a live run, the ranks to look at, one picture without a terminal."""
 
+import io
 import time
+from functools import partial
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from checkpointing.durable import dump_line
-from orchestrator.cli.top import worst
+from orchestrator.cli.render import Screen, plain
+from orchestrator.cli.top import Reader, _print, shown, worst
 from orchestrator.states import RunState
 from tests.orchestrator.cli.conftest import Seeds, Type
 from tests.orchestrator.cli.test_cli_live import begun
@@ -44,18 +48,18 @@ def test_one_picture_of_a_live_run(orch: Type, seeds: Seeds) -> None:
     run = training(seeds, [rank(0), rank(1, ratio=1.31), rank(2, age=7.26, state="T")])
     said = orch("top", run)
     assert said.code == 0
-    first, second, third, fourth, _, head, *rows = said.out.splitlines()
+    first, second, third, fourth, _, event, _, head, *rows = said.out.splitlines()
     assert first == "tiny-1  RUNNING"
     assert second == "step 121 of 200 (60 %)   loss 2.2500   81 000 tokens/s"
     assert third == "attempt 1 generation 2   running: forward   heartbeat 3s ago"
     assert fourth.startswith("last checkpoint step 100 VERIFIED, ")
     assert head.split() == ["RANK", "NODE", "STEP", "PHASE", "STILL", "FOR", "OWN", "WORK", "STATE"]
-    assert [row.split() for row in rows[:3]] == [
+    assert [row.split() for row in rows] == [
         ["0", "n1", "121", "forward"],
         ["1", "n1", "121", "forward", "1.31", "x"],
         ["2", "n2", "121", "forward", "7.3", "s", "stopped"],
     ]
-    assert "rank 1 on n1 is slow: forward takes 1.30 x its peers' time" in rows[-1]
+    assert "rank 1 on n1 is slow: forward takes 1.30 x its peers' time" in event
     assert orch("top", run, "--once").out.splitlines()[1] == second
 
 
@@ -109,3 +113,53 @@ def test_on_a_terminal_it_draws_until_the_run_is_over(seeds: Seeds) -> None:
     run = training(seeds, [rank(0)])
     seeds.store.move_run(run, RunState.SUCCEEDED, "all ranks finished", epoch=seeds.epoch, now=time.time())
     assert "tiny-1  SUCCEEDED  all ranks finished" in on_a_terminal("top", run)
+
+
+def drawn(seeds: Seeds, run: str, monkeypatch: pytest.MonkeyPatch, *, height: int, width: int = 80) -> list[str]:
+    """What a live picture shows on a terminal of this size; at its end it would show all of it."""
+    paper = io.StringIO()
+    console = Console(file=paper, width=width, height=height, force_terminal=True, no_color=True, highlight=False)
+    monkeypatch.setattr(Screen, "_console", lambda _self, _stream: console)
+    screen, reading = Screen(), Reader(run, seeds.root / run).read()
+    with screen.picture() as draw:
+        draw(partial(_print, screen, reading))
+        text = paper.getvalue()
+    return plain(text.replace("\r", "")).splitlines()
+
+
+def plentiful(seeds: Seeds, ranks: int) -> str:
+    """A run of many ranks, whose last one is stopped, and of which more has happened than fits into a line each."""
+    rows = [rank(number) for number in range(ranks)]
+    rows[-1] = rank(ranks - 1, state="T", age=9.0)
+    run = training(seeds, rows)
+    log = EventLog(seeds.root / run / "attempts/001/events/coordinator.jsonl", "coordinator", 1)
+    for step in range(6):
+        log.write(EventKind.CHECKPOINT_SKIPPED, step=step, reason=f"{'no free copy and ' * 5}that is all of {step}")
+    log.close()
+    return run
+
+
+@pytest.mark.parametrize(("height", "width"), [(24, 80), (24, 200), (16, 80), (40, 80)])
+def test_what_is_live_shows_the_worst_rank_and_the_newest_event(
+    seeds: Seeds, monkeypatch: pytest.MonkeyPatch, height: int, width: int
+) -> None:
+    lines = drawn(seeds, plentiful(seeds, 32), monkeypatch, height=height, width=width)
+    assert len(lines) <= height
+    text = " ".join(" ".join(lines).split())
+    assert "that is all of 5" in text
+    assert [line.split() for line in lines if "stopped" in line] == [
+        ["31", "n16", "121", "forward", "9.0", "s", "stopped"]
+    ]
+    assert "of 32 ranks to look at" in text
+    assert len([line for line in lines if " forward" in line]) > 1
+
+
+def test_where_all_ranks_fit_all_are_live(seeds: Seeds, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = drawn(seeds, plentiful(seeds, 32), monkeypatch, height=60)
+    assert [line.split()[0] for line in lines if " forward" in line and " n" in line] == [str(n) for n in range(32)]
+
+
+def test_one_rank_at_least_is_looked_at(seeds: Seeds) -> None:
+    reading = Reader(plentiful(seeds, 32), seeds.root / "tiny-1").read()
+    assert [row["rank"] for row in shown(reading, 0)] == [31]
+    assert len(shown(reading, None)) == 32

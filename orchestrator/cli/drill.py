@@ -17,11 +17,12 @@ from orchestrator.cli.render import Screen
 from orchestrator.cli.sabotage import damage_newest, expendable, fill_disk
 from orchestrator.cli.scorecard import ALIASES, EXPECTED, Card, score
 from orchestrator.cli.status import one_row
-from orchestrator.cli.story import read_steps
+from orchestrator.cli.story import Steps
+from orchestrator.cli.unwatched import unwatched
 from orchestrator.cli.watch import Watch, is_over, watching
 from orchestrator.errors import ConfigError, Precondition, RunFailed, WaitTimeout
 from orchestrator.home import state_home
-from trainer.contract.config import ClusterShape
+from trainer.contract.config import JobConfig
 from trainer.contract.drills import KINDS
 from trainer.contract.events import Event, EventKind
 from trainer.contract.requests import RequestKind
@@ -88,29 +89,35 @@ def _known(kind: str) -> str:
 
 def _in_a_run(screen: Screen, name: str, kind: str, rank: int | None, yes: bool, timeout: float) -> tuple[Card, str]:
     found = live(name)
-    if kind in COSTLY and not yes:
-        raise Precondition(
-            f"{kind} costs {found.run} more than a restart: {COSTLY[kind]}", where="command line",
-            hint=f"if that is meant:  orch drill {found.run} {kind} --yes      in a demo:  orch drill --demo {kind}",
-        )  # fmt: skip
     if kind == "full-disk":
         raise Precondition(
             "full-disk needs a job on this machine that is nobody else's", where="command line",
             hint="orch drill --demo full-disk",
         )  # fmt: skip
-    _check_spares(kind, found.cluster)
+    _check(kind, found.run, found.config)
+    # Last: whoever says --yes to it is not to hear another no.
+    if kind in COSTLY and not yes:
+        raise Precondition(
+            f"{kind} costs {found.run} more than a restart: {COSTLY[kind]}", where="command line",
+            hint=f"if that is meant:  orch drill {found.run} {kind} --yes      in a demo:  orch drill --demo {kind}",
+        )  # fmt: skip
     with watching(screen, found.run) as watch:
         watch.skip()
-        trial = _Trial(watch, found.run, found.folder, kind)
+        trial = _Trial(watch, found.run, kind, Steps(found.folder, lately=True))
         trial.strike(screen, found, rank)
         return trial.until_over(timeout), found.run
 
 
-def _check_spares(kind: str, cluster: ClusterShape) -> None:
-    """A spare would go on from what memory holds, and nobody would read the damaged checkpoint."""
-    if kind == "corrupt-checkpoint" and cluster.spare_nodes:
+def _check(kind: str, run: str, config: JobConfig) -> None:
+    """Raises Precondition when the fault would come to nothing in a run of this configuration."""
+    why = unwatched(kind, config)
+    if why is not None:
+        raise Precondition(f"{kind} tells nothing in {run}: {why}", where=run, hint=f"orch drill --demo {kind}")
+    # A spare would go on from what memory holds, and nobody would read the damaged checkpoint.
+    if kind == "corrupt-checkpoint" and config.cluster.spare_nodes:
+        spares = config.cluster.spare_nodes
         raise Precondition(
-            f"{kind} needs a job that ends with a node, and this one has cluster.spare_nodes={cluster.spare_nodes}",
+            f"{kind} needs a job that ends with a node, and this one has cluster.spare_nodes={spares}",
             where="command line", hint=f"orch drill --demo {kind}",
         )  # fmt: skip
 
@@ -128,20 +135,29 @@ def _in_a_demo(
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     words = (f"cluster.root={folder}", "cluster.kind=local", f"name=drill-{kind}", *_settings(kind, rank), *overrides)
     composed = compose("demo", words, environ=os.environ)
-    _check_spares(kind, composed.config.cluster)
+    _check(kind, "this demo", composed.config)
     screen.note(f"drill: 2 simulated nodes x 2 ranks train on this machine; {kind} strikes on the way")
     launched = launch(screen, composed, "local", no_controller=False)
     run = launched["run"]
     screen.note(f"{run}: job {launched['job_id']}, folder {launched['run_dir']}")
     with watching(screen, run) as watch:
-        trial = _Trial(watch, run, RunDir(Path(launched["run_dir"])), kind)
+        trial = _Trial(watch, run, kind, Steps(RunDir(Path(launched["run_dir"]))))
         if not _by_itself(kind):
             trial.until_saved(timeout)
             trial.strike(screen, live(run), rank)
         card = trial.until_over(timeout)
-        if not is_over(one_row(run)):
-            watch.until(is_over, timeout)  # a demo that is left alone would be forgotten
+        _see_off(screen, watch, run, timeout)
     return card, run
+
+
+def _see_off(screen: Screen, watch: Watch, run: str, timeout: float) -> None:
+    """Wait for the end of a demo, which would be forgotten if it were left alone; the score stands either way."""
+    if is_over(one_row(run)):
+        return
+    try:
+        watch.until(is_over, timeout)
+    except WaitTimeout as late:
+        screen.warn("goes_on", f"{late}; end it:  orch cancel {run}")
 
 
 def _by_itself(kind: str) -> bool:
@@ -167,8 +183,8 @@ def _settings(kind: str, rank: int | None) -> tuple[str, ...]:
 class _Trial:
     """One drill as it goes: told on the way, scored when it is over."""
 
-    def __init__(self, watch: Watch, run: str, folder: RunDir, kind: str) -> None:
-        self._watch, self._run, self._folder, self._kind = watch, run, folder, kind
+    def __init__(self, watch: Watch, run: str, kind: str, steps: Steps) -> None:
+        self._watch, self._run, self._kind, self._steps = watch, run, kind, steps
         self._done: list[Event] = []  # what this program did itself, as an event
         self._nodes: list[str] = []
         self._refused: Callable[[], None] = lambda: None  # raises when the job will not do it
@@ -227,7 +243,7 @@ class _Trial:
         events = sorted([*self._done, *map(self._with_node, self._watch.events)], key=lambda event: event.time)
         struck = max((event.attempt for event in events if event.kind == EventKind.DRILL), default=0)
         failure = _concluded(self._run, struck) if struck < row["attempts"] or is_over(row) else None
-        return score(self._kind, events, read_steps(self._folder), state=row["state"], failure=failure)
+        return score(self._kind, events, self._steps.read(), state=row["state"], failure=failure)
 
     def _with_node(self, event: Event) -> Event:
         """Faults of nodes tell which one by its place in the job."""

@@ -10,7 +10,7 @@ from checkpointing.durable import read_json
 from orchestrator.cli.status import one_row
 from orchestrator.errors import Precondition, WaitTimeout
 from orchestrator.states import ENDED_RUNS, RunState
-from trainer.contract.config import ClusterShape, build
+from trainer.contract.config import ClusterShape, JobConfig, load
 from trainer.contract.events import EventKind, read_events
 from trainer.contract.outcome import AttemptOutcome
 from trainer.contract.requests import REFUSED, Request, RequestKind
@@ -39,15 +39,18 @@ class Live:
         return request.write(self.folder.requests)
 
     @property
-    def cluster(self) -> ClusterShape:
-        """The nodes and ranks that it was submitted with; raises Precondition when that cannot be read."""
+    def config(self) -> JobConfig:
+        """What it was submitted with; raises Precondition when that cannot be read."""
         path = self.folder.config
         try:
-            shape = build(ClusterShape, read_json(path).get("cluster", {}))
+            return load(path)
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise Precondition(f"the configuration of {self.run} cannot be read: {error}", where=str(path)) from error
-        assert isinstance(shape, ClusterShape)
-        return shape
+
+    @property
+    def cluster(self) -> ClusterShape:
+        """The nodes and ranks that it was submitted with; raises Precondition when that cannot be read."""
+        return self.config.cluster
 
     def refusal(self, request: str) -> None:
         """Raises Precondition when the attempt has answered a request with a no."""

@@ -3,12 +3,16 @@
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from checkpointing.catalog import Catalog
+from checkpointing.durable import dump_line, read_json
 from checkpointing.storage import storage_at
 from checkpointing.verify import verify
+from orchestrator.cli import submit, watch
 from orchestrator.cli.sabotage import damage_newest
 from orchestrator.errors import Precondition
 from orchestrator.states import RunState
@@ -141,12 +145,70 @@ def test_what_costs_more_than_a_restart_must_be_meant(orch: Type, seeds: Seeds) 
     assert pending(folder.requests, 1, set()) == []
 
 
-def test_a_real_disk_is_never_filled(orch: Type, seeds: Seeds) -> None:
+@pytest.mark.parametrize("yes", [(), ("--yes",)])
+def test_a_real_disk_is_never_filled(orch: Type, seeds: Seeds, yes: tuple[str, ...]) -> None:
     run = seeds.run()
     begun(seeds, run)
-    said = orch("drill", run, "full-disk", "--yes")
+    said = orch("drill", run, "full-disk", *yes)
     assert said.code == 4
     assert "orch drill --demo full-disk" in said.err
+    assert "--yes" not in said.err, "nobody is sent to a second no"
+
+
+@pytest.mark.parametrize(("fields", "kind", "why"), [
+    ({"command": ["python", "train.py"]}, "stop-rank", "nobody watches them: they would stand until the time limit"),
+    ({"command": ["python", "train.py"]}, "nan", "its ranks are a command of its own"),
+    ({"recovery": {"hang": {"on": False}}}, "hang-in-collective", "recovery.hang.on=false"),
+])  # fmt: skip
+def test_what_nobody_would_notice_is_not_brought_about(
+    orch: Type, seeds: Seeds, fields: dict[str, Any], kind: str, why: str
+) -> None:
+    run = seeds.run()
+    folder = begun(seeds, run)
+    folder.config.write_text(dump_line({**read_json(folder.config), **fields}))
+    said = orch("drill", run, kind)
+    assert said.code == 4
+    assert why in said.err
+    assert f"orch drill --demo {kind}" in said.err
+    assert "--yes" not in said.err
+    assert pending(folder.requests, 1, set()) == []
+
+
+def test_a_demo_that_nobody_watches_is_not_started(orch: Type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submit, "launch", lambda *_args, **_named: pytest.fail("it was started"))
+    said = orch("drill", "--demo", "stop-rank", "recovery.hang.on=false")
+    assert said.code == 4
+    assert "stop-rank tells nothing in this demo: nobody watches for hangs" in said.err
+
+
+@pytest.mark.parametrize("form", ["people", "json"])
+def test_the_score_of_a_demo_that_does_not_end_is_shown(
+    orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    run = seeds.run()
+    log = EventLog(begun(seeds, run).attempt(1).event_file("coordinator"), "coordinator", 1)
+    log.write(EventKind.DRILL, kind="kill-rank", rank=1, step=25)
+    log.write(EventKind.RANK_EXITED, rank=1, node="n1", exit_code=None, signal=9, reason="killed by SIGKILL")
+    failure = {"kind": "rank_killed", "reason": "killed", "rank": 1, "node": "n1"}
+    log.write(EventKind.GENERATION_ENDED, reason="killed", step=25, failure=failure)
+    log.generation = 1
+    log.write(EventKind.GENERATION_FIRST_STEP, step=21, seconds=0.5)
+    log.close()
+    made = {"run": run, "job_id": "41", "run_dir": str(seeds.root / run)}
+    monkeypatch.setattr(submit, "launch", lambda *_args, **_named: made)
+    now = [0.0]
+    clock = SimpleNamespace(time=time.time, monotonic=lambda: now[0], sleep=lambda s: now.append(now.pop() + s))
+    monkeypatch.setattr(watch, "time", clock)
+    said = orch("drill", "--demo", "kill-rank", "--timeout", 300, *(["--json"] if form == "json" else []))
+    assert said.code == 0
+    assert now[0] >= 300
+    if form == "json":
+        assert said.data["passed"]
+        (warning,) = said.answer["warnings"]
+        assert warning["message"] == "tiny-1 is still RUNNING after 300 s; end it:  orch cancel tiny-1"
+    else:
+        assert "kill-rank in tiny-1: noticed, rightly named, and training again" in said.out
+        assert "end it:  orch cancel tiny-1" in said.err
 
 
 @pytest.mark.parametrize("words", [("tiny-1", "burn"), ("--demo", "burn"), ("tiny-1",), ("tiny-1", "nan", "more")])

@@ -29,6 +29,8 @@ WORLDS = {
 }
 SMALL = ("pair", "three")
 """Groups so small that a rank's peers are hardly a measure: found later, and not always."""
+LEAST = {"pair": 0.75, "three": 0.95}
+"""The share that is named in time in them; 0.98 elsewhere."""
 SOON = {1.3: 20, 1.1: 100}
 """Steps within which a rank so many times slower is to be named, where agents report several times in them."""
 LATER = {1.3: 100, 1.1: 400}
@@ -246,8 +248,8 @@ def test_stragglers_are_named_in_time_and_nobody_else(name: str, record_property
         within = within_of(name)[ratio]
         record_property(f"{name}, {ratio} x: named within {within} steps", f"{row['named']} of {count}")
         assert row["wrong"] == 0
+        assert row["named"] >= LEAST.get(name, 0.98) * count
         if name in EXACT:
-            assert row["named"] >= 0.98 * count
             assert row["section"] >= 0.9 * row["named"]
     false = sum(len(live(WORLDS[name], seed, 1000).named()) for seed in range(count))
     record_property("false names in so many healthy worlds of 1,000 steps", f"{name}: {false} of {count}")

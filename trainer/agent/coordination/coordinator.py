@@ -69,7 +69,7 @@ class Coordinator:
         self._now, self._outbox = Generation(), Outbox(attempt)
         self._pulse = Pulse(self._tick, self._touch_files)
         self._state, self._host = "joining", ""
-        self._past, self._due = Past(), 0.0
+        self._past, self._due = Past.of(token), 0.0
         self._vigil = Vigil(run, attempt, config, events, self._roster)
         self._restored, self._undecided = 0, False
         self._trouble = NodeTrouble(self._roster, events, self._standing, lambda: self._now)

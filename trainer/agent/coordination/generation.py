@@ -4,9 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from checkpointing.commit import parse_name
 from trainer.agent.ladder.rungs import MENDED_IN_PLACE
 from trainer.agent.ladder.suspects import Fall, fall
 from trainer.agent.watch.blame import RankEnd
+from trainer.contract.launch import LaunchToken
 from trainer.contract.outcome import Failure, FailureKind
 from trainer.contract.skips import Skip
 
@@ -16,7 +18,7 @@ class Past:
     """What the generations of this attempt that are over leave to the next ones."""
 
     restarts: int = 0
-    trained: bool = False  # a step of this attempt
+    trained: bool = False  # a step of this attempt, or of one before it
     mark: str = ""  # of the newest failure
     falls: list[Fall] = field(default_factory=list)
     suspects: list[int] = field(default_factory=list)  # steps whose checkpoints are to be left out
@@ -28,6 +30,12 @@ class Past:
     furthest: int = 0  # step that any generation before this one has trained
     reached: int = 0  # the same of this one; 0: none
     again: bool = False  # a generation was started only to save and stop
+
+    @classmethod
+    def of(cls, token: LaunchToken) -> "Past":
+        """What the attempt begins with: earlier ones that have left a checkpoint have trained."""
+        found = [parse_name(name) for name in (*token.checkpoints, *token.perhaps)]
+        return cls(trained=any(name is not None and name.step > 0 for name in found))
 
     @property
     def fruitless(self) -> int:
@@ -69,7 +77,7 @@ class Past:
 
     def heard(self, report: Mapping[str, Any]) -> None:
         """What a node tells of its ranks: a step of theirs, a checkpoint of theirs."""
-        self.trained = self.trained or bool(report.get("stepped"))
+        self.trained = self.trained or bool(report.get("stepped")) or int(report.get("restored", 0)) > 0
         if report.get("stepped"):
             self.reached = max(self.reached, int(report.get("step", 0)))
         saved = int(report.get("saved", 0))

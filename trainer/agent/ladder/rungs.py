@@ -61,7 +61,7 @@ class Situation:
     ends: tuple[RankEnd, ...] = ()
     since_failure: float = 0.0  # seconds since the first bad end or breakage
     ran_for: float = 0.0  # seconds since the generation started
-    trained: bool = False  # this attempt has trained a step (unknown counts as no)
+    trained: bool = False  # the run has trained a step, as far as is known
     restarts: int = 0  # made in this attempt so far
     budget: int = 0  # recovery.restarts_in_place
     last_mark: str = ""  # of the failure before this one

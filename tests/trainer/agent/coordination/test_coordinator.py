@@ -32,12 +32,14 @@ from trainer.contract.skips import Skip
 class Scene:
     """One coordinator of two nodes and the agents that have joined it."""
 
-    def __init__(self, folder: Path, spares: int = 0, log: type[EventLog] = EventLog) -> None:
+    def __init__(
+        self, folder: Path, spares: int = 0, log: type[EventLog] = EventLog, checkpoints: tuple[str, ...] = ()
+    ) -> None:
         self.run = RunDir(folder / "run-1")
         self.run.make()
         self.attempt = self.run.attempt(1)
         self.attempt.make()
-        self._token = LaunchToken(attempt=1, epoch=1, job_id="7", nonce="0badcafe")
+        self._token = LaunchToken(attempt=1, epoch=1, job_id="7", nonce="0badcafe", checkpoints=checkpoints)
         self._token.write(self.attempt.go)
         self._events = log(self.attempt.event_file("coordinator"), "coordinator", 1)
         self.leader = Coordinator(
@@ -89,9 +91,9 @@ async def hear(peer: Peer, say: str, seconds: float = 10.0) -> Message:
 def play(tmp_path: Path) -> Callable[..., None]:
     """Runs one coroutine with a coordinator that leads."""
 
-    def run(script: Callable[[Scene], Any], spares: int = 0, log: type[EventLog] = EventLog) -> None:
+    def run(script: Callable[[Scene], Any], **fields: Any) -> None:
         async def whole() -> None:
-            async with Scene(tmp_path, spares, log).led() as scene:
+            async with Scene(tmp_path, **fields).led() as scene:
                 await script(scene)
 
         asyncio.run(whole())
@@ -251,6 +253,41 @@ def test_a_generation_after_a_doubted_checkpoint_is_told_to_leave_it_out(play):
         assert event.data["step"] == 100
 
     play(script)
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "restored", "again"),
+    [
+        ((), 0, False),
+        (("step-00000000.000-0badcafe",), 0, False),  # brought in from elsewhere: of this run nothing has worked yet
+        (("step-00000400.001-0badcafe",), 0, True),
+        ((), 400, True),
+    ],
+)
+def test_an_exception_at_the_start_is_tried_again_when_the_run_has_trained_before(play, checkpoints, restored, again):
+    async def script(scene: Scene) -> None:
+        peers = [await scene.join(node) for node in (0, 1)]
+        raised = {
+            "step": restored,
+            "exit_code": 1,
+            "signal": None,
+            "exception": "KeyError",
+            "message": "?",
+            "word": True,
+        }
+        for generation in (1, 2) if again else (1,):
+            assert (await hear(peers[1], "start"))["generation"] == generation
+            if generation == 2 and restored:
+                return  # a second time makes the checkpoint suspect
+            for rank, peer in enumerate(peers):
+                peer.send("progress", generation=generation, step=restored, restored=restored, stepped=False)
+                peer.send("exit", generation=generation, rank=rank, **raised)
+                peer.send("gone", generation=generation)
+        assert await asyncio.wait_for(scene.leading, 15) == 78
+        words = "for the second time at step 0" if again else "before the first step"
+        assert words in AttemptOutcome.read(scene.attempt.outcome).reason
+
+    play(script, checkpoints=checkpoints)
 
 
 @pytest.mark.parametrize("first", ["broken", "hang"])

@@ -4,7 +4,8 @@ import asyncio
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
+from functools import partial
 from typing import Any
 
 from checkpointing.durable import dump_line
@@ -16,9 +17,10 @@ from trainer.agent.fleet.roster import SILENCE_SECONDS
 from trainer.agent.flight.recorder import Sockets
 from trainer.agent.processes import apart, burial, cores, ending, mischief
 from trainer.agent.processes.births import Births, Wishes
-from trainer.agent.processes.farewell import farewell, of_shell
+from trainer.agent.processes.farewell import Parting, farewell, of_shell
 from trainer.agent.processes.local_ranks import LocalRank, LocalRanks
 from trainer.agent.processes.nursery_link import NurseryLink
+from trainer.agent.processes.obituaries import Obituaries
 from trainer.agent.processes.scribes import Scribes
 from trainer.agent.watch.blame import signal_name
 from trainer.agent.watch.sampling import Sampler, no_writer, report_seconds
@@ -52,6 +54,7 @@ class NodeAgent:
         self._wishes = Wishes()
         self._told_command = False
         self._tasks: set[asyncio.Task[None]] = set()
+        self._obituaries = Obituaries(self._spawn)
         self._early: list[int] = []
         self._peer: Peer
         self._births: Births
@@ -192,15 +195,18 @@ class NodeAgent:
     def _lost_nursery(self, reason: str) -> None:
         self._events.write(EventKind.NURSERY, node=self._place.node, warm=False, reason=f"died: {reason}", seconds=0.0)
         self._peer.send("unready", reason=reason)
-        if self._ranks is not None and not self._ranks.all_gone():
-            self._peer.send("broken", generation=self._ranks.generation, reason=reason)
         self._spawn(self._bury_and_replace(reason))
 
     async def _bury_and_replace(self, reason: str) -> None:
         """Ranks of a dead nursery are this process's children now: end them, collect them, then begin anew."""
-        if self._ranks is not None:
+        ranks = self._ranks
+        if ranks is not None:
+            if not ranks.all_gone():
+                # Who ended before the nursery did is heard first.
+                await self._obituaries.all_told()
+                self._peer.send("broken", generation=ranks.generation, reason=reason)
             spare = self._scribes.pids() if self._scribes is not None else ()
-            await burial.bury(self._ranks, self._exited, self._gone, spare)
+            await burial.bury(ranks, self._exited, self._gone, spare)
         self._stillborn += 1
         if self._stillborn < _MOST_STILLBORN:
             self._start_nursery()
@@ -284,15 +290,25 @@ class NodeAgent:
             EventKind.RANK_EXITED, rank=rank, node=self._place.name, exit_code=exit_code, signal=number, reason=reason
         )
         self._peer.send("progress", generation=generation, **self._ranks.summary())
-        end = farewell(self._attempt, generation, local, exit_code, number, command=command)
-        self._peer.send("exit", generation=generation, rank=rank, **end)
+        left = Parting.of(local)
+        end = partial(farewell, self._attempt, generation, left, exit_code, number, command=command)
+        self._obituaries.add(end, partial(self._tell_end, self._ranks, local))
+
+    def _tell_end(self, ranks: LocalRanks, local: LocalRank, known: dict[str, Any]) -> None:
+        if ranks is self._ranks:
+            self._peer.send("exit", generation=ranks.generation, rank=local.rank, **known)
+            local.told = True
+            self._tell_gone(ranks)
 
     def _gone(self, rank: int) -> None:
         """Nothing is left of this rank, its own children included."""
         assert self._ranks is not None
         self._ranks.by_rank[rank].gone = True
-        if self._ranks.all_gone():
-            self._peer.send("gone", generation=self._ranks.generation)
+        self._tell_gone(self._ranks)
+
+    def _tell_gone(self, ranks: LocalRanks) -> None:
+        if ranks.all_told():
+            self._peer.send("gone", generation=ranks.generation)
 
     # -- stopping ----------------------------------------------------------------------------------------------------
 
@@ -307,7 +323,7 @@ class NodeAgent:
 
     def _kill(self, generation: int) -> None:
         ranks = self._ranks
-        if ranks is None or ranks.generation != generation or ranks.all_gone():
+        if ranks is None or ranks.generation != generation or ranks.all_told():
             self._peer.send("gone", generation=generation)
             return
         ranks.killed = True
@@ -358,10 +374,11 @@ class NodeAgent:
                 waited = 0.0
                 self._peer.send("progress", generation=ranks.generation, **summary, **sampler.report())
 
-    def _spawn(self, work: Any) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._finished)
+        return task
 
     def _finished(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)

@@ -15,6 +15,7 @@ from trainer.agent.coordination import gathering
 from trainer.agent.fleet import preflight
 from trainer.agent.fleet.preflight import Fault
 from trainer.agent.node import NodeAgent
+from trainer.agent.processes import farewell
 from trainer.agent.processes.local_ranks import LocalRanks
 from trainer.contract.config import ClusterShape, JobConfig
 from trainer.contract.events import EventLog
@@ -61,7 +62,11 @@ class Alone:
         self.agent._seat = 0
 
     def ended(self, exit_code: int | None, number: int | None = None) -> dict[str, Any]:
-        self.agent._exited(0, exit_code, number)
+        async def end() -> None:
+            self.agent._exited(0, exit_code, number)
+            await self.agent._obituaries.all_told()
+
+        asyncio.run(end())
         return self.told.of("exit")[-1]
 
     def close(self) -> None:
@@ -206,3 +211,58 @@ def test_an_agent_speaks_while_its_node_is_examined_and_can_be_told_to_end(alone
 
 def test_a_driver_that_hangs_is_found_out_before_its_node_is_given_up():
     assert 4 * preflight._DRIVER_SECONDS < gathering.EXAMINE_SECONDS
+
+
+def test_a_file_system_that_stands_still_when_ranks_die_stops_no_agent(alone, monkeypatch):
+    """The loop runs on, the socket's word does, and the coordinator hears of the ends in their order before `gone`."""
+    back = threading.Event()
+    monkeypatch.setattr(farewell, "_READ_SECONDS", 0.3)
+    monkeypatch.setattr(RankOutcome, "read", lambda path: back.wait(20) and None)
+    say(alone.ranks.by_rank[1].theirs, "last", **LAST)
+
+    async def scene() -> None:
+        alone.agent._exited(1, 1, None)
+        before = time.monotonic()
+        # Its own reading is quick, but it died after the other.
+        monkeypatch.setattr(farewell, "_READ_SECONDS", 0.0)
+        alone.agent._exited(0, None, 9)
+        for rank in (0, 1):
+            alone.agent._gone(rank)
+        alone.agent._kill(1)
+        assert time.monotonic() - before < 0.2
+        assert not alone.told.of("exit") + alone.told.of("gone")
+        await alone.agent._obituaries.all_told()
+
+    try:
+        asyncio.run(scene())
+    finally:
+        back.set()
+    told = [(message["say"], message.get("rank")) for message in alone.told.messages if message["say"] != "progress"]
+    assert told == [("exit", 1), ("exit", 0), ("gone", None)]
+    first, second = alone.told.of("exit")
+    assert (first["word"], first["exception"], second["word"], second["signal"]) == (True, "OSError", False, 9)
+
+
+def test_an_end_is_not_told_of_a_generation_that_is_over(alone):
+    async def scene() -> None:
+        alone.agent._exited(0, 1, None)
+        alone.agent._ranks = None
+        await alone.agent._obituaries.all_told()
+
+    asyncio.run(scene())
+    alone.agent._ranks = alone.ranks
+    assert not alone.told.of("exit")
+
+
+def test_who_ended_before_its_nursery_is_told_of_before_it(alone):
+    alone.agent._stillborn = 9  # no other nursery
+
+    async def scene() -> None:
+        alone.agent._exited(0, 1, None)
+        alone.agent._lost_nursery("killed by SIGKILL")
+        while not alone.told.of("gone"):
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(scene(), 5))
+    told = [message["say"] for message in alone.told.messages if message["say"] != "progress"]
+    assert told == ["unready", "exit", "broken", "exit", "gone"]

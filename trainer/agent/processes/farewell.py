@@ -1,9 +1,12 @@
 """How a rank ended: by what the kernel says, by its own last words, or by what it left in its log."""
 
 import signal
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
+from trainer.agent.processes.apart import apart
 from trainer.agent.processes.cry import last_cry
 from trainer.agent.processes.local_ranks import LocalRank
 from trainer.contract.outcome import RankOutcome
@@ -11,6 +14,8 @@ from trainer.contract.run_dir import AttemptDir
 
 _KEYS = ("exit_code", "step", "exception", "message", "echo")
 _LONGEST = 4000
+_READ_SECONDS = 2.0
+"""A file system that shows a file later than this must not keep the coordinator waiting for the news."""
 
 
 def of_shell(exit_code: int | None, number: int | None) -> tuple[int | None, int | None]:
@@ -20,29 +25,51 @@ def of_shell(exit_code: int | None, number: int | None) -> tuple[int | None, int
     return exit_code, number
 
 
-def farewell(
-    attempt: AttemptDir, generation: int, local: LocalRank, exit_code: int | None, number: int | None, *, command: bool
+@dataclass(frozen=True, kw_only=True)
+class Parting:
+    """What a rank has left to its agent alone: no file system has a part in it."""
+
+    rank: int
+    step: int
+    stepped: bool
+    word: dict[str, Any] | None
+
+    @classmethod
+    def of(cls, local: LocalRank) -> "Parting":
+        while local.hear() is not None:
+            pass
+        step = local.look().step
+        return cls(rank=local.rank, step=step, stepped=local.stepped(), word=local.word)
+
+
+async def farewell(
+    attempt: AttemptDir, generation: int, left: Parting, exit_code: int | None, number: int | None, *, command: bool
 ) -> dict[str, Any]:
     """All that is known of the end of this rank, as the coordinator wants to hear it.
 
-    `command`: it was a user's own program, which leaves no words that we could read.
+    `command`: it was a user's own program, which leaves no words that we could read. What it left in files is done
+    without where the file system does not show them at once: a rank of ours has said the same over its socket.
     """
-    end: dict[str, Any] = {"exit_code": exit_code, "signal": number, "step": local.look().step}
-    said = _own_words(attempt, generation, local)
+    end: dict[str, Any] = {"exit_code": exit_code, "signal": number, "step": left.step}
+    word, cry = left.word, None
+    with suppress(TimeoutError, RuntimeError):  # the latter: the node has no thread left to give
+        read = partial(_left_in_files, attempt, generation, left.rank, aborted=number == signal.SIGABRT)
+        written, cry = await apart(read, _READ_SECONDS)
+        word = written or word
+    said = {key: word.get(key) for key in (*_KEYS, "position")} if word and set(_KEYS) <= word.keys() else None
     if said is not None:
         # It had said all when it died: dying in the interpreter's teardown changes nothing.
         end = {**said, "signal": None, "message": (said["message"] or "")[:_LONGEST]}
     elif number == signal.SIGABRT:
-        end["message"] = last_cry(attempt.rank_log(local.rank), generation)
-    return {**end, "word": said is not None or command, "stepped": local.stepped()}
+        end["message"] = cry
+    return {**end, "word": said is not None or command, "stepped": left.stepped}
 
 
-def _own_words(attempt: AttemptDir, generation: int, local: LocalRank) -> dict[str, Any] | None:
-    """How this rank says that it ended: by its outcome file, or by its socket when it could not write that."""
-    while local.hear() is not None:
-        pass
+def _left_in_files(
+    attempt: AttemptDir, generation: int, rank: int, *, aborted: bool
+) -> tuple[dict[str, Any] | None, str | None]:
+    """What is in its outcome file, or, of one that was aborted and wrote none, the last cry in its log."""
     try:
-        word = asdict(RankOutcome.read(attempt.rank_outcome(local.rank, generation)))
+        return asdict(RankOutcome.read(attempt.rank_outcome(rank, generation))), None
     except (OSError, ValueError, TypeError):
-        word = local.word or {}
-    return {key: word.get(key) for key in (*_KEYS, "position")} if set(_KEYS) <= word.keys() else None
+        return None, last_cry(attempt.rank_log(rank), generation) if aborted else None

@@ -26,6 +26,7 @@ class LocalRank:
     handle: int | None = None  # pidfd
     ended: bool = False
     gone: bool = False
+    told: bool = False  # the coordinator has heard how it ended
     last: Progress = field(default_factory=Progress)
     word: dict[str, Any] | None = None  # how it said that it ends, over its control socket
 
@@ -93,10 +94,14 @@ class LocalRanks:
     def all_gone(self) -> bool:
         return all(local.gone for local in self.by_rank.values())
 
+    def all_told(self) -> bool:
+        """Whether all are gone and the coordinator knows of each how it ended."""
+        return all(local.gone and local.told for local in self.by_rank.values())
+
     def never_began(self) -> None:
         """No process was started for any of them."""
         for local in self.by_rank.values():
-            local.ended = local.gone = True
+            local.ended = local.gone = local.told = True
 
     def summary(self) -> dict[str, Any]:
         """What the coordinator wants to know: the slowest rank's step and phase, the first one's loss."""

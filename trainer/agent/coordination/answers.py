@@ -39,8 +39,8 @@ class Answers:
         self._stacks: dict[str, _Stacks] = {}
         self._drills = 0
 
-    def to(self, request: Request, now: float, saved: int, generation: int) -> str | None:
-        """Do what is asked; `saved` is the newest saved step, `generation` the one that runs."""
+    def to(self, request: Request, now: float, begun: int, generation: int) -> str | None:
+        """Do what is asked; `begun` is the newest step whose save may be under way, `generation` the one that runs."""
         match request.kind:
             case RequestKind.STOP:
                 self._ask_stop(self._stopping.asked(request.reason, now))
@@ -49,7 +49,7 @@ class Answers:
                 self._stopping.correct(now + request.value - self._wall())
                 return f"the job ends in {request.value - self._wall():.0f} s"
             case RequestKind.SAVE:
-                return self._save(request, saved)
+                return self._save(request, begun)
             case RequestKind.STACKS:
                 return self._ask_stacks(request, now, generation)
             case RequestKind.DRILL:
@@ -57,7 +57,10 @@ class Answers:
         return f"{REFUSED}a {request.kind} request needs a value"
 
     def late(self, now: float, saved: int) -> Iterator[tuple[str, str]]:
-        """Requests that can be answered now, by name, and the answers; each is told once."""
+        """Requests that can be answered now, by name, and the answers; each is told once.
+
+        `saved` is the newest step that the generation that runs has saved; 0: none.
+        """
         for name in self._questions.saved(saved):
             yield name, f"saved at step {saved}"
         for name, stacks in list(self._stacks.items()):
@@ -71,14 +74,22 @@ class Answers:
         if stacks is not None:
             stacks.waits.discard(node)
 
-    def _save(self, request: Request, saved: int) -> str | None:
+    def ask_again(self) -> None:
+        """Ranks that have just been started hear of a save that was asked for before."""
+        if self._questions.await_anew():
+            self._ask_save()
+
+    def _save(self, request: Request, begun: int) -> str | None:
         if self._config.command:
             return f"{REFUSED}the ranks are the user's own command, orch cannot ask it to save"
         if self._stopping.stop is not None:
             return "a stop with a save is under way"
-        self._roster.tell("ask", reason=int(StopReason.SAVE_AND_GO_ON), seconds=_SAVE_SECONDS)
-        self._questions.await_save(request.name, saved)
+        self._ask_save()
+        self._questions.await_save(request.name, begun)
         return None
+
+    def _ask_save(self) -> None:
+        self._roster.tell("ask", reason=int(StopReason.SAVE_AND_GO_ON), seconds=_SAVE_SECONDS)
 
     def _ask_stacks(self, request: Request, now: float, generation: int) -> str | None:
         ranks = self._ranks_asked_for(request)

@@ -9,6 +9,7 @@ from typing import Any
 from trainer.agent.control.door import Door
 from trainer.agent.control.wire import Message
 from trainer.agent.coordination.answers import Answers
+from trainer.agent.coordination.clearing import Clearing
 from trainer.agent.coordination.deadline import Bounds
 from trainer.agent.coordination.gate import Fence
 from trainer.agent.coordination.gathering import Gathering
@@ -18,7 +19,7 @@ from trainer.agent.coordination.minutes import minute
 from trainer.agent.coordination.node_trouble import NodeTrouble
 from trainer.agent.coordination.outbox import Outbox, Reading
 from trainer.agent.coordination.pulse import Pulse
-from trainer.agent.coordination.questions import Questions
+from trainer.agent.coordination.questions import Questions, last_begun, saved_anew
 from trainer.agent.coordination.stopping import Stop, Stopping
 from trainer.agent.coordination.vigil import Vigil
 from trainer.agent.fleet.preflight import Fault
@@ -36,9 +37,7 @@ from trainer.contract.progress import StopReason
 from trainer.contract.requests import Request
 from trainer.contract.run_dir import AttemptDir, RunDir
 
-CLEAR_SECONDS = 40.0
 HANG_UP_SECONDS = 5.0
-
 
 _NO_DECISION = frozenset({"progress", "flight", "ping"})
 _LOOK_SECONDS = 0.25
@@ -77,6 +76,7 @@ class Coordinator:
             config.recovery.preflight, self._roster, self._stopping, self._until, lambda: self._now,
             command=bool(config.command), events=events,
         )  # fmt: skip
+        self._clearing = Clearing(self._roster, self._stopping, self._until, events)
         self._answers = Answers(
             config, attempt=attempt, stopping=self._stopping, questions=self._questions, ask_stop=self._ask_stop,
             roster=self._roster, wall=wall,
@@ -202,12 +202,15 @@ class Coordinator:
         self._tell_stop()
 
     def _tell_stop(self) -> None:
-        """Ranks that start when a stop was asked for hear of it as well, and have their time like the others."""
+        """Ranks that start when a stop, or a save, was asked for hear of it, and have their time like the others."""
         if (stop := self._stopping.stop) is not None:
             self._roster.tell("ask", reason=int(stop.reason), seconds=self._stopping.left(time.monotonic()))
+        else:
+            self._answers.ask_again()
 
     def _answer(self, request: Request) -> None:
-        answer = self._answers.to(request, time.monotonic(), self._standing.saved, self._now.number)
+        begun = last_begun(self._reports(), self._standing.total)
+        answer = self._answers.to(request, time.monotonic(), begun, self._now.number)
         if answer is not None:
             self._events.write(EventKind.REQUEST_ANSWERED, name=request.name, answer=answer)
 
@@ -217,7 +220,7 @@ class Coordinator:
         silent = self._roster.silent(now)
         if silent is not None:
             self._lose(silent[0].node, silent[1])
-        for name, answer in self._answers.late(now, self._standing.saved):
+        for name, answer in self._answers.late(now, saved_anew(self._reports(), self._restored)):
             self._events.write(EventKind.REQUEST_ANSWERED, name=name, answer=answer)
         reports = [member.progress for member in self._roster.present()]
         self._stopping.watch(reports, now)
@@ -246,11 +249,15 @@ class Coordinator:
             self._deliver(-1, {"say": "fenced"})
 
     async def _beat(self) -> None:
-        members = self._roster.seated()
-        self._standing.merge([m.progress for m in members if m.progress.get("generation") == self._now.number])
+        self._standing.merge(self._reports())
         if self._config.command:
             self._standing.phase = "command"  # what a user's program does is not known
         await self._outbox.show(self._reading)
+
+    def _reports(self) -> list[dict[str, Any]]:
+        """The newest ones of the generation that runs, by seat."""
+        newest = [member.progress for member in self._roster.seated()]
+        return [report for report in newest if report.get("generation") == self._now.number]
 
     def _reading(self) -> Reading:
         """What heartbeat.json and ranks.json say now."""
@@ -308,14 +315,16 @@ class Coordinator:
             await self._watch()
         self._past.fell(decision.failure, decision.mark, self._restored, decision.suspect, decision.skip)
         await minute(decision, self._attempt, self._events)
-        cleared = await self._clear(replacing.left_behind(decision))
+        self._state = "clearing"
+        cleared = await self._clearing.clear(self._now.number, decision)
+        await self._beat()
         failure = decision.failure.to_json() if decision.failure else None
         step = self._standing.step
         self._events.write(EventKind.GENERATION_ENDED, reason=decision.reason, step=step, failure=failure)
         if decision.action not in (Action.RESTART, Action.ROLL_BACK, Action.REPLACE):
             return decision
         if not cleared:
-            decision = self._give_up_the_stuck(decision)
+            decision = self._clearing.give_up(self._now.number, decision)
         if decision.action is Action.END:
             return decision
         if decision.action is Action.REPLACE:
@@ -325,15 +334,6 @@ class Coordinator:
         self._past.restarts += decision.action is Action.RESTART
         self._past.again = self._past.again or self._stopping.stop is not None
         return await self._get_ready()
-
-    def _give_up_the_stuck(self, decision: Decision) -> Decision:
-        """Nodes on which ranks of this generation cannot be killed are left, whatever was decided."""
-        number, stopping = self._now.number, self._stopping.stop is not None
-        decision = replacing.of_the_stuck(
-            decision, self._roster, number, seconds=CLEAR_SECONDS, stopping=stopping
-        )  # fmt: skip
-        self._events.write(EventKind.DECISION, action=decision.action.name.lower(), reason=decision.reason)
-        return decision
 
     async def _listen(self, seconds: float) -> None:
         """Absorb messages until one calls for a decision, or for so long."""
@@ -367,14 +367,6 @@ class Coordinator:
             home=self._place.name,
             **self._past.told(),
         )
-
-    async def _clear(self, left_behind: str | None) -> bool:
-        """Kill what is left of the generation, on all nodes; whether all of it is really gone where that matters."""
-        self._state, number = "clearing", self._now.number
-        self._roster.tell("kill", generation=number)
-        gone = await self._until(lambda: self._roster.all_gone(number, but=left_behind), CLEAR_SECONDS)
-        await self._beat()
-        return gone
 
     async def _end(self, decision: Decision) -> int:
         """Leave the last word, then let every agent go with the same exit code."""

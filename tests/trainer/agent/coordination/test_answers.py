@@ -36,7 +36,7 @@ class Desk:
 
     def ask(self, kind: RequestKind, **fields: Any) -> str | None:
         request = Request(kind=kind, attempt=1, reason="why", name=f"{kind}.001.abcd.json", **fields)
-        return self.answers.to(request, 50.0, saved=7, generation=2)
+        return self.answers.to(request, 50.0, begun=7, generation=2)
 
 
 @pytest.fixture

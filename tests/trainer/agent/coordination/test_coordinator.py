@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from trainer.agent.control.wire import Message, Peer, connect
-from trainer.agent.coordination import coordinator, gathering, outbox
+from trainer.agent.coordination import clearing, gathering, outbox
 from trainer.agent.coordination.coordinator import Coordinator
 from trainer.agent.coordination.heartbeat import Heartbeat, Standing
 from trainer.agent.coordination.outbox import Outbox
@@ -324,7 +324,7 @@ async def die_stuck(scene: Scene, peers: list[Peer], stop: bool = False) -> None
 
 
 def test_a_spare_takes_the_place_of_a_node_on_which_a_rank_cannot_be_killed(play, monkeypatch):
-    monkeypatch.setattr(coordinator, "CLEAR_SECONDS", 1.0)
+    monkeypatch.setattr(clearing, "CLEAR_SECONDS", 1.0)
 
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node) for node in (0, 1, 2)]
@@ -340,7 +340,7 @@ def test_a_spare_takes_the_place_of_a_node_on_which_a_rank_cannot_be_killed(play
 
 @pytest.mark.parametrize("stop", [False, True])
 def test_without_a_spare_or_time_the_node_on_which_a_rank_cannot_be_killed_is_named(play, monkeypatch, stop):
-    monkeypatch.setattr(coordinator, "CLEAR_SECONDS", 1.0)
+    monkeypatch.setattr(clearing, "CLEAR_SECONDS", 1.0)
 
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node) for node in (range(3) if stop else range(2))]

@@ -1,0 +1,31 @@
+"""The end of a generation's processes on all nodes, and what is done about those that cannot be killed."""
+
+from trainer.agent.coordination.gathering import Until
+from trainer.agent.coordination.stopping import Stopping
+from trainer.agent.fleet.roster import Roster
+from trainer.agent.ladder import replacing
+from trainer.agent.ladder.rungs import Decision
+from trainer.contract.events import EventKind, EventLog
+
+CLEAR_SECONDS = 40.0
+
+
+class Clearing:
+    """Between two generations: nothing of the first may be left where the second one runs."""
+
+    def __init__(self, roster: Roster, stopping: Stopping, until: Until, events: EventLog) -> None:
+        """`until` handles messages until a condition holds, or the seconds are over (False)."""
+        self._roster, self._stopping, self._until, self._events = roster, stopping, until, events
+
+    async def clear(self, generation: int, decision: Decision) -> bool:
+        """Kill what is left of the generation, on all nodes; whether all of it is really gone where that matters."""
+        self._roster.tell("kill", generation=generation)
+        left_behind = replacing.left_behind(decision)
+        return await self._until(lambda: self._roster.all_gone(generation, but=left_behind), CLEAR_SECONDS)
+
+    def give_up(self, generation: int, decision: Decision) -> Decision:
+        """What is done instead of `decision`: nodes on which ranks cannot be killed are left, whatever was decided."""
+        stopping = self._stopping.stop is not None
+        instead = replacing.of_the_stuck(decision, self._roster, generation, seconds=CLEAR_SECONDS, stopping=stopping)
+        self._events.write(EventKind.DECISION, action=instead.action.name.lower(), reason=instead.reason)
+        return instead

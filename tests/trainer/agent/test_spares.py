@@ -13,6 +13,7 @@ import pytest
 
 from tests.trainer.agent.coordination.test_coordinator import Scene, hear
 from tests.trainer.agent.job import LocalJob, alive, until
+from trainer.agent.control.wire import Peer
 from trainer.agent.coordination import gathering
 from trainer.agent.fleet.preflight import Fault
 from trainer.contract import tokens
@@ -73,11 +74,11 @@ def test_with_all_spares_used_the_next_loss_ends_the_attempt(job):
     assert (failure.kind, failure.node) == ("agent_lost", "local-2")
 
 
-def led(folder: Path, script: Callable[[Scene], Any]) -> None:
-    """Run this beside a coordinator of two seats and a spare whose agents it plays."""
+def led(folder: Path, script: Callable[[Scene], Any], spares: int = 1) -> None:
+    """Run this beside a coordinator of two seats and spares whose agents it plays."""
 
     async def whole() -> None:
-        async with Scene(folder, spares=1).led() as scene:
+        async with Scene(folder, spares=spares).led() as scene:
             await script(scene)
 
     asyncio.run(whole())
@@ -217,6 +218,36 @@ def test_a_node_whose_clock_is_off_is_left_out_and_that_is_told(tmp_path):
         (told,) = scene.events(EventKind.PREFLIGHT)
         assert (told.data["name"], told.data["ok"]) == ("n1", False)
         assert "its clock is 3600 s ahead" in told.data["reason"]
+
+    led(tmp_path, script)
+
+
+async def examined(scene: Scene, *ahead: float | None) -> list[Peer]:
+    """Nodes whose clocks are so many seconds ahead; None: one that is not fit."""
+    peers = [await scene.join(node, fit=False) for node in range(len(ahead))]
+    for peer, seconds in zip(peers, ahead, strict=True):
+        peer.send("fit", faults=[SICK] if seconds is None else [], wall=time.time() + (seconds or 0.0))
+    return peers
+
+
+@pytest.mark.parametrize("ahead", [(0.0, None, 3600.0, 0.0), (0.0, 3600.0, -7200.0, 0.0)])
+def test_clocks_are_looked_at_although_another_node_is_not_fit_either(tmp_path, ahead):
+    async def script(scene: Scene) -> None:
+        peers = await examined(scene, *ahead)
+        assert [(await hear(peers[node], "start"))["seat"] for node in (0, 3)] == [0, 1]
+
+    led(tmp_path, script, spares=2)
+
+
+def test_of_two_fit_nodes_whose_clocks_differ_nobody_knows_which_is_right(tmp_path):
+    async def script(scene: Scene) -> None:
+        await examined(scene, 0.0, None, 3600.0)
+        assert await asyncio.wait_for(scene.leading, 15) == 77
+        outcome = AttemptOutcome.read(scene.attempt.outcome)
+        assert outcome.failure is not None
+        assert outcome.failure.node == "n1"
+        assert "open-files limit" in outcome.reason
+        assert "the clocks of n0 and n2 are 3600 s apart" in outcome.reason
 
     led(tmp_path, script)
 

@@ -53,24 +53,30 @@ class Gathering:
         over = self._over(self._roster.all_examined, self._roster.can_train)
         answered = await self._until(over, EXAMINE_SECONDS)
         faults = {member.name: member.faults for member in self._roster.present() if member.faults is not None}
-        failure = preflight.verdict(faults) or self._skewed()
+        found = [failure for failure in (preflight.verdict(faults), *self._skewed()) if failure is not None]
         # What is a node's own trouble is left with that node when the others are enough.
-        alone = failure is None or failure.kind is FailureKind.NODE_SUSPECT
-        if failure is not None and not (alone and self._roster.can_train()):
-            return rungs.end(failure.reason, failure)
+        alone = all(failure.kind is FailureKind.NODE_SUSPECT for failure in found)
+        if found and not (alone and self._roster.can_train()):
+            return rungs.end("; ".join(failure.reason for failure in found), found[0])
         if not (answered or self._roster.can_train()):
             return self._unanswered("was not examined", self._roster.unexamined(), EXAMINE_SECONDS)
         return None
 
-    def _skewed(self) -> Failure | None:
-        """A node whose clock is off is left out where that is possible."""
-        ahead = {member.name: member.ahead for member in self._roster.present() if member.faults is not None}
-        failure = preflight.skew(ahead, self._config)
-        node = self._roster.node_of(None if failure is None else failure.node)
-        if failure is not None and node is not None:
+    def _skewed(self) -> list[Failure]:
+        """Nodes whose clocks are off are left out, the worst one first, until the others agree or nobody is named."""
+        found: list[Failure] = []
+        while (failure := preflight.skew(self._clocks(), self._config)) is not None:
+            found.append(failure)
+            if (node := self._roster.node_of(failure.node)) is None:
+                break
             self._roster.members[node].unfit = failure.reason
             self._events.write(EventKind.PREFLIGHT, node=node, name=failure.node, ok=False, reason=failure.reason)
-        return failure
+        return found
+
+    def _clocks(self) -> dict[str, float]:
+        """By how much those that could train are ahead."""
+        fit = [member for member in self._roster.present() if member.usable and member.faults == []]
+        return {member.name: member.ahead for member in fit}
 
     async def ready(self) -> Decision | None:
         """Every node's nursery can start ranks, and nothing has happened that makes it pointless."""

@@ -36,6 +36,9 @@ More than the 20 s after a SIGTERM: who sends that will soon kill, and a clean e
 START_SECONDS = 10.0
 """The same once everything is ready: with less than this left, a generation is not started only to be killed."""
 
+LONGEST_REASON = 2000
+"""Characters of an attempt's last word: agents refuse a line that is too long, and what ranks called can be any length."""
+
 _LOOKED_INTO = frozenset({FailureKind.HANG, FailureKind.DESYNC})
 """Failures that are declared after all ranks have been looked at: nobody has more to say."""
 
@@ -296,7 +299,11 @@ def last_word(decision: Decision, stopped: StopReason | None) -> tuple[ExitCode,
         who = stopped.name.lower() if stopped is not None else "the ranks themselves"
         return ExitCode.STOPPED_AFTER_SAVE, AttemptResult.STOPPED, who
     assert decision.failure is not None
-    return exit_code(decision.failure), AttemptResult.FAILED, decision.reason
+    return exit_code(decision.failure), AttemptResult.FAILED, _cut(decision.reason)
+
+
+def _cut(reason: str) -> str:
+    return reason if len(reason) <= LONGEST_REASON else f"{reason[: LONGEST_REASON - 3]}..."
 
 
 def exit_code(failure: Failure) -> ExitCode:

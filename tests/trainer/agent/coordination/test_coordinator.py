@@ -312,6 +312,22 @@ def test_a_node_that_gets_no_nursery_after_a_restart_was_decided_ends_the_attemp
     play(script)
 
 
+def test_a_reason_of_any_length_reaches_the_agents(play):
+    async def script(scene: Scene) -> None:
+        peers = [await scene.join(node) for node in (0, 1)]
+        await hear(peers[1], "start")
+        scene.leader._trouble.fail(Failure(kind=FailureKind.DESYNC, reason="rank 0 called \u2026" * 10_000))
+        await hear(peers[1], "kill")
+        for peer in peers:
+            peer.send("gone", generation=1)
+        end = await hear(peers[1], "end")
+        assert (end["code"], len(end["reason"])) == (78, 2000)
+        assert AttemptOutcome.read(scene.attempt.outcome).reason == end["reason"]
+        assert end["reason"].endswith("...")
+
+    play(script)
+
+
 async def die_stuck(scene: Scene, peers: list[Peer], stop: bool = False) -> None:
     """A rank of n0 is killed, and n1 never says that nothing of it is left."""
     await hear(peers[1], "start")

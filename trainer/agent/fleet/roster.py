@@ -15,6 +15,8 @@ SILENCE_SECONDS = 60.0
 """An agent (or coordinator) that says nothing for so long is lost; it speaks twice a second when it lives."""
 STANDING_SECONDS = 10.0
 """The same while no rank of the job moves, as when a node has gone from the network: its peers wait for it."""
+RETURN_SECONDS = 5.0
+"""An agent that goes before it has said anything may be about to say hello again: it was not let in soon enough."""
 
 LATE_SECONDS = 3.0
 """A look that was due so long ago tells that the coordinator itself had no time: it was suspended, or starved."""
@@ -29,6 +31,7 @@ class Member:
     name: str
     peer: Peer
     heard: float
+    spoken: bool = False  # it has said more than hello
     faults: list[Fault] | None = None
     ready: bool = False
     gone: int = 0  # newest generation of which nothing is left on this node
@@ -61,32 +64,50 @@ class Roster:
     def admit(self, hello: Message, peer: Peer) -> bool:
         """Whether this authenticated agent may join: one for each node of this attempt."""
         node, name = hello.get("node"), hello.get("name")
-        known = type(node) is int and 0 <= node < self._nodes and node not in self.members and isinstance(name, str)
+        known = type(node) is int and 0 <= node < self._nodes and isinstance(name, str)
         if not known or hello.get("attempt") != self._attempt:
             return False
         assert isinstance(node, int)
         assert isinstance(name, str)
-        self.members[node] = Member(node=node, name=name, peer=peer, heard=time.monotonic())
+        member = self.members.get(node)
+        if member is None:
+            self.members[node] = Member(node=node, name=name, peer=peer, heard=time.monotonic())
+            self._deliver(node, {"say": "joined"})
+            return True
+        if member.spoken or member.lost:
+            return False
+        # Its agent has waited in vain for the welcome, and says hello again.
+        member.peer.drop()
+        member.peer, member.name, member.heard = peer, name, time.monotonic()
         return True
 
     async def serve(self, hello: Message, peer: Peer) -> None:
         """Deliver the messages of one agent until it is gone."""
-        node = hello["node"]
-        self._deliver(node, {"say": "joined"})
+        member = self.members[hello["node"]]
         reason = "its connection ended"
         try:
-            while (message := await peer.receive()) is not None:
-                speech.check(message)
-                self._note(self.members[node], message, time.monotonic())
-                self._deliver(node, message)
-        except WireError as error:
-            reason = f"it sent {error}"
+            broken = await self._hear(member, peer)
+            if not broken and not member.spoken:
+                await asyncio.sleep(RETURN_SECONDS)
+            reason = broken or reason
         finally:
-            self._deliver(node, {"say": "lost", "reason": reason})
+            if member.peer is peer:
+                self._deliver(member.node, {"say": "lost", "reason": reason})
+
+    async def _hear(self, member: Member, peer: Peer) -> str:
+        """Until the connection ends; why it cannot go on when what it brings cannot be read."""
+        try:
+            while (message := await peer.receive()) is not None and member.peer is peer:
+                speech.check(message)
+                self._note(member, message, time.monotonic())
+                self._deliver(member.node, message)
+        except WireError as error:
+            return f"it sent {error}"
+        return ""
 
     def _note(self, member: Member, message: Message, now: float) -> None:
         """It has spoken; a report that differs from the one before tells that ranks of it move."""
-        member.heard = now
+        member.heard, member.spoken = now, True
         if message["say"] == "progress" and any(
             message.get(key) != member.progress.get(key) for key in ("generation", "step", "phase")
         ):

@@ -37,7 +37,7 @@ START_SECONDS = 10.0
 """The same once everything is ready: with less than this left, a generation is not started only to be killed."""
 
 LONGEST_REASON = 2000
-"""Characters of an attempt's last word: agents refuse a line that is too long, and what ranks called can be any length."""
+"""Characters of an attempt's last word: agents refuse lines that are too long, and what ranks called has no bound."""
 
 _LOOKED_INTO = frozenset({FailureKind.HANG, FailureKind.DESYNC})
 """Failures that are declared after all ranks have been looked at: nobody has more to say."""

@@ -169,7 +169,7 @@ def test_the_size_of_files_and_bundles_is_bounded(stood: Any, tmp_path: Path) ->
     logs = sum(path.stat().st_size for path in bundle.glob("logs/*"))
     assert logs <= FILE // 2, "what says more than a log has a part of its own"
     assert sum(path.stat().st_size for path in bundle.rglob("*") if path.is_file()) <= FILE
-    kept = (bundle / "logs/rank-00000.txt").read_text()
+    kept = next(bundle.glob("logs/*")).read_text()  # there is room for two, and they are looked for at once
     assert kept.endswith("the end")
 
 

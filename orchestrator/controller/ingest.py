@@ -85,7 +85,9 @@ class _Scribe:
         return any(all(wanted in (0, number) for wanted, number in zip(fault, place, strict=True)) for fault in faults)
 
     def blamed(self, node: str) -> str:
-        """The kind of failure for which the generation that has just ended blames this node; else its agent is lost."""
+        """The kind of failure for which this node was replaced; of older events, the one that its generation tells."""
+        if (kind := str(self.data.get("kind"))) in frozenset(FailureKind):
+            return kind
         ended = [g for g in self.store.generations(self.run, self.attempt) if g.number == self.event.generation]
         failure = ended[0].failure if ended else None
         return str(failure["kind"]) if failure and failure.get("node") == node else FailureKind.AGENT_LOST

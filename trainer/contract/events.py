@@ -29,7 +29,7 @@ class EventKind(StrEnum):
     INCIDENT = "incident"  # name, kind, rank, node, phase, step, reason, waiting [ranks], evidence (path), detected (s)
     STRAGGLER = "straggler"  # rank, node, section, ratio, step, steps, gpu_hours, over (bool: it is as fast again)
     BATCH_SKIPPED = "batch.skipped"  # step, position, reason: left out of the data from now on
-    SPARE_USED = "spare.used"  # node (index), name, instead (name of the node that was lost), reason
+    SPARE_USED = "spare.used"  # node (index), name, instead (name of the node that was lost), reason, kind (of failure)
     DRILL = "drill"  # kind, rank (None: a whole node), step (, node)
     STOP_REQUESTED = "stop.requested"  # reason
     STOP_AGREED = "stop.agreed"  # step, reason

@@ -7,7 +7,7 @@ from trainer.agent.ladder import replacing
 from trainer.agent.ladder.rungs import Decision
 from trainer.contract.events import EventKind, EventLog
 
-CLEAR_SECONDS = 40.0
+CLEAR_SECONDS = 60.0
 
 
 class Clearing:

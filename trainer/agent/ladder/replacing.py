@@ -1,6 +1,6 @@
 """Rung 3: spare nodes take the seats of those that are lost or blamed, within the job."""
 
-from trainer.agent.fleet.roster import Roster
+from trainer.agent.fleet.roster import Member, Roster
 from trainer.agent.ladder import rungs
 from trainer.agent.ladder.rungs import Action, Decision
 from trainer.contract.events import EventKind, EventLog
@@ -25,9 +25,16 @@ def replace(decision: Decision, roster: Roster, events: EventLog) -> Decision | 
     moves, why = roster.reseat()
     for move in moves:
         name, left = roster.members[move.node].name, roster.members[move.instead]
-        reason = left.unfit or failure.reason
-        events.write(EventKind.SPARE_USED, node=move.node, name=name, instead=left.name, reason=reason)
+        told = {"reason": left.unfit or failure.reason, "kind": str(_taken_for(left, failure))}
+        events.write(EventKind.SPARE_USED, node=move.node, name=name, instead=left.name, **told)
     return None if moves else rungs.end(f"{decision.reason}; {why}", failure)
+
+
+def _taken_for(left: Member, failure: Failure) -> FailureKind:
+    """The kind of failure that this node has lost its seat for."""
+    if failure.node == left.name:
+        return failure.kind
+    return FailureKind.AGENT_LOST if left.lost else FailureKind.NODE_SUSPECT
 
 
 def _blame(failure: Failure, roster: Roster) -> None:

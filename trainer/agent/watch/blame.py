@@ -65,7 +65,7 @@ class Cause:
 def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "") -> Cause:
     """The cause among `ends`, of which at least one is bad.
 
-    `trained`: the attempt has trained at least one step, as far as is known; `last_mark`: the `mark` of the failure
+    `trained`: the run has trained at least one step, as far as is known; `last_mark`: the `mark` of the failure
     before this one.
     """
     root = min((end for end in ends if not end.good), key=lambda end: (doubt(end), end.at))

@@ -349,7 +349,10 @@ def test_a_spare_takes_the_place_of_a_node_on_which_a_rank_cannot_be_killed(play
         assert (start["generation"], start["seat"]) == (2, 1)
         (used,) = scene.events(EventKind.SPARE_USED)
         assert (used.data["name"], used.data["instead"]) == ("n2", "n1")
-        assert used.data["reason"] == "n1: its ranks could not be killed within 1 s"
+        assert (used.data["reason"], used.data["kind"]) == (
+            "n1: its ranks could not be killed within 1 s",
+            "node_suspect",
+        )
 
     play(script, spares=1)
 

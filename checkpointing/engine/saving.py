@@ -35,6 +35,8 @@ STUCK_SECONDS = 30.0
 _SLOW_DISK = 32 << 20  # bytes per second
 _GLANCE = 1.0
 _HEAD_START = 0.001
+_TOLD = 2
+"""Ranks whose failures are told one by one: a disk that is full is full for all of them."""
 
 _log = logging.getLogger(__name__)
 
@@ -320,8 +322,10 @@ def _failures(everything: Sequence[Any]) -> Failed | None:
     failed = [(rank, part) for rank, part in enumerate(everything) if isinstance(part, Failed)]
     if not failed:
         return None
+    told = [f"rank {rank}: {part.reason}" for rank, part in failed[:_TOLD]]
+    more = len(failed) - len(told)
     return Failed(
-        "; ".join(f"rank {rank}: {part.reason}" for rank, part in failed),
+        "; ".join([*told, f"and {more} more rank(s)"] if more else told),
         fenced=any(part.fenced for _, part in failed),
         final=any(part.final for _, part in failed),
     )

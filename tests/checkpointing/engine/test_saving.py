@@ -14,11 +14,12 @@ import torch
 
 from checkpointing.catalog import Catalog
 from checkpointing.engine import saving
+from checkpointing.engine.failure import Failed
 from checkpointing.engine.group import Ranks
 from checkpointing.engine.judging import Judge
 from checkpointing.engine.link import InProcessWriter, WriterLink
 from checkpointing.engine.planning import agree_on_plan, budgeted
-from checkpointing.engine.saving import Job, Owner, Saver
+from checkpointing.engine.saving import Job, Owner, Saver, _failures
 from checkpointing.engine.staging import Stager, Structure
 from checkpointing.index import INDEX
 from checkpointing.manifest import METADATA
@@ -359,3 +360,13 @@ def test_a_later_life_with_the_same_memory_goes_on_from_it(bench: Bench) -> None
     assert same(target, state(1))
     assert again.committed_step is None, "no disk has it"
     concurrent.futures.wait([again._link.ping()], 5)  # type: ignore[union-attr]
+
+
+def test_a_failure_of_many_ranks_is_told_of_two() -> None:
+    failed = [None, *(Failed(f"[Errno 28] No space left on rank {rank}'s disk") for rank in range(1, 64))]
+    found = _failures(failed)
+    assert found is not None
+    assert found.reason.startswith("rank 1: [Errno 28]")
+    assert "; rank 2: [Errno 28]" in found.reason
+    assert found.reason.endswith("; and 61 more rank(s)")
+    assert _failures([None, None]) is None

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.cli.growing import Unfinished, read_on, size_of, tail_of
+from orchestrator.cli.growing import Unfinished, size_of, tail_of
 from orchestrator.cli.render import count, decimal, size
 from trainer.contract.events import Event, EventKind, read_events
+from trainer.contract.lines import read_on
 from trainer.contract.outcome import ExitCode
 from trainer.contract.run_dir import AttemptDir, RunDir
 

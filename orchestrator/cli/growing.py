@@ -21,18 +21,6 @@ def tail_of(path: Path) -> int:
     return max(0, size_of(path) - TAIL)
 
 
-def read_on(path: Path, offset: int) -> tuple[list[bytes], int]:
-    """Whole lines from byte `offset` on, and where to read on; a torn last line is left for the next call."""
-    try:
-        with path.open("rb") as stream:
-            stream.seek(offset)
-            block = stream.read()
-    except FileNotFoundError:
-        return [], offset
-    end = block.rfind(b"\n") + 1
-    return block[:end].splitlines(), offset + end
-
-
 class Unfinished:
     """Attempts that may still tell something: one that a later one follows is read once more, then left alone."""
 

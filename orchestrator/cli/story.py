@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.cli.feed import Feed
-from orchestrator.cli.growing import Unfinished, read_on, tail_of
+from orchestrator.cli.growing import Unfinished, tail_of
 from trainer.contract.events import Event, EventKind
+from trainer.contract.lines import read_on
 from trainer.contract.run_dir import RunDir
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.durable import dump_line
-from trainer.contract.lines import LineFile, Lines
+from trainer.contract.lines import LineFile, Lines, read_on
 
 
 class EventKind(StrEnum):
@@ -100,15 +100,8 @@ def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
 
     A line that is not an event (a torn write of a killed process followed by another's line) is skipped.
     """
-    try:
-        with path.open("rb") as stream:
-            stream.seek(offset)
-            block = stream.read()
-    except FileNotFoundError:
-        return [], offset
-    end = block.rfind(b"\n") + 1
-    events = [event for line in block[:end].splitlines() if (event := _parse(line)) is not None]
-    return events, offset + end
+    lines, offset = read_on(path, offset)
+    return [event for line in lines if (event := _parse(line)) is not None], offset
 
 
 def _parse(line: bytes) -> Event | None:

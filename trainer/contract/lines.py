@@ -32,3 +32,15 @@ class LineFile:
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+
+def read_on(path: Path, offset: int) -> tuple[list[bytes], int]:
+    """Whole lines from byte `offset` on, and where to read on; a torn last line is left for the next call."""
+    try:
+        with path.open("rb") as stream:
+            stream.seek(offset)
+            block = stream.read()
+    except FileNotFoundError:
+        return [], offset
+    end = block.rfind(b"\n") + 1
+    return block[:end].splitlines(), offset + end

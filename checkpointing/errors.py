@@ -32,10 +32,6 @@ class Refused(CheckpointError):
         super().__init__(f"{name}: {reason}")
         self.name, self.reason, self.damaged = name, reason, damaged
 
-    def __reduce__(self) -> tuple[type["Refused"], tuple[str, str, bool]]:
-        """Ranks tell each other."""
-        return type(self), (self.name, self.reason, self.damaged)
-
 
 class UnsafePickle(Refused):
     """A pickle that names anything outside the allow-list."""
@@ -56,10 +52,6 @@ class SaveFailed(CheckpointError):
     def __init__(self, step: int, reason: str) -> None:
         super().__init__(f"step {step}: {reason}")
         self.step, self.reason = step, reason
-
-    def __reduce__(self) -> tuple[type["SaveFailed"], tuple[int, str]]:
-        """Ranks tell each other."""
-        return type(self), (self.step, self.reason)
 
 
 class FencedOff(SaveFailed):

@@ -20,6 +20,16 @@ STANDARD_ONLY = "trainer/contract/"
 AGENT_ROOMS = ("control", "flight", "processes", "fleet", "watch", "ladder", "evidence", "coordination", "node", "main")
 """Each may enter those before it."""
 BANNED_NAMES = ("utils", "helpers", "common", "misc", "manager")
+PICKLE_MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing"}
+UNPICKLERS = {
+    "checkpointing/frame.py": "reads one saved tensor, with stand-ins for every class",
+    "checkpointing/engine/given.py": "reads files that users name: names the errors of torch.load(weights_only=True)",
+    "checkpointing/engine/importing.py": "writes `.metadata`",
+    "checkpointing/engine/reader.py": "reads `.metadata` by an allow-list, after its digest matched",
+    "checkpointing/engine/planning.py": "writes `.metadata`",
+    "checkpointing/engine/failure.py": "names the error",
+}
+"""Who may import pickle, and why: files are read by allow-lists; processes never send it to each other."""
 EDGE = "# outermost edge"
 LONGEST_FILE, LONGEST_FUNCTION, WIDEST_CONFIG = 400, 60, 12
 
@@ -182,6 +192,23 @@ def test_functions_are_short_on_the_whole() -> None:
     median, ninth_decile = lengths[len(lengths) // 2], lengths[len(lengths) * 9 // 10]
     assert median <= 10, f"median function length {median}"
     assert ninth_decile <= 25, f"90th percentile of function length {ninth_decile}"
+
+
+@every_source
+def test_processes_send_each_other_no_pickles(path: Path) -> None:
+    """Whoever can write to a socket or a store would run code in every rank."""
+    roots = {name.split(".")[0] for name in imported_modules(TREES[path])} & PICKLE_MODULES
+    assert place(path) in UNPICKLERS or not roots, f"{place(path)} imports {sorted(roots)}"
+    for node in ast.walk(TREES[path]):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        at = f"{place(path)}:{node.lineno} {called}"
+        last = called.rpartition(".")[2]
+        assert not last.endswith(("_object_list", "gather_object", "send_object", "recv_object")), f"{at} unpickles"
+        if called.endswith("torch.load"):
+            safe = any(word.arg == "weights_only" and ast.unparse(word.value) == "True" for word in node.keywords)
+            assert safe, f"{at} without weights_only=True"
 
 
 def test_torch_free_packages_import_without_torch() -> None:

@@ -74,13 +74,14 @@ class Checkpointer:
         perhaps: Collection[str] = (),
         over: Sequence[str] = (),
         pauses: Sequence[float] = PAUSES,
+        key: bytes = b"",
     ) -> None:
         """Create the process groups of the saves: collective, on the caller's thread, before any training step.
 
         `link` goes to the writer that the agent owns; without one, a writer of one's own is started when needed (in
         threads of this process when `storage` is given, which another process could not see). `pauses` are the seconds
         before a failed save is tried again. `perhaps` are those of `inherit` that need not be there, `over` the
-        attempts that write no more, as `<attempt>-<nonce>`.
+        attempts that write no more, as `<attempt>-<nonce>`. `key` authenticates ranks to each other.
         """
         self._config = config or CheckpointConfig(keep=keep)
         self._places = tuple(tiers) or (_alone(root, storage, keep),)
@@ -89,12 +90,11 @@ class Checkpointer:
         self._world, self._leads_node, self._pauses = _plain(world, "world"), leads_node, pauses
         self._teller = Teller(on_event)
         # A disk may keep a rank in its save for long; a dead peer shows at once all the same.
-        self._ranks, self._lane_ranks = Ranks(process_group), Ranks(process_group, _LONG)
+        self._ranks, self._lane_ranks, self._flush_ranks = _groups(process_group, key, len(self._places) > 1)
         self._restorer = Restorer(
             self._places, self._ranks, self._owner, self._teller.tell, None, suspects, trust_foreign, perhaps
         )
         self._judge = Judge(self._config.plausibility)
-        self._flush_ranks = Ranks(process_group, _LONG) if len(self._places) > 1 else None
         self._flusher: Flusher | None = None
         self._pins, self._tidying = storage_at(root) if tiers else self._places[0].storage, Tidying()
         self._metrics: Metrics = {}
@@ -360,6 +360,12 @@ class Checkpointer:
 
 def _tell_nobody(kind: str, data: dict[str, Any]) -> None:
     """One rank tells for all."""
+
+
+def _groups(process_group: dist.ProcessGroup | None, key: bytes, flushes: bool) -> tuple[Ranks, Ranks, Ranks | None]:
+    """One group each for the caller's thread, for saves, and for copies to further tiers."""
+    ranks, lane = Ranks(process_group, key=key), Ranks(process_group, _LONG, key=key)
+    return ranks, lane, Ranks(process_group, _LONG, key=key) if flushes else None
 
 
 def _alone(root: Path | str, storage: Storage | None, keep: int) -> TierPlace:

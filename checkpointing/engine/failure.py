@@ -1,13 +1,14 @@
 """What a failed save or load is called: which exceptions count, and what they mean in words."""
 
 import errno
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from pickle import PickleError
 from typing import TypeVar
 
 from torch.distributed.checkpoint.api import CheckpointException
 
+from checkpointing.engine.peer_codec import peer_message
 from checkpointing.errors import CheckpointError, FencedOff, Refused, SaveFailed, Unsound
 
 T = TypeVar("T")
@@ -24,7 +25,7 @@ FAILURES = (
     LookupError,
     MemoryError,
     OSError,
-    pickle.PickleError,
+    PickleError,
     RuntimeError,
     TypeError,
     ValueError,
@@ -56,6 +57,7 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or ["no message"])[0]
 
 
+@peer_message
 @dataclass(frozen=True)
 class Failed:
     """What a rank sends instead of its result; `final` when trying again cannot help."""

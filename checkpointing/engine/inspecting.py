@@ -9,12 +9,14 @@ from torch import Tensor
 
 from checkpointing.engine.fingerprints import Form, blocks, weighted, word_type
 from checkpointing.engine.layout import Item
+from checkpointing.engine.peer_codec import peer_message
 from checkpointing.engine.plausibility import Findings, Watched
 
 _ROUNDED_SUM = (torch.float16,)
 """Types whose own sums overflow early."""
 
 
+@peer_message
 @dataclass(frozen=True)
 class Report:
     """What a rank sends: two 32-bit numbers for each of its items, in their order, and its findings."""

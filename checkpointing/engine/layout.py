@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from checkpointing.engine.frames import ALIGNMENT, Frame, frame
+from checkpointing.engine.peer_codec import peer_message
 from checkpointing.index import Piece
 
 PAGE = 4096
@@ -21,6 +22,7 @@ FileSpan = tuple[str, int, int]
 """Name, offset in the buffer, size."""
 
 
+@peer_message
 @dataclass(frozen=True, slots=True)
 class Share:
     """What one rank is to write of a tensor: `shape` values from `offsets` on of a tensor of shape `whole`.
@@ -40,6 +42,7 @@ class Share:
         return frame(self.dtype, self.shape)
 
 
+@peer_message
 @dataclass(frozen=True, slots=True)
 class Item:
     """A share with its place: `place` is the offset of its values in the buffer, `piece` the entry in the index."""

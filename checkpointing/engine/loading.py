@@ -20,6 +20,7 @@ from checkpointing.engine.failure import FAILURES, explain, is_damage
 from checkpointing.engine.group import Ranks
 from checkpointing.engine.landing import Landing, Lend, Reader, threads
 from checkpointing.engine.needs import Need, Strip, parts
+from checkpointing.engine.peer_codec import peer_message
 from checkpointing.engine.sources import MayLack, Source, Wish, find_needs, local_part, wish_of
 from checkpointing.errors import Refused
 
@@ -101,6 +102,7 @@ def _check_present(source: Source, wanted: Sequence["Wanted"]) -> None:
         raise Refused(source.name, "; ".join(f"{name}: missing" for name in missing[:4]), damaged=False)
 
 
+@peer_message
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
     """What a rank tells the others before anything is read."""
@@ -111,6 +113,7 @@ class Wanted:
     plain: dict[tuple[str, int], int]  # bytes needed of values that other ranks may count too, by file and place
 
 
+@peer_message
 @dataclass(frozen=True, kw_only=True)
 class Held:
     """What a rank tells the others once all it has read is verified: the needs that others must send it parts of."""

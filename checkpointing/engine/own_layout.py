@@ -16,6 +16,7 @@ from checkpointing.digests import digest
 from checkpointing.engine.assigning import Readers
 from checkpointing.engine.group import Ranks
 from checkpointing.engine.needs import Shard, intersect
+from checkpointing.engine.peer_codec import peer_message
 from checkpointing.engine.sources import local_box
 from checkpointing.index import INDEX, Index, Piece, TensorInfo
 from checkpointing.manifest import Manifest
@@ -42,6 +43,7 @@ class Laid(Protocol):
     def items(self) -> "tuple[Item, ...]": ...
 
 
+@peer_message
 @dataclass(frozen=True)
 class Facts:
     """What ranks tell each other: the names of their files, and pieces that others lack."""

@@ -21,6 +21,7 @@ from checkpointing.digests import digest
 from checkpointing.engine.failure import Failed, attempt
 from checkpointing.engine.group import Ranks
 from checkpointing.engine.layout import PAGE, FileSpan, Item, Layout, Part, Share, lay_out, lay_out_in_buckets
+from checkpointing.engine.local_plan import LocalPlan, kept, save_plan, told
 from checkpointing.index import Index, Piece, TensorInfo, parse_index
 
 LEAST_WINDOW = 64 * PAGE
@@ -117,12 +118,12 @@ class _Planned:
 
 
 def _shared_out(ranks: Ranks, plan: SavePlan | Failed) -> _Planned:
-    """Rank 0 lets torch's planner decide and tells each rank its part; raises ValueError everywhere."""
-    plans = ranks.gather(plan)
+    """Rank 0 lets torch's planner decide and tells each rank which items are its; raises ValueError everywhere."""
+    plans = ranks.gather(plan if isinstance(plan, Failed) else attempt(lambda: told(plan)))
     shares: list[Any] | None = None
     metadata = None
     if plans is not None:
-        agreed = _told(plans) or attempt(lambda: DefaultSavePlanner().create_global_plan(list(plans)))
+        agreed = _told(plans) or attempt(lambda: _decided(plans))
         if isinstance(agreed, Failed):
             shares = [agreed] * ranks.size
         else:
@@ -130,7 +131,15 @@ def _shared_out(ranks: Ranks, plan: SavePlan | Failed) -> _Planned:
     share = ranks.scatter(shares)
     if isinstance(share, Failed):
         raise ValueError(share.reason)
-    return _Planned(share, metadata)
+    assert isinstance(plan, SavePlan)
+    return _Planned(replace(plan, items=[plan.items[number] for number in share]), metadata)
+
+
+def _decided(told: Sequence[LocalPlan]) -> tuple[list[tuple[int, ...]], Metadata]:
+    """For each rank the numbers of those of its items that it writes, and what they all are."""
+    plans = [save_plan(each) for each in told]
+    agreed, metadata = DefaultSavePlanner().create_global_plan(plans)
+    return [kept(before, after) for before, after in zip(plans, agreed, strict=True)], metadata
 
 
 def _told(results: Sequence[Any]) -> Failed | None:

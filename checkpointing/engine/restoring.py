@@ -19,6 +19,7 @@ from checkpointing.engine.group import Ranks
 from checkpointing.engine.loading import Loaded, load, load_own, together
 from checkpointing.engine.memory import TIER, Memory
 from checkpointing.engine.own_layout import owners
+from checkpointing.engine.peer_codec import peer_message
 from checkpointing.engine.reader import described, read_index, read_metadata, resolved
 from checkpointing.engine.saving import Owner, Tell
 from checkpointing.engine.sources import MayLack, Source, shards_of
@@ -53,6 +54,7 @@ class Restored:
     verified: bool = True
 
 
+@peer_message
 @dataclass(frozen=True)
 class Candidate:
     """A checkpoint in a tier: `place` is the tier's number, -1 for memory."""

@@ -13,6 +13,7 @@ from checkpointing.commit import Commit, seal
 from checkpointing.engine.aside import Aside
 from checkpointing.engine.failure import FAILURES, explain
 from checkpointing.engine.group import Ranks
+from checkpointing.engine.peer_codec import peer_message
 from checkpointing.engine.saving import Owner
 from checkpointing.flush import MIB, Copied, CopyOrder
 from checkpointing.flush_plan import share
@@ -43,6 +44,7 @@ class Patience:
     late: float = 30.0
 
 
+@peer_message
 @dataclass(frozen=True)
 class Short:
     """Why a checkpoint did not arrive; `stuck` when something gave no answer, `bad` when the source is damaged."""
@@ -52,6 +54,7 @@ class Short:
     bad: bool = False
 
 
+@peer_message
 @dataclass(frozen=True)
 class Route:
     """What goes where; `source` and `target` count the tiers."""

@@ -130,7 +130,7 @@ class NodeAgent:
                 self._wishes = Wishes.from_message(message)
                 self._begin(message["generation"], message["master"])
             case "store" if self._ranks and self._ranks.generation == message["generation"]:
-                store = {"word": "store", "host": message["host"], "port": message["port"]}
+                store = {"word": "store", **{name: message[name] for name in ("host", "port", "key")}}
                 self._ranks.tell(dump_line(store).encode(), but=0)
             case "ask":
                 self._ask(StopReason(message["reason"]), message["seconds"])
@@ -253,7 +253,8 @@ class NodeAgent:
             if message is None:
                 loop.remove_reader(local.control)
             elif message.get("word") == "store":
-                self._peer.send("store", generation=ranks.generation, host=message["host"], port=message["port"])
+                store = {name: message[name] for name in ("host", "port", "key")}
+                self._peer.send("store", generation=ranks.generation, **store)
             elif message.get("word") == "fitness":
                 figures = {key: message[key] for key in ("matmul", "memory", "pairs")}
                 self._peer.send("fitness", generation=ranks.generation, rank=local.rank, **figures)

@@ -57,7 +57,7 @@ class RankSpec:
 def say(control: socket.socket, word: str, **data: Any) -> None:
     """Send one message.
 
-    Rank 0 says `store` {host, port}; the agent tells every other rank the same. A rank says `last` {exit_code,
+    Rank 0 says `store` {host, port, key}; the agent tells every other rank the same. A rank says `last` {exit_code,
     exception, message, echo, step, position} when it ends by itself: its word reaches the agent when no file can be
     written.
     """

@@ -77,11 +77,11 @@ def _train(spec: RankSpec, cell: ProgressCell, control: socket.socket, started: 
     device = devices.choose(config.cluster, spec.local_rank)
     rendezvous.choose_interface(config.cluster.interface, spec.host)
     with flight.recording(spec):
-        rendezvous.join(spec, control, device)
+        key = rendezvous.join(spec, control, device)
         fitness.measure(spec, config, control, device)
         trained = _build(made, mesh.build(config.parallel, device, spec.rank, spec.world_size))
         flight.tell_groups(spec)
-        code = _loop(spec, config, run_dir, cell, trained, started)
+        code = _loop(spec, config, run_dir, cell, trained, started, key)
         rendezvous.leave()
     return code
 
@@ -99,13 +99,13 @@ def _build(made: workload.Workload, layout: mesh.Layout) -> Trained:
 
 
 def _loop(
-    spec: RankSpec, config: JobConfig, run_dir: RunDir, cell: ProgressCell, trained: Trained, started: float
+    spec: RankSpec, config: JobConfig, run_dir: RunDir, cell: ProgressCell, trained: Trained, started: float, key: bytes
 ) -> ExitCode:
     """Restore the newest checkpoint, if any, and train on."""
     journal = Journal(run_dir.attempt(spec.attempt), spec)
     go = run_dir.attempt(spec.attempt).go
     token = LaunchToken.read(go)
-    saver = _checkpointer(spec, config, run_dir, token, journal.checkpoint)
+    saver = _checkpointer(spec, config, run_dir, token, key, journal.checkpoint)
     skip = _left_out(spec, run_dir)
     progressed = Progressed(
         model=trained.model,
@@ -183,8 +183,9 @@ def _rhythm(config: JobConfig, token: LaunchToken, saved: int, journal: Journal)
 
 
 def _checkpointer(
-    spec: RankSpec, config: JobConfig, run_dir: RunDir, token: LaunchToken, on_event: Callable[[str, dict], None]
-) -> Saver:
+    spec: RankSpec, config: JobConfig, run_dir: RunDir, token: LaunchToken, key: bytes,
+    on_event: Callable[[str, dict], None],
+) -> Saver:  # fmt: skip
     """The run's checkpointer, fenced by the attempt's GO."""
     from checkpointing.engine.checkpointer import Checkpointer
 
@@ -212,6 +213,7 @@ def _checkpointer(
         tiers=places(config.checkpoint, run_dir.checkpoints, run_dir.name, spec.node_name),
         suspects=spec.suspects,
         leads_node=spec.local_rank == 0,
+        key=key,
     )
 
 

@@ -1,6 +1,7 @@
 """How the ranks of one generation find each other: a fresh store on a port of rank 0's choosing, then the world."""
 
 import os
+import secrets
 import socket
 from datetime import timedelta
 from ipaddress import ip_address
@@ -14,6 +15,10 @@ from trainer.worker import device as devices
 
 _STORE_PATIENCE = timedelta(minutes=5)
 _COLLECTIVE_PATIENCE = timedelta(hours=2)  # the last resort: above what a legal slow phase of a peer may take
+
+
+KEY_BYTES = 32
+_BACKLOG = 4096  # connections that may wait: all ranks come at once
 
 
 class PeerLost(RuntimeError):
@@ -62,29 +67,45 @@ def _loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def open_store(spec: RankSpec, control: socket.socket) -> dist.TCPStore:
-    """Rank 0 binds a free port and tells its agent; everybody else hears from theirs and connects."""
+def open_store(spec: RankSpec, control: socket.socket) -> tuple[dist.TCPStore, bytes]:
+    """The store and the generation's key: rank 0 makes both and tells its agent, everybody else hears from theirs.
+
+    The key goes the way of the store's address, from agent to agent, and neither into the store nor the environment.
+    """
     if spec.rank == 0:
-        store = dist.TCPStore(spec.host, 0, is_master=True, wait_for_workers=False, timeout=_STORE_PATIENCE)
-        host, port = spec.host, store.port
-        say(control, "store", host=host, port=port)
+        host, key = spec.host, secrets.token_bytes(KEY_BYTES)
+        store = _host_store(host)
+        port = store.port
+        say(control, "store", host=host, port=port, key=key.hex())
     else:
-        host, port = _hear_store(control)
+        host, port, key = _hear_store(control)
         store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_STORE_PATIENCE)
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
-    return store
+    return store, key
 
 
-def _hear_store(control: socket.socket) -> tuple[str, int]:
+def _host_store(host: str) -> dist.TCPStore:
+    """A store that listens on this one address: left to itself torch listens on all interfaces."""
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    with socket.create_server((host, 0), family=family, backlog=_BACKLOG) as listener:
+        port: int = listener.getsockname()[1]
+        # The store takes the descriptor over, and closes it.
+        descriptor = os.dup(listener.fileno())
+    return dist.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, timeout=_STORE_PATIENCE, master_listen_fd=descriptor
+    )
+
+
+def _hear_store(control: socket.socket) -> tuple[str, int, bytes]:
     message = hear(control)
     if message is None or message["word"] != "store":
         raise PeerLost("the agent went away before it told where the store is")
-    return message["host"], int(message["port"])
+    return message["host"], int(message["port"]), bytes.fromhex(message["key"])
 
 
-def join(spec: RankSpec, control: socket.socket, device: torch.device) -> None:
-    """Make this process part of the world of its generation; blocks until every rank is there."""
-    store = open_store(spec, control)
+def join(spec: RankSpec, control: socket.socket, device: torch.device) -> bytes:
+    """Make this process part of the world of its generation, whose key it returns; blocks until every rank is there."""
+    store, key = open_store(spec, control)
     dist.init_process_group(
         devices.backend(device),
         store=dist.PrefixStore("world", store),
@@ -93,6 +114,7 @@ def join(spec: RankSpec, control: socket.socket, device: torch.device) -> None:
         timeout=_COLLECTIVE_PATIENCE,
         device_id=device if device.type == "cuda" else None,
     )
+    return key
 
 
 def leave() -> None:

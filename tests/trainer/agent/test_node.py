@@ -86,7 +86,7 @@ LAST = {"exit_code": 1, "exception": "OSError", "message": "[Errno 28] full", "e
 
 def test_a_rank_that_could_not_write_its_outcome_is_believed_by_its_socket(alone):
     theirs = alone.ranks.by_rank[0].theirs
-    say(theirs, "store", host="h", port=1)
+    say(theirs, "store", host="h", port=1, key="00")
     say(theirs, "last", **LAST)
     end = alone.ended(1)
     assert {key: end[key] for key in LAST} == LAST

@@ -91,7 +91,7 @@ def run(scenario: dict) -> dict:
     ranks[0].last = None if store else first
     for rank in ranks[1:] if store else []:
         with contextlib.suppress(OSError):  # it may be dead already
-            say(rank.control, "store", host=store["host"], port=store["port"])
+            say(rank.control, **store)
     actions = list(scenario["actions"])
     timed_out = False
     while not all([rank.poll() for rank in ranks]):

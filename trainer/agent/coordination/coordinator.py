@@ -164,7 +164,8 @@ class Coordinator:
         """A message about the generation that runs; older ones are echoes."""
         match message["say"]:
             case "store":
-                self._roster.tell("store", generation=self._now.number, host=message["host"], port=message["port"])
+                store = {name: message[name] for name in ("host", "port", "key")}
+                self._roster.tell("store", generation=self._now.number, **store)
             case "exit":
                 self._note_end(node, message)
             case "broken":

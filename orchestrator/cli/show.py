@@ -11,7 +11,7 @@ from orchestrator.cli.incidents import incident_tables, incidents_json
 from orchestrator.cli.options import Verb
 from orchestrator.cli.registry import open_store
 from orchestrator.cli.render import Column, Screen, compact, count, decimal, iso, size, span
-from orchestrator.cli.status import one_row, public
+from orchestrator.cli.status import one_row, public, say_last_lines
 from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation, Run, Transition
 
 
@@ -34,6 +34,7 @@ def show(screen: Screen, run: str, history: bool) -> None:
     _head(screen, found, row)
     screen.say("")
     attempt_table(screen, attempts, generations)
+    say_last_lines(screen, found.name, attempts[-1].failure if attempts else None)
     incident_tables(screen, incidents_json(found, notices, generations))
     _checkpoint_table(screen, _kept(checkpoints, copies))
     if history or screen.verbose:

@@ -116,9 +116,14 @@ def _decision(view: RunView, verdict: Verdict, now: float, rng: Random, blamed: 
         view.config.recovery,
         now,
         rng.random(),
-        steps_known=not view.config.command,
+        steps_known=_steps_known(view),
         exclude=tuple(one.node for one in blamed if one.node is not None),
     )
+
+
+def _steps_known(view: RunView) -> bool:
+    """Of a command only its own checkpoints tell; where none was ever seen, their path may be a wrong one."""
+    return not view.config.command or any(attempt.saved_step is not None for attempt in view.attempts)
 
 
 def history(view: RunView, failure: Failure) -> list[Past]:

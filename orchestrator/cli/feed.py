@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.cli.growing import Unfinished, size_of, tail_of
-from orchestrator.cli.render import count, decimal, size
+from orchestrator.cli.render import count, decimal, progress, size
 from trainer.contract.events import Event, EventKind, read_events
 from trainer.contract.lines import read_on
 from trainer.contract.outcome import ExitCode
@@ -106,7 +106,7 @@ def progress_line(run: str, state: str, total: int, beat: Beat | None) -> str:
     share = f" {100 * beat.step // total}%" if total else ""
     speed = f"  {count(round(beat.tokens_per_s))} tokens/s" if isinstance(beat.tokens_per_s, (int, float)) else ""
     where = f"attempt {beat.attempt} generation {beat.generation}"
-    return f"{run}  {state}  step {count(beat.step)}/{count(total)}{share}  loss {decimal(beat.loss)}{speed}  {where}"
+    return f"{run}  {state}  step {progress(beat.step, total)}{share}  loss {decimal(beat.loss)}{speed}  {where}"
 
 
 def sentence(event: Event) -> str | None:

@@ -8,7 +8,7 @@ import click
 from orchestrator.cli.options import Verb
 from orchestrator.cli.pulse import alive, controller_lives
 from orchestrator.cli.registry import open_store, require_registry
-from orchestrator.cli.render import Column, Screen, compact, count, decimal, iso, plain, span
+from orchestrator.cli.render import Column, Screen, compact, count, decimal, iso, plain, progress, span
 from orchestrator.errors import ConfigError
 from orchestrator.home import registry_path
 from orchestrator.states import LIVE_RUNS, RunState
@@ -147,7 +147,7 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
     restarts = f"{row['attempts']}" + (f".{row['generations']}" if row["generations"] else "")
     return {
         **row,
-        "progress": f"{count(row['step'])}/{count(row['total_steps'])}",
+        "progress": progress(row["step"], row["total_steps"]),
         "saved": f"{count(last['step'])} {last['trust']} {span(last['age_s'])} ago" if last else "none",
         "saved_step": last["step"] if last else None,
         "saved_trust": last["trust"] if last else None,

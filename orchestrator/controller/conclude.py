@@ -1,6 +1,7 @@
 """The end of an attempt: fenced off, judged against its history, decided, written in one transaction."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from random import Random
 
 from orchestrator.config import RunConfig
@@ -109,7 +110,9 @@ def _decision(view: RunView, verdict: Verdict, now: float, rng: Random, blamed: 
     assert verdict.failure is not None
     if view.cancel is not None:
         saved = [attempt.saved_step for attempt in view.attempts if attempt.saved_step is not None]
-        return after_cancel(max(saved, default=None))
+        cancelled = after_cancel(max(saved, default=None))
+        unknown = bool(view.config.command) and not saved  # what a command saved, orch cannot say
+        return replace(cancelled, reason=cancelled.reason.partition(";")[0]) if unknown else cancelled
     return decide(
         history(view, verdict.failure),
         verdict.failure,

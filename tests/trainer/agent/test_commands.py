@@ -1,5 +1,7 @@
 """An existing script as ranks: torchrun's environment, its exit codes, its restarts."""
 
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -126,6 +128,21 @@ def test_what_fails_from_an_older_checkpoint_too_gets_its_newest_back(job, tmp_p
     assert "its newest checkpoint is checkpoint-20, and checkpoint-10 made no difference" in outcome.reason
     assert len(work.events(EventKind.CHECKPOINT_SET_ASIDE)) == 1
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-10", "checkpoint-20"]
+
+
+def test_ranks_that_leave_with_0_because_of_a_signal_have_not_finished(job):
+    """Slurm signals every process of a step: ranks may be gone before their agents have told of the signal."""
+    work = job("trap@*@*").start()
+    work.go()
+    until(lambda: sum("trapped" in note for note in work.notes()) == 4, story=work.story)
+    for note in work.notes():
+        if "trapped" in note:
+            os.kill(note["pid"], signal.SIGTERM)
+    until(lambda: len(work.events(EventKind.RANK_EXITED)) == 4, story=work.story)
+    for agent in work.agents:
+        agent.send_signal(signal.SIGTERM)
+    assert work.wait() == [76, 76], work.story()
+    assert (work.outcome().result, work.outcome().reason) == ("stopped", "cancel")
 
 
 def test_an_error_file_of_torchs_record_tells_what_was_raised(job):

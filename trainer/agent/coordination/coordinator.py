@@ -354,6 +354,7 @@ class Coordinator:
             world=self._config.cluster.world_size,
             ends=tuple(generation.ends.values()),
             since_failure=0.0 if failed_at is None else now - failed_at,
+            since_end=now - max((end.at for end in generation.ends.values()), default=now),
             ran_for=(failed_at or now) - generation.started,
             budget=self._config.recovery.restarts_in_place,
             spike_budget=self._config.recovery.spike.roll_backs,

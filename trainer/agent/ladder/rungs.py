@@ -64,6 +64,7 @@ class Situation:
     world: int
     ends: tuple[RankEnd, ...] = ()
     since_failure: float = 0.0  # seconds since the first bad end or breakage
+    since_end: float = 60.0  # seconds since the last rank that has ended did
     ran_for: float = 0.0  # seconds since the generation started
     trained: bool = False  # the run has trained a step, as far as is known
     restarts: int = 0  # made in this attempt so far
@@ -144,6 +145,9 @@ def _without_failure(now: Situation) -> Decision:
         # A command that was told to stop may well leave with 0; only its own checkpoints know whether it was done.
         if stopped or (now.command is not None and now.stopping is not StopReason.NONE):
             return Decision(action=Action.STOP, reason=f"all ranks stopped: {now.stopping.name.lower()}")
+        # Slurm signals every process of a step: ranks may leave with 0 before their agents can tell of the signal.
+        if now.command is not None and now.since_end < SETTLE_SECONDS:
+            return Decision(action=Action.WAIT, reason="all ranks have ended; waiting for word of a signal")
         return Decision(action=Action.FINISH, reason="all ranks finished")
     if now.overdue:
         return stop_failure(now.stopping, "ranks were told to stop and save, did not do so in time, and were killed")

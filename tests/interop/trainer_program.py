@@ -26,7 +26,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--every", type=int, default=5)
-    parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds between two steps while DIR/slow exists")
     return parser.parse_args()
 
 
@@ -50,7 +50,7 @@ class Note(TrainerCallback):
         self._path, self._pause = path, pause
 
     def on_step_end(self, args, state, control, **kwargs):  # noqa: ANN001, ANN003, ANN201
-        time.sleep(self._pause)
+        time.sleep(self._pause if self._path.with_name("slow").exists() else 0.0)
         if state.is_world_process_zero:
             with self._path.open("a") as stream:
                 stream.write(json.dumps({"step": state.global_step}) + "\n")

@@ -33,6 +33,7 @@ class Program:
         self, lab: SlurmLab, user: User, script: Path, folder: Path, *more: str, settings: Sequence[str]
     ) -> None:
         self.lab, self.user, self.folder = lab, user, folder
+        folder.mkdir()
         words = [sys.executable, str(script), "--folder", str(folder), *more]
         command = f"command=[{', '.join(repr(word) for word in words)}]"
         self.run = user.submit("torchrun-script", command, *SHAPE, *settings)["run"]
@@ -94,13 +95,16 @@ WAYS: dict[str, Callable[[Program], None]] = {
 
 
 def disturb(program: Program, ways: Sequence[str]) -> list[tuple[str, float]]:
-    """One after the other, each once the program trains on; how long it took from there to the next."""
-    took = []
+    """One after the other, each once the program trains on; how many seconds each took."""
+    took, slow = [], program.folder / "slow"
+    slow.touch()
     for way in ways:
         program.until_it_trains_on()
         began = time.monotonic()
         WAYS[way](program)
         took.append((way, round(time.monotonic() - began, 1)))
+    program.until_it_trains_on()
+    slow.unlink()
     return took
 
 
@@ -114,13 +118,13 @@ def assert_succeeded(program: Program) -> dict[str, Any]:
 
 @pytest.mark.timeout(600)
 def test_a_plain_ddp_script_is_killed_and_preempted(lab: SlurmLab, user: User, tmp_path: Path) -> None:
-    more, calm_steps = ["--every", "5"], ["--steps", "40"]
-    killed = Program(lab, user, PLAIN_DDP, tmp_path / "killed", *more, *calm_steps, "--pause", "0.2", settings=[])
+    steps = ["--steps", "200", "--every", "5"]
+    killed = Program(lab, user, PLAIN_DDP, tmp_path / "killed", *steps, "--pause", "0.2", settings=[])
     disturb(killed, ["rank", "preemption"])
     shown = assert_succeeded(killed)
     first = shown["attempts"][0]
     assert (first["generations"], first["failure"]["kind"]) == (2, "preempted")
-    calm = Program(lab, user, PLAIN_DDP, tmp_path / "calm", *more, *calm_steps, settings=[])
+    calm = Program(lab, user, PLAIN_DDP, tmp_path / "calm", *steps, settings=[])
     assert_succeeded(calm)
     assert killed.final()["loss"] == calm.final()["loss"]
 
@@ -131,8 +135,8 @@ def test_a_plain_ddp_script_three_times_in_each_way(
     lab: SlurmLab, user: User, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     """Its checkpoint is one file without a step in its name: of its progress nothing is known."""
-    steps = ["--steps", "200", "--every", "5"]
-    killed = Program(lab, user, PLAIN_DDP, tmp_path / "killed", *steps, "--pause", "0.25", settings=[])
+    steps = ["--steps", "1200", "--every", "5"]
+    killed = Program(lab, user, PLAIN_DDP, tmp_path / "killed", *steps, "--pause", "0.5", settings=[])
     record_property("seconds", disturb(killed, list(WAYS) * 3))
     shown = assert_succeeded(killed)
     record_property("attempts and generations", [attempt["generations"] for attempt in shown["attempts"]])
@@ -150,14 +154,14 @@ def test_hugging_faces_trainer_three_times_in_each_way(
     """Its checkpoints are known to orch; one that a kill tears is set aside."""
     if not INTEROP.is_dir():
         pytest.fail(f"{INTEROP} is missing: `make {INTEROP.relative_to(ROOT)}/.ready` makes it")
-    steps, library = ["--steps", "200", "--every", "5"], f"+env.PYTHONPATH={INTEROP}"
+    steps, library = ["--steps", "1200", "--every", "5"], f"+env.PYTHONPATH={INTEROP}"
     known = [library, f"checkpoints.path={tmp_path / 'killed' / 'out'}"]
-    killed = Program(lab, user, TRAINER, tmp_path / "killed", *steps, "--pause", "0.25", settings=known)
+    killed = Program(lab, user, TRAINER, tmp_path / "killed", *steps, "--pause", "0.5", settings=known)
     record_property("seconds", disturb(killed, list(WAYS) * 3))
     shown = assert_succeeded(killed)
     record_property("attempts and generations", [attempt["generations"] for attempt in shown["attempts"]])
     assert len(shown["attempts"]) >= 7
-    assert shown["last_checkpoint"]["step"] == 200
+    assert shown["last_checkpoint"]["step"] == 1200
     calm = Program(lab, user, TRAINER, tmp_path / "calm", *steps, settings=[library])
     assert_succeeded(calm)
     assert killed.final() == calm.final()

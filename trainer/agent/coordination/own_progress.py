@@ -19,6 +19,8 @@ WAIT_SECONDS = 10.0
 """How long a slow file system may hold up a decision, or the next generation."""
 
 T = TypeVar("T")
+Found = tuple[list[OwnCheckpoint], set[str]]
+"""The newest ones, and the identities of all."""
 
 
 async def bounded(work: Callable[[], T]) -> T | None:
@@ -41,7 +43,7 @@ class OwnProgress:
         self._latest: list[OwnCheckpoint] = []
         self._told: dict[str, int] = {}  # identity -> step of those that events have told of
         self._first, self._looked_at = True, 0.0
-        self._looking: asyncio.Future[list[OwnCheckpoint]] | None = None
+        self._looking: asyncio.Future[Found] | None = None
 
     async def begin(self) -> None:
         """What is there now is what the program starts from."""
@@ -56,7 +58,7 @@ class OwnProgress:
         elif self._looking is not None and self._looking.done():
             looked, self._looking = self._looking, None
             if looked.exception() is None:
-                self._take(looked.result(), settled=False)
+                self._take(*looked.result(), settled=False)
         elif self._looking is None and time.monotonic() - self._looked_at >= LOOK_SECONDS:
             self._looking, self._looked_at = begin(self._find), time.monotonic()
 
@@ -75,16 +77,17 @@ class OwnProgress:
         self._told.pop(one.identity, None)
         self._latest = [other for other in self._latest if other.identity != one.identity]
 
-    def _find(self) -> list[OwnCheckpoint]:
-        return examined(find(self._folder(), self._config))
+    def _find(self) -> Found:
+        found, there = find(self._folder(), self._config)
+        return examined(found), there
 
     async def _look_now(self, *, settled: bool) -> None:
         self._looked_at = time.monotonic()
         found = await bounded(self._find)
         if found is not None:
-            self._take(found, settled=settled)
+            self._take(*found, settled=settled)
 
-    def _take(self, found: list[OwnCheckpoint], *, settled: bool) -> None:
+    def _take(self, found: list[OwnCheckpoint], there: set[str], *, settled: bool) -> None:
         before = {one.identity: one.files for one in self._latest}
         for at, one in reversed(list(enumerate(found))):
             # The newest one may still be written: it counts once it has stayed the same from look to look.
@@ -92,7 +95,6 @@ class OwnProgress:
             if whole and one.identity not in self._told:
                 self._tell(one)
         # A folder that is empty all at once is more likely out of sight than emptied.
-        there = {one.identity for one in found}
         for identity in [name for name in self._told if found and name not in there]:
             self._events.write(EventKind.CHECKPOINT_DELETED, step=self._told.pop(identity), name=identity)
         self._latest = found

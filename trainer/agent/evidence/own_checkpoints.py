@@ -11,6 +11,8 @@ from checkpointing.durable import fsync_dir, read_json
 from checkpointing.safetensors import Malformed, read_header
 from trainer.contract.command_checkpoints import SET_ASIDE, CommandCheckpointsConfig
 
+MOST = 20
+"""Checkpoints that are looked into; of older ones only the names are known."""
 _MOST_FILES, _DEEPEST = 2000, 3
 _LARGEST_JSON = 64 << 20
 _ARCHIVES = frozenset({".pt", ".pth", ".bin", ".ckpt", ".npz"})
@@ -39,23 +41,27 @@ class OwnCheckpoint:
         return sum(size for size, _ in self.files.values())
 
 
-def find(folder: Path, config: CommandCheckpointsConfig) -> list[OwnCheckpoint]:
-    """All of them, newest step first; none where the folder is missing. Raises OSError when it cannot be read."""
+def find(folder: Path, config: CommandCheckpointsConfig) -> tuple[list[OwnCheckpoint], set[str]]:
+    """The newest ones, newest step first, and the identities of all; none where the folder is missing.
+
+    Raises OSError when it cannot be read.
+    """
     try:
         entries = list(os.scandir(folder))
     except (FileNotFoundError, NotADirectoryError):
-        return []
-    steps = {entry.name: step for entry in entries if (step := config.step_of(entry.name)) is not None}
-    found = [known for name, step in steps.items() if (known := _read(folder / name, step)) is not None]
-    return sorted(found, key=lambda one: (one.step, one.path.name), reverse=True)
+        return [], set()
+    named = [(step, entry) for entry in entries if (step := config.step_of(entry.name)) is not None]
+    named.sort(key=lambda each: (each[0], each[1].name), reverse=True)
+    known = [(step, entry, f"{entry.name}.{entry.inode():x}") for step, entry in named]
+    found = [_read(folder / entry.name, step, identity) for step, entry, identity in known[:MOST]]
+    return [one for one in found if one is not None], {identity for _, _, identity in known}
 
 
-def _read(path: Path, step: int) -> OwnCheckpoint | None:
+def _read(path: Path, step: int, identity: str) -> OwnCheckpoint | None:
     try:
-        inode = path.stat().st_ino
         files = {str(file.relative_to(path)): _state(file) for file in _files(path)} if path.is_dir() else None
         return OwnCheckpoint(
-            step=step, path=path, identity=f"{path.name}.{inode:x}",
+            step=step, path=path, identity=identity,
             files={"": _state(path)} if files is None else files,
         )  # fmt: skip
     except OSError:  # deleted by the program while it was looked at
@@ -142,8 +148,8 @@ def _cut_archive(file: Path) -> str:
 
 def set_aside(one: OwnCheckpoint, config: CommandCheckpointsConfig, attempt: int, generation: int) -> Path | None:
     """Rename it within its folder so that no program finds it; None when somebody has changed it. Raises OSError."""
-    now = _read(one.path, one.step)
-    if now is None or (now.identity, now.files) != (one.identity, one.files):
+    now = _read(one.path, one.step, one.identity)
+    if now is None or now.files != one.files:
         return None
     target = one.path.with_name(f"{SET_ASIDE}.{one.step}.{attempt:03d}-{generation:03d}")
     if target.exists():

@@ -62,11 +62,12 @@ def test_a_pattern_that_names_no_step_is_refused(pattern):
 
 
 def test_they_are_found_newest_first_and_a_missing_folder_has_none(tmp_path):
-    assert find(tmp_path / "none", CONFIG) == []
+    assert find(tmp_path / "none", CONFIG) == ([], set())
     for name in ("checkpoint-9", "checkpoint-10", "other-11"):
         write(tmp_path, name, WHOLE)
-    newest, older = find(tmp_path, CONFIG)
+    (newest, older), there = find(tmp_path, CONFIG)
     assert (newest.step, older.step) == (10, 9)
+    assert there == {newest.identity, older.identity}
     assert newest.bytes == sum(map(len, WHOLE.values()))
     assert [one.damage for one in examined([newest, older])] == ["", ""]
 
@@ -74,7 +75,7 @@ def test_they_are_found_newest_first_and_a_missing_folder_has_none(tmp_path):
 def test_a_file_may_be_a_checkpoint(tmp_path):
     (tmp_path / "step_5.pt").write_bytes(archive())
     (tmp_path / "step_6.pt").write_bytes(archive()[:-30])
-    newest, older = examined(find(tmp_path, CommandCheckpointsConfig(pattern="step_*.pt")))
+    newest, older = examined(find(tmp_path, CommandCheckpointsConfig(pattern="step_*.pt"))[0])
     assert (
         newest.damage
         == "is damaged: step_6.pt is no whole archive of torch.save: its directory is missing, it was cut off"
@@ -100,25 +101,25 @@ def test_cheap_signs_of_a_torn_one(tmp_path, change, words):
     write(tmp_path, "checkpoint-9", WHOLE)
     files = {**WHOLE, **change}
     write(tmp_path, "checkpoint-10", {name: content for name, content in files.items() if content is not None})
-    newest, older = find(tmp_path, CONFIG)
+    newest, older = find(tmp_path, CONFIG)[0]
     found = damage(newest, older)
     assert words in found if words else found == ""
 
 
 def test_set_aside_and_put_back_keep_every_byte(tmp_path):
     write(tmp_path, "checkpoint-10", WHOLE)
-    (one,) = find(tmp_path, CONFIG)
+    ((one,), _) = find(tmp_path, CONFIG)
     target = set_aside(one, CONFIG, 2, 3)
     assert target == tmp_path / ".orch-set-aside.10.002-003"
-    assert find(tmp_path, CONFIG) == []
+    assert find(tmp_path, CONFIG)[0] == []
     assert {path.name: path.read_bytes() for path in target.iterdir()} == WHOLE
     assert put_back(target, one.path)
-    assert [again.identity for again in find(tmp_path, CONFIG)] == [one.identity]
+    assert [again.identity for again in find(tmp_path, CONFIG)[0]] == [one.identity]
 
 
 def test_one_that_somebody_writes_to_is_left_alone(tmp_path):
     write(tmp_path, "checkpoint-10", WHOLE)
-    (one,) = find(tmp_path, CONFIG)
+    ((one,), _) = find(tmp_path, CONFIG)
     (tmp_path / "checkpoint-10" / "late.pt").write_bytes(b"more")
     assert set_aside(one, CONFIG, 1, 1) is None
     assert (tmp_path / "checkpoint-10").is_dir()
@@ -126,7 +127,7 @@ def test_one_that_somebody_writes_to_is_left_alone(tmp_path):
 
 def test_a_name_that_was_taken_meanwhile_is_not_overwritten(tmp_path):
     write(tmp_path, "checkpoint-10", WHOLE)
-    (one,) = find(tmp_path, CONFIG)
+    ((one,), _) = find(tmp_path, CONFIG)
     target = set_aside(one, CONFIG, 1, 1)
     write(tmp_path, "checkpoint-10", {"new.pt": b"x"})
     assert not put_back(target, one.path)

@@ -80,6 +80,12 @@ def _program(config: RunConfig) -> Iterator[Complaint]:
             f"command and workload.target={target}: a run is one or the other",
             "~command runs the workload, ~workload.target runs the command",
         )
+    if config.checkpoints.path and not config.command:
+        yield (
+            f"checkpoints.path={config.checkpoints.path}: is for a run of a `command` of yours; "
+            "orch knows where the checkpoints of a workload are",
+            "~checkpoints.path; `checkpoint.tiers` says where orch writes its own",
+        )
     if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", target):
         yield f"workload.target={target}: must be package.module:Class", "workload=my_pkg.my_module:MyWorkload"
     for folder in config.workload.path:

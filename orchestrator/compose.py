@@ -208,6 +208,8 @@ def _absolute(data: dict[str, Any], origins: dict[keys.Path, str], environ: Mapp
     data["data"]["text"] = [name if name in checks.KNOWN_TEXTS else folder(name, "data", "text") for name in texts]
     for tier in data["checkpoint"]["tiers"]:
         tier["path"] = _tier(tier["path"], folder)
+    if (own := data["checkpoints"]["path"]).startswith(("/", "~", "$")):  # others are meant from where the command runs
+        data["checkpoints"]["path"] = folder(own, "checkpoints", "path")
     data["workload"]["path"] = [folder(name, "workload", "path") for name in data["workload"]["path"]]
     return data
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.cli.growing import Unfinished, size_of, tail_of
-from orchestrator.cli.render import count, decimal, size
+from orchestrator.cli.render import count, decimal, progress, size
 from trainer.contract.events import Event, EventKind, read_events
 from trainer.contract.lines import read_on
 from trainer.contract.outcome import ExitCode
@@ -106,7 +106,7 @@ def progress_line(run: str, state: str, total: int, beat: Beat | None) -> str:
     share = f" {100 * beat.step // total}%" if total else ""
     speed = f"  {count(round(beat.tokens_per_s))} tokens/s" if isinstance(beat.tokens_per_s, (int, float)) else ""
     where = f"attempt {beat.attempt} generation {beat.generation}"
-    return f"{run}  {state}  step {count(beat.step)}/{count(total)}{share}  loss {decimal(beat.loss)}{speed}  {where}"
+    return f"{run}  {state}  step {progress(beat.step, total)}{share}  loss {decimal(beat.loss)}{speed}  {where}"
 
 
 def sentence(event: Event) -> str | None:
@@ -208,6 +208,8 @@ _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
     EventKind.CHECKPOINT_FLUSHED: lambda d: f"copied step {d['step']} to {d['tier']} ({size(d['bytes'])}, {_s(d)})",
     EventKind.CHECKPOINT_STUCK: lambda d: f"saving step {d['step']} hangs, training goes on: {d['reason']}",
     EventKind.CHECKPOINT_SUSPECT: lambda d: f"checkpoint {d['step']} is suspect: {d['reason']}",
+    EventKind.CHECKPOINT_SEEN: lambda d: f"the program has a checkpoint of step {d['step']} ({size(d['bytes'])})",
+    EventKind.CHECKPOINT_SET_ASIDE: lambda d: f"checkpoint {d['step']} is now {d['path']}: {d['reason']}",
     EventKind.CHECKPOINT_CADENCE: lambda d: f"saves every {count(d['steps'])} steps from now on: {d['reason']}",
     EventKind.ATTEMPT_ENDED: lambda d: f"{d['result']}: {d['reason']}",
 }

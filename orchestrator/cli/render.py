@@ -70,6 +70,11 @@ def count(number: int | float | None) -> str:
     return "-" if number is None else f"{number:,}".replace(",", " ")
 
 
+def progress(step: int | None, total: int | None, between: str = "/") -> str:
+    """How far a run is: of a user's own program the end is not known, and 0 says that its step is not either."""
+    return f"{count(step)}{between}{count(total)}" if total else count(step or None)
+
+
 def decimal(number: float | str | None, digits: int = 4) -> str:
     """A loss or rate for people; the words nan and inf as they are."""
     return "-" if number is None else (number if isinstance(number, str) else f"{number:.{digits}f}")

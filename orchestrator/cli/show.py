@@ -10,8 +10,8 @@ import click
 from orchestrator.cli.incidents import incident_tables, incidents_json
 from orchestrator.cli.options import Verb
 from orchestrator.cli.registry import open_store
-from orchestrator.cli.render import Column, Screen, compact, count, decimal, iso, size, span
-from orchestrator.cli.status import one_row, public
+from orchestrator.cli.render import Column, Screen, compact, count, decimal, iso, progress, size, span
+from orchestrator.cli.status import one_row, public, say_last_lines
 from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation, Run, Transition
 
 
@@ -34,6 +34,7 @@ def show(screen: Screen, run: str, history: bool) -> None:
     _head(screen, found, row)
     screen.say("")
     attempt_table(screen, attempts, generations)
+    say_last_lines(screen, found.name, attempts[-1].failure if attempts else None)
     incident_tables(screen, incidents_json(found, notices, generations))
     _checkpoint_table(screen, _kept(checkpoints, copies))
     if history or screen.verbose:
@@ -137,7 +138,7 @@ def _head(screen: Screen, run: Run, row: dict[str, Any]) -> None:
     code, env = run.identity.get("code") or {}, run.identity.get("env") or {}
     lines = {
         "run": f"{run.name}  {run.state}" + (f"  {run.reason}" if run.reason else ""),
-        "step": f"{count(run.step)} of {count(run.total_steps)}   loss {decimal(row['loss'])}",
+        "step": f"{progress(run.step, run.total_steps, ' of ')}   loss {decimal(row['loss'])}",
         "created": f"{screen.when(run.created_at)}   updated {span(row['age_s'])} ago",
         "config": f"{run.config_digest[:12]}   orch config diff {run.config_digest[:12]} OTHER",
         "code": _code(code),

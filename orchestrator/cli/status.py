@@ -8,14 +8,14 @@ import click
 from orchestrator.cli.options import Verb
 from orchestrator.cli.pulse import alive, controller_lives
 from orchestrator.cli.registry import open_store, require_registry
-from orchestrator.cli.render import Column, Screen, compact, count, decimal, iso, span
+from orchestrator.cli.render import Column, Screen, compact, count, decimal, iso, plain, progress, span
 from orchestrator.errors import ConfigError
 from orchestrator.home import registry_path
 from orchestrator.states import LIVE_RUNS, RunState
 
 KEYS = (
     "run", "state", "step", "total_steps", "loss", "attempts", "generations", "job_id", "cluster", "nodes",
-    "last_checkpoint", "reason", "updated_at",
+    "last_checkpoint", "reason", "updated_at", "last_lines",
 )  # fmt: skip
 """What `orch status --json` promises of every run; the golden test holds it."""
 
@@ -40,6 +40,9 @@ def status(
         if watch:
             screen.redraw()
         _show(screen, rows)
+        if runs:
+            for row in rows:
+                say_last_lines(screen, row["run"], row["failure"])
         if not watch:
             return
         screen.flush()
@@ -104,7 +107,8 @@ def _dated(row: dict[str, Any]) -> dict[str, Any]:
     last = row["last_checkpoint"]
     if last is not None:
         last = {"step": last["step"], "trust": last["trust"], "age_s": round(max(0.0, now - last["committed_at"]), 3)}
-    return {**row, "last_checkpoint": last, "age_s": max(0.0, now - row["updated_at"])}
+    lines = list((row["failure"] or {}).get("lines", ()))
+    return {**row, "last_checkpoint": last, "age_s": max(0.0, now - row["updated_at"]), "last_lines": lines}
 
 
 def public(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -126,13 +130,24 @@ def status_table(screen: Screen, rows: list[dict[str, Any]], *, aligned: bool = 
     screen.table(TABLE if screen.terminal or aligned else TSV, [_flat(row) for row in rows], aligned=aligned)
 
 
+def say_last_lines(screen: Screen, run: str, failure: dict[str, Any] | None) -> None:
+    """What the rank that failed first wrote last, of a run of a user's own program."""
+    lines = (failure or {}).get("lines", ())
+    if failure is None or not lines or screen.json:
+        return
+    say = screen.say if screen.terminal else screen.note  # a table for programs is not followed by anything
+    say(f"\nlast lines of rank {failure.get('rank')} of {run}, on {failure.get('node')}:")
+    for line in lines:
+        say(f"  {plain(str(line))}")
+
+
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
     """Columns that people read, made of several values."""
     last = row["last_checkpoint"]
     restarts = f"{row['attempts']}" + (f".{row['generations']}" if row["generations"] else "")
     return {
         **row,
-        "progress": f"{count(row['step'])}/{count(row['total_steps'])}",
+        "progress": progress(row["step"], row["total_steps"]),
         "saved": f"{count(last['step'])} {last['trust']} {span(last['age_s'])} ago" if last else "none",
         "saved_step": last["step"] if last else None,
         "saved_trust": last["trust"] if last else None,

@@ -12,7 +12,7 @@ import click
 from orchestrator.cli.config import OVERRIDES, SOURCE, print_config
 from orchestrator.cli.options import Verb
 from orchestrator.cli.registry import open_store
-from orchestrator.cli.render import Screen
+from orchestrator.cli.render import Screen, progress
 from orchestrator.cli.status import one_row
 from orchestrator.cli.watch import until_end, verdict
 from orchestrator.errors import Fenced, SlurmUnreachable
@@ -77,7 +77,7 @@ def submit(
         return trouble.exit_code if trouble else 0
     if trouble:
         raise trouble
-    screen.say(f"{row['run']} succeeded: step {row['step']} of {row['total_steps']}")
+    screen.say(f"{row['run']} succeeded: step {progress(row['step'], row['total_steps'], ' of ')}")
     return 0
 
 
@@ -204,7 +204,7 @@ def _script(composed: Any, slug: str) -> str:
     root = Path(composed.config.cluster.root).expanduser().absolute()
     run = Run(
         name=name, state=RunState.CREATED, reason="", cluster="slurm", run_dir=str(root / name),
-        config_digest=composed.digest, total_steps=composed.config.train.steps,
+        config_digest=composed.digest, total_steps=0 if composed.config.command else composed.config.train.steps,
     )  # fmt: skip
     attempt = Attempt(run=name, number=1, state=AttemptState.INTENT, nonce="0" * 8, job_name=f"orch-{name}-1-00000000")
     return slurm.render(job_spec(run, attempt, composed.config))

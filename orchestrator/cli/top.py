@@ -13,7 +13,7 @@ import click
 from checkpointing.durable import read_json
 from orchestrator.cli.feed import Beat, Feed, sentence
 from orchestrator.cli.options import Verb
-from orchestrator.cli.render import Column, Screen, count, decimal, iso, one_line, span
+from orchestrator.cli.render import Column, Screen, count, decimal, iso, one_line, progress, span
 from orchestrator.cli.status import one_row
 from orchestrator.cli.watch import is_over
 from trainer.contract.run_dir import AttemptDir, RunDir
@@ -176,7 +176,7 @@ def head(reading: Reading) -> list[str]:
     lines = [f"{row['run']}  {row['state']}" + (f"  {one_line(row['reason'])}" if row["reason"] else "")]
     speed = metric.tokens_per_s if metric is not None else None
     loss = metric.loss if metric is not None else row["loss"]
-    words = [f"step {count(reading.step)} of {count(row['total_steps'])}{share}", f"loss {decimal(loss)}"]
+    words = [f"step {progress(reading.step, row['total_steps'], ' of ')}{share}", f"loss {decimal(loss)}"]
     words += [f"{count(round(speed))} tokens/s"] if isinstance(speed, (int, float)) else []
     lines.append("   ".join(words))
     if beat:

@@ -3,7 +3,7 @@
 import click
 
 from orchestrator.cli.options import Verb
-from orchestrator.cli.render import Screen, count
+from orchestrator.cli.render import Screen, progress
 from orchestrator.cli.status import one_row, public
 from orchestrator.cli.watch import until_end, verdict
 
@@ -26,5 +26,5 @@ def wait(screen: Screen, run: str, timeout: float | None, follow: bool) -> int:
         return trouble.exit_code if trouble else 0
     if trouble:
         raise trouble
-    screen.say(f"{row['run']} succeeded: step {count(row['step'])} of {count(row['total_steps'])}")
+    screen.say(f"{row['run']} succeeded: step {progress(row['step'], row['total_steps'], ' of ')}")
     return 0

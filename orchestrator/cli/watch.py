@@ -10,7 +10,7 @@ import click
 
 from orchestrator.cli.feed import Feed, progress_line, sentence
 from orchestrator.cli.pulse import controller_lives
-from orchestrator.cli.render import Screen, Ticker
+from orchestrator.cli.render import Screen, Ticker, progress
 from orchestrator.cli.status import one_row
 from orchestrator.errors import Fenced, RunCancelled, RunFailed, WaitTimeout
 from orchestrator.home import registry_path
@@ -73,7 +73,7 @@ class Watch:
             if deadline is not None and time.monotonic() >= deadline:
                 raise WaitTimeout(
                     f"{self._run} is still {row['state']} after {timeout:g} s",
-                    where=f"step {row['step']} of {row['total_steps']}",
+                    where=f"step {progress(row['step'], row['total_steps'], ' of ')}",
                     hint=f"it goes on; wait again with `orch wait {self._run}`",
                 )
             self._drive()

@@ -1,6 +1,7 @@
 """The end of an attempt: fenced off, judged against its history, decided, written in one transaction."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from random import Random
 
 from orchestrator.config import RunConfig
@@ -109,16 +110,23 @@ def _decision(view: RunView, verdict: Verdict, now: float, rng: Random, blamed: 
     assert verdict.failure is not None
     if view.cancel is not None:
         saved = [attempt.saved_step for attempt in view.attempts if attempt.saved_step is not None]
-        return after_cancel(max(saved, default=None))
+        cancelled = after_cancel(max(saved, default=None))
+        unknown = bool(view.config.command) and not saved  # what a command saved, orch cannot say
+        return replace(cancelled, reason=cancelled.reason.partition(";")[0]) if unknown else cancelled
     return decide(
         history(view, verdict.failure),
         verdict.failure,
         view.config.recovery,
         now,
         rng.random(),
-        steps_known=not view.config.command,
+        steps_known=_steps_known(view),
         exclude=tuple(one.node for one in blamed if one.node is not None),
     )
+
+
+def _steps_known(view: RunView) -> bool:
+    """Of a command only its own checkpoints tell; where none was ever seen, their path may be a wrong one."""
+    return not view.config.command or any(attempt.saved_step is not None for attempt in view.attempts)
 
 
 def history(view: RunView, failure: Failure) -> list[Past]:

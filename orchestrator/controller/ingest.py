@@ -213,6 +213,27 @@ def _suspect(scribe: _Scribe) -> None:
             scribe.doubt(item, Trust.SUSPECT, str(scribe.data.get("reason", "suspect")))
 
 
+def _seen(scribe: _Scribe) -> None:
+    """One that a user's own program wrote: nobody can verify it, and its trust stays at that."""
+    step, path = scribe.data["step"], str(scribe.data["path"])
+    new, known = bool(scribe.data.get("new")), scribe.known() is not None
+    # What is there when an attempt begins, and nobody has told of, was written when the one before it ended.
+    writer = scribe.attempt if new or known else max(1, scribe.attempt - 1)
+    checkpoint = Checkpoint(
+        run=scribe.run, name=scribe.data["name"], step=step, attempt=writer, trust=Trust.COMMITTED,
+        bytes=scribe.data.get("bytes", 0), path=path, committed_at=scribe.event.time, tier=os.path.dirname(path),
+    )  # fmt: skip
+    scribe.store.put_checkpoint(checkpoint, epoch=scribe.epoch)
+    if new or (writer < scribe.attempt and not known):
+        before = scribe.store.attempt(scribe.run, writer).saved_step
+        scribe.store.note_attempt(scribe.run, writer, epoch=scribe.epoch, saved_step=max(step, before or 0))
+
+
+def _set_aside(scribe: _Scribe) -> None:
+    told = f"set aside as {scribe.data['path']}: {scribe.data.get('reason', '')}"
+    scribe.trust(Trust.CORRUPT if scribe.data.get("damaged") else Trust.SUSPECT, told)
+
+
 def _restored(scribe: _Scribe) -> None:
     step = scribe.data["step"]
     scribe.generation(resumed_from=step, tier=str(scribe.data.get("tier") or ""))
@@ -282,6 +303,8 @@ _HANDLERS: dict[str, Callable[[_Scribe], None]] = {
     EventKind.CHECKPOINT_DELETED: _deleted,
     EventKind.CHECKPOINT_FLUSHED: _flushed,
     EventKind.CHECKPOINT_SUSPECT: _suspect,
+    EventKind.CHECKPOINT_SEEN: _seen,
+    EventKind.CHECKPOINT_SET_ASIDE: _set_aside,
     EventKind.INCIDENT: _notice,
     EventKind.STRAGGLER: _notice,
     EventKind.BATCH_SKIPPED: _notice,

@@ -60,7 +60,7 @@ def submit(
         cluster=kind,
         root=root,
         config_digest=digest,
-        total_steps=config.train.steps,
+        total_steps=0 if config.command else config.train.steps,  # a command alone knows how many it trains
         identity=identity,
         now=now,
         nonce=token_hex(4),

@@ -120,8 +120,8 @@ def classify(evidence: Evidence) -> Failure:
         return _requeued(evidence, job)
     # Somebody took the job away from it; that it could still save on the way out does not ask for a restart.
     if job is not None and job.state in _TAKEN_AWAY and outcome and outcome.result is AttemptResult.STOPPED:
-        said = f"job {job.job_id} was cancelled, not by orch, and saved at step {outcome.step}"
-        return Failure(kind=FailureKind.CANCELLED, reason=said, step=outcome.step)
+        said = f"job {job.job_id} was cancelled, not by orch{_saved(', and saved', outcome)}"
+        return Failure(kind=FailureKind.CANCELLED, reason=said, step=outcome.step or None)
     # Slurm names the cause.
     if job is not None and job.state in _SLURM_KINDS:
         return _by_slurm(job, outcome)
@@ -172,9 +172,13 @@ def _by_outcome(outcome: AttemptOutcome) -> Failure:
         return Failure(kind=FailureKind.UNKNOWN, reason=outcome.reason, step=outcome.step, exit_code=outcome.exit_code)
     word = outcome.reason.lower().replace("_", " ")
     kind = FailureKind.TIME_LIMIT if "time limit" in word or "deadline" in word else FailureKind.PREEMPTED
-    return Failure(
-        kind=kind, reason=f"stopped after a save at step {outcome.step}: {outcome.reason}", step=outcome.step
-    )
+    reason = f"stopped{_saved(' after a save', outcome)}: {outcome.reason}"
+    return Failure(kind=kind, reason=reason, step=outcome.step or None)
+
+
+def _saved(words: str, outcome: AttemptOutcome) -> str:
+    """Where it saved; a command's step is not known, and stands as 0."""
+    return f"{words} at step {outcome.step}" if outcome.step else ""
 
 
 def _by_logs(evidence: Evidence, job: JobStatus) -> Failure:

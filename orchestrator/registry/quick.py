@@ -22,7 +22,7 @@ SELECT run.name AS run, run.state, run.reason, run.cluster, run.run_dir, run.con
     run.total_steps, run.loss, run.created_at, run.updated_at, run.not_before,
     (SELECT count(*) FROM attempts WHERE attempts.run = run.name) AS attempts,
     (SELECT count(*) FROM generations WHERE generations.run = run.name) AS generations,
-    attempt.number AS attempt, attempt.job_id, attempt.job_state, attempt.nodes,
+    attempt.number AS attempt, attempt.job_id, attempt.job_state, attempt.nodes, attempt.failure,
     saved.step AS saved_step, saved.trust AS saved_trust, saved.committed_at AS saved_at
 FROM (SELECT * FROM runs {where} ORDER BY id DESC LIMIT ?) AS run
 LEFT JOIN attempts AS attempt ON attempt.run = run.name
@@ -39,7 +39,8 @@ def newest(path: Path, limit: int | None = 50, states: Iterable[str] | None = No
 
     Keys: run, state, reason, cluster, run_dir, config_digest, step, total_steps, loss, created_at, updated_at,
     not_before, attempts and generations (counts), attempt (number of the newest), job_id, job_state, nodes (list),
-    last_checkpoint ({step, trust, committed_at} or None). Times are seconds since the epoch.
+    last_checkpoint ({step, trust, committed_at} or None), failure (of the newest attempt, or None).
+    Times are seconds since the epoch.
     """
     return _newest(path, limit, *_among("state", states))
 
@@ -100,6 +101,7 @@ def _answer(row: sqlite3.Row) -> dict[str, Any]:
     answer = dict(row)
     step, trust, at = answer.pop("saved_step"), answer.pop("saved_trust"), answer.pop("saved_at")
     answer["last_checkpoint"] = None if step is None else {"step": step, "trust": trust, "committed_at": at}
+    answer["failure"] = json.loads(answer["failure"]) if answer["failure"] else None
     answer["nodes"] = json.loads(answer["nodes"] or "[]")
     answer["loss"] = None if answer["loss"] is None else number(answer["loss"])
     return answer

@@ -1,6 +1,7 @@
 """An ordinary torchrun script: plain DDP, its own checkpoint file, its own resume; knows nothing of orch.
 
-    torchrun --nproc-per-node 2 plain_ddp.py --folder DIR [--steps N] [--every N] [--die-at STEP --die-rank RANK]
+    torchrun --nproc-per-node 2 plain_ddp.py --folder DIR [--steps N] [--every N] [--pause S]
+        [--die-at STEP --die-rank RANK]
 
 Learns next-byte prediction on its own source. Writes DIR/checkpoint.pt and, from rank 0, one line a step to
 DIR/losses.jsonl and the final result to DIR/final.json. `--die-at` kills a rank once, the first time it gets there.
@@ -10,6 +11,7 @@ import argparse
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import torch
@@ -25,6 +27,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--every", type=int, default=5)
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds between two steps while DIR/slow exists")
     parser.add_argument("--die-at", type=int, default=0)
     parser.add_argument("--die-rank", type=int, default=0)
     return parser.parse_args()
@@ -86,6 +89,7 @@ def train(args: argparse.Namespace) -> None:
                 stream.write(json.dumps({"step": step, "loss": value.item(), "pid": os.getpid()}) + "\n")
         if rank == 0 and step % args.every == 0:
             save(args.folder / "checkpoint.pt", step, model.module, optimizer)
+        time.sleep(args.pause if (args.folder / "slow").exists() else 0.0)
         if step == args.die_at and rank == args.die_rank:
             die_once(args.folder, step)
     if rank == 0:

@@ -9,6 +9,7 @@ from typing import Any
 
 from checkpointing.config import CheckpointConfig
 from checkpointing.durable import read_json
+from trainer.contract.command_checkpoints import CommandCheckpointsConfig
 from trainer.contract.drills import DrillConfig
 from trainer.contract.run_dir import RunDir
 from trainer.contract.watching import HangConfig, PreflightConfig, SpikeConfig, StragglerConfig
@@ -242,16 +243,23 @@ class RecoveryConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobConfig:
-    """`config.json` as agents and ranks see it; keys that only the login node needs are ignored."""
+class ProgramConfig:
+    """What the ranks of a run are: a workload of orch, or the user's own program."""
 
     name: str = "run"
     """Name of the run; a number is added."""
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
     command: tuple[str, ...] = ()
     """An existing torchrun script, with its interpreter and arguments, to run instead of a workload."""
+    checkpoints: CommandCheckpointsConfig = field(default_factory=CommandCheckpointsConfig)
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables for the ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobConfig(ProgramConfig):
+    """`config.json` as agents and ranks see it; keys that only the login node needs are ignored."""
+
     cluster: ClusterShape = field(default_factory=ClusterShape)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

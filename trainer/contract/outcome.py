@@ -61,6 +61,7 @@ class Failure:
     signal: int | None = None
     exception: str | None = None  # class name
     evidence: str | None = None  # path relative to the run directory
+    lines: tuple[str, ...] = ()  # the last ones in the log of a command's rank
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -68,7 +69,8 @@ class Failure:
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "Failure":
         known = {key: fields[key] for key in cls.__dataclass_fields__ if key in fields}
-        return cls(**{**known, "kind": FailureKind(fields["kind"])})
+        lines = tuple(known.get("lines", ()))
+        return cls(**{**known, "kind": FailureKind(fields["kind"]), "lines": lines})
 
 
 def legible(text: str) -> str:

@@ -106,6 +106,10 @@ class AttemptDir:
     def rank_outcome(self, rank: int, generation: int) -> Path:
         return self.outcomes / f"rank-{rank:05d}.g{generation:03d}.json"
 
+    def error_file(self, rank: int, generation: int) -> Path:
+        """What torch's `@record` writes of the exception that ended a command's rank."""
+        return self.outcomes / f"error-rank-{rank:05d}.g{generation:03d}.json"
+
     def make(self) -> None:
         """Create the folders of this attempt, private to the user."""
         for folder in (self.path, self.submission, self.logs, self.events, self.evidence, self.outcomes):

@@ -35,6 +35,10 @@ SAID: list[tuple[EventKind, dict[str, Any], str]] = [
      "checkpoint 20 is suspect: twice SIGSEGV"),
     (EventKind.CHECKPOINT_CADENCE, {"steps": 1200, "seconds": 600.0, "reason": "a save costs 2 s"},
      "saves every 1 200 steps from now on: a save costs 2 s"),
+    (EventKind.CHECKPOINT_SEEN, {"step": 20, "name": "a.1f", "path": "/out/a", "bytes": 1 << 20, "new": True},
+     "the program has a checkpoint of step 20 (1.0 MiB)"),
+    (EventKind.CHECKPOINT_SET_ASIDE, {"step": 20, "name": "a.1f", "path": "/out/.orch-set-aside.20", "reason": "torn"},
+     "checkpoint 20 is now /out/.orch-set-aside.20: torn"),
 ]  # fmt: skip
 
 

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.cli.render import progress
 from orchestrator.states import RunState, Trust
 from tests.orchestrator.cli.conftest import Seeds, Type
+from trainer.contract.outcome import Failure, FailureKind
 
 STATUS_KEYS = [
     "run", "state", "step", "total_steps", "loss", "attempts", "generations", "job_id", "cluster", "nodes",
-    "last_checkpoint", "reason", "updated_at",
+    "last_checkpoint", "reason", "updated_at", "last_lines",
 ]  # fmt: skip
 ATTEMPT_KEYS = [
     "attempt", "state", "job_id", "nodes", "excluded", "started_at", "ended_at", "resumed_from", "last_step",
@@ -40,7 +42,7 @@ def test_status_json_has_the_promised_shape(orch: Type, seeds: Seeds) -> None:
     assert row == {
         "run": "tiny-1", "state": "RUNNING", "step": 120, "total_steps": 200, "loss": 2.5, "attempts": 1,
         "generations": 2, "job_id": "41", "cluster": "local", "nodes": ["n1", "n2"],
-        "last_checkpoint": {"step": 100, "trust": "VERIFIED"}, "reason": "",
+        "last_checkpoint": {"step": 100, "trust": "VERIFIED"}, "reason": "", "last_lines": [],
     }  # fmt: skip
 
 
@@ -216,3 +218,21 @@ def test_json_has_only_data_on_stdout(orch: Type, seeds: Seeds) -> None:
             assert done.code == 0, placed
             assert json.loads(done.out)["schema"].startswith("orch."), placed
             assert len(done.out.splitlines()) == 1, placed
+
+
+def test_the_last_lines_of_a_command_stand_below_the_run_that_is_named(orch: Type, seeds: Seeds) -> None:
+    run = seeds.run(state=RunState.FAILED, reason="rank 1 raised KeyError: 7")
+    lines = ("Traceback (most recent call last):", "\x1b]0;evil\x07KeyError: 7")
+    failure = Failure(kind=FailureKind.USER_ERROR, reason="it raised", rank=1, node="n1", lines=lines)
+    seeds.store.note_attempt(run, 1, epoch=seeds.epoch, failure=failure.to_json())
+    said = f"last lines of rank 1 of {run}, on n1:\n  Traceback (most recent call last):\n  KeyError: 7\n"
+    assert said in orch("status", run).err
+    assert "KeyError: 7\n" not in orch("status").err
+    assert orch("status", run, "--json").data[0]["last_lines"] == list(lines)
+    shown = orch("show", run)
+    assert said in shown.out + shown.err
+    assert orch("show", run, "--json").data["attempts"][0]["failure"]["lines"] == list(lines)
+
+
+def test_of_a_command_no_step_and_no_end_is_made_up(orch: Type, seeds: Seeds) -> None:
+    assert (progress(0, 0), progress(40, 0), progress(40, 200)) == ("-", "40", "40/200")

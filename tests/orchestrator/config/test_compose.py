@@ -140,6 +140,16 @@ def test_a_command_needs_neither_data_nor_a_fitting_model(made: Compose) -> None
     assert composed.config.command == ("python", "train.py", "--lr", "1e-3")
 
 
+def test_checkpoints_of_a_command(made: Compose, tmp_path: Path) -> None:
+    kept = made("command: [python, t.py]\ncheckpoints: {path: out, pattern: 'step-*'}\n").config.checkpoints
+    assert (kept.path, kept.pattern) == ("out", "step-*")  # relative to where the command runs
+    assert made("command: [python, t.py]\ncheckpoints: {path: ~/o}\n").config.checkpoints.path == f"{Path.home()}/o"
+    with pytest.raises(ConfigError, match=r"checkpoints\.pattern=last: must be one name with a `\*` for the step"):
+        made("command: [python, t.py]\ncheckpoints: {path: out, pattern: last}\n")
+    with pytest.raises(ConfigError, match=r"checkpoints\.path=out: is for a run of a `command` of yours"):
+        made(READS + "checkpoints: {path: out}\n")
+
+
 def test_interpolations_are_resolved_and_typed(made: Compose) -> None:
     composed = made(READS + "train: {steps: 50, warmup_steps: '${train.steps}'}\nname: s${train.seed}\n")
     assert composed.config.train.warmup_steps == 50

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from orchestrator.controller.ingest import ingest
 from orchestrator.controller.view import RunView
-from orchestrator.states import Trust
+from orchestrator.states import AttemptState, Trust
 from tests.scenarios.world import World, config
 from trainer.contract.events import EventKind, EventLog
 
@@ -223,3 +223,35 @@ def test_drills_are_kept_of_every_generation_and_orders_of_the_configuration_mar
     read(world)
     notices = world.store.notices(world.name)
     assert [(item.generation, item.data.get("drilled")) for item in notices] == [(1, None), (2, None), (3, True)]
+
+
+def test_checkpoints_of_a_command_count_as_what_its_attempt_saved(tmp_path: Path) -> None:
+    world, log = begun(tmp_path)
+    for step, new in ((10, False), (20, True)):
+        log.write(EventKind.CHECKPOINT_SEEN, step=step, name=f"c-{step}.1f", path=f"/out/c-{step}", bytes=7, new=new)
+    read(world)
+    rows = {item.step: item for item in world.store.checkpoints(world.name)}
+    assert {(row.trust, row.tier) for row in rows.values()} == {(Trust.COMMITTED, "/out")}
+    assert world.attempts[0].saved_step == 20
+    aside = {"reason": "it lacks a file", "path": "/out/.orch-set-aside.20.001-002"}
+    log.write(EventKind.CHECKPOINT_SET_ASIDE, step=20, name="c-20.1f", damaged=True, **aside)
+    log.write(EventKind.CHECKPOINT_SET_ASIDE, step=10, name="c-10.1f", damaged=False, **aside)
+    read(world)
+    rows = {item.step: item for item in world.store.checkpoints(world.name)}
+    assert {step: row.trust for step, row in rows.items()} == {20: Trust.CORRUPT, 10: Trust.SUSPECT}
+    assert rows[20].reason == "set aside as /out/.orch-set-aside.20.001-002: it lacks a file"
+
+
+def test_what_a_command_saved_just_before_its_attempt_ended_counts_for_that_attempt(tmp_path: Path) -> None:
+    """Nobody had time to look: the next attempt finds it, and it is no progress of that one."""
+    world, log = begun(tmp_path)
+    world.store.move_attempt(
+        world.name, 1, AttemptState.ENDED, "preempted", epoch=world.lease.epoch, now=world.clock.now
+    )
+    world.store.add_attempt(world.name, nonce="b", excluded=(), epoch=world.lease.epoch, now=world.clock.now)
+    world.folder.attempt(2).make()
+    log = EventLog(world.folder.attempt(2).event_file("coordinator"), "coordinator", 2, clock=world.clock)
+    log.write(EventKind.CHECKPOINT_SEEN, step=30, name="c-30.1f", path="/out/c-30", bytes=7, new=False)
+    log.write(EventKind.CHECKPOINT_SEEN, step=30, name="c-30.1f", path="/out/c-30", bytes=7, new=False)
+    read(world)
+    assert [attempt.saved_step for attempt in world.attempts] == [30, None]

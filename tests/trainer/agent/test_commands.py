@@ -1,6 +1,9 @@
 """An existing script as ranks: torchrun's environment, its exit codes, its restarts."""
 
+import os
+import signal
 import sys
+from pathlib import Path
 
 from checkpointing.durable import dump_line
 from tests.trainer.agent.job import until
@@ -39,11 +42,118 @@ def test_the_folder_of_the_submit_is_read_from_the_runs_record(job, tmp_path):
     assert work.notes()[0]["cwd"] == str(tmp_path)
 
 
-def test_a_command_that_fails_alike_twice_at_once_is_the_users_error(job):
+def test_a_command_that_fails_alike_three_times_at_once_is_the_users_error(job):
     work = job("exit:2@1@*", "hang@*@*", nodes=1).start()
     work.go()
     assert work.wait() == [78], work.story()
-    assert (work.outcome().generations, work.outcome().failure.kind) == (2, "user_error")
+    outcome = work.outcome()
+    assert (outcome.generations, outcome.failure.kind, outcome.failure.step) == (3, "user_error", None)
+    assert "ended with exit code 2, 3 times in a row within" in outcome.reason
+    assert outcome.failure.lines == ("hello from rank 1",)
+
+
+def test_a_command_that_only_lost_a_peer_is_never_to_blame(job):
+    """Most programs turn every error into exit code 1."""
+    program = "raise RuntimeError('[pair.cc:547] Connection closed by peer [127.0.0.1]:4')"
+    work = job(nodes=1, ranks=1, command=[sys.executable, "-c", program], recovery={"restarts_in_place": 3}).start()
+    work.go()
+    assert work.wait() == [75], work.story()
+    outcome = work.outcome()
+    assert (outcome.generations, outcome.failure.kind) == (4, "unknown")
+    assert "only saw a peer go away" in outcome.reason
+
+
+SAVING = """
+import json, sys
+from pathlib import Path
+folder = Path(sys.argv[1])
+steps = sorted(int(path.name.partition("-")[2]) for path in folder.glob("checkpoint-*"))
+step = json.loads((folder / f"checkpoint-{steps[-1]}" / sys.argv[2]).read_text())["step"] if steps else 0
+print("from step", step, flush=True)
+for step in range(step + 10, 50, 10):
+    (folder / f"checkpoint-{step}").mkdir(exist_ok=True)
+    (folder / f"checkpoint-{step}" / sys.argv[2]).write_text(json.dumps({"step": step}))
+"""
+
+
+def saving(job, tmp_path, name="state.json", **config):
+    """A program that goes on from the newest of its own checkpoints, and cannot read one that was cut off."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "saving.py").write_text(SAVING)
+    command = [sys.executable, str(tmp_path / "saving.py"), str(tmp_path / "out"), name]
+    return job(nodes=1, ranks=1, command=command, checkpoints={"path": str(tmp_path / "out")}, **config)
+
+
+def checkpoint(tmp_path, step, text, name="state.json"):
+    folder = tmp_path / "out" / f"checkpoint-{step}"
+    folder.mkdir()
+    (folder / name).write_text(text)
+
+
+def test_the_checkpoints_of_a_command_are_its_progress(job, tmp_path):
+    work = saving(job, tmp_path).start()
+    checkpoint(tmp_path, 10, '{"step": 10}')
+    work.go()
+    assert work.wait() == [0], work.story()
+    seen = [(event.data["step"], event.data["new"]) for event in work.events(EventKind.CHECKPOINT_SEEN)]
+    assert seen == [(10, False), (20, True), (30, True), (40, True)]
+    assert work.outcome().step == 40
+
+
+def test_a_torn_checkpoint_of_a_command_is_set_aside_and_the_older_one_tried(job, tmp_path):
+    work = saving(job, tmp_path).start()
+    checkpoint(tmp_path, 10, '{"step": 10}')
+    checkpoint(tmp_path, 20, '{"ste')
+    work.go()
+    assert work.wait() == [0], work.story()
+    (aside,) = work.events(EventKind.CHECKPOINT_SET_ASIDE)
+    assert (aside.data["step"], aside.data["damaged"], aside.generation) == (20, True, 2)
+    assert "checkpoint-20, its newest checkpoint, is set aside" in aside.data["reason"]
+    assert "state.json is no whole JSON file" in aside.data["reason"]
+    assert (Path(aside.data["path"]) / "state.json").read_text() == '{"ste', "it is never deleted"
+    assert "from step 10" in work.attempt.rank_log(0).read_text()
+    assert (work.outcome().generations, work.outcome().step) == (3, 40)
+
+
+def test_what_fails_from_an_older_checkpoint_too_gets_its_newest_back(job, tmp_path):
+    """The one that was set aside had no sign of damage: nothing of it may be lost."""
+    work = saving(job, tmp_path, name="state").start()
+    checkpoint(tmp_path, 10, "{'step': 10}", "state")
+    checkpoint(tmp_path, 20, "{'step': 20}", "state")
+    work.go()
+    assert work.wait() == [75], work.story()
+    outcome = work.outcome()
+    assert (outcome.generations, outcome.failure.kind) == (3, "storage")
+    assert "raised JSONDecodeError: Expecting property name" in outcome.reason
+    assert "its newest checkpoint is checkpoint-20, and checkpoint-10 made no difference" in outcome.reason
+    assert len(work.events(EventKind.CHECKPOINT_SET_ASIDE)) == 1
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-10", "checkpoint-20"]
+
+
+def test_ranks_that_leave_with_0_because_of_a_signal_have_not_finished(job):
+    """Slurm signals every process of a step: ranks may be gone before their agents have told of the signal."""
+    work = job("trap@*@*").start()
+    work.go()
+    until(lambda: sum("trapped" in note for note in work.notes()) == 4, story=work.story)
+    for note in work.notes():
+        if "trapped" in note:
+            os.kill(note["pid"], signal.SIGTERM)
+    until(lambda: len(work.events(EventKind.RANK_EXITED)) == 4, story=work.story)
+    for agent in work.agents:
+        agent.send_signal(signal.SIGTERM)
+    assert work.wait() == [76, 76], work.story()
+    assert (work.outcome().result, work.outcome().reason) == ("stopped", "cancel")
+
+
+def test_an_error_file_of_torchs_record_tells_what_was_raised(job):
+    program = (
+        "import json, os, sys; p = os.environ['TORCHELASTIC_ERROR_FILE']\n"
+        "open(p, 'w').write(json.dumps({'message': {'message': 'KeyError: 7', 'extraInfo': {}}})); sys.exit(1)"
+    )
+    work = job(nodes=1, ranks=1, command=[sys.executable, "-c", program]).start()
+    work.go()
+    assert work.wait() == [78], work.story()
+    assert work.outcome().failure.exception == "KeyError"
 
 
 def test_the_budget_of_restarts_is_kept(job):

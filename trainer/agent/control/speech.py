@@ -54,7 +54,7 @@ _maybe_int, _maybe_text = _is(int, type(None)), _is(str, type(None))
 _SIGHTING = _row(_INT, _INT, _TEXT, _BOOL, _INT, _NUMBER, _NUMBER, _TEXT, _NUMBER, _BOOL)
 
 _WORDS: dict[str, Check] = {
-    **dict.fromkeys(("generation", "rank", "step", "saved", "total", "restored", "port", "serial"), _int),
+    **dict.fromkeys(("generation", "rank", "step", "saved", "total", "restored", "port", "serial", "written"), _int),
     **dict.fromkeys(("exit_code", "signal", "position"), _maybe_int),
     **dict.fromkeys(("exception", "message"), _maybe_text),
     **dict.fromkeys(("save_seconds", "step_seconds", "wall", "matmul", "memory"), _number),
@@ -65,6 +65,7 @@ _WORDS: dict[str, Check] = {
     "sightings": _rows(_SIGHTING),
     "work": _rows(_rows(_int)),
     "flights": _rows(_text),
+    "lines": _rows(_text),
     "unanswered": _rows(_int),
     "p99": _by_name(_number),
 }

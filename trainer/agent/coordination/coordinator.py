@@ -10,6 +10,7 @@ from trainer.agent.control.door import Door
 from trainer.agent.control.wire import Message
 from trainer.agent.coordination.answers import Answers
 from trainer.agent.coordination.clearing import Clearing
+from trainer.agent.coordination.command_run import CommandRun
 from trainer.agent.coordination.deadline import Bounds
 from trainer.agent.coordination.gate import Fence
 from trainer.agent.coordination.gathering import Gathering
@@ -71,6 +72,7 @@ class Coordinator:
         self._past, self._due = Past.of(token), 0.0
         self._vigil = Vigil(run, attempt, config, events, self._roster)
         self._restored, self._undecided = 0, False
+        self._command = CommandRun(run, attempt, config, events, self._standing)
         self._trouble = NodeTrouble(self._roster, events, self._standing, lambda: self._now)
         self._gathering = Gathering(
             config.recovery.preflight, self._roster, self._stopping, self._until, lambda: self._now,
@@ -184,12 +186,7 @@ class Coordinator:
                 self._answers.collected(node, message)
 
     def _note_end(self, node: int, message: Message) -> None:
-        fields = {key: message.get(key) for key in ("exit_code", "signal", "exception", "message", "position")}
-        end = RankEnd(
-            rank=int(message["rank"]), node=self._roster.members[node].name, at=time.monotonic(),
-            step=int(message["step"]), echo=bool(message.get("echo")), word=bool(message["word"]), **fields,
-        )  # fmt: skip
-        self._now.note(end)
+        self._now.note(RankEnd.told(message, self._roster.members[node].name, time.monotonic()))
         self._past.trained = self._past.trained or bool(message.get("stepped"))
 
     def _lose(self, node: int, reason: str) -> None:
@@ -301,6 +298,7 @@ class Coordinator:
         self._now = Generation(number=self._now.number + 1, started=time.monotonic())
         self._state, self._events.generation = "running", self._now.number
         world, nodes = self._config.cluster.world_size, self._config.cluster.nodes
+        await self._command.begin(self._now.number)
         self._events.write(EventKind.GENERATION_STARTED, world=world, nodes=nodes)
         master = [self._host, free_port(self._host)] if self._config.command else None
         skip = [each.position for each in self._past.skipped]
@@ -318,9 +316,10 @@ class Coordinator:
         await minute(decision, self._attempt, self._events)
         self._state = "clearing"
         cleared = await self._clearing.clear(self._now.number, decision)
+        await self._command.over(decision, self._now, cleared=cleared)
         await self._beat()
         failure = decision.failure.to_json() if decision.failure else None
-        step = self._standing.step
+        step = self._standing.step if self._standing.step or not self._config.command else None  # not known
         self._events.write(EventKind.GENERATION_ENDED, reason=decision.reason, step=step, failure=failure)
         if decision.action not in (Action.RESTART, Action.ROLL_BACK, Action.REPLACE):
             return decision
@@ -344,6 +343,7 @@ class Coordinator:
 
     async def _watch(self) -> None:
         """A hang that is certain, its evidence kept, breaks the generation; so do ranks that had gone apart."""
+        await self._command.look(self._now)
         found = await self._vigil.look(self._now)
         if found is not None:
             self._trouble.fail(found)
@@ -355,13 +355,14 @@ class Coordinator:
             world=self._config.cluster.world_size,
             ends=tuple(generation.ends.values()),
             since_failure=0.0 if failed_at is None else now - failed_at,
+            since_end=now - max((end.at for end in generation.ends.values()), default=now),
             ran_for=(failed_at or now) - generation.started,
             budget=self._config.recovery.restarts_in_place,
             spike_budget=self._config.recovery.spike.roll_backs,
             stopping=StopReason.NONE if stop is None else stop.reason,
             overdue=self._stopping.overdue(now),
             left=self._stopping.left(now),
-            command=bool(self._config.command),
+            command=self._command.told(),
             broken=generation.broken,
             restored=self._restored,
             spares=len(self._roster.spares()),

@@ -35,7 +35,7 @@ def of_desync(finding: Finding, ends: Sequence[RankEnd]) -> Judgement | None:
         reason=finding.reason,
         culprit=rank,
         node=None if end is None else end.node,
-        step=0 if end is None else end.step,
+        step=0 if end is None else end.step or 0,
         kind=Stall.DESYNC,
         waiting=tuple(end.rank for end in ends if end.rank != rank),
     )

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from trainer.agent.ladder.suspects import Fall, fall, suspects
-from trainer.agent.watch.blame import Cause, RankEnd, doubt, find_cause
+from trainer.agent.watch.blame import Cause, OwnFailure, RankEnd, doubt, find_cause
+from trainer.agent.watch.command_errors import CommandPast, command_cause
 from trainer.contract.outcome import AttemptResult, ExitCode, Failure, FailureKind
 from trainer.contract.progress import StopReason
 from trainer.contract.skips import Skip
@@ -19,7 +20,7 @@ SURE_SECONDS = 0.2
 """The same when an end explains itself: only an earlier one could be the cause, and that one is on its way."""
 
 QUICK_SECONDS = 60.0
-"""A command that fails alike twice, each time sooner than this, is taken for a deterministic bug."""
+"""The same exception at the same step twice, each time sooner than this, is taken for a deterministic bug."""
 
 FRUITLESS = 3
 """So many restarts in a row without a step that is new to the attempt are enough."""
@@ -63,6 +64,7 @@ class Situation:
     world: int
     ends: tuple[RankEnd, ...] = ()
     since_failure: float = 0.0  # seconds since the first bad end or breakage
+    since_end: float = 60.0  # seconds since the last rank that has ended did
     ran_for: float = 0.0  # seconds since the generation started
     trained: bool = False  # the run has trained a step, as far as is known
     restarts: int = 0  # made in this attempt so far
@@ -72,7 +74,7 @@ class Situation:
     overdue: bool = False  # the stop's bound has passed
     left: float = 0.0  # seconds until then
     again: bool = False  # a generation was started already only to save and stop
-    command: bool = False  # ranks are the user's own command
+    command: CommandPast | None = None  # ranks are the user's own command, of which so much is known
     broken: Failure | None = None  # the machinery failed: an agent, a nursery, a preflight
     restored: int = 0  # step of the checkpoint that this generation began from; 0: none
     falls: tuple[Fall, ...] = ()  # of the generations before it
@@ -98,6 +100,8 @@ class Decision:
     mark: str = ""
     suspect: int | None = None  # step whose checkpoints are to be left out from now on
     skip: Skip | None = None  # the batch that is to be left out from now on
+    own: OwnFailure | None = None  # of a command: how it ended by itself
+    set_aside: str = ""  # of a command: why its newest checkpoint is to be set aside
 
 
 _STOP_FAILURES = {
@@ -139,8 +143,11 @@ def _without_failure(now: Situation) -> Decision:
     if len(now.ends) == now.world:
         stopped = any(end.exit_code == ExitCode.STOPPED_AFTER_SAVE for end in now.ends)
         # A command that was told to stop may well leave with 0; only its own checkpoints know whether it was done.
-        if stopped or (now.command and now.stopping is not StopReason.NONE):
+        if stopped or (now.command is not None and now.stopping is not StopReason.NONE):
             return Decision(action=Action.STOP, reason=f"all ranks stopped: {now.stopping.name.lower()}")
+        # Slurm signals every process of a step: ranks may leave with 0 before their agents can tell of the signal.
+        if now.command is not None and now.since_end < SETTLE_SECONDS:
+            return Decision(action=Action.WAIT, reason="all ranks have ended; waiting for word of a signal")
         return Decision(action=Action.FINISH, reason="all ranks finished")
     if now.overdue:
         return stop_failure(now.stopping, "ranks were told to stop and save, did not do so in time, and were killed")
@@ -148,7 +155,7 @@ def _without_failure(now: Situation) -> Decision:
 
 
 def _failed_while_stopping(now: Situation) -> Decision:
-    if now.command:
+    if now.command is not None:
         # SIGTERM is the request, so dying of it, or any exit code after it, is the answer.
         if len(now.ends) == now.world:
             return Decision(action=Action.STOP, reason=f"the command ended when asked: {now.stopping.name.lower()}")
@@ -199,7 +206,10 @@ def _after_failure(now: Situation) -> Decision:
     reason = cause.failure.reason
     if suspect is not None:
         reason = f"{reason}; the checkpoint of step {suspect.step} is suspect: {suspect.reason}"
+    if cause.set_aside:
+        reason = f"{reason}; {cause.set_aside}"
     decision = _rung(now, cause, reason, doubted=suspect is not None)
+    decision = replace(decision, own=cause.own, set_aside=cause.set_aside)
     return replace(decision, suspect=suspect.step) if suspect is not None else decision
 
 
@@ -258,7 +268,7 @@ def _restart(now: Situation, cause: Cause, reason: str) -> Decision:
     if not cause.retry:
         return end(reason, failure, cause.mark)
     # Of a command no step is known.
-    if now.fruitless >= FRUITLESS and not now.command:
+    if now.fruitless >= FRUITLESS and now.command is None:
         return end(f"{reason}; {now.fruitless} restarts in a row have trained no new step", failure, cause.mark)
     if now.restarts >= now.budget:
         return end(f"{reason}; all {now.budget} restarts in place of this attempt are used", failure, cause.mark)
@@ -275,9 +285,10 @@ def _cause(now: Situation, *, forgive: bool = False) -> Cause:
     """The root of the failure; `forgive`: that it came before, at the same step, does not count."""
     if now.broken is not None:
         return Cause(failure=now.broken, retry=now.broken.kind in MENDED_IN_PLACE, mark="broken")
-    # Of a command no step is known: only failing alike, and soon, twice in a row shows that it never will work.
+    if now.command is not None:
+        return command_cause(now.ends, now.command, now.ran_for)
     quick = now.ran_for < QUICK_SECONDS and not forgive
-    return find_cause(now.ends, trained=now.trained or now.command, last_mark=now.last_mark if quick else "")
+    return find_cause(now.ends, trained=now.trained, last_mark=now.last_mark if quick else "")
 
 
 def stop_failure(stopping: StopReason, reason: str) -> Decision:

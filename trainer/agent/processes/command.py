@@ -36,6 +36,7 @@ def environment(
         "TORCHELASTIC_RESTART_COUNT": generation - 1,
         "TORCHELASTIC_MAX_RESTARTS": config.recovery.restarts_in_place,
         "TORCHELASTIC_RUN_ID": f"{run.name}-{attempt.number}",
+        "TORCHELASTIC_ERROR_FILE": attempt.error_file(rank, generation),
         # The script's own rank 0 hosts the store, a fresh one in every generation.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "OMP_NUM_THREADS": threads,

@@ -18,5 +18,10 @@ def last_cry(log: Path, generation: int) -> str | None:
             text = file.read().decode(errors="replace")
     except OSError:
         return None
-    found = _WHAT.findall(text.rpartition(generation_mark(generation))[2])
+    return uncaught(text.rpartition(generation_mark(generation))[2])
+
+
+def uncaught(text: str) -> str | None:
+    """The newest uncaught C++ exception that a text tells of."""
+    found = _WHAT.findall(text)
     return found[-1].strip() if found else None

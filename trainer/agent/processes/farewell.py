@@ -8,8 +8,10 @@ from typing import Any
 
 from trainer.agent.processes.apart import apart
 from trainer.agent.processes.cry import last_cry
+from trainer.agent.processes.last_output import LastOutput, last_output
 from trainer.agent.processes.local_ranks import LocalRank
 from trainer.contract.outcome import RankOutcome
+from trainer.contract.peer_loss import PEER_GONE
 from trainer.contract.run_dir import AttemptDir
 
 _KEYS = ("exit_code", "step", "exception", "message", "echo")
@@ -47,9 +49,11 @@ async def farewell(
 ) -> dict[str, Any]:
     """All that is known of the end of this rank, as the coordinator wants to hear it.
 
-    `command`: it was a user's own program, which leaves no words that we could read. What it left in files is done
+    `command`: it was a user's own program, which leaves its exit and its log. What it left in files is done
     without where the file system does not show them at once: a rank of ours has said the same over its socket.
     """
+    if command:
+        return await _of_command(attempt, generation, left.rank, exit_code, number)
     end: dict[str, Any] = {"exit_code": exit_code, "signal": number, "step": left.step}
     word, cry = left.word, None
     with suppress(TimeoutError, RuntimeError):  # the latter: the node has no thread left to give
@@ -62,7 +66,26 @@ async def farewell(
         end = {**said, "signal": None, "message": (said["message"] or "")[:_LONGEST]}
     elif number == signal.SIGABRT:
         end["message"] = cry
-    return {**end, "word": said is not None or command, "stepped": left.stepped}
+    return {**end, "word": said is not None, "stepped": left.stepped}
+
+
+async def _of_command(
+    attempt: AttemptDir, generation: int, rank: int, exit_code: int | None, number: int | None
+) -> dict[str, Any]:
+    """No step is known of it; what it raised stands in its log."""
+    end: dict[str, Any] = {"exit_code": exit_code, "signal": number, "word": True, "stepped": False}
+    if exit_code == 0:
+        return end
+    log, output = attempt.rank_log(rank), LastOutput()
+    with suppress(TimeoutError, RuntimeError):
+        output = await apart(lambda: last_output(log, generation, attempt.error_file(rank, generation)), _READ_SECONDS)
+    end |= {"lines": output.lines, "written": output.written}
+    if number is None and output.exception is not None:
+        message = (output.message or "")[:_LONGEST]
+        end |= {"exception": output.exception, "message": message, "echo": bool(PEER_GONE.search(message))}
+    elif number == signal.SIGABRT:
+        end["message"] = output.uncaught
+    return end
 
 
 def _left_in_files(

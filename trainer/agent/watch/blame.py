@@ -2,8 +2,9 @@
 
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from trainer.contract.outcome import ExitCode, Failure, FailureKind
 
@@ -39,17 +40,43 @@ class RankEnd:
     at: float  # seconds, on the coordinator's clock
     exit_code: int | None = None
     signal: int | None = None
-    step: int = 0
+    step: int | None = 0  # None: not known, of a command
     exception: str | None = None
     message: str | None = None
     echo: bool = False
     word: bool = True
     position: int | None = None  # in the data, of the batch of a bad step
+    lines: tuple[str, ...] = ()  # the last ones that a command wrote
+    written: int = 0  # bytes that a command wrote to its log in this generation
+
+    @classmethod
+    def told(cls, message: Mapping[str, Any], node: str, at: float) -> "RankEnd":
+        """As an agent tells it; raises LookupError, TypeError or ValueError for what is no such message."""
+        fields = {key: message.get(key) for key in ("step", "exit_code", "signal", "exception", "message", "position")}
+        return cls(
+            rank=int(message["rank"]), node=node, at=at, echo=bool(message.get("echo")), word=bool(message["word"]),
+            lines=tuple(message.get("lines", ())), written=int(message.get("written", 0)), **fields,
+        )  # fmt: skip
 
     @property
     def good(self) -> bool:
         # Training code can leave with 0 in many ways; only a rank that says so has trained all its steps.
         return self.exit_code in GOOD and self.word
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnFailure:
+    """How one generation of a command ended by itself, and what it had done until then."""
+
+    mark: str  # what it has in common with another of the same cause
+    seconds: float  # since it was started
+    written: int  # bytes in the log of the rank that failed first
+    exception: str | None = None
+    crashed: bool = False  # by a signal
+    saved: bool = False  # a checkpoint of its own since it was started, as far as is known
+    trained: bool = False  # as far as anybody can tell: it saved, or ran for longer than a start takes
+    loading: bool = False  # it failed while it loaded something
+    began_from: str = ""  # identity of the newest checkpoint when it was started; empty: none, or not known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +87,8 @@ class Cause:
     retry: bool
     mark: str
     position: int | None = None  # of the batch that is to be left out
+    own: OwnFailure | None = None  # of a command: how it ended by itself
+    set_aside: str = ""  # of a command: why its newest checkpoint is not to be loaded again
 
 
 def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "") -> Cause:
@@ -68,7 +97,7 @@ def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "") -
     `trained`: the run has trained at least one step, as far as is known; `last_mark`: the `mark` of the failure
     before this one.
     """
-    root = min((end for end in ends if not end.good), key=lambda end: (doubt(end), end.at))
+    root = root_of(ends)
     kind, retry, what = _classify(root)
     mark = f"{root.exception or root.signal or root.exit_code}@{root.step}"
     own_exception = kind is FailureKind.USER_ERROR and retry
@@ -91,6 +120,11 @@ def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "") -
         exception=root.exception,
     )
     return Cause(failure=failure, retry=retry, mark=mark, position=root.position)
+
+
+def root_of(ends: Sequence[RankEnd]) -> RankEnd:
+    """The bad end that the others follow from: the one least in doubt, then the earliest."""
+    return min((end for end in ends if not end.good), key=lambda end: (doubt(end), end.at))
 
 
 def doubt(end: RankEnd) -> int:

@@ -7,6 +7,7 @@ import pytest
 
 from trainer.agent.ladder.rungs import Action, Situation, decide, exit_code
 from trainer.agent.watch.blame import RankEnd, find_cause
+from trainer.agent.watch.command_errors import CommandPast
 from trainer.contract.outcome import ExitCode, Failure, FailureKind
 from trainer.contract.progress import StopReason
 
@@ -120,7 +121,7 @@ DECISIONS = [
     (situation(*ALL_DONE[1:], end(0, exit_code=0, word=False)), Action.RESTART, "rank 0 on n0 left without a word"),
     (situation(*ALL_SAVED, stopping=TERM), Action.STOP, "all ranks stopped: preemption"),
     (situation(*ALL_DONE, stopping=TERM), Action.FINISH, "all ranks finished"),
-    (situation(*ALL_DONE, stopping=TERM, command=True), Action.STOP, "all ranks stopped"),
+    (situation(*ALL_DONE, stopping=TERM, command=CommandPast()), Action.STOP, "all ranks stopped"),
     (situation(killed(1), since_failure=0.1), Action.WAIT, "waiting for what its peers"),
     (situation(killed(1), since_failure=0.3), Action.RESTART, "restart 1 of 5 in place"),
     (situation(echo(1), since_failure=0.9), Action.WAIT, "waiting for what its peers"),
@@ -128,9 +129,7 @@ DECISIONS = [
     (situation(killed(1), echo(0), echo(2), echo(3), since_failure=0.0), Action.RESTART, "rank 1 on n1 was killed"),
     (situation(killed(1), restarts=5), Action.END, "all 5 restarts in place of this attempt are used"),
     (situation(raised(1), trained=False), Action.END, "before the first step"),
-    (situation(end(1, exit_code=1), trained=False, command=True), Action.RESTART, "exit code 1"),
-    (situation(end(1, exit_code=1), command=True, last_mark="1@7", ran_for=5), Action.END, "for the second time"),
-    (situation(end(1, exit_code=1), command=True, last_mark="1@7", ran_for=500), Action.RESTART, "exit code 1"),
+    (situation(end(1, exit_code=1), trained=False, command=CommandPast()), Action.RESTART, "exit code 1"),
     (situation(end(1, exit_code=77)), Action.END, "suspects its node"),
     (situation(raised(1, "OSError", "[Errno 28] full")), Action.END, "storage"),
     (situation(broken=AGENT_LOST, since_failure=0.0), Action.END, "the agent of n1 is lost"),
@@ -148,10 +147,14 @@ DECISIONS = [
     (situation(killed(1), stopping=TERM, left=90.0, restarts=5), Action.END, "all 5 restarts in place"),
     (situation(raised(1), stopping=TERM, left=90.0), Action.END, "raised ValueError: bad, while stopping (preemption)"),
     (situation(broken=AGENT_LOST, stopping=TERM, left=90.0), Action.END, "the agent of n1 is lost"),
-    (situation(killed(1, 15), stopping=TERM, command=True, left=90.0), Action.WAIT, "was asked to stop"),
-    (situation(killed(1, 15), stopping=TERM, command=True), Action.WAIT, "was asked to stop"),
-    (situation(*(killed(r, 15) for r in range(4)), stopping=TERM, command=True), Action.STOP, "ended when asked"),
-    (situation(killed(1, 15), stopping=TERM, command=True, overdue=True), Action.END, "did not end in time"),
+    (situation(killed(1, 15), stopping=TERM, command=CommandPast(), left=90.0), Action.WAIT, "was asked to stop"),
+    (situation(killed(1, 15), stopping=TERM, command=CommandPast()), Action.WAIT, "was asked to stop"),
+    (
+        situation(*(killed(r, 15) for r in range(4)), stopping=TERM, command=CommandPast()),
+        Action.STOP,
+        "ended when asked",
+    ),
+    (situation(killed(1, 15), stopping=TERM, command=CommandPast(), overdue=True), Action.END, "did not end in time"),
 ]
 
 

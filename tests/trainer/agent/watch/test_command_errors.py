@@ -1,0 +1,198 @@
+"""Whether a user's own program is to blame, on tables: what it raised, how long it ran, what it wrote and saved."""
+
+import signal
+from typing import Any
+
+import pytest
+
+from trainer.agent.watch.blame import RankEnd
+from trainer.agent.watch.command_errors import (
+    LONGEST_SECONDS,
+    REPEATS,
+    START_SECONDS,
+    CommandPast,
+    NewestCheckpoint,
+    command_cause,
+)
+from trainer.contract.outcome import FailureKind
+
+
+def end(rank: int = 0, **fields: Any) -> RankEnd:
+    return RankEnd(**{"rank": rank, "node": f"n{rank}", "at": float(rank), "step": None, "exit_code": 1, **fields})
+
+
+def raised(what: str = "ValueError", message: str = "bad", **fields: Any) -> RankEnd:
+    return end(exception=what, message=message, **fields)
+
+
+class Program:
+    """Fails as it is told to, generation after generation, as the coordinator would remember it."""
+
+    def __init__(self, **past: Any) -> None:
+        self.past: dict[str, Any] = {"failures": (), **past}
+
+    def fails(self, *ends: RankEnd, seconds: float = 5.0, **past: Any) -> Any:
+        now = CommandPast(**{**self.past, **past})
+        cause = command_cause(ends, now, seconds)
+        if cause.own is not None:
+            self.past["failures"] = (*self.past["failures"], cause.own)
+        elif now.saved or seconds > START_SECONDS:
+            self.past["failures"] = ()
+        return cause
+
+    def times(self, count: int, *ends: RankEnd, seconds: float = 5.0, **past: Any) -> Any:
+        return [self.fails(*ends, seconds=seconds, **past) for _ in range(count)][-1]
+
+
+def test_the_same_exception_soon_after_the_start_three_times_in_a_row_is_the_users():
+    program = Program()
+    for _ in range(REPEATS - 1):
+        cause = program.fails(raised())
+        assert (cause.retry, cause.failure.kind, cause.failure.step) == (True, FailureKind.UNKNOWN, None)
+    cause = program.fails(raised())
+    assert (cause.retry, cause.failure.kind) == (False, FailureKind.USER_ERROR)
+    assert cause.failure.reason == "rank 0 on n0 raised ValueError: bad, 3 times in a row within 5 s of its start"
+
+
+def test_a_bare_exit_code_soon_after_the_start_is_judged_by_the_last_line():
+    typo = end(exit_code=2, lines=("usage: train.py", "train.py: error: unrecognized arguments: --epohcs"))
+    assert not Program().times(3, typo).retry
+    program = Program()
+    program.times(2, typo)
+    assert program.fails(end(exit_code=2, lines=("train.py: error: cannot open the license",))).retry
+
+
+@pytest.mark.parametrize(
+    ("failing", "past", "words"),
+    [
+        ({"seconds": START_SECONDS + 1}, {}, "5 min after its start"),  # a bare exit code of a program that trained
+        ({"seconds": LONGEST_SECONDS + 1}, {}, "60 min after its start"),
+        ({"seconds": 60.0}, {"saved": True}, "after it had saved a checkpoint of its own"),
+    ],
+)
+def test_a_program_that_trained_is_not_to_blame_for_failing_again(failing, past, words):
+    cause = Program().times(9, end(), **failing, **past)
+    assert (cause.retry, cause.failure.kind) == (True, FailureKind.UNKNOWN)
+    assert words in cause.failure.reason
+
+
+def test_an_exception_that_comes_back_after_the_same_time_and_output_is_the_users_although_the_start_was_long():
+    """A large model takes half an hour to load: what fails right after it must not be tried for a night."""
+    cause = Program().times(3, raised(written=9000), seconds=1800.0)
+    assert (cause.retry, cause.failure.kind) == (False, FailureKind.USER_ERROR)
+    assert "3 times in a row within 30 min of its start" in cause.failure.reason
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"ends": raised("KeyError")},
+        {"ends": raised(message="worse")},
+        {"ends": raised(), "seconds": 120.0},
+        {"ends": raised(written=5000)},
+        {"ends": raised(), "saved": True},
+    ],
+)
+def test_what_differs_begins_a_new_row(other):
+    """Another exception, another time, another amount of output, or a checkpoint in between."""
+    program = Program()
+    program.times(2, raised())
+    ends = other.pop("ends")
+    assert program.fails(ends, **other).retry
+    assert program.fails(raised()).retry
+    assert program.fails(raised()).retry
+
+
+def test_numbers_in_what_was_raised_may_differ():
+    program = Program()
+    for number in range(REPEATS):
+        cause = program.fails(raised(message=f"index {number} of <Row at 0x7f{number}a>"))
+    assert not cause.retry
+
+
+def test_days_of_training_between_two_failures_make_them_two():
+    program = Program()
+    for _ in range(20):
+        assert program.fails(raised()).retry
+        assert program.fails(end(exit_code=None, signal=int(signal.SIGKILL)), seconds=86400.0).retry
+        assert program.past["failures"] == ()
+
+
+@pytest.mark.parametrize(
+    ("ends", "kind", "words"),
+    [
+        ([raised("RuntimeError", "Connection closed by peer", echo=True)], FailureKind.UNKNOWN, "saw a peer go away"),
+        ([end(0), end(1, exit_code=None, signal=9)], FailureKind.RANK_KILLED, "rank 1 on n1 was killed by SIGKILL"),
+        ([raised("DistStoreError", "2/4 clients joined")], FailureKind.UNKNOWN, "could not meet its peers"),
+        ([raised("gaierror", "Temporary failure in name resolution")], FailureKind.UNKNOWN, "gaierror"),
+        ([raised("OSError", "[Errno 116] Stale file handle")], FailureKind.UNKNOWN, "Stale file handle"),
+        ([raised("RuntimeError", "DataLoader worker (pid 7) is killed by signal: x")], FailureKind.UNKNOWN, "pid"),
+        ([raised("OSError", "[Errno 28] No space left on device")], FailureKind.STORAGE, "its storage"),
+        ([end(exit_code=75)], FailureKind.UNKNOWN, "asked to be restarted"),
+        ([end(exit_code=78)], FailureKind.USER_ERROR, "asked never to be retried"),
+    ],
+)  # fmt: skip
+def test_what_follows_from_something_else_is_not_counted(ends, kind, words):
+    cause = Program().times(9, *ends)
+    assert cause.failure.kind is kind
+    assert words in cause.failure.reason
+    assert cause.own is None
+
+
+TORN = NewestCheckpoint(identity="checkpoint-50.1f", name="checkpoint-50", damage="lacks trainer_state.json")
+SOUND = NewestCheckpoint(identity="checkpoint-50.1f", name="checkpoint-50")
+OLDER = NewestCheckpoint(identity="checkpoint-40.1e", name="checkpoint-40")
+LOADING = raised("SafetensorError", "Error while deserializing header: incomplete metadata")
+
+
+@pytest.mark.parametrize(
+    ("newest", "failing", "aside"),
+    [
+        (TORN, raised(), True),
+        (TORN, end(exit_code=None, signal=int(signal.SIGBUS)), True),
+        (SOUND, LOADING, True),
+        (SOUND, raised("KeyError", lines=("  load(path / 'checkpoint-50')",)), True),
+        (SOUND, raised(), False),  # nothing says that it was loading anything
+        (SOUND, end(exit_code=None, signal=int(signal.SIGBUS)), False),
+        (TORN, end(exit_code=None, signal=int(signal.SIGKILL)), False),  # somebody else's doing
+    ],
+)
+def test_the_newest_checkpoint_is_set_aside_after_two_failures_right_after_a_start_from_it(newest, failing, aside):
+    program = Program(newest=newest)
+    assert not program.fails(failing).set_aside
+    cause = program.fails(failing)
+    assert bool(cause.set_aside) == aside
+    assert cause.retry
+    if aside:
+        assert cause.set_aside.startswith("checkpoint-50, its newest checkpoint, is set aside and the older one tried")
+
+
+def test_a_program_that_ran_on_from_its_checkpoint_keeps_it():
+    assert not Program(newest=TORN).times(5, raised(), seconds=START_SECONDS + 1).set_aside
+
+
+def test_an_older_one_that_is_torn_too_follows_at_once_and_one_without_a_sign_does_not():
+    torn = Program(newest=OLDER, aside=("checkpoint-50",))
+    torn.past["failures"] = Program(newest=TORN).times(1, raised()).own, Program(newest=TORN).times(1, raised()).own
+    assert torn.fails(
+        raised(), newest=NewestCheckpoint(identity="o", name="checkpoint-40", damage="is empty")
+    ).set_aside
+    sound = Program(newest=OLDER, aside=("checkpoint-50",), doubtful=True)
+    sound.past["failures"] = (Program(newest=SOUND).times(1, LOADING).own,) * 2
+    cause = sound.fails(LOADING)
+    assert (cause.retry, cause.set_aside, cause.failure.kind) == (False, "", FailureKind.STORAGE)
+    assert "its newest checkpoint is checkpoint-50, and checkpoint-40 made no difference" in cause.failure.reason
+
+
+def test_the_likely_cause_is_named_when_a_program_trained_before_and_nobody_knows_its_checkpoints():
+    lines = ("Traceback (most recent call last):", "FileNotFoundError: /out/checkpoint-50/optimizer.pt")
+    cause = Program(trained=True).times(3, raised("FileNotFoundError", "/out/checkpoint-50/optimizer.pt", lines=lines))
+    assert "it had trained before, so the likely cause is what it loads now" in cause.failure.reason
+    assert "(/out/checkpoint-50/optimizer.pt). With checkpoints.path=FOLDER" in cause.failure.reason
+    assert cause.failure.lines == lines
+    assert "trained before" not in Program().times(3, raised()).failure.reason
+
+
+def test_what_cannot_be_loaded_is_for_the_storage_to_be_mended():
+    assert Program(trained=True).times(3, LOADING).failure.kind is FailureKind.STORAGE
+    assert Program().times(3, LOADING).failure.kind is FailureKind.USER_ERROR

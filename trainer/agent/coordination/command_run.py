@@ -1,0 +1,116 @@
+"""What the coordinator knows of a user's own program: its failures in a row, and its own checkpoints."""
+
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from trainer.agent.coordination.generation import Generation
+from trainer.agent.coordination.heartbeat import Standing
+from trainer.agent.coordination.own_progress import OwnProgress, bounded
+from trainer.agent.evidence.own_checkpoints import OwnCheckpoint, put_back, set_aside
+from trainer.agent.ladder.rungs import Action, Decision
+from trainer.agent.processes.command import folder
+from trainer.agent.watch.blame import OwnFailure
+from trainer.agent.watch.command_errors import START_SECONDS, CommandPast, NewestCheckpoint
+from trainer.contract.config import JobConfig
+from trainer.contract.events import EventKind, EventLog
+from trainer.contract.outcome import FailureKind
+from trainer.contract.run_dir import AttemptDir, RunDir
+
+
+class CommandRun:
+    """Remembers from one generation to the next; of a workload of orch nothing is done here."""
+
+    def __init__(
+        self, run: RunDir, attempt: AttemptDir, config: JobConfig, events: EventLog, standing: Standing
+    ) -> None:
+        self._run, self._attempt, self._config, self._events = run, attempt, config, events
+        self._on, self._trained = bool(config.command), False
+        own = config.checkpoints
+        self._own = OwnProgress(lambda: folder(run, config) / own.path, own, events, standing) if own.path else None
+        self._failures: list[OwnFailure] = []
+        self._aside: list[tuple[OwnCheckpoint, Path]] = []
+
+    def told(self) -> CommandPast | None:
+        """What a `rungs.Situation` asks for; None of a workload of orch."""
+        if not self._on:
+            return None
+        known, newest = None, self._own.began_from if self._own else None
+        if newest is not None:
+            known = NewestCheckpoint(identity=newest.identity, name=newest.path.name, damage=newest.damage)
+        doubtful = any(not one.damage for one, _ in self._aside)
+        return CommandPast(
+            failures=tuple(self._failures), newest=known, saved=self._saved(), trained=self._trained,
+            aside=tuple(one.path.name for one, _ in self._aside), doubtful=doubtful,
+        )  # fmt: skip
+
+    async def begin(self, generation: int) -> None:
+        """No rank runs: what is there now is what the program starts from."""
+        if self._on and generation == 1:
+            self._trained = bool(await bounded(self._earlier_trained))
+        if self._on and self._own is not None:
+            await self._own.begin()
+
+    async def look(self, now: Generation) -> None:
+        """While the program runs: now and then, and at once when a rank has failed."""
+        if self._on and self._own is not None:
+            await self._own.look(now.first_failure)
+
+    async def over(self, decision: Decision, now: Generation, *, cleared: bool) -> None:
+        """A generation is over; `cleared`: nothing of it is left that could write."""
+        if not self._on:
+            return
+        if self._own is not None and cleared:
+            await self._own.look_last()
+        worked = self._saved() or (now.first_failure or time.monotonic()) - now.started > START_SECONDS
+        self._trained = self._trained or worked
+        if decision.own is not None:
+            saved, trained = self._saved(), decision.own.trained or worked
+            self._failures.append(replace(decision.own, saved=saved, trained=trained))
+        elif worked or decision.action is Action.REPLACE:
+            self._failures.clear()
+        if decision.set_aside and cleared:
+            await self._set_aside(decision.set_aside, now.number)
+        blamed = decision.failure.kind if decision.failure else None
+        if decision.action is Action.END and blamed in (FailureKind.USER_ERROR, FailureKind.STORAGE):
+            await self._put_back()
+
+    def _saved(self) -> bool:
+        return self._own is not None and self._own.saved()
+
+    def _earlier_trained(self) -> bool:
+        """Whether an attempt before this one ran for longer than a start takes."""
+        earlier = [one for one in self._run.all_attempts() if one.number < self._attempt.number]
+        return any(_lasted(one) > START_SECONDS for one in earlier)
+
+    async def _set_aside(self, reason: str, generation: int) -> None:
+        assert self._own is not None
+        newest, config, number = self._own.began_from, self._config.checkpoints, self._attempt.number
+        assert newest is not None
+        target = await bounded(lambda: set_aside(newest, config, number, generation))
+        if target is None:  # it was written to since, or cannot be renamed: the program gets it again
+            return
+        self._aside.append((newest, target))
+        self._own.forget(newest)
+        self._events.write(
+            EventKind.CHECKPOINT_SET_ASIDE, step=newest.step, name=newest.identity, path=str(target), reason=reason,
+            damaged=bool(newest.damage),
+        )  # fmt: skip
+
+    async def _put_back(self) -> None:
+        """An older one made no difference: those without a sign of damage were not the cause."""
+        for one, target in self._aside:
+            if not one.damage and await bounded(partial(put_back, target, one.path)):
+                self._events.write(
+                    EventKind.CHECKPOINT_SEEN, step=one.step, name=f"{one.identity}.back", path=str(one.path),
+                    bytes=one.bytes, new=False,
+                )  # fmt: skip
+
+
+def _lasted(attempt: AttemptDir) -> float:
+    """Seconds from the coordinator's beginning to its last heartbeat; 0 where nothing tells."""
+    try:
+        return attempt.heartbeat.stat().st_mtime - attempt.coordinator.stat().st_mtime
+    except OSError:
+        return 0.0

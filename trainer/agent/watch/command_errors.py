@@ -1,0 +1,212 @@
+"""PURE: whether a user's own program (`command:`) fails by its own fault, and what most likely made it fail.
+
+No step of such a program is known, and most programs turn every error into exit code 1, that of a lost peer included.
+So two failures are alike when what was raised, the time trained and the amount written are alike; and only those that
+come again and again soon after the start, with nothing saved, are the user's to mend.
+"""
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from trainer.agent.watch.blame import Cause, OwnFailure, RankEnd, find_cause, root_of
+from trainer.contract.outcome import FailureKind
+
+START_SECONDS = 300.0
+"""What a program may need to start: one that ran for longer has trained, as far as anybody can tell."""
+
+LONGEST_SECONDS = 3600.0
+"""A program that ran for longer than this worked: the same end again is no proof of a fault of its own."""
+
+REPEATS = 3
+"""Failures alike in a row after which another try is pointless."""
+
+MOST_SET_ASIDE = 3
+"""Checkpoints that one attempt may set aside."""
+
+_TIME, _OUTPUT = 1.5, 1.25
+_FEW_SECONDS, _FEW_BYTES = 20.0, 400
+"""Times and amounts within these ratios, or so near, are alike."""
+
+_VARYING = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
+_OUTSIDE = re.compile(
+    r"name resolution|Name or service not known|Stale file handle|Transport endpoint is not connected|"
+    r"Connection timed out|Network is unreachable|No route to host|DataLoader worker .*(killed|exited unexpectedly)"
+)
+"""What a program only meets: the network, a file server, the end of a helper."""
+_LOADING = re.compile(
+    r"SafetensorError|deserializing header|PytorchStreamReader|central directory|UnpicklingError|invalid load key|"
+    r"EOFError|unexpected EOF|BadZipFile|loading state_dict|storage has wrong byte size|JSONDecodeError|"
+    r"torch\.load\(|load_state_dict\(|load_file\(|load_checkpoint"
+)
+"""What programs raise, and where, when they load a file that was cut off."""
+_CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE})
+"""Signals that a program gets for what it does itself, loading a file that was cut off included."""
+_NAMED = re.compile(r"[\w./~=+-]*(?:checkpoint|ckpt)[\w.=+-]*\d[\w./=+-]*", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewestCheckpoint:
+    """The newest of the program's own checkpoints when this generation was started."""
+
+    identity: str
+    name: str
+    damage: str = ""  # why it cannot be whole; empty: no sign of it
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandPast:
+    """What is known of the program besides the ends of its ranks."""
+
+    failures: tuple[OwnFailure, ...] = ()  # in a row, oldest first, of the generations before this one
+    newest: NewestCheckpoint | None = None
+    saved: bool = False  # a checkpoint since this generation began
+    trained: bool = False  # at some time before this generation
+    aside: tuple[str, ...] = ()  # names of the checkpoints set aside in this attempt
+    doubtful: bool = False  # one of them without a sign of damage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """Whether it is pointless to try again, and why; why the newest checkpoint is to be set aside, if it is."""
+
+    final: bool
+    reason: str
+    set_aside: str = ""
+
+
+def command_cause(ends: Sequence[RankEnd], past: CommandPast, seconds: float) -> Cause:
+    """The cause among `ends`, `seconds` after this generation was started."""
+    root = root_of(ends)
+    cause = find_cause(ends, trained=True)
+    own = cause.failure.kind is FailureKind.USER_ERROR and cause.retry and not _OUTSIDE.search(_said(root))
+    failure = replace(cause.failure, step=None, lines=root.lines)
+    if cause.failure.kind is FailureKind.USER_ERROR and cause.retry:  # a fault of the program only once that is shown
+        failure = replace(failure, kind=FailureKind.UNKNOWN)
+    cause = replace(cause, failure=failure, mark="")
+    if not own and root.signal not in _CRASHES:
+        return cause
+    mine = OwnFailure(
+        mark=_mark(root), seconds=seconds, written=root.written, exception=root.exception, crashed=not own,
+        saved=past.saved, trained=past.saved or seconds > START_SECONDS, loading=_loading(root, past),
+        began_from=past.newest.identity if past.newest else "",
+    )  # fmt: skip
+    judgement = judge([*past.failures, mine], past)
+    reason = f"{failure.reason}{judgement.reason}"
+    kind = failure.kind
+    if judgement.final:
+        reason = f"{reason}{likely_cause(root, past)}"
+        kind = FailureKind.STORAGE if _of_its_checkpoint(root, past) else FailureKind.USER_ERROR
+    return replace(
+        cause, failure=replace(failure, kind=kind, reason=reason), retry=not judgement.final, own=mine,
+        set_aside=judgement.set_aside,
+    )  # fmt: skip
+
+
+def judge(row: Sequence[OwnFailure], past: CommandPast) -> Judgement:
+    """What to make of the newest of these failures in a row."""
+    last, alike = row[-1], _alike_in_a_row(row)
+    # It may be what it loads when it starts: an older checkpoint is tried before anybody is blamed.
+    if reason := _why_set_aside(row, past):
+        return Judgement(final=False, reason=f", {_span(last.seconds)} after its start", set_aside=reason)
+    # A program that has got on works: the same end may have come from anywhere.
+    if last.saved:
+        return Judgement(final=False, reason=", after it had saved a checkpoint of its own")
+    if last.seconds > LONGEST_SECONDS or last.crashed:
+        return Judgement(final=False, reason=f", {_span(last.seconds)} after its start")
+    if alike < REPEATS:
+        again = f", for the {_ordinal(alike)} time in a row" if alike > 1 else ""
+        return Judgement(final=False, reason=f"{again}, {_span(last.seconds)} after its start")
+    # A bare exit code says too little of a program that may have trained.
+    if last.trained and last.exception is None:
+        return Judgement(final=False, reason=f", {_span(last.seconds)} after its start")
+    longest = max(one.seconds for one in row[-alike:])
+    return Judgement(final=True, reason=f", {alike} times in a row within {_span(longest)} of its start")
+
+
+def _alike_in_a_row(row: Sequence[OwnFailure]) -> int:
+    count = 1
+    for one in reversed(row[:-1]):
+        if not _alike(one, row[-1]):
+            break
+        count += 1
+    return count
+
+
+def _alike(one: OwnFailure, other: OwnFailure) -> bool:
+    return (
+        (one.mark, one.crashed, one.saved) == (other.mark, other.crashed, other.saved)
+        and _near(one.seconds, other.seconds, _TIME, _FEW_SECONDS)
+        and _near(one.written, other.written, _OUTPUT, _FEW_BYTES)
+    )
+
+
+def _near(one: float, other: float, ratio: float, few: float) -> bool:
+    low, high = sorted((one, other))
+    return high - low <= few or high <= low * ratio
+
+
+def _why_set_aside(row: Sequence[OwnFailure], past: CommandPast) -> str:
+    """Why the checkpoint that this generation began from is not to be loaded again; empty when it may be."""
+    last, newest = row[-1], past.newest
+    if newest is None or last.trained or len(past.aside) >= MOST_SET_ASIDE or last.began_from != newest.identity:
+        return ""
+    soon = [one for one in row if one.began_from == newest.identity and not one.trained]
+    # Without a sign of damage the program must have failed while it loaded something, and one try is enough to see.
+    if not newest.damage and (past.doubtful or last.crashed or not last.loading):
+        return ""
+    # Once is an accident; but where the one before it was torn, a sign of damage is enough.
+    if len(soon) < 2 and not (newest.damage and past.aside):
+        return ""
+    why = f"it {newest.damage}" if newest.damage else "the program failed each time that it started from it"
+    return f"{newest.name}, its newest checkpoint, is set aside and the older one tried: {why}"
+
+
+def likely_cause(root: RankEnd, past: CommandPast) -> str:
+    """Words about what to look at first, to follow the reason."""
+    if past.newest is not None:
+        torn = f", which {past.newest.damage}" if past.newest.damage else ""
+        if past.aside:
+            return f"; its newest checkpoint is {past.aside[0]}, and {past.newest.name}{torn} made no difference"
+        return f"; its newest checkpoint is {past.newest.name}{torn}"
+    if not past.trained:
+        return ""
+    named = [found for line in root.lines for found in _NAMED.findall(line)]
+    which = f" ({named[-1]})" if named else ""
+    return (
+        f"; it had trained before, so the likely cause is what it loads now: its own newest checkpoint{which}. "
+        "With checkpoints.path=FOLDER orch sets a torn one aside"
+    )
+
+
+def _of_its_checkpoint(root: RankEnd, past: CommandPast) -> bool:
+    """Whether not the code but what it loads has to be mended."""
+    if past.newest is not None and past.newest.damage:
+        return True
+    return _loading(root, past) and (past.trained or past.newest is not None)
+
+
+def _loading(root: RankEnd, past: CommandPast) -> bool:
+    """Whether it failed while it loaded something, by what it said last."""
+    said = "\n".join((*root.lines, _said(root)))
+    return bool(_LOADING.search(said)) or (past.newest is not None and past.newest.name in said)
+
+
+def _said(root: RankEnd) -> str:
+    return f"{root.exception}: {root.message}" if root.exception else (root.lines[-1] if root.lines else "")
+
+
+def _mark(root: RankEnd) -> str:
+    end = f"signal {root.signal}" if root.signal is not None else f"exit code {root.exit_code}"
+    return f"{end}: {_VARYING.sub('#', _said(root))}"
+
+
+def _span(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _ordinal(number: int) -> str:
+    return {1: "first", 2: "second", 3: "third"}.get(number, f"{number}th")

@@ -1,0 +1,30 @@
+"""Where a user's own program keeps its checkpoints, and which step a name says."""
+
+import re
+from dataclasses import dataclass
+
+SET_ASIDE = ".orch-set-aside"
+"""Begins the name of a checkpoint that was set aside: hidden, without the words and endings that programs look for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandCheckpointsConfig:
+    """Where a `command:` keeps its own checkpoints: its progress is known then, and a torn one is set aside."""
+
+    path: str = ""
+    """Folder of the checkpoints that a `command:` writes, absolute or relative to where it runs; empty: not known."""
+    pattern: str = "checkpoint-*"
+    """Their names there, files or folders; the last `*` stands for the step (a whole number), others for anything."""
+
+    def __post_init__(self) -> None:
+        if "*" not in self.pattern or "/" in self.pattern:
+            raise ValueError(
+                f"checkpoints.pattern={self.pattern}: must be one name with a `*` for the step, like checkpoint-*"
+            )
+
+    def step_of(self, name: str) -> int | None:
+        """The step in a checkpoint's name; None for a name that is none."""
+        before, _, after = self.pattern.rpartition("*")
+        expression = "[^/]*".join(map(re.escape, before.split("*"))) + r"(\d{1,18})" + re.escape(after)
+        found = re.fullmatch(expression, name, re.ASCII)
+        return int(found[1]) if found and not name.startswith(SET_ASIDE) else None

@@ -71,6 +71,8 @@ class Flight:
     groups: dict[str, Group] = field(default_factory=dict)
     entries: tuple[Entry, ...] = ()  # by group and sequence
     messages: tuple[Message, ...] = ()  # between two ranks, not over, in their order
+    timed: bool = False  # it tells which calls have begun (TORCH_NCCL_ENABLE_TIMING)
+    whole: bool = False  # it holds something that was over before all that is not: nothing unfinished is lost
 
     @property
     def talking(self) -> int:
@@ -95,6 +97,7 @@ class Flight:
         place = {word: index for index, word in enumerate(words)}
         told = {
             "rank": self.rank,
+            "marks": int(self.timed) + 2 * int(self.whole),
             "groups": [
                 [key, runs(g.ranks), g.entered, g.completed, g.description, g.on_gpu * 1 + g.sure * 2 + g.counted * 4]
                 for key, g in self.groups.items()
@@ -122,6 +125,8 @@ class Flight:
             keys = [_text(row[0]) for row in told["groups"]] + [_text(key) for key in told["keys"]]
             return cls(
                 rank=int(told["rank"]),
+                timed=bool(told["marks"] & 1),
+                whole=bool(told["marks"] & 2),
                 groups={row[0]: _group_of(row) for row in told["groups"]},
                 messages=tuple(
                     Message(keys[at], int(source), int(target), int(order), bool(sends))
@@ -153,6 +158,8 @@ def read(rank: int, host: Any, device: Any | None, groups: Mapping[str, Mapping[
         groups={**first.groups, **{key: group for key, group in second.groups.items() if key in used}},
         entries=first.entries + second.entries,
         messages=first.messages + second.messages,
+        timed=first.timed,
+        whole=first.whole,
     )
 
 
@@ -213,6 +220,8 @@ def parse(rank: int, dump: Any, groups: Mapping[str, Mapping[str, Any]] | None =
         groups=found,
         entries=tuple(entry for key in found for entry in _kept(by_group.get(key, []), KEPT)),
         messages=unfinished(raw, [state == DONE for state in states], places, suffix),
+        timed=any(one.get("state") == "started" or one.get("time_discovered_started_ns") for one in raw),
+        whole=bool(states) and (states[0] == DONE or not _number(raw[0], "record_id")),
     )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping
 from typing import Literal
 
-from trainer.agent.flight.record import Group
+from trainer.agent.flight.record import SCHEDULED, Entry, Group
 from trainer.agent.flight.stalls import Records, Stall
 from trainer.agent.flight.waits import Channel, Host, Node, Waits
 
@@ -24,8 +24,8 @@ def gpu_roots(records: Records, waits: Waits) -> Roots:
             for rank in _lagging(records, place):
                 stopped[rank] = "gpu_stopped"
             for rank in place.queued:
-                # What it was told before may hold it up; where there is nothing, nothing does.
-                if waits.calls[rank][0] == node:
+                # What it was told before may hold it up; where there is nothing, and nothing is lost, nothing does.
+                if waits.calls[rank][0] == node and records.flights[rank].whole:
                     stopped.setdefault(rank, "queued")
     for rank, called in waits.calls.items():
         if rank in stopped:
@@ -43,12 +43,19 @@ def _lagging(records: Records, stall: Stall) -> Iterator[int]:
     """
     having = records.having[stall.group]
     through = max((group.completed for group in having.values() if group.sure), default=0)
-    if through <= stall.sequence or not any(group.on_gpu for group in having.values()):
+    if through < stall.sequence or not any(group.on_gpu for group in having.values()):
         return
-    last = _last_synchronizing(records, stall, through)
+    numbers = records.numbers.get(stall.group, {})
+    last = _last_synchronizing(numbers, stall.sequence, through)
     for rank in records.members[stall.group]:
         group = having.get(rank)
-        if group is not None and _counts(group) and group.completed + 1 < last <= group.entered:
+        if group is None or not _counts(group):
+            continue
+        first = group.completed + 1
+        entry = numbers.get(first, {}).get(rank)
+        # It has not even begun what others are through with.
+        unbegun = records.timed and entry is not None and entry.state == SCHEDULED
+        if first < last <= group.entered or (unbegun and first == last):
             yield rank
 
 
@@ -56,10 +63,9 @@ def _counts(group: Group) -> bool:
     return group.on_gpu and group.sure and group.entered > group.completed
 
 
-def _last_synchronizing(records: Records, stall: Stall, through: int) -> int:
-    """The newest collective up to `through` that nobody leaves before all have begun it; 0: none is known."""
-    numbers = records.numbers.get(stall.group, {})
-    for number in range(through, stall.sequence, -1):
+def _last_synchronizing(numbers: Mapping[int, Mapping[int, Entry]], first: int, through: int) -> int:
+    """The newest of these collectives that nobody leaves before all have begun it; 0: none is known."""
+    for number in range(through, first - 1, -1):
         entries = numbers.get(number, {})
         if any(entry.op.lstrip("_").startswith(_SYNCHRONIZING) for entry in entries.values()):
             return number

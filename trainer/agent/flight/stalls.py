@@ -47,6 +47,8 @@ class Records:
         known = set(self.world)
         self.members = {key: self._members_of(key, known) for key in self.having}
         self.numbers = _by_number(self)
+        self.timed = any(flight.timed for flight in self.flights.values())
+        """Whether NCCL tells which collectives have begun: without TORCH_NCCL_ENABLE_TIMING none of them seems to."""
 
     def _doubt_counters(self) -> None:
         """A counter that no entry confirms may be one of messages: no collective is over before all have entered it."""
@@ -102,7 +104,8 @@ def _stall(records: Records, key: str) -> Stall | None:
     inside = [rank for rank in members if records.entered(key, rank) >= first > records.completed(key, rank)]
     late = [rank for rank in members if records.entered(key, rank) < first]
     # On a GPU a collective may be queued behind work that never ends, while its peers' have begun.
-    begun = {rank for rank in inside if rank in entries and entries[rank].state == STARTED}
+    begun = any(rank in entries and entries[rank].state == STARTED for rank in inside)
+    begun = begun or (records.timed and any(records.completed(key, rank) >= first for rank in members))
     queued = [rank for rank in inside if begun and rank in entries and entries[rank].state == SCHEDULED]
     silent = [rank for rank in records.members[key] if rank in records.silent]
     out = {*late, *silent, *(() if late else queued)}

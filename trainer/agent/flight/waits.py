@@ -123,6 +123,7 @@ def build(records: Records, stalls: Sequence[Stall]) -> Waits:
     for channel in channels(records):
         _add_channel(waits, records, channel, items)
     for rank, called in items.items():
+        called.sort(key=lambda item: item.order)
         waits.calls[rank] = [item.node for item in called]
         _add_order(waits, records, rank, called)
     return waits
@@ -185,7 +186,6 @@ def _add_channel(waits: Waits, records: Records, channel: Channel, items: dict[i
 
 def _add_order(waits: Waits, records: Records, rank: int, called: list[_Item]) -> None:
     """A GPU does one thing after the other: what it was told later waits for what it was told before."""
-    called.sort(key=lambda item: item.order)
     for stream in _streams(waits, called):
         for at, item in enumerate(stream):
             if item.holds:

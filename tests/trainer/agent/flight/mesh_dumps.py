@@ -1,7 +1,7 @@
 """The records of a made-up run, as torch 2.13's flight recorder for NCCL dumps them, and what they can tell at most."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -47,8 +47,8 @@ def dump(run: Run, rank: int, recorder: Recorder, seen_until: float) -> dict[str
     """What the recorder of one rank says; what was over after `seen_until` nobody has seen."""
     own = {name: members for name, members in run.groups.items() if rank in members}
     numbers = {name: number for number, name in enumerate(own)}
-    status = {number: {"last_enqueued_collective": -1, "last_started_collective": -1, "last_completed_collective": -1}
-              for number in map(str, numbers.values())}  # fmt: skip
+    before = {"last_enqueued_collective": _BEFORE, "last_started_collective": -1, "last_completed_collective": _BEFORE}
+    status = {number: dict(before) for number in map(str, numbers.values())}
     entries: list[dict[str, Any]] = []
     messages = dict.fromkeys(own, _BEFORE)
     batch, parts = 0, []
@@ -103,6 +103,7 @@ def _entry(
         "input_sizes": [[call.size, 1]], "input_dtypes": ["BFloat16"], "output_sizes": [[call.size, 1]],
         "output_dtypes": ["BFloat16"], "retired": over, "timeout_ms": 600_000,
         "state": "completed" if over else "started" if begun else "scheduled",
+        "time_discovered_started_ns": 1 if begun else None,
     }  # fmt: skip
 
 
@@ -125,6 +126,8 @@ def incident(seed: int) -> Incident:
     recorder = Recorder(
         size=random.choice((12, 40, 200, 2000)), timing=random.random() < 0.5, active=random.random() < 0.4 and not style.batched, lost=lost
     )
+    if recorder.active:
+        recorder = replace(recorder, size=2000)
     seen = dict.fromkeys(range(mesh.world), _LATE)
     for fault in faults:
         if fault.blind:
@@ -186,7 +189,7 @@ def _is_tellable(
         for made in run.pending(other)
     )
     if fault.kind == "dead":
-        return missed
+        return any(rank in made.op.members for other in there for made in run.pending(other))
     if rank not in there:
         return False
     if fault.kind == "gpu":
@@ -211,8 +214,10 @@ def _shows(run: Run, rank: int, recorder: Recorder, seen: dict[int, float], ther
 
     In any other case a record looks the same whichever member of the group, or what link between them, stopped.
     """
+    dumped = min(recorder.size, len(run.ranks[rank].made))
     open_calls = [made for made in run.ranks[rank].made if made.op.over.get(rank, FOR_EVER) > seen[rank]]
-    if not open_calls:
+    # What the ring has lost tells nothing; how much it has lost of batches is not counted here.
+    if not open_calls or run.ranks[rank].made.index(open_calls[0]) <= len(run.ranks[rank].made) - dumped * 2 // 3:
         return False
     for other in there - {rank}:
         ahead = [made for made in open_calls if made.call.peer < 0 and other in made.op.members
@@ -225,4 +230,4 @@ def _shows(run: Run, rank: int, recorder: Recorder, seen: dict[int, float], ther
     first = open_calls[0]
     begun = first.op.joined.get(rank, FOR_EVER) <= seen[rank]
     others = any(first.op.joined.get(other, FOR_EVER) <= seen[other] for other in set(first.op.members) & there - {rank})
-    return recorder.timing and first.call.peer < 0 and not begun and others
+    return recorder.timing and not recorder.active and first.call.peer < 0 and not begun and others

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from trainer.agent.flight.finding import Finding, Kind, ranks_text
+from trainer.agent.flight.finding import Culprit, Finding, Kind, ranks_text
 from trainer.agent.flight.stalls import Records, Stall
 
 _WAYS = 4
@@ -48,25 +48,30 @@ def _differing(
     )
     if len(counts) > _WAYS:
         ways += f"; and {len(counts) - _WAYS:,} more ways"
+    reason = f"collective #{sequence} of group {key} differs between ranks: {ways}{doubt}"
+    named = () if len(culprits) == len(told) else culprits
     return Finding(
         kind=kind,
         ranks=culprits,
         group=key,
         sequence=sequence,
-        reason=f"collective #{sequence} of group {key} differs between ranks: {ways}{doubt}",
+        reason=reason,
+        culprits=tuple(
+            Culprit(rank=rank, kind="desync", group=key, sequence=sequence, reason=reason) for rank in named
+        ),
     )
 
 
 def _usual(
     records: Records, key: str, sequence: int, told: Mapping[int, tuple[object, str]], ways: Sequence[object]
 ) -> list[object]:
-    """Of the ways in which ranks entered a collective, those that their own records hold most often before it."""
+    """Of the ways in which ranks entered a collective, those that some rank's own record holds before it; else all."""
     often = dict.fromkeys(ways, 0)
     for rank, (what, text) in told.items():
         before = [e for e in records.flights[rank].entries if e.group == key and e.sequence < sequence]
         often[what] = max(often.get(what, 0), sum(str(entry) == text for entry in before))
-    most = max(often.values())
-    return [what for what, count in often.items() if count == most]
+    # How often proves nothing: only what was never done before stands out.
+    return [what for what, count in often.items() if count] or list(often)
 
 
 def crossed(stalls: Sequence[Stall]) -> Finding | None:

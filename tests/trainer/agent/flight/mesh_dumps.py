@@ -136,7 +136,7 @@ def incident(seed: int) -> Incident:
     dumps = {rank: dump(run, rank, recorder, seen[rank]) for rank in range(mesh.world) if rank not in dead | lost}
     culprits = {rank: fault for fault in faults if fault.kind != "split" for rank in fault.ranks}
     told = {
-        rank: _is_tellable(run, code, faults, fault, rank, recorder, seen, set(dumps), seed)
+        rank: _is_tellable(run, code, faults, fault, rank, recorder, seen, dumps, seed)
         for rank, fault in culprits.items()
     }
     return Incident(
@@ -178,11 +178,12 @@ def _faults(random: Random, mesh: Mesh, code: Sequence[Sequence[Any]], end: floa
 
 def _is_tellable(
     run: Run, code: Sequence[Sequence[Any]], faults: Sequence[Fault], fault: Fault, rank: int, recorder: Recorder,
-    seen: dict[int, float], there: set[int], seed: int,
+    seen: dict[int, float], dumps: dict[int, dict[str, Any]], seed: int,
 ) -> bool:  # fmt: skip
     """Whether records can tell this culprit from an innocent one, whoever reads them."""
     if fault.kind in ("order", "shape", "skip"):
         return False  # judged apart: see the test
+    there = set(dumps)
     missed = any(
         rank in made.op.members and not _has_called(run, rank, made)
         for other in there - {rank}
@@ -193,7 +194,7 @@ def _is_tellable(
     if rank not in there:
         return False
     if fault.kind == "gpu":
-        return _shows(run, rank, recorder, seen, there)
+        return _shows(run, rank, recorder, seen, dumps)
     if not missed:
         return False
     # What it waits for would wait without its fault, too: it is a victim of another one, and nothing else is to be seen.
@@ -209,25 +210,32 @@ def _has_called(run: Run, rank: int, made: Made) -> bool:
     return any(one.op is made.op for one in run.ranks[rank].made)
 
 
-def _shows(run: Run, rank: int, recorder: Recorder, seen: dict[int, float], there: set[int]) -> bool:
+def _shows(run: Run, rank: int, recorder: Recorder, seen: dict[int, float], dumps: dict[int, dict[str, Any]]) -> bool:
     """Whether a stopped GPU leaves a trace: less is over than can be, or its first open call has not begun.
 
     In any other case a record looks the same whichever member of the group, or what link between them, stopped.
     """
-    dumped = min(recorder.size, len(run.ranks[rank].made))
     open_calls = [made for made in run.ranks[rank].made if made.op.over.get(rank, FOR_EVER) > seen[rank]]
-    # What the ring has lost tells nothing; how much it has lost of batches is not counted here.
-    if not open_calls or run.ranks[rank].made.index(open_calls[0]) <= len(run.ranks[rank].made) - dumped * 2 // 3:
+    for other in dumps.keys() - {rank}:
+        ahead: dict[str, list[Made]] = {}
+        for made in open_calls:
+            if made.call.peer < 0 and made.op.over.get(other, FOR_EVER) <= seen[other]:
+                ahead.setdefault(made.call.group, []).append(made)
+        # Two links that fail at once would be needed to bring about the same: a peer is through the call after.
+        for made in (one for calls in ahead.values() for one in calls[1:]):
+            if made.call.op not in (*ALONE, "all_to_all") and any(_holds(one, made) for one in dumps.values()):
+                return True
+    if not open_calls or not recorder.timing or not _holds(dumps[rank], first := open_calls[0]):
         return False
-    for other in there - {rank}:
-        ahead = [made for made in open_calls if made.call.peer < 0 and other in made.op.members
-                 and made.op.over.get(other, FOR_EVER) <= seen[other]]  # fmt: skip
-        by_group: dict[str, list[Made]] = {}
-        for made in ahead:
-            by_group.setdefault(made.call.group, []).append(made)
-        if any(made.call.op not in (*ALONE, "all_to_all") for calls in by_group.values() for made in calls[1:]):
-            return True
-    first = open_calls[0]
-    begun = first.op.joined.get(rank, FOR_EVER) <= seen[rank]
-    others = any(first.op.joined.get(other, FOR_EVER) <= seen[other] for other in set(first.op.members) & there - {rank})
-    return recorder.timing and not recorder.active and first.call.peer < 0 and not begun and others
+    others = set(first.op.members) & dumps.keys() - {rank}
+    begun = {one for one in (rank, *others) if first.op.joined.get(one, FOR_EVER) <= seen[one]}
+    return rank not in begun and bool(begun) and dumps[rank]["entries"][0]["retired"]
+
+
+def _holds(dumped: dict[str, Any], made: Made) -> bool:
+    """Whether a record still has a collective."""
+    place = (made.call.group.partition(":")[2], _BEFORE + made.sequence)
+    return made.call.peer < 0 and any(
+        (one["process_group"][0], one["collective_seq_id"]) == place and not one["is_p2p"]
+        for one in dumped["entries"]
+    )

@@ -14,7 +14,7 @@ from tests.trainer.agent.flight.mesh_program import Call, Compute, HostWork, Ins
 FOR_EVER = float("inf")
 ALONE = ("broadcast",)
 """Operations that the first rank of a group may leave before the others have come."""
-WATCHED_EVERY = 0.004
+WATCHED_EVERY = 0.008
 """Seconds between two looks of the watchdog at what is over: as many collectives of these short ones as really."""
 
 

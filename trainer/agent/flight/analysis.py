@@ -1,284 +1,154 @@
-"""What the flight records of all ranks say together: who never came, who did something else, where nobody gets on."""
+"""What the flight records of all ranks say together: who never came, whose GPU stopped, who did something else.
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+Pure: a graph of who waits for whom (`waits`) leads from every rank that waits to those that nobody explains
+(`roots`); all of them are named. What the records do not tell is said, and nobody is named for it.
+"""
 
-from trainer.agent.flight.record import ON_HOST, SCHEDULED, STARTED, Entry, Flight, Group, parse
+from collections.abc import Iterable, Sequence
+
+from trainer.agent.flight.desync import crossed, desync
+from trainer.agent.flight.finding import Culprit, Finding, Kind, ranks_text, wait_word
+from trainer.agent.flight.record import Flight, parse
+from trainer.agent.flight.roots import RootKind, Roots, fronts, gpu_roots, host_roots, last_resort
+from trainer.agent.flight.stalls import Records, Stall, stalls
+from trainer.agent.flight.waits import Channel, Node, Waits, build, chain
 
 __all__ = ["Finding", "Flight", "analyse", "parse"]
 
-Kind = Literal["none", "missing", "desync_shape", "desync_order", "stuck_together"]
-_NAMED = 8
-"""Ranks named one by one in a reason."""
-_WAYS = 4
-"""Ways to enter a collective that are told one by one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """What the records say. `ranks` are the culprits; for `stuck_together` those that are inside and do not get on."""
-
-    kind: Kind
-    ranks: tuple[int, ...] = ()
-    group: str = ""
-    sequence: int = 0
-    reason: str
-    queued: bool = False  # the culprits have called it, and their GPUs have not come to it
-
-    @property
-    def on_host(self) -> bool:
-        """Whether it is a collective of host memory in a job that has GPUs."""
-        return self.group.endswith(ON_HOST)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Stall:
-    """The first unfinished collective of one group."""
-
-    group: str
-    sequence: int
-    inside: tuple[int, ...]  # entered it, and are not through
-    missing: tuple[int, ...]  # never entered it, or did not answer
-    entry: Entry | None  # as one of those inside sees it
-
-    def __str__(self) -> str:
-        return f"collective #{self.sequence} of group {self.group}" + (f" ({self.entry})" if self.entry else "")
-
-
-class _Records:
-    """The flights by rank, and each group's members."""
-
-    def __init__(self, flights: Iterable[Flight], expected: Iterable[int], unanswered: Iterable[int]) -> None:
-        self.flights = {flight.rank: flight for flight in flights}
-        self.silent = set(unanswered) - set(self.flights)
-        self.world = tuple(sorted({*expected, *self.flights}))
-        self.having: dict[str, dict[int, Group]] = {}  # each group as its ranks know it
-        for rank, flight in self.flights.items():
-            for key, group in flight.groups.items():
-                self.having.setdefault(key, {})[rank] = group
-        known = set(self.world)
-        self.members = {key: self._members_of(key, known) for key in self.having}
-
-    def _members_of(self, key: str, known: set[int]) -> tuple[int, ...]:
-        """As its ranks were told; else all that have it, and the whole world for the group that is the world's."""
-        having = self.having[key]
-        told = max((group.ranks for group in having.values()), key=len, default=())
-        if told:
-            return tuple(rank for rank in told if rank in known)
-        if key == "0" or any(group.description == "default_pg" for group in having.values()):
-            return self.world
-        return tuple(sorted(having))
-
-    def entered(self, key: str, rank: int) -> int:
-        group = self.having[key].get(rank)
-        return group.entered if group else 0
-
-    def completed(self, key: str, rank: int) -> int:
-        group = self.having[key].get(rank)
-        return group.completed if group else 0
+_FRONTS = 3
+"""Places where nobody gets on that are told one by one."""
 
 
 def analyse(flights: Iterable[Flight], expected_ranks: Iterable[int], unanswered: Iterable[int] = ()) -> Finding:
     """Pair the records by group and number of the collective; `unanswered` ranks gave none though they were asked."""
-    records = _Records(flights, expected_ranks, unanswered)
-    numbers = _by_number(records)
-    stalls = [stall for key in records.members if (stall := _stall(records, key, numbers))]
+    records = Records(flights, expected_ranks, unanswered)
     # A collective that the ranks mean differently never ends well: nothing else needs an explanation.
-    if (desync := _desync(records, numbers, stalls)) is not None:
-        return desync
-    if not stalls:
+    if (differing := desync(records)) is not None:
+        return differing
+    stalled = stalls(records)
+    waits = build(records, stalled)
+    if not waits.places:
         return _nothing(records)
-    if (absent := _missing(records, stalls)) is not None:
-        return absent
-    return _together(stalls)
+    found = gpu_roots(records, waits) | host_roots(records, waits)
+    explained = waits.reaching(found)
+    # Who wait for each other in two groups have called them in different orders, if nobody else holds them up.
+    rest = [place for node, place in enumerate(waits.places) if isinstance(place, Stall) and node not in explained]
+    if (mutual := crossed(rest)) is not None:
+        return mutual
+    if more := last_resort(waits, explained):
+        found |= more
+        explained = waits.reaching(found)
+    if found:
+        return _named(waits, found, chain(waits, explained))
+    return _together(stalled, [waits.places[node] for node in fronts(waits, explained)])
 
 
-def _by_number(records: _Records) -> dict[str, dict[int, dict[int, Entry]]]:
-    """Entries by group, number and rank; several of one number and rank (coalesced calls) cannot be told apart."""
-    found: dict[str, dict[int, dict[int, Entry]]] = {}
-    for rank, flight in records.flights.items():
-        often = Counter((entry.group, entry.sequence) for entry in flight.entries)
-        for entry in flight.entries:
-            if often[entry.group, entry.sequence] == 1:
-                found.setdefault(entry.group, {}).setdefault(entry.sequence, {})[rank] = entry
-    return found
-
-
-def _stall(records: _Records, key: str, numbers: Mapping[str, Mapping[int, Mapping[int, Entry]]]) -> _Stall | None:
-    members = [rank for rank in records.members[key] if rank in records.flights]
-    stuck = [records.completed(key, rank) + 1 for rank in members if _inside(records, key, rank)]
-    if not stuck:
-        return None
-    first = min(stuck)
-    entries = numbers.get(key, {}).get(first, {})
-    inside = [rank for rank in members if records.entered(key, rank) >= first > records.completed(key, rank)]
-    late = [rank for rank in members if records.entered(key, rank) < first]
-    # On a GPU a collective may be queued behind work that never ends, while its peers' have begun.
-    begun = {rank for rank in inside if rank in entries and entries[rank].state == STARTED}
-    queued = [rank for rank in inside if begun and rank in entries and entries[rank].state == SCHEDULED]
-    silent = [rank for rank in records.members[key] if rank in records.silent]
-    missing = (late or queued) + silent
-    out = set(missing)
-    return _Stall(
-        group=key,
-        sequence=first,
-        inside=tuple(rank for rank in inside if rank not in out),
-        missing=tuple(missing),
-        entry=next((entries[rank] for rank in inside if rank in entries), None),
-    )
-
-
-def _inside(records: _Records, key: str, rank: int) -> bool:
-    return records.entered(key, rank) > records.completed(key, rank)
-
-
-def _desync(
-    records: _Records, numbers: Mapping[str, Mapping[int, Mapping[int, Entry]]], stalls: Sequence[_Stall]
-) -> Finding | None:
-    """The first collective that ranks entered differently, of those that are not long over."""
-    for key, by_sequence in numbers.items():
-        over = min(group.completed for group in records.having[key].values())
-        for sequence in sorted(by_sequence):
-            entries = by_sequence[sequence]
-            if sequence < over or len(entries) < 2:
-                continue
-            if len({entry.op for entry in entries.values()}) > 1:
-                told = {rank: (entry.op, str(entry)) for rank, entry in entries.items()}
-                return _differing(records, key, sequence, "desync_order", told)
-            if len({entry.shape for entry in entries.values()}) > 1:
-                shapes = {rank: (entry.shape, str(entry)) for rank, entry in entries.items()}
-                return _differing(records, key, sequence, "desync_shape", shapes)
-    return _crossed(records, stalls)
-
-
-def _differing(
-    records: _Records, key: str, sequence: int, kind: Kind, told: Mapping[int, tuple[object, str]]
-) -> Finding:
-    counts = Counter(what for what, _ in told.values())
-    most = max(counts.values())
-    usual: list[object] = [what for what, count in counts.items() if count == most]
-    certain = len(usual) == 1
-    if not certain:  # as many against as many: what a rank has never done before is what is wrong
-        usual = _usual(records, key, sequence, told, usual)
-    culprits = tuple(sorted(rank for rank, (what, _) in told.items() if what not in usual))
-    if not culprits:
-        culprits, doubt = tuple(sorted(told)), "; which of them is wrong the records do not tell"
-    else:
-        doubt = "" if certain else "; the others have done the like before"
-    ways = "; ".join(
-        f"{_ranks(sorted(rank for rank, (other, _) in told.items() if other == what))} entered "
-        f"{next(text for other, text in told.values() if other == what)}"
-        for what, _ in counts.most_common(_WAYS)
-    )
-    if len(counts) > _WAYS:
-        ways += f"; and {len(counts) - _WAYS:,} more ways"
+def _named(waits: Waits, found: Roots, longest: str) -> Finding:
+    """All culprits, those of one kind in one collective together; whom most wait for comes first."""
+    told: dict[tuple[RootKind, Node], list[int]] = {}
+    waiting = _waiting(waits, found)
+    for root, kind in found.items():
+        told.setdefault((kind, _told_of(waits, waiting[root], found)), []).append(waits.inside(root)[0])
+    culprits, reasons = [], []
+    # Whoever never came is the plainest case, and among equals the wave-front that is nearest to its root.
+    for (kind, node), ranks in sorted(told.items(), key=lambda one: (one[0][0] == "gpu_stopped", min(one[1]))):
+        reason = _reason(waits, kind, node, tuple(sorted(ranks)))
+        reasons.append(reason)
+        place = waits.places[node]
+        sequence = place.sequence if isinstance(place, Stall) else 0
+        group = place.group if isinstance(place, Stall | Channel) else ""
+        culprits += [
+            Culprit(rank=rank, kind=kind, group=group, sequence=sequence, reason=reason) for rank in sorted(ranks)
+        ]
+    whole: Kind = "gpu_stopped" if all(one.kind == "gpu_stopped" for one in culprits) else "missing"
     return Finding(
-        kind=kind,
-        ranks=culprits,
-        group=key,
-        sequence=sequence,
-        reason=f"collective #{sequence} of group {key} differs between ranks: {ways}{doubt}",
+        kind=whole,
+        ranks=tuple(sorted(one.rank for one in culprits)),
+        group=culprits[0].group,
+        sequence=culprits[0].sequence,
+        reason="; ".join(reasons),
+        queued=all(one.on_gpu for one in culprits),
+        culprits=tuple(culprits),
+        chain=longest,
     )
 
 
-def _usual(
-    records: _Records, key: str, sequence: int, told: Mapping[int, tuple[object, str]], ways: Sequence[object]
-) -> list[object]:
-    """Of the ways in which ranks entered a collective, those that their own records hold most often before it."""
-    often = dict.fromkeys(ways, 0)
-    for rank, (what, text) in told.items():
-        before = [e for e in records.flights[rank].entries if e.group == key and e.sequence < sequence]
-        often[what] = max(often.get(what, 0), sum(str(entry) == text for entry in before))
-    most = max(often.values())
-    return [what for what, count in often.items() if count == most]
+def _waiting(waits: Waits, found: Roots) -> dict[Node, list[Node]]:
+    """By root: the nodes that wait for it directly."""
+    waiting: dict[Node, list[Node]] = {root: [] for root in found}
+    for node, after in enumerate(waits.after):
+        for other in after:
+            if other in waiting:
+                waiting[other].append(node)
+    return waiting
 
 
-def _crossed(records: _Records, stalls: Sequence[_Stall]) -> Finding | None:
-    """Ranks that wait for each other in different groups: they entered the groups' collectives in different orders."""
-    missed = [stall for stall in stalls if stall.missing]
-    inside: dict[int, list[_Stall]] = {}
-    for stall in missed:
-        for rank in stall.inside:
-            inside.setdefault(rank, []).append(stall)
-    for stall in missed:
-        # Whoever is crossed with this one holds all that it misses, the first of them included.
-        for other in inside.get(stall.missing[0], ()):
-            here, there = set(stall.missing) & set(other.inside), set(other.missing) & set(stall.inside)
-            if there and len(here) == len(stall.missing):
-                fewer = here if (len(here), min(here)) <= (len(there), min(there)) else there
-                return Finding(
-                    kind="desync_order",
-                    ranks=tuple(sorted(fewer)),
-                    group=stall.group,
-                    sequence=stall.sequence,
-                    reason=f"{_ranks(sorted(there))} wait in {stall} and {_ranks(sorted(here))} in {other}: "
-                    "they went into two groups' collectives in different orders",
-                )
-    return None
+def _told_of(waits: Waits, waiting: Sequence[Node], found: Roots) -> Node:
+    """Where a root's stall began: all that are missing there are roots; of several such groups the smallest.
+
+    In the other groups some only wait for that; tensor parallel comes before data parallel.
+    """
+
+    def rank_of(node: Node) -> tuple[bool, bool, int]:
+        place = waits.places[node]
+        if not isinstance(place, Stall):
+            return (False, False, 0)
+        missing = {waits.hosts[rank] for rank in (*place.late, *place.silent)}
+        return (True, missing <= found.keys(), -len(place.inside))
+
+    return max(waiting, key=rank_of)
 
 
-def _missing(records: _Records, stalls: Sequence[_Stall]) -> Finding | None:
-    """The wave-front: those for whom others wait and who themselves wait nowhere."""
-    waiting = {rank for stall in stalls for rank in stall.inside}
-    waiting |= {rank for rank, flight in records.flights.items() if flight.talking}
-    free = [(stall, tuple(rank for rank in stall.missing if rank not in waiting)) for stall in stalls]
-    fronts = [(stall, ranks) for stall, ranks in free if ranks]
-    if not fronts:
-        return None
-    # Where all that are missing wait nowhere, the stall began; in the other groups some only wait for that.
-    # Of several such groups the smallest comes first in a step: tensor parallel before data parallel.
-    stall, ranks = max(fronts, key=lambda front: (front[1] == front[0].missing, -len(front[0].inside)))
-    return Finding(
-        kind="missing",
-        ranks=tuple(sorted(ranks)),
-        group=stall.group,
-        sequence=stall.sequence,
-        queued=_is_queued(records, stall, ranks),
-        reason=f"{_ranks(sorted(ranks))} {_how(records, stall, ranks)}, "
-        f"in which {_ranks(stall.inside)} {_wait(stall.inside)}",
-    )
+def _reason(waits: Waits, kind: RootKind, node: Node, ranks: Sequence[int]) -> str:
+    place, who = waits.places[node], ranks_text(ranks)
+    if not isinstance(place, Stall):
+        others = tuple(rank for rank in waits.inside(node) if rank not in ranks)
+        how = "did not answer, and" if kind == "no_answer" else "never called"
+        return f"{who} {how} {place}, for which {ranks_text(others)} {wait_word(others)}"
+    others = tuple(rank for rank in waits.inside(node) if rank not in ranks)
+    inside = f"in which {ranks_text(others)} {wait_word(others)}"
+    match kind:
+        case "no_answer":
+            return f"{who} did not answer, and all others have entered {place}, {inside}"
+        case "queued":
+            return f"{who} did not begin {place}: it is queued behind other work on the GPU, {inside}"
+        case "gpu_stopped":
+            return f"{who} called {place} and it is not over there, although peers are through later ones: GPU stopped"
+    return f"{who} never entered {place}, {inside}"
 
 
-def _is_queued(records: _Records, stall: _Stall, ranks: Sequence[int]) -> bool:
-    return all(records.entered(stall.group, rank) >= stall.sequence for rank in ranks)
-
-
-def _how(records: _Records, stall: _Stall, ranks: Sequence[int]) -> str:
-    if all(rank in records.silent for rank in ranks):
-        return f"did not answer, and all others have entered {stall}"
-    if _is_queued(records, stall, ranks):
-        return f"did not begin {stall}: it is queued behind other work on the GPU"
-    return f"never entered {stall}"
-
-
-def _together(stalls: Sequence[_Stall]) -> Finding:
-    full = [stall for stall in stalls if not stall.missing]
-    stall = max(full or stalls, key=lambda stall: len(stall.inside))
-    rest = "nobody is missing, and it does not end" if full else "whom they miss waits for others in turn"
+def _together(stalled: Sequence[Stall], stuck: Sequence[object]) -> Finding:
+    """Nobody can be named: all have come and nobody gets on, or they wait in a ring."""
+    places = [place for place in stuck if isinstance(place, Stall)] or [s for s in stalled if not s.missing]
+    if not places and not stalled:
+        return _lost_message([place for place in stuck if isinstance(place, Channel)])
+    stall = max(places or stalled, key=lambda stall: len(stall.inside))
+    ranks = tuple(sorted({rank for place in places or [stall] for rank in place.inside}))
+    rest = "nobody is missing, and it does not end" if places else "whom they miss waits for others in turn"
+    if len(places) > 1:
+        rest += f"; so it is in {len(places) - 1:,} more group(s)"
     return Finding(
         kind="stuck_together",
-        ranks=stall.inside,
+        ranks=ranks,
         group=stall.group,
         sequence=stall.sequence,
-        reason=f"{_ranks(stall.inside)} {_wait(stall.inside)} inside {stall}; {rest}",
+        reason=f"{ranks_text(stall.inside)} {wait_word(stall.inside)} inside {stall}; {rest}",
     )
 
 
-def _nothing(records: _Records) -> Finding:
-    silent = f"; {_ranks(sorted(records.silent))} did not answer" if records.silent else ""
+def _lost_message(channels: Sequence[Channel]) -> Finding:
+    if not channels:
+        return Finding(kind="none", reason="no rank waits inside a collective")
+    ranks = tuple(sorted({rank for one in channels for rank in (one.source, one.target)}))
+    told = "; ".join(map(str, channels[:_FRONTS]))
+    return Finding(
+        kind="stuck_together",
+        ranks=ranks,
+        group=channels[0].group,
+        reason=f"both ends have called {told}, and it does not arrive: the link between them, or the GPU of either",
+    )
+
+
+def _nothing(records: Records) -> Finding:
+    silent = f"; {ranks_text(sorted(records.silent))} did not answer" if records.silent else ""
     return Finding(kind="none", reason=f"no rank waits inside a collective{silent}")
-
-
-def _wait(ranks: Sequence[int]) -> str:
-    return "waits" if len(ranks) == 1 else "wait"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """Ranks in words: "rank 3", "ranks 1, 2 and 5", "1,023 ranks"."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > _NAMED:
-        return f"{len(ranks):,} ranks"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}" if ranks else "no rank"

@@ -7,12 +7,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainer.agent.flight.messages import Message, unfinished
+from trainer.agent.flight.status import counters
 from trainer.contract.groups import runs, unrun
 
 KEPT = 30
 """Newest collectives kept of each group."""
 WIRE = 8000
 """Bytes that one rank's record may take on the wire; of longer ones the oldest collectives are left out."""
+_FEWEST = 4
+"""Oldest unfinished collectives of a group that are never left out."""
 _LONGEST = 60
 """Characters of a list of sizes; a longer one is told by its count and its checksum."""
 
@@ -35,6 +39,7 @@ class Entry:
     elements: int  # in all its inputs; -1 where ranks may differ
     dtypes: str
     state: str  # SCHEDULED, STARTED (only NCCL with timing tells) or DONE
+    order: int = 0  # place in its rank's record
 
     @property
     def shape(self) -> tuple[int, str]:
@@ -53,6 +58,9 @@ class Group:
     entered: int  # the last collective that it entered
     completed: int  # the last one that was over, the ones before it included
     description: str = ""
+    on_gpu: bool = False  # NCCL's
+    sure: bool = False  # `completed` was read, not taken from where the record begins
+    counted: bool = False  # both numbers are NCCL's own counters, and no entry shows them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +70,14 @@ class Flight:
     rank: int
     groups: dict[str, Group] = field(default_factory=dict)
     entries: tuple[Entry, ...] = ()  # by group and sequence
-    talking: int = 0  # sends and receives between two ranks that are not over
+    messages: tuple[Message, ...] = ()  # between two ranks, not over, in their order
+    timed: bool = False  # it tells which calls have begun (TORCH_NCCL_ENABLE_TIMING)
+    whole: bool = False  # it holds something that was over before all that is not: nothing unfinished is lost
+
+    @property
+    def talking(self) -> int:
+        """Sends and receives between two ranks that are not over."""
+        return len(self.messages)
 
     def waits(self) -> set[str]:
         """Groups in which it is inside a collective."""
@@ -76,20 +91,29 @@ class Flight:
         return text
 
     def _written(self, keep: int) -> str:
-        keys = list(self.groups)
-        entries = [entry for key in keys for entry in _newest((e for e in self.entries if e.group == key), keep)]
+        keys = list(dict.fromkeys([*self.groups, *(message.group for message in self.messages)]))
+        entries = [entry for key in keys for entry in _kept((e for e in self.entries if e.group == key), keep)]
         words = list(dict.fromkeys(word for entry in entries for word in (entry.op, entry.sizes, entry.dtypes)))
         place = {word: index for index, word in enumerate(words)}
         told = {
             "rank": self.rank,
-            "talking": self.talking,
-            "groups": [[key, runs(g.ranks), g.entered, g.completed, g.description] for key, g in self.groups.items()],
+            "marks": int(self.timed) + 2 * int(self.whole),
+            "groups": [
+                [key, runs(g.ranks), g.entered, g.completed, g.description, g.on_gpu * 1 + g.sure * 2 + g.counted * 4]
+                for key, g in self.groups.items()
+            ],
+            "keys": keys[len(self.groups) :],
+            "messages": [
+                [keys.index(m.group), m.source, m.target, m.order, int(m.sends)]
+                for m in self.messages[: max(_FEWEST, 4 * keep)]
+            ],
             "words": words,
             "entries": [
-                [keys.index(e.group), e.sequence, place[e.op], place[e.sizes], e.elements, place[e.dtypes], e.state]
+                [keys.index(e.group), e.sequence, place[e.op], place[e.sizes], e.elements, place[e.dtypes], e.state,
+                 e.order]
                 for e in entries
             ],
-        }
+        }  # fmt: skip
         return json.dumps(told, separators=(",", ":"))
 
     @classmethod
@@ -98,18 +122,24 @@ class Flight:
         try:
             told = json.loads(text)
             words = [_text(word) for word in told["words"]]
-            keys = [_text(row[0]) for row in told["groups"]]
+            keys = [_text(row[0]) for row in told["groups"]] + [_text(key) for key in told["keys"]]
             return cls(
                 rank=int(told["rank"]),
-                talking=int(told["talking"]),
-                groups={
-                    row[0]: Group(unrun(row[1]), int(row[2]), int(row[3]), _text(row[4])) for row in told["groups"]
-                },
-                entries=tuple(
-                    Entry(keys[at], int(sequence), words[op], words[sizes], int(elements), words[dtypes], str(state))
-                    for at, sequence, op, sizes, elements, dtypes, state in told["entries"]
+                timed=bool(told["marks"] & 1),
+                whole=bool(told["marks"] & 2),
+                groups={row[0]: _group_of(row) for row in told["groups"]},
+                messages=tuple(
+                    Message(keys[at], int(source), int(target), int(order), bool(sends))
+                    for at, source, target, order, sends in told["messages"]
                 ),
-            )
+                entries=tuple(
+                    Entry(
+                        keys[at], int(sequence), words[op], words[sizes], int(elements), words[dtypes], str(state),
+                        int(order),
+                    )
+                    for at, sequence, op, sizes, elements, dtypes, state, order in told["entries"]
+                ),
+            )  # fmt: skip
         except (KeyError, IndexError, TypeError, RecursionError) as error:
             raise ValueError(f"not a flight record: {error!r}") from error
 
@@ -127,7 +157,16 @@ def read(rank: int, host: Any, device: Any | None, groups: Mapping[str, Mapping[
         rank=rank,
         groups={**first.groups, **{key: group for key, group in second.groups.items() if key in used}},
         entries=first.entries + second.entries,
-        talking=first.talking + second.talking,
+        messages=first.messages + second.messages,
+        timed=first.timed,
+        whole=first.whole,
+    )
+
+
+def _group_of(row: list[Any]) -> Group:
+    marks = int(row[5])
+    return Group(
+        unrun(row[1]), int(row[2]), int(row[3]), _text(row[4]), bool(marks & 1), bool(marks & 2), bool(marks & 4)
     )
 
 
@@ -162,15 +201,28 @@ def parse(rank: int, dump: Any, groups: Mapping[str, Mapping[str, Any]] | None =
         raise ValueError("not a flight record: no entries")
     raw = [entry for entry in dump.get("entries", []) if isinstance(entry, dict)]
     dying = _dying(dump, raw)
-    entries = [entry for entry in (_entry(one, dying.get(id(one)), suffix) for one in raw) if entry is not None]
-    told = {f"{key}{suffix}": value for key, value in {**_told(dump.get("pg_config")), **_told(groups)}.items() if key}
+    states = [dying.get(id(one)) or _state(one) for one in raw]
+    entries = [entry for at, one in enumerate(raw) if (entry := _entry(one, states[at], suffix, at)) is not None]
+    config, more = _told(dump.get("pg_config")), _told(groups)
+    told = {f"{key}{suffix}": value for key, value in {**config, **more}.items() if key}
+    places = {key: ranks for key, (ranks, _) in {**more, **config}.items()}
+    exact = {f"{key}{suffix}": value for key, value in counters(dump, raw).items()}
     by_group: dict[str, list[Entry]] = {}
     for entry in entries:
         by_group.setdefault(entry.group, []).append(entry)
-    found = {key: _group(key, by_group.get(key, []), told.get(key)) for key in {**by_group, **told}}
-    newest = [entry for key in found for entry in _newest(by_group.get(key, []), KEPT)]
-    talking = sum(bool(one.get("is_p2p")) and _state(one) != DONE for one in raw)
-    return Flight(rank=rank, groups=found, entries=tuple(newest), talking=talking)
+    on_gpu = {entry.group for entry, one in _paired(entries, raw) if _of_nccl(one)} | set(exact)
+    found = {
+        key: _group(by_group.get(key, []), told.get(key), exact.get(key), on_gpu=key in on_gpu)
+        for key in {**by_group, **told}
+    }
+    return Flight(
+        rank=rank,
+        groups=found,
+        entries=tuple(entry for key in found for entry in _kept(by_group.get(key, []), KEPT)),
+        messages=unfinished(raw, [state == DONE for state in states], places, suffix),
+        timed=any(one.get("state") == "started" or one.get("time_discovered_started_ns") for one in raw),
+        whole=bool(states) and (states[0] == DONE or not _number(raw[0], "record_id")),
+    )
 
 
 def _dying(dump: dict[str, Any], raw: list[dict[str, Any]]) -> dict[int, str]:
@@ -187,7 +239,15 @@ def _dying(dump: dict[str, Any], raw: list[dict[str, Any]]) -> dict[int, str]:
     return states
 
 
-def _entry(raw: dict[str, Any], known: str | None, suffix: str) -> Entry | None:
+def _paired(entries: list[Entry], raw: list[dict[str, Any]]) -> Iterable[tuple[Entry, dict[str, Any]]]:
+    return ((entry, raw[entry.order]) for entry in entries)
+
+
+def _of_nccl(raw: dict[str, Any]) -> bool:
+    return str(raw.get("profiling_name", "")).startswith("nccl:")
+
+
+def _entry(raw: dict[str, Any], state: str, suffix: str, order: int) -> Entry | None:
     sequence = _number(raw, "collective_seq_id")
     if raw.get("is_p2p") or not sequence:
         return None
@@ -196,7 +256,7 @@ def _entry(raw: dict[str, Any], known: str | None, suffix: str) -> Entry | None:
     dtypes = ",".join(dict.fromkeys(map(str, raw.get("input_dtypes") or [])))
     alike = op.lower().lstrip("_").startswith(_ALIKE)
     elements = sum(math.prod(size) for size in sizes) if alike else -1
-    return Entry(f"{_name(raw)}{suffix}", sequence, op, _short(sizes), elements, dtypes, known or _state(raw))
+    return Entry(f"{_name(raw)}{suffix}", sequence, op, _short(sizes), elements, dtypes, state, order)
 
 
 def _state(raw: dict[str, Any]) -> str:
@@ -237,16 +297,30 @@ def _told(config: Any) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def _ranks(value: Any) -> tuple[int, ...]:
-    return tuple(sorted(int(rank) for rank in (json.loads(value) if isinstance(value, str) else value)))
+    return tuple(int(rank) for rank in (json.loads(value) if isinstance(value, str) else value))
 
 
-def _group(key: str, entries: list[Entry], told: tuple[tuple[int, ...], str] | None) -> Group:
+def _group(
+    entries: list[Entry], told: tuple[tuple[int, ...], str] | None, exact: tuple[int, int] | None, *, on_gpu: bool
+) -> Group:
     ranks, description = told or ((), "")
+    ranks = ranks if ranks == tuple(sorted(ranks)) else tuple(sorted(ranks))
     unfinished = min((entry.sequence for entry in entries if entry.state != DONE), default=0)
     entered = max((entry.sequence for entry in entries), default=0)
-    return Group(ranks, entered, unfinished - 1 if unfinished else entered, description)
+    completed = unfinished - 1 if unfinished else entered
+    if exact is not None:
+        return Group(ranks, *exact, description, on_gpu, True, not entries)
+    sure = any(entry.state == DONE and entry.sequence == completed for entry in entries)
+    return Group(ranks, entered, completed, description, on_gpu, sure)
 
 
-def _newest(entries: Iterable[Entry], keep: int) -> list[Entry]:
+def _kept(entries: Iterable[Entry], keep: int) -> list[Entry]:
+    """The newest entries, a few of which make room for the oldest unfinished ones: what a rank waits in."""
     ordered = sorted(entries, key=lambda entry: entry.sequence)
-    return ordered[-keep:] if keep else []
+    if len(ordered) <= keep:
+        return ordered
+    newest = ordered[len(ordered) - keep :] if keep else []
+    oldest = [entry for entry in ordered if entry.state != DONE][: min(_FEWEST, keep)]
+    if not newest or not oldest or oldest[-1].sequence >= newest[0].sequence:
+        return newest
+    return oldest + newest[len(oldest) :]

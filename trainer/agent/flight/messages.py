@@ -1,0 +1,77 @@
+"""Sends and receives between two ranks that are not over, as a rank's flight recorder holds them."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_PEERS = re.compile(r"(send|recv)\s+(\d+)\s*(->|<-)\s*(\d+)\Z")
+_WORLD = 1_000_000
+"""Ranks that a world may have."""
+_MOST = 200
+"""Oldest unfinished messages that are kept of one rank: later ones wait behind these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One send or receive that has not ended; torch numbers them on each rank by itself, so numbers never pair."""
+
+    group: str
+    source: int  # rank of the world; -1: not known
+    target: int
+    order: int  # place in its rank's record
+    sends: bool
+
+    @property
+    def channel(self) -> tuple[str, int, int]:
+        """Messages of one channel are received in the order in which they are sent."""
+        return self.group, self.source, self.target
+
+
+def unfinished(
+    raw: Iterable[Mapping[str, Any]], done: Iterable[bool], members: Mapping[str, Sequence[int]], suffix: str = ""
+) -> tuple[Message, ...]:
+    """Messages of a dump that are not over, in their order; `members` has the ranks of each group, in its own order.
+
+    torch never marks the parts of a batch (`batch_isend_irecv`) as over: the entry "coalesced" after them tells.
+    """
+    rows = [(at, entry, over) for at, (entry, over) in enumerate(zip(raw, done, strict=True))]
+    batches = {
+        (_group(entry), entry.get("p2p_seq_id")): over
+        for _, entry, over in rows
+        if str(entry.get("profiling_name", "")).endswith(":coalesced")
+    }
+    found: list[Message] = []
+    for at, entry, over in rows:
+        text = str(entry.get("profiling_name", "")).partition(":")[2]
+        if not entry.get("is_p2p") or text == "coalesced":
+            continue
+        if over or batches.get((_group(entry), entry.get("p2p_seq_id")), False):
+            continue
+        found.append(_message(f"{_group(entry)}{suffix}", text, _members(entry, members), at))
+    return tuple(found[:_MOST])
+
+
+def _message(group: str, text: str, members: Sequence[int], order: int) -> Message:
+    told = _PEERS.search(text)
+    if told is None:
+        return Message(group, -1, -1, order, text.startswith("send"))
+    sends = told[1] == "send"
+    own, peer = _rank(int(told[2]), members), _rank(int(told[4]), members)
+    return Message(group, own if sends else peer, peer if sends else own, order, sends)
+
+
+def _members(entry: Mapping[str, Any], members: Mapping[str, Sequence[int]]) -> Sequence[int]:
+    """Those of the entry's group; the group of all has every rank at its own place."""
+    known = members.get(_group(entry), ())
+    return known if known or "default_pg" not in (entry.get("process_group") or ()) else range(_WORLD)
+
+
+def _rank(place: int, members: Sequence[int]) -> int:
+    """The rank of the world at a place in a group; torch names peers by their places."""
+    return members[place] if place < len(members) else -1
+
+
+def _group(entry: Mapping[str, Any]) -> str:
+    names = entry.get("process_group")
+    return str(names[0]) if isinstance(names, list | tuple) and names else str(entry.get("pg_id", "?"))

@@ -260,6 +260,8 @@ class Controller:
         if view.cancel is not None and sight.swept and not blockers:
             asks.cancelled(self.actor, view)
             return True
+        if view.cancel is None and self.clock.wall() < run.not_before and sight.answered and view.last.decision:
+            self._note(run, view.last.decision["reason"])  # what it waits for, whatever was noted in between
         if view.cancel is not None or self.clock.wall() < run.not_before or not sight.swept:
             return False
         if blockers:

@@ -15,6 +15,16 @@ OrchError                       1
  +- WaitTimeout               124
 """
 
+from enum import Enum, auto
+
+
+class Heals(Enum):
+    """Whether a refused job may be taken later although nobody changes it."""
+
+    NEVER = auto()
+    ONCE_ACCEPTED = auto()  # a typo in a new run; an outage where Slurm has taken the same job before
+    YES = auto()
+
 
 class OrchError(Exception):
     """What went wrong, where it is, why, and what to type."""
@@ -47,7 +57,15 @@ class SubmitAmbiguous(SlurmUnreachable):
 
 
 class SubmitRejected(OrchError):
+    """`heals` tells whether a later try may be taken; `unknown_nodes`: nodes orch avoided that Slurm does not know."""
+
     exit_code = 4
+
+    def __init__(
+        self, what: str, *, hint: str = "", heals: Heals = Heals.NEVER, unknown_nodes: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(what, hint=hint)
+        self.heals, self.unknown_nodes = heals, unknown_nodes
 
 
 class RegistryError(OrchError):

@@ -51,7 +51,7 @@ def _ask(screen: Screen, verb: str, names: tuple[str, ...], target: RunState, no
                     screen.warn(type(error).__name__, error.what)
         if any(item["ask"] for item in asked):
             wake_controller(screen, no_controller=no_controller)
-            _await_answers(store, asked, no_controller)
+            await_answers(store, asked, no_controller)
     if refused is not None and not asked:
         raise refused
     _tell(screen, verb, asked)
@@ -76,7 +76,8 @@ def _request(store: Any, verb: str, name: str, target: RunState) -> dict[str, An
     return {**item, "ask": store.ask(run.name, verb, {}, now=time.time())}
 
 
-def _await_answers(store: Any, asked: list[dict[str, Any]], no_controller: bool) -> None:
+def await_answers(store: Any, asked: list[dict[str, Any]], no_controller: bool) -> None:
+    """Fill in what the controller answered to each `ask`, and the run's state; comes back without it after a while."""
     deadline = time.monotonic() + (0.0 if no_controller else SLOW)
     while True:
         answers = {ask.id: ask for ask in store.asks(pending=False)}

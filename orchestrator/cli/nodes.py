@@ -1,12 +1,15 @@
 """`orch nodes`: the nodes that runs have used, and those that are kept away from."""
 
 import time
+from typing import Any
 
 import click
 
+from orchestrator.cli.ask import NO_CONTROLLER, await_answers
 from orchestrator.cli.options import Noun
-from orchestrator.cli.registry import open_store
+from orchestrator.cli.registry import open_store, wake_controller
 from orchestrator.cli.render import Column, Screen, count, iso, span
+from orchestrator.errors import NotFound
 
 
 @click.group(cls=Noun)
@@ -51,3 +54,33 @@ def ls(screen: Screen) -> None:
     screen.table(columns, rows)
     if not rows:
         screen.note("no attempt has run on any node yet")
+
+
+@nodes.command("release")
+@click.argument("names", metavar="NODE...", nargs=-1, required=True)
+@NO_CONTROLLER
+@click.pass_obj
+def release(screen: Screen, names: tuple[str, ...], no_controller: bool) -> None:
+    """Take the exclusion of nodes back: from the next attempt on they may be used again."""
+    with open_store() as store:
+        asked = [item for name in dict.fromkeys(names) for item in _ask_release(store, name)]
+        wake_controller(screen, no_controller=no_controller)
+        await_answers(store, asked, no_controller)
+    if screen.json:
+        screen.data("nodes.release", [{"node": item["node"], "answer": item["answer"]} for item in asked])
+        return
+    for item in asked:
+        screen.say(item["answer"] or f"{item['node']}: asked; the controller has not answered yet")
+
+
+def _ask_release(store: Any, name: str) -> list[dict[str, Any]]:
+    """One request for each cluster that has this node; a run of that cluster carries it. Raises NotFound."""
+    now, asked = time.time(), []
+    for node in store.nodes():
+        run = next((run for run in store.runs() if run.cluster == node.cluster), None) if node.name == name else None
+        if run is not None:
+            ask = store.ask(run.name, "release", {"node": name}, now=now)
+            asked.append({"node": name, "run": run.name, "ask": ask, "answer": ""})
+    if not asked:
+        raise NotFound(f"no run has used a node {name}", hint="`orch nodes ls` lists the nodes that are known")
+    return asked

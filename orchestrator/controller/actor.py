@@ -7,6 +7,7 @@ from orchestrator.config import RunConfig
 from orchestrator.controller import failpoints
 from orchestrator.controller.folder import ensure_attempt_dir
 from orchestrator.controller.jobs import is_live, job_spec, oldest
+from orchestrator.controller.refused import refused
 from orchestrator.controller.sight import Sight
 from orchestrator.controller.view import RunView
 from orchestrator.controller.watch import Clock, Watch
@@ -17,7 +18,7 @@ from orchestrator.registry.store import Store
 from orchestrator.scheduler.base import JobStatus, Scheduler
 from orchestrator.states import AttemptState, RunState
 from trainer.contract.launch import LaunchToken, revoke
-from trainer.contract.outcome import Failure, FailureKind
+from trainer.contract.outcome import Failure
 from trainer.contract.requests import Request, RequestKind
 from trainer.contract.run_dir import AttemptDir, RunDir
 
@@ -77,8 +78,7 @@ class Actor:
             try:
                 self._submit(view, scheduler)
             except (SubmitRejected, ConfigError) as error:
-                hint = f"; {error.hint}" if error.hint else ""
-                return Failure(kind=FailureKind.SUBMIT_REJECTED, reason=f"{error.what}{hint}")
+                return refused(self.store, view, error, **self.stamp())
             except SlurmUnreachable as error:
                 # Whatever went wrong, the job may exist: only look-ups decide, in this tick or a later one.
                 self.did(f"{view.run.name}/{attempt.number}: {error.what}: looking for the job")

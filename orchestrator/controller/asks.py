@@ -1,4 +1,4 @@
-"""What people ask of the controller: cancel and resume, answered in the registry."""
+"""What people ask of the controller: cancel, resume, release a node, answered in the registry."""
 
 from orchestrator.controller import failpoints
 from orchestrator.controller.actor import Actor
@@ -25,7 +25,9 @@ def answer_idle(actor: Actor) -> bool:
         except NotFound:
             _answer(actor, ask, f"there is no run {ask.run}")
             continue
-        if ask.verb == "resume":
+        if ask.verb == "release":
+            answered |= _release(actor, run, ask)
+        elif ask.verb == "resume":
             answered |= _resume(actor, run, ask)
         elif ask.verb == "cancel" and run.state not in LIVE_RUNS:
             answered |= _cancel_idle(actor, run, ask)
@@ -50,6 +52,25 @@ def _resume(actor: Actor, run: Run, ask: Ask) -> bool:
     actor.store.together(resume)
     failpoints.reach("after_ask")
     actor.did(f"{run.name} resumed")
+    return True
+
+
+def _release(actor: Actor, run: Run, ask: Ask) -> bool:
+    """A node may be used again: what it was excluded for counts no more."""
+    name, now = str(ask.args["node"]), actor.clock.wall()
+    node = next((item for item in actor.store.nodes() if (item.name, item.cluster) == (name, run.cluster)), None)
+    if node is None or node.excluded_until <= now:
+        _answer(actor, ask, f"{name} is not excluded")
+        return True
+
+    def release() -> None:
+        stamp = actor.stamp()
+        actor.store.saw_node(name, run.cluster, **stamp, excluded_until=now, reason="released by a person")
+        actor.store.answer(ask.id, f"{name} may be used again", **stamp)
+
+    actor.store.together(release)
+    failpoints.reach("after_ask")
+    actor.did(f"{name} released")
     return True
 
 

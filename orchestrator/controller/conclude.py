@@ -114,7 +114,7 @@ def _decision(view: RunView, verdict: Verdict, now: float, rng: Random, blamed: 
         unknown = bool(view.config.command) and not saved  # what a command saved, orch cannot say
         return replace(cancelled, reason=cancelled.reason.partition(";")[0]) if unknown else cancelled
     return decide(
-        history(view, verdict.failure),
+        history(view, verdict.failure, now),
         verdict.failure,
         view.config.recovery,
         now,
@@ -129,17 +129,23 @@ def _steps_known(view: RunView) -> bool:
     return not view.config.command or any(attempt.saved_step is not None for attempt in view.attempts)
 
 
-def history(view: RunView, failure: Failure) -> list[Past]:
+def history(view: RunView, failure: Failure, now: float) -> list[Past]:
     """The attempts whose ends count, the newest with the failure it has just been given."""
     counted = [attempt for attempt in view.attempts if attempt.number >= view.run.fresh_from]
-    return [_past(attempt, failure if attempt is view.last else None) for attempt in counted]
+    return [_past(attempt, failure if attempt is view.last else None, now) for attempt in counted]
 
 
-def _past(attempt: Attempt, failure: Failure | None) -> Past:
+def _past(attempt: Attempt, failure: Failure | None, now: float) -> Past:
     kind = failure.kind if failure else FailureKind(attempt.failure["kind"]) if attempt.failure else None
-    started = attempt.started_at is not None or attempt.generations > 0
+    ended = now if attempt.ended_at is None else attempt.ended_at
     return Past(
-        number=attempt.number, kind=kind, started=started, saved_step=attempt.saved_step, step=attempt.last_step
+        number=attempt.number,
+        kind=kind,
+        started=attempt.started_at is not None or attempt.generations > 0,
+        saved_step=attempt.saved_step,
+        step=attempt.last_step,
+        ended_at=ended,
+        trained=0.0 if attempt.started_at is None else ended - attempt.started_at,
     )
 
 

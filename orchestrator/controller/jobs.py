@@ -70,6 +70,7 @@ def job_spec(run: Run, attempt: Attempt, config: RunConfig) -> JobSpec:
             qos=cluster.qos,
             constraint=cluster.constraint,
             exclude=named + attempt.excluded,
+            avoided=attempt.excluded,
             signal_lead=cluster.signal_lead,
             sbatch=dict(cluster.sbatch),
         ),

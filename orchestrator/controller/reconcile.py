@@ -260,6 +260,8 @@ class Controller:
         if view.cancel is not None and sight.swept and not blockers:
             asks.cancelled(self.actor, view)
             return True
+        if view.cancel is None and self.clock.wall() < run.not_before and sight.answered and view.last.decision:
+            self._note(run, view.last.decision["reason"])  # what it waits for, whatever was noted in between
         if view.cancel is not None or self.clock.wall() < run.not_before or not sight.swept:
             return False
         if blockers:
@@ -318,6 +320,10 @@ class Controller:
 
     def _hold(self, run: Run, error: Precondition) -> None:
         reason = "; ".join(part for part in (error.what, error.where, error.hint) if part)
+        # A file system heals without anybody who types `orch resume`.
+        if isinstance(error.__cause__, OSError):
+            self._note(run, f"{reason}; tried again until it works")
+            return
         last = self.store.attempts(run.name)[-1]
         # Nobody follows the job of a held run: hold it only when there can be none.
         if last.state in LIVE_ATTEMPTS and last.submitted_at is not None:

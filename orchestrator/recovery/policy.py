@@ -1,7 +1,9 @@
 """What to do after an attempt has ended: the only place that decides between attempts."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
 
@@ -20,13 +22,15 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Past:
-    """One ended attempt as the policy sees it, oldest first in a history."""
+    """One ended attempt as the policy sees it, oldest first in a history; times are seconds since the epoch."""
 
     number: int
     kind: FailureKind | None  # None: finished, or never judged
     started: bool  # its agents left a sign
     saved_step: int | None  # newest checkpoint it committed
     step: int | None = None  # newest step it trained
+    ended_at: float = 0.0
+    trained: float = 0.0  # seconds from its start to its end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +55,40 @@ class Decision:
         )
 
 
-_FREE = frozenset({FailureKind.PREEMPTED, FailureKind.TIME_LIMIT})
-"""Ends that are nobody's failure while steps advance."""
+class Counted(StrEnum):
+    """What a failure without progress uses up; a new checkpoint gives all of it back."""
+
+    PERSON = "person"  # comes back until somebody changes something: no retry
+    TRIES = "tries"  # the program or the cluster: `recovery.max_failures`
+    TIME = "time"  # the cluster, which heals: `recovery.no_progress_hours`
+
+
+COUNTED = {
+    FailureKind.USER_ERROR: Counted.PERSON,
+    FailureKind.DESYNC: Counted.PERSON,
+    FailureKind.NUMERIC: Counted.PERSON,
+    FailureKind.CANCELLED: Counted.PERSON,
+    FailureKind.SUBMIT_REJECTED: Counted.PERSON,
+    FailureKind.RANK_KILLED: Counted.TRIES,
+    FailureKind.HANG: Counted.TRIES,
+    FailureKind.UNKNOWN: Counted.TRIES,
+    FailureKind.TIME_LIMIT: Counted.TRIES,
+    FailureKind.PREEMPTED: Counted.TIME,
+    FailureKind.NODE_LOST: Counted.TIME,
+    FailureKind.NODE_SUSPECT: Counted.TIME,
+    FailureKind.AGENT_LOST: Counted.TIME,
+    FailureKind.JOB_LOST: Counted.TIME,
+    FailureKind.LAUNCH_FAILED: Counted.TIME,
+    FailureKind.SUBMIT_DEFERRED: Counted.TIME,
+    FailureKind.STORAGE: Counted.TIME,
+}
+"""How every kind of failure is counted: the only place that says so."""
+
+FREE = frozenset({FailureKind.PREEMPTED, FailureKind.TIME_LIMIT})
+"""Ends that are nobody's failure while the run makes progress."""
+
+COMMAND_PROGRESS = 1800.0
+"""Seconds after which an attempt of a foreign command counts as progress: its checkpoints cannot be seen."""
 
 
 def decide(
@@ -74,50 +110,54 @@ def decide(
     # All steps are trained and the last checkpoint is committed.
     if failure is None:
         return Decision(action=Action.SUCCEED, reason="all steps are trained")
-    # What no retry can mend ends here, with Slurm's or the program's own words.
-    final = _final(failure)
-    if final is not None:
-        return final
-    # A loop of attempts that get nowhere burns the cluster: ask a person.
-    stalled = _without_progress(history, steps_known=steps_known)
-    if stalled >= recovery.no_progress:
-        return Decision(
-            action=Action.HOLD,
-            reason=f"{stalled} attempts in a row made no new checkpoint; the last one: {failure.reason}",
-        )
-    if len(history) >= recovery.max_attempts:
-        return Decision(action=Action.HOLD, reason=f"{len(history)} attempts (recovery.max_attempts) are used up")
-    failures = sum(_costs(history, index, steps_known=steps_known) for index in range(len(history)))
-    if failures >= recovery.max_failures:
-        return Decision(
-            action=Action.FAIL,
-            reason=f"{failures} failed attempts (recovery.max_failures) are spent; the last one: {failure.reason}",
-        )
-    return _retry(history, failure, recovery, now, jitter, steps_known=steps_known, exclude=exclude)
+    # What no retry can fix ends here, with Slurm's or the program's own words.
+    if COUNTED[failure.kind] is Counted.PERSON:
+        return _final(failure)
+    # The queue is pause enough after an end that costs nothing.
+    if failure.kind in FREE and _advanced(history, len(history) - 1, steps_known=steps_known):
+        return Decision(action=Action.RETRY, reason=f"goes on after {failure.kind}", not_before=now, exclude=exclude)
+    row = _without_progress(history, steps_known=steps_known)
+    # A program that fails again and again burns the cluster.
+    tries = [past for past in row if past.kind and COUNTED[past.kind] is Counted.TRIES]
+    if len(tries) >= recovery.max_failures and COUNTED[failure.kind] is Counted.TRIES:
+        spent = f"{_counted(tries)} without a new checkpoint: recovery.max_failures is spent"
+        return Decision(action=Action.FAIL, reason=f"{spent}; the last one: {failure.reason}")
+    # An outage is waited for by the clock; a few failures with long queues between them are no outage.
+    outage = [past for past in row if past.kind and COUNTED[past.kind] is Counted.TIME]
+    if len(outage) >= recovery.max_failures and now >= _gives_up(outage, recovery):
+        spent = f"{_told(outage, now)} without a new checkpoint: recovery.no_progress_hours is spent"
+        return Decision(action=Action.HOLD, reason=f"{spent}; the last one: {failure.reason}")
+    start = now + delay(len(row), recovery, jitter)
+    if COUNTED[failure.kind] is Counted.TRIES:
+        reason = f"{_counted(tries)} without a new checkpoint (try {len(tries)} of {recovery.max_failures})"
+    else:
+        reason = f"{_told(outage, now)}; holds after {clock_time(_gives_up(outage, recovery))} unless a checkpoint is saved"
+    reason = f"{reason}; next try at {clock_time(start)}; the last one: {failure.reason}"
+    return Decision(action=Action.RETRY, reason=reason, not_before=start, exclude=exclude)
 
 
-def _final(failure: Failure) -> Decision | None:
-    if failure.kind is FailureKind.USER_ERROR:
-        return Decision(action=Action.FAIL, reason=f"the training code failed: {failure.reason}")
-    if failure.kind is FailureKind.STORAGE:
-        return Decision(action=Action.HOLD, reason=f"storage must be mended first: {failure.reason}")
-    if failure.kind is FailureKind.SUBMIT_REJECTED:
-        return Decision(action=Action.HOLD, reason=f"the job was refused: {failure.reason}")
-    if failure.kind is FailureKind.CANCELLED:
-        return Decision(action=Action.HOLD, reason=failure.reason)
+_FINAL = {
+    FailureKind.USER_ERROR: (Action.FAIL, "the training code failed: ", ""),
+    FailureKind.SUBMIT_REJECTED: (Action.HOLD, "the job was refused: ", ""),
+    FailureKind.CANCELLED: (Action.HOLD, "", ""),
     # Both would come again at the same step, on any nodes.
-    if failure.kind is FailureKind.DESYNC:
-        return Decision(action=Action.HOLD, reason=f"ranks called different collectives: {failure.reason}{_DESYNC}")
-    if failure.kind is FailureKind.NUMERIC:
-        return Decision(action=Action.HOLD, reason=f"a rollback did not mend the loss: {failure.reason}{_NUMERIC}")
-    return None
+    FailureKind.DESYNC: (
+        Action.HOLD,
+        "ranks called different collectives: ",
+        "; that is a bug of the program: see that every rank takes the same way through it",
+    ),
+    FailureKind.NUMERIC: (
+        Action.HOLD,
+        "a rollback did not mend the loss: ",
+        "; mend the data or the code, or begin anew with other settings (train.lr, train.clip_norm) from its last good "
+        "checkpoint: `orch ckpt export`, then `orch ckpt import`",
+    ),
+}
 
 
-_DESYNC = "; that is a bug of the program: see that every rank takes the same way through it"
-_NUMERIC = (
-    "; mend the data or the code, or begin anew with other settings (train.lr, train.clip_norm) from its last good "
-    "checkpoint: `orch ckpt export`, then `orch ckpt import`"
-)
+def _final(failure: Failure) -> Decision:
+    action, before, after = _FINAL[failure.kind]
+    return Decision(action=action, reason=f"{before}{failure.reason}{after}")
 
 
 def after_cancel(step: int | None) -> Decision:
@@ -126,61 +166,55 @@ def after_cancel(step: int | None) -> Decision:
     return Decision(action=Action.CANCEL, reason=f"cancelled by `orch cancel`{saved}")
 
 
-def _retry(
-    history: Sequence[Past],
-    failure: Failure,
-    recovery: RecoveryConfig,
-    now: float,
-    jitter: float,
-    *,
-    steps_known: bool,
-    exclude: tuple[str, ...],
-) -> Decision:
-    # The queue is pause enough after an end that costs nothing.
-    if not _costs(history, len(history) - 1, steps_known=steps_known):
-        return Decision(action=Action.RETRY, reason=f"goes on after {failure.kind}", not_before=now, exclude=exclude)
-    row = 0
-    for index in reversed(range(len(history))):
-        if not _costs(history, index, steps_known=steps_known):
-            break
-        row += 1
-        # An attempt that got somewhere begins a new row of failures.
-        if _advanced(history, index, steps_known=steps_known):
-            break
-    pause = delay(row, recovery, jitter)
-    reason = f"again after {failure.kind}, in {pause:.0f} s: {failure.reason}"
-    return Decision(action=Action.RETRY, reason=reason, not_before=now + pause, exclude=exclude)
-
-
 def delay(row: int, recovery: RecoveryConfig, jitter: float) -> float:
     """Seconds to wait before the restart after `row` failures in a row: doubled each time, half of it jittered."""
     full = min(recovery.backoff_max, recovery.backoff * 2.0 ** min(row - 1, 60))
     return full * (0.5 + 0.5 * jitter)
 
 
+def _gives_up(outage: Sequence[Past], recovery: RecoveryConfig) -> float:
+    return min(past.ended_at for past in outage) + recovery.no_progress_hours * 3600
+
+
+def _counted(row: Sequence[Past]) -> str:
+    """`launch failed 4 times, node lost once`."""
+    kinds = Counter(str(past.kind).replace("_", " ") for past in row)
+    return ", ".join(f"{kind} {'once' if times == 1 else f'{times} times'}" for kind, times in kinds.items())
+
+
+def _told(outage: Sequence[Past], now: float) -> str:
+    """The same with how long it has lasted, written once for each decision: `launch failed 4 times in 12 min`."""
+    lasted = now - min(past.ended_at for past in outage)
+    return _counted(outage) if len(outage) == 1 else f"{_counted(outage)} in {_span(lasted)}"
+
+
+def _span(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def clock_time(at: float) -> str:
+    """A moment as people read it in a reason, which is stored: `Nov 22 03:41:20 UTC`."""
+    return datetime.fromtimestamp(at, UTC).strftime("%b %d %H:%M:%S UTC")
+
+
 def _advanced(history: Sequence[Past], index: int, *, steps_known: bool) -> bool:
     """Whether this attempt committed a checkpoint newer than all before it."""
     attempt = history[index]
     if not steps_known:
-        return attempt.started and attempt.kind in _FREE
+        return attempt.started and (attempt.kind in FREE or attempt.trained >= COMMAND_PROGRESS)
     best = max((past.saved_step for past in history[:index] if past.saved_step is not None), default=0)
     return attempt.saved_step is not None and attempt.saved_step > best
 
 
-def _without_progress(history: Sequence[Past], *, steps_known: bool) -> int:
-    """Attempts at the end of the history that ran and made no new checkpoint; a lost job that never ran is no try."""
-    stalled = 0
+def _without_progress(history: Sequence[Past], *, steps_known: bool) -> list[Past]:
+    """The failures since the run last made progress; the end of the attempt that made it is the first of them."""
+    row: list[Past] = []
     for index in reversed(range(len(history))):
-        if _advanced(history, index, steps_known=steps_known):
+        past, advanced = history[index], _advanced(history, index, steps_known=steps_known)
+        if past.kind is not None and not (advanced and past.kind in FREE):
+            row.append(past)
+        if advanced:
             break
-        past = history[index]
-        stalled += past.started or past.kind is not FailureKind.JOB_LOST
-    return stalled
-
-
-def _costs(history: Sequence[Past], index: int, *, steps_known: bool) -> bool:
-    """Whether this attempt used failure budget."""
-    past = history[index]
-    if past.kind is None:
-        return False
-    return past.kind not in _FREE or not _advanced(history, index, steps_known=steps_known)
+    return row[::-1]

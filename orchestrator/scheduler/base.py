@@ -22,6 +22,7 @@ class Resources:
     qos: str = ""
     constraint: str = ""
     exclude: tuple[str, ...] = ()
+    avoided: tuple[str, ...] = ()  # those of `exclude` that orch itself has put there
     signal_lead: int = 120
     sbatch: dict[str, Any] = field(default_factory=dict)
 

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import os
-import re
 import shlex
 import shutil
 from pathlib import Path
@@ -12,39 +11,17 @@ from typing import Any
 from submitit.core.utils import FailedJobError
 from submitit.slurm.slurm import SlurmExecutor
 
-from orchestrator.errors import ConfigError, SubmitAmbiguous, SubmitRejected
+from orchestrator.errors import ConfigError, Heals, SubmitAmbiguous, SubmitRejected
 from orchestrator.scheduler import payload
 from orchestrator.scheduler.base import JobSpec, Resources
-from orchestrator.scheduler.commands import no_contact, require
+from orchestrator.scheduler.commands import ask, require
 from orchestrator.scheduler.job_environment import Submitter
+from orchestrator.scheduler.refusals import submit_error
 from orchestrator.scheduler.sbatch_values import check_field, check_nodes, check_options, check_text, minutes
 from orchestrator.scheduler.script import prepare
+from orchestrator.scheduler.slurm_text import expand_nodes
 
 SBATCH_TIMEOUT_S = 60
-
-_REFUSALS = re.compile(
-    "|".join(
-        (
-            r"invalid (qos|account|partition|feature|generic resource|wckey|license|node name|constraint|user id)",
-            r"invalid job (credential|array)", r"invalid (partition|qos|account) specified", r"invalid --?\S+ spec",
-            r"requested node configuration is not available", r"requested time limit is invalid",
-            r"requested partition configuration not available", r"requested reservation is (invalid|not usable)",
-            r"violates accounting/qos policy", r"more processors requested than permitted",
-            r"node count specification invalid", r"(cpu|processor) count (per node )?(can not|cannot) be satisfied",
-            r"memory (required by task|specification) (is not available|can not be satisfied)",
-            r"user's group not permitted", r"access/permission denied", r"job size specification",
-            r"could not establish a configuration source",
-            r"unrecognized option", r"requires an argument", r"unrecognized .* (value|option)",
-            r"invalid (numeric value|argument)",
-            r"too many (tasks|nodes|cpus)", r"no partition specified or system default partition",
-            r"pathname of a file, directory or other parameter too long", r"invalid reservation",
-            r"invalid job time|time limit specification", r"invalid number of",
-            r"invalid (memory|gres|gpu|tres|exclude|nodelist)",
-        )
-    ),
-    re.IGNORECASE,
-)  # fmt: skip
-"""Slurm's words for a definite no (slurm_errno.c and sbatch's own checks): the job does not exist."""
 
 
 class HeldExecutor(SlurmExecutor):  # type: ignore[misc]  # submitit is not type-checked here
@@ -162,24 +139,30 @@ def submit(spec: JobSpec, entry: str) -> None:
         with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it then raises
             made.submit(function, *payload.arguments(spec))
     except FailedJobError as error:
-        raise submit_error(str(error)) from error
+        raise _refused(submit_error(str(error)), spec.resources) from error
     except (OSError, RuntimeError) as error:  # submitit could not read sbatch's answer, or the files behind it
         raise SubmitAmbiguous(
             f"sbatch ended, but not as expected: {error}", hint="the job is looked up by its name"
         ) from error
 
 
-def submit_error(said: str) -> SubmitRejected | SubmitAmbiguous:
-    """What sbatch's words mean: a definite refusal, or nothing that can be relied on."""
-    words = " ".join(
-        line.removeprefix("sbatch: ").removeprefix("error: ") for line in said.splitlines() if line.strip()
-    )
-    if _REFUSALS.search(said) and not no_contact(said):
-        return SubmitRejected(
-            f"Slurm refused the job: {words[:400]}",
-            hint="change the `cluster` part of the configuration; `sinfo -s` helps",
-        )
-    return SubmitAmbiguous(
-        f"sbatch failed, and the job may exist all the same: {words[:400] or 'no message'}",
-        hint="nothing is submitted again until look-ups have told",
-    )
+def _refused(error: SubmitRejected | SubmitAmbiguous, resources: Resources) -> SubmitRejected | SubmitAmbiguous:
+    """The same refusal, or, where a node to exclude is the trouble, one that names the nodes that Slurm does not know."""
+    if not isinstance(error, SubmitRejected) or "invalid node name" not in error.what.lower():
+        return error
+    unknown = _unknown_nodes(resources)
+    ours = tuple(node for node in resources.avoided if node in unknown)
+    if ours:
+        what = f"Slurm does not know {', '.join(ours)} any more, which orch avoided; the next try does without that"
+        return SubmitRejected(what, heals=Heals.YES, unknown_nodes=ours)
+    if unknown:
+        error.what += f"; cluster.exclude names {', '.join(sorted(unknown))}, which Slurm does not know"
+    return error
+
+
+def _unknown_nodes(resources: Resources) -> set[str]:
+    done = ask(["sinfo", "-h", "-a", "-N", "-o", "%N"])
+    if done.returncode != 0 or not done.stdout.strip():
+        return set()
+    wanted = {name for text in resources.exclude for name in expand_nodes(text)}
+    return wanted - set(done.stdout.split())

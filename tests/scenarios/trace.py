@@ -6,13 +6,26 @@ from typing import Any
 
 from orchestrator.controller import failpoints
 from orchestrator.registry.records import Run
-from orchestrator.states import RunState
+from orchestrator.states import ENDED_RUNS, RunState
 from tests.fakes.model_slurm import ModelJob, Weather
+from tests.fakes.outages import PASSING_REFUSALS
 from tests.scenarios.world import World, config
 from trainer.contract.outcome import Failure, FailureKind
 
 BAD_TURNS = 60
-"""Turns of controller and cluster with faults, before everything heals."""
+"""Turns of controller and cluster with faults, before the weather clears; outages go on until their own time."""
+LONGEST_OUTAGE = 20 * 3600.0
+"""Seconds that an outage lasts at most: shorter than the day for which a run waits by default."""
+SOON = 2 * 3600.0
+"""Seconds after the last outage within which the run must have come to its end."""
+
+MOMENTS = (
+    "silence", "silence_ends", "silence_ends", "crash", "preempt", "node", "zombie", "agent", "rank", "forget",
+    "requeue", "stuck", "scancel_held", "restart",
+)  # fmt: skip
+"""Faults that strike once; each is a method of Trace with an underscore before its name."""
+OUTAGES = ("refusals", "boots", "preemptions", "decommission", "long_silence")
+"""Faults that last: minutes mostly, hours sometimes. They end by themselves."""
 
 
 def weather(rng: Random) -> Weather:
@@ -37,6 +50,7 @@ class Trace:
         self.deadly = self.rng.choice([0.0, 0.01, 0.05])
         self.seconds = self.rng.choice([1.0, 2.0, 7.0])
         self.told: list[str] = []
+        self.began = self.outages_end = self.world.clock.now
         self.cancel_at = self.rng.randrange(BAD_TURNS) if self.rng.random() < 0.15 else None
         self.world.kill_at = lambda point: self.rng.random() < self.deadly
         monkeypatch.setattr(failpoints, "reach", self.world.reach)
@@ -46,38 +60,87 @@ class Trace:
         self.slurm.close()
 
     def run(self) -> Run:
-        """Bad weather, healing, the end."""
+        """Bad weather, outages that end by themselves, the end of the run: nobody types anything."""
         for turn in range(BAD_TURNS):
             self._fault()
             if turn == self.cancel_at:
                 self._ask("cancel")
-            self.world.turns(1, self.seconds)
+            self._turn(self.seconds)
+        self._clear()
+        while self.world.clock.now < self.outages_end and not self._over():
+            self._turn(max(5.0, min(120.0, self.outages_end - self.world.clock.now)))
         self._heal()
-        # A run that is held asked for a person: here is one.
-        while self.world.finish(1500, 5.0).state is RunState.HELD:
+        healed = self.world.clock.now
+        while not self._over() and self.world.clock.now - healed < SOON:
+            self._turn(5.0)
+        return self.world.run
+
+    def _over(self) -> bool:
+        # Whoever cancels a job with scancel means it: only then a person has to take it up again.
+        if self.world.run.state is RunState.HELD and "was cancelled, not by orch" in self.world.run.reason:
+            assert "scancel_held" in self.told
             self._ask("resume")
             self.world.turns(1)
-        return self.world.run
+        return self.world.run.state in ENDED_RUNS | {RunState.HELD}
+
+    def _turn(self, seconds: float) -> None:
+        if self.slurm.silent_until and self.world.clock.now >= self.slurm.silent_until:
+            self.slurm.reachable, self.slurm.silent_until = True, 0.0
+        self.world.turns(1, seconds)
+        self.world.sleep()
 
     def _ask(self, verb: str) -> None:
         self.told.append(verb)
         self.world.store.ask(self.world.name, verb, {}, self.world.clock.now)
 
-    def _heal(self) -> None:
-        self.deadly, self.slurm.reachable = 0.0, True
-        self.slurm.weather = Weather()
+    def _clear(self) -> None:
+        self.deadly, self.slurm.weather = 0.0, Weather()
+        self.slurm.reachable = not self.slurm.silent_until
         self.slurm.down.clear()
-        self.told.append("healed")
+        self.told.append("cleared")
+
+    def _heal(self) -> None:
+        self.slurm.outages.end()
+        self.slurm.reachable, self.slurm.silent_until = True, 0.0
 
     def _fault(self) -> None:
         if self.rng.random() > 0.25:
             return
-        name = self.rng.choice(
-            ["silence", "silence_ends", "silence_ends", "crash", "preempt", "node", "zombie", "agent", "rank",
-             "forget", "requeue", "stuck", "scancel_held", "restart"]
-        )  # fmt: skip
+        name = self.rng.choice(OUTAGES if self.rng.random() < 0.12 else MOMENTS)
         self.told.append(name)
         getattr(self, f"_{name}")()
+
+    # -- outages
+
+    def _until(self, longest: float = LONGEST_OUTAGE) -> float:
+        """When an outage that begins now ends: one in five lasts for hours."""
+        lasts = self.rng.uniform(60.0, longest if self.rng.random() < 0.2 else 1800.0)
+        # No outage at all may be longer than a day, however many meet.
+        until = min(self.world.clock.now + lasts, self.began + LONGEST_OUTAGE)
+        self.outages_end = max(self.outages_end, until)
+        return until
+
+    def _refusals(self) -> None:
+        self.slurm.outages.words = self.rng.choice(PASSING_REFUSALS)
+        self.slurm.outages.refused_until = self._until()
+
+    def _boots(self) -> None:
+        self.slurm.outages.boots_fail_until = self._until()
+
+    def _preemptions(self) -> None:
+        self.slurm.outages.preempted_after = self.rng.choice([1.0, 30.0, 600.0])
+        self.slurm.outages.preempted_until = self._until(7200.0)
+
+    def _decommission(self) -> None:
+        if len(self.slurm.nodes) > 2 and (job := self._job()) is not None and job.agents is not None:
+            node = job.nodes[0]
+            job.agents.fail(Failure(kind=FailureKind.NODE_SUSPECT, reason="its GPU is lost", node=node))
+            self.slurm.decommission(node)
+
+    def _long_silence(self) -> None:
+        self.slurm.reachable, self.slurm.silent_until = False, self._until()
+
+    # -- faults of a moment
 
     def _job(self) -> ModelJob | None:
         return self.rng.choice(self.slurm.running() or [None])
@@ -86,7 +149,7 @@ class Trace:
         self.slurm.reachable = False
 
     def _silence_ends(self) -> None:
-        self.slurm.reachable = True
+        self.slurm.reachable = not self.slurm.silent_until
 
     def _crash(self) -> None:
         self.slurm.crash()

@@ -15,7 +15,7 @@ from orchestrator.registry.records import Attempt, Run
 from orchestrator.states import ENDED_RUNS, AttemptState, RunState
 from tests.fakes.memory_store import MemoryStore
 from tests.fakes.model_clock import FakeClock
-from tests.fakes.model_slurm import ModelSlurm
+from tests.fakes.outages import OutageSlurm
 from trainer.contract.launch import LaunchToken
 from trainer.contract.run_dir import RunDir
 
@@ -31,7 +31,7 @@ def config(*, steps: int = 40, every: int = 5, **recovery: Any) -> dict[str, Any
         "cluster": {"kind": "slurm", "nodes": 1, "cpus_per_task": 1},
         "train": {"steps": steps},
         "checkpoint": {"every": every},
-        "recovery": {"max_failures": 50, "no_progress": 20, **recovery},
+        "recovery": recovery,
     }
 
 
@@ -42,7 +42,7 @@ class World:
         self.rng = Random(seed)
         self.clock = FakeClock()
         self.store = store or MemoryStore()
-        self.slurm = ModelSlurm(self.clock, Random(seed + 1))
+        self.slurm = OutageSlurm(self.clock, Random(seed + 1))
         self.root = root
         data = data or config()
         digest = self.store.put_config(json.loads(canonical(data)))
@@ -116,6 +116,12 @@ class World:
             self.slurm.step(seconds)
             self.check()
 
+    def sleep(self) -> None:
+        """Let the time pass for which the run waits before its next attempt, at once: nothing happens in between."""
+        run = self.run
+        if run.state is RunState.RECOVERING and not any(job.live for job in self.slurm.jobs):
+            self.slurm.step(max(0.0, run.not_before - self.clock.now))
+
     def finish(self, count: int = 3000, seconds: float = 5.0) -> Run:
         """Go on until the run needs nobody any more."""
         self.turns(count, seconds, lambda: self.run.state in ENDED_RUNS | {RunState.HELD})
@@ -164,9 +170,10 @@ class World:
                 assert self._given_up(job), f"attempt {attempt.number} ENDED, job {job.job_id} is {job.state}"
 
     def _check_inheritance(self) -> None:
-        for place in self.folder.all_attempts() if self.folder.path.is_dir() else []:
-            if place.go.is_file():
-                token = LaunchToken.read(place.go)
+        for attempt in self.attempts[-3:]:
+            go = self.folder.attempt(attempt.number).go
+            if go.is_file():
+                token = LaunchToken.read(go)
                 numbers = [int(name.split(".")[1].partition("-")[0]) for name in token.checkpoints]
                 assert all(number < token.attempt for number in numbers), token
 

@@ -215,15 +215,13 @@ class RecoveryConfig:
     restarts_in_place: int = 5
     """New generations allowed within one attempt."""
     max_failures: int = 10
-    """Failed attempts after which the run is FAILED; preemption and time limit do not count while steps advance."""
-    max_attempts: int = 1000
-    """Attempts of any kind after which the run is held."""
-    no_progress: int = 3
-    """Consecutive attempts without a new checkpoint after which the run is held."""
+    """Failures since the newest checkpoint that the program may have caused (a rank died or hung), then the run is FAILED."""
+    no_progress_hours: float = 24.0
+    """Hours without a new checkpoint for which failures of the cluster are retried, then the run is held."""
     backoff: float = 10.0
     """Seconds before the first restart; doubled, with jitter, for every further failure in a row."""
     backoff_max: float = 900.0
-    """Longest pause between attempts in seconds."""
+    """Longest pause between attempts in seconds; an outage that ends is noticed within this time."""
     exclude_hours: float = 24.0
     """Hours for which a node with evidence against it is excluded."""
     exclude_share: float = 0.1

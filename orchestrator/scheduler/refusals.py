@@ -1,0 +1,98 @@
+"""What sbatch's words mean: a refusal for good, one that passes, or no answer at all.
+
+Sources: Slurm's table of errors (src/common/slurm_errno.c), what sbatch itself retries (src/sbatch/sbatch.c), the limits
+that slurmctld names in a line of its own (src/common/job_state_reason.c), and configless start-up (src/common/read_config.c).
+"""
+
+import re
+from dataclasses import dataclass
+
+from orchestrator.errors import Heals, SubmitAmbiguous, SubmitRejected
+from orchestrator.scheduler.commands import no_contact
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One row of the table: `words` is a pattern for what sbatch prints, `hint` what to type or to expect."""
+
+    words: str
+    heals: Heals
+    hint: str
+
+
+_SITE = "Slurm's administrators end this; `scontrol ping`, `sinfo -s` and `scontrol show reservation` tell more"
+_LIMIT = "it passes when jobs of yours or of your account end: `squeue --me`, `sacctmgr show qos`"
+_PER_JOB = "ask for less (cluster.time, cluster.nodes, cluster.gpus_per_node), or choose another cluster.qos"
+_ACCOUNT = "cluster.account and cluster.qos must be yours on this partition: `sacctmgr show assoc user=$USER`"
+_PARTITION = "`sinfo -s` lists partitions: set cluster.partition"
+_SIZE = "`sinfo -Nel` tells what nodes have: change cluster.nodes, cpus_per_task, mem, gpus_per_node or constraint"
+_OPTION = "change the `cluster` part of the configuration; `orch submit --print-sbatch` shows the script"
+
+REFUSALS = (
+    # Limits: slurmctld prints the limit's name in a line before its general words.
+    Refusal(r"(QOS|Assoc)(Max|Min)\w*(PerJob|PerNode)|(QOS|Assoc)MaxWall|(QOS|Assoc)Min|QOSTimeLimit", Heals.NEVER, _PER_JOB),
+    Refusal(r"(QOS|Assoc)(Max|Grp)\w+|QOSUsageThreshold|violates accounting/qos policy", Heals.YES, _LIMIT),
+    Refusal(r"breached requested qos usage threshold|maxjobcount limit|job queue full", Heals.YES, _LIMIT),
+    # The site's doing: downtime, maintenance, upgrades, load.
+    Refusal(r"temporarily unable to accept|resource temporarily unavailable|creation temporarily disabled", Heals.YES, _SITE),
+    Refusal(r"rate limit exceeded|requested nodes are busy|required ports are in use", Heals.YES, _SITE),
+    Refusal(r"submissions disabled|requested operation is presently disabled|in standby", Heals.YES, _SITE),
+    Refusal(r"partition (configuration )?not available|partition in down state", Heals.YES, _SITE),
+    Refusal(r"required node not available|maintenance reservation", Heals.YES, _SITE),
+    Refusal(r"reservation (is in use|not usable)", Heals.YES, _SITE),
+    Refusal(r"licenses currently unavailable|waiting for burst buffer|resource limit exceeded", Heals.YES, _SITE),
+    Refusal(r"i/o error writing script|slurm internal error|job credential", Heals.YES, _SITE),
+    Refusal(r"incompatible versions|plugin initialization failed|unable to open file", Heals.YES, _SITE),
+    # What a directory or slurmdbd that is away makes of a good job; in a new run it is a typo.
+    Refusal(r"invalid account|invalid (qos|wckey)", Heals.ONCE_ACCEPTED, _ACCOUNT),
+    Refusal(r"user's group not permitted|permission denied|access denied|invalid (user|group) id", Heals.ONCE_ACCEPTED, _ACCOUNT),
+    Refusal(r"requested node configuration is not available|requested nodes not in this", Heals.ONCE_ACCEPTED, _SIZE),
+    Refusal(r"invalid generic resource|invalid (gres|tres|trackable)", Heals.ONCE_ACCEPTED, _SIZE),
+    # Nobody's outage.
+    Refusal(r"invalid partition|no partition specified", Heals.NEVER, _PARTITION),
+    Refusal(r"invalid (feature|license|constraint|preferred feature)|reservation is invalid|invalid reservation", Heals.NEVER, _OPTION),
+    Refusal(r"invalid node name", Heals.NEVER, "`sinfo -N` lists nodes: change cluster.exclude"),
+    Refusal(r"time limit is invalid|invalid (job )?time|time limit specification", Heals.NEVER, _PER_JOB),
+    Refusal(r"more processors requested|count (specification )?(invalid|(per node )?can ?not be satisfied)", Heals.NEVER, _SIZE),
+    Refusal(r"memory (required by task|specification)|too many (tasks|nodes|cpus)|size specification", Heals.NEVER, _SIZE),
+    Refusal(r"(unrecognized|invalid) .*(option|value|argument|specification)|requires an argument", Heals.NEVER, _OPTION),
+    Refusal(r"invalid (--?\S+ spec|job array|number of|memory|gpu|exclude|nodelist)|pathname .* too long", Heals.NEVER, _OPTION),
+)  # fmt: skip
+"""The first row that matches decides."""
+
+_ANSWERED = re.compile(r"batch job submission failed", re.IGNORECASE)
+"""Words with which sbatch passes on slurmctld's own no."""
+
+_SILENT = re.compile(
+    r"could not establish a configuration source|unable to resolve|name or service not known|dns srv lookup failed"
+    r"|temporary failure in name resolution|munged?\b|authentication|can't find an address"
+    r"|message (send|receive) failure|communication",
+    re.IGNORECASE,
+)
+"""No answer, in words that only sbatch's side writes: look-ups, which are in the same trouble, decide when it is over."""
+
+
+def submit_error(said: str) -> SubmitRejected | SubmitAmbiguous:
+    """What sbatch's words mean for the job: refused, for good or for now, or nothing that can be relied on."""
+    words = " ".join(
+        line.removeprefix("sbatch: ").removeprefix("error: ") for line in said.splitlines() if line.strip()
+    )[:400]
+    row = _row(said)
+    if row is None:
+        return SubmitAmbiguous(
+            f"sbatch failed, and the job may exist all the same: {words or 'no message'}",
+            hint="nothing is submitted again until look-ups have told",
+        )
+    return SubmitRejected(f"Slurm refused the job: {words}", hint=row.hint, heals=row.heals)
+
+
+def _row(said: str) -> Refusal | None:
+    answered = _ANSWERED.search(said) is not None
+    # Killed by its own time limit while it went on trying: its last try may have been taken.
+    if no_contact(said) or _SILENT.search(said) or (not answered and re.search(r"retrying\s*$", said, re.IGNORECASE)):
+        return None
+    for row in REFUSALS:
+        if re.search(row.words, said, re.IGNORECASE):
+            return row
+    # A plugin of the site may say anything. It is an answer, and nobody knows that it will not pass.
+    return Refusal("", Heals.YES, "orch does not know these words of Slurm's; ask your site") if answered else None

@@ -1,0 +1,193 @@
+"""Stories of outages: a run waits for what heals, says for what, and needs no person."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from orchestrator.states import ENDED_RUNS, AttemptState, RunState
+from tests.fakes.outages import PASSING_REFUSALS
+from tests.scenarios.world import World, config, training
+from trainer.contract.outcome import Failure, FailureKind
+
+HOUR = 3600.0
+MEMORY = Path("/dev/shm")
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    """A folder for many small files: in memory where there is such a place."""
+    with TemporaryDirectory(prefix="orch-outage-", dir=MEMORY if MEMORY.is_dir() else None) as folder:
+        yield Path(folder)
+
+
+def wait_out(world: World, seconds: float = 2.0) -> None:
+    """Go on, with backoff passing at once, until the run needs nobody any more."""
+    for _ in range(5000):
+        if world.run.state in ENDED_RUNS | {RunState.HELD}:
+            return
+        world.turns(1, seconds)
+        world.sleep()
+    raise AssertionError(f"still {world.run.state}: {world.run.reason}")
+
+
+def test_node_failures_with_checkpoints_between_them_end_no_run(root: Path) -> None:
+    world = World(root, data=config(steps=400, every=5))
+    for number in range(1, 16):
+        training(world, 20 * number)
+        world.slurm.fail_node(world.slurm.running()[0], zombie=False)
+        world.slurm.down.clear()
+        world.turns(10)
+    wait_out(world)
+    assert world.run.state is RunState.SUCCEEDED
+    assert len(world.attempts) == 16
+
+
+@pytest.mark.parametrize("lasts", [90.0, 20 * HOUR])
+def test_boots_that_fail_for_a_while(root: Path, lasts: float) -> None:
+    world = World(root)
+    world.slurm.outages.boots_fail_until = world.clock.now + lasts
+    world.turns(10)
+    assert world.run.state is RunState.RECOVERING
+    assert "launch failed" in world.run.reason
+    assert "; holds after Jan 13 13:46:" in world.run.reason
+    assert "unless a checkpoint is saved; next try at Jan 12 13:4" in world.run.reason
+    wait_out(world)
+    assert world.run.state is RunState.SUCCEEDED
+
+
+def test_boots_that_fail_for_longer_than_the_patience_hold_the_run(root: Path) -> None:
+    world = World(root, data=config(no_progress_hours=3.0))
+    began = world.clock.now
+    world.slurm.outages.boots_fail_until = began + 100 * HOUR
+    wait_out(world)
+    assert world.run.state is RunState.HELD
+    assert 3 * HOUR <= world.clock.now - began <= 3.5 * HOUR
+    assert "in 3." in world.run.reason
+    assert "recovery.no_progress_hours is spent; the last one: Slurm ended job" in world.run.reason
+
+
+def test_preemptions_before_the_first_save(root: Path) -> None:
+    world = World(root, data=config(steps=400, every=200))
+    world.slurm.outages.preempted_until = world.clock.now + 6 * HOUR
+    wait_out(world)
+    assert world.run.state is RunState.SUCCEEDED
+    assert len(world.attempts) > 20
+
+
+@pytest.mark.parametrize("words", PASSING_REFUSALS)
+def test_a_refusal_that_passes(root: Path, words: str) -> None:
+    world = World(root)
+    world.slurm.outages.words = words
+    world.slurm.outages.refused_until = world.clock.now + 8 * HOUR
+    wait_out(world, 20.0)
+    assert world.run.state is RunState.SUCCEEDED
+    assert len(world.attempts) <= 60
+
+
+def test_a_reason_does_not_change_while_the_run_waits(root: Path) -> None:
+    world = World(root)
+    world.slurm.outages.refused_until = world.clock.now + HOUR
+    world.turns(60, until=lambda: len(world.attempts) == 4 and world.run.state is RunState.RECOVERING)
+    said = set()
+    for _ in range(10):
+        world.turns(1, 0.5)
+        said.add(world.run.reason)
+    assert len(said) == 1
+    assert said.pop().startswith("submit deferred 4 times in 5")
+    world.slurm.reachable = False
+    world.turns(1, 0.5)
+    assert "does not answer" in world.run.reason
+    world.slurm.reachable = True
+    world.turns(1, 0.5)
+    assert "submit deferred 4 times" in world.run.reason
+
+
+def test_a_node_that_is_gone_is_no_longer_excluded(root: Path) -> None:
+    world = World(root)
+    training(world, 12)
+    dead = world.attempts[0].nodes[0]
+    world.controller.pool_size = lambda _: 4
+    agents = world.slurm.running()[0].agents
+    assert agents is not None
+    agents.fail(Failure(kind=FailureKind.NODE_SUSPECT, reason="its GPU is lost", node=dead))
+    world.slurm.decommission(dead)
+    wait_out(world)
+    assert world.run.state is RunState.SUCCEEDED
+    assert [attempt.excluded for attempt in world.attempts] == [(), (dead,), ()]
+    (node,) = [node for node in world.store.nodes() if node.name == dead]
+    assert (node.excluded_until <= world.clock.now, node.reason) == (True, "Slurm does not know this node any more")
+
+
+def test_a_node_that_the_user_excludes_and_slurm_does_not_know_is_the_user_s(root: Path) -> None:
+    data = config()
+    data["cluster"]["exclude"] = "n9"
+    world = World(root, data=data)
+    world.slurm.outages.decommissioned.add("n9")
+    world.turns(2)
+    assert world.run.state is RunState.HELD
+    assert len(world.attempts) == 1
+
+
+def test_a_folder_of_runs_that_is_away_for_a_while(root: Path) -> None:
+    world = World(root / "unmounted")
+    world.turns(5)
+    assert world.run.state is RunState.CREATED
+    assert "cannot make the run's folder: No such file or directory" in world.run.reason
+    assert world.run.reason.endswith("; tried again until it works")
+    (root / "unmounted").mkdir()
+    wait_out(world)
+    assert world.run.state is RunState.SUCCEEDED
+
+
+def test_a_doubtful_refusal_is_a_typo_in_a_new_run_and_an_outage_later(root: Path) -> None:
+    words = "sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified"
+    for name in ("new", "old"):
+        (root / name).mkdir()
+    new = World(root / "new")
+    new.slurm.outages.words, new.slurm.outages.refused_until = words, new.clock.now + HOUR
+    new.turns(2)
+    assert new.run.state is RunState.HELD
+    assert "sacctmgr show assoc" in new.run.reason
+    old = World(root / "old")
+    training(old, 12)
+    old.slurm.outages.words, old.slurm.outages.refused_until = words, old.clock.now + HOUR
+    old.slurm.preempt(old.slurm.running()[0])
+    wait_out(old)
+    assert old.run.state is RunState.SUCCEEDED
+
+
+def test_storage_that_heals(root: Path) -> None:
+    world = World(root)
+    for step in (12, 12, 12):
+        training(world, step)
+        agents = world.slurm.running()[0].agents
+        assert agents is not None
+        agents.fail(Failure(kind=FailureKind.STORAGE, reason="OSError: [Errno 28] No space left on device"))
+        world.turns(3)
+        world.turns(60, until=lambda: any(job.agents and job.agents.training for job in world.slurm.running()))
+    wait_out(world)
+    assert world.run.state is RunState.SUCCEEDED
+
+
+def test_a_released_node_is_used_again(root: Path) -> None:
+    world = World(root)
+    training(world, 12)
+    node, stamp = world.attempts[0].nodes[0], {"epoch": world.lease.epoch, "now": world.clock.now}
+    for _ in range(2):
+        world.store.ask(world.name, "release", {"node": node}, world.clock.now)
+        world.tick()
+        world.store.saw_node(node, "slurm", **stamp, excluded_until=world.clock.now + HOUR)
+    first, second = world.store.asks(pending=False)
+    assert (first.answer, second.answer) == (f"{node} is not excluded", f"{node} may be used again")
+
+
+def test_a_failed_attempt_that_waits_is_over(root: Path) -> None:
+    world = World(root)
+    world.slurm.outages.refused_until = world.clock.now + 600.0
+    world.turns(2)
+    assert world.attempts[0].state is AttemptState.ENDED
+    world.store.ask(world.name, "cancel", {}, world.clock.now)
+    world.turns(2)
+    assert world.run.state is RunState.CANCELLED

@@ -7,6 +7,7 @@ from orchestrator.config import RunConfig
 from orchestrator.controller import failpoints
 from orchestrator.controller.folder import ensure_attempt_dir
 from orchestrator.controller.jobs import is_live, job_spec, oldest
+from orchestrator.controller.lease import LEASE_TTL
 from orchestrator.controller.sight import Sight
 from orchestrator.controller.view import RunView
 from orchestrator.controller.watch import Clock, Watch
@@ -23,8 +24,6 @@ from trainer.contract.run_dir import AttemptDir, RunDir
 
 AMBIGUOUS_FOR = 60.0
 """Seconds of answered, empty look-ups after a submission before "it is not there" is believed."""
-LEASE_TTL = 60.0
-"""Seconds for which a lease lasts without a sign of its holder."""
 
 
 class Stamp(TypedDict):
@@ -41,10 +40,11 @@ class Actor:
         self.store, self.schedulers, self.clock, self.watch = store, schedulers, clock, watch
         self.lease = Lease(epoch=0, holder="", renewed_at=0.0, expires_at=0.0)
         self.actions: list[str] = []
+        self._held_at = 0.0  # by the clock that no person sets
         self.ambiguous_for = AMBIGUOUS_FOR
 
     def begin(self, lease: Lease) -> None:
-        self.lease, self.actions = lease, []
+        self.lease, self.actions, self._held_at = lease, [], self.clock.mono()
 
     @property
     def epoch(self) -> int:
@@ -56,10 +56,11 @@ class Actor:
     def hold_lease(self) -> None:
         """Renew the lease, or learn that it is lost: raises Fenced."""
         self.lease = self.store.renew_lease(self.lease, self.clock.wall(), LEASE_TTL)
+        self._held_at = self.clock.mono()
 
     def keep_lease(self) -> None:
         """Renew the lease when a good part of it has passed: a look-up may take a minute. Raises Fenced."""
-        if self.clock.wall() - self.lease.renewed_at >= LEASE_TTL / 6:
+        if self.clock.mono() - self._held_at >= LEASE_TTL / 6:
             self.hold_lease()
 
     def did(self, what: str) -> None:

@@ -15,6 +15,8 @@ from types import FrameType
 from orchestrator.controller import lease as leases
 from orchestrator.controller.lease import Holder, acquire, host_name, shown
 from orchestrator.controller.reconcile import Controller, TickReport
+from orchestrator.controller.run_files import BoundedFiles
+from orchestrator.controller.run_records import RunRecords
 from orchestrator.controller.schedulers import Partitions, usable
 from orchestrator.controller.watch import Clock, Watch, boot_id
 from orchestrator.errors import Fenced, OrchError, Precondition, RegistryError
@@ -146,7 +148,11 @@ def _controller(store_path: Path) -> Iterator[Controller]:
     clock = Clock()
     with Store.open(store_path) as store:
         watch = Watch(clock.mono, store_path.with_name(f".{store_path.name}.watch.{host_name()}"), boot_id())
-        yield Controller(store, usable(), clock=clock, watch=watch, pool_size=Partitions())
+        files = BoundedFiles()
+        controller = Controller(store, usable(), clock=clock, watch=watch, pool_size=Partitions(), files=files)
+        files.between = controller.actor.keep_lease
+        store.database.after_commit = RunRecords(store, files)
+        yield controller
 
 
 def tick_once(store_path: Path, *, patience: float | None = None) -> TickReport | None:
@@ -274,6 +280,7 @@ class Daemon:
 
     def _tick(self, lease: Lease) -> TickReport:
         report = self.controller.tick(lease)
+        self.controller.store.database.after_commit(set())  # records that a hung directory has kept back
         for line in (*report.actions, *report.errors):
             log.info("%s", line)
         for kind in report.unreachable:

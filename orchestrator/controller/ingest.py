@@ -311,7 +311,7 @@ def progress(place: AttemptDir) -> tuple[int | None, float | None]:
         return line["step"], number(line["loss"]) if line.get("loss") is not None else None
     try:
         beat = Heartbeat.read(place.heartbeat)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None, None
     # Step 0 says that no rank has told its step yet, not that the run is back at its beginning.
     return (beat.step, beat.loss) if beat.step else (None, None)

@@ -1,11 +1,13 @@
 """Files that survive a crash: write, fsync, rename, fsync the folder; JSON whose floats read back exactly."""
 
+import errno
 import json
 import math
 import os
 import secrets
+import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -85,9 +87,36 @@ def number(value: float | str) -> float:
     return _NON_FINITE[value] if isinstance(value, str) else float(value)
 
 
-def read_json(path: Path) -> Any:
-    """Parse one JSON file; raises OSError or ValueError, with the path in the message."""
+class NotAFile(OSError):
+    """Something else stands where a regular file of bounded size is expected: reading it might never end."""
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading; raises NotAFile at once for a FIFO, a device, a socket or a folder."""
+    # Without O_NONBLOCK the opening of a FIFO waits for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
+    if kind == stat.S_IFREG:
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    raise NotAFile(errno.EINVAL, f"is {_KINDS.get(kind, 'something else')}, not a regular file", str(path))
+
+
+_KINDS = {
+    stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFDIR: "a folder",
+    stat.S_IFSOCK: "a socket",
+}  # fmt: skip
+MOST_JSON = 1 << 30
+"""Bytes of a JSON file beyond which it is nothing that was written here."""
+
+
+def read_json(path: Path, most: int = MOST_JSON) -> Any:
+    """Parse one JSON file of at most `most` bytes; raises OSError or ValueError, with the path in the message."""
+    with open_regular(path) as stream:
+        data = stream.read(most + 1)
+    if len(data) > most:
+        raise NotAFile(errno.EFBIG, f"is larger than {most} bytes", str(path))
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(data)
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error

@@ -12,7 +12,7 @@ from typing import Any
 from checkpointing.durable import canonical, fsync_dir, read_json
 from orchestrator.config import RunConfig
 from orchestrator.controller.ingest import ingest
-from orchestrator.controller.lease import Holder
+from orchestrator.controller.lease import Holder, shown
 from orchestrator.controller.places import committed, of_run, shared_places
 from orchestrator.controller.view import RunView
 from orchestrator.errors import RegistryError
@@ -78,10 +78,9 @@ def _refuse_while_served(path: Path, now: float) -> None:
 
 
 def _lives(lease: Lease, now: float) -> bool:
-    """Of this host the process itself is looked at: a long pass outlives its lease, and a killed one leaves it."""
+    """A process of this host that stalls may wake and write: it is told of like one that works."""
     holder = Holder.parse(lease.holder)
-    lives = holder.lives if holder is not None else None
-    return lease.expires_at > now if lives is None else lives
+    return shown(lease, now).alive or (holder is not None and holder.lives is True)
 
 
 def _refuse_twins(found: list[Found]) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import click
 
 from orchestrator.cli.options import Noun
+from orchestrator.cli.pulse import TAKE_OVER, controller_state
 from orchestrator.cli.render import Screen, iso, span
-from orchestrator.errors import SlurmUnreachable
+from orchestrator.errors import Precondition, SlurmUnreachable
 from orchestrator.home import registry_path
 
 
@@ -36,6 +37,7 @@ def run(screen: Screen, idle_exit: float | None) -> None:
 def tick(screen: Screen) -> int:
     """One pass over all runs, for cron and scrontab; nothing when another controller holds the lease.
 
+    A stalled controller is replaced: this waits until its lease has expired, and says why when it cannot (code 4).
     Exit code 5 when a scheduler gave no answer: what it holds was left as it is.
     """
     from orchestrator.controller import service
@@ -43,6 +45,10 @@ def tick(screen: Screen) -> int:
     report = service.tick_once(registry_path())
     if screen.json:
         screen.data("controller.tick", {"acted": report is not None, "report": _plain(report)})
+    if report is None and not (state := controller_state(time.time())).alive:
+        raise Precondition(f"nothing was done: {state.reason}", where=str(registry_path()), hint=TAKE_OVER)
+    if screen.json:
+        pass
     elif report is None:
         screen.note("another controller holds the lease and acts")
     else:
@@ -69,6 +75,8 @@ def status(screen: Screen) -> None:
     looked = f"looked at the runs {span(time.time() - health.ticked_at)} ago" if health.ticked_at else "no look yet"
     if health.alive:
         screen.say(f"alive: pid {health.pid} on {health.host}, {looked}")
+    elif health.stalled:
+        screen.say(f"{health.reason}, {looked}; {TAKE_OVER}")
     else:
         screen.say(f"none lives ({looked}); the next `orch submit` starts one, or `orch controller run`")
     screen.note(f"log {health.log}")

@@ -1,28 +1,19 @@
-"""Whether a controller lives, told from its lease without the ORM."""
+"""Whether a controller lives, as `orchestrator.controller.lease` tells it, without the ORM."""
 
-import socket
-from pathlib import Path
-
+from orchestrator.controller.lease import LeaseState, shown
 from orchestrator.home import registry_path
-from orchestrator.registry.records import Lease
+
+TAKE_OVER = "`orch controller tick` or the next `orch submit` takes over once its lease has expired"
+"""What to type while a controller stalls."""
+
+
+def controller_state(now: float) -> LeaseState:
+    """Whether some controller drives the runs of this registry, or stalls instead, and why this is said."""
+    from orchestrator.registry import quick  # sqlite3: not for `orch --help`
+
+    return shown(quick.lease(registry_path()), now)
 
 
 def controller_lives(now: float) -> bool:
     """Whether some controller drives the runs of this registry."""
-    from orchestrator.registry import quick  # sqlite3: not for `orch --help`
-
-    return alive(quick.lease(registry_path()), now)
-
-
-def alive(lease: Lease | None, now: float) -> bool:
-    """Of this host the process itself is looked at; of another host its lease must not have run out."""
-    if lease is None or not lease.holder:
-        return False
-    host, pid, started = lease.holder.rsplit(":", 2)
-    if host != socket.gethostname():
-        return lease.expires_at > now
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return False
-    return fields[0] not in ("Z", "X") and fields[19] == started
+    return controller_state(now).alive

@@ -6,9 +6,10 @@ from typing import Any
 import click
 
 from orchestrator.cli.options import Verb
-from orchestrator.cli.pulse import alive, controller_lives
+from orchestrator.cli.pulse import TAKE_OVER, controller_state
 from orchestrator.cli.registry import open_store, require_registry
 from orchestrator.cli.render import Column, Screen, compact, count, decimal, iso, plain, progress, span
+from orchestrator.controller.lease import shown
 from orchestrator.errors import ConfigError
 from orchestrator.home import registry_path
 from orchestrator.states import LIVE_RUNS, RunState
@@ -187,7 +188,12 @@ TSV = [
 
 
 def _warn_without_controller(screen: Screen, rows: list[dict[str, Any]]) -> None:
-    if any(row["state"] in LIVE_RUNS for row in rows) and not controller_lives(time.time()):
+    if not any(row["state"] in LIVE_RUNS for row in rows):
+        return
+    state = controller_state(time.time())
+    if state.stalled:
+        screen.warn("controller_stalled", f"{state.reason}: nothing is restarted meanwhile; {TAKE_OVER}")
+    elif not state.alive:
         screen.warn(
             "no_controller",
             "no controller lives: runs go on, but nothing is restarted and this table stands still; "
@@ -199,11 +205,14 @@ def _footer(rows: list[dict[str, Any]]) -> str:
     from orchestrator.registry import quick
 
     lease, now = quick.lease(registry_path()), time.time()
+    state = shown(lease, now)
     looked = f"looked {span(now - lease.ticked_at)} ago" if lease and lease.ticked_at else "has not looked yet"
     if lease is None:
-        word = "none"
-    elif alive(lease, now):
-        word = f"ok ({looked}, {lease.holder.split(':')[0]})"
+        word = "controller none"
+    elif state.stalled:
+        word = f"{state.reason}, {looked}"
+    elif state.alive:
+        word = f"controller ok ({looked}, {lease.holder.split(':')[0]})"
     else:
-        word = f"none ({looked})"
-    return f"{len(rows)} run{'' if len(rows) == 1 else 's'} · controller {word} · registry {registry_path()}"
+        word = f"controller none ({looked})"
+    return f"{len(rows)} run{'' if len(rows) == 1 else 's'} · {word} · registry {registry_path()}"

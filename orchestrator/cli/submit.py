@@ -11,16 +11,19 @@ import click
 
 from orchestrator.cli.config import OVERRIDES, SOURCE, print_config
 from orchestrator.cli.options import Verb
+from orchestrator.cli.pulse import TAKE_OVER, controller_state
 from orchestrator.cli.registry import open_store
 from orchestrator.cli.render import Screen, progress
 from orchestrator.cli.status import one_row
 from orchestrator.cli.watch import until_end, verdict
-from orchestrator.errors import Fenced, SlurmUnreachable
+from orchestrator.errors import Fenced, Precondition, SlurmUnreachable
 from orchestrator.home import registry_path
 from orchestrator.states import ENDED_RUNS, RunState
 
 JOB_WITHIN = 30.0
 """Seconds for which submit waits for the job's id; the controller goes on trying afterwards."""
+TAKEN_OVER_WITHIN = 75.0
+"""Seconds more while the controller gives no sign of life: a lease lasts a minute, then its successor launches."""
 JOB_WITHIN_ALONE = 150.0
 """Without a controller: an unanswered sbatch takes 60 s of look-ups before it may be repeated."""
 LOOK_EVERY = 0.1
@@ -105,6 +108,12 @@ def launch(
             where=run.run_dir,
             hint="`orch controller tick` or `orch controller run` goes on with it: do not submit it again",
         )
+    if row["job_id"] is None and not (state := controller_state(time.time())).alive:
+        raise Precondition(
+            f"{run.name} is written down, and nobody drives it: {state.reason}",
+            where=run.run_dir,
+            hint=f"do not submit it again; {TAKE_OVER if state.stalled else '`orch controller run` goes on with it'}",
+        )
     if row["job_id"] is None:
         screen.warn("no_job_yet", f"no job yet; whoever drives the run goes on trying: orch status {run.name}")
     return {
@@ -118,8 +127,11 @@ def _await_job(screen: Screen, run: str, *, no_controller: bool) -> tuple[dict[s
 
     With it the schedulers that gave this process no answer in the end.
     """
+    from orchestrator.registry import quick  # sqlite3: not for `orch --help`
+
     now = time.monotonic()
     deadline, knock_at = now + (JOB_WITHIN_ALONE if no_controller else JOB_WITHIN), now + KNOCK_EVERY
+    latest, before = deadline + TAKEN_OVER_WITHIN, quick.lease(registry_path())
     silent: tuple[str, ...] = ()
     while True:
         if no_controller:
@@ -128,7 +140,8 @@ def _await_job(screen: Screen, run: str, *, no_controller: bool) -> tuple[dict[s
         if row["job_id"] is not None or row["state"] in ENDED_RUNS or row["state"] == RunState.HELD:
             return row, silent
         now = time.monotonic()
-        if now >= deadline:
+        # A lease that nobody has renewed meanwhile: its holder stalls, and a successor waits until it expires.
+        if now >= deadline and (no_controller or now >= latest or quick.lease(registry_path()) != before):
             return row, silent
         if not no_controller and now >= knock_at:
             _knock()

@@ -100,7 +100,8 @@ class Watch:
         from orchestrator.controller import service  # sqlalchemy: only where nobody else drives
 
         try:
-            report = service.tick_once(registry_path())
+            # Beside a stalled controller the passes between two looks watch its lease until it may be taken.
+            report = service.tick_once(registry_path(), patience=0.0)
             silent = " and ".join(report.unreachable) if report is not None else ""
             if silent and silent != self._unreachable:
                 self._screen.note(f"{silent} does not answer; nothing is assumed, asking again")

@@ -7,7 +7,9 @@ from orchestrator.config import RunConfig
 from orchestrator.controller import failpoints
 from orchestrator.controller.folder import ensure_attempt_dir
 from orchestrator.controller.jobs import is_live, job_spec, oldest
+from orchestrator.controller.lease import LEASE_TTL
 from orchestrator.controller.refused import refused
+from orchestrator.controller.run_files import DirectFiles, Files
 from orchestrator.controller.sight import Sight
 from orchestrator.controller.view import RunView
 from orchestrator.controller.watch import Clock, Watch
@@ -17,15 +19,16 @@ from orchestrator.registry.records import Attempt, Lease, Run
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.base import JobStatus, Scheduler
 from orchestrator.states import AttemptState, RunState
-from trainer.contract.launch import LaunchToken, revoke
+from trainer.contract.launch import LaunchToken, is_revoked, revoke
 from trainer.contract.outcome import Failure
 from trainer.contract.requests import Request, RequestKind
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 AMBIGUOUS_FOR = 60.0
 """Seconds of answered, empty look-ups after a submission before "it is not there" is believed."""
-LEASE_TTL = 60.0
-"""Seconds for which a lease lasts without a sign of its holder."""
+
+SUBMIT_WITHIN = 180.0
+"""Seconds for what may take long in good health: Slurm's commands beside the files, and tiers full of checkpoints."""
 
 
 class Stamp(TypedDict):
@@ -41,11 +44,13 @@ class Actor:
     def __init__(self, store: Store, schedulers: Mapping[str, Scheduler], clock: Clock, watch: Watch) -> None:
         self.store, self.schedulers, self.clock, self.watch = store, schedulers, clock, watch
         self.lease = Lease(epoch=0, holder="", renewed_at=0.0, expires_at=0.0)
+        self.files: Files = DirectFiles()
         self.actions: list[str] = []
+        self._held_at = 0.0  # by the clock that no person sets
         self.ambiguous_for = AMBIGUOUS_FOR
 
     def begin(self, lease: Lease) -> None:
-        self.lease, self.actions = lease, []
+        self.lease, self.actions, self._held_at = lease, [], self.clock.mono()
 
     @property
     def epoch(self) -> int:
@@ -57,10 +62,11 @@ class Actor:
     def hold_lease(self) -> None:
         """Renew the lease, or learn that it is lost: raises Fenced."""
         self.lease = self.store.renew_lease(self.lease, self.clock.wall(), LEASE_TTL)
+        self._held_at = self.clock.mono()
 
     def keep_lease(self) -> None:
         """Renew the lease when a good part of it has passed: a look-up may take a minute. Raises Fenced."""
-        if self.clock.wall() - self.lease.renewed_at >= LEASE_TTL / 6:
+        if self.clock.mono() - self._held_at >= LEASE_TTL / 6:
             self.hold_lease()
 
     def did(self, what: str) -> None:
@@ -105,13 +111,13 @@ class Actor:
         attempt = view.last
         failpoints.reach("before_mark")
         self.hold_lease()
-        ensure_attempt_dir(view.folder, attempt)
+        self.files.call(view.folder.path, lambda: ensure_attempt_dir(view.folder, attempt))
         spec = job_spec(view.run, attempt, view.config)
         now = self.clock.wall()
         self.store.note_attempt(view.run.name, attempt.number, epoch=self.epoch, submitted_at=now)
         failpoints.reach("before_submit")
         try:
-            scheduler.submit(spec)
+            self.files.call(view.folder.path, lambda: scheduler.submit(spec), SUBMIT_WITHIN)
         finally:
             self.watch.forget(f"absent:{attempt.job_name}")
         failpoints.reach("after_submit")
@@ -144,7 +150,7 @@ class Actor:
         """Write GO unless it stands, and release the job; a GO in force is never rewritten: it would fence the job."""
         assert attempt.job_id is not None
         place = folder.attempt(attempt.number)
-        if not _in_force(place, attempt):
+        if not self.files.call(folder.path, lambda: _in_force(place, attempt)):
             failpoints.reach("before_go")
             self.hold_lease()
             earlier = [past for past in self.store.attempts(run.name) if past.number < attempt.number]
@@ -157,10 +163,12 @@ class Actor:
                 over=tuple(f"{past.number:03d}-{past.nonce}" for past in earlier),
                 mtbf=self._time_between_failures(run, config),
             )
-            token.write(place.go)
+            self.files.call(folder.path, lambda: token.write(place.go))
             failpoints.reach("after_go")
         self.hold_lease()
-        self.schedulers[run.cluster].release(attempt.job_id, place.submission)
+        job_id = attempt.job_id
+        release = self.schedulers[run.cluster].release
+        self.files.call(folder.path, lambda: release(job_id, place.submission), SUBMIT_WITHIN)
         failpoints.reach("after_release")
         self.did(f"released job {attempt.job_id}")
 
@@ -170,11 +178,12 @@ class Actor:
         """What the attempt may take up of earlier ones, as its launch token lists it."""
         from orchestrator.controller import places  # brings fsspec, which only a launch needs
 
-        seen = places.of_run(places.committed(config.checkpoint, folder), run, earlier)
+        found = self.files.call(folder.path, lambda: places.committed(config.checkpoint, folder), SUBMIT_WITHIN)
+        shared = self.files.call(folder.path, lambda: places.shared_places(config.checkpoint, folder))
         rows, copies = self.store.checkpoints(run.name), self.store.copies(run.name)
-        expected = places.expected(places.shared_places(config.checkpoint, folder), rows, copies)
-        found = places.inheritable(seen, rows, number, expected)
-        return {"checkpoints": found.checkpoints, "perhaps": found.perhaps}
+        seen, expected = places.of_run(found, run, earlier), places.expected(shared, rows, copies)
+        listed = places.inheritable(seen, rows, number, expected)
+        return {"checkpoints": listed.checkpoints, "perhaps": listed.perhaps}
 
     def _time_between_failures(self, run: Run, config: RunConfig) -> float:
         now = self.clock.wall()
@@ -187,11 +196,12 @@ class Actor:
 
     def shut(self, place: AttemptDir) -> None:
         """Fence an attempt off: whoever of it reads GO from now on must neither commit nor delete."""
-        if not place.go.exists():
+        folder = place.path.parent.parent
+        if self.files.call(folder, lambda: not place.path.is_dir() or is_revoked(place.go)):
             return
         failpoints.reach("before_revoke")
         self.hold_lease()
-        revoke(place.go)
+        self.files.call(folder, lambda: revoke(place.go))
         failpoints.reach("after_revoke")
 
     def cancel(self, run: Run, job_id: str, reason: str) -> None:
@@ -203,13 +213,22 @@ class Actor:
 
     def request_once(self, folder: RunDir, kind: RequestKind, attempt: int, reason: str, value: float | None) -> bool:
         """Ask an attempt for something, at most once for each kind; whether it was asked now."""
-        if folder.requests.is_dir() and any(folder.requests.glob(f"{kind}.{attempt:03d}.*.json")):
+        if self.files.call(folder.path, lambda: _is_asked(folder, kind, attempt)):
             return False
         self.hold_lease()
-        folder.requests.mkdir(mode=0o700, exist_ok=True)
-        Request(kind=kind, attempt=attempt, reason=reason, value=value).write(folder.requests)
+        request = Request(kind=kind, attempt=attempt, reason=reason, value=value)
+        self.files.call(folder.path, lambda: _put(request, folder))
         self.did(f"asked {folder.name}/{attempt} to {kind}: {reason}")
         return True
+
+
+def _is_asked(folder: RunDir, kind: RequestKind, attempt: int) -> bool:
+    return folder.requests.is_dir() and any(folder.requests.glob(f"{kind}.{attempt:03d}.*.json"))
+
+
+def _put(request: Request, folder: RunDir) -> None:
+    folder.requests.mkdir(mode=0o700, exist_ok=True)
+    request.write(folder.requests)
 
 
 def _in_force(place: AttemptDir, attempt: Attempt) -> bool:

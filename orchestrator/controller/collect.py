@@ -1,11 +1,14 @@
 """Evidence about an attempt, from its files and its scheduler; nothing here decides."""
 
-from collections.abc import Collection
+import errno
+import os
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from checkpointing.durable import number, read_json
+from checkpointing.durable import NotAFile, number, open_regular, read_json
+from orchestrator.controller.run_files import DirectFiles, Files
 from orchestrator.controller.sight import Sight
 from orchestrator.controller.view import RunView
 from orchestrator.controller.watch import Watch
@@ -15,6 +18,10 @@ from orchestrator.scheduler.base import ENDED_STATES, LEAVING_STATES, RUNNING_ST
 from trainer.contract.outcome import AttemptOutcome
 from trainer.contract.run_dir import AttemptDir
 
+T = TypeVar("T")
+
+MOST_HEARTBEAT = 1 << 20
+"""Bytes beyond which nothing is a heartbeat."""
 TAIL = 64 * 1024
 """Bytes read from the end of each log."""
 
@@ -28,23 +35,57 @@ class Heartbeat:
     loss: float | None = None
 
     @classmethod
-    def read(cls, path: Path) -> "Heartbeat | None":
-        """The heartbeat; None when there is none, or none that can be read."""
-        try:
-            fields = read_json(path)
-            loss = fields.get("loss")
-            return cls(seq=int(fields["seq"]), step=fields.get("step"), loss=None if loss is None else number(loss))
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            return None
+    def read(cls, path: Path) -> "Heartbeat":
+        """The heartbeat; raises OSError, ValueError, TypeError, KeyError or AttributeError when there is none."""
+        fields = read_json(path, MOST_HEARTBEAT)
+        loss = fields.get("loss")
+        return cls(seq=int(fields["seq"]), step=fields.get("step"), loss=None if loss is None else number(loss))
 
 
-def collect(view: RunView, sight: Sight, watch: Watch) -> Evidence:
-    """One look at the newest attempt of a run."""
-    attempt, place = view.last, view.place
+@dataclass(frozen=True, kw_only=True)
+class AttemptFiles:
+    """What the files of an attempt say at one look; `odd` tells of those that are no files of its own."""
+
+    beat: Heartbeat | None
+    outcome: AttemptOutcome | None
+    started: bool
+    odd: str = ""
+
+
+def read_files(place: AttemptDir) -> AttemptFiles:
+    """Read what an attempt has left; a file that cannot be read counts as none."""
+    odd: list[str] = []
+    beat, outcome = _read(Heartbeat.read, place.heartbeat, odd), _read(AttemptOutcome.read, place.outcome, odd)
+    return AttemptFiles(
+        beat=beat, outcome=outcome, started=beat is not None or _has_events(place), odd="; ".join(odd)
+    )  # fmt: skip
+
+
+def _read(read: Callable[[Path], T], path: Path, odd: list[str]) -> T | None:
+    try:
+        return read(path)
+    except (NotAFile, RecursionError) as error:
+        odd.append(odd_file(path, error))
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            odd.append(odd_file(path, error))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        pass
+    return None
+
+
+def odd_file(path: Path, error: Exception) -> str:
+    """What stands where a file of ours is expected, and what to do."""
+    return f"{path} {(error.strerror if isinstance(error, OSError) else '') or 'is damaged'}: remove it"
+
+
+def collect(view: RunView, sight: Sight, watch: Watch, files: Files | None = None) -> Evidence:
+    """One look at the newest attempt of a run; raises RunDirHangs."""
+    attempt, place, files = view.last, view.place, files or DirectFiles()
     key = f"{view.run.name}/{attempt.number}"
     job = sight.job_of(attempt)
-    beat = Heartbeat.read(place.heartbeat)
-    outcome = read_outcome(place.outcome)
+    seen = files.call(view.folder.path, lambda: read_files(place))
+    beat, outcome = seen.beat, seen.outcome
     ended = job is not None and job.state in ENDED_STATES
     leaving = job is not None and job.state in LEAVING_STATES
     gone = taken_out(job, watch, key) if view.config.cluster.spare_nodes else ()
@@ -55,13 +96,14 @@ def collect(view: RunView, sight: Sight, watch: Watch) -> Evidence:
         absent_for=_span(watch, f"gone:{key}", sight.answered and job is None, True),
         ended_for=_span(watch, f"ended:{key}", ended, job.state if job else ""),
         leaving_for=_span(watch, f"leaving:{key}", leaving, True),
-        started=beat is not None or _has_events(place),
+        started=seen.started,
         silent_for=watch.age(f"beat:{key}", beat.seq if beat else "none"),
         gone=gone,
         leader_gone=leader_gone(attempt, job, gone),
         outcome=outcome,
         cancel_asked=view.cancel is not None,
-        tails=read_tails(place) if ended and outcome is None else (),
+        tails=files.call(view.folder.path, lambda: read_tails(place)) if ended and outcome is None else (),
+        odd=seen.odd,
     )
 
 
@@ -101,14 +143,6 @@ def forget(watch: Watch, run: str, attempt: int) -> None:
         watch.forget(f"{what}:{run}/{attempt}")
 
 
-def read_outcome(path: Path) -> AttemptOutcome | None:
-    """The coordinator's last word; a damaged file counts as none."""
-    try:
-        return AttemptOutcome.read(path)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return None
-
-
 def _has_events(place: AttemptDir) -> bool:
     return place.events.is_dir() and any(place.events.glob("*.jsonl"))
 
@@ -122,8 +156,8 @@ def read_tails(place: AttemptDir) -> tuple[LogTail, ...]:
 
 def _tail(path: Path) -> str:
     try:
-        with path.open("rb") as stream:
-            stream.seek(max(0, path.stat().st_size - TAIL))
-            return stream.read().decode(errors="replace")
+        with open_regular(path) as stream:
+            stream.seek(max(0, os.fstat(stream.fileno()).st_size - TAIL))
+            return stream.read(TAIL).decode(errors="replace")
     except OSError:
         return ""

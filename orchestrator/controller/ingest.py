@@ -7,14 +7,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from checkpointing.durable import number
+from checkpointing.durable import number, open_regular
 from orchestrator.controller.collect import Heartbeat
+from orchestrator.controller.event_files import (
+    Fresh,
+    Paths,
+    event_files,
+    first_node,
+    places_of,
+    read_fresh,
+    tiers_named,
+)
+from orchestrator.controller.run_files import DirectFiles, Files
 from orchestrator.controller.view import RunView
 from orchestrator.recovery.nodes import DRILLED, TAKEN_FOR
 from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation, Notice
 from orchestrator.registry.store import Store
 from orchestrator.states import Trust, may_move
-from trainer.contract.events import Event, EventKind, read_events
+from trainer.contract.events import Event, EventKind
 from trainer.contract.outcome import FailureKind
 from trainer.contract.run_dir import AttemptDir
 
@@ -25,40 +35,45 @@ METRICS_TAIL = 16 * 1024
 """Bytes of the metrics file that are sure to hold one whole line."""
 
 
-def ingest(store: Store, view: RunView, *, epoch: int, now: float) -> bool:
-    """Take in what the newest attempt has written since the last time; whether there was anything new."""
-    events = sorted(view.place.events.glob("*.jsonl")) if view.place.events.is_dir() else []
+def ingest(store: Store, view: RunView, *, epoch: int, now: float, files: Files | None = None) -> bool:
+    """Take in what the newest attempt has written since the last time; whether there was anything new.
+
+    Raises RunDirHangs.
+    """
+    files, place = files or DirectFiles(), view.place
+    names = files.call(view.folder.path, lambda: event_files(place))
+    cursors = {path: store.cursor(view.run.name, str(path.relative_to(view.folder.path))) for path in names}
     # Each file is read on its own: one tick late is no harm, a torn order between files is none either.
-    fresh = [_ingest_file(store, view, path, epoch, now) for path in events]
-    return _ingest_progress(store, view, epoch, now) or any(fresh)
+    fresh = files.call(view.folder.path, lambda: [one for path in names if (one := read_fresh(view, path, cursors))])
+    if fresh:
+        tiers = tiers_named(store, view, fresh)
+        node = next(iter(store.attempt(view.run.name, view.last.number).nodes), None) or first_node(fresh)
+        paths = files.call(view.folder.path, lambda: places_of(view, node, tiers))
+        for one in fresh:
+            _take(store, view, one, paths, epoch, now)
+    step, loss = files.call(view.folder.path, lambda: progress(place))
+    return _ingest_progress(store, view, epoch, now, step, loss) or bool(fresh)
 
 
-def _ingest_file(store: Store, view: RunView, path: Path, epoch: int, now: float) -> bool:
-    name = str(path.relative_to(view.folder.path))
-    offset = store.cursor(view.run.name, name)
-    if path.stat().st_size <= offset:
-        return False
-    events, end = read_events(path, offset)
-    if end == offset:
-        return False
-
+def _take(store: Store, view: RunView, fresh: Fresh, paths: Paths, epoch: int, now: float) -> None:
     def take() -> None:
         # Rows and cursor in one transaction: an event counts once, whenever the controller dies.
-        for event in events:
+        for event in fresh.events:
             handler = _HANDLERS.get(event.kind)
             if handler is not None:
-                handler(_Scribe(store, view, event, epoch, now))
-        store.set_cursor(view.run.name, name, end, epoch=epoch)
+                handler(_Scribe(store, view, event, epoch, now, paths))
+        store.set_cursor(view.run.name, fresh.name, fresh.end, epoch=epoch)
 
     store.together(take)
-    return True
 
 
 class _Scribe:
     """Writes one event into the registry."""
 
-    def __init__(self, store: Store, view: RunView, event: Event, epoch: int, now: float) -> None:
-        self.store, self.view, self.event, self.epoch, self.now = store, view, event, epoch, now
+    def __init__(
+        self, store: Store, view: RunView, event: Event, epoch: int, now: float, paths: Paths
+    ) -> None:  # fmt: skip
+        self.store, self.view, self.event, self.epoch, self.now, self.paths = store, view, event, epoch, now, paths
         self.run, self.attempt = view.run.name, view.last.number
 
     @property
@@ -109,7 +124,7 @@ class _Scribe:
         """The tier of the event when it is not the one in which the checkpoint was committed; empty when it is."""
         tier, item = str(self.data.get("tier") or ""), self.known()
         home = "" if item is None else item.tier or str(self.view.folder.checkpoints)
-        return tier if tier and _same_place(tier) != _same_place(home) else ""
+        return tier if tier and not self.paths.same(tier, home) else ""
 
     def leave_home(self, trust: Trust, reason: str) -> None:
         """The checkpoint is no longer good where it was committed: a copy takes its place, else its trust changes."""
@@ -118,13 +133,9 @@ class _Scribe:
         if item is None or item.trust is Trust.DELETED or not copies:
             self.doubt(item, trust, reason)
             return
-        own = _same_place(str(self.view.folder.checkpoints))
-        chosen = min(copies, key=lambda copy: (_same_place(copy.tier) != own, copy.copied_at))
+        own = str(self.view.folder.checkpoints)
+        chosen = min(copies, key=lambda copy: (not self.paths.same(copy.tier, own), copy.copied_at))
         self.store.rehome(chosen, f"{reason}; there is a copy in {chosen.tier}", epoch=self.epoch)
-
-
-def _same_place(tier: str) -> str:
-    return tier if "://" in tier else os.path.realpath(tier)
 
 
 def _attempt_started(scribe: _Scribe) -> None:
@@ -155,7 +166,7 @@ def _generation_ended(scribe: _Scribe) -> None:
 
 
 def _committed(scribe: _Scribe) -> None:
-    step, name, tier = scribe.data["step"], scribe.data["name"], _first_tier(scribe)
+    step, name, tier = scribe.data["step"], scribe.data["name"], scribe.paths.first_tier
     checkpoint = Checkpoint(
         run=scribe.run,
         name=name,
@@ -171,22 +182,6 @@ def _committed(scribe: _Scribe) -> None:
     )
     scribe.store.put_checkpoint(checkpoint, epoch=scribe.epoch)
     scribe.note(saved_step=max(step, scribe.row().saved_step or 0))
-
-
-def _first_tier(scribe: _Scribe) -> str:
-    """Where the checkpoint was committed; empty for the run's own folder."""
-    config, folder = scribe.view.config.checkpoint, scribe.view.folder
-    if not config.tiers:
-        return ""
-    node = next(iter(scribe.row().nodes), "unknown")
-    try:
-        # Late: it brings fsspec, which runs without tiers do not need here.
-        from checkpointing.tiers import places
-
-        path = places(config, folder.checkpoints, folder.name, node)[0].path
-    except (ImportError, ValueError, OSError):
-        return f"{config.tiers[0].path}/{folder.name}"
-    return "" if _same_place(path) == _same_place(str(folder.checkpoints)) else path
 
 
 def _flushed(scribe: _Scribe) -> None:
@@ -314,8 +309,9 @@ _HANDLERS: dict[str, Callable[[_Scribe], None]] = {
 }
 
 
-def _ingest_progress(store: Store, view: RunView, epoch: int, now: float) -> bool:
-    step, loss = progress(view.place)
+def _ingest_progress(
+    store: Store, view: RunView, epoch: int, now: float, step: int | None, loss: float | None
+) -> bool:  # fmt: skip
     if step is None:
         return False
     run, attempt = store.run(view.run.name), store.attempt(view.run.name, view.last.number)
@@ -336,19 +332,22 @@ def progress(place: AttemptDir) -> tuple[int | None, float | None]:
     line = last_line(place.metrics)
     if line is not None and line.get("step") is not None:
         return line["step"], number(line["loss"]) if line.get("loss") is not None else None
-    beat = Heartbeat.read(place.heartbeat)
+    try:
+        beat = Heartbeat.read(place.heartbeat)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None, None
     # Step 0 says that no rank has told its step yet, not that the run is back at its beginning.
-    return (beat.step, beat.loss) if beat is not None and beat.step else (None, None)
+    return (beat.step, beat.loss) if beat.step else (None, None)
 
 
 def last_line(path: Path) -> dict[str, Any] | None:
     """The last whole line of a file of JSON lines; None when there is none."""
     try:
-        with path.open("rb") as stream:
-            stream.seek(max(0, path.stat().st_size - METRICS_TAIL))
-            block = stream.read()
+        with open_regular(path) as stream:
+            stream.seek(max(0, os.fstat(stream.fileno()).st_size - METRICS_TAIL))
+            block = stream.read(METRICS_TAIL)
         lines = block[: block.rfind(b"\n") + 1].splitlines()
         found = json.loads(lines[-1]) if lines else None
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None

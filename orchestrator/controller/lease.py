@@ -1,14 +1,22 @@
-"""The lease as this host sees it: who holds it, whether that process lives, and when it may be taken over."""
+"""The lease: who holds it, whether that controller lives or stalls, and when it may be taken over: one answer for all.
+
+Free of the ORM: `orch status` asks here, too.
+"""
 
 import os
+import signal
 import socket
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from orchestrator.controller.actor import LEASE_TTL
 from orchestrator.controller.watch import Watch
 from orchestrator.registry.records import Lease
-from orchestrator.registry.store import Store
 
+if TYPE_CHECKING:
+    from orchestrator.registry.store import Store
+
+LEASE_TTL = 60.0
+"""Seconds without a renewal after which a controller counts as stalled and its lease may be taken, its host's too."""
 ONCE = "+once"
 """Ends the name of a holder that makes a single pass."""
 
@@ -64,25 +72,111 @@ def start_time(pid: int) -> str | None:
     return None if fields[0] in ("Z", "X") else fields[19]
 
 
-def may_take(held: Lease | None, watch: Watch, *, ttl: float = LEASE_TTL) -> bool:
-    """Whether the lease may be taken (over): hosts' clocks differ, so its age is judged by our own observation."""
-    # Nobody has it, or its holder gave it back.
-    if held is None or not held.holder:
-        return True
-    holder = Holder.parse(held.holder)
-    lives = holder.lives if holder is not None else None
-    # On this host the process itself can be looked at, dead or alive.
-    if lives is not None:
-        return not lives or holder in (this_process(), this_process(once=True))
-    return watch.age("lease", f"{held.epoch}:{held.renewed_at}") >= ttl
+def is_stopped(pid: int) -> bool:
+    """Whether a signal (SIGSTOP, Ctrl-Z) keeps the process from running."""
+    try:
+        with open(f"/proc/{pid}/stat") as stream:
+            return stream.read().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
 
 
-def acquire(store: Store, watch: Watch, now: float, *, ttl: float = LEASE_TTL, once: bool = False) -> Lease | None:
-    """The lease for this process; None while another controller lives."""
+@dataclass(frozen=True, kw_only=True)
+class LeaseFacts:
+    """What is known of a held lease; `unrenewed_for` in seconds, by whichever clock the caller can vouch for."""
+
+    holder: Holder | None
+    lives: bool | None  # the holder's process; None: on another host
+    stopped: bool
+    own: bool
+    unrenewed_for: float
+
+    @classmethod
+    def of(cls, lease: Lease, unrenewed_for: float) -> "LeaseFacts":
+        holder = Holder.parse(lease.holder)
+        return cls(
+            holder=holder,
+            lives=holder.lives if holder is not None else None,
+            stopped=holder is not None and holder.is_here and is_stopped(holder.pid),
+            own=holder in (this_process(), this_process(once=True)),
+            unrenewed_for=unrenewed_for,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaseState:
+    """Whether a controller lives, whether it stalls instead, and whether its lease may be taken now; and why."""
+
+    alive: bool
+    may_take: bool
+    reason: str
+    stalled: bool = False
+
+
+def judge(facts: LeaseFacts | None, ttl: float) -> LeaseState:
+    """PURE: the one rule of expiry; None stands for a lease that nobody holds."""
+    if facts is None:
+        return LeaseState(alive=False, may_take=True, reason="no controller lives")
+    who = f"pid {facts.holder.pid} on {facts.holder.host}" if facts.holder is not None else "an unknown holder"
+    if facts.own:
+        return LeaseState(alive=True, may_take=True, reason="this process holds the lease")
+    # On this host the process itself can be looked at: a dead one needs no waiting.
+    if facts.lives is False:
+        return LeaseState(alive=False, may_take=True, reason=f"no controller lives: {who} is gone")
+    said = f"controller stalled for {facts.unrenewed_for:.0f} s ({who})"
+    # A process may live and do nothing for ever: stopped, or stuck in the kernel. Epochs fence it when it wakes.
+    if facts.unrenewed_for >= ttl:
+        return LeaseState(alive=False, may_take=True, stalled=True, reason=said)
+    if facts.stopped:
+        left = f"stopped by a signal; its lease expires in {ttl - facts.unrenewed_for:.0f} s"
+        return LeaseState(alive=False, may_take=False, stalled=True, reason=f"{said}: {left}")
+    return LeaseState(alive=True, may_take=False, reason=f"{who} renewed its lease {facts.unrenewed_for:.0f} s ago")
+
+
+def shown(lease: Lease | None, now: float) -> LeaseState:
+    """For people, at one look: by the time of day, whose jumps last until the next renewal. Nothing is taken by it."""
+    if lease is None or not lease.holder:
+        return judge(None, LEASE_TTL)
+    # A renewal in the future tells as much as one long ago: the clock was set since, and nobody renewed it after that.
+    return judge(LeaseFacts.of(lease, abs(now - lease.renewed_at)), LEASE_TTL)
+
+
+def observed(lease: Lease | None, watch: Watch) -> LeaseState:
+    """To act by: how long this host has watched the lease stay as it is, its own pauses left out."""
+    if lease is None or not lease.holder:
+        return judge(None, LEASE_TTL)
+    seen = watch.lasted("lease", f"{lease.epoch}:{lease.renewed_at}")
+    return judge(LeaseFacts.of(lease, seen), LEASE_TTL)
+
+
+def acquire(store: "Store", watch: Watch, now: float, *, once: bool = False) -> Lease | None:
+    """The lease for this process; None while another controller lives, or has not been silent for long enough.
+
+    A stalled controller of this host is killed first: it may hold the registry's lock, and must not wake in the
+    middle of an effect. One of another host is fenced by the epoch.
+    """
     held = store.lease()
-    if not may_take(held, watch, ttl=ttl):
+    state = observed(held, watch)
+    if not state.may_take:
         return None
-    # The store compares with its column: let a lease that we saw die count as expired, whatever that host's clock said.
-    then = now if held is None else max(now, held.expires_at)
-    lease = store.take_lease(str(this_process(once=once)), then, ttl)
-    return store.renew_lease(lease, now, ttl) if lease is not None else None
+    if held is not None and state.stalled:
+        _end(Holder.parse(held.holder))
+    lease = store.take_lease(str(this_process(once=once)), now, LEASE_TTL, over=held)
+    return store.renew_lease(lease, now, LEASE_TTL) if lease is not None else None
+
+
+def _end(holder: Holder | None) -> None:
+    """SIGKILL to a stalled daemon of this host; a single pass is somebody's shell, and is left to the epochs."""
+    if holder is None or not holder.lives or holder.once:
+        return
+    try:
+        handle = os.pidfd_open(holder.pid)
+    except OSError:
+        return
+    try:
+        if holder.lives:  # the pid was its own when it was opened
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+    except OSError:
+        return
+    finally:
+        os.close(handle)

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -10,12 +11,13 @@ from typing import Any
 
 from orchestrator.config import RunConfig
 from orchestrator.controller import asks, failpoints
-from orchestrator.controller.actor import Actor
+from orchestrator.controller.actor import SUBMIT_WITHIN, Actor
 from orchestrator.controller.collect import collect
 from orchestrator.controller.conclude import PoolSize, conclude, to_avoid
 from orchestrator.controller.folder import ensure_attempt_dir, ensure_run_dir
 from orchestrator.controller.ingest import ingest
 from orchestrator.controller.jobs import is_live, parse_name
+from orchestrator.controller.run_files import DirectFiles, Files, RunDirHangs
 from orchestrator.controller.sight import BLIND, Sight, look
 from orchestrator.controller.view import RunView
 from orchestrator.controller.watch import Clock, Watch
@@ -63,12 +65,14 @@ class Controller:
         rng: Random | None = None,
         watch: Watch | None = None,
         pool_size: PoolSize = lambda config: None,
+        files: Files | None = None,
     ) -> None:
         self.store, self.schedulers, self.rng = store, schedulers, rng or Random()
         self.clock = clock or Clock()
         self.watch = watch or Watch(self.clock.mono)
         self.actor = Actor(store, schedulers, self.clock, self.watch)
         self.pool_size = pool_size
+        self.files = self.actor.files = files or DirectFiles()
         self._configs: dict[str, RunConfig] = {}
         self._errors: list[str] = []
         self._silent: dict[str, str] = {}
@@ -100,8 +104,19 @@ class Controller:
     def news(self) -> tuple[object, ...]:
         """What can be seen without asking a scheduler; another value than before calls for a pass."""
         runs = self.store.runs(LIVE_RUNS)
-        ended = tuple(_has_outcome(RunDir(Path(run.run_dir))) for run in runs)
+        ended = tuple(self._has_outcome(RunDir(Path(run.run_dir))) for run in runs)
         return tuple(ask.id for ask in self.store.asks()), tuple(run.name for run in runs), ended
+
+    def _has_outcome(self, folder: RunDir) -> bool:
+        """Whether the newest attempt says that it has ended; a folder that cannot be read has no news."""
+
+        def look() -> bool:
+            return any(place.outcome.exists() for place in folder.all_attempts()[-1:])
+
+        try:
+            return self.files.call(folder.path, look)
+        except (OSError, RunDirHangs):
+            return False
 
     def _look(self, kind: str, runs: list[Run], attempts: Mapping[str, tuple[Attempt, ...]]) -> Sight:
         if kind not in self.schedulers:
@@ -131,6 +146,10 @@ class Controller:
         except SlurmUnreachable as error:
             self._silent.setdefault(run.cluster, error.what)
             self._note(run, f"{run.cluster} does not answer, nothing is assumed: {error.what}")
+        except RunDirHangs as error:
+            self._errors.append(f"{run.name}: {error.what}")
+            self._note(run, f"{error.what}; its job is left as it is, and looked for again")
+            self._cancel_without_folder(run, attempts, sight)
         except Precondition as error:
             self._hold(run, error)
         except Exception as error:  # outermost edge: one run's trouble must not stop the others
@@ -138,6 +157,13 @@ class Controller:
             self._errors.append(f"{run.name}: {type(error).__name__}: {error}")
             self._note(run, f"the controller cannot serve this run: {type(error).__name__}: {error}")
         return False
+
+    def _cancel_without_folder(self, run: Run, attempts: tuple[Attempt, ...], sight: Sight) -> None:
+        """A person's cancel needs no files: the job is ended, and the run follows when its directory answers again."""
+        view = self._view(run, attempts)
+        if view.cancel is not None and view.last.state in LIVE_ATTEMPTS and sight.of(view.last).answered:
+            with suppress(RunDirHangs, SlurmUnreachable):
+                asks.press_cancel(self.actor, view, sight)
 
     def _view(self, run: Run, attempts: tuple[Attempt, ...]) -> RunView:
         if run.config_digest not in self._configs:
@@ -176,7 +202,8 @@ class Controller:
             if asks.cancel_intent(self.actor, view, sight):
                 self._end_cancelled(view)
             return True
-        ensure_run_dir(view.run, view.attempts[0], self._data(view.run))
+        data = self._data(view.run)
+        self.files.call(view.folder.path, lambda: ensure_run_dir(view.run, view.attempts[0], data), SUBMIT_WITHIN)
         failure = self.actor.launch(view, sight)
         if failure is not None:
             self._conclude(view, Verdict(end=End.FAILED, reason=failure.reason, failure=failure))
@@ -195,8 +222,8 @@ class Controller:
         # A controller that was paused in the middle of a launch may have written an old GO again.
         for attempt in view.attempts[-3:-1]:
             self.actor.shut(view.folder.attempt(attempt.number))
-        fresh = ingest(self.store, view, **self.actor.stamp())
-        evidence = collect(view, sight, self.watch)
+        fresh = ingest(self.store, view, **self.actor.stamp(), files=self.files)
+        evidence = collect(view, sight, self.watch, self.files)
         job = evidence.job
         if job is not None and is_live(job):
             self._note_job(view, job, evidence)
@@ -207,7 +234,7 @@ class Controller:
         if verdict.end is End.OPEN:
             return fresh
         # What the job wrote in its last moments belongs to its history.
-        ingest(self.store, view, **self.actor.stamp())
+        ingest(self.store, view, **self.actor.stamp(), files=self.files)
         self._conclude(self._again(view), verdict, evidence.gone)
         return True
 
@@ -251,7 +278,8 @@ class Controller:
         elif job.state != attempt.job_state:
             self.store.note_attempt(run.name, attempt.number, epoch=self.actor.epoch, job_state=job.state)
         waits = f" ({job.reason})" if job.reason and job.reason != "None" and not runs else ""
-        self._note(self.store.run(run.name), f"job {job.job_id} is {job.state}{waits}")
+        odd = f"; {evidence.odd}" if evidence.odd else ""
+        self._note(self.store.run(run.name), f"job {job.job_id} is {job.state}{waits}{odd}")
 
     def _next(self, view: RunView, sight: Sight) -> bool:
         """No attempt is live: the run waits for its next one."""
@@ -267,7 +295,8 @@ class Controller:
         if blockers:
             self._note(run, f"waits until job {blockers[0].job_id} has left the queue ({blockers[0].state})")
             return False
-        ensure_run_dir(run, view.attempts[0], self._data(run))
+        data = self._data(run)
+        self.files.call(view.folder.path, lambda: ensure_run_dir(run, view.attempts[0], data), SUBMIT_WITHIN)
         # Nobody of an older attempt may commit or delete from here on.
         for attempt in view.attempts:
             self.actor.shut(view.folder.attempt(attempt.number))
@@ -275,7 +304,7 @@ class Controller:
         avoid = to_avoid(self.store, view, self.clock.wall(), self.pool_size)
         attempt = self.store.add_attempt(run.name, nonce=token_hex(4), excluded=avoid, **self.actor.stamp())
         failpoints.reach("after_next_intent")
-        ensure_attempt_dir(view.folder, attempt)
+        self.files.call(view.folder.path, lambda: ensure_attempt_dir(view.folder, attempt))
         self.actor.did(f"{run.name}: attempt {attempt.number}")
         return self._intent(self._again(view), sight)
 
@@ -333,11 +362,3 @@ class Controller:
         reason = f"{reason}; when it is mended: orch resume {run.name}"
         self.store.move_run(run.name, RunState.HELD, reason, **self.actor.stamp())
         self.actor.did(f"{run.name} held: {reason}")
-
-
-def _has_outcome(folder: RunDir) -> bool:
-    """Whether the newest attempt says that it has ended; a folder that cannot be read has no news."""
-    try:
-        return any(place.outcome.exists() for place in folder.all_attempts()[-1:])
-    except OSError:
-        return False

@@ -1,5 +1,6 @@
 """The controller as a process: a daemon, one pass, and what the command line asks about it."""
 
+import fcntl
 import logging
 import os
 import signal
@@ -11,8 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from orchestrator.controller.lease import Holder, acquire, host_name
+from orchestrator.controller import lease as leases
+from orchestrator.controller.lease import Holder, acquire, host_name, shown
 from orchestrator.controller.reconcile import Controller, TickReport
+from orchestrator.controller.run_files import BoundedFiles
+from orchestrator.controller.run_records import RunRecords
 from orchestrator.controller.schedulers import Partitions, usable
 from orchestrator.controller.watch import Clock, Watch, boot_id
 from orchestrator.errors import Fenced, OrchError, Precondition, RegistryError
@@ -35,13 +39,16 @@ AGAIN = 0.25
 """Seconds between tries for the lease: single passes leave gaps that are no longer than this."""
 STOP_WITHIN = 15.0
 """Seconds that `stop` waits for the daemon to finish its pass."""
-FRESH = 45.0
-"""Age of a lease of another host up to which its controller counts as alive."""
+SLACK = 15.0
+"""Seconds beyond the lease's own for which a pass waits until a stalled controller may be replaced."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Health:
-    """Whether a controller lives, as far as this host can tell; `once`: it makes a single pass and then ends."""
+    """Whether a controller lives, as far as this host can tell, or stalls instead; `reason` says why.
+
+    `once`: it makes a single pass and then ends.
+    """
 
     alive: bool
     host: str | None
@@ -51,14 +58,16 @@ class Health:
     ticked_at: float | None
     log: str
     once: bool = False
+    stalled: bool = False
+    reason: str = ""
 
 
 def status(store_path: Path) -> Health:
     """Who holds the lease, and when it last passed over all runs; reads only, without the ORM."""
     held = quick.lease(store_path)
-    holder = Holder.parse(held.holder) if held is not None else None
+    holder, state = Holder.parse(held.holder) if held is not None else None, shown(held, time.time())
     return Health(
-        alive=_alive(held, holder),
+        alive=state.alive,
         host=holder.host if holder else None,
         pid=holder.pid if holder else None,
         epoch=held.epoch if held else 0,
@@ -66,14 +75,9 @@ def status(store_path: Path) -> Health:
         ticked_at=(held.ticked_at or None) if held else None,
         log=str(log_path()),
         once=holder.once if holder else False,
+        stalled=state.stalled,
+        reason=state.reason,
     )
-
-
-def _alive(held: Lease | None, holder: Holder | None) -> bool:
-    if held is None or holder is None:
-        return False
-    lives = holder.lives
-    return time.time() - held.renewed_at < FRESH if lives is None else lives
 
 
 def log_path() -> Path:
@@ -81,7 +85,10 @@ def log_path() -> Path:
 
 
 def ensure_running(store_path: Path) -> bool:
-    """Start a controller of this user unless one lives; whether one was started. It outlives the caller."""
+    """Start a controller of this user unless one lives; whether one was started. It outlives the caller.
+
+    Beside one that stalls, too: the new one takes over when the lease has expired.
+    """
     found = status(store_path)
     # A single pass drives nothing afterwards: the new controller waits until it is done.
     if found.alive and not found.once:
@@ -115,7 +122,7 @@ def stop(store_path: Path) -> bool:
     """End the controller that holds the lease; whether there was one. Raises Precondition when it cannot be reached."""
     held = quick.lease(store_path)
     holder = Holder.parse(held.holder) if held is not None else None
-    if holder is None or holder.once or not _alive(held, holder):
+    if holder is None or holder.once or holder.lives is False or not (shown(held, time.time()).alive or holder.is_here):
         return False
     if not holder.is_here:
         raise Precondition(
@@ -141,15 +148,22 @@ def _controller(store_path: Path) -> Iterator[Controller]:
     clock = Clock()
     with Store.open(store_path) as store:
         watch = Watch(clock.mono, store_path.with_name(f".{store_path.name}.watch.{host_name()}"), boot_id())
-        yield Controller(store, usable(), clock=clock, watch=watch, pool_size=Partitions())
+        files = BoundedFiles()
+        controller = Controller(store, usable(), clock=clock, watch=watch, pool_size=Partitions(), files=files)
+        files.between = controller.actor.keep_lease
+        store.database.after_commit = RunRecords(store, files)
+        yield controller
 
 
-def tick_once(store_path: Path) -> TickReport | None:
-    """One pass of this process; None when another controller lives. Raises RegistryError."""
+def tick_once(store_path: Path, *, patience: float | None = None) -> TickReport | None:
+    """One pass of this process; None when another controller lives. Raises RegistryError.
+
+    A stalled one is replaced once its lease has expired; for so long, or for `patience` seconds, this waits.
+    """
     if status(store_path).alive and not _is_mine(store_path):
         return None
     with _controller(store_path) as controller:
-        lease = acquire(controller.store, controller.watch, time.time(), once=True)
+        lease = _take(controller, leases.LEASE_TTL + SLACK if patience is None else patience)
         if lease is None:
             controller.watch.save()
             return None
@@ -157,6 +171,16 @@ def tick_once(store_path: Path) -> TickReport | None:
             return controller.tick(lease)
         finally:
             controller.store.drop_lease(controller.actor.lease)
+
+
+def _take(controller: Controller, patience: float) -> Lease | None:
+    """The lease for a single pass; None while another controller lives, or has not been watched for long enough."""
+    give_up = time.monotonic() + patience
+    while True:
+        lease = acquire(controller.store, controller.watch, time.time(), once=True)
+        if lease is not None or shown(controller.store.lease(), time.time()).alive or time.monotonic() >= give_up:
+            return lease
+        time.sleep(AGAIN)
 
 
 def _is_mine(store_path: Path) -> bool:
@@ -187,12 +211,8 @@ class Daemon:
         """Take the lease and pass over the runs, again and again."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
-        try:
-            while not self.stopping and self._turn():
-                pass
-        except Fenced as error:
-            log.warning("%s: this one ends", error.what)
-            return
+        while not self.stopping and self._turn():
+            pass
         if self._lease is not None:
             self.controller.store.drop_lease(self._lease)
         log.info("controller ends")
@@ -201,7 +221,11 @@ class Daemon:
         self.stopping = True
 
     def _await_lease(self) -> Lease | None:
-        """The lease; None when another controller shows signs of life."""
+        """The lease; None when another controller shows signs of life, or another one waits for it already."""
+        with _only_one_waits(self.controller.store.database.path) as only:
+            return self._wait_out() if only else None
+
+    def _wait_out(self) -> Lease | None:
         store, watch = self.controller.store, self.controller.watch
         first = store.lease()
         while not self.stopping:
@@ -211,16 +235,17 @@ class Daemon:
             held = store.lease()
             holder = Holder.parse(held.holder) if held else None
             renewed = held is not None and first is not None and held.renewed_at != first.renewed_at
-            # A single pass is soon over, and nobody would go on after it.
+            # A single pass is soon over, and nobody would go on after it; a stalled controller is waited out.
             single = holder is not None and holder.once
-            if not single and (renewed or (holder is not None and holder.lives)):
+            lives = holder is not None and holder.lives and shown(held, time.time()).alive
+            if not single and (renewed or lives):
                 log.info("another controller lives: %s", held.holder if held else "")
                 return None
             time.sleep(AGAIN)
         return None
 
     def _turn(self) -> bool:
-        """One pass and the rest after it; whether there is to be another. Raises Fenced, and nothing else expected."""
+        """One pass and the rest after it; whether there is to be another. Raises nothing expected."""
         report = None
         try:
             if self._lease is None:
@@ -232,8 +257,11 @@ class Daemon:
             self._lease = self.controller.actor.lease
             if self._is_idle(report) and self._leave():
                 return False
-        except Fenced:
-            raise
+        except Fenced as error:
+            # It stood still for too long. Whoever took over goes on, or was a single pass that leaves nobody.
+            log.warning("%s: this one lost the lease", error.what)
+            self._lease = None
+            return True
         except (OrchError, OSError) as error:
             # A registry or a file system that fails for a while must not cost the runs their controller.
             log.error("this turn failed, and is tried again: %s", error)
@@ -252,6 +280,7 @@ class Daemon:
 
     def _tick(self, lease: Lease) -> TickReport:
         report = self.controller.tick(lease)
+        self.controller.store.database.after_commit(set())  # records that a hung directory has kept back
         for line in (*report.actions, *report.errors):
             log.info("%s", line)
         for kind in report.unreachable:
@@ -289,6 +318,21 @@ class Daemon:
         except (RegistryError, OSError) as error:
             log.warning("%s", error)
             return None
+
+
+@contextmanager
+def _only_one_waits(store_path: Path) -> Iterator[bool]:
+    """Whether no other process of this host waits for this lease: every submit starts one beside a stalled one."""
+    with store_path.with_name(f".{store_path.name}.waits.{host_name()}").open("ab") as waits:
+        try:
+            fcntl.flock(waits, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("another process waits for the lease")
+            yield False
+            return
+        except OSError:
+            pass  # without locks there may be several: one takes the lease, the others see it renewed
+        yield True
 
 
 def main() -> None:

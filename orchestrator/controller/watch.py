@@ -8,6 +8,9 @@ from pathlib import Path
 
 from checkpointing.durable import dump_line, write_atomically
 
+LOOK = 20.0
+"""Seconds between two looks up to which the whole time counts as watched: passes are at most 15 s apart."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
@@ -27,6 +30,7 @@ class Watch:
     def __init__(self, mono: Callable[[], float], path: Path | None = None, boot: str = "") -> None:
         self._mono, self._path, self._boot = mono, path, boot
         self._seen: dict[str, tuple[str, float]] = {}
+        self._lasted: dict[str, tuple[str, float, float]] = {}  # value, last look, seconds so far
         self._load()
 
     def age(self, key: str, value: object) -> float:
@@ -38,12 +42,27 @@ class Watch:
             return 0.0
         return now - before[1]
 
+    def lasted(self, key: str, value: object) -> float:
+        """Seconds for which `key` was *watched* with this value: of the time between two looks at most `LOOK` counts.
+
+        What stood still together with this process (a suspended machine, a frozen VM) is so not held against it.
+        """
+        now, text = self._mono(), str(value)
+        before = self._lasted.get(key)
+        if before is None or before[0] != text or before[1] > now:
+            self._lasted[key] = (text, now, 0.0)
+            return 0.0
+        total = before[2] + min(now - before[1], LOOK)
+        self._lasted[key] = (text, now, total)
+        return total
+
     def value(self, key: str) -> str:
         """What `key` was seen with last; empty when it was not."""
         return self._seen.get(key, ("", 0.0))[0]
 
     def forget(self, key: str) -> None:
         self._seen.pop(key, None)
+        self._lasted.pop(key, None)
 
     def forget_below(self, prefix: str) -> None:
         """Forget every key that starts so."""
@@ -53,7 +72,9 @@ class Watch:
     def save(self) -> None:
         """Keep what was seen for the next process."""
         if self._path is not None:
-            write_atomically(self._path, dump_line({"boot": self._boot, "seen": self._seen}).encode())
+            write_atomically(
+                self._path, dump_line({"boot": self._boot, "seen": self._seen, "lasted": self._lasted}).encode()
+            )
 
     def _load(self) -> None:
         if self._path is None:
@@ -62,8 +83,10 @@ class Watch:
             kept = json.loads(self._path.read_bytes())
             if kept["boot"] == self._boot:
                 self._seen = {key: (str(value), float(at)) for key, (value, at) in kept["seen"].items()}
+                lasted = kept.get("lasted", {}).items()
+                self._lasted = {key: (str(value), float(at), float(so)) for key, (value, at, so) in lasted}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            self._seen = {}
+            self._seen, self._lasted = {}, {}
 
 
 def boot_id() -> str:

@@ -41,6 +41,8 @@ class Evidence:
     cancel_asked: bool = False
     tails: tuple[LogTail, ...] = ()
     """Ends of the agents' logs, read only when the attempt left no outcome."""
+    odd: str = ""
+    """Names of the run directory at which something else stands than a file of ours, and what to do."""
 
     @property
     def job_ended(self) -> bool:

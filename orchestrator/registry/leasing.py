@@ -16,9 +16,12 @@ class Leasing(Verbs):
     """Taking, keeping and dropping the one lease."""
 
     @writes
-    def take_lease(self, connection: Connection, holder: str, now: float, ttl: float) -> Lease | None:
-        """The lease, when it is free, expired, or this holder's own; None while another one is live.
+    def take_lease(
+        self, connection: Connection, holder: str, now: float, ttl: float, over: Lease | None = None
+    ) -> Lease | None:
+        """The lease, when it is free, expired, this holder's own, or still as it was in `over`; None otherwise.
 
+        `over`: what the caller has watched for long enough to know that its holder stalls, whatever its clock says.
         A holder that did not have it yet gets a higher epoch, which fences the one before.
         """
         assert holder, "a lease needs a holder"
@@ -27,7 +30,8 @@ class Leasing(Verbs):
             lease = Lease(epoch=1, holder=holder, renewed_at=now, expires_at=now + ttl)
             connection.execute(insert(LeaseRow).values(id=1, **lease.__dict__))
             return lease
-        if held.holder not in (NOBODY, holder) and held.expires_at > now:
+        known = over is not None and (held.epoch, held.renewed_at) == (over.epoch, over.renewed_at)
+        if held.holder not in (NOBODY, holder) and not (known if over is not None else held.expires_at <= now):
             return None
         epoch = held.epoch if held.holder == holder else held.epoch + 1
         return _set(connection, epoch=epoch, holder=holder, renewed_at=now, expires_at=now + ttl)

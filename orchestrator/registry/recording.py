@@ -1,7 +1,7 @@
 """The record of a run: a copy of its rows in its run directory, so that losing the registry loses nothing."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -66,15 +66,21 @@ def record_of(store: Reading, name: str) -> Record:
     )
 
 
-def write_records(store: Reading, runs: Iterable[str]) -> None:
+def write_record(folder: RunDir, record: Record) -> None:
+    """Bring the record of one run up to date; raises OSError."""
+    # The controller makes the folder after the run's row; a later change of state finds it.
+    if folder.run.exists() and not _is_behind(record, folder.record):
+        write_durably(folder.record, record.encode())
+
+
+def write_records(
+    store: Reading, runs: Iterable[str], write: Callable[[RunDir, Record], None] = write_record
+) -> None:  # fmt: skip
     """Bring the records of these runs up to date; a folder that cannot be written only misses this copy."""
     for name in runs:
         try:
             record = record_of(store, name)
-            folder = RunDir(Path(record.run.run_dir))
-            # The controller makes the folder after the run's row; a later change of state finds it.
-            if folder.run.exists() and not _is_behind(record, folder.record):
-                write_durably(folder.record, record.encode())
+            write(RunDir(Path(record.run.run_dir)), record)
         except (OSError, NotFound) as error:
             log.warning("the record of %s cannot be written: %s", name, error)
 

@@ -142,10 +142,12 @@ class MemoryStore:
         self._asks.append(Ask(id=len(self._asks) + 1, run=run, verb=verb, args=args, asked_at=now))
         return len(self._asks)
 
-    def take_lease(self, holder: str, now: float, ttl: float) -> Lease | None:
+    def take_lease(self, holder: str, now: float, ttl: float, over: Lease | None = None) -> Lease | None:
         held = self._lease
-        if held is not None and held.holder not in ("", holder) and held.expires_at > now:
-            return None
+        if held is not None and held.holder not in ("", holder):
+            known = over is not None and (held.epoch, held.renewed_at) == (over.epoch, over.renewed_at)
+            if not (known if over is not None else held.expires_at <= now):
+                return None
         epoch = held.epoch if held is not None and held.holder == holder else (held.epoch if held else 0) + 1
         self._lease = Lease(epoch=epoch, holder=holder, renewed_at=now, expires_at=now + ttl)
         return self._lease

@@ -1,5 +1,6 @@
 """GO: the launch token without which an agent refuses to train, and the fence that later actions read again."""
 
+import errno
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,26 +22,45 @@ class LaunchToken:
     mtbf: float = 0.0  # seconds between two failures of a job of this size, as far as is known; 0: not known
 
     def write(self, path: Path) -> None:
+        """Put the token in force; without effect once it was revoked, however late a paused controller does it."""
         write_durably(path, dump_line({"schema": "orch.go/1", **asdict(self)}).encode())
 
     @classmethod
     def read(cls, path: Path) -> "LaunchToken":
-        """Parse a token; raises OSError when there is none, ValueError when it is not one."""
+        """Parse a token; raises OSError when there is none (any more), ValueError when it is not one."""
+        if _revoked(path).exists():
+            raise FileNotFoundError(errno.ENOENT, "was revoked", str(path))
         fields: Any = read_json(path)
         if not isinstance(fields, dict) or fields.pop("schema", None) != "orch.go/1":
             raise ValueError(f"{path} is not a launch token")
         values: dict[str, Any] = {key: tuple(item) if isinstance(item, list) else item for key, item in fields.items()}
         return cls(**values)
 
+    def is_same(self, other: "LaunchToken") -> bool:
+        """Whether both let the same job train; a controller that took over may have written it with its own epoch."""
+        return (self.attempt, self.job_id, self.nonce) == (other.attempt, other.job_id, other.nonce)
+
 
 def revoke(path: Path) -> None:
-    """Fence an attempt off: whoever reads its GO again from now on must not commit or delete."""
+    """Fence an attempt off for good: whoever reads its GO again from now on must not commit or delete."""
+    if not is_revoked(path):
+        write_durably(_revoked(path), b"")
     path.unlink(missing_ok=True)
+
+
+def is_revoked(path: Path) -> bool:
+    """Whether an attempt is fenced off already."""
+    return _revoked(path).exists() and not path.exists()
+
+
+def _revoked(path: Path) -> Path:
+    """Stands beside a GO that is over: a controller that was paused may write GO again, and cannot take this away."""
+    return path.with_name(f"{path.name}.revoked")
 
 
 def holds(path: Path, token: LaunchToken) -> bool:
     """Whether `token` is still the one in force; an unreadable GO counts as revoked."""
     try:
-        return LaunchToken.read(path) == token
+        return token.is_same(LaunchToken.read(path))
     except (OSError, ValueError, TypeError, KeyError):
         return False

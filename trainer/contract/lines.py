@@ -5,6 +5,8 @@ import os
 from pathlib import Path
 from typing import Protocol
 
+from checkpointing.durable import open_regular
+
 
 class Lines(Protocol):
     """Where whole lines go, in order."""
@@ -34,13 +36,22 @@ class LineFile:
         os.close(self._descriptor)
 
 
+MOST_AT_ONCE = 64 << 20
+"""Bytes of a file of lines that are read at once; the rest is left for the next call."""
+
+
 def read_on(path: Path, offset: int) -> tuple[list[bytes], int]:
-    """Whole lines from byte `offset` on, and where to read on; a torn last line is left for the next call."""
+    """Whole lines from byte `offset` on, and where to read on; a torn last line is left for the next call.
+
+    Raises OSError, for what is no regular file, too.
+    """
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             stream.seek(offset)
-            block = stream.read()
+            block = stream.read(MOST_AT_ONCE)
     except FileNotFoundError:
         return [], offset
     end = block.rfind(b"\n") + 1
+    if not end and len(block) == MOST_AT_ONCE:
+        return [], offset + len(block)  # a line of that length is none of ours
     return block[:end].splitlines(), offset + end

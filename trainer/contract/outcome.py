@@ -7,6 +7,9 @@ from typing import Any
 
 from checkpointing.durable import dump_line, read_json, write_durably
 
+MOST_BYTES = 16 << 20
+"""Beyond this nothing is an outcome."""
+
 
 class ExitCode(IntEnum):
     """Exit codes of ranks and agents; scripts and sites may depend on them."""
@@ -126,7 +129,7 @@ class AttemptOutcome:
     @classmethod
     def read(cls, path: Path) -> "AttemptOutcome":
         """Parse an outcome; raises OSError when there is none, ValueError when it is damaged."""
-        fields = read_json(path)
+        fields = read_json(path, MOST_BYTES)
         fields.pop("schema")
         failure = fields.pop("failure")
         fields["result"] = AttemptResult(fields["result"])

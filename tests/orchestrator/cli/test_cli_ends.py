@@ -20,7 +20,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     fake = SimpleNamespace(knocks=[])
     fake.ensure_running = lambda path: fake.knocks.append("ensure_running")
-    fake.tick_once = lambda path: fake.knocks.append("tick_once")
+    fake.tick_once = lambda path, **_: fake.knocks.append("tick_once")
     monkeypatch.setattr(orchestrator.controller, "service", fake, raising=False)
     monkeypatch.setitem(sys.modules, "orchestrator.controller.service", fake)
     return fake
@@ -55,7 +55,7 @@ def test_waiting_drives_a_run_that_nobody_drives(orch: Type, seeds: Seeds, servi
     lease = seeds.store.lease()
     assert lease is not None
 
-    def tick(path: object) -> object:
+    def tick(path: object, **_: object) -> object:
         service.knocks.append("tick_once")
         fresh = seeds.store.take_lease("me:1:1", time.time(), 60.0)
         assert fresh is not None

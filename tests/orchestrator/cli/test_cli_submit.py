@@ -45,7 +45,7 @@ def service(home: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return SimpleNamespace(unreachable=fake.silent)
 
     fake.ensure_running = lambda path: (fake.knocks.append("ensure_running"), drive(path))
-    fake.tick_once = lambda path: (fake.knocks.append("tick_once"), drive(path))[1]
+    fake.tick_once = lambda path, **_: (fake.knocks.append("tick_once"), drive(path))[1]
     monkeypatch.setattr(orchestrator.controller, "service", fake, raising=False)
     monkeypatch.setitem(sys.modules, "orchestrator.controller.service", fake)
     return fake
@@ -83,12 +83,39 @@ def test_submit_tells_a_person_what_to_type_next(
 def test_a_job_that_is_late_is_no_failure(
     orch: Type, service: SimpleNamespace, tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service.act = lambda *_: None
+    def alive(path: Path) -> None:
+        with Store.open(path) as store:
+            assert store.take_lease("busy:1:1", time.time(), 60.0) is not None
+
+    service.ensure_running = alive
     monkeypatch.setattr(submitting, "JOB_WITHIN", 0.0)
     done = orch(*words(tmp_path, text), "--json")
     assert done.code == 0
     assert done.data["job_id"] is None
     assert [item["code"] for item in done.answer["warnings"]] == ["no_job_yet"]
+
+
+def test_a_run_that_nobody_drives_is_no_success(
+    orch: Type, service: SimpleNamespace, tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stalled(path: Path) -> None:
+        with Store.open(path) as store:
+            if store.lease() is None:
+                assert store.take_lease("login2:7:7", time.time() - 300.0, 60.0) is not None
+
+    service.ensure_running = stalled
+    monkeypatch.setattr(submitting, "JOB_WITHIN", 0.0)
+    monkeypatch.setattr(submitting, "TAKEN_OVER_WITHIN", 0.3)
+    done = orch(*words(tmp_path, text))
+    assert done.code == 4
+    assert "tiny-gpt-1 is written down, and nobody drives it: controller stalled for 30" in done.err
+    assert "(pid 7 on login2)" in done.err
+    assert "do not submit it again" in done.err
+    assert [row["run"] for row in orch("status", "--json").data] == ["tiny-gpt-1"]
+    shown = orch("status")
+    assert "controller stalled for 30" in shown.err
+    assert "orch controller tick" in shown.err
+    assert [item["code"] for item in orch("status", "--json").answer["warnings"]] == ["controller_stalled"]
 
 
 def test_a_job_that_is_refused_for_good_says_why(

@@ -1,13 +1,24 @@
 """Who may take the lease, and when."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from orchestrator.controller.lease import Holder, acquire, host_name, may_take, start_time, this_process
+from orchestrator.controller import lease as leases
+from orchestrator.controller.lease import (
+    Holder,
+    acquire,
+    host_name,
+    is_stopped,
+    observed,
+    shown,
+    start_time,
+    this_process,
+)
 from orchestrator.controller.watch import Watch
 from orchestrator.errors import Fenced
 from orchestrator.registry.records import Lease
@@ -41,6 +52,22 @@ def test_a_process_that_got_a_reused_pid_is_not_the_holder() -> None:
     assert Holder(host=host_name(), pid=os.getpid(), started="1").lives is False
 
 
+def may_take(lease: Lease | None, watch: Watch) -> bool:
+    return observed(lease, watch).may_take
+
+
+def watched(clock: FakeClock, watch: Watch, lease: Lease, seconds: float) -> None:
+    """Look every second for so long."""
+    for _ in range(int(seconds)):
+        clock.advance(1.0)
+        observed(lease, watch)
+
+
+def parent() -> str:
+    pid = os.getppid()
+    return f"{host_name()}:{pid}:{start_time(pid)}"
+
+
 def test_a_dead_holder_on_this_host_is_taken_over_at_once() -> None:
     watch = Watch(FakeClock())
     assert may_take(held(f"{host_name()}:{dead_pid()}:123"), watch)
@@ -48,26 +75,94 @@ def test_a_dead_holder_on_this_host_is_taken_over_at_once() -> None:
     assert may_take(None, watch)
 
 
-def test_a_live_holder_on_this_host_is_never_taken_over_however_old_its_lease() -> None:
+@pytest.mark.parametrize("holder", [parent(), "elsewhere:1:1"])
+def test_a_lease_expires_on_every_host_when_it_was_watched_unrenewed(holder: str) -> None:
     clock = FakeClock()
-    watch, parent = Watch(clock), os.getppid()
-    lease = held(f"{host_name()}:{parent}:{start_time(parent)}")
-    for _ in range(5):
-        clock.advance(1000.0)
-        assert not may_take(lease, watch)
-
-
-def test_another_host_s_lease_is_judged_by_our_own_watch_not_by_its_clock() -> None:
-    clock = FakeClock()
-    watch = Watch(clock)
-    ancient = held("elsewhere:1:1", renewed=0.0)
-    assert not may_take(ancient, watch)
-    clock.advance(59.0)
-    assert not may_take(ancient, watch)
-    renewed = held("elsewhere:1:1", renewed=1.0)
+    watch, lease = Watch(clock), held(holder, renewed=0.0)
+    assert not may_take(lease, watch), "how old it is by a clock says nothing"
+    watched(clock, watch, lease, 58.0)
+    assert not may_take(lease, watch)
+    renewed = held(holder, renewed=1.0)
     assert not may_take(renewed, watch), "a sign of life begins the time anew"
-    clock.advance(60.0)
-    assert may_take(renewed, watch)
+    watched(clock, watch, renewed, 60.0)
+    state = observed(renewed, watch)
+    assert (state.alive, state.stalled, state.may_take) == (False, True, True)
+    assert state.reason.startswith("controller stalled for 60 s (pid ")
+
+
+@pytest.mark.parametrize("holder", [parent(), "elsewhere:1:1"])
+@pytest.mark.parametrize("jump", [86_400.0, -86_400.0])
+def test_no_clock_that_is_set_takes_a_lease_from_a_live_controller(
+    tmp_path: Path, holder: str, jump: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, wall = FakeClock(), 1_000_000.0
+    monkeypatch.setattr(leases, "_end", lambda holder: None)
+    with Store.open(tmp_path / "registry.db") as store:
+        lease = store.take_lease(holder, wall, 60.0)
+        assert lease is not None
+        watch = Watch(clock)
+        for _ in range(20):  # its own clock was set, and ours: it renews every 10 s as before
+            wall += 10.0
+            lease = store.renew_lease(lease, wall + jump, 60.0)
+            for now in (wall, wall - jump, wall + jump):
+                assert acquire(store, watch, now) is None
+            clock.advance(10.0)
+        watched(clock, watch, lease, 60.0)
+        taken = acquire(store, watch, wall)
+        assert taken is not None
+        assert taken.epoch == lease.epoch + 1
+
+
+@pytest.mark.parametrize("jump", [86_400.0, -86_400.0])
+def test_of_two_that_watch_one_lease_expire_one_takes_it(tmp_path: Path, jump: float) -> None:
+    clock = FakeClock()
+    with Store.open(tmp_path / "registry.db") as store:
+        stalled = store.take_lease("elsewhere:1:1", 1_000.0 + jump, 60.0)
+        assert stalled is not None
+        first = store.take_lease("a:1:1", 1_060.0, 60.0, over=stalled)
+        assert first is not None
+        assert store.take_lease("b:1:1", 1_060.0 + jump, 60.0, over=stalled) is None
+        assert store.take_lease("b:1:1", 1_060.0 - jump, 60.0, over=stalled) is None
+    assert clock.now >= 0.0
+
+
+def test_what_slept_with_the_holder_does_not_hold_it_against_it() -> None:
+    clock = FakeClock()
+    watch, lease = Watch(clock), held(parent())
+    watched(clock, watch, lease, 30.0)
+    clock.advance(8 * 3600.0)  # the lid was closed
+    assert not may_take(lease, watch)
+    watched(clock, watch, lease, 9.0)
+    assert not may_take(lease, watch), "the other one has just woken, too"
+
+
+def test_a_stopped_process_is_said_to_stall_at_once_and_keeps_its_lease_for_its_time() -> None:
+    sleeper = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        lease = held(f"{host_name()}:{sleeper.pid}:{start_time(sleeper.pid)}")
+        assert shown(lease, lease.renewed_at + 10.0).alive
+        os.kill(sleeper.pid, signal.SIGSTOP)
+        while not is_stopped(sleeper.pid):
+            pass
+        state = shown(lease, lease.renewed_at + 10.0)
+        assert (state.alive, state.stalled, state.may_take) == (False, True, False)
+        assert state.reason == (
+            f"controller stalled for 10 s (pid {sleeper.pid} on {host_name()}): "
+            "stopped by a signal; its lease expires in 50 s"
+        )
+    finally:
+        sleeper.kill()
+        sleeper.communicate()
+
+
+@pytest.mark.parametrize(("age", "alive"), [(0.0, True), (59.0, True), (60.0, False), (86_400.0, False)])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_people_are_shown_a_stalled_controller_after_a_minute_whichever_way_a_clock_went(
+    age: float, alive: bool, sign: int
+) -> None:
+    lease = held("elsewhere:1:1", renewed=100_000.0)
+    state = shown(lease, 100_000.0 + sign * age)
+    assert (state.alive, state.stalled) == (alive, not alive)
 
 
 def test_a_takeover_fences_the_one_before(tmp_path: Path) -> None:

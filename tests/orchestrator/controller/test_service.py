@@ -191,22 +191,38 @@ def test_a_run_s_folder_that_cannot_be_read_is_no_news(path: Path, monkeypatch: 
         assert Controller(store, {}, clock=Clock()).news() == ((), ("a-1",), (False,))
 
 
-def test_a_daemon_that_lost_its_lease_ends_without_touching_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_daemon_that_lost_its_lease_leaves_it_to_another_or_takes_it_when_that_one_has_gone(
+    path: Path, monkeypatch: pytest.MonkeyPatch, leaves: bool
+) -> None:
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     with Store.open(path) as store:
         controller = Controller(store, {}, clock=Clock())
-        stolen: list[Lease | None] = []
+        taken: list[Lease] = []
 
         def rest(report: object) -> None:
-            stolen.append(store.take_lease("other:1:1", time.time() + 1000.0, 60.0))
+            if taken:
+                daemon.stopping = True
+                return
+            before = store.lease()
+            lease = store.take_lease("other:1:1", time.time(), 60.0, over=before)
+            assert lease is not None
+            taken.append(lease)
+
+        def while_it_waits(seconds: float) -> None:
+            if leaves:
+                store.drop_lease(taken[0])
+            else:
+                store.renew_lease(taken[0], time.time(), 60.0)
 
         daemon = service.Daemon(controller, idle_exit_s=None)
         monkeypatch.setattr(daemon, "_rest", rest)
+        monkeypatch.setattr(service.time, "sleep", while_it_waits)
         daemon.run()
         lease = store.lease()
-    assert stolen
+    assert taken
     assert lease is not None
-    assert lease.holder == "other:1:1"
+    assert (lease.holder, lease.epoch) == (("", taken[0].epoch + 1) if leaves else ("other:1:1", taken[0].epoch))
 
 
 def test_a_pass_drops_the_lease_it_took(path: Path) -> None:

@@ -54,7 +54,7 @@ class Fence:
     def is_down(self) -> bool:
         """Whether two looks in a row found no token of ours; a file system that does not answer proves nothing."""
         try:
-            held = LaunchToken.read(self._path) == self._token
+            held = self._token.is_same(LaunchToken.read(self._path))
         except FileNotFoundError:
             held = False
         except (OSError, ValueError, TypeError, KeyError):

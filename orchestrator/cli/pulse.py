@@ -7,11 +7,11 @@ from orchestrator.home import registry_path
 from orchestrator.registry.records import Lease
 
 
-def controller_lives(now: float) -> bool:
-    """Whether some controller drives the runs of this registry."""
+def controller_lives(now: float, scheduler: str = "") -> bool:
+    """Whether a controller drives the runs of this scheduler; whether any lives where that is not known (empty)."""
     from orchestrator.registry import quick  # sqlite3: not for `orch --help`
 
-    return alive(quick.lease(registry_path()), now)
+    return alive(quick.lease(registry_path(), scheduler or None), now)
 
 
 def alive(lease: Lease | None, now: float) -> bool:

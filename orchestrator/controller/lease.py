@@ -74,15 +74,18 @@ def may_take(held: Lease | None, watch: Watch, *, ttl: float = LEASE_TTL) -> boo
     # On this host the process itself can be looked at, dead or alive.
     if lives is not None:
         return not lives or holder in (this_process(), this_process(once=True))
-    return watch.age("lease", f"{held.epoch}:{held.renewed_at}") >= ttl
+    return watch.age(f"lease:{held.scheduler}", f"{held.epoch}:{held.renewed_at}") >= ttl
 
 
-def acquire(store: Store, watch: Watch, now: float, *, ttl: float = LEASE_TTL, once: bool = False) -> Lease | None:
-    """The lease for this process; None while another controller lives."""
-    held = store.lease()
-    if not may_take(held, watch, ttl=ttl):
+def acquire(
+    store: Store, watch: Watch, now: float, *, ttl: float = LEASE_TTL, once: bool = False, scheduler: str = ""
+) -> Lease | None:
+    """The lease of this scheduler's runs (of all runs) for this process; None while another controller lives."""
+    rivals = [held for held in store.leases() if scheduler in ("", held.scheduler) or not held.scheduler]
+    # Every one is looked at, so that the time of each is measured.
+    if not all([may_take(held, watch, ttl=ttl) for held in rivals]):
         return None
     # The store compares with its column: let a lease that we saw die count as expired, whatever that host's clock said.
-    then = now if held is None else max(now, held.expires_at)
-    lease = store.take_lease(str(this_process(once=once)), then, ttl)
+    then = max([now, *(held.expires_at for held in rivals)])
+    lease = store.take_lease(str(this_process(once=once)), then, ttl, scheduler)
     return store.renew_lease(lease, now, ttl) if lease is not None else None

@@ -1,5 +1,6 @@
 """The controller as a process: a daemon, one pass, and what the command line asks about it."""
 
+import hashlib
 import logging
 import os
 import signal
@@ -15,13 +16,13 @@ from orchestrator.controller.lease import Holder, acquire, host_name
 from orchestrator.controller.reconcile import Controller, TickReport
 from orchestrator.controller.schedulers import Partitions, usable
 from orchestrator.controller.watch import Clock, Watch, boot_id
-from orchestrator.errors import Fenced, OrchError, Precondition, RegistryError
+from orchestrator.errors import Fenced, OrchError, Precondition, RegistryError, SchedulerChanged
 from orchestrator.home import state_home
 from orchestrator.registry import quick
 from orchestrator.registry.records import Lease
 from orchestrator.registry.store import Store
+from orchestrator.scheduler.instance import instance_of, unknown_instance
 from orchestrator.scheduler.job_environment import package_root
-from orchestrator.states import LIVE_RUNS
 
 log = logging.getLogger("orch.controller")
 
@@ -51,11 +52,20 @@ class Health:
     ticked_at: float | None
     log: str
     once: bool = False
+    scheduler: str = ""  # the instance whose runs it drives (scheduler/instance.py); empty: all
 
 
-def status(store_path: Path) -> Health:
-    """Who holds the lease, and when it last passed over all runs; reads only, without the ORM."""
-    held = quick.lease(store_path)
+def status(store_path: Path, scheduler: str | None = None) -> Health:
+    """Who holds the lease for a scheduler's runs, or held any of them last; reads only, without the ORM."""
+    return _health(quick.lease(store_path, scheduler))
+
+
+def statuses(store_path: Path) -> list[Health]:
+    """The same for every scheduler that a controller was here for, the newest sign of life first."""
+    return [_health(held) for held in quick.leases(store_path)]
+
+
+def _health(held: Lease | None) -> Health:
     holder = Holder.parse(held.holder) if held is not None else None
     return Health(
         alive=_alive(held, holder),
@@ -66,6 +76,7 @@ def status(store_path: Path) -> Health:
         ticked_at=(held.ticked_at or None) if held else None,
         log=str(log_path()),
         once=holder.once if holder else False,
+        scheduler=held.scheduler if held else "",
     )
 
 
@@ -80,13 +91,21 @@ def log_path() -> Path:
     return state_home() / "controller.log"
 
 
-def ensure_running(store_path: Path) -> bool:
-    """Start a controller of this user unless one lives; whether one was started. It outlives the caller."""
-    found = status(store_path)
+def lease_key(kind: str) -> str:
+    """What the lease of a controller here is for: the scheduler of this kind that commands reach now."""
+    return instance_of(kind)() or unknown_instance(kind)
+
+
+def ensure_running(store_path: Path, kind: str = "local") -> bool:
+    """Start a controller of this user for the scheduler of this kind here, unless one lives; whether it was started.
+
+    It outlives the caller.
+    """
+    found = status(store_path, lease_key(kind))
     # A single pass drives nothing afterwards: the new controller waits until it is done.
     if found.alive and not found.once:
         return False
-    command = [sys.executable, "-P", "-m", "orchestrator.controller.service", str(store_path.absolute())]
+    command = [sys.executable, "-P", "-m", "orchestrator.controller.service", str(store_path.absolute()), kind]
     # WARNING: setproctitle overwrites the environment's memory unless SPT_NOENV says otherwise.
     environment = {**os.environ, "SPT_NOENV": "1", **_places(store_path)}
     if root := package_root():
@@ -112,11 +131,15 @@ def _places(store_path: Path) -> dict[str, str]:
 
 
 def stop(store_path: Path) -> bool:
-    """End the controller that holds the lease; whether there was one. Raises Precondition when it cannot be reached."""
-    held = quick.lease(store_path)
-    holder = Holder.parse(held.holder) if held is not None else None
-    if holder is None or holder.once or not _alive(held, holder):
-        return False
+    """End this host's controllers; whether there was one. Raises Precondition when none of them can be reached."""
+    held = [(lease, Holder.parse(lease.holder)) for lease in quick.leases(store_path)]
+    live = [holder for lease, holder in held if holder and not holder.once and _alive(lease, holder)]
+    for holder in [holder for holder in live if holder.is_here] or live[:1]:
+        _stop(holder)
+    return bool(live)
+
+
+def _stop(holder: Holder) -> None:
     if not holder.is_here:
         raise Precondition(
             f"the controller runs on {holder.host}",
@@ -133,23 +156,30 @@ def stop(store_path: Path) -> bool:
             where=str(log_path()),
             hint=f"wait, or end it with `kill -9 {holder.pid}`: it may be killed at any moment",
         )
-    return True
 
 
 @contextmanager
-def _controller(store_path: Path) -> Iterator[Controller]:
+def _controller(store_path: Path, kind: str, key: str) -> Iterator[Controller]:
     clock = Clock()
+    # Controllers of several schedulers on one host must not write each other's file.
+    name = f".{store_path.name}.watch.{host_name()}.{hashlib.sha256(key.encode()).hexdigest()[:8]}"
     with Store.open(store_path) as store:
-        watch = Watch(clock.mono, store_path.with_name(f".{store_path.name}.watch.{host_name()}"), boot_id())
-        yield Controller(store, usable(), clock=clock, watch=watch, pool_size=Partitions())
+        watch = Watch(clock.mono, store_path.with_name(name), boot_id())
+        yield Controller(
+            store, usable(kind), clock=clock, watch=watch, pool_size=Partitions(), instance=instance_of(kind)
+        )
 
 
-def tick_once(store_path: Path) -> TickReport | None:
-    """One pass of this process; None when another controller lives. Raises RegistryError."""
-    if status(store_path).alive and not _is_mine(store_path):
+def tick_once(store_path: Path, kind: str = "local") -> TickReport | None:
+    """One pass of this process over the runs of the scheduler of this kind here; None when another controller lives.
+
+    Raises RegistryError.
+    """
+    key = lease_key(kind)
+    if status(store_path, key).alive and not _is_mine(store_path, key):
         return None
-    with _controller(store_path) as controller:
-        lease = acquire(controller.store, controller.watch, time.time(), once=True)
+    with _controller(store_path, kind, key) as controller:
+        lease = acquire(controller.store, controller.watch, time.time(), once=True, scheduler=key)
         if lease is None:
             controller.watch.save()
             return None
@@ -159,25 +189,25 @@ def tick_once(store_path: Path) -> TickReport | None:
             controller.store.drop_lease(controller.actor.lease)
 
 
-def _is_mine(store_path: Path) -> bool:
-    return status(store_path).pid == os.getpid()
+def _is_mine(store_path: Path, key: str) -> bool:
+    return status(store_path, key).pid == os.getpid()
 
 
-def run_daemon(store_path: Path, idle_exit_s: float | None = None) -> None:
+def run_daemon(store_path: Path, idle_exit_s: float | None = None, kind: str = "local") -> None:
     """Keep runs going until SIGTERM, Ctrl-C, the loss of the lease, or `idle_exit_s` seconds without a live run."""
     from setproctitle import setproctitle
 
     os.environ.setdefault("SPT_NOENV", "1")
     setproctitle(f"orch-controller {store_path}")
-    with _controller(store_path) as controller:
-        Daemon(controller, idle_exit_s).run()
+    with _controller(store_path, kind, lease_key(kind)) as controller:
+        Daemon(controller, idle_exit_s, kind).run()
 
 
 class Daemon:
     """The loop around the passes of one process."""
 
-    def __init__(self, controller: Controller, idle_exit_s: float | None) -> None:
-        self.controller, self.idle_exit_s = controller, idle_exit_s
+    def __init__(self, controller: Controller, idle_exit_s: float | None, kind: str = "local") -> None:
+        self.controller, self.idle_exit_s, self.kind = controller, idle_exit_s, kind
         self.stopping = False
         self._lease: Lease | None = None
         self._pause = SHORTEST
@@ -203,12 +233,14 @@ class Daemon:
     def _await_lease(self) -> Lease | None:
         """The lease; None when another controller shows signs of life."""
         store, watch = self.controller.store, self.controller.watch
-        first = store.lease()
+        instance = self.controller.domain.instance
+        key = (instance() or unknown_instance(self.kind)) if instance is not None else ""
+        first = store.lease(key)
         while not self.stopping:
-            lease = acquire(store, watch, time.time())
+            lease = acquire(store, watch, time.time(), scheduler=key)
             if lease is not None:
                 return lease
-            held = store.lease()
+            held = store.lease(key)
             holder = Holder.parse(held.holder) if held else None
             renewed = held is not None and first is not None and held.renewed_at != first.renewed_at
             # A single pass is soon over, and nobody would go on after it.
@@ -227,11 +259,16 @@ class Daemon:
                 self._lease = self._await_lease()
                 if self._lease is None:
                     return False
-                log.info("controller with epoch %d on %s, pid %d", self._lease.epoch, host_name(), os.getpid())
+                words = "controller of %s with epoch %d on %s, pid %d"
+                log.info(words, self._lease.scheduler, self._lease.epoch, host_name(), os.getpid())
             report = self._tick(self._lease)
             self._lease = self.controller.actor.lease
             if self._is_idle(report) and self._leave():
                 return False
+        except SchedulerChanged as error:
+            # Silence never leads here: the commands themselves say that they reach another one.
+            log.warning("%s: it is given back", error.what)
+            self._give_back()
         except Fenced:
             raise
         except (OrchError, OSError) as error:
@@ -242,13 +279,16 @@ class Daemon:
 
     def _leave(self) -> bool:
         """Give the lease back; False when a run came in whose submitter still saw this controller alive."""
-        lease, self._lease = self._lease, None
-        assert lease is not None
-        self.controller.store.drop_lease(lease)
+        self._give_back()
         if not self._has_work():
             return True
         self._pause = SHORTEST
         return False
+
+    def _give_back(self) -> None:
+        lease, self._lease = self._lease, None
+        assert lease is not None
+        self.controller.store.drop_lease(lease)
 
     def _tick(self, lease: Lease) -> TickReport:
         report = self.controller.tick(lease)
@@ -267,7 +307,7 @@ class Daemon:
         return self.idle_exit_s is not None and now - self._idle_since >= self.idle_exit_s
 
     def _has_work(self) -> bool:
-        return bool(self.controller.store.runs(LIVE_RUNS, limit=1)) or bool(self.controller.store.asks())
+        return self.controller.domain.count() > 0 or self.controller.domain.asked()
 
     def _rest(self, report: TickReport | None) -> None:
         """Sleep until the next pass; news that needs no scheduler ends the sleep."""
@@ -296,7 +336,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout)
     os.chdir("/")  # a daemon must not keep a file system busy
     try:
-        run_daemon(Path(sys.argv[1]), IDLE_EXIT)
+        run_daemon(Path(sys.argv[1]), IDLE_EXIT, *sys.argv[2:3])
     except Exception:  # outermost edge: the log is the only place where a daemon can say why it died
         log.exception("the controller died")
         raise SystemExit(1) from None

@@ -9,6 +9,8 @@ OrchError                       1
  +- SubmitRejected              4   Slurm answered that it will not take this job
  +- RegistryError               6   locked, damaged, or of a newer version
  |   +- Fenced                  6   another controller holds the lease by now
+ |       +- ForeignRun          6   the run belongs to another scheduler
+ |       +- SchedulerChanged    6   commands reach another scheduler than the one the lease is for
  +- CheckpointInvalid           7
  +- RunFailed                   8
  +- RunCancelled               10
@@ -73,6 +75,14 @@ class RegistryError(OrchError):
 
 
 class Fenced(RegistryError):
+    pass
+
+
+class ForeignRun(Fenced):
+    pass
+
+
+class SchedulerChanged(Fenced):
     pass
 
 

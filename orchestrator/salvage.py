@@ -36,6 +36,7 @@ def salvage(folder: RunDir, run: dict[str, Any], now: float | None = None) -> Re
         created_at=run["created_at"],
         updated_at=max(run["created_at"], *(attempt.ended_at or attempt.intent_at for attempt in attempts)),
         identity=run["identity"],
+        scheduler=run.get("scheduler", "") or attempts[-1].scheduler,
     )
     note = Transition(
         run=row.name, kind="run", subject=row.name, before="", after=state, reason=reason, time=row.updated_at
@@ -74,6 +75,7 @@ def _attempt(run: str, place: AttemptDir, *, newest: bool) -> Attempt:
         ended_at=outcome.ended_at if outcome else None,
         last_step=outcome.step if outcome else None,
         failure=outcome.failure.to_json() if outcome and outcome.failure else None,
+        scheduler=intent.get("scheduler", ""),
     )
 
 

@@ -5,11 +5,12 @@ from typing import Any
 
 import click
 
+from orchestrator.cli import whereabouts
 from orchestrator.cli.options import Verb
 from orchestrator.cli.registry import open_store, wake_controller
 from orchestrator.cli.render import Screen
-from orchestrator.errors import NotFound, OrchError, Precondition
-from orchestrator.states import RunState, may_move
+from orchestrator.errors import NotFound, OrchError, Precondition, SlurmUnreachable
+from orchestrator.states import LIVE_ATTEMPTS, LIVE_RUNS, RunState, may_move
 
 NO_CONTROLLER = click.option("--no-controller", is_flag=True, help="Act once from here; start no controller.")
 SLOW = 30.0
@@ -28,13 +29,16 @@ def cancel(screen: Screen, runs: tuple[str, ...], no_controller: bool) -> int:
 @click.command(cls=Verb)
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True)
 @NO_CONTROLLER
+@click.option("--here", is_flag=True, help="Take a run of another cluster over to the one that this host reaches.")
 @click.pass_obj
-def resume(screen: Screen, runs: tuple[str, ...], no_controller: bool) -> int:
+def resume(screen: Screen, runs: tuple[str, ...], no_controller: bool, here: bool) -> int:
     """Go on with a run that is held, failed or cancelled, from its newest good checkpoint, with a fresh budget."""
-    return _ask(screen, "resume", runs, RunState.RECOVERING, no_controller)
+    return _ask(screen, "resume", runs, RunState.RECOVERING, no_controller, here=here)
 
 
-def _ask(screen: Screen, verb: str, names: tuple[str, ...], target: RunState, no_controller: bool) -> int:
+def _ask(
+    screen: Screen, verb: str, names: tuple[str, ...], target: RunState, no_controller: bool, *, here: bool = False
+) -> int:
     """Write one request for each run, let the controller act, and say what it answered.
 
     Several runs: the ones that can be asked are asked, and the exit code tells of the first that could not.
@@ -44,36 +48,68 @@ def _ask(screen: Screen, verb: str, names: tuple[str, ...], target: RunState, no
     with open_store() as store:
         for name in names:
             try:
-                asked.append(_request(store, verb, name, target))
+                asked.append(_request(store, verb, name, target, here))
             except OrchError as error:
                 refused = refused or error
                 if len(names) > 1:
                     screen.warn(type(error).__name__, error.what)
-        if any(item["ask"] for item in asked):
-            wake_controller(screen, no_controller=no_controller)
-            await_answers(store, asked, no_controller)
+        for kind in sorted({item["kind"] for item in asked if item["ask"] and item["where"].reached}):
+            wake_controller(screen, kind, no_controller=no_controller)
+        await_answers(store, [item for item in asked if item["ask"] and _is_answerable(item)], no_controller)
     if refused is not None and not asked:
         raise refused
     _tell(screen, verb, asked)
+    lost = [item["where"] for item in asked if not item["answer"] and not _is_answerable(item)]
+    if lost and refused is None:
+        lost[0].require_answer()
     return refused.exit_code if refused else 0
 
 
-def _request(store: Any, verb: str, name: str, target: RunState) -> dict[str, Any]:
+def _is_answerable(item: dict[str, Any]) -> bool:
+    """Whether somebody is there to answer: a controller that lives, or one that can be started here."""
+    return bool(item["where"].reached or item["where"].lives)
+
+
+def _request(store: Any, verb: str, name: str, target: RunState, here: bool) -> dict[str, Any]:
     run = store.run(name)
     if name not in (run.name, "@last"):
         raise NotFound(f"no run {name}", hint=f"{verb} takes whole names, so that it meets no other run: {run.name}?")
-    item = {"run": run.name, "state": str(run.state), "ask": None, "answer": ""}
+    key = _key_here(run.cluster, must=here) if here or not run.scheduler else ""
+    where = whereabouts.find({"run": run.name, "cluster": run.cluster, "scheduler": key or run.scheduler})
+    item = {"run": run.name, "state": str(run.state), "ask": None, "answer": "", "kind": run.cluster, "where": where}
+    item["here"] = key not in ("", run.scheduler)
+    if here and item["here"] and run.scheduler and store.attempts(run.name)[-1].state in LIVE_ATTEMPTS:
+        raise Precondition(
+            f"{run.name} may have a live job on {run.scheduler}: it cannot be taken over",
+            where=run.reason,
+            hint=f"let it end, or type `orch cancel {run.name}` there",
+        )
     if verb == "cancel" and run.state is RunState.CANCELLED:
         return {**item, "answer": "was cancelled already"}
-    if verb == "resume" and run.state in (RunState.CREATED, RunState.QUEUED, RunState.RUNNING, RunState.RECOVERING):
+    if (
+        verb == "resume"
+        and not (here and item["here"])
+        and run.state in (RunState.CREATED, RunState.QUEUED, RunState.RUNNING, RunState.RECOVERING)
+    ):
         return {**item, "answer": "is going on already"}
-    if not may_move(run.state, target):
+    if not may_move(run.state, target) and run.state not in LIVE_RUNS:
         raise Precondition(
             f"{run.name} is {run.state}: it cannot be {'cancelled' if verb == 'cancel' else 'resumed'}",
             where=run.reason,
             hint=f"`orch show {run.name}` tells what happened",
         )
-    return {**item, "ask": store.ask(run.name, verb, {}, now=time.time())}
+    return {**item, "ask": store.ask(run.name, verb, {"here": key} if key else {}, now=time.time())}
+
+
+def _key_here(kind: str, *, must: bool) -> str:
+    """The scheduler that this host reaches, to go on with a run there; empty, or an error, while it is silent."""
+    from orchestrator.scheduler.instance import instance_of
+
+    found = instance_of(kind)
+    key = found()
+    if must and not key:
+        raise SlurmUnreachable(f"it is not known which cluster this is: {found.silence}", hint="try again later")
+    return key
 
 
 def await_answers(store: Any, asked: list[dict[str, Any]], no_controller: bool) -> None:
@@ -96,7 +132,14 @@ def _tell(screen: Screen, verb: str, asked: list[dict[str, Any]]) -> None:
         screen.data(verb, [{key: item[key] for key in ("run", "state", "answer")} for item in asked])
         return
     for item in asked:
-        answer = item["answer"] or "asked; the controller has not answered yet"
+        answer = item["answer"] or _pending(item)
         said = answer if answer.startswith(item["run"]) else f"{item['run']}: {answer} ({item['state']})"
         screen.say(said)
         screen.note(f"  look:  orch status {item['run']}")
+
+
+def _pending(item: dict[str, Any]) -> str:
+    if item["where"].reached and not item["where"].lives:
+        return "asked; the controller has not answered yet"
+    who = f"the controller of {item['where'].scheduler}" if item["where"].scheduler else "the controller"
+    return f"asked; {who} has not answered yet"

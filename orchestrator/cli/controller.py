@@ -3,7 +3,8 @@
 import logging
 import sys
 import time
-from typing import Any
+from functools import reduce
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,6 +14,9 @@ from orchestrator.cli.render import Screen, iso, span
 from orchestrator.errors import Precondition, SlurmUnreachable
 from orchestrator.home import registry_path
 
+if TYPE_CHECKING:
+    from orchestrator.controller.reconcile import TickReport
+
 
 @click.group(cls=Noun)
 def controller() -> None:
@@ -21,32 +25,39 @@ def controller() -> None:
 
 @controller.command("run")
 @click.option("--idle-exit", type=float, default=None, metavar="SECONDS", help="End after so long without live runs.")
+@click.option("--cluster", type=click.Choice(["auto", "local", "slurm"]), default="auto", help="Whose runs.")
 @click.pass_obj
-def run(screen: Screen, idle_exit: float | None) -> None:
-    """Keep runs going until stopped, in the foreground (`orch submit` starts one by itself)."""
+def run(screen: Screen, idle_exit: float | None, cluster: str) -> None:
+    """Keep runs going until stopped, in the foreground (`orch submit` starts one by itself).
+
+    One controller serves one cluster: the Slurm that this host reaches, or where there is none (or with
+    `--cluster local`) the local jobs of this host.
+    """
     from orchestrator.controller import service
+    from orchestrator.scheduler.choose import resolve
 
     # The daemon tells what it does by logging; in the foreground that goes to the terminal.
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    screen.note(f"controller for {registry_path()}; Ctrl-C ends it, the runs go on")
-    service.run_daemon(registry_path(), idle_exit)
+    kind = resolve(cluster)
+    screen.note(f"controller for {registry_path()}, {kind}; Ctrl-C ends it, the runs go on")
+    service.run_daemon(registry_path(), idle_exit, kind)
 
 
 @controller.command("tick")
 @click.pass_obj
 def tick(screen: Screen) -> int:
-    """One pass over all runs, for cron and scrontab; nothing when another controller holds the lease.
+    """One pass over all runs of this host and of the Slurm it reaches; nothing where another controller is at work.
 
     A stalled controller is replaced: this waits until its lease has expired, and says why when it cannot (code 4).
     Exit code 5 when a scheduler gave no answer: what it holds was left as it is.
     """
-    from orchestrator.controller import service
-
-    report = service.tick_once(registry_path())
+    report, stalled = _pass()
     if screen.json:
         screen.data("controller.tick", {"acted": report is not None, "report": _plain(report)})
-    if report is None and not (state := controller_state(time.time())).alive:
-        raise Precondition(f"nothing was done: {state.reason}", where=str(registry_path()), hint=TAKE_OVER)
+    if stalled and report is None:
+        raise Precondition(f"nothing was done: {stalled}", where=str(registry_path()), hint=TAKE_OVER)
+    if stalled:
+        screen.warn("controller_stalled", f"{stalled}; {TAKE_OVER}")
     if screen.json:
         pass
     elif report is None:
@@ -62,30 +73,49 @@ def tick(screen: Screen) -> int:
     return SlurmUnreachable.exit_code if report is not None and report.unreachable else 0
 
 
+def _pass() -> "tuple[TickReport | None, str]":
+    """A pass for each kind of scheduler here, as one report; None where others act for all of them.
+
+    With it why nobody acts for one of them.
+    """
+    from orchestrator.controller import service
+    from orchestrator.controller.schedulers import kinds
+
+    reports = {kind: service.tick_once(registry_path(), kind) for kind in kinds()}
+    acted = [report for report in reports.values() if report is not None]
+    states = [
+        controller_state(time.time(), service.lease_key(kind)) for kind, report in reports.items() if report is None
+    ]
+    idle = [state.reason for state in states if not state.alive]
+    return reduce(lambda first, second: first.plus(second), acted) if acted else None, "; ".join(idle)
+
+
 @controller.command("status")
 @click.pass_obj
 def status(screen: Screen) -> None:
-    """Whether a controller lives, and when it last looked at the runs."""
+    """Whether controllers live, for which clusters, and when they last looked at the runs."""
     from orchestrator.controller import service
 
-    health = service.status(registry_path())
+    health, every = service.status(registry_path()), service.statuses(registry_path())
     if screen.json:
-        screen.data("controller.status", _plain(health))
+        screen.data("controller.status", {**_plain(health), "controllers": _plain(every)})
         return
-    looked = f"looked at the runs {span(time.time() - health.ticked_at)} ago" if health.ticked_at else "no look yet"
-    if health.alive:
-        screen.say(f"alive: pid {health.pid} on {health.host}, {looked}")
-    elif health.stalled:
-        screen.say(f"{health.reason}, {looked}; {TAKE_OVER}")
-    else:
-        screen.say(f"none lives ({looked}); the next `orch submit` starts one, or `orch controller run`")
+    for one in every or [health]:
+        looked = f"looked at the runs {span(time.time() - one.ticked_at)} ago" if one.ticked_at else "no look yet"
+        of = f" for {one.scheduler}" if one.scheduler else ""
+        if one.alive:
+            screen.say(f"alive{of}: pid {one.pid} on {one.host}, {looked}")
+        elif one.stalled:
+            screen.say(f"{one.reason}{of}, {looked}; {TAKE_OVER}")
+        else:
+            screen.say(f"none lives{of} ({looked}); the next `orch submit` there starts one, or `orch controller run`")
     screen.note(f"log {health.log}")
 
 
 @controller.command("stop")
 @click.pass_obj
 def stop(screen: Screen) -> None:
-    """End the controller; runs go on, but nobody restarts them until one is started again."""
+    """End this host's controllers; runs go on, but nobody restarts them until one is started again."""
     from orchestrator.controller import service
 
     stopped = service.stop(registry_path())

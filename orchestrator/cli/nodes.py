@@ -64,7 +64,8 @@ def release(screen: Screen, names: tuple[str, ...], no_controller: bool) -> None
     """Take the exclusion of nodes back: from the next attempt on they may be used again."""
     with open_store() as store:
         asked = [item for name in dict.fromkeys(names) for item in _ask_release(store, name)]
-        wake_controller(screen, no_controller=no_controller)
+        for kind in sorted({item["kind"] for item in asked}):
+            wake_controller(screen, kind, no_controller=no_controller)
         await_answers(store, asked, no_controller)
     if screen.json:
         screen.data("nodes.release", [{"node": item["node"], "answer": item["answer"]} for item in asked])
@@ -77,10 +78,10 @@ def _ask_release(store: Any, name: str) -> list[dict[str, Any]]:
     """One request for each cluster that has this node; a run of that cluster carries it. Raises NotFound."""
     now, asked = time.time(), []
     for node in store.nodes():
-        run = next((run for run in store.runs() if run.cluster == node.cluster), None) if node.name == name else None
+        run = next((run for run in store.runs() if run.domain == node.cluster), None) if node.name == name else None
         if run is not None:
             ask = store.ask(run.name, "release", {"node": name}, now=now)
-            asked.append({"node": name, "run": run.name, "ask": ask, "answer": ""})
+            asked.append({"node": name, "run": run.name, "kind": run.cluster, "ask": ask, "answer": ""})
     if not asked:
         raise NotFound(f"no run has used a node {name}", hint="`orch nodes ls` lists the nodes that are known")
     return asked

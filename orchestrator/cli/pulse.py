@@ -7,13 +7,13 @@ TAKE_OVER = "`orch controller tick` or the next `orch submit` takes over once it
 """What to type while a controller stalls."""
 
 
-def controller_state(now: float) -> LeaseState:
-    """Whether some controller drives the runs of this registry, or stalls instead, and why this is said."""
+def controller_state(now: float, scheduler: str = "") -> LeaseState:
+    """Whether a controller drives the runs of this scheduler (of any, where it is empty), or stalls instead; and why."""
     from orchestrator.registry import quick  # sqlite3: not for `orch --help`
 
-    return shown(quick.lease(registry_path()), now)
+    return shown(quick.lease(registry_path(), scheduler or None), now)
 
 
-def controller_lives(now: float) -> bool:
-    """Whether some controller drives the runs of this registry."""
-    return controller_state(now).alive
+def controller_lives(now: float, scheduler: str = "") -> bool:
+    """Whether a controller drives the runs of this scheduler; whether any lives where that is not known (empty)."""
+    return controller_state(now, scheduler).alive

@@ -35,11 +35,11 @@ def require_registry(path: Path) -> None:
         )
 
 
-def wake_controller(screen: Screen, *, no_controller: bool) -> None:
+def wake_controller(screen: Screen, kind: str, *, no_controller: bool) -> None:
     """Make sure that somebody acts on what was just written: a controller, or this process for one pass."""
     from orchestrator.controller import service
 
     if not no_controller:
-        service.ensure_running(registry_path())
-    elif service.tick_once(registry_path()) is None:
+        service.ensure_running(registry_path(), kind)
+    elif service.tick_once(registry_path(), kind) is None:
         screen.note("another controller holds the lease and will act")

@@ -90,6 +90,7 @@ def attempt_json(attempt: Attempt, generations: list[Generation]) -> dict[str, A
         "decision": attempt.decision,
         "reason": attempt.reason,
         "job_state": attempt.job_state,
+        "slurm_cluster": None if attempt.scheduler.startswith("local@") else attempt.scheduler or None,
         "generation_list": [
             {
                 "generation": item.number, "started_at": iso(item.started_at), "ended_at": iso(item.ended_at),
@@ -145,6 +146,7 @@ def _head(screen: Screen, run: Run, row: dict[str, Any]) -> None:
         "env": _words(env),
         "data": _words(run.identity.get("data") or {}),
         "begins": _beginning(run.identity.get("imported")),
+        "cluster": run.scheduler or run.cluster,
         "folder": run.run_dir,
     }
     for name, text in lines.items():

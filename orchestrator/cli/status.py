@@ -12,11 +12,12 @@ from orchestrator.cli.render import Column, Screen, compact, count, decimal, iso
 from orchestrator.controller.lease import shown
 from orchestrator.errors import ConfigError
 from orchestrator.home import registry_path
+from orchestrator.registry.records import Lease
 from orchestrator.states import LIVE_RUNS, RunState
 
 KEYS = (
     "run", "state", "step", "total_steps", "loss", "attempts", "generations", "job_id", "cluster", "nodes",
-    "last_checkpoint", "reason", "updated_at", "last_lines",
+    "last_checkpoint", "reason", "updated_at", "last_lines", "slurm_cluster",
 )  # fmt: skip
 """What `orch status --json` promises of every run; the golden test holds it."""
 
@@ -128,7 +129,9 @@ def _show(screen: Screen, rows: list[dict[str, Any]]) -> None:
 
 def status_table(screen: Screen, rows: list[dict[str, Any]], *, aligned: bool = False) -> None:
     """The table of `orch status`."""
-    screen.table(TABLE if screen.terminal or aligned else TSV, [_flat(row) for row in rows], aligned=aligned)
+    several = len({row["slurm_cluster"] for row in rows}) > 1
+    table = [*TABLE[:-1], SLURM_CLUSTER, TABLE[-1]] if several else TABLE
+    screen.table(table if screen.terminal or aligned else TSV, [_flat(row) for row in rows], aligned=aligned)
 
 
 def say_last_lines(screen: Screen, run: str, failure: dict[str, Any] | None) -> None:
@@ -184,35 +187,50 @@ TSV = [
     Column("CHECKPOINT_TRUST", "saved_trust"),
     Column("UPDATED_AT", "updated"),
     Column("REASON", "reason"),
+    Column("SLURM_CLUSTER", "slurm_cluster"),
 ]
+SLURM_CLUSTER = Column("CLUSTER", "slurm_cluster", lambda name: name or "local", spare=7)
+"""Shown to people where the runs are not all of one cluster."""
 
 
 def _warn_without_controller(screen: Screen, rows: list[dict[str, Any]]) -> None:
-    if not any(row["state"] in LIVE_RUNS for row in rows):
-        return
-    state = controller_state(time.time())
-    if state.stalled:
-        screen.warn("controller_stalled", f"{state.reason}: nothing is restarted meanwhile; {TAKE_OVER}")
-    elif not state.alive:
+    """Every cluster with live runs whose controller stalls or is gone: others' controllers leave those runs alone."""
+    live = {row["scheduler"]: row["cluster"] for row in rows if row["state"] in LIVE_RUNS}
+    for scheduler, kind in sorted(live.items()):
+        state = controller_state(time.time(), scheduler)
+        if state.alive:
+            continue
+        if state.stalled:
+            screen.warn("controller_stalled", f"{state.reason}: nothing is restarted meanwhile; {TAKE_OVER}")
+            continue
+        where = f" on a login node of {scheduler}" if scheduler and kind == "slurm" else ""
+        local = f" --cluster local, on {scheduler.partition('@')[2]}" if scheduler and kind == "local" else ""
         screen.warn(
             "no_controller",
-            "no controller lives: runs go on, but nothing is restarted and this table stands still; "
-            "start one with `orch controller run`, or act once with `orch controller tick`",
+            f"no controller{f' of {scheduler}' if scheduler else ''} lives: runs go on, but nothing is restarted and "
+            f"this table stands still; start one with `orch controller run`{where}{local}, "
+            "or act once with `orch controller tick`",
         )
 
 
 def _footer(rows: list[dict[str, Any]]) -> str:
     from orchestrator.registry import quick
 
-    lease, now = quick.lease(registry_path()), time.time()
-    state = shown(lease, now)
-    looked = f"looked {span(now - lease.ticked_at)} ago" if lease and lease.ticked_at else "has not looked yet"
-    if lease is None:
-        word = "controller none"
-    elif state.stalled:
-        word = f"{state.reason}, {looked}"
-    elif state.alive:
-        word = f"controller ok ({looked}, {lease.holder.split(':')[0]})"
-    else:
-        word = f"controller none ({looked})"
+    now, found = time.time(), quick.leases(registry_path())
+    listed = {row["scheduler"] for row in rows} | {held.scheduler for held in found if shown(held, now).alive}
+    several = len(listed) > 1
+    words = [_controller(held, now, several) for held in found if held.scheduler in listed] if several else []
+    word = "; ".join(words) or (_controller(found[0], now, False) if found else "controller none")
     return f"{len(rows)} run{'' if len(rows) == 1 else 's'} · {word} · registry {registry_path()}"
+
+
+def _controller(lease: Lease, now: float, named: bool) -> str:
+    """Whether the holder of a lease lives, and when it looked."""
+    of = f" of {lease.scheduler}" if named and lease.scheduler else ""
+    looked = f"looked {span(now - lease.ticked_at)} ago" if lease.ticked_at else "has not looked yet"
+    state = shown(lease, now)
+    if state.stalled:
+        return f"{state.reason}{of}, {looked}"
+    if state.alive:
+        return f"controller{of} ok ({looked}, {lease.holder.split(':')[0]})"
+    return f"controller{of} none ({looked})"

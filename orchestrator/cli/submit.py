@@ -96,8 +96,8 @@ def launch(
             store, composed, name=None, cluster=cluster, now=time.time(), progress=meter, imported=imported
         )
     if not no_controller:
-        service.ensure_running(registry_path())
-    row, silent = _await_job(screen, run.name, no_controller=no_controller)
+        service.ensure_running(registry_path(), run.cluster)
+    row, silent = _await_job(screen, run.name, run.cluster, no_controller=no_controller)
     if row["state"] in (RunState.HELD, RunState.FAILED) and row["job_id"] is None:
         trouble = verdict(row)
         assert trouble is not None
@@ -108,7 +108,7 @@ def launch(
             where=run.run_dir,
             hint="`orch controller tick` or `orch controller run` goes on with it: do not submit it again",
         )
-    if row["job_id"] is None and not (state := controller_state(time.time())).alive:
+    if row["job_id"] is None and not (state := controller_state(time.time(), run.scheduler)).alive:
         raise Precondition(
             f"{run.name} is written down, and nobody drives it: {state.reason}",
             where=run.run_dir,
@@ -122,7 +122,7 @@ def launch(
     }  # fmt: skip
 
 
-def _await_job(screen: Screen, run: str, *, no_controller: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _await_job(screen: Screen, run: str, kind: str, *, no_controller: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The run's row once its first job is known, or it has stopped before, or the patience is spent.
 
     With it the schedulers that gave this process no answer in the end.
@@ -131,36 +131,37 @@ def _await_job(screen: Screen, run: str, *, no_controller: bool) -> tuple[dict[s
 
     now = time.monotonic()
     deadline, knock_at = now + (JOB_WITHIN_ALONE if no_controller else JOB_WITHIN), now + KNOCK_EVERY
-    latest, before = deadline + TAKEN_OVER_WITHIN, quick.lease(registry_path())
+    key = one_row(run)["scheduler"] or None
+    latest, before = deadline + TAKEN_OVER_WITHIN, quick.lease(registry_path(), key)
     silent: tuple[str, ...] = ()
     while True:
         if no_controller:
-            silent = _tick(screen, silent)
+            silent = _tick(screen, kind, silent)
         row = one_row(run)
         if row["job_id"] is not None or row["state"] in ENDED_RUNS or row["state"] == RunState.HELD:
             return row, silent
         now = time.monotonic()
         # A lease that nobody has renewed meanwhile: its holder stalls, and a successor waits until it expires.
-        if now >= deadline and (no_controller or now >= latest or quick.lease(registry_path()) != before):
+        if now >= deadline and (no_controller or now >= latest or quick.lease(registry_path(), key) != before):
             return row, silent
         if not no_controller and now >= knock_at:
-            _knock()
+            _knock(kind)
             knock_at = now + KNOCK_EVERY
         time.sleep(LOOK_EVERY if not no_controller else 1.0)
 
 
-def _knock() -> None:
+def _knock(kind: str) -> None:
     """What held the lease may have been a single pass that has ended since, and the daemon beside it has gone."""
     from orchestrator.controller import service
 
-    service.ensure_running(registry_path())
+    service.ensure_running(registry_path(), kind)
 
 
-def _tick(screen: Screen, said: tuple[str, ...]) -> tuple[str, ...]:
+def _tick(screen: Screen, kind: str, said: tuple[str, ...]) -> tuple[str, ...]:
     from orchestrator.controller import service
 
     try:
-        report = service.tick_once(registry_path())
+        report = service.tick_once(registry_path(), kind)
     except Fenced:
         return ()
     silent: tuple[str, ...] = report.unreachable if report is not None else ()

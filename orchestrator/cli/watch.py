@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from orchestrator.cli import whereabouts
 from orchestrator.cli.feed import Feed, progress_line, sentence
 from orchestrator.cli.pulse import controller_lives
 from orchestrator.cli.render import Screen, Ticker, progress
@@ -76,7 +77,7 @@ class Watch:
                     where=f"step {progress(row['step'], row['total_steps'], ' of ')}",
                     hint=f"it goes on; wait again with `orch wait {self._run}`",
                 )
-            self._drive()
+            self._drive(row)
             rest = LOOK_EVERY if deadline is None else min(LOOK_EVERY, max(0.0, deadline - time.monotonic()))
             time.sleep(rest)
 
@@ -93,15 +94,19 @@ class Watch:
                 self._ticker.keep(f"{self._screen.when(event.time)}  {text}")
         self._ticker.move(progress_line(self._run, row["state"], row["total_steps"], self._feed.beat))
 
-    def _drive(self) -> None:
-        """Act in the place of a controller that does not live: waiting must not be for ever."""
-        if time.monotonic() < self._next_tick or controller_lives(time.time()):
+    def _drive(self, row: dict[str, Any]) -> None:
+        """Act in the place of a controller that does not live: waiting must not be for ever.
+
+        Raises Precondition when nobody can from this host.
+        """
+        if time.monotonic() < self._next_tick or controller_lives(time.time(), row["scheduler"]):
             return
+        whereabouts.find(row).require_answer()
         from orchestrator.controller import service  # sqlalchemy: only where nobody else drives
 
         try:
             # Beside a stalled controller the passes between two looks watch its lease until it may be taken.
-            report = service.tick_once(registry_path(), patience=0.0)
+            report = service.tick_once(registry_path(), row["cluster"], patience=0.0)
             silent = " and ".join(report.unreachable) if report is not None else ""
             if silent and silent != self._unreachable:
                 self._screen.note(f"{silent} does not answer; nothing is assumed, asking again")

@@ -1,6 +1,6 @@
 """The only place with effects outside the registry: submit, release, cancel, GO, requests. Every step is repeatable."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
 from orchestrator.config import RunConfig
@@ -48,6 +48,7 @@ class Actor:
         self.actions: list[str] = []
         self._held_at = 0.0  # by the clock that no person sets
         self.ambiguous_for = AMBIGUOUS_FOR
+        self.assure: Callable[[], None] = lambda: None
 
     def begin(self, lease: Lease) -> None:
         self.lease, self.actions, self._held_at = lease, [], self.clock.mono()
@@ -60,7 +61,8 @@ class Actor:
         return {"epoch": self.lease.epoch, "now": self.clock.wall()}
 
     def hold_lease(self) -> None:
-        """Renew the lease, or learn that it is lost: raises Fenced."""
+        """Renew the lease, or learn that it is lost or that commands reach another scheduler by now: raises Fenced."""
+        self.assure()
         self.lease = self.store.renew_lease(self.lease, self.clock.wall(), LEASE_TTL)
         self._held_at = self.clock.mono()
 
@@ -187,7 +189,7 @@ class Actor:
 
     def _time_between_failures(self, run: Run, config: RunConfig) -> float:
         now = self.clock.wall()
-        attempts, fallen = self.store.history(run.cluster, now - cadence.WINDOW)
+        attempts, fallen = self.store.history(run.domain, now - cadence.WINDOW)
         cluster, own = cadence.seen(cadence.stretches(attempts, fallen, now), run.name)
         days = config.checkpoint.auto.node_days
         return cadence.time_between_failures(config.cluster.nodes, node_days=days, cluster=cluster, run=own)

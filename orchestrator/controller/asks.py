@@ -3,6 +3,7 @@
 from orchestrator.controller import failpoints
 from orchestrator.controller.actor import Actor
 from orchestrator.controller.jobs import is_live
+from orchestrator.controller.ownership import answers, is_ours, never_submitted
 from orchestrator.controller.sight import Sight
 from orchestrator.controller.view import RunView
 from orchestrator.errors import NotFound
@@ -10,6 +11,7 @@ from orchestrator.recovery.policy import after_cancel
 from orchestrator.registry.records import Ask, Run
 from orchestrator.scheduler.base import LEAVING_STATES, QUEUED_STATES
 from orchestrator.states import LIVE_ATTEMPTS, LIVE_RUNS, AttemptState, RunState
+from trainer.contract.outcome import Failure, FailureKind
 from trainer.contract.requests import RequestKind
 
 STOP_LIMIT = 300.0
@@ -25,6 +27,8 @@ def answer_idle(actor: Actor) -> bool:
         except NotFound:
             _answer(actor, ask, f"there is no run {ask.run}")
             continue
+        if not _is_for(actor, run, ask):
+            continue
         if ask.verb == "release":
             answered |= _release(actor, run, ask)
         elif ask.verb == "resume":
@@ -32,6 +36,26 @@ def answer_idle(actor: Actor) -> bool:
         elif ask.verb == "cancel" and run.state not in LIVE_RUNS:
             answered |= _cancel_idle(actor, run, ask)
     return answered
+
+
+def _is_for(actor: Actor, run: Run, ask: Ask) -> bool:
+    """Whether this controller answers: for runs of its scheduler, and those that a person says go on with it.
+
+    A run whose job may live with another scheduler is never taken away from it.
+    """
+    own = actor.lease.scheduler
+    if is_ours(run, own):
+        return True
+    if not answers(run, ask, own):
+        return False
+    attempts = actor.store.attempts(run.name)
+    live = attempts[-1].state in LIVE_ATTEMPTS and not (never_submitted(attempts) and not run.scheduler)
+    if live and (run.scheduler or ask.verb == "cancel"):
+        return False
+    if not actor.store.claim_run(run.name, own, epoch=actor.epoch, before=run.scheduler):
+        return False
+    actor.did(f"{run.name} belongs to {own} from now on: a person said so")
+    return True
 
 
 def _resume(actor: Actor, run: Run, ask: Ask) -> bool:
@@ -65,7 +89,7 @@ def _release(actor: Actor, run: Run, ask: Ask) -> bool:
 
     def release() -> None:
         stamp = actor.stamp()
-        actor.store.saw_node(name, run.cluster, **stamp, excluded_until=now, reason="released by a person")
+        actor.store.saw_node(name, run.domain, **stamp, excluded_until=now, reason="released by a person")
         actor.store.answer(ask.id, f"{name} may be used again", **stamp)
 
     actor.store.together(release)
@@ -125,6 +149,25 @@ def cancel_intent(actor: Actor, view: RunView, sight: Sight) -> bool:
     for job in sight.named(view.last.job_name):
         actor.cancel(view.run, job.job_id, "cancelled before it was adopted")
     return not sight.named(view.last.job_name) and actor.may_submit(view.last, sight)
+
+
+def cancel_hidden(actor: Actor, view: RunView, sight: Sight) -> bool:
+    """Cancel a run whose folder is not visible: nothing can be saved, so its jobs are ended; whether it is over."""
+    own = sight.job_of(view.last)
+    live = [job for job in (*sight.of_run(view.run.name), *([own] if own else [])) if is_live(job)]
+    for job in live:
+        if job.state not in LEAVING_STATES:
+            actor.cancel(view.run, job.job_id, "cancelled by a person; its run directory is not visible")
+    if live or not sight.swept:
+        return False
+    failure = Failure(kind=FailureKind.CANCELLED, reason="cancelled by `orch cancel`; its run directory is not visible")
+    to = AttemptState.LOST if own is None else AttemptState.ENDED
+    actor.store.move_attempt(
+        view.run.name, view.last.number, to, failure.reason, **actor.stamp(), ended_at=actor.clock.wall(),
+        failure=failure.to_json(),
+    )  # fmt: skip
+    cancelled(actor, view)
+    return True
 
 
 def cancelled(actor: Actor, view: RunView, reason: str = "") -> None:

@@ -88,10 +88,10 @@ def _note_nodes(actor: Actor, run: Run, attempt: Attempt, failure: Failure | Non
     if failure is not None and failure.node is not None:
         why = f"{failure.kind} in {run.name}/{attempt.number}"
         excluded_until = until.pop(failure.node, None)
-        actor.store.saw_node(failure.node, run.cluster, **stamp, failure=why, excluded_until=excluded_until)
+        actor.store.saw_node(failure.node, run.domain, **stamp, failure=why, excluded_until=excluded_until)
     for one in blamed:
         if one.node is not None and one.node in until:
-            actor.store.saw_node(one.node, run.cluster, **stamp, excluded_until=one.until, reason=one.reason)
+            actor.store.saw_node(one.node, run.domain, **stamp, excluded_until=one.until, reason=one.reason)
 
 
 def apply(actor: Actor, run: Run, decision: Decision, now: float) -> None:
@@ -159,12 +159,12 @@ def pool_of(store: Store, view: RunView, now: float, pool_size: PoolSize, gone: 
     """
     if view.run.cluster == "local":
         return Pool(size=view.config.cluster.all_nodes, needed=view.config.cluster.all_nodes)
-    nodes = [node for node in store.nodes() if node.cluster == view.run.cluster]
+    nodes = [node for node in store.nodes() if node.cluster == view.run.domain]
     back = {node.name: node.excluded_until for node in nodes}
     # What a node was kept away for is not held against it when it is back.
     noticed = [
         notice
-        for notice in store.noticed(view.run.cluster, _NOTICED, now - REMEMBERED)
+        for notice in store.noticed(view.run.domain, _NOTICED, now - REMEMBERED)
         if notice.kind == EventKind.DRILL or notice.time > back.get(notice.node, 0.0)
     ]
     runs = {notice.run for notice in noticed}

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -11,6 +12,24 @@ from orchestrator.controller import failpoints
 from orchestrator.errors import Precondition
 from orchestrator.registry.records import Attempt, Run
 from trainer.contract.run_dir import RunDir
+
+
+def hidden(run: Run, first: Attempt) -> str:
+    """Why the folder of a run whose jobs may have written there cannot be judged from this host; empty when it can.
+
+    A mount that is not there (yet) looks like an empty folder: only the run's own `run.json` shows that it is.
+    """
+    folder, host = RunDir(Path(run.run_dir)), socket.gethostname()
+    try:
+        owner = read_json(folder.run)
+    except FileNotFoundError:
+        return f"the run directory is not visible on {host}: {folder.path}"
+    except (OSError, ValueError) as error:
+        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        return f"the run directory cannot be read on {host}: {folder.run}: {said}"
+    if not isinstance(owner, dict) or owner.get("nonce") != first.nonce:
+        return f"the run directory on {host} is another run's: {folder.path}"
+    return ""
 
 
 def ensure_run_dir(run: Run, first: Attempt, config: dict[str, Any]) -> RunDir:
@@ -83,6 +102,7 @@ def _run_json(run: Run, first: Attempt) -> dict[str, Any]:
         "total_steps": run.total_steps,
         "config_digest": run.config_digest,
         "nonce": first.nonce,
+        "scheduler": run.scheduler,
         "identity": run.identity,
     }
 
@@ -99,6 +119,7 @@ def ensure_attempt_dir(folder: RunDir, attempt: Attempt) -> None:
             "nonce": attempt.nonce,
             "job_name": attempt.job_name,
             "excluded": list(attempt.excluded),
+            "scheduler": attempt.scheduler,
             "at": attempt.intent_at,
         }
         write_durably(intent, dump_line(fields).encode())

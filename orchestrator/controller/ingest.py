@@ -142,7 +142,7 @@ def _attempt_started(scribe: _Scribe) -> None:
     nodes = tuple(scribe.data.get("nodes", ()))
     scribe.note(started_at=scribe.event.time, nodes=nodes)
     for node in nodes:
-        scribe.store.saw_node(node, scribe.view.run.cluster, epoch=scribe.epoch, now=scribe.now)
+        scribe.store.saw_node(node, scribe.view.run.domain, epoch=scribe.epoch, now=scribe.now)
 
 
 def _generation_started(scribe: _Scribe) -> None:
@@ -280,7 +280,7 @@ def _examined(scribe: _Scribe) -> None:
 
 def _spare_used(scribe: _Scribe) -> None:
     """The attempt goes on, and no failure of it will tell of the node that was lost."""
-    lost, cluster = str(scribe.data["instead"]), scribe.view.run.cluster
+    lost, cluster = str(scribe.data["instead"]), scribe.view.run.domain
     _notice(scribe, lost, **{TAKEN_FOR: scribe.blamed(lost)})
     if lost and cluster != "local":
         why = f"replaced by a spare in {scribe.run}/{scribe.attempt}: {scribe.data.get('reason', '')}"

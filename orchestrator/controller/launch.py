@@ -3,6 +3,7 @@
 import copy
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from orchestrator.errors import ConfigError, Precondition
 from orchestrator.identity import identify
 from orchestrator.registry.records import Attempt, Run
 from orchestrator.registry.store import Store
+from orchestrator.scheduler.instance import instance_of
 from trainer.contract.config import WorkloadConfig
 from trainer.contract.tokens import Index, TokensError, prepare_under
 
@@ -52,6 +54,7 @@ def submit(
     data = copy.deepcopy(composed.data)
     index = _data(config, data, root, progress)
     identity = identify(config, kind, data=_data_identity(data, index))
+    identity["host"] = socket.gethostname()
     if imported is not None:
         identity["imported"] = imported
     digest = store.put_config(data)
@@ -64,6 +67,7 @@ def submit(
         identity=identity,
         now=now,
         nonce=token_hex(4),
+        scheduler=instance_of(kind)(),
     )
     failpoints.reach("after_create")
     try:

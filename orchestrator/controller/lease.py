@@ -145,23 +145,26 @@ def observed(lease: Lease | None, watch: Watch) -> LeaseState:
     """To act by: how long this host has watched the lease stay as it is, its own pauses left out."""
     if lease is None or not lease.holder:
         return judge(None, LEASE_TTL)
-    seen = watch.lasted("lease", f"{lease.epoch}:{lease.renewed_at}")
+    seen = watch.lasted(f"lease:{lease.scheduler}", f"{lease.epoch}:{lease.renewed_at}")
     return judge(LeaseFacts.of(lease, seen), LEASE_TTL)
 
 
-def acquire(store: "Store", watch: Watch, now: float, *, once: bool = False) -> Lease | None:
-    """The lease for this process; None while another controller lives, or has not been silent for long enough.
+def acquire(store: "Store", watch: Watch, now: float, *, once: bool = False, scheduler: str = "") -> Lease | None:
+    """The lease of this scheduler's runs (of all runs) for this process.
 
-    A stalled controller of this host is killed first: it may hold the registry's lock, and must not wake in the
-    middle of an effect. One of another host is fenced by the epoch.
+    None while another controller lives, or has not been silent for long enough. A stalled controller of this host is
+    killed first: it may hold the registry's lock, and must not wake in the middle of an effect. One of another host is
+    fenced by the epoch.
     """
-    held = store.lease()
-    state = observed(held, watch)
-    if not state.may_take:
+    rivals = [held for held in store.leases() if scheduler in ("", held.scheduler) or not held.scheduler]
+    # Every one is looked at, so that the time of each is measured.
+    states = [observed(held, watch) for held in rivals]
+    if not all(state.may_take for state in states):
         return None
-    if held is not None and state.stalled:
-        _end(Holder.parse(held.holder))
-    lease = store.take_lease(str(this_process(once=once)), now, LEASE_TTL, over=held)
+    for held, state in zip(rivals, states, strict=True):
+        if state.stalled:
+            _end(Holder.parse(held.holder))
+    lease = store.take_lease(str(this_process(once=once)), now, LEASE_TTL, scheduler, over=rivals)
     return store.renew_lease(lease, now, LEASE_TTL) if lease is not None else None
 
 

@@ -14,20 +14,22 @@ from orchestrator.controller import asks, failpoints
 from orchestrator.controller.actor import SUBMIT_WITHIN, Actor
 from orchestrator.controller.collect import collect
 from orchestrator.controller.conclude import PoolSize, conclude, to_avoid
-from orchestrator.controller.folder import ensure_attempt_dir, ensure_run_dir
+from orchestrator.controller.folder import ensure_attempt_dir, ensure_run_dir, hidden
 from orchestrator.controller.ingest import ingest
 from orchestrator.controller.jobs import is_live, parse_name
+from orchestrator.controller.ownership import Domain, never_submitted
 from orchestrator.controller.run_files import DirectFiles, Files, RunDirHangs
 from orchestrator.controller.sight import BLIND, Sight, look
 from orchestrator.controller.view import RunView
 from orchestrator.controller.watch import Clock, Watch
-from orchestrator.errors import Fenced, NotFound, Precondition, RegistryError, SlurmUnreachable
+from orchestrator.errors import Fenced, ForeignRun, NotFound, Precondition, RegistryError, SlurmUnreachable
 from orchestrator.recovery.evidence import Evidence
 from orchestrator.recovery.failures import LEAVING_LIMIT, End, Verdict, judge
 from orchestrator.registry.records import Attempt, Lease, Run
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.base import LEAVING_STATES, RUNNING_STATES, UNREADABLE, JobStatus, Scheduler
-from orchestrator.states import LIVE_ATTEMPTS, LIVE_RUNS, AttemptState, RunState
+from orchestrator.scheduler.instance import Instance
+from orchestrator.states import LIVE_ATTEMPTS, AttemptState, RunState
 from trainer.contract.config import build
 from trainer.contract.requests import RequestKind
 from trainer.contract.run_dir import RunDir
@@ -52,6 +54,17 @@ class TickReport:
     unreachable: tuple[str, ...] = ()
     silence: tuple[str, ...] = ()
 
+    def plus(self, other: "TickReport") -> "TickReport":
+        """Both as one."""
+        return TickReport(
+            live=self.live + other.live,
+            changed=self.changed or other.changed,
+            actions=self.actions + other.actions,
+            errors=self.errors + other.errors,
+            unreachable=self.unreachable + other.unreachable,
+            silence=self.silence + other.silence,
+        )
+
 
 class Controller:
     """Brings every live run one step nearer to its end; keeps nothing that a successor would miss."""
@@ -66,11 +79,13 @@ class Controller:
         watch: Watch | None = None,
         pool_size: PoolSize = lambda config: None,
         files: Files | None = None,
+        instance: Instance | None = None,
     ) -> None:
         self.store, self.schedulers, self.rng = store, schedulers, rng or Random()
         self.clock = clock or Clock()
         self.watch = watch or Watch(self.clock.mono)
         self.actor = Actor(store, schedulers, self.clock, self.watch)
+        self.domain = Domain(self.actor, instance)
         self.pool_size = pool_size
         self.files = self.actor.files = files or DirectFiles()
         self._configs: dict[str, RunConfig] = {}
@@ -82,9 +97,9 @@ class Controller:
         """One pass; raises Fenced when the lease is lost, RegistryError when the registry cannot be used."""
         self.actor.begin(lease)
         self.actor.hold_lease()
-        self._errors, self._silent = [], {}
+        self._errors, self._silent = [], self.domain.unanswered()
         asks.answer_idle(self.actor)
-        runs = self.store.runs(LIVE_RUNS)
+        runs = self.domain.live()
         attempts = {run.name: tuple(self.store.attempts(run.name)) for run in runs}
         sights = {kind: self._look(kind, runs, attempts) for kind in sorted({run.cluster for run in runs})}
         fresh = [self._serve(run, attempts[run.name], sights[run.cluster]) for run in runs]
@@ -93,7 +108,7 @@ class Controller:
         self.store.ticked(self.actor.lease, self.clock.wall())
         self.watch.save()
         return TickReport(
-            live=len(self.store.runs(LIVE_RUNS)),
+            live=self.domain.count(),
             changed=any(fresh) or bool(self.actor.actions),
             actions=tuple(self.actor.actions),
             errors=tuple(self._errors),
@@ -103,7 +118,7 @@ class Controller:
 
     def news(self) -> tuple[object, ...]:
         """What can be seen without asking a scheduler; another value than before calls for a pass."""
-        runs = self.store.runs(LIVE_RUNS)
+        runs = self.domain.live()
         ended = tuple(self._has_outcome(RunDir(Path(run.run_dir))) for run in runs)
         return tuple(ask.id for ask in self.store.asks()), tuple(run.name for run in runs), ended
 
@@ -119,10 +134,11 @@ class Controller:
             return False
 
     def _look(self, kind: str, runs: list[Run], attempts: Mapping[str, tuple[Attempt, ...]]) -> Sight:
-        if kind not in self.schedulers:
-            self._silent[kind] = f"{kind} cannot be used on this machine"
-            return replace(BLIND, error=self._silent[kind])
-        last = [attempts[run.name][-1] for run in runs if run.cluster == kind]
+        if silence := self.domain.silence(kind):
+            self._silent[kind] = silence
+            return replace(BLIND, error=silence)
+        mine = [run for run in runs if run.cluster == kind]
+        last = [attempts[run.name][-1] for run in mine if self.domain.expects(run, attempts[run.name])]
         adopted = [attempt for attempt in last if attempt.state in (AttemptState.SUBMITTED, AttemptState.RUNNING)]
         due = self.clock.mono() - self._swept_at.get(kind, -SWEEP_EVERY) >= SWEEP_EVERY
         self.actor.keep_lease()
@@ -140,7 +156,14 @@ class Controller:
         """One run; its troubles are recorded and stay its own."""
         self.actor.keep_lease()
         try:
-            return self._advance(self._view(run, attempts), sight)
+            owned = self.domain.owns(run, attempts, sight)
+            if not owned.holds:
+                self._note(run, owned.reason)
+                return False
+            view = self._view(run, attempts)
+            return self._advance(view if run.scheduler else self._again(view), sight)
+        except ForeignRun as error:
+            log.warning("%s", error.what)  # it was taken over by another scheduler's controller just now
         except (Fenced, RegistryError):
             raise
         except SlurmUnreachable as error:
@@ -202,12 +225,28 @@ class Controller:
             if asks.cancel_intent(self.actor, view, sight):
                 self._end_cancelled(view)
             return True
-        data = self._data(view.run)
-        self.files.call(view.folder.path, lambda: ensure_run_dir(view.run, view.attempts[0], data), SUBMIT_WITHIN)
+        if never_submitted(view.attempts):
+            data = self._data(view.run)
+            self.files.call(view.folder.path, lambda: ensure_run_dir(view.run, view.attempts[0], data), SUBMIT_WITHIN)
+        elif self._is_hidden(view):
+            return False
         failure = self.actor.launch(view, sight)
         if failure is not None:
             self._conclude(view, Verdict(end=End.FAILED, reason=failure.reason, failure=failure))
         return False
+
+    def _is_hidden(self, view: RunView) -> bool:
+        """Whether the folder of a submitted run cannot be seen: its state is unknown then, and it is never made again.
+
+        What was measured by its files is measured anew once it is back.
+        """
+        why = self.files.call(view.folder.path, lambda: hidden(view.run, view.attempts[0]))
+        if not why:
+            return False
+        for what in ("gone", "ended", "beat"):
+            self.watch.forget(f"{what}:{view.run.name}/{view.last.number}")
+        self._note(view.run, f"{why}; nothing is assumed until it is")
+        return True
 
     def _end_cancelled(self, view: RunView) -> None:
         failure = Verdict(end=End.OPEN, reason="cancelled before it was submitted")
@@ -219,6 +258,8 @@ class Controller:
         asks.cancelled(self.actor, view)
 
     def _follow(self, view: RunView, sight: Sight) -> bool:
+        if self._is_hidden(view):
+            return view.cancel is not None and asks.cancel_hidden(self.actor, view, sight)
         # A controller that was paused in the middle of a launch may have written an old GO again.
         for attempt in view.attempts[-3:-1]:
             self.actor.shut(view.folder.attempt(attempt.number))
@@ -295,8 +336,8 @@ class Controller:
         if blockers:
             self._note(run, f"waits until job {blockers[0].job_id} has left the queue ({blockers[0].state})")
             return False
-        data = self._data(run)
-        self.files.call(view.folder.path, lambda: ensure_run_dir(run, view.attempts[0], data), SUBMIT_WITHIN)
+        if self._is_hidden(view):
+            return False
         # Nobody of an older attempt may commit or delete from here on.
         for attempt in view.attempts:
             self.actor.shut(view.folder.attempt(attempt.number))
@@ -334,7 +375,7 @@ class Controller:
             run, attempt = self.store.run(name.run), self.store.attempt(name.run, name.attempt)
         except NotFound:
             return
-        if run.name != name.run or attempt.nonce != name.nonce:
+        if run.name != name.run or attempt.nonce != name.nonce or not self.domain.has(run):
             return
         if attempt.state not in LIVE_ATTEMPTS:
             self.actor.cancel(run, job.job_id, f"its attempt {attempt.number} is {attempt.state}")
@@ -344,7 +385,7 @@ class Controller:
     # -- words
 
     def _note(self, run: Run, reason: str) -> None:
-        if run.reason != reason:
+        if reason and run.reason != reason:
             self.store.note_run(run.name, **self.actor.stamp(), reason=reason)
 
     def _hold(self, run: Run, error: Precondition) -> None:

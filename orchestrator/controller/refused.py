@@ -10,7 +10,7 @@ def refused(store: Store, view: RunView, error: SubmitRejected | ConfigError, *,
     """The failure of an attempt whose job was not taken; an exclusion of a node that is no more ends with it."""
     for node in error.unknown_nodes if isinstance(error, SubmitRejected) else ():
         why = "Slurm does not know this node any more"
-        store.saw_node(node, view.run.cluster, epoch=epoch, now=now, excluded_until=now, reason=why)
+        store.saw_node(node, view.run.domain, epoch=epoch, now=now, excluded_until=now, reason=why)
     reason = f"{error.what}; {error.hint}" if error.hint else error.what
     return Failure(kind=_kind(error, accepted=any(attempt.job_id for attempt in view.attempts)), reason=reason)
 

@@ -13,16 +13,18 @@ KEEP = 600.0
 ANSWER_WITHIN = 10.0
 
 
-def usable() -> Mapping[str, Scheduler]:
-    """Local always; Slurm where its commands are. Runs of a kind that is missing wait, untouched."""
-    from orchestrator.scheduler.local import LocalScheduler  # brings what starts processes
+def kinds() -> tuple[str, ...]:
+    """What this machine can use: local always, Slurm where its commands are."""
+    return ("slurm", "local") if shutil.which("sbatch") is not None else ("local",)
 
-    found: dict[str, Scheduler] = {"local": LocalScheduler()}
-    if shutil.which("sbatch") is not None:
-        from orchestrator.scheduler.slurm import SlurmScheduler  # as above
 
-        found["slurm"] = SlurmScheduler()
-    return found
+def usable(kind: str) -> Mapping[str, Scheduler]:
+    """The scheduler of this kind; none where its commands are missing: its runs wait, untouched."""
+    if kind not in kinds():
+        return {}
+    from orchestrator.scheduler.choose import choose  # brings what starts processes
+
+    return {kind: choose(kind)}
 
 
 class Partitions:

@@ -1,6 +1,7 @@
 """The controller as a process: a daemon, one pass, and what the command line asks about it."""
 
 import fcntl
+import hashlib
 import logging
 import os
 import signal
@@ -19,13 +20,13 @@ from orchestrator.controller.run_files import BoundedFiles
 from orchestrator.controller.run_records import RunRecords
 from orchestrator.controller.schedulers import Partitions, usable
 from orchestrator.controller.watch import Clock, Watch, boot_id
-from orchestrator.errors import Fenced, OrchError, Precondition, RegistryError
+from orchestrator.errors import Fenced, OrchError, Precondition, RegistryError, SchedulerChanged
 from orchestrator.home import state_home
 from orchestrator.registry import quick
 from orchestrator.registry.records import Lease
 from orchestrator.registry.store import Store
+from orchestrator.scheduler.instance import instance_of, unknown_instance
 from orchestrator.scheduler.job_environment import package_root
-from orchestrator.states import LIVE_RUNS
 
 log = logging.getLogger("orch.controller")
 
@@ -60,11 +61,20 @@ class Health:
     once: bool = False
     stalled: bool = False
     reason: str = ""
+    scheduler: str = ""  # the instance whose runs it drives (scheduler/instance.py); empty: all
 
 
-def status(store_path: Path) -> Health:
-    """Who holds the lease, and when it last passed over all runs; reads only, without the ORM."""
-    held = quick.lease(store_path)
+def status(store_path: Path, scheduler: str | None = None) -> Health:
+    """Who holds the lease for a scheduler's runs, or held any of them last; reads only, without the ORM."""
+    return _health(quick.lease(store_path, scheduler))
+
+
+def statuses(store_path: Path) -> list[Health]:
+    """The same for every scheduler that a controller was here for, the newest sign of life first."""
+    return [_health(held) for held in quick.leases(store_path)]
+
+
+def _health(held: Lease | None) -> Health:
     holder, state = Holder.parse(held.holder) if held is not None else None, shown(held, time.time())
     return Health(
         alive=state.alive,
@@ -77,6 +87,7 @@ def status(store_path: Path) -> Health:
         once=holder.once if holder else False,
         stalled=state.stalled,
         reason=state.reason,
+        scheduler=held.scheduler if held else "",
     )
 
 
@@ -84,16 +95,21 @@ def log_path() -> Path:
     return state_home() / "controller.log"
 
 
-def ensure_running(store_path: Path) -> bool:
-    """Start a controller of this user unless one lives; whether one was started. It outlives the caller.
+def lease_key(kind: str) -> str:
+    """What the lease of a controller here is for: the scheduler of this kind that commands reach now."""
+    return instance_of(kind)() or unknown_instance(kind)
 
-    Beside one that stalls, too: the new one takes over when the lease has expired.
+
+def ensure_running(store_path: Path, kind: str = "local") -> bool:
+    """Start a controller of this user for the scheduler of this kind here, unless one lives; whether it was started.
+
+    It outlives the caller. Beside one that stalls, too: the new one takes over when the lease has expired.
     """
-    found = status(store_path)
+    found = status(store_path, lease_key(kind))
     # A single pass drives nothing afterwards: the new controller waits until it is done.
     if found.alive and not found.once:
         return False
-    command = [sys.executable, "-P", "-m", "orchestrator.controller.service", str(store_path.absolute())]
+    command = [sys.executable, "-P", "-m", "orchestrator.controller.service", str(store_path.absolute()), kind]
     # WARNING: setproctitle overwrites the environment's memory unless SPT_NOENV says otherwise.
     environment = {**os.environ, "SPT_NOENV": "1", **_places(store_path)}
     if root := package_root():
@@ -119,11 +135,20 @@ def _places(store_path: Path) -> dict[str, str]:
 
 
 def stop(store_path: Path) -> bool:
-    """End the controller that holds the lease; whether there was one. Raises Precondition when it cannot be reached."""
-    held = quick.lease(store_path)
-    holder = Holder.parse(held.holder) if held is not None else None
-    if holder is None or holder.once or holder.lives is False or not (shown(held, time.time()).alive or holder.is_here):
-        return False
+    """End this host's controllers; whether there was one. Raises Precondition when none of them can be reached."""
+    held = [(lease, Holder.parse(lease.holder)) for lease in quick.leases(store_path)]
+    live = [holder for lease, holder in held if holder and not holder.once and _can_end(lease, holder)]
+    for holder in [holder for holder in live if holder.is_here] or live[:1]:
+        _stop(holder)
+    return bool(live)
+
+
+def _can_end(lease: Lease, holder: Holder) -> bool:
+    """Whether there is something to end: one that stalls on another host is left to whoever takes over."""
+    return holder.lives is not False and (holder.is_here or shown(lease, time.time()).alive)
+
+
+def _stop(holder: Holder) -> None:
     if not holder.is_here:
         raise Precondition(
             f"the controller runs on {holder.host}",
@@ -140,30 +165,40 @@ def stop(store_path: Path) -> bool:
             where=str(log_path()),
             hint=f"wait, or end it with `kill -9 {holder.pid}`: it may be killed at any moment",
         )
-    return True
+
+
+def _own_file(store_path: Path, what: str, key: str) -> Path:
+    """A file beside the registry of this host's controller of one scheduler: several must not share one."""
+    digest = hashlib.sha256(key.encode()).hexdigest()[:8]
+    return store_path.with_name(f".{store_path.name}.{what}.{host_name()}.{digest}")
 
 
 @contextmanager
-def _controller(store_path: Path) -> Iterator[Controller]:
+def _controller(store_path: Path, kind: str, key: str) -> Iterator[Controller]:
     clock = Clock()
     with Store.open(store_path) as store:
-        watch = Watch(clock.mono, store_path.with_name(f".{store_path.name}.watch.{host_name()}"), boot_id())
+        watch = Watch(clock.mono, _own_file(store_path, "watch", key), boot_id())
         files = BoundedFiles()
-        controller = Controller(store, usable(), clock=clock, watch=watch, pool_size=Partitions(), files=files)
+        controller = Controller(
+            store, usable(kind), clock=clock, watch=watch, pool_size=Partitions(), files=files,
+            instance=instance_of(kind),
+        )  # fmt: skip
         files.between = controller.actor.keep_lease
         store.database.after_commit = RunRecords(store, files)
         yield controller
 
 
-def tick_once(store_path: Path, *, patience: float | None = None) -> TickReport | None:
-    """One pass of this process; None when another controller lives. Raises RegistryError.
+def tick_once(store_path: Path, kind: str = "local", *, patience: float | None = None) -> TickReport | None:
+    """One pass of this process over the runs of the scheduler of this kind here; None when another controller lives.
 
     A stalled one is replaced once its lease has expired; for so long, or for `patience` seconds, this waits.
+    Raises RegistryError.
     """
-    if status(store_path).alive and not _is_mine(store_path):
+    key = lease_key(kind)
+    if status(store_path, key).alive and not _is_mine(store_path, key):
         return None
-    with _controller(store_path) as controller:
-        lease = _take(controller, leases.LEASE_TTL + SLACK if patience is None else patience)
+    with _controller(store_path, kind, key) as controller:
+        lease = _take(controller, key, leases.LEASE_TTL + SLACK if patience is None else patience)
         if lease is None:
             controller.watch.save()
             return None
@@ -173,35 +208,35 @@ def tick_once(store_path: Path, *, patience: float | None = None) -> TickReport 
             controller.store.drop_lease(controller.actor.lease)
 
 
-def _take(controller: Controller, patience: float) -> Lease | None:
+def _take(controller: Controller, key: str, patience: float) -> Lease | None:
     """The lease for a single pass; None while another controller lives, or has not been watched for long enough."""
     give_up = time.monotonic() + patience
     while True:
-        lease = acquire(controller.store, controller.watch, time.time(), once=True)
-        if lease is not None or shown(controller.store.lease(), time.time()).alive or time.monotonic() >= give_up:
+        lease = acquire(controller.store, controller.watch, time.time(), once=True, scheduler=key)
+        if lease is not None or shown(controller.store.lease(key), time.time()).alive or time.monotonic() >= give_up:
             return lease
         time.sleep(AGAIN)
 
 
-def _is_mine(store_path: Path) -> bool:
-    return status(store_path).pid == os.getpid()
+def _is_mine(store_path: Path, key: str) -> bool:
+    return status(store_path, key).pid == os.getpid()
 
 
-def run_daemon(store_path: Path, idle_exit_s: float | None = None) -> None:
+def run_daemon(store_path: Path, idle_exit_s: float | None = None, kind: str = "local") -> None:
     """Keep runs going until SIGTERM, Ctrl-C, the loss of the lease, or `idle_exit_s` seconds without a live run."""
     from setproctitle import setproctitle
 
     os.environ.setdefault("SPT_NOENV", "1")
     setproctitle(f"orch-controller {store_path}")
-    with _controller(store_path) as controller:
-        Daemon(controller, idle_exit_s).run()
+    with _controller(store_path, kind, lease_key(kind)) as controller:
+        Daemon(controller, idle_exit_s, kind).run()
 
 
 class Daemon:
     """The loop around the passes of one process."""
 
-    def __init__(self, controller: Controller, idle_exit_s: float | None) -> None:
-        self.controller, self.idle_exit_s = controller, idle_exit_s
+    def __init__(self, controller: Controller, idle_exit_s: float | None, kind: str = "local") -> None:
+        self.controller, self.idle_exit_s, self.kind = controller, idle_exit_s, kind
         self.stopping = False
         self._lease: Lease | None = None
         self._pause = SHORTEST
@@ -222,17 +257,19 @@ class Daemon:
 
     def _await_lease(self) -> Lease | None:
         """The lease; None when another controller shows signs of life, or another one waits for it already."""
-        with _only_one_waits(self.controller.store.database.path) as only:
-            return self._wait_out() if only else None
+        instance = self.controller.domain.instance
+        key = (instance() or unknown_instance(self.kind)) if instance is not None else ""
+        with _only_one_waits(self.controller.store.database.path, key) as only:
+            return self._wait_out(key) if only else None
 
-    def _wait_out(self) -> Lease | None:
+    def _wait_out(self, key: str) -> Lease | None:
         store, watch = self.controller.store, self.controller.watch
-        first = store.lease()
+        first = store.lease(key)
         while not self.stopping:
-            lease = acquire(store, watch, time.time())
+            lease = acquire(store, watch, time.time(), scheduler=key)
             if lease is not None:
                 return lease
-            held = store.lease()
+            held = store.lease(key)
             holder = Holder.parse(held.holder) if held else None
             renewed = held is not None and first is not None and held.renewed_at != first.renewed_at
             # A single pass is soon over, and nobody would go on after it; a stalled controller is waited out.
@@ -252,11 +289,16 @@ class Daemon:
                 self._lease = self._await_lease()
                 if self._lease is None:
                     return False
-                log.info("controller with epoch %d on %s, pid %d", self._lease.epoch, host_name(), os.getpid())
+                words = "controller of %s with epoch %d on %s, pid %d"
+                log.info(words, self._lease.scheduler, self._lease.epoch, host_name(), os.getpid())
             report = self._tick(self._lease)
             self._lease = self.controller.actor.lease
             if self._is_idle(report) and self._leave():
                 return False
+        except SchedulerChanged as error:
+            # Silence never leads here: the commands themselves say that they reach another one.
+            log.warning("%s: it is given back", error.what)
+            self._give_back()
         except Fenced as error:
             # It stood still for too long. Whoever took over goes on, or was a single pass that leaves nobody.
             log.warning("%s: this one lost the lease", error.what)
@@ -270,13 +312,16 @@ class Daemon:
 
     def _leave(self) -> bool:
         """Give the lease back; False when a run came in whose submitter still saw this controller alive."""
-        lease, self._lease = self._lease, None
-        assert lease is not None
-        self.controller.store.drop_lease(lease)
+        self._give_back()
         if not self._has_work():
             return True
         self._pause = SHORTEST
         return False
+
+    def _give_back(self) -> None:
+        lease, self._lease = self._lease, None
+        assert lease is not None
+        self.controller.store.drop_lease(lease)
 
     def _tick(self, lease: Lease) -> TickReport:
         report = self.controller.tick(lease)
@@ -296,7 +341,7 @@ class Daemon:
         return self.idle_exit_s is not None and now - self._idle_since >= self.idle_exit_s
 
     def _has_work(self) -> bool:
-        return bool(self.controller.store.runs(LIVE_RUNS, limit=1)) or bool(self.controller.store.asks())
+        return self.controller.domain.count() > 0 or self.controller.domain.asked()
 
     def _rest(self, report: TickReport | None) -> None:
         """Sleep until the next pass; news that needs no scheduler ends the sleep."""
@@ -321,9 +366,9 @@ class Daemon:
 
 
 @contextmanager
-def _only_one_waits(store_path: Path) -> Iterator[bool]:
+def _only_one_waits(store_path: Path, key: str) -> Iterator[bool]:
     """Whether no other process of this host waits for this lease: every submit starts one beside a stalled one."""
-    with store_path.with_name(f".{store_path.name}.waits.{host_name()}").open("ab") as waits:
+    with _own_file(store_path, "waits", key).open("ab") as waits:
         try:
             fcntl.flock(waits, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -340,7 +385,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout)
     os.chdir("/")  # a daemon must not keep a file system busy
     try:
-        run_daemon(Path(sys.argv[1]), IDLE_EXIT)
+        run_daemon(Path(sys.argv[1]), IDLE_EXIT, *sys.argv[2:3])
     except Exception:  # outermost edge: the log is the only place where a daemon can say why it died
         log.exception("the controller died")
         raise SystemExit(1) from None

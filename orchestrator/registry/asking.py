@@ -40,6 +40,7 @@ class Asking(Verbs):
         identity: dict[str, Any],
         now: float,
         nonce: str,
+        scheduler: str = "",
     ) -> tuple[Run, Attempt]:
         """A new run `<slug>-<n>` (CREATED) with the intent of its first attempt.
 
@@ -62,6 +63,7 @@ class Asking(Verbs):
                 created_at=now,
                 updated_at=now,
                 identity=identity,
+                scheduler=scheduler,
             )
         )
         note_transition(connection, name, "run", name, "", RunState.CREATED, "submitted", now)
@@ -87,7 +89,7 @@ def put_intent(
     reason: str,
     now: float,
 ) -> None:
-    """Write down that attempt `number` is about to be submitted."""
+    """Write down that attempt `number` is about to be submitted, to the scheduler that its run belongs to."""
     connection.execute(
         insert(AttemptRow).values(
             run=run,
@@ -101,6 +103,7 @@ def put_intent(
             excluded=excluded,
             intent_at=now,
             generations=0,
+            scheduler=select(RunRow.scheduler).where(RunRow.name == run).scalar_subquery(),
         )
     )
     note_transition(connection, run, "attempt", str(number), "", AttemptState.INTENT, reason, now)

@@ -42,7 +42,7 @@ class Deciding(Verbs):
         self, connection: Connection, /, run: str, to: RunState, reason: str, *, epoch: int, now: float, **changes: Any
     ) -> None:
         """Change a run's state and write down why; in that state already, only `changes` are applied."""
-        fence(connection, epoch)
+        fence(connection, epoch, run)
         before = the_run(connection, run).state
         values = changed(RunRow, changes)
         if _moves(before, to, f"run {run}"):
@@ -66,7 +66,7 @@ class Deciding(Verbs):
         **changes: Any,
     ) -> None:
         """Change an attempt's state and write down why; in that state already, only `changes` are applied."""
-        fence(connection, epoch)
+        fence(connection, epoch, run)
         before = the_attempt(connection, run, number).state
         values = changed(AttemptRow, changes)
         if _moves(before, to, f"attempt {run}/{number}"):
@@ -76,16 +76,30 @@ class Deciding(Verbs):
             alter_attempt(connection, run, number, **values)
 
     @writes
+    def claim_run(self, connection: Connection, run: str, scheduler: str, *, epoch: int, before: str = "") -> bool:
+        """Let a run that belongs to `before` (empty: to nobody knows whom) belong to this scheduler; whether it does.
+
+        Attempts without a scheduler of their own follow the run.
+        """
+        fence(connection, epoch)
+        if the_run(connection, run).scheduler not in (before, scheduler):
+            return False
+        alter_run(connection, run, scheduler=scheduler)
+        own = (AttemptRow.run == run) & (AttemptRow.scheduler == "")
+        connection.execute(update(AttemptRow).where(own).values(scheduler=scheduler))
+        return True
+
+    @writes
     def note_run(self, connection: Connection, /, run: str, *, epoch: int, now: float, **changes: Any) -> None:
         """Change facts about a run, not its state."""
-        fence(connection, epoch)
+        fence(connection, epoch, run)
         the_run(connection, run)
         alter_run(connection, run, **{"updated_at": now, **changed(RunRow, changes)})
 
     @writes
     def note_attempt(self, connection: Connection, /, run: str, number: int, *, epoch: int, **changes: Any) -> None:
         """Change facts about an attempt, not its state."""
-        fence(connection, epoch)
+        fence(connection, epoch, run)
         the_attempt(connection, run, number)
         if changes:
             alter_attempt(connection, run, number, **changed(AttemptRow, changes))
@@ -95,7 +109,7 @@ class Deciding(Verbs):
         self, connection: Connection, run: str, *, nonce: str, excluded: tuple[str, ...], epoch: int, now: float
     ) -> Attempt:
         """The intent of the run's next attempt."""
-        fence(connection, epoch)
+        fence(connection, epoch, run)
         the_run(connection, run)
         query = select(func.coalesce(func.max(AttemptRow.number), 0)).where(AttemptRow.run == run)
         number = connection.execute(query).scalar_one() + 1
@@ -105,7 +119,7 @@ class Deciding(Verbs):
     @writes
     def put_generation(self, connection: Connection, generation: Generation, *, epoch: int) -> None:
         """Write a generation, or what is known about it by now; the attempt's count follows."""
-        fence(connection, epoch)
+        fence(connection, epoch, generation.run)
         values = dict(generation.__dict__)
         row = insert_or(GenerationRow).values(**values)
         keys = ("run", "attempt", "number")
@@ -118,13 +132,13 @@ class Deciding(Verbs):
     @writes
     def put_notice(self, connection: Connection, notice: Notice, *, epoch: int) -> None:
         """Write down what was noticed; what is known already stays as it is."""
-        fence(connection, epoch)
+        fence(connection, epoch, notice.run)
         connection.execute(insert_or(NoticeRow).values(**notice.__dict__).on_conflict_do_nothing())
 
     @writes
     def put_checkpoint(self, connection: Connection, checkpoint: Checkpoint, *, epoch: int) -> None:
         """Write a checkpoint; one that is known already stays as it is."""
-        fence(connection, epoch)
+        fence(connection, epoch, checkpoint.run)
         row = insert_or(CheckpointRow).values(**checkpoint.__dict__).on_conflict_do_nothing()
         if connection.execute(row).rowcount:
             reason = checkpoint.reason or f"written by attempt {checkpoint.attempt}"
@@ -136,20 +150,20 @@ class Deciding(Verbs):
     @writes
     def put_copy(self, connection: Connection, copy: Copy, *, epoch: int) -> None:
         """Write down that a known checkpoint lies in a further tier too."""
-        fence(connection, epoch)
+        fence(connection, epoch, copy.run)
         the_checkpoint(connection, copy.run, copy.name)
         connection.execute(insert_or(CopyRow).values(**copy.__dict__).on_conflict_do_nothing())
 
     @writes
     def drop_copy(self, connection: Connection, run: str, name: str, tier: str, *, epoch: int) -> None:
         """A copy is gone."""
-        fence(connection, epoch)
+        fence(connection, epoch, run)
         _drop_copy(connection, run, name, tier)
 
     @writes
     def rehome(self, connection: Connection, copy: Copy, reason: str, *, epoch: int) -> None:
         """A checkpoint is gone from where it was committed: this copy of it takes that place, as trusted as before."""
-        fence(connection, epoch)
+        fence(connection, epoch, copy.run)
         the_checkpoint(connection, copy.run, copy.name)
         alter_checkpoint(connection, copy.run, copy.name, tier=copy.tier, path=copy.path, reason=reason)
         _drop_copy(connection, copy.run, copy.name, copy.tier)
@@ -159,7 +173,7 @@ class Deciding(Verbs):
         self, connection: Connection, run: str, name: str, to: Trust, reason: str, *, epoch: int, now: float
     ) -> None:
         """Change how far a checkpoint is trusted, and write down why."""
-        fence(connection, epoch)
+        fence(connection, epoch, run)
         before = the_checkpoint(connection, run, name).trust
         if _moves(before, to, f"checkpoint {run}/{name}"):
             alter_checkpoint(connection, run, name, trust=to, reason=reason)
@@ -202,7 +216,7 @@ class Deciding(Verbs):
     @writes
     def set_cursor(self, connection: Connection, run: str, file: str, offset: int, *, epoch: int) -> None:
         """Remember up to which byte an event file has been read."""
-        fence(connection, epoch)
+        fence(connection, epoch, run)
         row = insert_or(CursorRow).values(run=run, file=file, offset=offset)
         keys = ("run", "file")
         connection.execute(row.on_conflict_do_update(index_elements=keys, set_={"offset": offset}))
@@ -210,8 +224,8 @@ class Deciding(Verbs):
     @writes
     def answer(self, connection: Connection, ask_id: int, answer: str, *, epoch: int, now: float) -> None:
         """Answer a request; the first answer stays."""
-        fence(connection, epoch)
         wanted = (AskRow.id == ask_id) & AskRow.answered_at.is_(None)
+        fence(connection, epoch, connection.execute(select(AskRow.run).where(wanted)).scalar())
         connection.execute(update(AskRow).where(wanted).values(answer=answer, answered_at=now))
 
 

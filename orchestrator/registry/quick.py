@@ -19,7 +19,7 @@ _UNUSABLE = (Trust.WRITING, Trust.CORRUPT, Trust.DELETED)
 
 _NEWEST = """
 SELECT run.name AS run, run.state, run.reason, run.cluster, run.run_dir, run.config_digest, run.step,
-    run.total_steps, run.loss, run.created_at, run.updated_at, run.not_before,
+    run.total_steps, run.loss, run.created_at, run.updated_at, run.not_before, run.scheduler,
     (SELECT count(*) FROM attempts WHERE attempts.run = run.name) AS attempts,
     (SELECT count(*) FROM generations WHERE generations.run = run.name) AS generations,
     attempt.number AS attempt, attempt.job_id, attempt.job_state, attempt.nodes, attempt.failure,
@@ -38,9 +38,9 @@ def newest(path: Path, limit: int | None = 50, states: Iterable[str] | None = No
     """The newest runs with all that `orch status` shows; empty when there is no registry yet.
 
     Keys: run, state, reason, cluster, run_dir, config_digest, step, total_steps, loss, created_at, updated_at,
-    not_before, attempts and generations (counts), attempt (number of the newest), job_id, job_state, nodes (list),
-    last_checkpoint ({step, trust, committed_at} or None), failure (of the newest attempt, or None).
-    Times are seconds since the epoch.
+    not_before, scheduler, slurm_cluster, attempts and generations (counts), attempt (number of the newest), job_id,
+    job_state, nodes (list), last_checkpoint ({step, trust, committed_at} or None), failure (of the newest attempt, or
+    None). Times are seconds since the epoch.
     """
     return _newest(path, limit, *_among("state", states))
 
@@ -50,12 +50,26 @@ def named(path: Path, names: Iterable[str]) -> list[dict[str, Any]]:
     return _newest(path, None, *_among("name", names))
 
 
-def lease(path: Path) -> Lease | None:
-    """The controller's lease, expired or dropped (no holder) ones included; None before the first controller."""
+def leases(path: Path) -> list[Lease]:
+    """The lease of every scheduler instance, expired and dropped (no holder) ones included, the newest first."""
     if not path.exists():
-        return None
-    rows = _rows(path, "SELECT epoch, holder, renewed_at, expires_at, ticked_at FROM lease", ())
-    return Lease(**dict(rows[0])) if rows else None
+        return []
+    columns = "epoch, holder, renewed_at, expires_at, ticked_at, scheduler"
+    rows = _rows(path, f"SELECT {columns} FROM lease ORDER BY holder = '', renewed_at DESC, epoch DESC", ())
+    return [Lease(**dict(row)) for row in rows]
+
+
+def lease(path: Path, scheduler: str | None = None) -> Lease | None:
+    """The lease for a scheduler instance's runs, or of whichever controller lived last; None before the first one."""
+    found = leases(path)
+    return next(iter(found), None) if scheduler is None else lease_for(found, scheduler)
+
+
+def lease_for(found: Iterable[Lease], scheduler: str) -> Lease | None:
+    """The lease that covers an instance's runs among all: its own, unless somebody holds the one for all runs."""
+    of = {item.scheduler: item for item in found}
+    whole = of.get("")
+    return whole if whole is not None and whole.holder else of.get(scheduler)
 
 
 def lease_age(path: Path, now: float) -> float | None:
@@ -102,6 +116,7 @@ def _answer(row: sqlite3.Row) -> dict[str, Any]:
     step, trust, at = answer.pop("saved_step"), answer.pop("saved_trust"), answer.pop("saved_at")
     answer["last_checkpoint"] = None if step is None else {"step": step, "trust": trust, "committed_at": at}
     answer["failure"] = json.loads(answer["failure"]) if answer["failure"] else None
+    answer["slurm_cluster"] = (answer["scheduler"] or None) if answer["cluster"] == "slurm" else None
     answer["nodes"] = json.loads(answer["nodes"] or "[]")
     answer["loss"] = None if answer["loss"] is None else number(answer["loss"])
     return answer

@@ -6,10 +6,11 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from sqlalchemy import Connection, false, func, select
+from sqlalchemy import Connection, Select, false, func, select
 
 from orchestrator.errors import NotFound, RegistryError
 from orchestrator.registry.database import Verbs, reads
+from orchestrator.registry.quick import lease_for
 from orchestrator.registry.records import (
     Ask,
     Attempt,
@@ -90,8 +91,8 @@ class Reading(Verbs):
 
     @reads
     def history(self, connection: Connection, cluster: str, since: float) -> tuple[list[Attempt], list[Generation]]:
-        """Attempts on a cluster that were running at `since` or later, and the generations of its runs that failed."""
-        of_cluster = select(RunRow.name).where(RunRow.cluster == cluster)
+        """Attempts on a cluster (`Run.domain`) that ran at `since` or later, and failed generations of its runs."""
+        of_cluster = _runs_of(cluster)
         lived = AttemptRow.started_at.is_not(None) & (AttemptRow.ended_at.is_(None) | (AttemptRow.ended_at >= since))
         attempts = select(AttemptRow.__table__).where(AttemptRow.run.in_(of_cluster) & lived)
         fallen = GenerationRow.failure.is_not(None) & (GenerationRow.started_at >= since)
@@ -117,7 +118,7 @@ class Reading(Verbs):
     @reads
     def noticed(self, connection: Connection, cluster: str, kinds: Iterable[str], since: float) -> list[Notice]:
         """Notices of these kinds in all runs of a cluster since a time, oldest first."""
-        of_cluster = select(RunRow.name).where(RunRow.cluster == cluster)
+        of_cluster = _runs_of(cluster)
         wanted = NoticeRow.kind.in_(sorted(kinds)) & (NoticeRow.time >= since) & NoticeRow.run.in_(of_cluster)
         order = (NoticeRow.time, NoticeRow.run, NoticeRow.attempt, NoticeRow.source, NoticeRow.seq)
         query = select(NoticeRow.__table__).where(wanted).order_by(*order)
@@ -141,10 +142,17 @@ class Reading(Verbs):
         return data
 
     @reads
-    def lease(self, connection: Connection) -> Lease | None:
-        """The lease, expired or dropped (no holder) ones included; None before the first controller."""
-        row = connection.execute(select(LeaseRow.__table__)).mappings().first()
-        return record(Lease, row) if row else None
+    def leases(self, connection: Connection) -> list[Lease]:
+        """The lease of every scheduler instance, expired or dropped (no holder) ones included, the newest first."""
+        order = (LeaseRow.holder == "", LeaseRow.renewed_at.desc(), LeaseRow.epoch.desc())
+        return [
+            record(Lease, row) for row in connection.execute(select(LeaseRow.__table__).order_by(*order)).mappings()
+        ]
+
+    def lease(self, scheduler: str | None = None) -> Lease | None:
+        """The lease for a scheduler instance's runs, or of whichever controller lived last; None before the first."""
+        found = self.leases()
+        return next(iter(found), None) if scheduler is None else lease_for(found, scheduler)
 
     @reads
     def asks(self, connection: Connection, pending: bool = True) -> list[Ask]:
@@ -165,6 +173,12 @@ class Reading(Verbs):
         """How far every event file of a run has been read."""
         rows = connection.execute(select(CursorRow.file, CursorRow.offset).where(CursorRow.run == run))
         return {row.file: row.offset for row in rows}
+
+
+def _runs_of(domain: str) -> Select[Any]:
+    """Names of the runs of one scheduler; of those whose scheduler is not known, by kind."""
+    alone = (RunRow.scheduler == "") & (RunRow.cluster == domain)
+    return select(RunRow.name).where((RunRow.scheduler == domain) | alone)
 
 
 def _resolved(connection: Connection, name: str) -> str:

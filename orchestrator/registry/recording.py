@@ -61,7 +61,7 @@ def record_of(store: Reading, name: str) -> Record:
         copies=tuple(store.copies(name)),
         notices=tuple(store.notices(name)),
         transitions=tuple(store.transitions(name)),
-        nodes=tuple(node for node in store.nodes() if node.cluster == run.cluster and node.name in used),
+        nodes=tuple(node for node in store.nodes() if node.cluster == run.domain and node.name in used),
         cursors=store.cursors(name),
     )
 

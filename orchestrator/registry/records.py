@@ -24,6 +24,17 @@ class Run:
     created_at: float = 0.0
     updated_at: float = 0.0
     identity: dict[str, Any] = field(default_factory=dict)  # code, environment, data
+    scheduler: str = ""  # the instance that its jobs belong to (scheduler/instance.py); empty: not known
+
+    @property
+    def domain(self) -> str:
+        """What its nodes belong to: two clusters may have nodes of one name."""
+        return self.scheduler or self.cluster
+
+    @property
+    def slurm_cluster(self) -> str | None:
+        """The Slurm that it belongs to; None for local runs, and while it is not known."""
+        return (self.scheduler or None) if self.cluster == "slurm" else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +64,7 @@ class Attempt:
     generations: int = 0
     failure: dict[str, Any] | None = None  # trainer.contract.outcome.Failure as JSON
     decision: dict[str, Any] | None = None  # {action, reason}
+    scheduler: str = ""  # as the run's, when this attempt was begun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +164,7 @@ class Lease:
     renewed_at: float
     expires_at: float
     ticked_at: float = 0.0
+    scheduler: str = ""  # the instance whose runs it is for; empty: all runs
 
 
 @dataclass(frozen=True, kw_only=True)

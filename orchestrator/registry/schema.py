@@ -108,6 +108,7 @@ class RunRow(Base):
     created_at: Mapped[float]
     updated_at: Mapped[float]
     identity: Mapped[dict[str, Any]]
+    scheduler: Mapped[str] = mapped_column(server_default="")
 
 
 class AttemptRow(Base):
@@ -135,6 +136,7 @@ class AttemptRow(Base):
     generations: Mapped[int]
     failure: Mapped[dict[str, Any] | None]
     decision: Mapped[dict[str, Any] | None]
+    scheduler: Mapped[str] = mapped_column(server_default="")
 
 
 class GenerationRow(Base):
@@ -231,15 +233,17 @@ class NodeRow(Base):
 
 
 class LeaseRow(Base):
-    """One row, `id` 1; its epoch only ever grows."""
+    """One row for each scheduler instance; epochs grow over all of them, so one names its row."""
 
     __tablename__ = "lease"
+    __table_args__ = (Index("ix_lease_scheduler", "scheduler", unique=True),)
     id: Mapped[int] = mapped_column(primary_key=True)
     epoch: Mapped[int]
     holder: Mapped[str]
     renewed_at: Mapped[float]
     expires_at: Mapped[float]
     ticked_at: Mapped[float]
+    scheduler: Mapped[str] = mapped_column(server_default="")
 
 
 class AskRow(Base):

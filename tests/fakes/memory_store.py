@@ -1,12 +1,14 @@
 """The registry's verbs over plain dictionaries: what the controller's simulations run on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from orchestrator.errors import Fenced, NotFound
+from orchestrator.errors import Fenced, ForeignRun, NotFound
+from orchestrator.registry.leasing import is_live
+from orchestrator.registry.quick import lease_for
 from orchestrator.registry.records import (
     Ask,
     Attempt,
@@ -39,7 +41,7 @@ class MemoryStore:
         self._notices: dict[tuple[str, int, str, int], Notice] = {}
         self._asks: list[Ask] = []
         self._transitions: list[Transition] = []
-        self._lease: Lease | None = None
+        self._leases: dict[str, Lease] = {}
 
     def close(self) -> None:
         pass
@@ -80,7 +82,7 @@ class MemoryStore:
         return [item for (name, _, _), item in sorted(self._copies.items()) if name == run]
 
     def history(self, cluster: str, since: float) -> tuple[list[Attempt], list[Generation]]:
-        mine = {name for name, run in self._runs.items() if run.cluster == cluster}
+        mine = {name for name, run in self._runs.items() if run.domain == cluster}
         lived = [item for item in self._attempts.values() if item.run in mine and item.started_at is not None]
         fallen = [item for item in self._generations.values() if item.run in mine and item.failure is not None]
         return (
@@ -95,7 +97,7 @@ class MemoryStore:
         return sorted((item for item in self._notices.values() if item.run == run), key=lambda item: item.time)
 
     def noticed(self, cluster: str, kinds: Any, since: float) -> list[Notice]:
-        here = {name for name, run in self._runs.items() if run.cluster == cluster}
+        here = {name for name, run in self._runs.items() if run.domain == cluster}
         found = [item for item in self._notices.values() if item.run in here and item.kind in kinds]
         return sorted((item for item in found if item.time >= since), key=lambda item: item.time)
 
@@ -105,8 +107,11 @@ class MemoryStore:
     def config(self, digest: str) -> dict[str, Any]:
         return self._configs[digest]
 
-    def lease(self) -> Lease | None:
-        return self._lease
+    def leases(self) -> list[Lease]:
+        return sorted(self._leases.values(), key=lambda lease: (not lease.holder, -lease.renewed_at, -lease.epoch))
+
+    def lease(self, scheduler: str | None = None) -> Lease | None:
+        return next(iter(self.leases()), None) if scheduler is None else lease_for(self.leases(), scheduler)
 
     def asks(self, pending: bool = True) -> list[Ask]:
         return [ask for ask in self._asks if not pending or ask.answered_at is None]
@@ -121,12 +126,13 @@ class MemoryStore:
 
     def create_run(
         self, *, slug: str, cluster: str, root: Path, config_digest: str, total_steps: int,
-        identity: dict[str, Any], now: float, nonce: str,
+        identity: dict[str, Any], now: float, nonce: str, scheduler: str = "",
     ) -> tuple[Run, Attempt]:  # fmt: skip
         name = f"{slug}-{len(self._runs) + 1}"
         run = Run(
             name=name, state=RunState.CREATED, reason="", cluster=cluster, run_dir=str(root / name),
             config_digest=config_digest, total_steps=total_steps, created_at=now, updated_at=now, identity=identity,
+            scheduler=scheduler,
         )  # fmt: skip
         self._runs[name] = run
         return run, self._intent(name, 1, nonce, (), 0, now)
@@ -134,7 +140,7 @@ class MemoryStore:
     def _intent(self, run: str, n: int, nonce: str, excluded: tuple[str, ...], epoch: int, now: float) -> Attempt:
         self._attempts[run, n] = Attempt(
             run=run, number=n, state=AttemptState.INTENT, nonce=nonce, job_name=f"orch-{run}-{n}-{nonce}",
-            epoch=epoch, excluded=excluded, intent_at=now,
+            epoch=epoch, excluded=excluded, intent_at=now, scheduler=self._runs[run].scheduler,
         )  # fmt: skip
         return self._attempts[run, n]
 
@@ -142,34 +148,52 @@ class MemoryStore:
         self._asks.append(Ask(id=len(self._asks) + 1, run=run, verb=verb, args=args, asked_at=now))
         return len(self._asks)
 
-    def take_lease(self, holder: str, now: float, ttl: float, over: Lease | None = None) -> Lease | None:
-        held = self._lease
-        if held is not None and held.holder not in ("", holder):
-            known = over is not None and (held.epoch, held.renewed_at) == (over.epoch, over.renewed_at)
-            if not (known if over is not None else held.expires_at <= now):
-                return None
-        epoch = held.epoch if held is not None and held.holder == holder else (held.epoch if held else 0) + 1
-        self._lease = Lease(epoch=epoch, holder=holder, renewed_at=now, expires_at=now + ttl)
-        return self._lease
+    def take_lease(
+        self, holder: str, now: float, ttl: float, scheduler: str = "", over: Sequence[Lease] | None = None
+    ) -> Lease | None:
+        rivals = [row for key, row in self._leases.items() if scheduler in ("", key) or not key]
+        if any(is_live(row, now, over) for row in rivals if row.holder not in ("", holder)):
+            return None
+        self._leases |= {row.scheduler: replace(row, holder="", expires_at=0.0) for row in rivals}
+        held = next((row for row in rivals if row.scheduler == scheduler), None)
+        own = held is not None and held.holder == holder
+        epoch = held.epoch if held and own else max((row.epoch for row in self._leases.values()), default=0) + 1
+        lease = Lease(epoch=epoch, holder=holder, renewed_at=now, expires_at=now + ttl, scheduler=scheduler)
+        self._leases[scheduler] = lease
+        return lease
 
     def renew_lease(self, lease: Lease, now: float, ttl: float) -> Lease:
-        self._check(lease.epoch)
-        assert self._lease is not None
-        self._lease = replace(self._lease, renewed_at=now, expires_at=now + ttl)
-        return self._lease
+        held = self._check(lease.epoch)
+        self._leases[held.scheduler] = replace(held, renewed_at=now, expires_at=now + ttl)
+        return self._leases[held.scheduler]
 
     def drop_lease(self, lease: Lease) -> None:
-        if self._lease is not None and self._lease.epoch == lease.epoch:
-            self._lease = replace(self._lease, holder="", expires_at=0.0)
+        for held in self.leases():
+            if held.epoch == lease.epoch:
+                self._leases[held.scheduler] = replace(held, holder="", expires_at=0.0)
 
     def ticked(self, lease: Lease, now: float) -> None:
-        self._check(lease.epoch)
-        assert self._lease is not None
-        self._lease = replace(self._lease, ticked_at=now)
+        held = self._check(lease.epoch)
+        self._leases[held.scheduler] = replace(held, ticked_at=now)
 
-    def _check(self, epoch: int) -> None:
-        if self._lease is None or self._lease.epoch != epoch or not self._lease.holder:
+    def _check(self, epoch: int, run: str | None = None) -> Lease:
+        held = next((row for row in self._leases.values() if row.epoch == epoch and row.holder), None)
+        if held is None:
             raise Fenced("another controller holds the lease")
+        owner = self._runs[run].scheduler if run in self._runs else ""
+        if held.scheduler and owner not in ("", held.scheduler):
+            raise ForeignRun(f"the controller of {held.scheduler} may not write: {run} belongs to {owner}")
+        return held
+
+    def claim_run(self, run: str, scheduler: str, *, epoch: int, before: str = "") -> bool:
+        self._check(epoch)
+        if self._runs[run].scheduler not in (before, scheduler):
+            return False
+        self._runs[run] = replace(self._runs[run], scheduler=scheduler)
+        for key, row in self._attempts.items():
+            if row.run == run and not row.scheduler:
+                self._attempts[key] = replace(row, scheduler=scheduler)
+        return True
 
     def _moved(self, run: str, kind: str, subject: str, before: Any, to: Any, reason: str, now: float) -> None:
         assert may_move(before, to), f"{kind} {subject}: {before} -> {to} ({reason})"
@@ -178,7 +202,7 @@ class MemoryStore:
         )
 
     def move_run(self, run: str, to: RunState, reason: str, *, epoch: int, now: float, **changes: Any) -> None:
-        self._check(epoch)
+        self._check(epoch, run)
         row = self._runs[run]
         if row.state is not to:
             self._moved(run, "run", run, row.state, to, reason, now)
@@ -188,7 +212,7 @@ class MemoryStore:
     def move_attempt(
         self, run: str, n: int, to: AttemptState, reason: str, *, epoch: int, now: float, **changes: Any
     ) -> None:
-        self._check(epoch)
+        self._check(epoch, run)
         row = self._attempts[run, n]
         if row.state is not to:
             self._moved(run, "attempt", str(n), row.state, to, reason, now)
@@ -196,45 +220,45 @@ class MemoryStore:
         self._attempts[run, n] = replace(row, state=to, **changes)
 
     def note_attempt(self, run: str, n: int, *, epoch: int, **changes: Any) -> None:
-        self._check(epoch)
+        self._check(epoch, run)
         self._attempts[run, n] = replace(self._attempts[run, n], **changes)
 
     def note_run(self, run: str, *, epoch: int, now: float, **changes: Any) -> None:
-        self._check(epoch)
+        self._check(epoch, run)
         self._runs[run] = replace(self._runs[run], updated_at=now, **changes)
 
     def add_attempt(self, run: str, *, nonce: str, excluded: tuple[str, ...], epoch: int, now: float) -> Attempt:
-        self._check(epoch)
+        self._check(epoch, run)
         return self._intent(run, len(self.attempts(run)) + 1, nonce, excluded, epoch, now)
 
     def put_generation(self, generation: Generation, *, epoch: int) -> None:
-        self._check(epoch)
+        self._check(epoch, generation.run)
         self._generations[generation.run, generation.attempt, generation.number] = generation
 
     def put_notice(self, notice: Notice, *, epoch: int) -> None:
-        self._check(epoch)
+        self._check(epoch, notice.run)
         self._notices.setdefault((notice.run, notice.attempt, notice.source, notice.seq), notice)
 
     def put_checkpoint(self, checkpoint: Checkpoint, *, epoch: int) -> None:
-        self._check(epoch)
+        self._check(epoch, checkpoint.run)
         self._checkpoints.setdefault((checkpoint.run, checkpoint.name), checkpoint)
 
     def put_copy(self, copy: Copy, *, epoch: int) -> None:
-        self._check(epoch)
+        self._check(epoch, copy.run)
         self._copies.setdefault((copy.run, copy.name, copy.tier), copy)
 
     def drop_copy(self, run: str, name: str, tier: str, *, epoch: int) -> None:
-        self._check(epoch)
+        self._check(epoch, run)
         self._copies.pop((run, name, tier), None)
 
     def rehome(self, copy: Copy, reason: str, *, epoch: int) -> None:
-        self._check(epoch)
+        self._check(epoch, copy.run)
         key = (copy.run, copy.name)
         self._checkpoints[key] = replace(self._checkpoints[key], tier=copy.tier, path=copy.path, reason=reason)
         del self._copies[copy.run, copy.name, copy.tier]
 
     def trust(self, run: str, name: str, to: Trust, reason: str, *, epoch: int, now: float) -> None:
-        self._check(epoch)
+        self._check(epoch, run)
         row = self._checkpoints[run, name]
         if row.trust is to:
             return
@@ -254,9 +278,9 @@ class MemoryStore:
         self._nodes[name] = replace(row, excluded_until=row.excluded_until if excluded_until is None else excluded_until)
 
     def set_cursor(self, run: str, file: str, offset: int, *, epoch: int) -> None:
-        self._check(epoch)
+        self._check(epoch, run)
         self._cursors[run, file] = offset
 
     def answer(self, ask_id: int, answer: str, *, epoch: int, now: float) -> None:
-        self._check(epoch)
+        self._check(epoch, self._asks[ask_id - 1].run)
         self._asks[ask_id - 1] = replace(self._asks[ask_id - 1], answered_at=now, answer=answer)

@@ -19,8 +19,8 @@ def service(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     import orchestrator.controller
 
     fake = SimpleNamespace(knocks=[])
-    fake.ensure_running = lambda path: fake.knocks.append("ensure_running")
-    fake.tick_once = lambda path, **_: fake.knocks.append("tick_once")
+    fake.ensure_running = lambda path, kind: fake.knocks.append("ensure_running")
+    fake.tick_once = lambda path, kind, **_: fake.knocks.append("tick_once")
     monkeypatch.setattr(orchestrator.controller, "service", fake, raising=False)
     monkeypatch.setitem(sys.modules, "orchestrator.controller.service", fake)
     return fake
@@ -55,7 +55,7 @@ def test_waiting_drives_a_run_that_nobody_drives(orch: Type, seeds: Seeds, servi
     lease = seeds.store.lease()
     assert lease is not None
 
-    def tick(path: object, **_: object) -> object:
+    def tick(path: object, kind: str, **_: object) -> object:
         service.knocks.append("tick_once")
         fresh = seeds.store.take_lease("me:1:1", time.time(), 60.0)
         assert fresh is not None
@@ -89,7 +89,7 @@ def test_a_request_is_written_and_somebody_is_woken(
 ) -> None:
     run = seeds.run(state=RunState.HELD if verb == "resume" else RunState.RUNNING)
 
-    def answer(path: object) -> None:
+    def answer(path: object, kind: str) -> None:
         (ask,) = seeds.store.asks()
         assert (ask.run, ask.verb) == (run, verb)
         seeds.store.answer(ask.id, "will be done", epoch=seeds.epoch, now=time.time())

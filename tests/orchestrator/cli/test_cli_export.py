@@ -116,12 +116,12 @@ def test_the_run_s_folder_comes_with_the_checkpoint(
     """Whoever sees the run sees its first checkpoint, sealed: nobody can launch it without."""
     seen: list[list[Any]] = []
 
-    def no_job(_screen: Any, name: str, **_more: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+    def no_job(_screen: Any, name: str, _kind: str, **_more: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
         seen.append(Catalog(tmp_path / "made" / name / "checkpoints").committed())
         return {"state": RunState.CREATED, "job_id": None}, ()
 
     monkeypatch.setattr(submit, "_await_job", no_job)
-    monkeypatch.setattr(service, "ensure_running", lambda _path: None)
+    monkeypatch.setattr(service, "ensure_running", lambda _path, _kind: None)
     more = ["--with-optimizer"] if to == "torch" else []
     assert orch("ckpt", "export", run[0], tmp_path / "out", "--to", to, *more).code == 0
     config = [*settings(tmp_path), *MODEL]

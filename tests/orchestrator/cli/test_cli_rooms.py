@@ -12,7 +12,7 @@ import pytest
 
 from checkpointing.storage import LocalStorage
 from orchestrator.cli import checks, slurm_checks, timetable
-from orchestrator.controller import service
+from orchestrator.controller import schedulers, service
 from orchestrator.controller.reconcile import TickReport
 from orchestrator.errors import SlurmUnreachable
 from orchestrator.states import RunState
@@ -330,7 +330,8 @@ def test_a_pass_without_an_answer_of_slurm_says_so_by_its_exit_code(
     orch: Type, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report = TickReport(live=1, changed=False, unreachable=("slurm",))
-    monkeypatch.setattr(service, "tick_once", lambda path: report)
+    monkeypatch.setattr(service, "tick_once", lambda path, kind: report if kind == "slurm" else None)
+    monkeypatch.setattr(schedulers, "kinds", lambda: ("slurm", "local"))
     silent = orch("controller", "tick")
     assert silent.code == 5
     assert "slurm does not answer" in silent.out

@@ -44,8 +44,8 @@ def service(home: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             store.drop_lease(lease)
         return SimpleNamespace(unreachable=fake.silent)
 
-    fake.ensure_running = lambda path: (fake.knocks.append("ensure_running"), drive(path))
-    fake.tick_once = lambda path, **_: (fake.knocks.append("tick_once"), drive(path))[1]
+    fake.ensure_running = lambda path, kind: (fake.knocks.append("ensure_running"), drive(path))
+    fake.tick_once = lambda path, kind, **_: (fake.knocks.append("tick_once"), drive(path))[1]
     monkeypatch.setattr(orchestrator.controller, "service", fake, raising=False)
     monkeypatch.setitem(sys.modules, "orchestrator.controller.service", fake)
     return fake

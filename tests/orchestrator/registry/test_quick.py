@@ -36,6 +36,7 @@ def test_one_answer_has_all_that_status_shows(desk: Desk) -> None:
     assert row == {
         "run": run.name, "state": "RUNNING", "reason": "job 8 is RUNNING", "cluster": "local", "run_dir": run.run_dir,
         "config_digest": run.config_digest, "step": 20, "total_steps": 100, "created_at": 1.0, "updated_at": 10.0,
+        "scheduler": "", "slurm_cluster": None,
         "not_before": 0.0, "attempts": 2, "generations": 3, "attempt": 2, "job_id": "8", "job_state": "RUNNING",
         "nodes": ["b", "c"], "last_checkpoint": {"step": 20, "trust": "COMMITTED", "committed_at": 20.0},
         "failure": None,

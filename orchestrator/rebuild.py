@@ -66,15 +66,17 @@ def rebuild(store_path: Path, roots: Sequence[Path], *, now: float | None = None
 
 def _refuse_while_served(path: Path, now: float) -> None:
     try:
-        lease = quick.lease(path)
+        leases = quick.leases(path)
     except RegistryError:
         return  # a registry that cannot be read is what this is for
-    if lease is not None and lease.holder and _lives(lease, now):
-        raise RegistryError(
-            f"a controller is alive ({lease.holder}) and writes to this registry",
-            where=str(path),
-            hint="orch controller stop, then again",
-        )
+    for lease in leases:
+        if lease.holder and _lives(lease, now):
+            of = f" of {lease.scheduler}" if lease.scheduler else ""
+            raise RegistryError(
+                f"a controller{of} is alive ({lease.holder}) and writes to this registry",
+                where=str(path),
+                hint=f"orch controller stop on {lease.holder.split(':')[0]}, then again",
+            )
 
 
 def _lives(lease: Lease, now: float) -> bool:

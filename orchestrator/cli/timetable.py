@@ -33,7 +33,9 @@ def lines(via: str, every: int) -> list[str]:
 def _finds() -> dict[str, str]:
     """What finds Slurm here: cron starts commands with a PATH of two folders and nothing else."""
     folders = dict.fromkeys(name for name in os.environ.get("PATH", "").split(":") if os.path.isdir(name))
-    others = {name: os.environ[name] for name in ("SLURM_CONF", "LD_LIBRARY_PATH") if os.environ.get(name)}
+    others = {
+        name: os.environ[name] for name in ("SLURM_CONF", "SLURM_CLUSTERS", "LD_LIBRARY_PATH") if os.environ.get(name)
+    }
     # Some crons take no more than 1000 characters: folders that are not there only make the line longer.
     return {"PATH": ":".join(folders), **others}
 

@@ -19,10 +19,13 @@ class Whereabouts:
     lives: bool  # whether a controller for it lives
 
     @property
+    def is_local(self) -> bool:
+        return self.scheduler.startswith("local@")
+
+    @property
     def place(self) -> str:
         """Where to type what is for this run's controller."""
-        kind, _, host = self.scheduler.partition("@")
-        return f"on {host}" if kind == "local" else f"on a login node of {self.scheduler}"
+        return f"on {self.scheduler.partition('@')[2]}" if self.is_local else f"on a login node of {self.scheduler}"
 
     def require_answer(self) -> None:
         """Raise Precondition when nobody serves the run, and nobody can from here."""
@@ -30,7 +33,7 @@ class Whereabouts:
             raise Precondition(
                 f"no controller of {self.scheduler} lives, and {self.run} cannot be served from this host",
                 where=last_seen(self.scheduler),
-                hint=f"type `orch controller run` {self.place}",
+                hint=f"type `orch controller run{' --cluster local' if self.is_local else ''}` {self.place}",
             )
 
 

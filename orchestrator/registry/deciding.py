@@ -11,6 +11,7 @@ from orchestrator.registry.database import Verbs, writes
 from orchestrator.registry.leasing import fence
 from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation, Notice
 from orchestrator.registry.rows import (
+    TOUCHED,
     alter_attempt,
     alter_checkpoint,
     alter_run,
@@ -85,6 +86,7 @@ class Deciding(Verbs):
         if the_run(connection, run).scheduler not in (before, scheduler):
             return False
         alter_run(connection, run, scheduler=scheduler)
+        connection.info.setdefault(TOUCHED, set()).add(run)  # its record says where it belongs, too
         own = (AttemptRow.run == run) & (AttemptRow.scheduler == "")
         connection.execute(update(AttemptRow).where(own).values(scheduler=scheduler))
         return True

@@ -10,6 +10,7 @@ import contextlib
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -133,7 +134,7 @@ def _intent(spec: JobSpec, entry: str) -> Intent:
         run_dir=str(spec.run_dir), entry=entry, arguments=payload.arguments(spec), nodes=spec.resources.nodes,
         limit_s=60 * minutes("cluster.time", spec.resources.time), signal_lead=spec.resources.signal_lead,
         command=("bash", "-c", "\n".join([*lines, f"exec {prepared.python}"])), devices=_devices(spec),
-        asked_at=time.time(),
+        asked_at=time.time(), host=socket.gethostname(),
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ ended). `local-release` is the scheduler's word to it.
 import contextlib
 import os
 import signal
+import socket
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -39,6 +40,8 @@ class Intent:
     devices: tuple[str, ...]
     """CUDA_VISIBLE_DEVICES of each simulated node."""
     asked_at: float
+    host: str = ""
+    """Where it runs: another host that shares the home can tell nothing of its processes."""
 
     @property
     def folder(self) -> Path:
@@ -102,11 +105,12 @@ def read_intent(path: Path) -> Intent:
 
 
 def intents(index: Path) -> list[Intent]:
-    """All jobs that are written down, oldest first; a file that is none is left alone."""
+    """All jobs of this host that are written down, oldest first; a file that is none is left alone."""
     found = []
     for path in index.glob("*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError):
             found.append(read_intent(path))
+    found = [intent for intent in found if intent.host in ("", socket.gethostname())]
     return sorted(found, key=lambda intent: intent.asked_at)
 
 

@@ -243,3 +243,61 @@ def test_another_host_s_controller_is_believed_for_a_while(path: Path) -> None:
     with pytest.raises(service.Precondition) as refused:
         service.stop(path)
     assert "orch controller stop` on elsewhere" in refused.value.hint
+
+
+def test_a_daemon_whose_commands_reach_another_slurm_gives_its_lease_back(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It says so, and goes on for the other one; silence in between changes nothing."""
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    answers = ["first", "first", "", "second"]
+
+    class Shifting:
+        silence = "no answer"
+
+        def __call__(self) -> str:
+            return answers[0]
+
+    with Store.open(path) as store:
+        controller = Controller(store, {}, clock=Clock(), instance=Shifting())  # type: ignore[arg-type]
+        daemon = service.Daemon(controller, idle_exit_s=None, kind="slurm")
+        held: list[list[str]] = []
+
+        def rest(report: object) -> None:
+            held.append([lease.scheduler for lease in store.leases() if lease.holder])
+            answers[:] = answers[1:] or answers
+            daemon.stopping = len(held) == 6
+
+        monkeypatch.setattr(daemon, "_rest", rest)
+        with caplog.at_level("WARNING", logger="orch.controller"):
+            daemon.run()
+    assert held == [["first"], ["first"], ["first"], [], ["second"], ["second"]]
+    assert "reach second by now, and this controller has the lease of first: it is given back" in caplog.text
+
+
+def test_a_daemon_that_starts_in_silence_owns_nothing_until_its_slurm_answers(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    answers = ["", "", "here"]
+
+    class Late:
+        silence = "no answer"
+
+        def __call__(self) -> str:
+            return answers[0]
+
+    with Store.open(path) as store:
+        controller = Controller(store, {}, clock=Clock(), instance=Late())  # type: ignore[arg-type]
+        daemon = service.Daemon(controller, idle_exit_s=None, kind="slurm")
+        held: list[list[str]] = []
+
+        def rest(report: object) -> None:
+            held.append([lease.scheduler for lease in store.leases() if lease.holder])
+            answers[:] = answers[1:] or answers
+            daemon.stopping = len(held) == 4
+
+        monkeypatch.setattr(daemon, "_rest", rest)
+        daemon.run()
+    waiting = f"slurm@{host_name()}?"
+    assert held == [[waiting], [waiting], [], ["here"]]

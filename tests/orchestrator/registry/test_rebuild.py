@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from checkpointing.durable import canonical, dump_line
+from orchestrator.controller.folder import ensure_run_dir
 from orchestrator.controller.lease import Holder, host_name, start_time
 from orchestrator.errors import RegistryError
 from orchestrator.rebuild import rebuild
@@ -348,3 +349,32 @@ def test_a_damaged_record_is_as_good_as_none(desk: Desk) -> None:
     rebuild(desk.path, [desk.root], now=50.0)
     with Store.open(desk.path) as store:
         assert store.run(folder.name).state is RunState.HELD
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_run_stays_with_its_cluster(desk: Desk, recorded: bool) -> None:
+    """By its record, and by run.json and the intents where that is lost, too."""
+    there, digest = "lab@login1:6817/aaaaaaaa", desk.store.put_config(CONFIG)
+    run, attempt = desk.store.create_run(
+        slug="tiny", cluster="slurm", root=desk.root, config_digest=digest, total_steps=100, identity={}, now=1.0,
+        nonce="00000000", scheduler=there,
+    )  # fmt: skip
+    folder = ensure_run_dir(run, attempt, CONFIG)
+    desk.store.move_run(run.name, RunState.HELD, "", **desk.stamp)
+    if not recorded:
+        folder.record.unlink()
+    lose(desk)
+    rebuild(desk.path, [desk.root])
+    with Store.open(desk.path) as store:
+        assert store.run(run.name).scheduler == there
+        assert [item.scheduler for item in store.attempts(run.name)] == [there]
+
+
+def test_any_cluster_s_live_controller_refuses_a_rebuild(desk: Desk) -> None:
+    desk.store.drop_lease(desk.lease)
+    for name in ("a", "b"):
+        desk.store.take_lease(f"{host_name()}:{os.getppid()}:{start_time(os.getppid())}", 1.0, 60.0, name)
+    held = next(lease for lease in desk.store.leases() if lease.scheduler == "b")
+    desk.store.drop_lease(held)
+    with pytest.raises(RegistryError, match="a controller of a is alive"):
+        rebuild(desk.path, [desk.root])

@@ -264,3 +264,16 @@ def test_entries_of_jobs_long_ended_are_dropped(world: World, tmp_path: Path) ->
     assert len(world.scheduler.find("orch-")) == 1
     local_records.forget_old(tmp_path / "index", end.ended_at + 8 * 86400)
     assert world.scheduler.find("orch-") == []
+
+
+def test_jobs_of_another_host_with_the_same_home_are_not_judged_and_not_forgotten(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, job = running(world)
+    with monkeypatch.context() as patch:
+        patch.setattr("socket.gethostname", lambda: "elsewhere")
+        assert world.scheduler.find("orch-") == []
+        assert world.scheduler.poll([job.job_id]) == {}
+        world.scheduler.cancel(job.job_id)
+        local_records.forget_old(world.folder / "index", 1e12)
+    assert world.scheduler.poll([job.job_id])[job.job_id].state == "RUNNING"

@@ -2,9 +2,11 @@
 
 import fcntl
 import os
+import shutil
 import sqlite3
+import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from orchestrator.errors import RegistryError
 from orchestrator.registry import lock_peer, lock_proof, quick, store
 from orchestrator.registry.filesystem import Mount, mount_of, mounted
 from orchestrator.registry.lock_peer import Half
-from orchestrator.registry.lock_probe import ProbeFailed, Say, locks_work, other_half, probe_file
+from orchestrator.registry.lock_probe import ProbeFailed, Say, locks_fault, locks_work, other_half, probe_file
 from orchestrator.registry.lock_proof import Proof, is_proved, proofs, prove, prove_with
 from orchestrator.registry.lock_support import LockSupport, lock_support
 from orchestrator.registry.locking import locking_for
@@ -198,6 +200,42 @@ def test_a_host_that_cannot_be_asked_proves_nothing(path: Path) -> None:
         prove_with(("sh", "-c", "echo no such node >&2; exit 1", "--"), path, mount("newfs"), 1.0)
     with pytest.raises(OSError, match="no-such-launcher"):
         prove_with(("no-such-launcher",), path, mount("newfs"), 1.0)
+
+
+@pytest.fixture
+def two_clients(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    """One folder of a server, mounted twice by sshfs: two clients that know nothing of each other, as two hosts are."""
+    server = Path("/usr/lib/openssh/sftp-server")
+    lacking = [name for name in ("sshfs", "fusermount3") if shutil.which(name) is None]
+    if lacking or not server.exists() or not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        pytest.skip(f"a real network file system needs sshfs, sftp-server and /dev/fuse; lacking: {lacking}")
+    (tmp_path / "folder").mkdir()
+    ssh = tmp_path / "ssh"
+    ssh.write_text(f"#!/bin/sh\nexec {server}\n")
+    ssh.chmod(0o755)
+    clients = (tmp_path / "one", tmp_path / "two")
+    with ExitStack() as mounted_ones:
+        for client in clients:
+            client.mkdir()
+            subprocess.run(["sshfs", "-o", f"ssh_command={ssh}", f"host:{tmp_path}/folder", client], check=True)
+            mounted_ones.callback(subprocess.run, ["fusermount3", "-u", client], check=True)
+        yield clients
+
+
+def test_two_clients_of_a_real_network_file_system(two_clients: tuple[Path, Path]) -> None:
+    one, two = two_clients
+    found = mounted(one)
+    assert found is not None
+    assert (found.kind, lock_support(found)[0]) == ("fuse.sshfs", UNSHARED)
+    with (
+        probe_file(one / "registry.db") as path,
+        other_half((), two / path.name) as there,
+        closing(Half(str(path))) as here,
+    ):
+        fault = locks_fault(here.do, there)
+    assert fault == "a lock of this host does not stop the other one"
+    with pytest.raises(RegistryError, match="fuse.sshfs at .* cannot hold the registry: sshfs has no locks"):
+        Store.open(one / "registry.db")
 
 
 @pytest.mark.parametrize("text", ["", "[{}]", "{", '[{"kind": 1}]', "[[1]]"])

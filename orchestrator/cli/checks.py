@@ -87,11 +87,11 @@ def state_folder() -> Check:
 
 def registry(path: Path) -> Iterator[Check]:
     """Its file system, the journal that is safe there, and its version."""
-    from orchestrator.registry import filesystem, quick, versions
+    from orchestrator.registry import filesystem, locking, quick, versions
 
     try:
         mount = filesystem.mounted(path.absolute().parent)
-        journal = filesystem.journal_for(path.absolute(), mount)
+        found = locking.locking_for(path.absolute(), mount)
         version = quick.version(path) if path.exists() else None
     except RegistryError as error:
         yield Check("registry", FAIL, error.what, error.hint)
@@ -105,10 +105,11 @@ def registry(path: Path) -> Iterator[Check]:
         yield Check("registry", FAIL, newer, "upgrade orch, or set ORCH_REGISTRY to another file")
         return
     what = "not made yet" if version is None else f"version {version}"
-    if journal == "wal":
+    if found.journal == "wal":
         yield Check("registry", OK, f"registry {path} ({kind}, {what}, write-ahead log)")
     else:
-        text = f"registry {path} lies on {kind} ({what}): locks work, the slower rollback journal is used"
+        how = "rollback journal and a lock by link()" if found.linked else "rollback journal"
+        text = f"registry {path} lies on {kind} ({what}): {found.reason}, the slower {how} is used"
         yield Check("registry", WARN, text, "a local disk is faster: ORCH_REGISTRY=/local/disk/registry.db")
 
 

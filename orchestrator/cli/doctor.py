@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from orchestrator.cli.checks import FAIL, INFO, OK, WARN, Check, machine
+from orchestrator.cli.lock_checks import registry_locks
 from orchestrator.cli.options import Verb
 from orchestrator.cli.render import Screen
 from orchestrator.cli.slurm_checks import slurm, timetables
@@ -18,17 +19,21 @@ MARKS = {OK: "ok  ", INFO: "note", WARN: "warn", FAIL: "FAIL"}
 @click.command(cls=Verb)
 @click.option("--root", type=click.Path(path_type=Path), default=None, help="Folder for runs; default: cluster.root.")
 @click.option("--config", "source", default="tiny-gpt", show_default=True, help="Configuration to take cluster.* from.")
+@click.option("--locks", is_flag=True, help="Try the registry's locks with another host too, through srun.")
+@click.option("--peer", metavar="HOST", default="", help="As --locks, with HOST through ssh.")
 @click.pass_obj
-def doctor(screen: Screen, root: Path | None, source: str) -> int:
+def doctor(screen: Screen, root: Path | None, source: str, locks: bool, peer: str) -> int:
     """What works on this machine and cluster, and what to mend.
 
-    It also tells what orch can promise here, and changes nothing. Exit code 4 when something must be mended before
-    runs can go on.
+    It also tells what orch can promise here, and changes nothing but with --locks, which keeps beside the registry what
+    it proved: the registry may then lie on a file system whose locks orch does not know. Exit code 4 when something
+    must be mended before runs can go on.
     """
     found: list[Check] = []
     cluster = _cluster(source, found)
     place = root or (Path(cluster["root"]) if cluster.get("root") else None)
     place = place.expanduser() if place else None
+    found += registry_locks(peer) if locks or peer else ()
     found += machine(place)
     found += slurm(place, wanted=cluster.get("kind") == "slurm")
     found.append(timetables())

@@ -14,6 +14,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from orchestrator.registry.faults import explain, is_busy
+from orchestrator.registry.link_lock import LinkLock
 from orchestrator.registry.rows import TOUCHED
 
 P = ParamSpec("P")
@@ -29,9 +30,16 @@ class Database:
     """Runs transactions: reads see one snapshot, writes take the lock at once, and a busy one is tried again."""
 
     def __init__(
-        self, path: Path, *, readonly: bool = False, patience: float = 30.0, busy_seconds: float = _BUSY_SECONDS
+        self,
+        path: Path,
+        *,
+        readonly: bool = False,
+        patience: float = 30.0,
+        busy_seconds: float = _BUSY_SECONDS,
+        lock: LinkLock | None = None,
     ) -> None:
-        self.path, self._patience = path, patience
+        """`lock` goes around every write, where SQLite's own locks are not known to reach other hosts."""
+        self.path, self._patience, self._lock = path, patience, lock
         self.after_commit: Callable[[set[str]], None] = lambda runs: None
         self._engine = _engine(lambda: connect(path, readonly=readonly, busy_seconds=busy_seconds))
         self._active = threading.local()
@@ -51,15 +59,26 @@ class Database:
         give_up = time.monotonic() + self._patience
         while True:
             try:
-                return self._once(work, writes=writes)
+                if writes and self._lock is not None:
+                    with self._lock.hold() as check:
+                        result, touched = self._once(work, writes=True, check=check)
+                else:
+                    result, touched = self._once(work, writes=writes)
             except IntegrityError:
                 raise
             except DBAPIError as error:
                 if not is_busy(error.orig) or time.monotonic() > give_up:
                     raise explain(error.orig, self.path) from error
                 time.sleep(random.uniform(0.01, 0.1))
+            else:
+                if touched:
+                    self.after_commit(touched)
+                return result
 
-    def _once(self, work: Callable[[Connection], T], *, writes: bool) -> T:
+    def _once(
+        self, work: Callable[[Connection], T], *, writes: bool, check: Callable[[], None] = lambda: None
+    ) -> tuple[T, set[str]]:
+        """The result, and the runs that it touched; `check` is called before the commit."""
         with self._engine.connect().execution_options(**{_WRITES: writes}) as connection:
             connection.info.pop(TOUCHED, None)
             with connection.begin():
@@ -69,10 +88,9 @@ class Database:
                     result = work(connection)
                 finally:
                     self._active.connection = None
+                check()
             touched: set[str] = connection.info.pop(TOUCHED, set())
-        if touched:
-            self.after_commit(touched)
-        return result
+        return result, touched
 
     def close(self) -> None:
         self._engine.dispose()

@@ -1,15 +1,8 @@
-"""On which file system the registry lies, and which journal is safe there."""
+"""On which file system a path lies, as /proc/self/mountinfo tells."""
 
-import fcntl
-import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-
-from orchestrator.errors import RegistryError
-from orchestrator.registry.faults import ELSEWHERE
 
 LOCAL = frozenset(
     {
@@ -17,20 +10,9 @@ LOCAL = frozenset(
         "ufs", "xfs", "zfs",
     }
 )  # fmt: skip
-"""File systems of one host only: shared memory and locks work, so write-ahead logging does."""
+"""File systems of one host only: shared memory and locks work, so write-ahead logging does.
 
-_UNSHARED_LOCKS = frozenset({"nolock", "localflock", "local_lock=all", "local_lock=posix"})
-"""Mount options with which another host does not see our locks."""
-
-_PROBE_SECONDS = 20.0
-_PROBE = """
-import fcntl, sys
-with open(sys.argv[1], "r+b") as stream:
-    try:
-        fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        print("free")
-    except BlockingIOError:
-        print("held")
+Overlay is one of them, for its upper layer cannot lie on a network file system (kernel, filesystems/overlayfs.rst).
 """
 
 
@@ -41,6 +23,7 @@ class Mount:
     point: str
     kind: str
     options: frozenset[str]
+    source: str = ""
 
     @property
     def is_local(self) -> bool:
@@ -57,8 +40,8 @@ def mounts(text: str) -> list[Mount]:
     for line in text.splitlines():
         left, _, right = line.partition(" - ")
         front, back = left.split(" "), right.split(" ")
-        options = {*front[5].split(","), *back[2].split(",")}
-        found.append(Mount(point=_unescaped(front[4]), kind=back[0], options=frozenset(options)))
+        options = frozenset({*front[5].split(","), *back[2].split(",")})
+        found.append(Mount(point=_unescaped(front[4]), kind=back[0], options=options, source=_unescaped(back[1])))
     return found
 
 
@@ -79,45 +62,3 @@ def mounted(path: Path) -> Mount | None:
     except OSError:
         return None
     return mount_of(path.resolve(), text)
-
-
-def _seen_by_another(path: Path) -> str:
-    command = [sys.executable, "-I", "-S", "-c", _PROBE, str(path)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_SECONDS).stdout.strip()
-
-
-def locks_work(path: Path) -> bool:
-    """Whether a lock of this process on `path` stops a second process, and its release lets that one go on.
-
-    WARNING: closing a descriptor drops every POSIX lock that this process has on that file, so `path`
-    must be a file of its own, never the registry itself.
-    """
-    try:
-        with path.open("w+b") as stream:
-            fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            while_held = _seen_by_another(path)
-            fcntl.lockf(stream, fcntl.LOCK_UN)
-            return (while_held, _seen_by_another(path)) == ("held", "free")
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    finally:
-        path.unlink(missing_ok=True)
-
-
-def journal_for(path: Path, mount: Mount | None) -> str:
-    """`wal` on a local file system, else `delete` where locks work; raises RegistryError where they do not."""
-    if mount is not None and mount.is_local:
-        return "wal"
-    kind = mount.kind if mount else "unknown"
-    unshared = sorted(_UNSHARED_LOCKS & mount.options) if mount else []
-    if unshared:
-        why = f"it is mounted with {unshared[0]}: other hosts do not see its locks"
-    elif not locks_work(path.with_name(f".{path.name}.{os.getpid()}.probe")):
-        why = "a lock of one process does not stop another one there"
-    else:
-        return "delete"
-    raise RegistryError(
-        f"the file system {kind} at {mount.point if mount else path.parent} cannot hold the registry: {why}",
-        where=str(path),
-        hint=f"set {ELSEWHERE}",
-    )

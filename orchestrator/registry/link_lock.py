@@ -1,0 +1,158 @@
+"""A lock by link(), around write transactions where fcntl locks are not known to reach other hosts.
+
+link() makes a name or fails, on every file system that has it; that it succeeded shows in the number of links, whatever
+a network file system answered. A holder that died leaves the name behind: on this host its process is looked at;
+another host's lock is taken away when this process has seen the very same one for `STALE_SECONDS` of its own clock.
+"""
+
+import contextlib
+import json
+import os
+import random
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from orchestrator.errors import RegistryError
+
+STALE_SECONDS = 45.0
+"""Longer than any write transaction takes: those wait for SQLite for seconds."""
+PATIENCE = 75.0
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class LinkLock:
+    """One per open registry; any number of threads and processes may hold it in turn."""
+
+    def __init__(
+        self,
+        registry: Path,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[], None] = lambda: time.sleep(random.uniform(0.005, 0.05)),
+    ) -> None:
+        self.path = registry.with_name(f"{registry.name}.lock")
+        self._clock, self._pause = clock, pause
+        self._seen: tuple[str | None, float] = (
+            None,
+            0.0,
+        )  # somebody else's lock, and since when this process has seen it
+
+    @contextmanager
+    def hold(self) -> Iterator[Callable[[], None]]:
+        """Hold the lock; yields a check to make before the commit, which raises RegistryError if it is lost."""
+        mine = _identity()
+        self._acquire(mine)
+        try:
+            yield lambda: self._check(mine)
+        finally:
+            if self._holder() == mine:
+                self.path.unlink(missing_ok=True)
+
+    def _acquire(self, mine: str) -> None:
+        give_up = self._clock() + PATIENCE
+        while not self._linked(mine):
+            holder = self._holder()
+            if holder is not None and self._is_stale(holder):
+                self._break(holder)
+                continue
+            if self._clock() > give_up:
+                raise self._busy(holder or "")
+            self._pause()
+
+    def _linked(self, mine: str) -> bool:
+        own = self._own()
+        try:
+            _write_new(own, mine)
+            with contextlib.suppress(OSError):  # an answer may be lost; the number of links is not
+                os.link(own, self.path)
+            return os.stat(own).st_nlink == 2
+        except OSError as error:
+            raise RegistryError(
+                f"the registry's lock cannot be made: {error.strerror}", where=str(self.path), hint="orch doctor"
+            ) from error
+        finally:
+            own.unlink(missing_ok=True)
+
+    def _own(self) -> Path:
+        return self.path.with_name(f".{self.path.name}.{secrets.token_hex(8)}")
+
+    def _holder(self) -> str | None:
+        """Who has the lock, None when nobody has; a crash of its host may have left it empty."""
+        try:
+            return self.path.read_text(errors="replace")
+        except OSError:
+            return None
+
+    def _is_stale(self, holder: str) -> bool:
+        who = _parsed(holder)
+        # On this host the process itself can be looked at; after a boot it is gone, whatever has its number.
+        if who.get("host") == socket.gethostname() and "pid" in who:
+            return who.get("boot") != _boot() or _started(int(who["pid"])) != who.get("started")
+        now = self._clock()
+        if self._seen[0] != holder:
+            self._seen = (holder, now)
+        return now - self._seen[1] >= STALE_SECONDS
+
+    def _break(self, holder: str) -> None:
+        """Take a dead holder's lock away: by a rename, of which one of several succeeds."""
+        taken = self._own()
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(self.path, taken)
+            # A living one's may have come between the look and the rename; it checks before it commits.
+            if taken.read_text() != holder:
+                with contextlib.suppress(FileExistsError):
+                    os.link(taken, self.path)
+            taken.unlink()
+
+    def _check(self, mine: str) -> None:
+        if self._holder() != mine:
+            raise RegistryError(
+                "the registry's lock was taken by another process in mid transaction: nothing was written",
+                where=str(self.path),
+                hint="try again; `orch controller status` shows who writes",
+            )
+
+    def _busy(self, holder: str) -> RegistryError:
+        who = _parsed(holder)
+        return RegistryError(
+            f"the registry is locked by process {who.get('pid', '?')} on {who.get('host', 'another host')}",
+            where=str(self.path),
+            hint="another orch process is writing; try again (orch controller status shows who)",
+        )
+
+
+def _identity() -> str:
+    """This process, and this one time that it takes the lock."""
+    pid = os.getpid()
+    who = {"host": socket.gethostname(), "boot": _boot(), "pid": pid, "started": _started(pid)}
+    return json.dumps({**who, "nonce": secrets.token_hex(8)})
+
+
+def _parsed(holder: str) -> dict[str, str]:
+    try:
+        found = json.loads(holder)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _write_new(path: Path, text: str) -> None:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
+        stream.write(text)
+
+
+def _boot() -> str:
+    return _BOOT_ID.read_text().strip()
+
+
+def _started(pid: int) -> str | None:
+    """When a process was started, in clock ticks since boot; None when there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in ("Z", "X") else fields[19]

@@ -73,7 +73,7 @@ def _attempt(run: str, place: AttemptDir, *, newest: bool) -> Attempt:
         submitted_at=float(intent["at"]),
         started_at=outcome.started_at if outcome else started.time if started else None,
         ended_at=outcome.ended_at if outcome else None,
-        last_step=outcome.step if outcome else None,
+        last_step=(outcome.step or None) if outcome else None,  # a command's is not known
         failure=outcome.failure.to_json() if outcome and outcome.failure else None,
         scheduler=intent.get("scheduler", ""),
     )

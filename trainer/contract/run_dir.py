@@ -106,6 +106,11 @@ class AttemptDir:
     def rank_outcome(self, rank: int, generation: int) -> Path:
         return self.outcomes / f"rank-{rank:05d}.g{generation:03d}.json"
 
+    @property
+    def command_memory(self) -> Path:
+        """What the attempt leaves to the next one about a user's own program."""
+        return self.path / "command.json"
+
     def error_file(self, rank: int, generation: int) -> Path:
         """What torch's `@record` writes of the exception that ended a command's rank."""
         return self.outcomes / f"error-rank-{rank:05d}.g{generation:03d}.json"

@@ -5,13 +5,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from trainer.agent.coordination.command_memory import Aside, CommandMemory
 from trainer.agent.coordination.generation import Generation
 from trainer.agent.coordination.heartbeat import Standing
 from trainer.agent.coordination.own_progress import OwnProgress, bounded
-from trainer.agent.evidence.own_checkpoints import OwnCheckpoint, put_back, set_aside
+from trainer.agent.evidence.own_checkpoints import put_back, set_aside
 from trainer.agent.ladder.rungs import Action, Decision
 from trainer.agent.processes.command import folder
-from trainer.agent.watch.blame import OwnFailure
 from trainer.agent.watch.command_errors import START_SECONDS, CommandPast, NewestCheckpoint
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind, EventLog
@@ -29,8 +29,7 @@ class CommandRun:
         self._on, self._trained = bool(config.command), False
         own = config.checkpoints
         self._own = OwnProgress(lambda: folder(run, config) / own.path, own, events, standing) if own.path else None
-        self._failures: list[OwnFailure] = []
-        self._aside: list[tuple[OwnCheckpoint, Path]] = []
+        self._memory = CommandMemory()
 
     def told(self) -> CommandPast | None:
         """What a `rungs.Situation` asks for; None of a workload of orch."""
@@ -39,16 +38,17 @@ class CommandRun:
         known, newest = None, self._own.began_from if self._own else None
         if newest is not None:
             known = NewestCheckpoint(identity=newest.identity, name=newest.path.name, damage=newest.damage)
-        doubtful = any(not one.damage for one, _ in self._aside)
+        aside = self._memory.aside
         return CommandPast(
-            failures=tuple(self._failures), newest=known, saved=self._saved(), trained=self._trained,
-            aside=tuple(one.path.name for one, _ in self._aside), doubtful=doubtful,
+            failures=tuple(self._memory.failures), newest=known, saved=self._saved(), trained=self._trained,
+            aside=tuple(one.name for one in aside), doubtful=any(not one.damage for one in aside),
         )  # fmt: skip
 
     async def begin(self, generation: int) -> None:
         """No rank runs: what is there now is what the program starts from."""
         if self._on and generation == 1:
             self._trained = bool(await bounded(self._earlier_trained))
+            self._memory = await bounded(partial(CommandMemory.before, self._run, self._attempt.number)) or self._memory
         if self._on and self._own is not None:
             await self._own.begin()
 
@@ -63,18 +63,27 @@ class CommandRun:
             return
         if self._own is not None and cleared:
             await self._own.look_last()
-        worked = self._saved() or (now.first_failure or time.monotonic()) - now.started > START_SECONDS
-        self._trained = self._trained or worked
-        if decision.own is not None:
-            saved, trained = self._saved(), decision.own.trained or worked
-            self._failures.append(replace(decision.own, saved=saved, trained=trained))
-        elif worked or decision.action is Action.REPLACE:
-            self._failures.clear()
+        self._remember(decision, now)
         if decision.set_aside and cleared:
             await self._set_aside(decision.set_aside, now.number)
-        blamed = decision.failure.kind if decision.failure else None
-        if decision.action is Action.END and blamed in (FailureKind.USER_ERROR, FailureKind.STORAGE):
+        if decision.action is not Action.END or decision.failure is None:
+            return
+        # A person has to look: what was tried in vain is undone, and the next attempt begins with a clean slate.
+        if decision.failure.kind in (FailureKind.USER_ERROR, FailureKind.STORAGE):
             await self._put_back()
+        else:
+            await bounded(lambda: self._memory.write(self._attempt.command_memory))
+
+    def _remember(self, decision: Decision, now: Generation) -> None:
+        worked = self._saved() or (now.first_failure or time.monotonic()) - now.started > START_SECONDS
+        self._trained = self._trained or worked
+        if worked:  # what was set aside before that is past
+            self._memory.aside.clear()
+        if decision.own is not None:
+            saved, trained = self._saved(), decision.own.trained or worked
+            self._memory.failures.append(replace(decision.own, saved=saved, trained=trained))
+        elif worked or decision.action is Action.REPLACE:
+            self._memory.failures.clear()
 
     def _saved(self) -> bool:
         return self._own is not None and self._own.saved()
@@ -91,7 +100,11 @@ class CommandRun:
         target = await bounded(lambda: set_aside(newest, config, number, generation))
         if target is None:  # it was written to since, or cannot be renamed: the program gets it again
             return
-        self._aside.append((newest, target))
+        aside = Aside(
+            step=newest.step, identity=newest.identity, original=str(newest.path), path=str(target), bytes=newest.bytes,
+            damage=newest.damage,
+        )  # fmt: skip
+        self._memory.aside.append(aside)
         self._own.forget(newest)
         self._events.write(
             EventKind.CHECKPOINT_SET_ASIDE, step=newest.step, name=newest.identity, path=str(target), reason=reason,
@@ -100,10 +113,11 @@ class CommandRun:
 
     async def _put_back(self) -> None:
         """An older one made no difference: those without a sign of damage were not the cause."""
-        for one, target in self._aside:
-            if not one.damage and await bounded(partial(put_back, target, one.path)):
+        for one in [one for one in self._memory.aside if not one.damage]:
+            if await bounded(partial(put_back, Path(one.path), Path(one.original))):
+                self._memory.aside.remove(one)
                 self._events.write(
-                    EventKind.CHECKPOINT_SEEN, step=one.step, name=f"{one.identity}.back", path=str(one.path),
+                    EventKind.CHECKPOINT_SEEN, step=one.step, name=f"{one.identity}.back", path=one.original,
                     bytes=one.bytes, new=False,
                 )  # fmt: skip
 

@@ -23,7 +23,7 @@ REPEATS = 3
 """Failures alike in a row after which another try is pointless."""
 
 MOST_SET_ASIDE = 3
-"""Checkpoints that one attempt may set aside."""
+"""Checkpoints that may be set aside before the program trains on."""
 
 _TIME, _OUTPUT = 1.5, 1.25
 _FEW_SECONDS, _FEW_BYTES = 20.0, 400
@@ -63,7 +63,7 @@ class CommandPast:
     newest: NewestCheckpoint | None = None
     saved: bool = False  # a checkpoint since this generation began
     trained: bool = False  # at some time before this generation
-    aside: tuple[str, ...] = ()  # names of the checkpoints set aside in this attempt
+    aside: tuple[str, ...] = ()  # names of the checkpoints set aside since the program last trained
     doubtful: bool = False  # one of them without a sign of damage
 
 

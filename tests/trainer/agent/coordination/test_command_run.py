@@ -1,0 +1,186 @@
+"""What is known of a user's program from one generation, and one attempt, to the next."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.agent.coordination.command_run import CommandRun
+from trainer.agent.coordination.generation import Generation
+from trainer.agent.coordination.heartbeat import Standing
+from trainer.agent.coordination.own_progress import LOOK_SECONDS
+from trainer.agent.ladder.rungs import Action, Decision, Situation, decide
+from trainer.agent.watch.blame import RankEnd
+from trainer.contract.command_checkpoints import CommandCheckpointsConfig
+from trainer.contract.config import JobConfig
+from trainer.contract.events import EventKind, EventLog, read_events
+from trainer.contract.outcome import FailureKind
+from trainer.contract.run_dir import RunDir
+
+TORN = RankEnd(
+    rank=0, node="n0", at=0.0, step=None, exit_code=1, exception="EOFError", message="Ran out of input",
+)  # fmt: skip
+
+
+class Attempt:
+    """One attempt of a run of a program; every generation of it is over when `fails` returns."""
+
+    def __init__(self, root: Path, number: int, restarts: int = 5) -> None:
+        self.run = RunDir(root / "run-1")
+        if number == 1:
+            self.run.make()
+        self.dir = self.run.attempt(number)
+        self.dir.make()
+        checkpoints = CommandCheckpointsConfig(path=str(root / "out"))
+        self.standing, self.restarts, self.budget, self.number = Standing(number, "1", lambda: 0.0), 0, restarts, 0
+        events = EventLog(self.dir.event_file("coordinator"), "coordinator", number)
+        config = JobConfig(command=("python", "train.py"), checkpoints=checkpoints)
+        self.program = CommandRun(self.run, self.dir, config, events, self.standing)
+
+    def fails(self, end: RankEnd = TORN, while_it_ran: Any = None, **generation: Any) -> Decision:
+        return asyncio.run(self._fails(end, while_it_ran, **generation))
+
+    async def _fails(self, end: RankEnd, while_it_ran: Any, *, cleared: bool = True) -> Decision:
+        self.number += 1
+        now = Generation(number=self.number, started=100.0, first_failure=105.0)
+        await self.program.begin(self.number)
+        if while_it_ran is not None:
+            while_it_ran()
+            await self.program.look(Generation(number=self.number, started=100.0, first_failure=float("inf")))
+        situation = Situation(
+            world=1, ends=(end,), since_failure=5.0, ran_for=5.0, restarts=self.restarts, budget=self.budget,
+            command=self.program.told(),
+        )  # fmt: skip
+        decision = decide(situation)
+        self.restarts += decision.action is Action.RESTART
+        await self.program.over(decision, now, cleared=cleared)
+        return decision
+
+    def told(self, kind: EventKind) -> list[dict[str, Any]]:
+        events, _ = read_events(self.dir.event_file("coordinator"))
+        return [event.data for event in events if event.kind == kind]
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out"
+
+
+def save(out: Path, step: int, text: str = "{}") -> None:
+    (out / f"checkpoint-{step}").mkdir()
+    (out / f"checkpoint-{step}" / "state.json").write_text(text)
+
+
+def names(out: Path) -> list[str]:
+    return sorted(path.name for path in out.iterdir())
+
+
+def test_a_checkpoint_in_between_begins_the_row_anew(tmp_path: Path, out: Path) -> None:
+    attempt = Attempt(tmp_path, 1, restarts=99)
+    for step in range(10, 60, 10):
+        assert attempt.fails(while_it_ran=lambda step=step: save(out, step)).action is Action.RESTART
+    assert attempt.standing.saved == 50
+    assert [data["step"] for data in attempt.told(EventKind.CHECKPOINT_SEEN)] == [10, 20, 30, 40, 50]
+    assert not attempt.told(EventKind.CHECKPOINT_SET_ASIDE)
+
+
+def test_nothing_is_set_aside_while_something_of_the_generation_may_live(tmp_path: Path, out: Path) -> None:
+    save(out, 10)
+    save(out, 20, '{"tor')
+    attempt = Attempt(tmp_path, 1)
+    attempt.fails(cleared=False)
+    attempt.fails(cleared=False)
+    assert names(out) == ["checkpoint-10", "checkpoint-20"]
+
+
+def test_failures_are_counted_over_attempts_that_restart_nothing(tmp_path: Path, out: Path) -> None:
+    """With no restart in place every attempt sees one failure only."""
+    kinds = []
+    for number in (1, 2, 3):
+        decision = Attempt(tmp_path, number, restarts=0).fails()
+        assert decision.action is Action.END
+        assert decision.failure is not None
+        kinds.append(decision.failure.kind)
+    assert kinds == [FailureKind.UNKNOWN, FailureKind.UNKNOWN, FailureKind.USER_ERROR]
+    # A person has looked at it since: the next one has all its tries again.
+    again = Attempt(tmp_path, 4, restarts=0).fails()
+    assert again.failure is not None
+    assert again.failure.kind is FailureKind.UNKNOWN
+
+
+def test_one_checkpoint_after_another_is_not_set_aside_over_attempts(tmp_path: Path, out: Path) -> None:
+    for step in (10, 20, 30, 40):
+        save(out, step)
+    for number in (1, 2):
+        assert Attempt(tmp_path, number, restarts=0).fails().action is Action.END
+    assert names(out)[0].startswith(".orch-set-aside.40")
+    last = Attempt(tmp_path, 3, restarts=0).fails()
+    assert last.failure is not None
+    assert last.failure.kind is FailureKind.STORAGE
+    assert names(out) == [f"checkpoint-{step}" for step in (10, 20, 30, 40)], "it was not the checkpoint"
+
+
+@pytest.mark.parametrize("left", ["", "[]", '{"failures": [{"x": 1}], "aside": []}'])
+def test_what_an_attempt_left_damaged_counts_for_nothing(tmp_path: Path, out: Path, left: str) -> None:
+    Attempt(tmp_path, 1).dir.command_memory.write_text(left)
+    attempt = Attempt(tmp_path, 2)
+    attempt.fails()
+    past = attempt.program.told()
+    assert past is not None
+    assert len(past.failures) == 1
+
+
+def test_the_newest_one_counts_once_it_has_stayed_the_same(tmp_path: Path, out: Path, monkeypatch: Any) -> None:
+    attempt = Attempt(tmp_path, 1)
+    seconds = [1000.0]
+    monkeypatch.setattr("trainer.agent.coordination.own_progress.time.monotonic", lambda: seconds[0])
+    now = Generation(number=1, started=1000.0)
+
+    async def looks(times: int) -> None:
+        for _ in range(times):
+            seconds[0] += LOOK_SECONDS
+            await attempt.program.look(now)
+            await asyncio.gather(*(task for task in [attempt.program._own._looking] if task))  # type: ignore[union-attr]
+            await attempt.program.look(now)
+
+    async def run() -> None:
+        await attempt.program.begin(1)
+        save(out, 10)
+        await looks(1)
+        assert not attempt.told(EventKind.CHECKPOINT_SEEN), "it may still be written"
+        (out / "checkpoint-10" / "more.json").write_text(json.dumps({"more": 1}))
+        await looks(1)
+        assert not attempt.told(EventKind.CHECKPOINT_SEEN), "it was still written"
+        await looks(1)
+        assert [data["step"] for data in attempt.told(EventKind.CHECKPOINT_SEEN)] == [10]
+        save(out, 20)
+        save(out, 30)
+        (out / "checkpoint-10" / "state.json").unlink()
+        (out / "checkpoint-10" / "more.json").unlink()
+        (out / "checkpoint-10").rmdir()
+        await looks(1)
+        assert [data["step"] for data in attempt.told(EventKind.CHECKPOINT_SEEN)] == [10, 20]
+        assert [data["step"] for data in attempt.told(EventKind.CHECKPOINT_DELETED)] == [10]
+
+    asyncio.run(run())
+
+
+def test_a_folder_that_cannot_be_read_changes_nothing(tmp_path: Path, out: Path) -> None:
+    save(out, 10)
+    attempt = Attempt(tmp_path, 1)
+    attempt.fails()
+    out.rename(tmp_path / "away")
+    attempt.fails()
+    assert not attempt.told(EventKind.CHECKPOINT_DELETED)
+    assert attempt.standing.saved == 10
+
+
+def test_of_a_workload_nothing_is_looked_at(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run-1")
+    run.make()
+    run.attempt(1).make()
+    events = EventLog(run.attempt(1).event_file("c"), "c", 1)
+    assert CommandRun(run, run.attempt(1), JobConfig(), events, Standing(1, "1", lambda: 0.0)).told() is None

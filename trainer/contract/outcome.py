@@ -49,6 +49,20 @@ class AttemptResult(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Culprit:
+    """One of several roots of a failure."""
+
+    rank: int
+    node: str
+    kind: str  # as of an incident
+    reason: str
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "Culprit":
+        return cls(**{key: fields[key] for key in cls.__dataclass_fields__})
+
+
+@dataclass(frozen=True, kw_only=True)
 class Failure:
     """The earliest root cause; what its peers printed is echo and stands elsewhere."""
 
@@ -61,6 +75,13 @@ class Failure:
     signal: int | None = None
     exception: str | None = None  # class name
     evidence: str | None = None  # path relative to the run directory
+    culprits: tuple[Culprit, ...] = ()  # all roots, where there are several; `rank` and `node` are those of the first
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes that it names, each once, that of the first root first."""
+        names = (self.node, *(one.node for one in self.culprits))
+        return tuple(dict.fromkeys(name for name in names if name is not None))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -68,7 +89,8 @@ class Failure:
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "Failure":
         known = {key: fields[key] for key in cls.__dataclass_fields__ if key in fields}
-        return cls(**{**known, "kind": FailureKind(fields["kind"])})
+        culprits = tuple(Culprit.from_json(one) for one in fields.get("culprits") or ())
+        return cls(**{**known, "kind": FailureKind(fields["kind"]), "culprits": culprits})
 
 
 def legible(text: str) -> str:

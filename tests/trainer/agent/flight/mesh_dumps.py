@@ -124,7 +124,10 @@ def incident(seed: int) -> Incident:
     run = Run(mesh, code, faults, seed)
     lost = frozenset(random.sample(range(mesh.world), 1)) if random.random() < 0.1 and mesh.world > 2 else frozenset()
     recorder = Recorder(
-        size=random.choice((12, 40, 200, 2000)), timing=random.random() < 0.5, active=random.random() < 0.4 and not style.batched, lost=lost
+        size=random.choice((12, 40, 200, 2000)),
+        timing=random.random() < 0.5,
+        active=random.random() < 0.4 and not style.batched,
+        lost=lost,
     )
     if recorder.active:
         recorder = replace(recorder, size=2000)
@@ -160,7 +163,9 @@ def _faults(random: Random, mesh: Mesh, code: Sequence[Sequence[Any]], end: floa
         return [Fault(kind="split", ranks=frozenset(ranks), time=end * random.uniform(0.2, 0.8))]
     if kind == "program":
         rank = random.randrange(mesh.world)
-        calls = [at for at, one in enumerate(code[rank]) if isinstance(one, Call) and one.peer < 0 and one.op != "all_to_all"]
+        calls = [
+            at for at, one in enumerate(code[rank]) if isinstance(one, Call) and one.peer < 0 and one.op != "all_to_all"
+        ]
         middle = calls[len(calls) // 4 : len(calls) * 3 // 4] or calls
         what = random.choice(("order", "shape", "skip"))
         return [Fault(kind=what, ranks=frozenset([rank]), at=random.choice(middle))] if middle else []
@@ -197,7 +202,7 @@ def _is_tellable(
         return _shows(run, rank, recorder, seen, dumps)
     if not missed:
         return False
-    # What it waits for would wait without its fault, too: it is a victim of another one, and nothing else is to be seen.
+    # What it waits for would wait without its fault, too: it is a victim of another one, and looks like that.
     pending = {id(made.call) for made in run.pending(rank)}
     if not pending:
         return True
@@ -236,6 +241,5 @@ def _holds(dumped: dict[str, Any], made: Made) -> bool:
     """Whether a record still has a collective."""
     place = (made.call.group.partition(":")[2], _BEFORE + made.sequence)
     return made.call.peer < 0 and any(
-        (one["process_group"][0], one["collective_seq_id"]) == place and not one["is_p2p"]
-        for one in dumped["entries"]
+        (one["process_group"][0], one["collective_seq_id"]) == place and not one["is_p2p"] for one in dumped["entries"]
     )

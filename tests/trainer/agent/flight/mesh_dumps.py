@@ -1,5 +1,6 @@
 """The records of a made-up run, as torch 2.13's flight recorder for NCCL dumps them, and what they can tell at most."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
@@ -187,7 +188,7 @@ def _is_tellable(
 ) -> bool:  # fmt: skip
     """Whether records can tell this culprit from an innocent one, whoever reads them."""
     if fault.kind in ("order", "shape", "skip"):
-        return False  # judged apart: see the test
+        return _stands_out(run, rank, dumps)
     there = set(dumps)
     missed = any(
         rank in made.op.members and not _has_called(run, rank, made)
@@ -213,6 +214,22 @@ def _is_tellable(
 
 def _has_called(run: Run, rank: int, made: Made) -> bool:
     return any(one.op is made.op for one in run.ranks[rank].made)
+
+
+def _stands_out(run: Run, rank: int, dumps: dict[int, dict[str, Any]]) -> bool:
+    """Whether most records of a collective that differs are against that of this rank: of two nobody can tell."""
+    first = next((made for made in run.ranks[rank].made if made.op.differs), None)
+    if first is None or first.call.op == first.op.call.op == "all_to_all":
+        return False
+    called = [made for made in (_made(run, one, first) for one in dumps) if made is not None]
+    alike = Counter((made.call.op, made.call.size) for made in called)
+    own = (first.call.op, first.call.size)
+    held = all(_holds(dumps[one], first) for one in dumps if _made(run, one, first) is not None)
+    return rank in dumps and held and len(alike) == 2 and alike[own] == 1 < max(alike.values())
+
+
+def _made(run: Run, rank: int, like: Made) -> Made | None:
+    return next((made for made in run.ranks[rank].made if made.op is like.op), None)
 
 
 def _shows(run: Run, rank: int, recorder: Recorder, seen: dict[int, float], dumps: dict[int, dict[str, Any]]) -> bool:

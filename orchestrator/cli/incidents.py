@@ -49,6 +49,7 @@ def _incident(run: Run, notice: Notice, generations: Sequence[Generation]) -> Ro
     return {
         **_when(notice),
         **{key: told.get(key) for key in keys},
+        **{key: told[key] for key in ("culprits", "chain") if key in told},
         "withdrawn": bool(told.get("withdrawn")),
         "evidence": str(path) if path is not None else None,
         "evidence_there": path is not None and path.is_dir(),
@@ -77,8 +78,11 @@ def _flat(screen: Screen, row: Row) -> Row:
     """What people read, made of several values."""
     there = row.get("evidence_there")
     folder = "/".join(Path(row["evidence"]).parts[-4:]) if row.get("evidence") else "none"
+    culprits = row.get("culprits") or ()
     return {
         **row,
+        "ranks": ", ".join(str(one["rank"]) for one in culprits) or row.get("rank"),
+        "nodes": ", ".join(dict.fromkeys(one["node"] for one in culprits)) or row.get("node"),
         "at": screen.when(datetime.fromisoformat(row["time"]).timestamp()),
         "place": f"{row['attempt']}.{row['generation']}",
         "done": row.get("done") or row.get("reason"),
@@ -105,7 +109,8 @@ _NODE = Column("NODE", "node")
 _STEP = Column("STEP", "step", count, right=True)
 _REASON = Column("WHY", "reason", folds=True)
 _INCIDENTS = [
-    _WHEN, _GENERATION, Column("KIND", "kind"), _RANK, _NODE, Column("PHASE", "phase", spare=1), _STEP,
+    _WHEN, _GENERATION, Column("KIND", "kind"), Column("RANK", "ranks", right=True), Column("NODE", "nodes"),
+    Column("PHASE", "phase", spare=1), _STEP,
     Column("WHAT WAS DONE", "done", folds=True), Column("EVIDENCE", "folder"),
 ]  # fmt: skip
 _STRAGGLERS = [

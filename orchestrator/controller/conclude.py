@@ -19,6 +19,7 @@ from orchestrator.recovery.nodes import (
     excluded,
     hangs,
     limit,
+    of_every_node,
     replaced,
     slowness,
     unfit,
@@ -85,10 +86,9 @@ def _note_nodes(actor: Actor, run: Run, attempt: Attempt, failure: Failure | Non
     if run.cluster == "local":
         return
     stamp, until = actor.stamp(), {one.node: one.until for one in blamed}
-    if failure is not None and failure.node is not None:
-        why = f"{failure.kind} in {run.name}/{attempt.number}"
-        excluded_until = until.pop(failure.node, None)
-        actor.store.saw_node(failure.node, run.domain, **stamp, failure=why, excluded_until=excluded_until)
+    why = "" if failure is None else f"{failure.kind} in {run.name}/{attempt.number}"
+    for node in () if failure is None else failure.nodes:
+        actor.store.saw_node(node, run.domain, **stamp, failure=why, excluded_until=until.pop(node, None))
     for one in blamed:
         if one.node is not None and one.node in until:
             actor.store.saw_node(one.node, run.domain, **stamp, excluded_until=one.until, reason=one.reason)
@@ -164,7 +164,7 @@ def pool_of(store: Store, view: RunView, now: float, pool_size: PoolSize, gone: 
     # What a node was kept away for is not held against it when it is back.
     noticed = [
         notice
-        for notice in store.noticed(view.run.domain, _NOTICED, now - REMEMBERED)
+        for notice in of_every_node(store.noticed(view.run.domain, _NOTICED, now - REMEMBERED))
         if notice.kind == EventKind.DRILL or notice.time > back.get(notice.node, 0.0)
     ]
     runs = {notice.run for notice in noticed}

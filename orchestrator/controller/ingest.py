@@ -25,7 +25,7 @@ from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation,
 from orchestrator.registry.store import Store
 from orchestrator.states import Trust, may_move
 from trainer.contract.events import Event, EventKind
-from trainer.contract.outcome import FailureKind
+from trainer.contract.outcome import Failure, FailureKind
 from trainer.contract.run_dir import AttemptDir
 
 MEMORY = "memory"
@@ -105,7 +105,7 @@ class _Scribe:
             return kind
         ended = [g for g in self.store.generations(self.run, self.attempt) if g.number == self.event.generation]
         failure = ended[0].failure if ended else None
-        return str(failure["kind"]) if failure and failure.get("node") == node else FailureKind.AGENT_LOST
+        return str(failure["kind"]) if failure and node in Failure.from_json(failure).nodes else FailureKind.AGENT_LOST
 
     def known(self) -> Checkpoint | None:
         """The row of the checkpoint that the event names."""

@@ -1,7 +1,7 @@
 """Which nodes the next attempt avoids: only on evidence, only a share of the partition, only for a while."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from orchestrator.registry.records import Notice
@@ -67,10 +67,13 @@ class Blame:
 
 
 def blame(failure: Failure, pool: Pool, recovery: RecoveryConfig, now: float) -> Blame:
-    """Judge the node that `failure` names."""
-    node = failure.node
-    if node is None:
+    """Judge the node that `failure` names first."""
+    if not failure.nodes:
         return Blame(node=None, until=0.0, reason="the failure names no node")
+    return _blame(failure, failure.nodes[0], pool, recovery, now)
+
+
+def _blame(failure: Failure, node: str, pool: Pool, recovery: RecoveryConfig, now: float) -> Blame:
     earlier = next((known.failures for known in pool.known if known.name == node), 0)
     until = now + recovery.exclude_hours * 3600
     if failure.kind in NODE_LOCAL:
@@ -82,17 +85,25 @@ def blame(failure: Failure, pool: Pool, recovery: RecoveryConfig, now: float) ->
 
 
 def accused(failure: Failure | None, pool: Pool, recovery: RecoveryConfig, now: float) -> list[Blame]:
-    """Judge the node that the failure names, then those whose record speaks against them; each with its reason."""
-    found = [blame(failure, pool, recovery, now)] if failure is not None else []
+    """Judge all nodes that the failure names, then those whose record speaks against them; each with its reason."""
+    found: list[Blame] = []
+    if failure is not None:
+        found.append(blame(failure, pool, recovery, now))
+        for node in failure.nodes[1:]:
+            found.append(_blame(failure, node, _without(pool, found, now), recovery, now))
     for standing in pool.known:
         reason = _record(standing, recovery)
-        taken = {one.node for one in found}
-        if reason and standing.name not in taken and standing.excluded_until <= now:
-            # What has just been taken out counts against the share that may be.
-            known = tuple(replace(one, excluded_until=now + 1.0) if one.name in taken else one for one in pool.known)
+        if reason and standing.name not in {one.node for one in found} and standing.excluded_until <= now:
             until = now + recovery.exclude_hours * 3600
-            found.append(_capped(standing.name, until, reason, replace(pool, known=known), recovery, now))
+            found.append(_capped(standing.name, until, reason, _without(pool, found, now), recovery, now))
     return found
+
+
+def _without(pool: Pool, found: Sequence[Blame], now: float) -> Pool:
+    """The pool after these: what has just been taken out counts against the share that may be."""
+    taken = {one.node for one in found}
+    known = (replace(one, excluded_until=now + 1.0) if one.name in taken else one for one in pool.known)
+    return replace(pool, known=tuple(known))
 
 
 def _record(standing: Standing, recovery: RecoveryConfig) -> str:
@@ -129,6 +140,15 @@ def hangs(notices: Sequence[Notice]) -> dict[str, int]:
         if _place(notice) not in drilled:
             found.add((notice.node, notice.run, notice.attempt))
     return _by_node(found)
+
+
+def of_every_node(notices: Iterable[Notice]) -> Iterator[Notice]:
+    """An incident with several roots as one of each of their nodes; its own node is that of the first."""
+    for notice in notices:
+        culprits = notice.data.get("culprits") if notice.kind == EventKind.INCIDENT else None
+        rows = culprits if isinstance(culprits, list) else []
+        names = (notice.node, *(str(one.get("node") or "") for one in rows if isinstance(one, dict)))
+        yield from (replace(notice, node=name) for name in dict.fromkeys(names))
 
 
 def slowness(notices: Sequence[Notice], generations: Mapping[tuple[str, int], int]) -> dict[str, int]:

@@ -26,7 +26,9 @@ class EventKind(StrEnum):
     GENERATION_ENDED = "generation.ended"  # reason, step, failure (Failure.to_json or null)
     RANK_EXITED = "rank.exited"  # rank, node, exit_code, signal, reason
     DECISION = "decision"  # action, reason
-    INCIDENT = "incident"  # name, kind, rank, node, phase, step, reason, waiting [ranks], evidence (path), detected (s)
+    # name, kind, rank, node, phase, step, reason, waiting [ranks], evidence (path), detected (s);
+    # culprits [{rank, node, kind, reason}]: all roots; chain: who waits for whom
+    INCIDENT = "incident"
     STRAGGLER = "straggler"  # rank, node, section, ratio, step, steps, gpu_hours, over (bool: it is as fast again)
     BATCH_SKIPPED = "batch.skipped"  # step, position, reason: left out of the data from now on
     SPARE_USED = "spare.used"  # node (index), name, instead (name of the node that was lost), reason, kind (of failure)

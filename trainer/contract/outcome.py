@@ -53,6 +53,20 @@ class AttemptResult(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Culprit:
+    """One of several roots of a failure."""
+
+    rank: int
+    node: str
+    kind: str  # as of an incident
+    reason: str
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "Culprit":
+        return cls(**{key: fields[key] for key in cls.__dataclass_fields__})
+
+
+@dataclass(frozen=True, kw_only=True)
 class Failure:
     """The earliest root cause; what its peers printed is echo and stands elsewhere."""
 
@@ -66,6 +80,13 @@ class Failure:
     exception: str | None = None  # class name
     evidence: str | None = None  # path relative to the run directory
     lines: tuple[str, ...] = ()  # the last ones in the log of a command's rank
+    culprits: tuple[Culprit, ...] = ()  # all roots, where there are several; `rank` and `node` are those of the first
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes that it names, each once, that of the first root first."""
+        names = (self.node, *(one.node for one in self.culprits))
+        return tuple(dict.fromkeys(name for name in names if name is not None))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -74,7 +95,8 @@ class Failure:
     def from_json(cls, fields: dict[str, Any]) -> "Failure":
         known = {key: fields[key] for key in cls.__dataclass_fields__ if key in fields}
         lines = tuple(known.get("lines", ()))
-        return cls(**{**known, "kind": FailureKind(fields["kind"]), "lines": lines})
+        culprits = tuple(Culprit.from_json(one) for one in fields.get("culprits") or ())
+        return cls(**{**known, "kind": FailureKind(fields["kind"]), "lines": lines, "culprits": culprits})
 
 
 def legible(text: str) -> str:

@@ -60,6 +60,16 @@ class AttemptDir:
         found = sorted(self.evidence.glob(f"flight-rank-*.g{generation:03d}.json"))
         return [(int(path.name.removeprefix("flight-rank-").partition(".")[0]), path) for path in found]
 
+    def watchdog_flight(self, generation: int) -> Path:
+        """Where NCCL's own watchdog leaves the record of a rank, a pickle: torch adds the rank to the name."""
+        return self.evidence / f"nccl.g{generation:03d}.rank-"
+
+    def watchdog_flights(self, generation: int) -> list[tuple[int, Path]]:
+        """Those of one generation, with their ranks."""
+        prefix = self.watchdog_flight(generation).name
+        found = ((path.name.removeprefix(prefix), path) for path in sorted(self.evidence.glob(f"{prefix}*")))
+        return [(int(rank), path) for rank, path in found if rank.isdecimal()]
+
     @property
     def ranks(self) -> Path:
         """Where every rank stands, while the attempt runs: see `trainer.agent.coordination.board`."""

@@ -35,9 +35,9 @@ def recording(spec: RankSpec) -> Iterator[None]:
     """Enter before the first process group is made, for torch reads the environment there."""
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
-    folder = RunDir(Path(spec.run_dir)).attempt(spec.attempt).evidence
     # Where NCCL's own watchdog would write: beside ours, and not in a folder that the job's end takes away.
-    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / f"nccl.g{spec.generation:03d}.rank-"))
+    beside = RunDir(Path(spec.run_dir)).attempt(spec.attempt).watchdog_flight(spec.generation)
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(beside))
     if spec.stacks_fd >= 0:
         faulthandler.register(STACKS, file=spec.stacks_fd, all_threads=True, chain=False)
     server = _serve(spec.flight) if spec.flight else None

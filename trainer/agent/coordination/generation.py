@@ -65,8 +65,8 @@ class Past:
         self.mark = mark
         self.fruitless_before, self.furthest = self.fruitless, max(self.furthest, self.reached)
         self.generations, self.reached = self.generations + 1, 0
-        if failure is not None and failure.kind is FailureKind.HANG and failure.node is not None:
-            self.hung.append(failure.node)
+        if failure is not None and failure.kind is FailureKind.HANG:
+            self.hung += failure.nodes
         if skip is not None:
             self.skipped.append(skip)
         one = fall(failure, restored, None) if failure is not None else None

@@ -24,6 +24,7 @@ def failure(judgement: Judgement, evidence: str) -> Failure:
         node=judgement.node,
         step=judgement.step,
         evidence=evidence,
+        culprits=judgement.culprits[:_MOST_WAITING] if len(judgement.culprits) > 1 else (),
     )
 
 
@@ -39,6 +40,8 @@ def told(incident: Incident, evidence: str, *, withdrawn: bool) -> dict[str, Any
         "step": judgement.step,
         "reason": judgement.reason,
         "waiting": list(judgement.waiting)[:_MOST_WAITING],
+        "culprits": [asdict(one) for one in judgement.culprits[:_MOST_WAITING]],
+        "chain": judgement.chain,
         "evidence": evidence,
         "detected": incident.quiet,
         "withdrawn": withdrawn,
@@ -53,6 +56,7 @@ def keep(bundle: Path, incident: Incident, seen: list[Sighting], *, withdrawn: b
         "schema": "orch.incident/1",
         **told(incident, bundle.name, withdrawn=withdrawn),
         "waiting": list(judgement.waiting),
+        "culprits": [asdict(one) for one in judgement.culprits],
         "allowed_seconds": judgement.limit,
         "ranks": [asdict(one) for one in seen],
         "missing": incident.missing,

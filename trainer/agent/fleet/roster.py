@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -197,13 +197,13 @@ class Roster:
         """Whether every seat has a nursery that can start ranks."""
         return len(self.seated()) == len(self.seats) and all(member.ready for member in self.seated())
 
-    def all_gone(self, generation: int, *, but: str | None = None) -> bool:
+    def all_gone(self, generation: int, *, but: Collection[str] = ()) -> bool:
         """Whether nothing of this generation is left on any node that had a seat and still answers.
 
-        `but`: of this node it does not matter.
+        `but`: of these nodes it does not matter.
         """
         seated = (self.members.get(node) for node in self.seats.values())
-        sitting = [member for member in seated if member is None or member.name != but]
+        sitting = [member for member in seated if member is None or member.name not in but]
         return all(member.gone >= generation for member in sitting if member is not None and not member.lost)
 
     def ticked(self, now: float) -> None:

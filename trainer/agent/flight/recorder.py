@@ -9,7 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainer.agent.flight.record import Flight, read
+from trainer.agent.flight.pickled import MOST as LARGEST
+from trainer.agent.flight.pickled import load
+from trainer.agent.flight.record import Flight, parse, read
 from trainer.contract.groups import groups_file
 from trainer.contract.run_dir import AttemptDir
 
@@ -142,12 +144,26 @@ def _groups(path: str) -> Mapping[str, Any]:
 
 
 def of_the_dying(attempt: AttemptDir, generation: int) -> list[Flight]:
-    """The records that ranks of this generation left when an exception ended them; reads the shared file system."""
-    found = []
+    """The records that ranks of this generation left when an exception or NCCL's watchdog ended them.
+
+    Reads the shared file system.
+    """
+    found = {}
     for rank, path in attempt.last_flights(generation):
         try:
             left = json.loads(path.read_text())
-            found.append(read(rank, left, left.get("device"), left.get("groups")))
+            found[rank] = read(rank, left, left.get("device"), left.get("groups"))
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             continue
-    return found
+    for rank, path in attempt.watchdog_flights(generation):
+        if rank in found:
+            continue
+        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+            found[rank] = parse(rank, load(_bytes(path)))
+    return list(found.values())
+
+
+def _bytes(path: Path) -> bytes:
+    """One byte more than is read of a pickle, at most."""
+    with path.open("rb") as file:
+        return file.read(LARGEST + 1)

@@ -21,7 +21,7 @@ def replace(decision: Decision, roster: Roster, events: EventLog) -> Decision | 
     """
     failure = decision.failure
     assert failure is not None
-    _blame(failure, roster)
+    _blame(decision, roster)
     moves, why = roster.reseat()
     for move in moves:
         name, left = roster.members[move.node].name, roster.members[move.instead]
@@ -32,24 +32,31 @@ def replace(decision: Decision, roster: Roster, events: EventLog) -> Decision | 
 
 def _taken_for(left: Member, failure: Failure) -> FailureKind:
     """The kind of failure that this node has lost its seat for."""
-    if failure.node == left.name:
+    if left.name in failure.nodes:
         return failure.kind
     return FailureKind.AGENT_LOST if left.lost else FailureKind.NODE_SUSPECT
 
 
-def _blame(failure: Failure, roster: Roster) -> None:
-    """The node that a failure names trains no more, although it may answer."""
-    if failure.kind is not FailureKind.AGENT_LOST and (node := roster.node_of(failure.node)) is not None:
-        roster.members[node].unfit = failure.reason
+def _blame(decision: Decision, roster: Roster) -> None:
+    """The nodes that are given up train no more, although they may answer."""
+    failure = decision.failure
+    assert failure is not None
+    for name in _given_up(decision):
+        if failure.kind is not FailureKind.AGENT_LOST and (node := roster.node_of(name)) is not None:
+            roster.members[node].unfit = failure.reason
 
 
-def left_behind(decision: Decision) -> str | None:
-    """The node whose ranks need not be gone before the next generation starts; None: all nodes go on.
+def _given_up(decision: Decision) -> tuple[str, ...]:
+    """The nodes in whose place spares go on."""
+    return decision.lost or (decision.failure.nodes if decision.failure is not None else ())
+
+
+def left_behind(decision: Decision) -> tuple[str, ...]:
+    """Nodes whose ranks need not be gone before the next generation starts; none of them: all nodes go on.
 
     A driver or a disk that hangs keeps a rank from dying: that is why its node is given up.
     """
-    given_up = decision.action is Action.REPLACE and decision.failure is not None
-    return decision.failure.node if given_up and decision.failure is not None else None
+    return _given_up(decision) if decision.action is Action.REPLACE else ()
 
 
 def of_the_stuck(decision: Decision, roster: Roster, generation: int, *, seconds: float, stopping: bool) -> Decision:
@@ -58,9 +65,9 @@ def of_the_stuck(decision: Decision, roster: Roster, generation: int, *, seconds
     A node on which a rank cannot die must not train, whoever was the cause of the kill.
     """
     assert decision.failure is not None
-    stuck = [one for one in roster.seated() if one.gone < generation and one.name != left_behind(decision)]
+    stuck = [one for one in roster.seated() if one.gone < generation and one.name not in left_behind(decision)]
     if decision.action is Action.REPLACE:
-        _blame(decision.failure, roster)
+        _blame(decision, roster)
     for member in stuck:
         member.unfit = f"{member.name}: its ranks could not be killed within {seconds:.0f} s"
     failure = Failure(

@@ -102,6 +102,7 @@ class Decision:
     skip: Skip | None = None  # the batch that is to be left out from now on
     own: OwnFailure | None = None  # of a command: how it ended by itself
     set_aside: str = ""  # of a command: why its newest checkpoint is to be set aside
+    lost: tuple[str, ...] = ()  # nodes in whose place spares go on
 
 
 _STOP_FAILURES = {
@@ -131,12 +132,15 @@ def decide(now: Situation) -> Decision:
     return _after_failure(now)
 
 
-def _replace(now: Situation, lost: Failure, reason: str = "") -> Decision | None:
-    """Rung 3, if it can be used: a spare goes on in the place of the node that is lost or blamed."""
-    if not now.spares or now.stopping is not StopReason.NONE or lost.node is None or lost.node == now.home:
+def _replace(now: Situation, lost: Failure, reason: str = "", nodes: tuple[str, ...] = ()) -> Decision | None:
+    """Rung 3, if it can be used: spares go on in the place of all nodes that are lost or blamed, or none does."""
+    nodes = nodes or lost.nodes
+    if not nodes or len(nodes) > now.spares or now.stopping is not StopReason.NONE or now.home in nodes:
         return None
-    reason = f"{reason or lost.reason}; a spare node takes the place of {lost.node}, {now.spares - 1} left after it"
-    return Decision(action=Action.REPLACE, reason=reason, failure=lost, mark="lost")
+    who = "a spare node takes" if len(nodes) == 1 else f"{len(nodes)} spare nodes take"
+    left = now.spares - len(nodes)
+    reason = f"{reason or lost.reason}; {who} the place of {', '.join(nodes)}, {left} left after it"
+    return Decision(action=Action.REPLACE, reason=reason, failure=lost, mark="lost", lost=nodes)
 
 
 def _without_failure(now: Situation) -> Decision:
@@ -234,9 +238,11 @@ def _rung(now: Situation, cause: Cause, reason: str, *, doubted: bool) -> Decisi
     if failure.kind is FailureKind.NODE_SUSPECT:
         return _replace(now, failure, reason) or end(reason, failure, cause.mark)
     # Once is an accident, of the program or of anything; twice on one node speaks of that node.
-    if failure.kind is FailureKind.HANG and failure.node in now.hung:
-        reason = f"{reason}; {failure.node} is blamed for a hang for the second time in this attempt"
-        return _replace(now, failure, reason) or end(reason, failure, cause.mark)
+    again = tuple(node for node in failure.nodes if node in now.hung)
+    if failure.kind is FailureKind.HANG and again:
+        verb = "is" if len(again) == 1 else "are"
+        reason = f"{reason}; {', '.join(again)} {verb} blamed for a hang for the second time in this attempt"
+        return _replace(now, failure, reason, again) or end(reason, failure, cause.mark)
     return _restart(now, cause, reason)
 
 

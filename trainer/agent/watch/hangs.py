@@ -6,13 +6,14 @@ that wait for a peer in a legal slow phase are never blamed for waiting.
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, StrEnum, auto
 
 from trainer.agent.flight.analysis import Finding
 from trainer.agent.watch.limits import HALTED, Allowed, Limits, said
 from trainer.agent.watch.sighting import Sighting
 from trainer.agent.watch.silences import Gaps, still
+from trainer.contract.outcome import Culprit
 
 LOOK_AT_HALTED = 1.0
 """Seconds without a move of anybody after which a halted process is looked into."""
@@ -23,6 +24,8 @@ FRESH = 5.0
 CONFIRMED = 1.0
 """Seconds for which a process has to be seen halted: a profiler may halt a waiting one for a moment."""
 
+_TOLD = 8
+"""Roots that a reason tells one by one."""
 _NO_GAPS: Gaps = {}
 _NOBODY: Mapping[int, float] = {}
 
@@ -60,6 +63,8 @@ class Judgement:
     kind: Stall = Stall.UNKNOWN
     waiting: tuple[int, ...] = ()
     limit: float = 0.0
+    culprits: tuple[Culprit, ...] = ()  # all roots, that of `culprit` first; empty where nobody is named
+    chain: str = ""  # who waits for whom, as flight records show it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +79,8 @@ class Suspicion:
     why: str
     rivals: tuple[Sighting, ...]  # `rank` is one of them
     spins: bool = False  # they wait for a GPU, which takes CPU time
+    others: tuple[Sighting, ...] = ()  # roots besides `rank`, each by itself
+    chain: str = ""
 
     @property
     def halted(self) -> bool:
@@ -131,7 +138,7 @@ def judge(
     # Most of the time somebody moves, and nothing more needs to be known.
     if quiet < LOOK_AT_HALTED:
         return fine(_still_moving(mover, quiet, LOOK_AT_HALTED, silences))
-    suspicion = first_to_stop(live, finding, lock_held, on_gpus=on_gpus)
+    suspicion = first_to_stop(live, finding, lock_held, on_gpus=on_gpus, halted_for=halted_for)
     due = LOOK_AT_HALTED if suspicion.halted else limits.look_after
     if quiet < due:
         return fine(_still_moving(mover, quiet, due, silences))
@@ -146,7 +153,9 @@ def judge(
     # Between two writes to its cell a rank may have gone through many collectives.
     if found > FRESH and not certain:
         return Judgement(verdict=Verdict.LOOK, reason=f"the flight records are {said(found)} old")
-    return _hung(suspicion, allowed, live)
+    waited_for = len(live) > 1
+    late = [one for one in suspicion.others if _overdue_alone(one, suspicion, limits, silences, waited_for) >= 0]
+    return _hung(replace(suspicion, others=tuple(late)), allowed, live, lock_held)
 
 
 def first_to_stop(
@@ -155,14 +164,17 @@ def first_to_stop(
     lock_held: AbstractSet[int] = frozenset(),
     *,
     on_gpus: bool = False,
+    halted_for: Mapping[int, float] = _NOBODY,
 ) -> Suspicion:
     """Who stopped first, by the strongest evidence there is; whether that is legal is not asked here."""
     # What the kernel says needs no interpretation.
     halted = [one for one in live if one.state in HALTED]
     if halted:
+        halted = [one for one in halted if halted_for.get(one.rank, CONFIRMED) >= CONFIRMED] or halted
         first = max(halted, key=lambda one: (one.state != "T", one.alive, -one.rank))
         kind, why = _HALTS[first.state]
-        return Suspicion(rank=first, kind=kind, why=why, rivals=(first,))
+        others = tuple(one for one in halted if one is not first)
+        return Suspicion(rank=first, kind=kind, why=why, rivals=(first,), others=others)
     traced = [one for one in live if one.state == "t"]
     if traced:
         first = _first(traced, lock_held)
@@ -176,7 +188,7 @@ def _recorded(
     live: Sequence[Sighting], finding: Finding, lock_held: AbstractSet[int], on_gpus: bool
 ) -> Suspicion | None:
     """What flight records show; None when they name nobody who is still there."""
-    if finding.kind not in ("missing", "desync_shape", "desync_order", "stuck_together"):
+    if finding.kind == "none":
         return None
     wanted = set(finding.ranks)
     named = [one for one in live if one.rank in wanted]
@@ -189,15 +201,21 @@ def _recorded(
     if not named:
         return None
     first = _first(named, lock_held)
-    if finding.kind != "missing":
-        return Suspicion(rank=first, kind=Stall.DESYNC, why=finding.reason, rivals=(first,))
+    # Where the records tell each root by itself, none of them waits for another.
+    roots = {one.rank: one for one in finding.culprits}
+    others = tuple(one for one in named if one is not first and one.rank in roots)
+    if finding.kind in ("desync_shape", "desync_order"):
+        return Suspicion(rank=first, kind=Stall.DESYNC, why=finding.reason, rivals=(first,), others=others)
+    # The host has gone ahead of its GPU: where it stands says nothing about what hangs.
+    on_gpu = roots[first.rank].on_gpu if first.rank in roots else finding.queued
     return Suspicion(
         rank=first,
-        # The host has gone ahead of its GPU: where it stands says nothing about what hangs.
-        kind=Stall.STUCK_IN_COMPUTE if finding.queued else _kind(first, lock_held),
+        kind=Stall.STUCK_IN_COMPUTE if on_gpu else _kind(first, lock_held),
         why=_with_lock(first, lock_held, finding.reason),
-        rivals=_beside(first, named),
-        spins=finding.queued,
+        rivals=(first,) if others else _beside(first, named),
+        spins=on_gpu,
+        others=others,
+        chain=finding.chain,
     )
 
 
@@ -261,6 +279,11 @@ def _overdue(suspicion: Suspicion, limits: Limits, silences: Gaps, *, waited_for
     return over, allowed
 
 
+def _overdue_alone(one: Sighting, suspicion: Suspicion, limits: Limits, silences: Gaps, waited_for: bool) -> float:
+    """Seconds for which one root among several is above its own limit."""
+    return still(one, silences) - limits.of(one, waited_for=waited_for, spins=suspicion.spins).seconds
+
+
 def fine(reason: str) -> Judgement:
     return Judgement(verdict=Verdict.FINE, reason=reason)
 
@@ -274,16 +297,17 @@ def _within(suspicion: Suspicion, allowed: Allowed, peers: int) -> Judgement:
     return fine(f"{who}; {_waiting(peers)}" if peers else who)
 
 
-def _hung(suspicion: Suspicion, allowed: Allowed, live: Sequence[Sighting]) -> Judgement:
+def _hung(suspicion: Suspicion, allowed: Allowed, live: Sequence[Sighting], lock_held: AbstractSet[int]) -> Judgement:
     first = suspicion.rank
-    waiting = tuple(one.rank for one in live if one is not first)
+    named = {one.rank for one in suspicion.others} | ({first.rank} if first is not None else set())
+    waiting = tuple(one.rank for one in live if one.rank not in named)
     limit = f"allowed are {said(allowed.seconds)} ({allowed.why})"
     if first is None:
         return _hung_together(suspicion, allowed, limit, waiting)
-    why = f"{suspicion.why}; it stands in {_where(first)}"
+    roots = (first, *sorted(suspicion.others, key=lambda one: one.rank))
     return Judgement(
         verdict=Verdict.HUNG,
-        reason=f"{_named(first)} stopped first: {why}, {limit}; {_waiting(len(waiting))}",
+        reason=_who_stopped(roots, suspicion.why, limit, len(waiting)),
         culprit=first.rank,
         node=first.node,
         phase=first.phase,
@@ -291,7 +315,24 @@ def _hung(suspicion: Suspicion, allowed: Allowed, live: Sequence[Sighting]) -> J
         kind=suspicion.kind,
         waiting=waiting,
         limit=allowed.seconds,
+        culprits=tuple(_culprit(one, suspicion, lock_held) for one in roots),
+        chain=suspicion.chain,
     )
+
+
+def _culprit(one: Sighting, suspicion: Suspicion, lock_held: AbstractSet[int]) -> Culprit:
+    kind = suspicion.kind
+    if one is not suspicion.rank and kind is not Stall.DESYNC:
+        kind = _HALTS[one.state][0] if suspicion.halted else kind if suspicion.spins else _kind(one, lock_held)
+    return Culprit(rank=one.rank, node=one.node, kind=str(kind), reason=f"it stands in {_where(one)}")
+
+
+def _who_stopped(roots: Sequence[Sighting], why: str, limit: str, waiting: int) -> str:
+    if len(roots) == 1:
+        return f"{_named(roots[0])} stopped first: {why}; it stands in {_where(roots[0])}, {limit}; {_waiting(waiting)}"
+    who = ", ".join(f"{_named(one)} in {_where(one)}" for one in roots[:_TOLD])
+    more = f" and {len(roots) - _TOLD} more" if len(roots) > _TOLD else ""
+    return f"{len(roots)} ranks stopped, each by itself: {who}{more}; {why}, {limit}; {_waiting(waiting, 'them')}"
 
 
 def _hung_together(suspicion: Suspicion, allowed: Allowed, limit: str, waiting: tuple[int, ...]) -> Judgement:
@@ -317,8 +358,8 @@ def _named(one: Sighting) -> str:
     return f"rank {one.rank} on {one.node}"
 
 
-def _waiting(peers: int) -> str:
-    return "1 rank waits for it" if peers == 1 else f"{peers or 'no'} ranks wait for it"
+def _waiting(peers: int, whom: str = "it") -> str:
+    return f"1 rank waits for {whom}" if peers == 1 else f"{peers or 'no'} ranks wait for {whom}"
 
 
 def _where(one: Sighting) -> str:

@@ -27,6 +27,8 @@ _ASK_AGAIN = 4.0
 _LOCKED = 3.0
 """Seconds without Python's lock that are no accident."""
 _HEALTHY = 2
+_WHOLE = 16
+"""Culprits of whom everything is kept."""
 
 
 @dataclass(kw_only=True)
@@ -182,7 +184,8 @@ class Watchman:
             name=name, judgement=judgement, began=now, quiet=now - self.scene.moved,
             until=now + self._config.evidence, waits=waits,
         )  # fmt: skip
-        full = [rank for rank in (judgement.culprit, *_some(judgement, seen)) if rank is not None]
+        named = dict.fromkeys([judgement.culprit, *(one.rank for one in judgement.culprits[:_WHOLE])])
+        full = [rank for rank in (*named, *_some(judgement, seen)) if rank is not None]
         self._roster.tell(
             "evidence", generation=self._generation, incident=name, full=full, seconds=self._config.evidence * 0.9
         )

@@ -1,5 +1,6 @@
 """The records of a made-up run, as torch 2.13's flight recorder for NCCL dumps them, and what they can tell at most."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
@@ -124,7 +125,10 @@ def incident(seed: int) -> Incident:
     run = Run(mesh, code, faults, seed)
     lost = frozenset(random.sample(range(mesh.world), 1)) if random.random() < 0.1 and mesh.world > 2 else frozenset()
     recorder = Recorder(
-        size=random.choice((12, 40, 200, 2000)), timing=random.random() < 0.5, active=random.random() < 0.4 and not style.batched, lost=lost
+        size=random.choice((12, 40, 200, 2000)),
+        timing=random.random() < 0.5,
+        active=random.random() < 0.4 and not style.batched,
+        lost=lost,
     )
     if recorder.active:
         recorder = replace(recorder, size=2000)
@@ -160,7 +164,9 @@ def _faults(random: Random, mesh: Mesh, code: Sequence[Sequence[Any]], end: floa
         return [Fault(kind="split", ranks=frozenset(ranks), time=end * random.uniform(0.2, 0.8))]
     if kind == "program":
         rank = random.randrange(mesh.world)
-        calls = [at for at, one in enumerate(code[rank]) if isinstance(one, Call) and one.peer < 0 and one.op != "all_to_all"]
+        calls = [
+            at for at, one in enumerate(code[rank]) if isinstance(one, Call) and one.peer < 0 and one.op != "all_to_all"
+        ]
         middle = calls[len(calls) // 4 : len(calls) * 3 // 4] or calls
         what = random.choice(("order", "shape", "skip"))
         return [Fault(kind=what, ranks=frozenset([rank]), at=random.choice(middle))] if middle else []
@@ -182,7 +188,7 @@ def _is_tellable(
 ) -> bool:  # fmt: skip
     """Whether records can tell this culprit from an innocent one, whoever reads them."""
     if fault.kind in ("order", "shape", "skip"):
-        return False  # judged apart: see the test
+        return _stands_out(run, rank, dumps)
     there = set(dumps)
     missed = any(
         rank in made.op.members and not _has_called(run, rank, made)
@@ -197,7 +203,7 @@ def _is_tellable(
         return _shows(run, rank, recorder, seen, dumps)
     if not missed:
         return False
-    # What it waits for would wait without its fault, too: it is a victim of another one, and nothing else is to be seen.
+    # What it waits for would wait without its fault, too: it is a victim of another one, and looks like that.
     pending = {id(made.call) for made in run.pending(rank)}
     if not pending:
         return True
@@ -208,6 +214,22 @@ def _is_tellable(
 
 def _has_called(run: Run, rank: int, made: Made) -> bool:
     return any(one.op is made.op for one in run.ranks[rank].made)
+
+
+def _stands_out(run: Run, rank: int, dumps: dict[int, dict[str, Any]]) -> bool:
+    """Whether most records of a collective that differs are against that of this rank: of two nobody can tell."""
+    first = next((made for made in run.ranks[rank].made if made.op.differs), None)
+    if first is None or first.call.op == first.op.call.op == "all_to_all":
+        return False
+    called = [made for made in (_made(run, one, first) for one in dumps) if made is not None]
+    alike = Counter((made.call.op, made.call.size) for made in called)
+    own = (first.call.op, first.call.size)
+    held = all(_holds(dumps[one], first) for one in dumps if _made(run, one, first) is not None)
+    return rank in dumps and held and len(alike) == 2 and alike[own] == 1 < max(alike.values())
+
+
+def _made(run: Run, rank: int, like: Made) -> Made | None:
+    return next((made for made in run.ranks[rank].made if made.op is like.op), None)
 
 
 def _shows(run: Run, rank: int, recorder: Recorder, seen: dict[int, float], dumps: dict[int, dict[str, Any]]) -> bool:
@@ -236,6 +258,5 @@ def _holds(dumped: dict[str, Any], made: Made) -> bool:
     """Whether a record still has a collective."""
     place = (made.call.group.partition(":")[2], _BEFORE + made.sequence)
     return made.call.peer < 0 and any(
-        (one["process_group"][0], one["collective_seq_id"]) == place and not one["is_p2p"]
-        for one in dumped["entries"]
+        (one["process_group"][0], one["collective_seq_id"]) == place and not one["is_p2p"] for one in dumped["entries"]
     )

@@ -20,8 +20,8 @@ WATCHED_EVERY = 0.008
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What happens at a moment: `host` stops calling, `gpu` stops, `dead` both; `split`: the network between `ranks` and
-    the others; `order`, `shape`, `skip`: the program of the rank differs at its call number `at`."""
+    """What happens at a moment: `host` stops calling, `gpu` stops, `dead` both; `split`: no network between `ranks` and
+    the others; `order`, `shape`, `skip`: the program of the rank differs at its instruction number `at`."""
 
     kind: str
     ranks: frozenset[int]
@@ -64,7 +64,9 @@ class Rank:
     by_place: dict[int, Made] = field(default_factory=dict)
     handles: dict[int, Made] = field(default_factory=dict)
     counts: dict[object, int] = field(default_factory=dict)
-    streams: dict[object, deque[tuple[Made, float]]] = field(default_factory=dict)  # calls not begun, and when they could
+    streams: dict[object, deque[tuple[Made, float]]] = field(
+        default_factory=dict
+    )  # calls not begun, and when they could
     stream_free: dict[object, float] = field(default_factory=dict)
 
 
@@ -170,8 +172,9 @@ class Run:
                     self._begin(rank, one, self._stream(rank, what))
                 if what.waits and not self._over(one, rank, made):
                     break
-            elif isinstance(what, Wait) and (called := one.handles.get(what.handle)) is not None:
-                if not self._over(one, rank, called):
+            elif isinstance(what, Wait):
+                called = one.handles.get(what.handle)
+                if called is not None and not self._over(one, rank, called):
                     break
             one.gpu += 1
         return one.gpu > began

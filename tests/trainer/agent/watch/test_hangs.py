@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trainer.agent.watch.stalls import STAGED, legal_hour, stage
-from trainer.agent.flight.analysis import Finding
+from trainer.agent.flight.finding import Culprit, Finding
 from trainer.agent.watch.hangs import FRESH, LOOK_AT_HALTED, Judgement, Stall, Verdict, judge
 from trainer.agent.watch.limits import HALTED, Limits
 from trainer.agent.watch.sighting import Sighting
@@ -165,6 +165,37 @@ def test_a_waiting_rank_that_a_profiler_halts_for_a_moment_is_not_blamed():
     assert judge(saving, NOTHING, LIMITS, halted_for={5: 1.2}).culprit == 5
 
 
+def roots(*ranks: int, kind: Any = "never_came") -> Finding:
+    each = [Culprit(rank=rank, kind=kind, group="0", sequence=4, reason=f"rank {rank}") for rank in ranks]
+    return Finding(kind="missing", ranks=ranks, reason="each never came", culprits=tuple(each), chain="1, behind 2")
+
+
+def test_all_roots_are_named_that_have_exceeded_their_own_limits():
+    seen = crew(at(2, "data", 12.0), at(5, "forward", 10.0), at(6, "compile", 60.0), age=9.5)
+    judgement = judge(seen, roots(2, 5, 6), LIMITS, lock_held={5})
+    assert (judgement.culprit, judgement.node) == (2, "n0")
+    assert [(one.rank, one.node, one.kind) for one in judgement.culprits] == [
+        (2, "n0", "stuck_in_data"), (5, "n1", "lock_held")
+    ]  # fmt: skip
+    assert judgement.waiting == (0, 1, 3, 4, 6, 7)
+    assert judgement.chain == "1, behind 2"
+    assert judgement.reason.startswith(
+        "2 ranks stopped, each by itself: rank 2 on n0 in data after step 120 for 12 s, rank 5 on n1 in forward"
+    )
+    assert judgement.reason.endswith("6 ranks wait for them")
+
+
+def test_where_a_stopped_gpus_host_stands_says_nothing():
+    judgement = judge(crew(at(5, "data")), roots(4, 5, kind="gpu_stopped"), LIMITS, on_gpus=True)
+    assert [(one.rank, one.kind) for one in judgement.culprits] == [(5, "stuck_in_compute"), (4, "stuck_in_compute")]
+
+
+def test_all_processes_that_are_halted_are_named():
+    seen = crew(at(2, state="T"), at(5, state="T"), at(6, state="Z"))
+    judgement = judge(seen, NOTHING, LIMITS, halted_for={2: 5.0, 5: 5.0, 6: 0.2})
+    assert [(one.rank, one.kind) for one in judgement.culprits] == [(2, "stopped"), (5, "stopped")]
+
+
 def test_time_in_which_nothing_was_heard_of_a_node_does_not_count():
     seen = crew(at(5, "data", 40.0), age=40.0)
     lasting = judge(seen, missing(5), LIMITS, silences={"n1": [(39.5, 0.0)]})
@@ -231,8 +262,9 @@ def test_only_who_was_seen_long_enough_is_blamed(seen, finding, found):
 def test_the_culprit_and_those_that_wait_are_all_that_live(seen, finding):
     judgement = judge(seen, finding, LIMITS)
     if judgement.verdict is Verdict.HUNG:
-        culprit = [] if judgement.culprit is None else [judgement.culprit]
+        culprit = [one.rank for one in judgement.culprits]
         assert sorted([*culprit, *judgement.waiting]) == sorted(live(seen))
+        assert culprit[:1] == ([] if judgement.culprit is None else [judgement.culprit])
         if culprit:
             one = live(seen)[culprit[0]]
             assert (judgement.node, judgement.phase, judgement.step) == (one.node, one.phase, one.step)

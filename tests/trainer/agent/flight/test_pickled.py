@@ -1,0 +1,120 @@
+"""Pickled dumps are read without running anything in them: torch's own, random plain values, and malicious ones."""
+
+import os
+import pickle
+import pickletools
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.trainer.agent.flight.test_flight import history
+from trainer.agent.flight.pickled import load
+from trainer.agent.flight.recorder import of_the_dying
+from trainer.contract.run_dir import RunDir
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=5), inner, max_size=5)
+    | st.tuples(inner, inner) | st.tuples(inner, inner, inner, inner),
+    max_leaves=20,
+)  # fmt: skip
+
+
+@given(plain, st.integers(0, 5))
+def test_plain_values_are_read_as_pickle_reads_them(value: Any, protocol: int) -> None:
+    assert load(pickle.dumps(value, protocol)) == value
+
+
+class Evil:
+    """Runs a command when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("touch /tmp/never-made",)
+
+
+EVIL = [
+    pickle.dumps({"entries": [Evil()]}, 2),
+    pickle.dumps({"entries": [Evil()]}, 5),
+    b"cos\nsystem\n(S'true'\ntR.",
+    b"(S'true'\nios\nsystem\n.",
+    pickle.dumps(pytest.raises, 4),  # a name to import
+    pickle.dumps({1, 2}, 4),
+    pickle.dumps(b"bytes", 4),
+    b"\x80\x02P1\n.",  # persistent id
+    b"\x80\x02\x82\x01.",  # extension registry
+]
+
+
+@pytest.mark.parametrize("data", EVIL, ids=range(len(EVIL)))
+def test_what_does_more_than_hold_values_is_refused(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "system", lambda command: pytest.fail(f"ran {command}"))
+    with pytest.raises(ValueError, match="pickle"):
+        load(data)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\x80", b"garbage", b".", b"\x80\x04]", b"\x80\x04(.", b"\x80\x04h\x05.", b"a."]
+)
+def test_what_is_no_pickle_is_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        load(data)
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_refused_or_a_value(data: bytes) -> None:
+    with suppress(ValueError):
+        load(data)
+
+
+def test_a_few_bytes_that_stand_for_a_world_are_refused() -> None:
+    itself: list[Any] = []
+    itself.append(itself)
+    laughs: list[Any] = ["ha"]
+    for _ in range(40):
+        laughs = [laughs, laughs]
+    for value in (itself, laughs):
+        with pytest.raises(ValueError, match="too"):
+            load(pickletools.optimize(pickle.dumps(value)))
+
+
+def test_what_the_watchdog_leaves_counts_where_the_rank_left_nothing(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.make()
+    attempt = run.attempt(1)
+    attempt.make()
+    attempt.evidence.mkdir(exist_ok=True)
+    entries = [*history("0", 4, inside=True, op="nccl:all_reduce")]
+    left = {"version": "2.10", "nccl_version": "2.27.3", "entries": entries, "pg_config": {}, "pg_status": {}}
+    name = str(attempt.watchdog_flight(3))
+    Path(f"{name}2").write_bytes(pickle.dumps(left, 2))
+    Path(f"{name}7").write_bytes(EVIL[0])
+    Path(f"{name}x").write_bytes(b"")
+    found = of_the_dying(attempt, 3)
+    assert [(one.rank, one.groups["0"].entered, one.groups["0"].completed) for one in found] == [(2, 4, 3)]
+    assert of_the_dying(attempt, 4) == []
+
+
+PROGRAM = """
+import sys, torch, torch.distributed as dist
+from torch._C._distributed_c10d import _dump_fr_trace
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+for size in (3, 4):
+    dist.all_reduce(torch.ones(size))
+sys.stdout.buffer.write(_dump_fr_trace())
+"""
+
+
+def test_torchs_own_pickle_is_read() -> None:
+    environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "100"}
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM], capture_output=True, check=True, env=environment
+    )
+    left = load(ended.stdout)
+    assert left == pickle.loads(ended.stdout)
+    assert [entry["input_sizes"] for entry in left["entries"]] == [[[3]], [[4]]]

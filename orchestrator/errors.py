@@ -64,9 +64,15 @@ class SubmitRejected(OrchError):
     exit_code = 4
 
     def __init__(
-        self, what: str, *, hint: str = "", heals: Heals = Heals.NEVER, unknown_nodes: tuple[str, ...] = ()
+        self,
+        what: str,
+        *,
+        where: str = "",
+        hint: str = "",
+        heals: Heals = Heals.NEVER,
+        unknown_nodes: tuple[str, ...] = (),
     ) -> None:
-        super().__init__(what, hint=hint)
+        super().__init__(what, where=where, hint=hint)
         self.heals, self.unknown_nodes = heals, unknown_nodes
 
 

@@ -131,7 +131,9 @@ def decide(
     if COUNTED[failure.kind] is Counted.TRIES:
         reason = f"{_counted(tries)} without a new checkpoint (try {len(tries)} of {recovery.max_failures})"
     else:
-        reason = f"{_told(outage, now)}; holds after {clock_time(_gives_up(outage, recovery))} unless a checkpoint is saved"
+        reason = (
+            f"{_told(outage, now)}; holds after {clock_time(_gives_up(outage, recovery))} unless a checkpoint is saved"
+        )
     reason = f"{reason}; next try at {clock_time(start)}; the last one: {failure.reason}"
     return Decision(action=Action.RETRY, reason=reason, not_before=start, exclude=exclude)
 

@@ -169,7 +169,7 @@ class Lease:
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """A request of a person to the controller; verb is `cancel`, `resume`, or `release` (of a node that a run was kept away from)."""
+    """A request of a person to the controller; verb is `cancel`, `resume` or `release` (a node)."""
 
     id: int
     run: str

@@ -1,7 +1,8 @@
 """What sbatch's words mean: a refusal for good, one that passes, or no answer at all.
 
-Sources: Slurm's table of errors (src/common/slurm_errno.c), what sbatch itself retries (src/sbatch/sbatch.c), the limits
-that slurmctld names in a line of its own (src/common/job_state_reason.c), and configless start-up (src/common/read_config.c).
+Sources, in Slurm's tree: its table of errors (src/common/slurm_errno.c), what sbatch itself retries
+(src/sbatch/sbatch.c), the limits that slurmctld names in a line of its own (src/common/job_state_reason.c), configless
+start-up (src/common/read_config.c).
 """
 
 import re
@@ -13,11 +14,11 @@ from orchestrator.scheduler.commands import no_contact
 
 @dataclass(frozen=True)
 class Refusal:
-    """One row of the table: `words` is a pattern for what sbatch prints, `hint` what to type or to expect."""
+    """One row of the table: `words` are patterns for what sbatch prints, `hint` is what to type or to expect."""
 
-    words: str
     heals: Heals
     hint: str
+    words: tuple[str, ...]
 
 
 _SITE = "Slurm's administrators end this; `scontrol ping`, `sinfo -s` and `scontrol show reservation` tell more"
@@ -30,35 +31,49 @@ _OPTION = "change the `cluster` part of the configuration; `orch submit --print-
 
 REFUSALS = (
     # Limits: slurmctld prints the limit's name in a line before its general words.
-    Refusal(r"(QOS|Assoc)(Max|Min)\w*(PerJob|PerNode)|(QOS|Assoc)MaxWall|(QOS|Assoc)Min|QOSTimeLimit", Heals.NEVER, _PER_JOB),
-    Refusal(r"(QOS|Assoc)(Max|Grp)\w+|QOSUsageThreshold|violates accounting/qos policy", Heals.YES, _LIMIT),
-    Refusal(r"breached requested qos usage threshold|maxjobcount limit|job queue full", Heals.YES, _LIMIT),
+    Refusal(Heals.NEVER, _PER_JOB, (
+        r"(QOS|Assoc)(Max|Min)\w*(PerJob|PerNode)", r"(QOS|Assoc)MaxWall", r"(QOS|Assoc)Min", "QOSTimeLimit",
+    )),
+    Refusal(Heals.YES, _LIMIT, (
+        r"(QOS|Assoc)(Max|Grp)\w+", "QOSUsageThreshold", "violates accounting/qos policy",
+        "breached requested qos usage threshold", "maxjobcount limit", "job queue full",
+    )),
     # The site's doing: downtime, maintenance, upgrades, load.
-    Refusal(r"temporarily unable to accept|resource temporarily unavailable|creation temporarily disabled", Heals.YES, _SITE),
-    Refusal(r"rate limit exceeded|requested nodes are busy|required ports are in use", Heals.YES, _SITE),
-    Refusal(r"submissions disabled|requested operation is presently disabled|in standby", Heals.YES, _SITE),
-    Refusal(r"partition (configuration )?not available|partition in down state", Heals.YES, _SITE),
-    Refusal(r"required node not available|maintenance reservation", Heals.YES, _SITE),
-    Refusal(r"reservation (is in use|not usable)", Heals.YES, _SITE),
-    Refusal(r"licenses currently unavailable|waiting for burst buffer|resource limit exceeded", Heals.YES, _SITE),
-    Refusal(r"i/o error writing script|slurm internal error|job credential", Heals.YES, _SITE),
-    Refusal(r"incompatible versions|plugin initialization failed|unable to open file", Heals.YES, _SITE),
+    Refusal(Heals.YES, _SITE, (
+        "temporarily unable to accept", "resource temporarily unavailable", "creation temporarily disabled",
+        "rate limit exceeded", "requested nodes are busy", "required ports are in use", "submissions disabled",
+        "requested operation is presently disabled", "in standby", r"partition (configuration )?not available",
+        "partition in down state", "required node not available", "maintenance reservation",
+        r"reservation (is in use|not usable)", "licenses currently unavailable", "waiting for burst buffer",
+        "resource limit exceeded", "i/o error writing script", "slurm internal error", "job credential",
+        "incompatible versions", "plugin initialization failed", "unable to open file",
+    )),
     # What a directory or slurmdbd that is away makes of a good job; in a new run it is a typo.
-    Refusal(r"invalid account|invalid (qos|wckey)", Heals.ONCE_ACCEPTED, _ACCOUNT),
-    Refusal(r"user's group not permitted|permission denied|access denied|invalid (user|group) id", Heals.ONCE_ACCEPTED, _ACCOUNT),
-    Refusal(r"requested node configuration is not available|requested nodes not in this", Heals.ONCE_ACCEPTED, _SIZE),
-    Refusal(r"invalid generic resource|invalid (gres|tres|trackable)", Heals.ONCE_ACCEPTED, _SIZE),
+    Refusal(Heals.ONCE_ACCEPTED, _ACCOUNT, (
+        r"invalid (account|qos|wckey)", "user's group not permitted", "permission denied", "access denied",
+        r"invalid (user|group) id",
+    )),
+    Refusal(Heals.ONCE_ACCEPTED, _SIZE, (
+        "requested node configuration is not available", "requested nodes not in this", "invalid generic resource",
+        r"invalid (gres|tres|trackable)",
+    )),
     # Nobody's outage.
-    Refusal(r"invalid partition|no partition specified", Heals.NEVER, _PARTITION),
-    Refusal(r"invalid (feature|license|constraint|preferred feature)|reservation is invalid|invalid reservation", Heals.NEVER, _OPTION),
-    Refusal(r"invalid node name", Heals.NEVER, "`sinfo -N` lists nodes: change cluster.exclude"),
-    Refusal(r"time limit is invalid|invalid (job )?time|time limit specification", Heals.NEVER, _PER_JOB),
-    Refusal(r"more processors requested|count (specification )?(invalid|(per node )?can ?not be satisfied)", Heals.NEVER, _SIZE),
-    Refusal(r"memory (required by task|specification)|too many (tasks|nodes|cpus)|size specification", Heals.NEVER, _SIZE),
-    Refusal(r"(unrecognized|invalid) .*(option|value|argument|specification)|requires an argument", Heals.NEVER, _OPTION),
-    Refusal(r"invalid (--?\S+ spec|job array|number of|memory|gpu|exclude|nodelist)|pathname .* too long", Heals.NEVER, _OPTION),
+    Refusal(Heals.NEVER, _PARTITION, ("invalid partition", "no partition specified")),
+    Refusal(Heals.NEVER, "`sinfo -N` lists nodes: change cluster.exclude", ("invalid node name",)),
+    Refusal(Heals.NEVER, _PER_JOB, ("time limit is invalid", r"invalid (job )?time", "time limit specification")),
+    Refusal(Heals.NEVER, _SIZE, (
+        "more processors requested", r"count (specification )?(invalid|(per node )?can ?not be satisfied)",
+        r"memory (required by task|specification)", r"too many (tasks|nodes|cpus)", "size specification",
+    )),
+    Refusal(Heals.NEVER, _OPTION, (
+        r"invalid (preferred )?(feature|license|constraint)", r"(reservation is invalid|invalid reservation)",
+        r"(unrecognized|invalid) .*(option|value|argument|specification)", "requires an argument",
+        r"invalid (--?\S+ spec|job array|number of|memory|gpu|exclude|nodelist)", "pathname .* too long",
+    )),
 )  # fmt: skip
 """The first row that matches decides."""
+
+UNKNOWN = Refusal(Heals.YES, "orch does not know these words of Slurm's; ask your site what they mean", ())
 
 _ANSWERED = re.compile(r"batch job submission failed", re.IGNORECASE)
 """Words with which sbatch passes on slurmctld's own no."""
@@ -69,7 +84,7 @@ _SILENT = re.compile(
     r"|message (send|receive) failure|communication",
     re.IGNORECASE,
 )
-"""No answer, in words that only sbatch's side writes: look-ups, which are in the same trouble, decide when it is over."""
+"""No answer, in words that only sbatch's side writes: look-ups, which are in the same trouble, decide later."""
 
 
 def submit_error(said: str) -> SubmitRejected | SubmitAmbiguous:
@@ -92,7 +107,7 @@ def _row(said: str) -> Refusal | None:
     if no_contact(said) or _SILENT.search(said) or (not answered and re.search(r"retrying\s*$", said, re.IGNORECASE)):
         return None
     for row in REFUSALS:
-        if re.search(row.words, said, re.IGNORECASE):
+        if any(re.search(words, said, re.IGNORECASE) for words in row.words):
             return row
     # A plugin of the site may say anything. It is an answer, and nobody knows that it will not pass.
-    return Refusal("", Heals.YES, "orch does not know these words of Slurm's; ask your site") if answered else None
+    return UNKNOWN if answered else None

@@ -139,15 +139,15 @@ def submit(spec: JobSpec, entry: str) -> None:
         with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it then raises
             made.submit(function, *payload.arguments(spec))
     except FailedJobError as error:
-        raise _refused(submit_error(str(error)), spec.resources) from error
+        raise named(submit_error(str(error)), spec.resources) from error
     except (OSError, RuntimeError) as error:  # submitit could not read sbatch's answer, or the files behind it
         raise SubmitAmbiguous(
             f"sbatch ended, but not as expected: {error}", hint="the job is looked up by its name"
         ) from error
 
 
-def _refused(error: SubmitRejected | SubmitAmbiguous, resources: Resources) -> SubmitRejected | SubmitAmbiguous:
-    """The same refusal, or, where a node to exclude is the trouble, one that names the nodes that Slurm does not know."""
+def named(error: SubmitRejected | SubmitAmbiguous, resources: Resources) -> SubmitRejected | SubmitAmbiguous:
+    """The refusal; where a node to exclude is the trouble, with the names that Slurm does not know."""
     if not isinstance(error, SubmitRejected) or "invalid node name" not in error.what.lower():
         return error
     unknown = _unknown_nodes(resources)

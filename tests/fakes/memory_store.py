@@ -275,7 +275,9 @@ class MemoryStore:
         if failure is not None:
             row = replace(row, failures=row.failures + 1, reason=failure)
         row = replace(row, reason=row.reason if reason is None else reason)
-        self._nodes[name] = replace(row, excluded_until=row.excluded_until if excluded_until is None else excluded_until)
+        self._nodes[name] = replace(
+            row, excluded_until=row.excluded_until if excluded_until is None else excluded_until
+        )
 
     def set_cursor(self, run: str, file: str, offset: int, *, epoch: int) -> None:
         self._check(epoch, run)

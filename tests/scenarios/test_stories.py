@@ -169,14 +169,14 @@ def test_a_user_s_bug_fails_the_run_at_once_and_can_be_resumed(tmp_path: Path) -
     assert len(world.attempts) == 1
 
 
-def test_a_run_that_gets_nowhere_is_held(tmp_path: Path) -> None:
-    world = World(tmp_path, data=config(every=30, no_progress=3))
+def test_a_program_that_gets_nowhere_fails(tmp_path: Path) -> None:
+    world = World(tmp_path, data=config(every=30, max_failures=3))
     for _ in range(3):
         world.turns(400, 1.0, lambda: bool(world.slurm.running()) and world.slurm.running()[0].agents.training)
         world.slurm.running()[0].agents.fail(Failure(kind=FailureKind.RANK_KILLED, reason="rank 1 died"))
         world.turns(12, 1.0)
-    assert world.run.state is RunState.HELD
-    assert "3 attempts in a row made no new checkpoint" in world.run.reason
+    assert world.run.state is RunState.FAILED
+    assert world.run.reason.startswith("rank killed 3 times without a new checkpoint: recovery.max_failures is spent")
 
 
 def test_a_requeued_job_is_ended_and_followed_by_a_new_attempt(tmp_path: Path) -> None:

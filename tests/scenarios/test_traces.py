@@ -46,6 +46,6 @@ def test_the_same_on_the_real_registry(seed: int, tmp_path: Path, monkeypatch: p
 @pytest.mark.proof
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("block", range(100))
-def test_ten_thousand_seeds(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for seed in range(1000 + block * 100, 1000 + block * 100 + 100):
+def test_twenty_thousand_seeds(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(1000 + block * 200, 1000 + block * 200 + 200):
         live(seed, monkeypatch)

@@ -43,8 +43,8 @@ class Trace:
 
     def __init__(self, root: Path, seed: int, monkeypatch: Any, store: Any = None) -> None:
         self.rng = Random(seed)
-        steps = self.rng.choice([20, 60, 120])
-        self.world = World(root, seed, store=store, data=config(steps=steps, every=self.rng.choice([2, 5, 10])))
+        steps = self.rng.choice([20, 120, 300, 600])
+        self.world = World(root, seed, store=store, data=config(steps=steps, every=self.rng.choice([2, 10, 50])))
         self.slurm = self.world.slurm
         self.slurm.weather = weather(self.rng)
         self.deadly = self.rng.choice([0.0, 0.01, 0.05])

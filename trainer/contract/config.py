@@ -215,9 +215,9 @@ class RecoveryConfig:
     restarts_in_place: int = 5
     """New generations allowed within one attempt."""
     max_failures: int = 10
-    """Failures since the newest checkpoint that the program may have caused (a rank died or hung), then the run is FAILED."""
+    """Failures that the program may have caused, without a new checkpoint, after which the run is FAILED."""
     no_progress_hours: float = 24.0
-    """Hours without a new checkpoint for which failures of the cluster are retried, then the run is held."""
+    """Hours for which failures of the cluster are retried, without a new checkpoint, before the run is held."""
     backoff: float = 10.0
     """Seconds before the first restart; doubled, with jitter, for every further failure in a row."""
     backoff_max: float = 900.0

@@ -141,6 +141,20 @@ def test_nodes(orch: Type, seeds: Seeds) -> None:
     assert "two ranks blamed it" in orch("nodes", "ls").out
 
 
+def test_nodes_release_takes_an_exclusion_back(orch: Type, seeds: Seeds) -> None:
+    now = time.time()
+    run = seeds.run(state=RunState.SUCCEEDED)
+    cluster = seeds.store.run(run).cluster
+    seeds.store.saw_node("n2", cluster, epoch=seeds.epoch, now=now, failure="it hung", excluded_until=now + 3600)
+    seeds.store.drop_lease(seeds.store.lease())
+    (row,) = orch("nodes", "release", "n2", "--no-controller", "--json").data
+    assert row == {"node": "n2", "answer": "n2 may be used again"}
+    (node,) = orch("nodes", "ls", "--json").data
+    assert (node["excluded_until"], node["reason"]) == (None, "released by a person")
+    assert orch("nodes", "release", "n2", "--no-controller").out == "n2 is not excluded\n"
+    assert orch("nodes", "release", "n7", "--no-controller").code == 3
+
+
 def test_db_path_and_backup(
     orch: Type, seeds: Seeds, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.cli.main import orch
-from orchestrator.errors import ConfigError, SubmitAmbiguous, SubmitRejected
+from orchestrator.errors import ConfigError
 from orchestrator.scheduler.base import JobSpec, Resources
-from orchestrator.scheduler.sbatch import submit_error
 from orchestrator.scheduler.sbatch_values import KNOWN, OWNED, check_nodes, check_options, minutes
 from orchestrator.scheduler.slurm import render
 
@@ -205,41 +204,3 @@ def test_time_limits_are_read_as_slurm_reads_them(text: str, expected: int) -> N
 def test_what_is_no_time_limit_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="cluster.time"):
         minutes("cluster.time", text)
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        "sbatch: error: invalid partition specified: x\n"
-        "sbatch: error: Batch job submission failed: Invalid partition name specified",
-        "sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified",
-        "sbatch: error: Batch job submission failed: Invalid qos specification",
-        "sbatch: error: Batch job submission failed: Requested node configuration is not available",
-        "sbatch: error: Batch job submission failed: Requested time limit is invalid (missing or exceeds some limit)",
-        "sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job submission failed: Job violates "
-        "accounting/QOS policy (job submit limit, user's size and/or time limits)",
-        "sbatch: error: Batch job submission failed: More processors requested than permitted",
-        "sbatch: error: Batch job submission failed: Invalid generic resource (gres) specification",
-        "sbatch: fatal: Could not establish a configuration source",
-        "sbatch: unrecognized option '--foo'\nTry \"sbatch --help\" for more information",
-    ],
-)
-def test_a_definite_no_is_a_rejection(said: str) -> None:
-    error = submit_error(said)
-    assert isinstance(error, SubmitRejected)
-    assert error.hint
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        "",
-        "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation",
-        "sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)",
-        "sbatch: error: Batch job submission failed: Unspecified error",
-        "sbatch: error: invalid partition specified: x\nsbatch: error: Socket timed out on send/recv operation",
-        "Segmentation fault",
-    ],
-)
-def test_everything_else_is_ambiguous(said: str) -> None:
-    assert isinstance(submit_error(said), SubmitAmbiguous)

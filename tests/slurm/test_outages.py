@@ -1,0 +1,138 @@
+"""Outages on the real Slurm: a limit that passes, nodes that do not boot; the run waits and ends without a person."""
+
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.user import User
+from tests.slurm.lab import LabError, SlurmLab, _free_ports, install
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+SMALL = [
+    "cluster.nodes=1", "cluster.cpus_per_task=2", "cluster.time=10", "recovery.backoff=1", "recovery.backoff_max=4",
+    "train.steps=20", "checkpoint.every=8", "parallel.tp=1", "parallel.dp_shard=0",
+]  # fmt: skip
+RESUME = """#!/bin/sh
+# What a site's ResumeProgram does: boot the node, or, when that does not work, give it up.
+export SLURM_CONF={conf} PATH=$PATH:/usr/sbin:/usr/bin
+echo "$(date +%s) resume $1" >> {folder}/resume.log
+if [ -e {folder}/broken ]; then
+  exit 1
+fi
+setsid slurmd -D -N c1 </dev/null >> {folder}/log/slurmd-c1.out 2>&1 &
+"""
+SUSPEND = """#!/bin/sh
+echo "$(date +%s) suspend $1" >> {folder}/resume.log
+"""
+
+
+def settings(folder: Path) -> str:
+    """Limits are enforced, and there is one node that is booted when a job wants it."""
+    host, (port,) = socket.gethostname().partition(".")[0], _free_ports(1)
+    return "\n".join(
+        [
+            "AccountingStorageEnforce=associations,limits,qos",
+            f"ResumeProgram={folder}/resume",
+            f"SuspendProgram={folder}/suspend",
+            "SuspendTime=600",
+            "SuspendTimeout=2",
+            "ResumeTimeout=12",
+            "SuspendExcNodes=n1",
+            "SlurmctldParameters=idle_on_node_suspend",
+            f"NodeName=c1 NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=8 RealMemory=4000 State=CLOUD",
+            "PartitionName=cloud Nodes=c1 MaxTime=INFINITE",
+            "",
+        ]
+    )
+
+
+@pytest.fixture(scope="module")
+def strict() -> Iterator[SlurmLab]:
+    """A Slurm of its own, with limits and a node that has to be booted."""
+    folder = Path(tempfile.mkdtemp(prefix="orch-outage-")).resolve()
+    try:
+        install()
+        lab = SlurmLab(folder, nodes=1, extra=settings(folder))
+        (folder / "spool" / "c1").mkdir(parents=True)
+        for name, text in (("resume", RESUME), ("suspend", SUSPEND)):
+            (folder / name).write_text(text.format(folder=folder, conf=lab.conf))
+            (folder / name).chmod(0o755)
+        lab.start()
+    except LabError as error:
+        if os.environ.get("CI") == "true":
+            raise
+        pytest.skip(str(error))
+    yield lab
+    lab.stop()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def user(strict: SlurmLab, tmp_path: Path) -> Iterator[User]:
+    someone = User(tmp_path, "slurm", strict.environment())
+    yield someone
+    someone.leave()
+    strict.ask("scancel", "--me")
+    someone.until(lambda: not strict.ask("squeue", "-h", "--me").stdout.strip(), 60, "an empty queue")
+
+
+short_and_long = pytest.mark.parametrize("seconds", [25, pytest.param(130, marks=pytest.mark.proof)])
+
+
+def waits(user: User, run: str, words: str) -> None:
+    """The run is between two attempts, and says for what it waits."""
+
+    def said() -> bool:
+        row = user.status(run)
+        return row["state"] == "RECOVERING" and words in row["reason"] and "next try at" in row["reason"]
+
+    user.until(said, 60, words)
+
+
+@short_and_long
+def test_a_limit_of_a_qos_that_passes(strict: SlurmLab, user: User, seconds: int) -> None:
+    for words in (
+        ("add", "qos", "one", "MaxSubmitJobsPerUser=1"), ("add", "account", "test"),
+        ("add", "user", "root", "account=test"), ("modify", "user", "root", "set", "qos+=one"),
+    ):  # fmt: skip
+        strict.ask("sacctmgr", "-i", *words)
+
+    def other() -> bool:
+        job = ["sbatch", "-q", "one", "-p", "low", "-o", "/dev/null", "--wrap", f"sleep {seconds}"]
+        return strict.ask(*job).returncode == 0
+
+    user.until(other, 30, "the other job, once slurmctld knows the QOS")
+    run = user.submit("tiny-gpt", *SMALL, "cluster.partition=low", "cluster.qos=one")["run"]
+    waits(user, run, "QOSMaxSubmitJobPerUserLimit")
+    assert user.wait(run) == 0
+    *refused, last = user.show(run)["attempts"]
+    assert {attempt["failure"]["kind"] for attempt in refused} == {"submit_deferred"}
+    assert last["failure"] is None
+
+
+@short_and_long
+def test_a_node_that_does_not_boot_for_a_while(strict: SlurmLab, user: User, seconds: int) -> None:
+    broken, end = strict.folder / "broken", time.monotonic() + seconds
+    broken.touch()
+    run = user.submit("tiny-gpt", *SMALL, "cluster.partition=cloud")["run"]
+
+    def booted() -> bool:
+        # What a site does about a node that did not come up: it is put back into service, and tried again.
+        if "down" in strict.ask("sinfo", "-h", "-N", "-n", "c1", "-o", "%T").stdout:
+            strict.ask("scontrol", "update", "nodename=c1", "state=resume")
+        if time.monotonic() > end:
+            broken.unlink(missing_ok=True)
+        return bool(user.step(run) > 0)
+
+    user.until(booted, seconds + 120, "training on the node that boots at last")
+    assert user.wait(run) == 0
+    *lost, last = user.show(run)["attempts"]
+    assert lost
+    assert {attempt["failure"]["kind"] for attempt in lost} <= {"node_lost", "launch_failed"}
+    assert last["failure"] is None

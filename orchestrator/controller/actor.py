@@ -213,12 +213,14 @@ class Actor:
         failpoints.reach("after_cancel")
         self.did(f"cancelled job {job_id} of {run.name}: {reason}")
 
-    def request_once(self, folder: RunDir, kind: RequestKind, attempt: int, reason: str, value: float | None) -> bool:
+    def request_once(
+        self, folder: RunDir, kind: RequestKind, attempt: int, reason: str, value: float | None, detail: str = ""
+    ) -> bool:
         """Ask an attempt for something, at most once for each kind; whether it was asked now."""
         if self.files.call(folder.path, lambda: _is_asked(folder, kind, attempt)):
             return False
         self.hold_lease()
-        request = Request(kind=kind, attempt=attempt, reason=reason, value=value)
+        request = Request(kind=kind, attempt=attempt, reason=reason, value=value, detail=detail)
         self.files.call(folder.path, lambda: _put(request, folder))
         self.did(f"asked {folder.name}/{attempt} to {kind}: {reason}")
         return True

@@ -13,15 +13,19 @@ from orchestrator.controller.sight import Sight
 from orchestrator.controller.view import RunView
 from orchestrator.controller.watch import Watch
 from orchestrator.recovery.evidence import Evidence, LogTail
+from orchestrator.recovery.failures import LOST_AFTER
 from orchestrator.registry.records import Attempt
 from orchestrator.scheduler.base import ENDED_STATES, LEAVING_STATES, RUNNING_STATES, JobStatus
-from trainer.contract.outcome import AttemptOutcome
-from trainer.contract.run_dir import AttemptDir
+from trainer.contract.outcome import AgentReport, AttemptOutcome
+from trainer.contract.requests import RequestKind, pending
+from trainer.contract.run_dir import AttemptDir, RunDir
 
 T = TypeVar("T")
 
 MOST_HEARTBEAT = 1 << 20
 """Bytes beyond which nothing is a heartbeat."""
+SILENCED = "silent"
+"""`detail` of a stop that orch asks for because the heartbeat is silent."""
 TAIL = 64 * 1024
 """Bytes read from the end of each log."""
 
@@ -49,6 +53,8 @@ class AttemptFiles:
     beat: Heartbeat | None
     outcome: AttemptOutcome | None
     started: bool
+    reports: tuple[AgentReport, ...] = ()
+    silenced: str = ""
     odd: str = ""
 
 
@@ -56,8 +62,11 @@ def read_files(place: AttemptDir) -> AttemptFiles:
     """Read what an attempt has left; a file that cannot be read counts as none."""
     odd: list[str] = []
     beat, outcome = _read(Heartbeat.read, place.heartbeat, odd), _read(AttemptOutcome.read, place.outcome, odd)
+    paths = place.agent_reports() if outcome is None else []
+    reports = tuple(report for path in paths if (report := _read(AgentReport.read, path, odd)) is not None)
     return AttemptFiles(
-        beat=beat, outcome=outcome, started=beat is not None or _has_events(place), odd="; ".join(odd)
+        beat=beat, outcome=outcome, started=beat is not None or _has_events(place), odd="; ".join(odd),
+        reports=reports, silenced=_silenced(place),
     )  # fmt: skip
 
 
@@ -88,6 +97,9 @@ def collect(view: RunView, sight: Sight, watch: Watch, files: Files | None = Non
     beat, outcome = seen.beat, seen.outcome
     ended = job is not None and job.state in ENDED_STATES
     leaving = job is not None and job.state in LEAVING_STATES
+    silent_for = watch.age(f"beat:{key}", beat.seq if beat else "none")
+    quiet = beat is not None and outcome is None and silent_for >= LOST_AFTER
+    grown = files.call(view.folder.path, lambda: growth(place)) if quiet else ""
     gone = taken_out(job, watch, key) if view.config.cluster.spare_nodes else ()
     return Evidence(
         attempt=attempt.number,
@@ -97,7 +109,12 @@ def collect(view: RunView, sight: Sight, watch: Watch, files: Files | None = Non
         ended_for=_span(watch, f"ended:{key}", ended, job.state if job else ""),
         leaving_for=_span(watch, f"leaving:{key}", leaving, True),
         started=seen.started,
-        silent_for=watch.age(f"beat:{key}", beat.seq if beat else "none"),
+        silent_for=silent_for,
+        leader=attempt.nodes[0] if attempt.nodes else "",
+        reports=seen.reports,
+        still_for=_stillness(watch, f"still:{key}", job, grown),
+        overstayed=_stillness(watch, f"over:{key}", job, "ended" if outcome is not None else ""),
+        silenced=seen.silenced,
         gone=gone,
         leader_gone=leader_gone(attempt, job, gone),
         outcome=outcome,
@@ -139,8 +156,35 @@ def _span(watch: Watch, key: str, holds: bool, value: Any) -> float:
 
 def forget(watch: Watch, run: str, attempt: int) -> None:
     """Nothing more is measured about an attempt that has ended."""
-    for what in ("gone", "ended", "leaving", "beat", "cancel", "nodes", "left"):
+    for what in ("gone", "ended", "leaving", "beat", "cancel", "nodes", "left", "still", "over"):
         watch.forget(f"{what}:{run}/{attempt}")
+
+
+def _silenced(place: AttemptDir) -> str:
+    """Why orch asked this attempt to stop of its own accord; the request was written before anything was done."""
+    requests = RunDir(place.path.parent.parent).requests
+    if not any(requests.glob(f"{RequestKind.STOP}.{place.number:03d}.*.json")):
+        return ""
+    asked = pending(requests, place.number, set())
+    return next((one.reason for one in asked if one.kind is RequestKind.STOP and one.detail == SILENCED), "")
+
+
+def growth(place: AttemptDir) -> str:
+    """Changes whenever the attempt writes anything: names, sizes and times of its files."""
+    count, size, newest = 0, 0, 0
+    for folder in (place.path, place.events, place.metrics.parent, place.logs, place.evidence, place.outcomes):
+        for entry in os.scandir(folder) if folder.is_dir() else ():
+            seen = entry.stat(follow_symlinks=False)
+            count, size, newest = count + 1, size + seen.st_size, max(newest, seen.st_mtime_ns)
+    return f"{count}/{size}/{newest}"
+
+
+def _stillness(watch: Watch, key: str, job: JobStatus | None, value: str) -> float:
+    """Seconds for which a running job was watched with this value; nothing counts while it is not RUNNING."""
+    if job is None or job.state != "RUNNING" or not value:
+        watch.forget(key)
+        return 0.0
+    return watch.lasted(key, value)
 
 
 def _has_events(place: AttemptDir) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from orchestrator.config import RunConfig
 from orchestrator.controller import asks, failpoints
 from orchestrator.controller.actor import SUBMIT_WITHIN, Actor
-from orchestrator.controller.collect import collect
+from orchestrator.controller.collect import SILENCED, collect
 from orchestrator.controller.conclude import PoolSize, conclude, to_avoid
 from orchestrator.controller.folder import ensure_attempt_dir, ensure_run_dir, hidden
 from orchestrator.controller.ingest import ingest
@@ -25,6 +25,7 @@ from orchestrator.controller.watch import Clock, Watch
 from orchestrator.errors import Fenced, ForeignRun, NotFound, Precondition, RegistryError, SlurmUnreachable
 from orchestrator.recovery.evidence import Evidence
 from orchestrator.recovery.failures import LEAVING_LIMIT, End, Verdict, judge
+from orchestrator.recovery.silence import Press, judge_silence
 from orchestrator.registry.records import Attempt, Lease, Run
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.base import LEAVING_STATES, RUNNING_STATES, UNREADABLE, JobStatus, Scheduler
@@ -269,6 +270,7 @@ class Controller:
         if job is not None and is_live(job):
             self._note_job(view, job, evidence)
             self._keep_going(view, job)
+            self._press_silent(view, job, evidence)
         if view.cancel is not None:
             asks.press_cancel(self.actor, view, sight)
         verdict = judge(evidence)
@@ -297,6 +299,16 @@ class Controller:
                 view.folder, RequestKind.DEADLINE, view.last.number, "the job's end by Slurm's clock", job.end_time
             )
 
+    def _press_silent(self, view: RunView, job: JobStatus, evidence: Evidence) -> None:
+        """A job whose coordinator is silent for long is asked to stop, then cancelled: it would idle to its limit."""
+        silence = judge_silence(evidence, view.config.recovery.hang.heartbeat)
+        number = view.last.number
+        if silence.press in (Press.ASK, Press.CANCEL):
+            # The request is the intent of the cancel, and proves that the directory can be written from here.
+            self.actor.request_once(view.folder, RequestKind.STOP, number, silence.reason, None, SILENCED)
+        if silence.press is Press.CANCEL:
+            self.actor.cancel(view.run, job.job_id, silence.reason)
+
     def _note_job(self, view: RunView, job: JobStatus, evidence: Evidence) -> None:
         """Slurm's own word, and the states that follow from it."""
         run, attempt = view.run, view.last
@@ -319,8 +331,9 @@ class Controller:
         elif job.state != attempt.job_state:
             self.store.note_attempt(run.name, attempt.number, epoch=self.actor.epoch, job_state=job.state)
         waits = f" ({job.reason})" if job.reason and job.reason != "None" and not runs else ""
-        odd = f"; {evidence.odd}" if evidence.odd else ""
-        self._note(self.store.run(run.name), f"job {job.job_id} is {job.state}{waits}{odd}")
+        silence = judge_silence(evidence, view.config.recovery.hang.heartbeat)
+        said = "".join(f"; {words}" for words in (silence.reason, evidence.odd) if words)
+        self._note(self.store.run(run.name), f"job {job.job_id} is {job.state}{waits}{said}")
 
     def _next(self, view: RunView, sight: Sight) -> bool:
         """No attempt is live: the run waits for its next one."""

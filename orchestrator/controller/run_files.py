@@ -106,11 +106,10 @@ class BoundedFiles:
                 if limit <= 0:
                     raise self._left_behind(folder, job)
                 self.between()
-        except BaseException:
+        finally:
             if not job.done.is_set():
                 self._stuck[folder], self._worker = job, None
                 worker.leave()
-            raise
         if job.error is not None:
             raise job.error
         value: T = job.value

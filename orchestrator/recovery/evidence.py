@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from orchestrator.scheduler.base import ENDED_STATES, LEAVING_STATES, JobStatus
-from trainer.contract.outcome import AttemptOutcome
+from trainer.contract.outcome import AgentReport, AttemptOutcome
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,16 @@ class Evidence:
     cancel_asked: bool = False
     tails: tuple[LogTail, ...] = ()
     """Ends of the agents' logs, read only when the attempt left no outcome."""
+    leader: str = ""
+    """The node on which the attempt's coordinator runs, when it is known."""
+    reports: tuple[AgentReport, ...] = ()
+    """What agents left that ended without the coordinator's word, read only when the attempt left no outcome."""
+    still_for: float = 0.0
+    """How long the silent job was watched without growth of any of its files; 0 while it need not be running."""
+    overstayed: float = 0.0
+    """How long the job was watched to run on although its attempt has left its outcome."""
+    silenced: str = ""
+    """Why orch itself asked the attempt to stop: its heartbeat was silent."""
     odd: str = ""
     """Names of the run directory at which something else stands than a file of ours, and what to do."""
 

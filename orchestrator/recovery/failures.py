@@ -6,7 +6,7 @@ from enum import StrEnum
 from orchestrator.recovery.evidence import Evidence
 from orchestrator.recovery.signatures import Role, earliest, scan
 from orchestrator.scheduler.base import JobStatus
-from trainer.contract.outcome import AttemptOutcome, AttemptResult, Failure, FailureKind
+from trainer.contract.outcome import AgentEnd, AttemptOutcome, AttemptResult, Failure, FailureKind
 
 LOST_AFTER = 60.0
 """Seconds of answered look-ups without the job, and of a silent heartbeat, before a job counts as lost."""
@@ -118,8 +118,12 @@ def classify(evidence: Evidence) -> Failure:
     # A requeued job must not train again: somebody else restarted it, and orch ended it.
     if job is not None and job.restarts > 0:
         return _requeued(evidence, job)
+    # A coordinator that stood still cannot speak for itself.
+    if outcome is None and (stood := _stood_still(evidence, job)) is not None:
+        return stood
     # Somebody took the job away from it; that it could still save on the way out does not ask for a restart.
-    if job is not None and job.state in _TAKEN_AWAY and outcome and outcome.result is AttemptResult.STOPPED:
+    by_others = job is not None and job.state in _TAKEN_AWAY and not evidence.silenced
+    if by_others and job and outcome and outcome.result is AttemptResult.STOPPED:
         said = f"job {job.job_id} was cancelled, not by orch{_saved(', and saved', outcome)}"
         return Failure(kind=FailureKind.CANCELLED, reason=said, step=outcome.step or None)
     # Slurm names the cause.
@@ -138,6 +142,26 @@ def classify(evidence: Evidence) -> Failure:
             reason=f"Slurm has not known the job for {evidence.absent_for:.0f} s and its heartbeat is silent",
         )
     return _by_logs(evidence, job)
+
+
+def _stood_still(evidence: Evidence, job: JobStatus | None) -> Failure | None:
+    """The end of an attempt whose coordinator fell silent: by its own node's word, by its peers', or by orch's cancel.
+
+    Only who was seen to stand still is named; silence alone may be the network's, or the file system's.
+    """
+    taken = job is not None and job.state in _TAKEN_AWAY and not evidence.silenced
+    if taken or (job is not None and job.state in _SLURM_KINDS):
+        return None
+    frozen = next((report for report in evidence.reports if report.end is AgentEnd.FROZEN), None)
+    if frozen is not None:
+        return Failure(kind=FailureKind.AGENT_LOST, reason=frozen.reason, node=frozen.name)
+    silent = [report for report in evidence.reports if report.end is AgentEnd.SILENT and report.node != 0]
+    if silent and evidence.leader:
+        reason = f"the coordinator on {evidence.leader} fell silent: {silent[0].reason}"
+        return Failure(kind=FailureKind.AGENT_LOST, reason=reason, node=evidence.leader)
+    if evidence.silenced:
+        return Failure(kind=FailureKind.AGENT_LOST, reason=f"orch ended the job: {evidence.silenced}")
+    return None
 
 
 def _requeued(evidence: Evidence, job: JobStatus) -> Failure:

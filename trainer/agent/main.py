@@ -19,6 +19,7 @@ from trainer.agent.coordination.coordinator import Coordinator
 from trainer.agent.coordination.gate import Refused, wait_for_go
 from trainer.agent.node import NodeAgent
 from trainer.agent.processes import lineage
+from trainer.agent.processes.watched import Watched
 from trainer.agent.processes.write_behind import WriteBehind, settle
 from trainer.agent.watch.blame import signal_name
 from trainer.contract.config import JobConfig, load
@@ -182,10 +183,21 @@ class Agent:
         self._node = NodeAgent(
             run=self._run, attempt=self._attempt, config=config, place=place, events=events, environ=os.environ
         )
+        watched = Watched(
+            seconds=config.recovery.hang.agent, report=self._attempt.agent_report(place.node), node=place.node,
+            name=place.name,
+        )  # fmt: skip
+        self._node.spared = (watched.pid,)
+        try:
+            return await self._serve(self._node, place, config, token)
+        finally:
+            watched.close()
+
+    async def _serve(self, node: NodeAgent, place: Place, config: JobConfig, token: LaunchToken) -> int:
         leading = await self._lead(place, config, token) if place.node == 0 else None
         peer = await self._join(place)
         try:
-            code = await self._node.serve(peer)
+            code = await node.serve(peer)
         finally:
             await peer.close()
         return code if leading is None else await leading

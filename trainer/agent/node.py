@@ -15,7 +15,7 @@ from trainer.agent.evidence.witness import Witness
 from trainer.agent.fleet import machine_identity, preflight
 from trainer.agent.fleet.roster import SILENCE_SECONDS
 from trainer.agent.flight.recorder import Sockets
-from trainer.agent.processes import apart, burial, cores, ending, mischief
+from trainer.agent.processes import apart, burial, cores, ending, mischief, reports
 from trainer.agent.processes.births import Births, Wishes
 from trainer.agent.processes.farewell import Parting, farewell, of_shell
 from trainer.agent.processes.local_ranks import LocalRank, LocalRanks
@@ -26,7 +26,7 @@ from trainer.agent.watch.blame import signal_name
 from trainer.agent.watch.sampling import Sampler, no_writer, report_seconds
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind, EventLog
-from trainer.contract.outcome import ExitCode
+from trainer.contract.outcome import AgentEnd, ExitCode
 from trainer.contract.place import Place
 from trainer.contract.progress import StopReason
 from trainer.contract.run_dir import AttemptDir, RunDir
@@ -44,6 +44,7 @@ class NodeAgent:
     ) -> None:  # fmt: skip
         self._run, self._attempt, self._config, self._place = run, attempt, config, place
         self._events, self._environ = events, environ
+        self.spared: tuple[int, ...] = ()  # children of this process that are no rank's
         self._link: NurseryLink | None = None
         self._ranks: LocalRanks | None = None
         self._sampler: Sampler | None = None
@@ -106,19 +107,20 @@ class NodeAgent:
             except TimeoutError:
                 if silence.lasted(time.monotonic()) < SILENCE_SECONDS:
                     continue
-                return self._lost_coordinator(f"it was silent for {SILENCE_SECONDS:.0f} s")
+                return await self._lost_coordinator(AgentEnd.SILENT, f"it was silent for {SILENCE_SECONDS:.0f} s")
             except WireError as error:
-                return self._lost_coordinator(str(error))
+                return await self._lost_coordinator(AgentEnd.GONE, str(error))
             if message is None:
-                return self._lost_coordinator("the connection ended")
+                return await self._lost_coordinator(AgentEnd.GONE, "the connection ended")
             silence.heard(time.monotonic())
             if message["say"] == "end":
                 return int(message["code"])
             self._obey(message)
 
-    def _lost_coordinator(self, reason: str) -> int:
+    async def _lost_coordinator(self, end: AgentEnd, reason: str) -> int:
         self._events.write(EventKind.DECISION, action="leave", reason=f"the coordinator is lost: {reason}")
         _note(f"the coordinator is lost ({reason}): ending this node's ranks")
+        await reports.leave(self._attempt, self._place, end, reason)
         return ExitCode.RETRY
 
     def _obey(self, message: Message) -> None:
@@ -205,13 +207,16 @@ class NodeAgent:
                 # Who ended before the nursery did is heard first.
                 await self._obituaries.all_told()
                 self._peer.send("broken", generation=ranks.generation, reason=reason)
-            spare = self._scribes.pids() if self._scribes is not None else ()
+            spare = self._spare()
             await burial.bury(ranks, self._exited, self._gone, spare)
         self._stillborn += 1
         if self._stillborn < _MOST_STILLBORN:
             self._start_nursery()
         elif self._stillborn == _MOST_STILLBORN:
             self._peer.send("barren", reason=f"its nursery died {_MOST_STILLBORN} times in a row: {reason}")
+
+    def _spare(self) -> tuple[int, ...]:
+        return (*self.spared, *(self._scribes.pids() if self._scribes is not None else ()))
 
     # -- a generation ------------------------------------------------------------------------------------------------
 
@@ -336,7 +341,7 @@ class NodeAgent:
         """Leave no process behind."""
         clean = self._link is None or await self._link.stop()
         if self._ranks is not None and not clean:
-            spare = self._scribes.pids() if self._scribes is not None else ()
+            spare = self._spare()
             await burial.bury(self._ranks, lambda *_: None, lambda _: None, spare)
         self._forget_ranks()
         self._sockets.close()
@@ -387,8 +392,8 @@ class NodeAgent:
             task.result()  # our own bug: the loop's handler reports it
 
 
-def _in_words(exit_code: int | None, number: int | None) -> str:
-    return f"killed by {signal_name(number)}" if number is not None else f"exit code {exit_code}"
+def _in_words(code: int | None, number: int | None) -> str:
+    return f"killed by {signal_name(number)}" if number is not None else f"exit code {code}"
 
 
 def _note(text: str) -> None:

@@ -130,6 +130,34 @@ class RankOutcome:
         return cls(**read_json(path))
 
 
+class AgentEnd(StrEnum):
+    """Why an agent ended without its coordinator's word."""
+
+    FROZEN = "frozen"  # its own node saw it stand still, and ended it
+    SILENT = "silent"  # it has heard nothing of the coordinator for too long
+    GONE = "gone"  # its connection to the coordinator ended
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentReport:
+    """`outcomes/agent-NNNN.json`: what the controller knows of an end of which no coordinator can tell."""
+
+    node: int
+    name: str
+    end: AgentEnd
+    reason: str
+    time: float
+
+    def write(self, path: Path) -> None:
+        write_durably(path, dump_line(asdict(self)).encode())
+
+    @classmethod
+    def read(cls, path: Path) -> "AgentReport":
+        """Parse a report; raises OSError, ValueError or TypeError."""
+        fields = read_json(path, MOST_BYTES)
+        return cls(**{**fields, "end": AgentEnd(fields["end"])})
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttemptOutcome:
     """`outcome.json`, the coordinator's last word on its attempt."""

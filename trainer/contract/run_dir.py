@@ -125,6 +125,14 @@ class AttemptDir:
         """What torch's `@record` writes of the exception that ended a command's rank."""
         return self.outcomes / f"error-rank-{rank:05d}.g{generation:03d}.json"
 
+    def agent_report(self, node: int) -> Path:
+        """Why the agent of a node ended without its coordinator's word."""
+        return self.outcomes / f"agent-{node:04d}.json"
+
+    def agent_reports(self) -> list[Path]:
+        """Those that are there, by node."""
+        return sorted(self.outcomes.glob("agent-*.json"))
+
     def make(self) -> None:
         """Create the folders of this attempt, private to the user."""
         for folder in (self.path, self.submission, self.logs, self.events, self.evidence, self.outcomes):

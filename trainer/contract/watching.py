@@ -21,11 +21,17 @@ class HangConfig:
     """Seconds after which a rank whose process is stopped (SIGSTOP) while its peers wait counts as hung."""
     evidence: float = 10.0
     """Longest time in seconds for collecting evidence before the kill."""
+    agent: float = 75.0
+    """Seconds for which a node's agent may stand still (stopped, or stuck in the kernel) before its node ends it."""
+    heartbeat: float = 900.0
+    """Seconds without a heartbeat or growth of any file of a running attempt before orch ends its job; 0: never."""
 
     def __post_init__(self) -> None:
         if self.factor < 2:
             raise ValueError(f"recovery.hang.factor={self.factor}: must be at least 2, or ordinary steps look hung")
-        for name in ("least", "slow", "most", "stopped", "evidence"):
+        if not 0 <= self.heartbeat < float("inf"):
+            raise ValueError(f"recovery.hang.heartbeat={self.heartbeat}: must be 0 or more seconds")
+        for name in ("least", "slow", "most", "stopped", "evidence", "agent"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"recovery.hang.{name}={getattr(self, name)}: must be above 0 seconds")
 

@@ -1,0 +1,85 @@
+"""A small process beside each agent that ends it when it stands still: stopped by a signal, or stuck in the kernel.
+
+Run as a program of the standard library alone: `python -S watchdog.py DESCRIPTOR PID SECONDS REPORT NODE NAME`.
+"""
+
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+LOOK_SECONDS = 1.0
+LATE_SECONDS = 3.0
+"""A look so late tells that this process stood still itself: the whole job was suspended, or the machine starved."""
+REPORT_SECONDS = 5.0
+"""How long the report may take: a file system that hangs may be what the agent is stuck in."""
+
+
+class Stillness:
+    """PURE: how long the agent has not moved, while this process could see it."""
+
+    def __init__(self, now: float) -> None:
+        self._looked, self.seconds = now, 0.0
+
+    def look(self, now: float, moved: bool) -> float:
+        """Seconds so far, at a look that was due LOOK_SECONDS after the one before."""
+        late = now - self._looked > LOOK_SECONDS + LATE_SECONDS
+        self.seconds = 0.0 if moved or late else self.seconds + now - self._looked
+        self._looked = now
+        return self.seconds
+
+
+def watch(beats: int, seconds: float) -> bool:
+    """Until the agent is gone (False), or has not moved for so long (True)."""
+    stillness, poll = Stillness(time.monotonic()), select.poll()
+    poll.register(beats, select.POLLIN)
+    while True:
+        moved = bool(poll.poll(LOOK_SECONDS * 1000))
+        if moved and not os.read(beats, 65536):
+            return False
+        if stillness.look(time.monotonic(), moved) >= seconds:
+            return True
+        if moved:
+            time.sleep(LOOK_SECONDS)
+
+
+def how_it_stands(pid: int) -> str:
+    """The state of a process in the kernel's words, and where it waits."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        waits = Path(f"/proc/{pid}/wchan").read_text()
+    except OSError:
+        return "state unknown"
+    words = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "stuck in the kernel"}.get(state, state)
+    return words if waits in ("", "0") else f"{words}, in {waits}"
+
+
+def report(path: Path, node: int, name: str, reason: str) -> None:
+    """Leave the word of an agent that cannot speak for itself."""
+    fields = {"node": node, "name": name, "end": "frozen", "reason": reason, "time": time.time()}
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(fields))
+    os.replace(temporary, path)
+
+
+def main(words: list[str]) -> int:
+    beats, pid, seconds, path, node, name = words
+    handle = os.pidfd_open(int(pid))
+    if os.getppid() != int(pid) or not watch(int(beats), float(seconds)):
+        return 0
+    why = f"the agent of {name} stood still for {float(seconds):.0f} s ({how_it_stands(int(pid))}); its node ended it"
+    sys.stderr.write(f"orch-watchdog: {why}\n")
+    told = threading.Thread(target=report, args=(Path(path), int(node), name, why), daemon=True)
+    told.start()
+    told.join(REPORT_SECONDS)
+    # Its nursery, its ranks and its writers die with it, and the job ends.
+    signal.pidfd_send_signal(handle, signal.SIGKILL)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

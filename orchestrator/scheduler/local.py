@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 from checkpointing.durable import write_durably
@@ -48,7 +49,7 @@ class LocalScheduler:
         path = records.write_intent(self._index, intent)
         _start(intent, path, spec.submitter.environ(os.environ))
 
-    def find(self, name_prefix: str) -> list[JobStatus]:
+    def find(self, name_prefix: str, known: Collection[str] = ()) -> list[JobStatus]:
         found = [self._status_or_trouble(intent) for intent in self._intents() if intent.name.startswith(name_prefix)]
         for status in found:
             if status is not None and status.state == UNREADABLE and status.name == name_prefix:

@@ -69,12 +69,12 @@ def _free_ports(count: int) -> list[int]:
 class SlurmLab:
     """munge, MariaDB, slurmdbd, slurmctld and one slurmd for each node; nothing outside `folder` is touched."""
 
-    def __init__(self, folder: Path, nodes: int = 4, cpus: int = 8) -> None:
+    def __init__(self, folder: Path, nodes: int = 4, cpus: int = 8, extra: str = "") -> None:
         if os.geteuid() != 0:
             raise LabError("no Slurm lab: its slurmd must run as root")
         self.folder, self.cpus = folder.resolve(), cpus
         self.nodes = [f"n{index}" for index in range(1, nodes + 1)]
-        self.conf = self.folder / "slurm.conf"
+        self.conf, self.extra = self.folder / "slurm.conf", extra
         self.pids: dict[str, int] = {}
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._guard: subprocess.Popen[bytes] | None = None
@@ -118,7 +118,7 @@ class SlurmLab:
         self._ports = Ports(*_free_ports(3), nodes=tuple(_free_ports(len(self.nodes))))
         password = secrets.token_hex(16)
         self._password = password
-        self.conf.write_text(slurm_conf(self.folder, self.nodes, self._ports, self.cpus))
+        self.conf.write_text(slurm_conf(self.folder, self.nodes, self._ports, self.cpus) + self.extra)
         dbd = self.folder / "slurmdbd.conf"
         dbd.touch(mode=0o600)
         dbd.write_text(slurmdbd_conf(self.folder, self._ports, password))

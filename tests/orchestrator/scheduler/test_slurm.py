@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import ConfigError, Precondition, SlurmUnreachable, SubmitAmbiguous
-from orchestrator.scheduler.base import JobSpec, Resources
+from orchestrator.scheduler.base import UNREADABLE, JobSpec, Resources
 from orchestrator.scheduler.choose import choose, resolve
 from orchestrator.scheduler.job_environment import Submitter
 from orchestrator.scheduler.payload import adopt_payload
@@ -108,10 +108,12 @@ def test_a_silent_accounting_leaves_what_the_queue_does_not_know_unknown(
     program("sacct", sacct)
     assert set(SlurmScheduler().poll(["7"])) == {"7"}
     assert len(SlurmScheduler().find("orch-a-1")) == 1
-    with pytest.raises(SlurmUnreachable):
-        SlurmScheduler().poll(["7", "8"])
-    with pytest.raises(SlurmUnreachable):
-        SlurmScheduler().find("orch-nobody")
+    both = SlurmScheduler().poll(["7", "8"])
+    assert (both["7"].state, both["8"].state) == ("RUNNING", UNREADABLE)
+    assert "sacct got no answer" in both["8"].reason
+    for question in (lambda: SlurmScheduler().poll(["8"]), lambda: SlurmScheduler().find("orch-nobody")):
+        with pytest.raises(SlurmUnreachable):
+            question()
 
 
 @pytest.mark.parametrize(

@@ -20,14 +20,15 @@ from orchestrator.registry.store import Store
 
 Desk = Any
 MIGRATIONS = Path(migrate.__file__).parent / "migrations"
+NEXT = f"{int(versions.HEAD) + 1:04d}"
 STEPS = sorted((MIGRATIONS / "versions").glob("v*.py"))
 
 SECOND = """
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0004"
-down_revision = "0003"
+revision = "{next}"
+down_revision = "{head}"
 
 
 def upgrade() -> None:
@@ -83,12 +84,12 @@ class Tomorrow:
         (folder / "versions").mkdir(parents=True)
         for name in ("env.py", "script.py.mako", *(f"versions/{step.name}" for step in STEPS)):
             (folder / name).write_text((MIGRATIONS / name).read_text())
-        (folder / "versions" / "v0004_note.py").write_text(SECOND.format(then=then))
+        (folder / "versions" / f"v{NEXT}_note.py").write_text(SECOND.format(then=then, next=NEXT, head=versions.HEAD))
         monkeypatch.setattr(migrate, "FOLDER", folder)
         for module in (migrate, store, quick):
-            monkeypatch.setattr(module, "KNOWN", (*versions.KNOWN, "0004"))
+            monkeypatch.setattr(module, "KNOWN", (*versions.KNOWN, NEXT))
         for module in (store, quick, migrate):
-            monkeypatch.setattr(module, "HEAD", "0004")
+            monkeypatch.setattr(module, "HEAD", NEXT)
 
 
 def test_an_older_registry_is_upgraded_after_a_backup(
@@ -96,7 +97,7 @@ def test_an_older_registry_is_upgraded_after_a_backup(
 ) -> None:
     run, _ = desk.run()
     Tomorrow(tmp_path / "migrations", monkeypatch)
-    with pytest.raises(RegistryError, match="older version 0003") as caught:
+    with pytest.raises(RegistryError, match=f"older version {versions.HEAD}") as caught:
         quick.newest(desk.path)
     assert "orch controller tick" in caught.value.hint
     with Store.open(desk.path) as upgraded:
@@ -107,8 +108,8 @@ def test_an_older_registry_is_upgraded_after_a_backup(
     with pytest.raises(sqlite3.IntegrityError, match="never changed"):
         raw.execute("UPDATE configs SET data = ''")
     raw.close()
-    assert quick.version(desk.path) == "0004"
-    assert quick.version(desk.path.with_name("registry.db.0003.bak")) == "0003"
+    assert quick.version(desk.path) == NEXT
+    assert quick.version(desk.path.with_name(f"registry.db.{versions.HEAD}.bak")) == versions.HEAD
 
 
 def test_a_registry_of_the_first_version_gets_what_came_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +149,7 @@ def test_a_failed_upgrade_leaves_the_old_registry(desk: Desk, tmp_path: Path, mo
         Tomorrow(tmp_path / "migrations", patch, then="op.execute('this is no SQL')")
         with pytest.raises(RegistryError, match="no SQL|syntax"):
             Store.open(desk.path)
-    assert quick.version(desk.path) == "0003"
+    assert quick.version(desk.path) == versions.HEAD
     with Store.open(desk.path) as old:
         assert old.run(run.name) == run
     assert "note" not in quick.newest(desk.path)[0]

@@ -15,16 +15,20 @@ from orchestrator.controller.collect import collect
 from orchestrator.controller.conclude import PoolSize, conclude, to_avoid
 from orchestrator.controller.folder import ensure_attempt_dir, ensure_run_dir
 from orchestrator.controller.ingest import ingest
-from orchestrator.controller.jobs import is_live, parse_name
-from orchestrator.controller.sight import BLIND, Sight, look
+from orchestrator.controller.job_changes import changes
+from orchestrator.controller.job_identity import JobRecord, identify
+from orchestrator.controller.jobs import is_live, job_spec
+from orchestrator.controller.sight import BLIND, Records, Sight, look
+from orchestrator.controller.submission_limits import ORPHANS_FOR, unresolved
 from orchestrator.controller.view import RunView
 from orchestrator.controller.watch import Clock, Watch
 from orchestrator.errors import Fenced, NotFound, Precondition, RegistryError, SlurmUnreachable
 from orchestrator.recovery.evidence import Evidence
 from orchestrator.recovery.failures import LEAVING_LIMIT, End, Verdict, judge
-from orchestrator.registry.records import Attempt, Lease, Run
+from orchestrator.registry.records import Attempt, Lease, Run, Submission
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.base import LEAVING_STATES, RUNNING_STATES, UNREADABLE, JobStatus, Scheduler
+from orchestrator.scheduler.job_tags import tags
 from orchestrator.states import LIVE_ATTEMPTS, LIVE_RUNS, AttemptState, RunState
 from trainer.contract.config import build
 from trainer.contract.requests import RequestKind
@@ -82,7 +86,8 @@ class Controller:
         asks.answer_idle(self.actor)
         runs = self.store.runs(LIVE_RUNS)
         attempts = {run.name: tuple(self.store.attempts(run.name)) for run in runs}
-        sights = {kind: self._look(kind, runs, attempts) for kind in sorted({run.cluster for run in runs})}
+        records = self._records(runs, attempts)
+        sights = {kind: self._look(kind, runs, attempts, records) for kind in sorted({run.cluster for run in runs})}
         fresh = [self._serve(run, attempts[run.name], sights[run.cluster]) for run in runs]
         for kind, sight in sights.items():
             self._sweep(kind, sight)
@@ -103,16 +108,35 @@ class Controller:
         ended = tuple(_has_outcome(RunDir(Path(run.run_dir))) for run in runs)
         return tuple(ask.id for ask in self.store.asks()), tuple(run.name for run in runs), ended
 
-    def _look(self, kind: str, runs: list[Run], attempts: Mapping[str, tuple[Attempt, ...]]) -> Sight:
+    def _records(self, runs: list[Run], attempts: Mapping[str, tuple[Attempt, ...]]) -> Records:
+        """What is written down about the jobs of all attempts of these runs, and about those that nobody has found."""
+        found: dict[str, list[Submission]] = {}
+        for one in self.store.submissions(since=self.clock.wall() - ORPHANS_FOR):
+            found.setdefault(one.run, []).append(one)
+        known = [(run, attempt) for run in runs for attempt in attempts[run.name]]
+        orphaned = {one.run for one in unresolved(one for several in found.values() for one in several)}
+        for name in sorted(orphaned - set(attempts)):
+            run = self.store.run(name)
+            known += [(run, attempt) for attempt in self.store.attempts(name)]
+        return {
+            (run.name, attempt.number): JobRecord.of(run, attempt, found.get(run.name, ()))
+            for run, attempt in known
+        }  # fmt: skip
+
+    def _look(self, kind: str, runs: list[Run], attempts: Mapping[str, tuple[Attempt, ...]], records: Records) -> Sight:
         if kind not in self.schedulers:
             self._silent[kind] = f"{kind} cannot be used on this machine"
             return replace(BLIND, error=self._silent[kind])
         last = [attempts[run.name][-1] for run in runs if run.cluster == kind]
         adopted = [attempt for attempt in last if attempt.state in (AttemptState.SUBMITTED, AttemptState.RUNNING)]
         due = self.clock.mono() - self._swept_at.get(kind, -SWEEP_EVERY) >= SWEEP_EVERY
+        wanted = [job_id for attempt in last for job_id in _wanted(attempt, records[attempt.run, attempt.number])]
         self.actor.keep_lease()
-        missing = len(adopted) < len(last)
-        sight = look(self.schedulers[kind], adopted, sweep=due or missing, between=self.actor.keep_lease)
+
+        def sweep(seen: Sight) -> bool:
+            return due or len(adopted) < len(last) or any(seen.job_of(attempt) is None for attempt in adopted)
+
+        sight = look(self.schedulers[kind], records, wanted, sweep=sweep, between=self.actor.keep_lease)
         if not sight.answered:
             self._silent[kind] = sight.error
         if sight.swept:
@@ -130,13 +154,13 @@ class Controller:
             raise
         except SlurmUnreachable as error:
             self._silent.setdefault(run.cluster, error.what)
-            self._note(run, f"{run.cluster} does not answer, nothing is assumed: {error.what}")
+            self.actor.note(run, f"{run.cluster} does not answer, nothing is assumed: {error.what}")
         except Precondition as error:
             self._hold(run, error)
         except Exception as error:  # outermost edge: one run's trouble must not stop the others
             log.exception("run %s", run.name)
             self._errors.append(f"{run.name}: {type(error).__name__}: {error}")
-            self._note(run, f"the controller cannot serve this run: {type(error).__name__}: {error}")
+            self.actor.note(run, f"the controller cannot serve this run: {type(error).__name__}: {error}")
         return False
 
     def _view(self, run: Run, attempts: tuple[Attempt, ...]) -> RunView:
@@ -163,7 +187,7 @@ class Controller:
         if view.last.state in LIVE_ATTEMPTS:
             sight = sight.of(view.last)
         if not sight.answered:
-            self._note(view.run, f"{view.run.cluster} does not answer, nothing is assumed: {sight.error}")
+            self.actor.note(view.run, f"{view.run.cluster} does not answer, nothing is assumed: {sight.error}")
         if view.last.state is AttemptState.INTENT:
             return self._intent(view, sight)
         if view.last.state in LIVE_ATTEMPTS:
@@ -206,6 +230,10 @@ class Controller:
         verdict = judge(evidence)
         if verdict.end is End.OPEN:
             return fresh
+        lost = view.last.job_id
+        if verdict.end is End.LOST and lost is not None and lost not in sight.polled:
+            # No list of jobs has it, and a list can be wrong: it must not start beside its successor.
+            self.actor.cancel(view.run, lost, "Slurm does not list it any more")
         # What the job wrote in its last moments belongs to its history.
         ingest(self.store, view, **self.actor.stamp())
         self._conclude(self._again(view), verdict, evidence.gone)
@@ -251,7 +279,8 @@ class Controller:
         elif job.state != attempt.job_state:
             self.store.note_attempt(run.name, attempt.number, epoch=self.actor.epoch, job_state=job.state)
         waits = f" ({job.reason})" if job.reason and job.reason != "None" and not runs else ""
-        self._note(self.store.run(run.name), f"job {job.job_id} is {job.state}{waits}")
+        changed = changes(job, job_spec(run, attempt, view.config))
+        self.actor.note(run, f"job {job.job_id} is {job.state}{waits}{f'; {changed}' if changed else ''}")
 
     def _next(self, view: RunView, sight: Sight) -> bool:
         """No attempt is live: the run waits for its next one."""
@@ -263,7 +292,7 @@ class Controller:
         if view.cancel is not None or self.clock.wall() < run.not_before or not sight.swept:
             return False
         if blockers:
-            self._note(run, f"waits until job {blockers[0].job_id} has left the queue ({blockers[0].state})")
+            self.actor.note(run, f"waits until job {blockers[0].job_id} has left the queue ({blockers[0].state})")
             return False
         ensure_run_dir(run, view.attempts[0], self._data(run))
         # Nobody of an older attempt may commit or delete from here on.
@@ -291,30 +320,33 @@ class Controller:
         for job in sight.found:
             if is_live(job) and job.state not in LEAVING_STATES and job.state != UNREADABLE:
                 try:
-                    self._sweep_job(job)
+                    self._sweep_job(job, sight)
                 except (SlurmUnreachable, Precondition, OSError, ValueError) as error:
                     log.warning("%s: %s", kind, error)
 
-    def _sweep_job(self, job: JobStatus) -> None:
-        name = parse_name(job.name)
-        if name is None:
+    def _sweep_job(self, job: JobStatus, sight: Sight) -> None:
+        owner = sight.owner(job) or self._recorded_owner(job)
+        if owner is None:
             return
-        try:
-            run, attempt = self.store.run(name.run), self.store.attempt(name.run, name.attempt)
-        except NotFound:
-            return
-        if run.name != name.run or attempt.nonce != name.nonce:
-            return
+        run, attempt = self.store.run(owner.run), self.store.attempt(owner.run, owner.attempt)
         if attempt.state not in LIVE_ATTEMPTS:
-            self.actor.cancel(run, job.job_id, f"its attempt {attempt.number} is {attempt.state}")
+            self.actor.cancel_orphan(run, owner, job.job_id, f"its attempt {attempt.number} is {attempt.state}")
         elif attempt.job_id is not None and attempt.job_id != job.job_id:
-            self.actor.cancel(run, job.job_id, f"a late duplicate of {attempt.job_id}")
+            self.actor.cancel_orphan(run, owner, job.job_id, f"a late duplicate of {attempt.job_id}")
+
+    def _recorded_owner(self, job: JobStatus) -> JobRecord | None:
+        """The attempt of a run that is over, by what the job itself says."""
+        for tag in tags(job):
+            try:
+                run, attempt = self.store.run(tag.run), self.store.attempt(tag.run, tag.attempt)
+            except NotFound:
+                continue
+            record = JobRecord.of(run, attempt, ())
+            if run.name == tag.run and identify(job, record)[0]:
+                return record
+        return None
 
     # -- words
-
-    def _note(self, run: Run, reason: str) -> None:
-        if run.reason != reason:
-            self.store.note_run(run.name, **self.actor.stamp(), reason=reason)
 
     def _hold(self, run: Run, error: Precondition) -> None:
         reason = "; ".join(part for part in (error.what, error.where, error.hint) if part)
@@ -322,11 +354,20 @@ class Controller:
         # Nobody follows the job of a held run: hold it only when there can be none.
         if last.state in LIVE_ATTEMPTS and last.submitted_at is not None:
             self._errors.append(f"{run.name}: {reason}")
-            self._note(run, f"{reason}; its job is followed meanwhile")
+            self.actor.note(run, f"{reason}; its job is followed meanwhile")
             return
         reason = f"{reason}; when it is mended: orch resume {run.name}"
         self.store.move_run(run.name, RunState.HELD, reason, **self.actor.stamp())
         self.actor.did(f"{run.name} held: {reason}")
+
+
+def _wanted(attempt: Attempt, record: JobRecord) -> list[str]:
+    """Ids under which the attempt's job is asked for: the adopted one, else those that sbatch has answered."""
+    if attempt.state not in LIVE_ATTEMPTS:
+        return []
+    if attempt.job_id is not None:
+        return [attempt.job_id]
+    return [one.job_id for one in unresolved(record.submissions) if one.job_id]
 
 
 def _has_outcome(folder: RunDir) -> bool:

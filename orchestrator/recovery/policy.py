@@ -103,7 +103,7 @@ def _final(failure: Failure) -> Decision | None:
         return Decision(action=Action.HOLD, reason=f"storage must be mended first: {failure.reason}")
     if failure.kind is FailureKind.SUBMIT_REJECTED:
         return Decision(action=Action.HOLD, reason=f"the job was refused: {failure.reason}")
-    if failure.kind is FailureKind.CANCELLED:
+    if failure.kind in (FailureKind.CANCELLED, FailureKind.SUBMISSION_LOST):
         return Decision(action=Action.HOLD, reason=failure.reason)
     # Both would come again at the same step, on any nodes.
     if failure.kind is FailureKind.DESYNC:

@@ -64,7 +64,8 @@ class SlurmScheduler:
     def poll(self, ids: list[str]) -> dict[str, JobStatus]:
         if not ids:
             return {}
-        found, wanted = {}, set(ids)
+        found: dict[str, JobStatus] = {}
+        wanted = set(ids)
         # One that is missing from the list of this user's jobs is asked for by its id, then looked up in accounting.
         for ask_for in (self._listed, self._listed_by_id, self._recorded):
             missing = wanted - set(found)

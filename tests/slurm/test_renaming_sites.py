@@ -2,6 +2,9 @@
 
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -113,16 +116,20 @@ def test_a_wrapper_that_changes_all_but_the_id(odd_lab: SlurmLab, tmp_path: Path
         ]
         if point:
             died = user.run("submit", "tiny-gpt", *settings, "--no-controller", ORCH_FAILPOINT=point)
-            assert died.returncode != 0
-            user.run("controller", "start")
+            assert died.returncode == -signal.SIGKILL, died.stderr
         else:
             user.submit("tiny-gpt", *settings)
-        (run,) = [row["run"] for row in user.ask("status")]
+        (run,) = [row["run"] for row in user.ask("status", "--all")]
+        waiting = subprocess.Popen(
+            [sys.executable, "-P", "-m", "orchestrator.cli.main", "wait", run, "--timeout", "300"],
+            env=user.environment, cwd=tmp_path, stdout=subprocess.DEVNULL,
+        )  # fmt: skip
         user.until(lambda: user.step(run) > 10, 120, "training")
         urgent = lab.ask(
             "sbatch", "-p", "high", "-N", "4", "--exclusive", "--parsable", "-o", "/dev/null", "--wrap", "sleep 4"
         )
         follow(user, lab, run, [*foreign, urgent.stdout.strip()])
         assert_no_step_twice_at_once(user, run)
+        assert waiting.wait(timeout=60) == 0
     finally:
         user.leave()

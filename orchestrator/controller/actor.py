@@ -1,26 +1,39 @@
 """The only place with effects outside the registry: submit, release, cancel, GO, requests. Every step is repeatable."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypedDict
 
 from orchestrator.config import RunConfig
 from orchestrator.controller import failpoints
 from orchestrator.controller.folder import ensure_attempt_dir
+from orchestrator.controller.job_changes import changes
+from orchestrator.controller.job_identity import JobRecord, identify
 from orchestrator.controller.jobs import is_live, job_spec, oldest
 from orchestrator.controller.lease import LEASE_TTL
 from orchestrator.controller.refused import refused
 from orchestrator.controller.run_files import DirectFiles, Files
 from orchestrator.controller.sight import Sight
+from orchestrator.controller.submission_limits import (
+    ADOPTED,
+    CANCELLED,
+    HOUR,
+    REFUSED,
+    Step,
+    permit,
+    unresolved,
+)
 from orchestrator.controller.view import RunView
 from orchestrator.controller.watch import Clock, Watch
-from orchestrator.errors import ConfigError, SlurmUnreachable, SubmitRejected
+from orchestrator.errors import ConfigError, Precondition, SlurmUnreachable, SubmitRejected
 from orchestrator.recovery import cadence
-from orchestrator.registry.records import Attempt, Lease, Run
+from orchestrator.registry.records import Attempt, Lease, Run, Submission
 from orchestrator.registry.store import Store
-from orchestrator.scheduler.base import JobStatus, Scheduler
+from orchestrator.scheduler.base import UNREADABLE, JobStatus, Scheduler
+from orchestrator.scheduler.payload import ids_in
 from orchestrator.states import AttemptState, RunState
 from trainer.contract.launch import LaunchToken, is_revoked, revoke
-from trainer.contract.outcome import Failure
+from trainer.contract.outcome import Failure, FailureKind
 from trainer.contract.requests import Request, RequestKind
 from trainer.contract.run_dir import AttemptDir, RunDir
 
@@ -77,27 +90,29 @@ class Actor:
     # -- from an intent to exactly one job
 
     def launch(self, view: RunView, sight: Sight) -> Failure | None:
-        """Bring an INTENT to SUBMITTED, or a step nearer; a Failure when Slurm answers that it will not take it."""
-        attempt, scheduler = view.last, self.schedulers[view.run.cluster]
-        live = sight.named(attempt.job_name)
-        if not live:
-            if not self.may_submit(attempt, sight):
-                return None
-            try:
-                self._submit(view, scheduler)
-            except (SubmitRejected, ConfigError) as error:
-                return refused(self.store, view, error, **self.stamp())
-            except SlurmUnreachable as error:
-                # Whatever went wrong, the job may exist: only look-ups decide, in this tick or a later one.
-                self.did(f"{view.run.name}/{attempt.number}: {error.what}: looking for the job")
-            found = scheduler.find(attempt.job_name)
-            live = [job for job in found if job.name == attempt.job_name and is_live(job)]
-            if not live:
-                return None
-        self._adopt(view, live)
-        return None
+        """Bring an INTENT to SUBMITTED, or a step nearer; a Failure when that is out of reach."""
+        attempt = view.last
+        live = sight.live(attempt)
+        if live:
+            self._adopt(view, live)
+            return None
+        if not self.is_absent(attempt, sight):
+            self._wait_for_look_ups(view, sight)
+            return None
+        now = self.clock.wall()
+        own = [one for one in self.store.submissions(view.run.name) if one.attempt == attempt.number]
+        permission = permit(own, self.store.submissions(since=now - HOUR), now)
+        if permission.step is Step.GIVE_UP:
+            # What sbatch has acknowledged three times and nobody can find is for a person; its failures pass.
+            acknowledged = any(one.job_id for one in unresolved(own))
+            kind = FailureKind.SUBMISSION_LOST if acknowledged else FailureKind.JOB_LOST
+            return Failure(kind=kind, reason=permission.reason)
+        if permission.step is Step.WAIT:
+            self.note(view.run, permission.reason)
+            return None
+        return self._submit_and_look(view)
 
-    def may_submit(self, attempt: Attempt, sight: Sight) -> bool:
+    def is_absent(self, attempt: Attempt, sight: Sight) -> bool:
         """Whether it is certain that no job of this attempt is under way."""
         key = f"absent:{attempt.job_name}"
         # Silence says nothing, and breaks the span of empty answers.
@@ -109,21 +124,82 @@ class Actor:
             return True
         return self.watch.age(key, attempt.submitted_at) >= self.ambiguous_for
 
-    def _submit(self, view: RunView, scheduler: Scheduler) -> None:
-        attempt = view.last
+    def _wait_for_look_ups(self, view: RunView, sight: Sight) -> None:
+        if not sight.swept:
+            said = f": {sight.error}" if sight.error else ""
+            self.note(view.run, f"waits until {view.run.cluster} has told which jobs there are{said}")
+            return
+        self._take_ids_from_folder(view)
+        ids = [one.job_id for one in self._submissions(view) if one.job_id]
+        told = f"sbatch said job {', '.join(ids)}" if ids else "sbatch gave no job id"
+        reason = f"waits for its job to be found: {told}, and Slurm does not list it yet"
+        self.note(view.run, f"{reason}; submitted again after {self.ambiguous_for:.0f} s of that")
+
+    def _take_ids_from_folder(self, view: RunView) -> None:
+        """Job ids that submitit has left in file names: a controller that died right after sbatch recorded none."""
+        recorded = self._submissions(view)
+        open_ones = [one for one in unresolved(recorded) if one.job_id is None]
+        if not open_ones:
+            return
+        known = {one.job_id for one in recorded}
+        there = self.files.call(view.folder.path, lambda: ids_in(view.place.submission))
+        left = sorted(there - known, key=lambda job_id: (len(job_id), job_id))
+        for one, job_id in zip(open_ones, left, strict=False):
+            self.store.note_submission(one.run, one.attempt, one.number, epoch=self.epoch, job_id=job_id)
+
+    def _submissions(self, view: RunView) -> list[Submission]:
+        return [one for one in self.store.submissions(view.run.name) if one.attempt == view.last.number]
+
+    def _submit_and_look(self, view: RunView) -> Failure | None:
+        attempt, scheduler = view.last, self.schedulers[view.run.cluster]
+        job_id = None
+        try:
+            job_id = self._submit(view, scheduler)
+        except (SubmitRejected, ConfigError) as error:
+            return refused(self.store, view, error, **self.stamp())
+        except SlurmUnreachable as error:
+            # Whatever went wrong, the job may exist: only look-ups decide, in this tick or a later one.
+            self.did(f"{view.run.name}/{attempt.number}: {error.what}: looking for the job")
+            self.note(view.run, f"looks for its job, which may exist: {error.what}")
+        record = replace(JobRecord.of(view.run, attempt, self._submissions(view)), fresh=job_id)
+        found = scheduler.find(attempt.job_name, record.ids)
+        live = [job for job in found if identify(job, record)[0] and is_live(job) and job.state != UNREADABLE]
+        if live:
+            self._adopt(view, live)
+        elif job_id is not None:
+            self.note(
+                view.run, f"waits for its job to be found: sbatch said job {job_id}, and Slurm does not list it yet"
+            )
+        return None
+
+    def _submit(self, view: RunView, scheduler: Scheduler) -> str | None:
+        """Submit the job, with an intent before and its id recorded first of all after; the id where there is one."""
+        attempt, run = view.last, view.run.name
         failpoints.reach("before_mark")
         self.hold_lease()
         self.files.call(view.folder.path, lambda: ensure_attempt_dir(view.folder, attempt))
         spec = job_spec(view.run, attempt, view.config)
         now = self.clock.wall()
-        self.store.note_attempt(view.run.name, attempt.number, epoch=self.epoch, submitted_at=now)
+
+        def mark() -> int:
+            self.store.note_attempt(run, attempt.number, epoch=self.epoch, submitted_at=now)
+            return self.store.add_submission(run, attempt.number, epoch=self.epoch, now=now)
+
+        number = self.store.together(mark)
         failpoints.reach("before_submit")
         try:
-            self.files.call(view.folder.path, lambda: scheduler.submit(spec), SUBMIT_WITHIN)
+            job_id = self.files.call(view.folder.path, lambda: scheduler.submit(spec), SUBMIT_WITHIN)
+        except (SubmitRejected, ConfigError, Precondition):
+            self.store.note_submission(run, attempt.number, number, epoch=self.epoch, outcome=REFUSED)
+            raise
         finally:
             self.watch.forget(f"absent:{attempt.job_name}")
+        failpoints.reach("after_sbatch")
+        if job_id is not None:
+            self.store.note_submission(run, attempt.number, number, epoch=self.epoch, job_id=job_id)
         failpoints.reach("after_submit")
         self.did(f"submitted {attempt.job_name}")
+        return job_id
 
     def _adopt(self, view: RunView, live: list[JobStatus]) -> None:
         failpoints.reach("after_find")
@@ -135,8 +211,11 @@ class Actor:
         failpoints.reach("after_adopt")
         self.watch.forget(f"absent:{attempt.job_name}")
         reason = f"job {job.job_id} is queued"
+        if changed := changes(job, job_spec(view.run, attempt, view.config)):
+            reason = f"{reason}; {changed}"
 
         def submitted() -> None:
+            self._resolve(view, job, live)
             job_of: dict[str, Any] = {"job_id": job.job_id, "submit_time": job.submit_time, "job_state": job.state}
             to, stamp = AttemptState.SUBMITTED, self.stamp()
             self.store.move_attempt(view.run.name, attempt.number, to, reason, **stamp, **job_of)
@@ -145,8 +224,21 @@ class Actor:
 
         self.store.together(submitted)
         failpoints.reach("after_submitted")
-        self.did(f"adopted job {job.job_id} for {view.run.name}/{attempt.number}")
+        self.did(f"adopted job {job.job_id} for {view.run.name}/{attempt.number}{f': {changed}' if changed else ''}")
         self.let_go(view.run, self.store.attempt(view.run.name, attempt.number), view.folder, view.config)
+
+    def _resolve(self, view: RunView, job: JobStatus, live: list[JobStatus]) -> None:
+        """Write down what became of the attempt's submissions; one that was not answered has made the adopted job."""
+        open_ones = unresolved(self._submissions(view))
+        adopted = [one for one in open_ones if one.job_id == job.job_id]
+        adopted = adopted or [one for one in open_ones if one.job_id is None][:1]
+        fate = {one.number: ADOPTED for one in adopted}
+        duplicates = {other.job_id for other in live} - {job.job_id}
+        fate |= {one.number: CANCELLED for one in open_ones if one.job_id in duplicates}
+        for number, outcome in fate.items():
+            self.store.note_submission(
+                view.run.name, view.last.number, number, epoch=self.epoch, outcome=outcome
+            )  # fmt: skip
 
     def let_go(self, run: Run, attempt: Attempt, folder: RunDir, config: RunConfig) -> None:
         """Write GO unless it stands, and release the job; a GO in force is never rewritten: it would fence the job."""
@@ -194,6 +286,13 @@ class Actor:
         days = config.checkpoint.auto.node_days
         return cadence.time_between_failures(config.cluster.nodes, node_days=days, cluster=cluster, run=own)
 
+    # -- words
+
+    def note(self, run: Run, reason: str) -> None:
+        """Let people read why a run is where it is."""
+        if self.store.run(run.name).reason != reason:
+            self.store.note_run(run.name, **self.stamp(), reason=reason)
+
     # -- taking things back
 
     def shut(self, place: AttemptDir) -> None:
@@ -212,6 +311,13 @@ class Actor:
         self.schedulers[run.cluster].cancel(job_id)
         failpoints.reach("after_cancel")
         self.did(f"cancelled job {job_id} of {run.name}: {reason}")
+
+    def cancel_orphan(self, run: Run, owner: JobRecord, job_id: str, reason: str) -> None:
+        """End a job that was submitted for an attempt and not adopted, and write down that it is found."""
+        self.cancel(run, job_id, reason)
+        for one in unresolved(owner.submissions):
+            if one.job_id == job_id:
+                self.store.note_submission(one.run, one.attempt, one.number, epoch=self.epoch, outcome=CANCELLED)
 
     def request_once(
         self, folder: RunDir, kind: RequestKind, attempt: int, reason: str, value: float | None, detail: str = ""

@@ -146,9 +146,10 @@ def press_cancel(actor: Actor, view: RunView, sight: Sight) -> None:
 
 def cancel_intent(actor: Actor, view: RunView, sight: Sight) -> bool:
     """Cancel a run whose job is not known yet; whether it is certain that there is none."""
-    for job in sight.named(view.last.job_name):
+    live = sight.live(view.last)
+    for job in live:
         actor.cancel(view.run, job.job_id, "cancelled before it was adopted")
-    return not sight.named(view.last.job_name) and actor.may_submit(view.last, sight)
+    return not live and actor.is_absent(view.last, sight)
 
 
 def cancel_hidden(actor: Actor, view: RunView, sight: Sight) -> bool:

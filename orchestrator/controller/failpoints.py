@@ -11,6 +11,7 @@ POINTS = (
     "after_folder",
     "before_mark",
     "before_submit",
+    "after_sbatch",
     "after_submit",
     "after_find",
     "after_cancel_duplicate",

@@ -153,3 +153,8 @@ def _snapshot(folder: RunDir, config: dict[str, Any]) -> None:
     ignored = shutil.ignore_patterns("__pycache__", "*.pyc", ".git", ".venv", ".mypy_cache", ".ruff_cache")
     for index, source in enumerate(workload.get("path", ())):
         shutil.copytree(source, folder.code / str(index), ignore=ignored, symlinks=True)
+
+
+def has_outcome(folder: RunDir) -> bool:
+    """Whether the newest attempt says that it has ended."""
+    return any(place.outcome.exists() for place in folder.all_attempts()[-1:])

@@ -14,21 +14,24 @@ from orchestrator.controller import asks, failpoints
 from orchestrator.controller.actor import SUBMIT_WITHIN, Actor
 from orchestrator.controller.collect import SILENCED, collect
 from orchestrator.controller.conclude import PoolSize, conclude, to_avoid
-from orchestrator.controller.folder import ensure_attempt_dir, ensure_run_dir, hidden
+from orchestrator.controller.folder import ensure_attempt_dir, ensure_run_dir, has_outcome, hidden
 from orchestrator.controller.ingest import ingest
-from orchestrator.controller.jobs import is_live, parse_name
+from orchestrator.controller.job_changes import changes
+from orchestrator.controller.job_records import job_records, wanted_ids
+from orchestrator.controller.jobs import is_live, job_spec
+from orchestrator.controller.orphans import sweep_orphans
 from orchestrator.controller.ownership import Domain, never_submitted
 from orchestrator.controller.run_files import DirectFiles, Files, RunDirHangs
-from orchestrator.controller.sight import BLIND, Sight, look
+from orchestrator.controller.sight import BLIND, Records, Sight, look
 from orchestrator.controller.view import RunView
 from orchestrator.controller.watch import Clock, Watch
-from orchestrator.errors import Fenced, ForeignRun, NotFound, Precondition, RegistryError, SlurmUnreachable
+from orchestrator.errors import Fenced, ForeignRun, Precondition, RegistryError, SlurmUnreachable
 from orchestrator.recovery.evidence import Evidence
 from orchestrator.recovery.failures import LEAVING_LIMIT, End, Verdict, judge
 from orchestrator.recovery.silence import Press, judge_silence
 from orchestrator.registry.records import Attempt, Lease, Run
 from orchestrator.registry.store import Store
-from orchestrator.scheduler.base import LEAVING_STATES, RUNNING_STATES, UNREADABLE, JobStatus, Scheduler
+from orchestrator.scheduler.base import LEAVING_STATES, RUNNING_STATES, JobStatus, Scheduler
 from orchestrator.scheduler.instance import Instance
 from orchestrator.states import LIVE_ATTEMPTS, AttemptState, RunState
 from trainer.contract.config import build
@@ -102,10 +105,11 @@ class Controller:
         asks.answer_idle(self.actor)
         runs = self.domain.live()
         attempts = {run.name: tuple(self.store.attempts(run.name)) for run in runs}
-        sights = {kind: self._look(kind, runs, attempts) for kind in sorted({run.cluster for run in runs})}
+        records = job_records(self.store, self.domain, attempts, self.clock.wall())
+        sights = {kind: self._look(kind, runs, attempts, records) for kind in sorted({run.cluster for run in runs})}
         fresh = [self._serve(run, attempts[run.name], sights[run.cluster]) for run in runs]
         for kind, sight in sights.items():
-            self._sweep(kind, sight)
+            sweep_orphans(self.actor, self.domain, kind, sight)
         self.store.ticked(self.actor.lease, self.clock.wall())
         self.watch.save()
         return TickReport(
@@ -125,16 +129,12 @@ class Controller:
 
     def _has_outcome(self, folder: RunDir) -> bool:
         """Whether the newest attempt says that it has ended; a folder that cannot be read has no news."""
-
-        def look() -> bool:
-            return any(place.outcome.exists() for place in folder.all_attempts()[-1:])
-
         try:
-            return self.files.call(folder.path, look)
+            return self.files.call(folder.path, lambda: has_outcome(folder))
         except (OSError, RunDirHangs):
             return False
 
-    def _look(self, kind: str, runs: list[Run], attempts: Mapping[str, tuple[Attempt, ...]]) -> Sight:
+    def _look(self, kind: str, runs: list[Run], attempts: Mapping[str, tuple[Attempt, ...]], records: Records) -> Sight:
         if silence := self.domain.silence(kind):
             self._silent[kind] = silence
             return replace(BLIND, error=silence)
@@ -142,9 +142,13 @@ class Controller:
         last = [attempts[run.name][-1] for run in mine if self.domain.expects(run, attempts[run.name])]
         adopted = [attempt for attempt in last if attempt.state in (AttemptState.SUBMITTED, AttemptState.RUNNING)]
         due = self.clock.mono() - self._swept_at.get(kind, -SWEEP_EVERY) >= SWEEP_EVERY
+        wanted = [job_id for attempt in last for job_id in wanted_ids(attempt, records[attempt.run, attempt.number])]
         self.actor.keep_lease()
-        missing = len(adopted) < len(last)
-        sight = look(self.schedulers[kind], adopted, sweep=due or missing, between=self.actor.keep_lease)
+
+        def sweep(seen: Sight) -> bool:
+            return due or len(adopted) < len(last) or any(seen.job_of(attempt) is None for attempt in adopted)
+
+        sight = look(self.schedulers[kind], records, wanted, sweep=sweep, between=self.actor.keep_lease)
         if not sight.answered:
             self._silent[kind] = sight.error
         if sight.swept:
@@ -159,7 +163,7 @@ class Controller:
         try:
             owned = self.domain.owns(run, attempts, sight)
             if not owned.holds:
-                self._note(run, owned.reason)
+                self.actor.note(run, owned.reason)
                 return False
             view = self._view(run, attempts)
             return self._advance(view if run.scheduler else self._again(view), sight)
@@ -169,17 +173,17 @@ class Controller:
             raise
         except SlurmUnreachable as error:
             self._silent.setdefault(run.cluster, error.what)
-            self._note(run, f"{run.cluster} does not answer, nothing is assumed: {error.what}")
+            self.actor.note(run, f"{run.cluster} does not answer, nothing is assumed: {error.what}")
         except RunDirHangs as error:
             self._errors.append(f"{run.name}: {error.what}")
-            self._note(run, f"{error.what}; its job is left as it is, and looked for again")
+            self.actor.note(run, f"{error.what}; its job is left as it is, and looked for again")
             self._cancel_without_folder(run, attempts, sight)
         except Precondition as error:
             self._hold(run, error)
         except Exception as error:  # outermost edge: one run's trouble must not stop the others
             log.exception("run %s", run.name)
             self._errors.append(f"{run.name}: {type(error).__name__}: {error}")
-            self._note(run, f"the controller cannot serve this run: {type(error).__name__}: {error}")
+            self.actor.note(run, f"the controller cannot serve this run: {type(error).__name__}: {error}")
         return False
 
     def _cancel_without_folder(self, run: Run, attempts: tuple[Attempt, ...], sight: Sight) -> None:
@@ -213,7 +217,7 @@ class Controller:
         if view.last.state in LIVE_ATTEMPTS:
             sight = sight.of(view.last)
         if not sight.answered:
-            self._note(view.run, f"{view.run.cluster} does not answer, nothing is assumed: {sight.error}")
+            self.actor.note(view.run, f"{view.run.cluster} does not answer, nothing is assumed: {sight.error}")
         if view.last.state is AttemptState.INTENT:
             return self._intent(view, sight)
         if view.last.state in LIVE_ATTEMPTS:
@@ -246,7 +250,7 @@ class Controller:
             return False
         for what in ("gone", "ended", "beat"):
             self.watch.forget(f"{what}:{view.run.name}/{view.last.number}")
-        self._note(view.run, f"{why}; nothing is assumed until it is")
+        self.actor.note(view.run, f"{why}; nothing is assumed until it is")
         return True
 
     def _end_cancelled(self, view: RunView) -> None:
@@ -276,6 +280,10 @@ class Controller:
         verdict = judge(evidence)
         if verdict.end is End.OPEN:
             return fresh
+        lost = view.last.job_id
+        if verdict.end is End.LOST and lost is not None and lost not in sight.polled:
+            # No list of jobs has it, and a list can be wrong: it must not start beside its successor.
+            self.actor.cancel(view.run, lost, "Slurm does not list it any more")
         # What the job wrote in its last moments belongs to its history.
         ingest(self.store, view, **self.actor.stamp(), files=self.files)
         self._conclude(self._again(view), verdict, evidence.gone)
@@ -332,8 +340,9 @@ class Controller:
             self.store.note_attempt(run.name, attempt.number, epoch=self.actor.epoch, job_state=job.state)
         waits = f" ({job.reason})" if job.reason and job.reason != "None" and not runs else ""
         silence = judge_silence(evidence, view.config.recovery.hang.heartbeat)
-        said = "".join(f"; {words}" for words in (silence.reason, evidence.odd) if words)
-        self._note(self.store.run(run.name), f"job {job.job_id} is {job.state}{waits}{said}")
+        changed = changes(job, job_spec(run, attempt, view.config))
+        said = "".join(f"; {words}" for words in (silence.reason, evidence.odd, changed) if words)
+        self.actor.note(run, f"job {job.job_id} is {job.state}{waits}{said}")
 
     def _next(self, view: RunView, sight: Sight) -> bool:
         """No attempt is live: the run waits for its next one."""
@@ -343,11 +352,11 @@ class Controller:
             asks.cancelled(self.actor, view)
             return True
         if view.cancel is None and self.clock.wall() < run.not_before and sight.answered and view.last.decision:
-            self._note(run, view.last.decision["reason"])  # what it waits for, whatever was noted in between
+            self.actor.note(run, view.last.decision["reason"])  # what it waits for, whatever was noted in between
         if view.cancel is not None or self.clock.wall() < run.not_before or not sight.swept:
             return False
         if blockers:
-            self._note(run, f"waits until job {blockers[0].job_id} has left the queue ({blockers[0].state})")
+            self.actor.note(run, f"waits until job {blockers[0].job_id} has left the queue ({blockers[0].state})")
             return False
         if self._is_hidden(view):
             return False
@@ -369,49 +378,19 @@ class Controller:
             return False
         return self.watch.age(f"stuck:{job.job_id}", job.name) >= LEAVING_LIMIT
 
-    # -- jobs that should not be
-
-    def _sweep(self, kind: str, sight: Sight) -> None:
-        """Cancel live jobs of attempts that are over, and late duplicates; jobs of other registries are not ours."""
-        for job in sight.found:
-            if is_live(job) and job.state not in LEAVING_STATES and job.state != UNREADABLE:
-                try:
-                    self._sweep_job(job)
-                except (SlurmUnreachable, Precondition, OSError, ValueError) as error:
-                    log.warning("%s: %s", kind, error)
-
-    def _sweep_job(self, job: JobStatus) -> None:
-        name = parse_name(job.name)
-        if name is None:
-            return
-        try:
-            run, attempt = self.store.run(name.run), self.store.attempt(name.run, name.attempt)
-        except NotFound:
-            return
-        if run.name != name.run or attempt.nonce != name.nonce or not self.domain.has(run):
-            return
-        if attempt.state not in LIVE_ATTEMPTS:
-            self.actor.cancel(run, job.job_id, f"its attempt {attempt.number} is {attempt.state}")
-        elif attempt.job_id is not None and attempt.job_id != job.job_id:
-            self.actor.cancel(run, job.job_id, f"a late duplicate of {attempt.job_id}")
-
     # -- words
-
-    def _note(self, run: Run, reason: str) -> None:
-        if reason and run.reason != reason:
-            self.store.note_run(run.name, **self.actor.stamp(), reason=reason)
 
     def _hold(self, run: Run, error: Precondition) -> None:
         reason = "; ".join(part for part in (error.what, error.where, error.hint) if part)
         # A file system heals without anybody who types `orch resume`.
         if isinstance(error.__cause__, OSError):
-            self._note(run, f"{reason}; tried again until it works")
+            self.actor.note(run, f"{reason}; tried again until it works")
             return
         last = self.store.attempts(run.name)[-1]
         # Nobody follows the job of a held run: hold it only when there can be none.
         if last.state in LIVE_ATTEMPTS and last.submitted_at is not None:
             self._errors.append(f"{run.name}: {reason}")
-            self._note(run, f"{reason}; its job is followed meanwhile")
+            self.actor.note(run, f"{reason}; its job is followed meanwhile")
             return
         reason = f"{reason}; when it is mended: orch resume {run.name}"
         self.store.move_run(run.name, RunState.HELD, reason, **self.actor.stamp())

@@ -69,6 +69,7 @@ COUNTED = {
     FailureKind.NUMERIC: Counted.PERSON,
     FailureKind.CANCELLED: Counted.PERSON,
     FailureKind.SUBMIT_REJECTED: Counted.PERSON,
+    FailureKind.SUBMISSION_LOST: Counted.PERSON,
     FailureKind.RANK_KILLED: Counted.TRIES,
     FailureKind.HANG: Counted.TRIES,
     FailureKind.UNKNOWN: Counted.TRIES,
@@ -141,6 +142,7 @@ def decide(
 _FINAL = {
     FailureKind.USER_ERROR: (Action.FAIL, "the training code failed: ", ""),
     FailureKind.SUBMIT_REJECTED: (Action.HOLD, "the job was refused: ", ""),
+    FailureKind.SUBMISSION_LOST: (Action.HOLD, "", ""),
     FailureKind.CANCELLED: (Action.HOLD, "", ""),
     # Both would come again at the same step, on any nodes.
     FailureKind.DESYNC: (

@@ -21,6 +21,7 @@ from orchestrator.registry.records import (
     Node,
     Notice,
     Run,
+    Submission,
     Transition,
 )
 from orchestrator.registry.rows import generation_rows, record, the_attempt, the_run
@@ -36,6 +37,7 @@ from orchestrator.registry.schema import (
     NodeRow,
     NoticeRow,
     RunRow,
+    SubmissionRow,
     TransitionRow,
 )
 from orchestrator.states import RunState
@@ -70,6 +72,15 @@ class Reading(Verbs):
     def attempt(self, connection: Connection, run: str, number: int) -> Attempt:
         """One attempt of a run; raises NotFound."""
         return the_attempt(connection, run, number)
+
+    @reads
+    def submissions(self, connection: Connection, run: str | None = None, *, since: float = 0.0) -> list[Submission]:
+        """Submissions of one run, or of all, that were begun at `since` or later; oldest first."""
+        query = select(SubmissionRow.__table__).where(SubmissionRow.submitted_at >= since)
+        if run is not None:
+            query = query.where(SubmissionRow.run == run)
+        order = (SubmissionRow.submitted_at, SubmissionRow.run, SubmissionRow.attempt, SubmissionRow.number)
+        return [record(Submission, row) for row in connection.execute(query.order_by(*order)).mappings()]
 
     @reads
     def generations(self, connection: Connection, run: str, attempt: int | None = None) -> list[Generation]:

@@ -9,7 +9,17 @@ from typing import Any
 from checkpointing.durable import dump_line, read_json, write_durably
 from orchestrator.errors import NotFound
 from orchestrator.registry.reading import Reading
-from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation, Node, Notice, Run, Transition
+from orchestrator.registry.records import (
+    Attempt,
+    Checkpoint,
+    Copy,
+    Generation,
+    Node,
+    Notice,
+    Run,
+    Submission,
+    Transition,
+)
 from trainer.contract.config import build
 from trainer.contract.run_dir import RunDir
 
@@ -27,6 +37,7 @@ class Record:
     checkpoints: tuple[Checkpoint, ...]
     copies: tuple[Copy, ...] = ()
     notices: tuple[Notice, ...] = ()
+    submissions: tuple[Submission, ...] = ()
     transitions: tuple[Transition, ...]
     nodes: tuple[Node, ...]
     cursors: dict[str, int]
@@ -60,6 +71,7 @@ def record_of(store: Reading, name: str) -> Record:
         checkpoints=tuple(store.checkpoints(name)),
         copies=tuple(store.copies(name)),
         notices=tuple(store.notices(name)),
+        submissions=tuple(store.submissions(name)),
         transitions=tuple(store.transitions(name)),
         nodes=tuple(node for node in store.nodes() if node.cluster == run.domain and node.name in used),
         cursors=store.cursors(name),

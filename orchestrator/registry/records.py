@@ -68,6 +68,18 @@ class Attempt:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Submission:
+    """One call of sbatch for an attempt, numbered from 1 within it."""
+
+    run: str
+    attempt: int
+    number: int
+    submitted_at: float
+    job_id: str | None = None  # what sbatch answered
+    outcome: str = ""  # ADOPTED, REFUSED, CANCELLED (a duplicate); empty while nobody knows what became of it
+
+
+@dataclass(frozen=True, kw_only=True)
 class Generation:
     """One generation within an attempt, numbered from 1."""
 

@@ -8,7 +8,17 @@ from sqlalchemy.dialects.sqlite import insert as insert_or
 from orchestrator.registry.database import Verbs, writes
 from orchestrator.registry.leasing import NOBODY
 from orchestrator.registry.recording import Record
-from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation, Node, Notice, Run, Transition
+from orchestrator.registry.records import (
+    Attempt,
+    Checkpoint,
+    Copy,
+    Generation,
+    Node,
+    Notice,
+    Run,
+    Submission,
+    Transition,
+)
 from orchestrator.registry.schema import (
     AttemptRow,
     Base,
@@ -20,10 +30,11 @@ from orchestrator.registry.schema import (
     NodeRow,
     NoticeRow,
     RunRow,
+    SubmissionRow,
     TransitionRow,
 )
 
-Row = Run | Attempt | Generation | Checkpoint | Copy | Notice | Transition
+Row = Run | Attempt | Submission | Generation | Checkpoint | Copy | Notice | Transition
 
 
 class Restoring(Verbs):
@@ -34,6 +45,7 @@ class Restoring(Verbs):
         """Insert all rows of a run as they were recorded; of a node that is known already the fuller row stays."""
         rows: list[tuple[type[Base], Row]] = [(RunRow, record.run)]
         rows += [(AttemptRow, item) for item in record.attempts]
+        rows += [(SubmissionRow, item) for item in record.submissions]
         rows += [(GenerationRow, item) for item in record.generations]
         rows += [(CheckpointRow, item) for item in record.checkpoints]
         rows += [(CopyRow, item) for item in record.copies]

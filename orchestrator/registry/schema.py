@@ -139,6 +139,22 @@ class AttemptRow(Base):
     scheduler: Mapped[str] = mapped_column(server_default="")
 
 
+class SubmissionRow(Base):
+    """One call of sbatch for an attempt; `outcome` is empty while nobody knows what became of it."""
+
+    __tablename__ = "submissions"
+    __table_args__ = (
+        ForeignKeyConstraint(["run", "attempt"], ["attempts.run", "attempts.number"], name="fk_submissions_attempt"),
+        Index("ix_submissions_submitted_at", "submitted_at"),
+    )
+    run: Mapped[str] = mapped_column(primary_key=True)
+    attempt: Mapped[int] = mapped_column(primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True)
+    submitted_at: Mapped[float]
+    job_id: Mapped[str | None]
+    outcome: Mapped[str]
+
+
 class GenerationRow(Base):
     __tablename__ = "generations"
     __table_args__ = (

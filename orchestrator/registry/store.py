@@ -19,12 +19,13 @@ from orchestrator.registry.locking import Locking, locking_for
 from orchestrator.registry.reading import Reading
 from orchestrator.registry.recording import write_records
 from orchestrator.registry.restoring import Restoring
+from orchestrator.registry.submitting import Submitting
 from orchestrator.registry.versions import HEAD, KNOWN
 
 T = TypeVar("T")
 
 
-class Store(Reading, Asking, Leasing, Deciding, Restoring):
+class Store(Reading, Asking, Leasing, Deciding, Submitting, Restoring):
     """The open registry. Each write is one durable transaction, tried again while another process writes."""
 
     @classmethod

@@ -1,5 +1,6 @@
 """The scheduler seam: five methods, and job states in Slurm's own words."""
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,7 +33,7 @@ class JobSpec:
     """One held job: one agent task per node, started as `trainer.agent.main.run_agent(run_dir, attempt)`."""
 
     name: str  # orch-<run>-<attempt>-<nonce>, unique for ever
-    comment: str  # orch:<run>/<attempt>
+    comment: str  # orch:<run>/<attempt>/<nonce>
     run_dir: Path
     attempt: int
     submission: Path  # submitit's folder
@@ -50,7 +51,7 @@ class JobStatus:
     job_id: str
     name: str
     state: str
-    submit_time: str = ""  # identity is name + submit_time: job ids are given out again after a crash
+    submit_time: str = ""  # job ids are given out again after a crash: an id alone is no identity
     comment: str = ""
     nodes: tuple[str, ...] = ()
     exit_code: int | None = None
@@ -61,6 +62,8 @@ class JobStatus:
     held: bool = False
     nodes_down: tuple[str, ...] = ()  # nodes of a job that ends or has ended that the scheduler itself calls down
     source: str = "queue"  # or "accounting"
+    files: tuple[str, ...] = field(default=(), compare=False)  # script and standard output: only the queue has them
+    settings: Mapping[str, str] = field(default_factory=dict, compare=False)  # partition, account, ...: as files
 
 
 QUEUED_STATES = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD"})
@@ -75,7 +78,7 @@ ENDED_STATES = frozenset(
 )  # fmt: skip
 
 UNREADABLE = "UNREADABLE"
-"""No word of Slurm: what is written down about this one job cannot be read, so nothing is known of it."""
+"""No word of Slurm: what it says about this one job cannot be read, so nothing is known of it; `reason` says why."""
 
 
 class Scheduler(Protocol):
@@ -83,16 +86,22 @@ class Scheduler(Protocol):
 
     kind: str
 
-    def submit(self, spec: JobSpec) -> None:
-        """Submit the job held. SubmitRejected: it was refused; SubmitAmbiguous: only `find` can tell."""
+    def submit(self, spec: JobSpec) -> str | None:
+        """Submit the job held; its id where that was answered.
 
-    def find(self, name_prefix: str) -> list[JobStatus]:
-        """All jobs of this user whose name starts so: the queue first, then accounting where there is one."""
+        SubmitRejected: it was refused; SubmitAmbiguous: only `find` can tell.
+        """
+
+    def find(self, name_prefix: str, known: Collection[str] = ()) -> list[JobStatus]:
+        """All jobs of this user that were submitted under a name which starts so, and those of the ids in `known`.
+
+        The queue first, then accounting where there is one. What a site has changed of them is not hidden.
+        """
 
     def poll(self, ids: list[str]) -> dict[str, JobStatus]:
         """One batched look-up; an id that was asked for and is missing is unknown to the scheduler.
 
-        A job in state UNREADABLE stands under its name, because its id is not known.
+        What cannot be told of one job makes that job UNREADABLE; it stands under its name where its id is not known.
         """
 
     def release(self, job_id: str, submission: Path) -> None:

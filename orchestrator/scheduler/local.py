@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 from checkpointing.durable import write_durably
@@ -49,7 +50,7 @@ class LocalScheduler:
         path = records.write_intent(self._index, intent)
         _start(intent, path, spec.submitter.environ(os.environ))
 
-    def find(self, name_prefix: str) -> list[JobStatus]:
+    def find(self, name_prefix: str, known: Collection[str] = ()) -> list[JobStatus]:
         found = [self._status_or_trouble(intent) for intent in self._intents() if intent.name.startswith(name_prefix)]
         for status in found:
             if status is not None and status.state == UNREADABLE and status.name == name_prefix:

@@ -11,6 +11,7 @@ from orchestrator.errors import Precondition
 from orchestrator.scheduler.base import JobSpec
 
 AGENT = "trainer.agent.main:run_agent"
+_SCRIPT = re.compile(r"(\d+)_submission\.sh", re.ASCII)
 _ORPHAN = re.compile(r"[0-9a-f]{32}\.pkl")
 
 
@@ -24,6 +25,15 @@ def load_entry(entry: str) -> Callable[[str, str], None]:
 def arguments(spec: JobSpec) -> tuple[str, str]:
     """The two strings that travel with the function."""
     return str(spec.run_dir), str(spec.attempt)
+
+
+def ids_in(submission: Path) -> set[str]:
+    """Ids of jobs that submitit has submitted from this folder: it names its script after the answer of sbatch."""
+    try:
+        found = [_SCRIPT.fullmatch(name) for name in os.listdir(submission)]
+    except OSError:
+        return set()
+    return {match[1] for match in found if match}
 
 
 def adopt_payload(submission: Path, job_id: str) -> None:

@@ -16,6 +16,7 @@ from orchestrator.scheduler import payload
 from orchestrator.scheduler.base import JobSpec, Resources
 from orchestrator.scheduler.commands import ask, require
 from orchestrator.scheduler.job_environment import Submitter
+from orchestrator.scheduler.job_tags import TAG_VARIABLE
 from orchestrator.scheduler.refusals import submit_error
 from orchestrator.scheduler.sbatch_values import check_field, check_nodes, check_options, check_text, minutes
 from orchestrator.scheduler.script import prepare
@@ -55,6 +56,7 @@ def executor(spec: JobSpec) -> HeldExecutor:
     made = HeldExecutor(folder=spec.submission, python=prepared.python)
     made.submitter = spec.submitter
     setup = ["export SPT_NOENV=1", *prepared.setup]  # processes that rename themselves keep a readable environment
+    setup.append(f"export {TAG_VARIABLE}={shlex.quote(spec.name)}")
     if prepared.own_interpreter and spec.submitter.package_root:
         setup.append(f"export PYTHONPATH={shlex.quote(spec.submitter.package_root)}")
     made.update_parameters(
@@ -130,14 +132,14 @@ def text(spec: JobSpec) -> str:
     return str(made._make_submission_file_text(made._submitit_command_str, ""))
 
 
-def submit(spec: JobSpec, entry: str) -> None:
-    """Submit the job held; raises SubmitRejected, SubmitAmbiguous, or Precondition without sbatch."""
+def submit(spec: JobSpec, entry: str) -> str:
+    """Submit the job held, return its id; raises SubmitRejected, SubmitAmbiguous, or Precondition without sbatch."""
     made = executor(spec)
     require("sbatch")
     function = payload.load_entry(entry)
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it then raises
-            made.submit(function, *payload.arguments(spec))
+            return str(made.submit(function, *payload.arguments(spec)).job_id)
     except FailedJobError as error:
         raise named(submit_error(str(error)), spec.resources) from error
     except (OSError, RuntimeError) as error:  # submitit could not read sbatch's answer, or the files behind it

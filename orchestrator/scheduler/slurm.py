@@ -1,19 +1,22 @@
 """The Slurm scheduler: jobs are submitted held through submitit, and looked up through squeue and sacct."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from orchestrator.errors import SlurmUnreachable
 from orchestrator.scheduler import payload
-from orchestrator.scheduler.base import ENDED_STATES, LEAVING_STATES, JobSpec, JobStatus
+from orchestrator.scheduler.base import ENDED_STATES, LEAVING_STATES, UNREADABLE, JobSpec, JobStatus
 from orchestrator.scheduler.commands import TIMEOUT_S, ask, unreachable
+from orchestrator.scheduler.job_tags import is_marked
 from orchestrator.scheduler.slurm_text import (
     SACCT_FORMAT,
     SEPARATOR,
     SQUEUE_FORMAT,
     Garbage,
+    Listing,
+    Mine,
     fold_nodes,
     join_resized,
     read_accounting,
@@ -25,6 +28,7 @@ LOOK_BACK_DAYS = 14
 """How far `find` looks into accounting: longer than any controller is likely to be away."""
 
 _NO_ACCOUNTING = "accounting storage is disabled"
+_NO_SUCH_JOB = "invalid job id"
 _OVER = ENDED_STATES | LEAVING_STATES
 
 
@@ -36,32 +40,43 @@ class SlurmScheduler:
     def __init__(self, *, entry: str = payload.AGENT, timeout: float = TIMEOUT_S) -> None:
         self._entry, self._timeout = entry, timeout
 
-    def submit(self, spec: JobSpec) -> None:
+    def submit(self, spec: JobSpec) -> str:
         from orchestrator.scheduler import sbatch  # submitit: only where a job is submitted
 
-        sbatch.submit(spec, self._entry)
+        return sbatch.submit(spec, self._entry)
 
-    def find(self, name_prefix: str) -> list[JobStatus]:
-        queued = [job for job in self._queue() if job.name.startswith(name_prefix)]
+    def find(self, name_prefix: str, known: Collection[str] = ()) -> list[JobStatus]:
+        def mine(job: JobStatus) -> bool:
+            return is_marked(job, name_prefix, known)
+
+        queued, whole = self._queue(mine)
+        if not whole:
+            raise unreachable("squeue", "its answer was cut short")
         try:
-            recorded = self._accounting(["-S", f"now-{LOOK_BACK_DAYS}days"])
+            recorded = self._accounting(["-S", f"now-{LOOK_BACK_DAYS}days"], mine)
         except SlurmUnreachable:
             if queued:  # the queue has answered, and it knew
                 return queued
             raise
-        known = {(job.job_id, job.submit_time) for job in queued}
-        matching = [job for job in recorded or () if job.name.startswith(name_prefix)]
-        return queued + [job for job in _newest(matching) if (job.job_id, job.submit_time) not in known]
+        seen = {(job.job_id, job.submit_time) for job in queued}
+        return queued + [job for job in _newest(recorded or []) if (job.job_id, job.submit_time) not in seen]
 
     def poll(self, ids: list[str]) -> dict[str, JobStatus]:
         if not ids:
             return {}
+        found: dict[str, JobStatus] = {}
         wanted = set(ids)
-        found = {job.job_id: job for job in self._queue() if job.job_id in wanted}
-        missing = sorted(wanted - set(found))
-        if missing:
-            recorded = self._accounting(["-j", ",".join(missing)])
-            found.update({job.job_id: job for job in _newest(recorded or []) if job.job_id in wanted})
+        # One that is missing from the list of this user's jobs is asked for by its id, then looked up in accounting.
+        for ask_for in (self._listed, self._listed_by_id, self._recorded):
+            missing = wanted - set(found)
+            if not missing:
+                break
+            try:
+                found.update(ask_for(missing))
+            except SlurmUnreachable as error:
+                if not found:
+                    raise
+                found.update({job_id: _unreadable(job_id, error.what) for job_id in missing})
         return self._with_down_nodes(found)
 
     def release(self, job_id: str, submission: Path) -> None:
@@ -71,35 +86,60 @@ class SlurmScheduler:
     def cancel(self, job_id: str) -> None:
         self._change(["scancel", job_id], job_id, lambda job: job.state in _OVER)
 
-    def _queue(self) -> list[JobStatus]:
-        """This user's jobs, those that ended within MinJobAge included."""
-        done = ask(["squeue", "-h", "-a", "--me", "-t", "all", "-O", SQUEUE_FORMAT], self._timeout)
+    def _listed(self, ids: Collection[str]) -> dict[str, JobStatus]:
+        jobs, _ = self._queue(lambda job: job.job_id in ids)  # what a cut answer lacks is asked for again, by its id
+        return {job.job_id: job for job in jobs}
+
+    def _listed_by_id(self, ids: Collection[str]) -> dict[str, JobStatus]:
+        jobs, whole = self._queue(lambda job: job.job_id in ids, ["-j", ",".join(sorted(ids))])
+        found = {job.job_id: job for job in jobs}
+        lost = () if whole else set(ids) - set(found)
+        return found | {job_id: _unreadable(job_id, "squeue's answer was cut short") for job_id in lost}
+
+    def _recorded(self, ids: Collection[str]) -> dict[str, JobStatus]:
+        recorded = self._accounting(["-j", ",".join(sorted(ids))], lambda job: job.job_id in ids)
+        return {job.job_id: job for job in _newest(recorded or [])}
+
+    def _queue(self, mine: Mine, which: Sequence[str] = ()) -> Listing:
+        """This user's jobs that are `mine`, those that ended within MinJobAge included."""
+        done = ask(["squeue", "-h", "-a", "--me", "-t", "all", *which, "-O", SQUEUE_FORMAT], self._timeout)
         if done.returncode != 0:
+            # Asked for one id alone that it does not know, squeue fails: a definite answer.
+            if which and _NO_SUCH_JOB in done.stderr.lower():
+                return Listing([], True)
             raise unreachable("squeue", done.stderr)
         try:
-            return read_queue(done.stdout)
+            return read_queue(done.stdout, mine)
         except Garbage as error:
             raise unreachable("squeue", str(error)) from error
 
     def _with_down_nodes(self, jobs: dict[str, JobStatus]) -> dict[str, JobStatus]:
         """Tell of jobs that are over which of their nodes are down: a job may end before Slurm misses its node."""
-        suspects = {node for job in jobs.values() if job.state in _OVER for node in job.nodes}
-        if not suspects:
+        over = {job_id: job for job_id, job in jobs.items() if job.state in _OVER and job.nodes}
+        if not over:
             return jobs
-        done = ask(["sinfo", "-h", "-N", "-n", fold_nodes(tuple(sorted(suspects))), "-o", "%N %T"], self._timeout)
+        try:
+            down = self._down_nodes(frozenset(node for job in over.values() for node in job.nodes))
+        except SlurmUnreachable as error:
+            if len(over) == len(jobs):
+                raise
+            return jobs | {job_id: _unreadable(job_id, error.what) for job_id in over}
+        return jobs | {
+            job_id: replace(job, nodes_down=tuple(node for node in job.nodes if node in down))
+            for job_id, job in over.items()
+        }
+
+    def _down_nodes(self, nodes: frozenset[str]) -> frozenset[str]:
+        done = ask(["sinfo", "-h", "-N", "-n", fold_nodes(tuple(sorted(nodes))), "-o", "%N %T"], self._timeout)
         if done.returncode != 0:
             raise unreachable("sinfo", done.stderr)
         try:
-            down = read_down_nodes(done.stdout)
+            return read_down_nodes(done.stdout, nodes)
         except Garbage as error:
             raise unreachable("sinfo", str(error)) from error
-        return {
-            job_id: replace(job, nodes_down=tuple(node for node in job.nodes if node in down))
-            for job_id, job in jobs.items()
-        }
 
-    def _accounting(self, which: list[str]) -> list[JobStatus] | None:
-        """Rows of accounting; None where the site keeps none. Raises SlurmUnreachable when it cannot be read."""
+    def _accounting(self, which: list[str], mine: Mine = lambda job: True) -> list[JobStatus] | None:
+        """Rows of accounting that are `mine`; None where the site keeps none. Raises SlurmUnreachable."""
         shape = ["-X", "-D", "-n", "-p", "--delimiter", SEPARATOR, "-o", SACCT_FORMAT, "-u", str(os.getuid())]
         done = ask(["sacct", *shape, *which], self._timeout)
         if _NO_ACCOUNTING in done.stderr.lower():
@@ -108,9 +148,12 @@ class SlurmScheduler:
         if done.returncode != 0 or "error:" in done.stderr:
             raise unreachable("sacct", done.stderr)
         try:
-            return join_resized(read_accounting(done.stdout))
+            recorded, whole = read_accounting(done.stdout, mine)
         except Garbage as error:
             raise unreachable("sacct", str(error)) from error
+        if not whole:
+            raise unreachable("sacct", "its answer was cut short")
+        return join_resized(recorded)
 
     def _change(self, command: list[str], job_id: str, done: Callable[[JobStatus], bool]) -> None:
         """Change one job; when Slurm objects, the job's state tells whether anything is left to do.
@@ -123,6 +166,10 @@ class SlurmScheduler:
         job = self.poll([job_id]).get(job_id)
         if job is not None and not done(job):
             raise unreachable(" ".join(command), said.stderr)
+
+
+def _unreadable(job_id: str, reason: str) -> JobStatus:
+    return JobStatus(job_id=job_id, name="", state=UNREADABLE, reason=reason)
 
 
 def _newest(jobs: list[JobStatus]) -> list[JobStatus]:

@@ -3,26 +3,36 @@
 import calendar
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from orchestrator.scheduler.base import ENDED_STATES, JobStatus
+from orchestrator.scheduler.base import ENDED_STATES, UNREADABLE, JobStatus
+from orchestrator.scheduler.job_tags import names_in
 
 SEPARATOR = "\x1f"
 """Ends every field: a character that no job name, reason or comment can bear by accident."""
 
 SQUEUE_FIELDS = (
     ("JobID", 64), ("State", 32), ("Reason", 256), ("exit_code", 16), ("RestartCnt", 16), ("PriorityLong", 24),
-    ("SubmitTime", 32), ("EndTime", 32), ("NodeList", 16384), ("Comment", 512), ("Name", 512),
+    ("SubmitTime", 32), ("EndTime", 32), ("TimeLimit", 32), ("Requeue", 8), ("Partition", 256), ("Account", 128),
+    ("QOS", 128), ("NodeList", 16384), ("Comment", 512), ("Command", 1024), ("STDOUT", 1024), ("Name", 512),
 )  # fmt: skip
 SQUEUE_FORMAT = ",".join(f"{name}:{width}{SEPARATOR}" for name, width in SQUEUE_FIELDS)
 SACCT_FIELDS = ("JobIDRaw", "State", "Reason", "ExitCode", "Submit", "End", "NodeList", "Comment", "JobName")
 SACCT_FORMAT = ",".join(SACCT_FIELDS)
+_SETTINGS = {"time limit": "TimeLimit", "requeue": "Requeue", "partition": "Partition", "account": "Account",
+             "qos": "QOS"}  # fmt: skip
+"""What a site may set otherwise than was asked for, by the name people know it under."""
 
 _NAMELESS = "allocation"  # what sacct shows for a job without a name
-_JOB_ID = re.compile(r"\d+([_+].*)?", re.ASCII | re.DOTALL)
+_ROW_START = re.compile(rf"^ *(\d[\d_+.,%\[\]-]*) *{SEPARATOR}", re.ASCII | re.MULTILINE)
+_BLANK = " \n"  # to Python the separator is a blank, too
+_WORD = re.compile(r"[A-Z_]+", re.ASCII)
 _NO_VALUE = frozenset({"", "(null)", "N/A", "NONE", "None", "Unknown", "None assigned", "INVALID"})
+
+Mine = Callable[[JobStatus], bool]
+"""Whether a row is of interest, told by its id, name, comment and files alone; the others are not read any further."""
 
 
 class Garbage(ValueError):
@@ -36,46 +46,116 @@ class Ending(NamedTuple):
     signal: int | None
 
 
-def read_queue(text: str) -> list[JobStatus]:
-    """Jobs as `squeue -h -O SQUEUE_FORMAT` lists them; raises Garbage."""
-    found = []
-    for row in _rows(text, len(SQUEUE_FIELDS)):
-        for (name, width), value in zip(SQUEUE_FIELDS, row, strict=True):
-            if name != "Name" and len(value) >= width:
-                raise Garbage(f"squeue cut {name} short at {width} characters")
-        job, state, reason, code, restarts, priority, submitted, end, nodes, comment, name = row
-        word = plain_state(state)
-        ending = wait_status(code) if word in ENDED_STATES else Ending(None, None)
-        found.append(
-            JobStatus(
-                job_id=job, name=name, state=word, submit_time=_known(submitted), comment=_known(comment),
-                nodes=expand_nodes(nodes), exit_code=ending.exit_code, signal=ending.signal, reason=_known(reason),
-                restarts=int(restarts) if restarts.isdigit() else 0, end_time=epoch(end),
-                held=word == "PENDING" and (priority == "0" or reason.startswith("JobHeld")), source="queue",
-            )
-        )  # fmt: skip
-    return found
+class Listing(NamedTuple):
+    """The jobs of an answer; where it is not `whole`, a job that is missing from it may exist all the same."""
+
+    jobs: list[JobStatus]
+    whole: bool
 
 
-def read_accounting(text: str) -> list[JobStatus]:
-    """Jobs as `sacct -X -D -n -p --delimiter SEPARATOR -o SACCT_FORMAT` lists them; raises Garbage.
+def read_queue(text: str, mine: Mine = lambda job: True) -> Listing:
+    """Jobs as `squeue -h -O SQUEUE_FORMAT` lists them, as far as they are `mine`; raises Garbage."""
+    return _read(text, tuple(name for name, _ in SQUEUE_FIELDS), _queued, mine)
+
+
+def read_accounting(text: str, mine: Mine = lambda job: True) -> Listing:
+    """Jobs as `sacct -X -D -n -p --delimiter SEPARATOR -o SACCT_FORMAT` lists them, as far as they are `mine`.
 
     A row without a name is left out: slurmdbd has heard of the job's end before its start, and cannot tell whose it is.
+    Raises Garbage.
     """
-    found = []
-    for job, state, reason, code, submitted, end, nodes, comment, name in _rows(text, len(SACCT_FIELDS)):
-        if name == _NAMELESS and not _known(nodes):
+    return _read(text, SACCT_FIELDS, _recorded, mine)
+
+
+Row = dict[str, str]
+
+
+def _read(text: str, names: tuple[str, ...], status: Callable[[Row], JobStatus | None], mine: Mine) -> Listing:
+    """Every row by itself: one that cannot be read is ignored when it is not ours, and UNREADABLE when it is."""
+    found: list[JobStatus] = []
+    readable, whole = 0, not text or text.endswith("\n")
+    for job_id, piece in _pieces(text):
+        fields = piece.split(SEPARATOR)
+        if not job_id or len(fields) != len(names) + 1:
+            # The id is what a row begins with: without it nobody knows whose row was lost.
+            whole = whole and (bool(job_id) or SEPARATOR not in piece)
+            name, comment = names_in(piece)
+            bare = JobStatus(job_id=job_id, name=name, comment=comment, state=UNREADABLE, reason="its row is damaged")
+            found += [bare] if mine(bare) else []
             continue
-        word = plain_state(state)
-        ending = exit_pair(code) if word in ENDED_STATES else Ending(None, None)
-        found.append(
-            JobStatus(
-                job_id=job, name=name, state=word, submit_time=_known(submitted), comment=_known(comment),
-                nodes=expand_nodes(nodes), exit_code=ending.exit_code, signal=ending.signal, reason=_known(reason),
-                end_time=epoch(end), source="accounting",
-            )
-        )  # fmt: skip
-    return found
+        readable += 1
+        row = {name: value.strip(_BLANK) for name, value in zip(names, fields[:-1], strict=True)}
+        found += _own(row, job_id, status, mine)
+    if text.strip(_BLANK) and not readable:
+        raise Garbage(f"expected records of {len(names)} fields, got {text[:200]!r}")
+    return Listing(found, whole)
+
+
+def _own(row: Row, job_id: str, status: Callable[[Row], JobStatus | None], mine: Mine) -> list[JobStatus]:
+    name = row.get("Name", row.get("JobName", ""))
+    submitted = _known(row.get("SubmitTime", row.get("Submit", "")))
+    bare = JobStatus(
+        job_id=job_id, name=name, state=UNREADABLE, submit_time=submitted, comment=_known(row["Comment"]),
+        files=_files(row),
+    )  # fmt: skip
+    if not mine(bare):
+        return []
+    if _WORD.fullmatch(plain_state(row["State"])) is None:
+        return [replace(bare, reason=f"{row['State'][:80]!r} is no state of a job")]
+    job = status(row)
+    return [] if job is None else [job]
+
+
+def _pieces(text: str) -> Iterator[tuple[str, str]]:
+    """The text cut before every job id that begins a line and ends a field; with "", what stands before the first."""
+    starts = list(_ROW_START.finditer(text))
+    before = text[: starts[0].start()] if starts else text
+    if before.strip(_BLANK):
+        yield "", before
+    for index, start in enumerate(starts):
+        end = starts[index + 1].start() if index + 1 < len(starts) else len(text)
+        yield start[1], text[start.start() : end]
+
+
+def _queued(row: Row) -> JobStatus:
+    word = plain_state(row["State"])
+    ending = wait_status(row["exit_code"]) if word in ENDED_STATES else Ending(None, None)
+    held = row["PriorityLong"] == "0" or row["Reason"].startswith("JobHeld")
+    return JobStatus(
+        job_id=row["JobID"], name=row["Name"], state=word, submit_time=_known(row["SubmitTime"]),
+        comment=_known(row["Comment"]), nodes=_nodes(row), exit_code=ending.exit_code, signal=ending.signal,
+        reason=_known(row["Reason"]), restarts=int(row["RestartCnt"]) if row["RestartCnt"].isdigit() else 0,
+        end_time=epoch(row["EndTime"]), held=word == "PENDING" and held, source="queue", files=_files(row),
+        settings={name: row[field] for name, field in _SETTINGS.items() if _known(row[field])},
+    )  # fmt: skip
+
+
+def _recorded(row: Row) -> JobStatus | None:
+    if row["JobName"] == _NAMELESS and not _known(row["NodeList"]):
+        return None
+    word = plain_state(row["State"])
+    ending = exit_pair(row["ExitCode"]) if word in ENDED_STATES else Ending(None, None)
+    return JobStatus(
+        job_id=row["JobIDRaw"], name=row["JobName"], state=word, submit_time=_known(row["Submit"]),
+        comment=_known(row["Comment"]), nodes=_nodes(row), exit_code=ending.exit_code, signal=ending.signal,
+        reason=_known(row["Reason"]), end_time=epoch(row["End"]), source="accounting",
+    )  # fmt: skip
+
+
+def _files(row: Row) -> tuple[str, ...]:
+    return tuple(path for name in ("Command", "STDOUT") if (path := _known(row.get(name, ""))))
+
+
+def _nodes(row: Row) -> tuple[str, ...]:
+    """The job's nodes; none when the list was cut short or cannot be read: the state of the job is known all the same.
+
+    A part of the nodes would be worse than none: it would say that the others were taken out of the job.
+    """
+    text, width = row["NodeList"], dict(SQUEUE_FIELDS)["NodeList"]
+    try:
+        return () if "Name" in row and len(text) >= width else expand_nodes(text)
+    except Garbage:
+        return ()
 
 
 def join_resized(jobs: list[JobStatus]) -> list[JobStatus]:
@@ -98,24 +178,16 @@ def join_resized(jobs: list[JobStatus]) -> list[JobStatus]:
 _DOWN = frozenset({"DOWN", "FAIL", "FAILING"})
 
 
-def read_down_nodes(text: str) -> frozenset[str]:
-    """Nodes that `sinfo -h -N -o "%N %T"` shows as down; the `*` of a node that does not answer is no verdict yet."""
+def read_down_nodes(text: str, asked: frozenset[str]) -> frozenset[str]:
+    """Nodes among `asked` that `sinfo -h -N -o "%N %T"` shows as down; raises Garbage when it is not told of each.
+
+    The `*` of a node that does not answer is no verdict yet. A node that has no row is none of the cluster any more.
+    """
     rows = [line.split() for line in text.splitlines() if line.strip()]
-    if any(len(row) != 2 for row in rows):
+    told = {row[0]: row[1] for row in rows if len(row) == 2 and row[0] in asked}
+    if set(told) != asked and any(len(row) != 2 for row in rows):
         raise Garbage(f"expected a node and a state in every line, got {text[:200]!r}")
-    return frozenset(node for node, state in rows if plain_state(state) in _DOWN)
-
-
-def _rows(text: str, width: int) -> Iterator[list[str]]:
-    """Records of `width` separator-ended fields; a newline within a name does not end a record."""
-    fields = text.split(SEPARATOR)
-    if fields.pop().strip() or len(fields) % width:
-        raise Garbage(f"expected records of {width} fields, got {text[:200]!r}")
-    for start in range(0, len(fields), width):
-        row = [value.strip() for value in fields[start : start + width]]
-        if not _JOB_ID.fullmatch(row[0]) or not row[1]:
-            raise Garbage(f"expected a job id and a state, got {row[0][:80]!r}, {row[1][:80]!r}")
-        yield row
+    return frozenset(node for node, state in told.items() if plain_state(state) in _DOWN)
 
 
 def _known(value: str) -> str:

@@ -1,14 +1,7 @@
 """SIGSTOP of the controller, of the coordinator, of another agent: the run ends as if nothing had been, nobody is blamed."""
 
-import json
-import signal
-import time
-from typing import Any
 
-import psutil
 import pytest
-
-from tests.end_to_end.user import User, assert_exact, assert_no_step_twice_at_once
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(900)]
 RUN = [

@@ -19,6 +19,7 @@ from orchestrator.registry.records import (
     Node,
     Notice,
     Run,
+    Submission,
     Transition,
 )
 from orchestrator.states import AttemptState, RunState, Trust, may_move
@@ -39,6 +40,7 @@ class MemoryStore:
         self._configs: dict[str, dict[str, Any]] = {}
         self._cursors: dict[tuple[str, str], int] = {}
         self._notices: dict[tuple[str, int, str, int], Notice] = {}
+        self._submissions: dict[tuple[str, int, int], Submission] = {}
         self._asks: list[Ask] = []
         self._transitions: list[Transition] = []
         self._leases: dict[str, Lease] = {}
@@ -89,6 +91,21 @@ class MemoryStore:
             [item for item in lived if item.ended_at is None or item.ended_at >= since],
             [item for item in fallen if item.started_at >= since],
         )
+
+    def submissions(self, run: str | None = None, *, since: float = 0.0) -> list[Submission]:
+        found = (item for item in self._submissions.values() if run in (None, item.run) and item.submitted_at >= since)
+        return sorted(found, key=lambda item: (item.submitted_at, item.run, item.attempt, item.number))
+
+    def add_submission(self, run: str, attempt: int, *, epoch: int, now: float) -> int:
+        self._check(epoch)
+        number = sum(key[:2] == (run, attempt) for key in self._submissions) + 1
+        made = Submission(run=run, attempt=attempt, number=number, submitted_at=now)
+        self._submissions[run, attempt, number] = made
+        return number
+
+    def note_submission(self, run: str, attempt: int, number: int, *, epoch: int, **changes: Any) -> None:
+        self._check(epoch)
+        self._submissions[run, attempt, number] = replace(self._submissions[run, attempt, number], **changes)
 
     def transitions(self, run: str) -> list[Transition]:
         return [item for item in self._transitions if item.run == run]

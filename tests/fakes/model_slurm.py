@@ -1,10 +1,15 @@
 """A model of Slurm with its bad days: ambiguous submits, lost jobs, reused ids, late accounting, silence."""
 
-from dataclasses import dataclass
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from random import Random
+from typing import Any
 
 from orchestrator.errors import SlurmUnreachable, SubmitAmbiguous, SubmitRejected
-from orchestrator.scheduler.base import ENDED_STATES, JobSpec, JobStatus
+from orchestrator.scheduler.base import ENDED_STATES, UNREADABLE, JobSpec, JobStatus, Resources
+from orchestrator.scheduler.job_tags import is_marked
 from tests.fakes.model_agents import ModelAgents
 from tests.fakes.model_clock import FakeClock
 
@@ -15,11 +20,12 @@ SAVE_MAX_WAIT = 5.0
 
 @dataclass
 class ModelJob:
-    """One job as the model's slurmctld knows it."""
+    """One job as the model's slurmctld knows it; `shown` is what its answers say otherwise than was asked for."""
 
     job_id: str
     spec: JobSpec
     submitted: float
+    shown: dict[str, Any] = field(default_factory=dict)
     state: str = "PENDING"
     held: bool = True
     restarts: int = 0
@@ -38,7 +44,11 @@ class ModelJob:
 
 @dataclass
 class Weather:
-    """What goes wrong, as chances from 0 to 1 for each submit; `reject` refuses every one."""
+    """What goes wrong, as chances from 0 to 1 for each submit; `reject` refuses every one.
+
+    `rewrites`: what the site changes of every job that is submitted, of REWRITES; `partial`: the chance that a row is
+    missing from an answer which Slurm gives as if it were whole; `garbled`: that a row of ours cannot be read.
+    """
 
     ambiguous: float = 0.0
     late: float = 0.0
@@ -46,6 +56,18 @@ class Weather:
     reject: str = ""
     accounting: bool = True
     accounting_lag: float = 0.0
+    rewrites: frozenset[str] = frozenset()
+    partial: float = 0.0
+    garbled: float = 0.0
+
+
+REWRITES = frozenset({"name", "comment", "files", "submit_time"})
+"""What a job_submit plugin or a wrapper of sbatch may change of a job; its id is nobody's to change."""
+
+
+def slurm_time(seconds: float) -> str:
+    """A time as Slurm prints it: whole seconds, UTC."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
 
 
 class ModelSlurm:
@@ -68,7 +90,7 @@ class ModelSlurm:
 
     # -- the seam
 
-    def submit(self, spec: JobSpec) -> None:
+    def submit(self, spec: JobSpec) -> str | None:
         self.calls.append(f"submit {spec.name}")
         if self.weather.reject:
             raise SubmitRejected(self.weather.reject)
@@ -80,14 +102,23 @@ class ModelSlurm:
             self._accept(spec)
         if ambiguous or draw < self.weather.late:
             raise SubmitAmbiguous("Batch job submission failed: Socket timed out on send/recv operation")
+        return self.jobs[-1].job_id
 
-    def find(self, name_prefix: str) -> list[JobStatus]:
+    def find(self, name_prefix: str, known: Collection[str] = ()) -> list[JobStatus]:
         self._answer("find")
-        return [self._status(job) for job in self._known() if job.spec.name.startswith(name_prefix)]
+        return [job for job in self._listed() if is_marked(job, name_prefix, known)]
 
     def poll(self, ids: list[str]) -> dict[str, JobStatus]:
         self._answer("poll")
-        return {job.job_id: self._status(job) for job in self._known() if job.job_id in ids}
+        return {job.job_id: job for job in self._listed() if job.job_id in ids}
+
+    def _listed(self) -> list[JobStatus]:
+        """What one answer says: rows may be missing from it, or be unreadable."""
+        whole = [self._status(job) for job in self._known() if self.rng.random() >= self.weather.partial]
+        return [
+            replace(job, state=UNREADABLE, reason="garbage") if self.rng.random() < self.weather.garbled else job
+            for job in whole
+        ]
 
     def release(self, job_id: str, submission: object) -> None:
         self._answer(f"release {job_id}")
@@ -116,15 +147,41 @@ class ModelSlurm:
         return queue + [job for job in shown if job not in queue and now >= job.accounted_at]
 
     def _status(self, job: ModelJob) -> JobStatus:
-        return JobStatus(
-            job_id=job.job_id, name=job.spec.name, state=job.state, submit_time=f"{job.submitted:.3f}",
+        status = JobStatus(
+            job_id=job.job_id, name=job.spec.name, state=job.state, submit_time=slurm_time(job.submitted),
             comment=job.spec.comment, nodes=job.nodes, restarts=job.restarts, held=job.held and job.state == "PENDING",
             end_time=job.started + 3600.0 if job.started is not None else None, reason="None",
+            files=(str(job.spec.submission / "submission_file_0.sh"), str(job.spec.submission / "%j_0_log.out")),
         )  # fmt: skip
+        return replace(status, **job.shown)
 
     def _accept(self, spec: JobSpec) -> None:
-        self.jobs.append(ModelJob(job_id=str(self._next_id), spec=spec, submitted=self.clock.now))
+        job = ModelJob(job_id=str(self._next_id), spec=spec, submitted=self.clock.now)
+        self.jobs.append(job)
+        self.rewrite(job, self.weather.rewrites)
         self._next_id += 1
+
+    def rewrite(self, job: ModelJob, what: Collection[str]) -> None:
+        """The site changes what answers say of a job: nothing of ours is left in it."""
+        changed = {
+            "name": f"site-{job.job_id}",
+            "comment": "managed by the site",
+            "files": ("/var/spool/site/script",),
+            "submit_time": slurm_time(job.submitted + 3.0),
+        }
+        assert set(what) <= REWRITES
+        job.shown |= {key: changed[key] for key in what}
+
+    def add_foreign(self, name: str = "eval", comment: str = "", *, state: str = "RUNNING") -> ModelJob:
+        """Somebody's job of the same user, which has nothing to do with any run."""
+        spec = JobSpec(
+            name=name, comment=comment, run_dir=Path("/home/somebody"), attempt=1, submission=Path("/home/somebody"),
+            resources=Resources(nodes=1),
+        )  # fmt: skip
+        job = ModelJob(job_id=str(self._next_id), spec=spec, submitted=self.clock.now, held=False, state=state)
+        self._next_id += 1
+        self.jobs.append(job)
+        return job
 
     # -- the world
 

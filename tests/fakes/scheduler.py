@@ -1,10 +1,12 @@
 """The smallest scheduler: jobs in memory, as obedient as the contract asks."""
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
 from orchestrator.errors import SlurmUnreachable, SubmitAmbiguous
 from orchestrator.scheduler.base import ENDED_STATES, JobSpec, JobStatus
+from orchestrator.scheduler.job_tags import is_marked
 
 
 class FakeScheduler:
@@ -18,7 +20,7 @@ class FakeScheduler:
         self.silent = self.ambiguous = False
         self.calls: list[str] = []
 
-    def submit(self, spec: JobSpec) -> None:
+    def submit(self, spec: JobSpec) -> str | None:
         self._answer(f"submit {spec.name}")
         job_id = str(len(self.jobs) + 1)
         self.specs[job_id] = spec
@@ -27,10 +29,11 @@ class FakeScheduler:
         )
         if self.ambiguous:
             raise SubmitAmbiguous("sbatch: Socket timed out on send/recv operation")
+        return job_id
 
-    def find(self, name_prefix: str) -> list[JobStatus]:
+    def find(self, name_prefix: str, known: Collection[str] = ()) -> list[JobStatus]:
         self._answer(f"find {name_prefix}")
-        return [job for job in self.jobs.values() if job.name.startswith(name_prefix)]
+        return [job for job in self.jobs.values() if is_marked(job, name_prefix, known)]
 
     def poll(self, ids: list[str]) -> dict[str, JobStatus]:
         self._answer(f"poll {','.join(ids)}")

@@ -32,13 +32,13 @@ def test_the_lease_is_renewed_between_slow_answers(tmp_path: Path, monkeypatch: 
     poll, find = world.slurm.poll, world.slurm.find
     left: list[float] = []
 
-    def slow(answer: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def call(asked: Any) -> Any:
+    def slow(answer: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*asked: Any) -> Any:
             held = world.store.lease()
             assert held is not None
             left.append(held.expires_at - world.clock.now)
             world.clock.advance(50.0)
-            return answer(asked)
+            return answer(*asked)
 
         return call
 
@@ -113,7 +113,7 @@ def test_a_job_whose_record_cannot_be_read_is_never_given_up(tmp_path: Path, mon
     broken = JobStatus(job_id="", name=world.attempts[0].job_name, state=UNREADABLE, reason="is not JSON")
     with monkeypatch.context() as patch:
         patch.setattr(world.slurm, "poll", lambda ids: {broken.name: broken})
-        patch.setattr(world.slurm, "find", lambda prefix: [broken])
+        patch.setattr(world.slurm, "find", lambda prefix, known: [broken])
         for _ in range(20):
             world.clock.advance(20.0)
             report = world.controller.tick(world.lease)

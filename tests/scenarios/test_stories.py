@@ -144,11 +144,11 @@ def test_a_lost_job_that_comes_back_is_ended_before_its_successor_begins(tmp_pat
     training(world, 12)
     job = world.slurm.running()[0]
     world.slurm.hidden.add(job.job_id)
+    world.slurm.cancel = lambda job_id: None  # type: ignore[method-assign]
     world.turns(200, 1.0, lambda: world.attempts[0].state is AttemptState.LOST)
     assert job.agents is not None
     job.agents.dead = True  # stuck: its fence alone would have ended it
     world.slurm.hidden.clear()
-    world.slurm.cancel = lambda job_id: None  # type: ignore[method-assign]
     world.turns(60, 1.0)
     assert len(world.attempts) == 1
     assert "waits until job 1 has left the queue" in world.run.reason

@@ -93,10 +93,12 @@ def test_a_value_that_sbatch_must_not_see_holds_the_run_too(tmp_path: Path, monk
 def test_a_reused_id_is_not_taken_for_the_job(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.tick()
-    lost = world.slurm.jobs.pop()
-    other = type(lost.spec)(**{**vars(lost.spec), "name": "somebody-else", "comment": "x"})
+    world.slurm.jobs.clear()
+    world.clock.advance(2.0)  # as long as a slurmctld takes at least to come back
     world.slurm._next_id = 1
-    world.slurm.submit(other)
+    stranger = world.slurm.add_foreign("somebody-else", "x", state="PENDING")
+    stranger.held = True
+    assert stranger.job_id == world.attempts[0].job_id
     world.turns(100, 1.0, lambda: world.attempts[0].state is AttemptState.LOST)
     assert world.attempts[0].state is AttemptState.LOST
     assert world.slurm.jobs[0].state == "PENDING"

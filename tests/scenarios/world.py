@@ -83,6 +83,7 @@ class World:
         assert not report.errors, report.errors
         if silent:
             self._check_silence(before)
+        self._check_reason()
         self.reports.append(report)
         self.check()
         return report
@@ -146,6 +147,10 @@ class World:
         self._check_ended_means_gone()
         self._check_inheritance()
         self._check_fence()
+
+    def _check_reason(self) -> None:
+        run = self.run
+        assert run.state in ENDED_RUNS or run.reason, f"{run.name} is {run.state} and nobody is told why"
 
     def _check_one_live_job(self) -> None:
         training = [agents for agents in self.slurm.agents_of.get(self.name, []) if agents.training]

@@ -10,6 +10,7 @@ import pytest
 
 from tests.end_to_end.user import User
 from tests.slurm.lab import LabError, SlurmLab, install
+from tests.slurm.settings import RENAMING
 
 
 @pytest.fixture(scope="session")
@@ -19,7 +20,8 @@ def lab() -> Iterator[SlurmLab]:
     folder.chmod(0o755)
     try:
         install()
-        slurm = SlurmLab(folder).start()
+        (folder / "job_submit.lua").write_text(RENAMING)
+        slurm = SlurmLab(folder, extra="JobSubmitPlugins=lua\n").start()
     except LabError as error:
         if os.environ.get("CI") == "true":
             raise

@@ -74,7 +74,7 @@ class SlurmLab:
             raise LabError("no Slurm lab: its slurmd must run as root")
         self.folder, self.cpus, self.extra = folder.resolve(), cpus, extra  # extra: more lines of slurm.conf
         self.nodes = [f"n{index}" for index in range(1, nodes + 1)]
-        self.conf = self.folder / "slurm.conf"
+        self.conf, self.extra = self.folder / "slurm.conf", extra
         self.pids: dict[str, int] = {}
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._guard: subprocess.Popen[bytes] | None = None

@@ -65,6 +65,24 @@ def slurm_conf(folder: Path, nodes: list[str], ports: Ports, cpus: int) -> str:
     return "\n".join(lines) + "\n"
 
 
+RENAMING = """
+function slurm_job_submit(job_desc, part_list, submit_uid)
+  if job_desc.partition == "high" and job_desc.name ~= nil and string.sub(job_desc.name, 1, 5) == "orch-" then
+    job_desc.name = "site-job"
+    job_desc.comment = "managed by the site"
+  end
+  return slurm.SUCCESS
+end
+
+function slurm_job_modify(job_desc, job_rec, part_list, modify_uid)
+  return slurm.SUCCESS
+end
+
+return slurm.SUCCESS
+"""
+"""job_submit.lua of a site that gives every job of orch in one partition a name and a comment of its own."""
+
+
 def slurmdbd_conf(folder: Path, ports: Ports, password: str) -> str:
     """slurmdbd.conf; slurmdbd insists that nobody else can read it."""
     host = socket.gethostname().partition(".")[0]

@@ -37,6 +37,7 @@ class FailureKind(StrEnum):
     LAUNCH_FAILED = "launch_failed"  # the job ended before its agents agreed to start
     SUBMIT_REJECTED = "submit_rejected"  # Slurm answered that it will never take this job
     SUBMIT_DEFERRED = "submit_deferred"  # Slurm answered that it does not take this job now
+    SUBMISSION_LOST = "submission_lost"  # Slurm acknowledged the job each time, and never listed it
     HANG = "hang"  # a rank stopped moving, and its peers wait for it
     DESYNC = "desync"  # ranks called different collectives: a bug of the program
     NUMERIC = "numeric"  # NaN, infinity or a loss spike that a rollback did not mend

@@ -145,7 +145,7 @@ def test_a_run_that_was_refused_is_named_and_never_launched_later(
         def submit(self, spec: Any) -> None:
             self.submitted.append(spec)
 
-        def find(self, prefix: str) -> list[Any]:
+        def find(self, prefix: str, known: Any = ()) -> list[Any]:
             return []
 
     def full(*args: Any) -> None:

@@ -318,3 +318,20 @@ def test_files_that_are_no_registry_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RegistryError, match="cannot be written"):
         Store.open(tmp_path / "file" / "registry.db")
+
+
+def test_submissions_are_counted_within_their_attempt_and_over_all_runs(desk: Desk) -> None:
+    (run, _), (other, _) = desk.run(), desk.run()
+    epoch = desk.lease.epoch
+    first = desk.store.add_submission(run.name, 1, epoch=epoch, now=10.0)
+    second = desk.store.add_submission(run.name, 1, epoch=epoch, now=20.0)
+    desk.store.add_submission(other.name, 1, epoch=epoch, now=15.0)
+    desk.store.note_submission(run.name, 1, first, epoch=epoch, job_id="7", outcome="adopted")
+    assert (first, second) == (1, 2)
+    own = [(one.number, one.job_id, one.outcome) for one in desk.store.submissions(run.name)]
+    assert own == [(1, "7", "adopted"), (2, None, "")]
+    assert [(one.run, one.submitted_at) for one in desk.store.submissions(since=12.0)] == [
+        (other.name, 15.0), (run.name, 20.0),
+    ]  # fmt: skip
+    with pytest.raises(Fenced):
+        desk.store.add_submission(run.name, 1, epoch=epoch - 1, now=30.0)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import ConfigError, Precondition, SlurmUnreachable, SubmitAmbiguous
-from orchestrator.scheduler.base import JobSpec, Resources
+from orchestrator.scheduler.base import UNREADABLE, JobSpec, Resources
 from orchestrator.scheduler.choose import choose, resolve
 from orchestrator.scheduler.job_environment import Submitter
-from orchestrator.scheduler.payload import adopt_payload
+from orchestrator.scheduler.payload import adopt_payload, ids_in
 from orchestrator.scheduler.slurm import SlurmScheduler
 from tests.orchestrator.scheduler.test_slurm_text import accounting, queue
 
@@ -84,6 +84,22 @@ def test_a_job_that_is_over_says_which_of_its_nodes_are_down(program: Program, t
     assert SlurmScheduler().poll(["7"])["7"].nodes_down == ("n2",)
 
 
+def test_silence_about_one_job_s_nodes_hides_no_other_job(program: Program, tmp_path: Path) -> None:
+    rows = queue(JobID="7", State="FAILED", NodeList="n1") + queue(JobID="8")
+    program("squeue", printing(tmp_path, "queue", rows))
+    program("sinfo", "exit 1")
+    assert {key: job.state for key, job in SlurmScheduler().poll(["7", "8"]).items()} == {
+        "7": UNREADABLE,
+        "8": "RUNNING",
+    }
+
+
+def test_a_warning_among_the_nodes_hides_none(program: Program, tmp_path: Path) -> None:
+    program("squeue", printing(tmp_path, "queue", queue(JobID="7", State="FAILED", NodeList="n[1-2]")))
+    program("sinfo", r"printf 'sinfo: warning: slow today\nn1 idle\nn2 down*\n'")
+    assert SlurmScheduler().poll(["7"])["7"].nodes_down == ("n2",)
+
+
 @pytest.mark.parametrize("sinfo", ["exit 1", "echo nonsense of three words"])
 def test_silence_about_nodes_is_no_answer(program: Program, tmp_path: Path, sinfo: str) -> None:
     program("squeue", printing(tmp_path, "queue", queue(JobID="7", State="FAILED", NodeList="n1")))
@@ -91,6 +107,61 @@ def test_silence_about_nodes_is_no_answer(program: Program, tmp_path: Path, sinf
     program("sinfo", sinfo)
     with pytest.raises(SlurmUnreachable):
         SlurmScheduler().poll(["7"])
+
+
+BY_ID = 'case "$*" in *" -j "*) {by_id} ;; *) {all} ;; esac'
+
+
+def test_a_job_that_a_list_lacks_is_asked_for_by_its_id(program: Program, tmp_path: Path) -> None:
+    of_one = printing(tmp_path, "one", queue(JobID="8", Name="site-8", Comment="managed"))
+    program("squeue", BY_ID.format(by_id=of_one, all=printing(tmp_path, "all", queue(JobID="7"))))
+    program("sacct", "exit 1")
+    found = SlurmScheduler().poll(["7", "8"])
+    assert {job_id: (job.name, job.state) for job_id, job in found.items()} == {
+        "7": ("orch-a-1-abcd1234", "RUNNING"), "8": ("site-8", "RUNNING"),
+    }  # fmt: skip
+
+
+def test_an_id_that_slurm_says_it_does_not_know_is_missing(program: Program, tmp_path: Path) -> None:
+    no = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+    program("squeue", BY_ID.format(by_id=no, all=printing(tmp_path, "all", queue(JobID="7"))))
+    program("sacct", DISABLED)
+    assert set(SlurmScheduler().poll(["7", "8"])) == {"7"}
+    assert SlurmScheduler().poll(["8"]) == {}
+
+
+def test_what_a_cut_answer_lacks_is_unknown_and_not_missing(program: Program, tmp_path: Path) -> None:
+    program("squeue", printing(tmp_path, "cut", queue(JobID="7") + queue(JobID="8")[:30]))
+    program("sacct", DISABLED)
+    found = SlurmScheduler().poll(["7", "8"])
+    assert {job_id: job.state for job_id, job in found.items()} == {"7": "RUNNING", "8": UNREADABLE}
+    with pytest.raises(SlurmUnreachable, match="cut short"):
+        SlurmScheduler().find("orch-")
+
+
+def test_a_renamed_job_is_found_by_its_comment_its_files_and_its_id(program: Program, tmp_path: Path) -> None:
+    bare = {"Name": "site", "Comment": "", "Command": "/s", "STDOUT": "/o"}
+    rows = (
+        queue(**{**bare, "JobID": "1", "Comment": "orch:a/1/abcd1234"}),
+        queue(**{**bare, "JobID": "2", "Command": "/runs/a/attempts/001/submission/submission_file_0.sh"}),
+        queue(**{**bare, "JobID": "3", "STDOUT": "/runs/a/attempts/001/submission/%j_0_log.out"}),
+        queue(**{**bare, "JobID": "4"}),
+        queue(**{**bare, "JobID": "5", "Comment": "x" * 512}),
+    )
+    program("squeue", printing(tmp_path, "rows", "".join(rows)))
+    program("sacct", DISABLED)
+    assert [job.job_id for job in SlurmScheduler().find("orch-", {"4"})] == ["1", "2", "3", "4"]
+    assert [job.job_id for job in SlurmScheduler().find("orch-a-1-abcd1234")] == ["1", "2", "3"]
+    assert SlurmScheduler().find("orch-b-") == []
+
+
+def test_a_submission_tells_the_id_and_the_job_its_name(program: Program, tmp_path: Path) -> None:
+    program("sbatch", "echo Submitted batch job 5 on cluster x")
+    assert SlurmScheduler(entry="os:getpid").submit(spec(tmp_path)) == "5"
+    script = (tmp_path / "submission" / "5_submission.sh").read_text()
+    assert "export ORCH_JOB=orch-a-1-abcd1234" in script
+    assert ids_in(tmp_path / "submission") == {"5"}
+    assert ids_in(tmp_path / "nowhere") == set()
 
 
 def test_a_site_without_accounting_has_a_queue_that_decides(program: Program, tmp_path: Path) -> None:
@@ -108,10 +179,12 @@ def test_a_silent_accounting_leaves_what_the_queue_does_not_know_unknown(
     program("sacct", sacct)
     assert set(SlurmScheduler().poll(["7"])) == {"7"}
     assert len(SlurmScheduler().find("orch-a-1")) == 1
-    with pytest.raises(SlurmUnreachable):
-        SlurmScheduler().poll(["7", "8"])
-    with pytest.raises(SlurmUnreachable):
-        SlurmScheduler().find("orch-nobody")
+    both = SlurmScheduler().poll(["7", "8"])
+    assert (both["7"].state, both["8"].state) == ("RUNNING", UNREADABLE)
+    assert "sacct got no answer" in both["8"].reason
+    for question in (lambda: SlurmScheduler().poll(["8"]), lambda: SlurmScheduler().find("orch-nobody")):
+        with pytest.raises(SlurmUnreachable):
+            question()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.scheduler.base import UNREADABLE
+from orchestrator.scheduler.job_tags import is_marked
 from orchestrator.scheduler.slurm_text import (
     SACCT_FIELDS,
     SEPARATOR,
@@ -24,7 +26,9 @@ from orchestrator.scheduler.slurm_text import (
 QUEUE = {
     "JobID": "12", "State": "RUNNING", "Reason": "None", "exit_code": "0", "RestartCnt": "0",
     "PriorityLong": "4294901757", "SubmitTime": "2026-11-21T01:31:08", "EndTime": "2026-11-22T01:31:08",
-    "NodeList": "n[1-2]", "Comment": "orch:a/1",
+    "TimeLimit": "1-00:00:00", "Requeue": "0", "Partition": "low", "Account": "(null)", "QOS": "normal",
+    "NodeList": "n[1-2]", "Comment": "orch:a/1", "Command": "/runs/a/attempts/001/submission/submission_file_0.sh",
+    "STDOUT": "/runs/a/attempts/001/submission/%j_0_log.out",
     "Name": "orch-a-1-abcd1234",
 }  # fmt: skip
 ACCOUNTING = {
@@ -45,11 +49,14 @@ def accounting(**changes: str) -> str:
 
 
 def test_a_row_of_the_queue() -> None:
-    (job,) = read_queue(queue())
+    (job,), whole = read_queue(queue())
+    assert whole
     assert (job.job_id, job.name, job.state, job.nodes) == ("12", "orch-a-1-abcd1234", "RUNNING", ("n1", "n2"))
     assert (job.submit_time, job.comment, job.reason, job.held) == ("2026-11-21T01:31:08", "orch:a/1", "", False)
     assert job.end_time == epoch("2026-11-22T01:31:08")
     assert (job.exit_code, job.signal, job.source) == (None, None, "queue")
+    assert job.files == (QUEUE["Command"], QUEUE["STDOUT"])
+    assert job.settings == {"time limit": "1-00:00:00", "requeue": "0", "partition": "low", "qos": "normal"}
 
 
 @pytest.mark.parametrize(
@@ -62,39 +69,118 @@ def test_a_row_of_the_queue() -> None:
     ],
 )
 def test_held_means_pending_without_priority(changes: dict[str, str], held: bool) -> None:
-    assert read_queue(queue(**changes))[0].held is held
+    assert read_queue(queue(**changes)).jobs[0].held is held
 
 
 def test_a_newline_in_somebodys_job_name_hides_no_other_job() -> None:
-    jobs = read_queue(queue(JobID="1", Name="we|ird\nname") + queue(JobID="2"))
+    jobs, _ = read_queue(queue(JobID="1", Name="we|ird\nname") + queue(JobID="2"))
     assert [(job.job_id, job.name) for job in jobs] == [("1", "we|ird\nname"), ("2", "orch-a-1-abcd1234")]
 
 
 @pytest.mark.parametrize(
-    "text", ["slurm_load_jobs error", queue()[:-40], queue(JobID="x"), queue(State=""), "x" + queue(), queue() + "x"]
+    "text", ["slurm_load_jobs error", queue()[:-40], queue(JobID="x"), "x" + queue(), "\x1f\x1f\n", "12 RUNNING"]
 )
 def test_garbage_is_no_answer(text: str) -> None:
     with pytest.raises(Garbage):
         read_queue(text)
 
 
-def test_a_truncated_host_list_is_no_answer() -> None:
-    with pytest.raises(Garbage, match="cut NodeList short"):
-        read_queue(queue(NodeList="n" * 16384))
+@pytest.mark.parametrize("nodes", ["n" * 16384, "gpu-[01-02]-[3", "n[1-"])
+def test_a_host_list_that_is_cut_or_odd_leaves_the_job_known_and_its_nodes_unknown(nodes: str) -> None:
+    (job,), whole = read_queue(queue(NodeList=nodes))
+    assert (job.state, job.nodes, whole) == ("RUNNING", (), True)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "names"),
+    [("n[1-3,5]", ("n1", "n2", "n3", "n5")), ("gpu-[01-02]-[3-4]", ("gpu-01-3", "gpu-01-4", "gpu-02-3", "gpu-02-4"))],
+)
+def test_host_lists_of_several_ranges(nodes: str, names: tuple[str, ...]) -> None:
+    assert read_queue(queue(NodeList=nodes)).jobs[0].nodes == names
+
+
+def foreign(**changes: str) -> str:
+    """The row of a job that has nothing to do with any run."""
+    theirs = {"JobID": "1", "Name": "eval", "Comment": "", "Command": "/home/e.sh", "STDOUT": "/home/e.out"}
+    return queue(**{**theirs, **changes})
+
+
+OURS, OTHERS = queue(), foreign(JobID="2")
+FOREIGN = {
+    "a long comment": foreign(Comment="x" * 512),
+    "a comment with our separator": foreign(Comment=f"a{SEPARATOR}b"),
+    "a name of three lines": foreign(Name="a\nb\n3 c"),
+    "no state": foreign(State=""),
+    "bytes that are no text": foreign(Name=b"\xff\xfe".decode(errors="replace")),
+    "a very long name": foreign(Name="n" * 512),
+    "half a host list": foreign(NodeList="gpu-[01-02]-[3"),
+    "an array": foreign(JobID="1_[1-3%2]"),
+    "a heterogeneous job": foreign(JobID="1+0"),
+    "a row cut in its middle": foreign(JobID="1")[:900] + "\n",
+    "a warning": "squeue: warning: maintenance on Monday\n",
+    "an error": "slurm_load_jobs error: Unable to contact slurm controller\n",
+    "a warning with a number": "3 nodes are down\n",
+    "an empty line": "\n",
+}
+
+
+@pytest.mark.parametrize("row", FOREIGN.values(), ids=FOREIGN)
+@pytest.mark.parametrize("order", ["before", "after", "between"])
+def test_what_is_not_ours_cannot_hide_what_is(row: str, order: str) -> None:
+    rows = {"before": [row, OURS], "after": [OURS, row], "between": [OTHERS, row, OURS]}[order]
+    (job,), whole = read_queue("".join(rows), lambda job: job.name.startswith("orch-a-"))
+    assert (job.job_id, job.name, job.state, whole) == ("12", "orch-a-1-abcd1234", "RUNNING", True)
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        queue(State=""), queue(State="17"), queue(Comment=f"a{SEPARATOR}b"), OURS[:800] + "\n", "x" + OURS,
+        OURS[:70] + SEPARATOR + OURS[70:],
+    ],
+)  # fmt: skip
+def test_a_row_of_ours_that_cannot_be_read_says_so_and_hides_no_other(damaged: str) -> None:
+    listed, _ = read_queue(
+        OTHERS + damaged + queue(JobID="13", Name="orch-b-1-abcd1234"), lambda job: is_marked(job, "orch-", {"12"})
+    )
+    assert listed[-1].name == "orch-b-1-abcd1234"
+    assert listed[-1].state == "RUNNING"
+    (unreadable,) = listed[:-1]
+    assert unreadable.state == UNREADABLE
+    assert unreadable.job_id == "12" or unreadable.name == "orch-a-1-abcd1234"
+    assert unreadable.reason
+
+
+@pytest.mark.parametrize("cut", [40, 900, 9000, len(OURS) - 1, len(OURS) - 70])
+def test_an_answer_that_ends_in_the_middle_is_not_whole(cut: int) -> None:
+    jobs, whole = read_queue(OTHERS + OURS[:cut])
+    assert not whole
+    assert jobs[0].name == "eval"
+
+
+def test_a_cut_answer_of_accounting_is_not_whole() -> None:
+    assert read_accounting(accounting() + accounting()[:30]).whole is False
+
+
+@pytest.mark.parametrize("row", ["warning: slow\n", accounting(JobIDRaw="1", JobName=f"a{SEPARATOR}b\nc"), "\n"])
+def test_foreign_rows_of_accounting_hide_nothing(row: str) -> None:
+    for text in (row + accounting(), accounting() + row):
+        (job,), whole = read_accounting(text, lambda job: job.name.startswith("orch-"))
+        assert (job.job_id, whole) == ("12", True)
 
 
 def test_an_empty_queue_is_an_answer() -> None:
-    assert read_queue("") == []
-    assert read_accounting("\n") == []
+    assert read_queue("") == ([], True)
+    assert read_accounting("\n") == ([], True)
 
 
 def test_a_row_of_accounting() -> None:
-    (job,) = read_accounting(accounting())
+    (job,), _ = read_accounting(accounting())
     assert (job.state, job.exit_code, job.signal, job.source) == ("CANCELLED", None, 15, "accounting")
 
 
 def test_a_row_whose_owner_accounting_cannot_name_is_left_out() -> None:
-    assert read_accounting(accounting(JobName="allocation", NodeList="None assigned")) == []
+    assert read_accounting(accounting(JobName="allocation", NodeList="None assigned")).jobs == []
 
 
 def test_a_job_that_lost_nodes_on_its_way_is_one_job_submitted_when_it_was() -> None:
@@ -102,16 +188,16 @@ def test_a_job_that_lost_nodes_on_its_way_is_one_job_submitted_when_it_was() -> 
     second = accounting(State="RESIZING", Submit="2026-11-21T02:00:00", NodeList="n[1-3]")
     last = accounting(State="COMPLETED", ExitCode="0:0", Submit="2026-11-21T03:00:00", NodeList="n[1-2]")
     other = accounting(JobName="orch-b-1-abcd1234", State="RUNNING", Submit="2026-11-22T01:00:00")
-    whole, reused = join_resized(read_accounting(last + first + other + second))
+    whole, reused = join_resized(read_accounting(last + first + other + second).jobs)
     assert (whole.state, whole.submit_time, whole.nodes) == ("COMPLETED", "2026-11-21T01:31:08", ("n1", "n2"))
     assert (reused.name, reused.submit_time) == ("orch-b-1-abcd1234", "2026-11-22T01:00:00")
-    (going_on,) = join_resized(read_accounting(first + second))
+    (going_on,) = join_resized(read_accounting(first + second).jobs)
     assert (going_on.state, going_on.submit_time) == ("RESIZING", "2026-11-21T01:31:08")
 
 
 def test_an_exit_code_belongs_to_ended_jobs_only() -> None:
-    assert read_accounting(accounting(State="RUNNING", ExitCode="0:0"))[0].exit_code is None
-    assert read_queue(queue(State="FAILED", exit_code="768"))[0].exit_code == 3
+    assert read_accounting(accounting(State="RUNNING", ExitCode="0:0")).jobs[0].exit_code is None
+    assert read_queue(queue(State="FAILED", exit_code="768")).jobs[0].exit_code == 3
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,74 @@
+"""Whose job is it: what Slurm says about a job, held against what is written down about an attempt. Pure."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.registry.records import Attempt, Run, Submission
+from orchestrator.scheduler.base import UNREADABLE, JobStatus
+from orchestrator.scheduler.job_tags import tags
+from orchestrator.scheduler.slurm_text import epoch
+from trainer.contract.run_dir import RunDir
+
+EARLIER, LATER = 60.0, 120.0
+"""Seconds by which the submit time of a job may differ from the moment at which its sbatch was begun: sbatch is given
+60 s, and clocks differ. A job with the same id outside of these was given the id of one that Slurm has lost."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRecord:
+    """What is written down about the job of one attempt."""
+
+    run: str
+    attempt: int
+    nonce: str
+    name: str
+    folder: str  # that sbatch was told of, where the run's folder is known
+    job_id: str | None = None  # adopted
+    submit_time: str | None = None  # of the adopted job, as Slurm told it then
+    submissions: tuple[Submission, ...] = ()
+    fresh: str | None = None  # the id that sbatch answered a moment ago
+
+    @classmethod
+    def of(cls, run: Run, attempt: Attempt, submissions: Iterable[Submission]) -> "JobRecord":
+        return cls(
+            run=run.name, attempt=attempt.number, nonce=attempt.nonce, name=attempt.job_name,
+            folder=str(RunDir(Path(run.run_dir)).attempt(attempt.number).submission),
+            job_id=attempt.job_id, submit_time=attempt.submit_time,
+            submissions=tuple(one for one in submissions if one.attempt == attempt.number),
+        )  # fmt: skip
+
+    @property
+    def ids(self) -> frozenset[str]:
+        """Ids that Slurm has given this attempt; each may have been given to another job since."""
+        told = {one.job_id for one in self.submissions} | {self.job_id, self.fresh}
+        return frozenset(job_id for job_id in told if job_id)
+
+
+def identify(job: JobStatus, record: JobRecord) -> tuple[bool, str]:
+    """Whether the job was submitted for this attempt, and by what that is known.
+
+    A name, a comment or a path of ours is as unique as the attempt, so the first of them decides, whatever the id: it
+    survives what the others do not. Where a site has left none of them, the id decides, together with the submit time.
+    """
+    for tag in tags(job):
+        if tag.nonce:
+            ours = (tag.run, tag.attempt, tag.nonce) == (record.run, record.attempt, record.nonce)
+            return ours, f"the job names attempt {tag.attempt} of {tag.run}"
+        if tag.folder:
+            return tag.folder == record.folder, f"its files lie in {tag.folder}"
+    if job.job_id not in record.ids:
+        return False, "nothing of it is ours"
+    # The id alone says nothing for good, but whoever cannot be read is not to be taken for absent.
+    if job.state == UNREADABLE or job.job_id == record.fresh:
+        return True, "the id that sbatch gave"
+    if job.job_id == record.job_id:
+        same = bool(job.submit_time) and job.submit_time == record.submit_time
+        return same, f"the adopted id, submitted at {job.submit_time}"
+    fits = any(one.job_id == job.job_id and _fits(job, one) for one in record.submissions)
+    return fits, f"the id that sbatch gave, submitted at {job.submit_time}"
+
+
+def _fits(job: JobStatus, submission: Submission) -> bool:
+    submitted = epoch(job.submit_time)
+    return submitted is not None and -EARLIER <= submitted - submission.submitted_at <= LATER

@@ -1,0 +1,63 @@
+"""What a job of ours bears of the attempt it was submitted for: its name, its comment, the paths of its files."""
+
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from orchestrator.scheduler.base import JobStatus
+
+PREFIX = "orch-"
+TAG_VARIABLE = "ORCH_JOB"
+"""The job's environment has its name under this variable: a person who wonders whose a job is finds it there."""
+
+_NAME = re.compile(r"orch-(\S+)-(\d+)-(\S{8})(?!\S)", re.ASCII)
+_COMMENT = re.compile(r"orch:([^\s/]+)/(\d+)(?:/(\w{8}))?(?!\w)", re.ASCII)
+_FOLDER = re.compile(r"(.*/([^/]+)/attempts/(\d+)/submission)/[^/]*", re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobTag:
+    """The attempt that one mark of a job names; a path tells the folder in place of the nonce."""
+
+    run: str
+    attempt: int
+    nonce: str = ""
+    folder: str = ""
+
+    def matches(self, name_prefix: str) -> bool:
+        """Whether a job of this attempt may have a name that starts so."""
+        name = f"{PREFIX}{self.run}-{self.attempt}-{self.nonce}"
+        return name.startswith(name_prefix) or (not self.nonce and name_prefix.startswith(name))
+
+
+def comment_of(run: str, attempt: int, nonce: str) -> str:
+    """The comment with which a job is submitted: as unique as its name."""
+    return f"orch:{run}/{attempt}/{nonce}"
+
+
+def tags(job: JobStatus) -> Iterator[JobTag]:
+    """Every mark of ours that the job bears, the surest first.
+
+    Name and comment must begin with ours: somebody's job that is called `eval-` and then a name of ours is none.
+    """
+    for pattern, text in ((_NAME, job.name), (_COMMENT, job.comment)):
+        if (found := pattern.match(text)) is not None:
+            yield JobTag(run=found[1], attempt=int(found[2]), nonce=found[3] or "")
+    for path in job.files:
+        if (found := _FOLDER.fullmatch(path)) is not None:
+            yield JobTag(run=found[2], attempt=int(found[3]), folder=found[1])
+
+
+def names_in(text: str) -> tuple[str, str]:
+    """What looks like a name and a comment of ours in a text that cannot be read otherwise; "" for none."""
+    name, comment = _NAME.search(text), _COMMENT.search(text)
+    return name[0] if name else "", comment[0] if comment else ""
+
+
+def is_marked(job: JobStatus, name_prefix: str, known: Collection[str]) -> bool:
+    """Whether the job may be one of ours whose name, as it was submitted, starts so; ids in `known` always are."""
+    return (
+        job.job_id in known
+        or job.name.startswith(name_prefix)
+        or any(tag.matches(name_prefix) for tag in tags(job))
+    )  # fmt: skip

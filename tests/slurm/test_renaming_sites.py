@@ -1,0 +1,135 @@
+"""Sites that change jobs: a job_submit plugin in Lua, a wrapper of sbatch; and foreign jobs that are odd to read."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.user import User, assert_no_step_twice_at_once
+from tests.slurm.lab import SlurmLab
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+SMALL = [
+    "cluster.nodes=2", "cluster.ranks_per_node=2", "cluster.cpus_per_task=2", "cluster.time=10",
+    "recovery.backoff=0.5", "checkpoint.every=8",
+]  # fmt: skip
+WRAPPER = """#!/bin/sh
+for script; do :; done
+copy=$(mktemp {folder}/XXXXXX)
+cp "$script" "$copy"
+exec {sbatch} --job-name=site-$$ --comment='managed by the site' --output=/dev/null --error=/dev/null "$copy"
+"""
+
+
+def add_foreign_jobs(lab: SlurmLab) -> list[str]:
+    """Jobs of the same user that are nobody's run: a long comment, our own separator, an odd host list, no text."""
+    asked: list[list[str | bytes]] = [
+        ["--hold", "--comment", "x" * 800],
+        ["--hold", "--comment", "a\x1fb", "-J", "two\nlines"],
+        ["-w", f"{lab.nodes[0]},{lab.nodes[2]},{lab.nodes[3]}", "-N", "3"],
+        ["--hold", "--array", "1-3%2"],
+        ["--hold", "-J", b"\xff\xfe"],
+    ]
+    ids = []
+    for options in asked:
+        script: list[str | bytes] = ["-p", "low", "--parsable", "-o", "/dev/null", "--wrap", "sleep 300"]
+        done = lab.ask("sbatch", *options, *script)  # type: ignore[arg-type]
+        assert done.returncode == 0, done.stderr
+        ids.append(done.stdout.strip())
+    return ids
+
+
+def live_jobs(lab: SlurmLab, foreign: list[str]) -> set[str]:
+    """Jobs that may run something, apart from those of others."""
+    listed = lab.ask("squeue", "-h", "--me", "-t", "PENDING,RUNNING,COMPLETING", "-o", "%A").stdout.split()
+    return set(listed) - set(foreign)
+
+
+def follow(user: User, lab: SlurmLab, run: str, foreign: list[str]) -> None:
+    """Watch the run to its end; it never has more than one live job."""
+
+    def ended() -> bool:
+        live = live_jobs(lab, foreign)
+        assert len(live) <= 1, live
+        status = user.status(run)
+        assert status["reason"]
+        return status["state"] in ("SUCCEEDED", "HELD", "FAILED")
+
+    user.until(ended, 240, "the end of the run")
+    assert user.status(run)["state"] == "SUCCEEDED", user.status(run)["reason"]
+
+
+def reasons(user: User, run: str) -> str:
+    return user.run("show", run, "--json").stdout
+
+
+def test_a_plugin_that_renames_jobs_and_odd_foreign_ones_disturb_nothing(lab: SlurmLab, user: User) -> None:
+    foreign = add_foreign_jobs(lab)
+    submitted = user.submit("tiny-gpt", *SMALL, "cluster.partition=high", "train.steps=16")
+    run, job = submitted["run"], submitted["job_id"]
+    assert lab.ask("squeue", "-h", "-t", "all", "-j", job, "-o", "%j").stdout.strip() == "site-job"
+    assert "Slurm renamed the job: orch-" in user.status(run)["reason"]
+    assert "-> site-job" in user.status(run)["reason"]
+    follow(user, lab, run, foreign)
+    assert [attempt["job_id"] for attempt in user.show(run)["attempts"]] == [job]
+    assert_no_step_twice_at_once(user, run)
+
+
+@pytest.fixture
+def odd_lab() -> Iterator[SlurmLab]:
+    """A lab whose nodes have two numbers each, so that Slurm's host lists have several ranges."""
+    folder = Path(tempfile.mkdtemp(prefix="orch-slurm-"))
+    folder.chmod(0o755)
+    lab = SlurmLab(folder)
+    lab.nodes = ["gpu-01-3", "gpu-01-4", "gpu-02-3", "gpu-02-4"]
+    lab.start()
+    yield lab
+    lab.stop()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("point", ["", "after_sbatch", "after_submit", "after_adopt"])
+def test_a_wrapper_that_changes_all_but_the_id(odd_lab: SlurmLab, tmp_path: Path, point: str) -> None:
+    """Name, comment and all paths are the site's; the controller dies after sbatch, and the job is preempted."""
+    lab, programs = odd_lab, tmp_path / "bin"
+    programs.mkdir()
+    environment = lab.environment()
+    real = shutil.which("sbatch", path=environment["PATH"])
+    (programs / "sbatch").write_text(WRAPPER.format(folder=tmp_path, sbatch=real))
+    (programs / "sbatch").chmod(0o755)
+    user = User(tmp_path, "slurm", {**environment, "PATH": f"{programs}{os.pathsep}{environment['PATH']}"})
+    try:
+        foreign = add_foreign_jobs(lab)
+        settings = [
+            *SMALL,
+            "cluster.partition=low",
+            "train.steps=60",
+            f"cluster.root={user.root}",
+            "cluster.kind=slurm",
+        ]
+        if point:
+            died = user.run("submit", "tiny-gpt", *settings, "--no-controller", ORCH_FAILPOINT=point)
+            assert died.returncode == -signal.SIGKILL, died.stderr
+        else:
+            user.submit("tiny-gpt", *settings)
+        (run,) = [row["run"] for row in user.ask("status", "--all")]
+        waiting = subprocess.Popen(
+            [sys.executable, "-P", "-m", "orchestrator.cli.main", "wait", run, "--timeout", "300"],
+            env=user.environment, cwd=tmp_path, stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+        user.until(lambda: user.step(run) > 10, 120, "training")
+        urgent = lab.ask(
+            "sbatch", "-p", "high", "-N", "4", "--exclusive", "--parsable", "-o", "/dev/null", "--wrap", "sleep 4"
+        )
+        follow(user, lab, run, [*foreign, urgent.stdout.strip()])
+        assert_no_step_twice_at_once(user, run)
+        assert waiting.wait(timeout=60) == 0
+    finally:
+        user.leave()

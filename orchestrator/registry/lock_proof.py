@@ -22,7 +22,8 @@ class Proof:
 
 
 def proof_file(registry: Path) -> Path:
-    return registry.with_name(f"{registry.name}.locks.json")
+    """One for the folder, since a rebuilt registry is made under another name first."""
+    return registry.with_name("registry-locks.json")
 
 
 def proofs(registry: Path) -> list[Proof]:

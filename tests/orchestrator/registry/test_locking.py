@@ -155,6 +155,7 @@ def test_a_proof_between_two_hosts_opens_the_place_for_them(
     assert proofs(path) == [found]
     allowed = locking_for(path, juice)
     assert (allowed.journal, allowed.linked) == ("delete", True)
+    assert locking_for(path.with_name("draft.db"), juice) == allowed, "a rebuild makes it under another name"
     assert is_proved(path, juice, "node7")
     assert not is_proved(path, juice, "node8"), "its client may be configured in another way"
     assert not is_proved(path, mount("fuse.juicefs", source="JuiceFS:other"))

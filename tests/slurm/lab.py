@@ -207,11 +207,11 @@ class SlurmLab:
         """Start the node's slurmd again and take the node back into service."""
         self._start_slurmd(node)
 
-        def idle() -> bool:
+        def back() -> bool:
             self.ask("scontrol", "update", f"nodename={node}", "state=resume")
-            return self.node_state(node) == "idle"
+            return self.node_state(node) in ("idle", "mix", "alloc")  # a job that waits takes it at once
 
-        self._wait(idle, f"{node} to be idle", 60)
+        self._wait(back, f"{node} to be idle", 60)
 
     # -- questions
 

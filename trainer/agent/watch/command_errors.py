@@ -150,9 +150,16 @@ def _near(one: float, other: float, ratio: float, few: float) -> bool:
 def _why_set_aside(row: Sequence[OwnFailure], past: CommandPast) -> str:
     """Why the checkpoint that this generation began from is not to be loaded again; empty when it may be."""
     last, newest = row[-1], past.newest
-    if newest is None or last.trained or len(past.aside) >= MOST_SET_ASIDE or last.began_from != newest.identity:
+    if newest is None or len(past.aside) >= MOST_SET_ASIDE:
         return ""
-    soon = [one for one in row if one.began_from == newest.identity and not one.trained]
+    # A large one takes long to load: where it is damaged, failing while it is loaded is no sign of having trained.
+    soon = [
+        one for one in row
+        if one.began_from == newest.identity
+        and (not one.trained or (newest.damage and one.loading and not one.saved and one.seconds <= LONGEST_SECONDS))
+    ]  # fmt: skip
+    if last not in soon:
+        return ""
     # Without a sign of damage the program must have failed while it loaded something, and one try is enough to see.
     if not newest.damage and (past.doubtful or last.crashed or not last.loading):
         return ""

@@ -171,6 +171,12 @@ def test_a_program_that_ran_on_from_its_checkpoint_keeps_it():
     assert not Program(newest=TORN).times(5, raised(), seconds=START_SECONDS + 1).set_aside
 
 
+def test_a_torn_one_that_takes_long_to_load_is_set_aside_all_the_same():
+    assert Program(newest=TORN).times(2, LOADING, seconds=START_SECONDS + 600).set_aside
+    assert not Program(newest=SOUND).times(2, LOADING, seconds=START_SECONDS + 600).set_aside
+    assert not Program(newest=TORN).times(2, LOADING, seconds=START_SECONDS + 600, saved=True).set_aside
+
+
 def test_an_older_one_that_is_torn_too_follows_at_once_and_one_without_a_sign_does_not():
     torn = Program(newest=OLDER, aside=("checkpoint-50",))
     torn.past["failures"] = Program(newest=TORN).times(1, raised()).own, Program(newest=TORN).times(1, raised()).own

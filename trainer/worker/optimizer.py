@@ -23,7 +23,18 @@ def adamw(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """A group's own `lr_scale` multiplies the schedule."""
     for group in optimizer.param_groups:
-        group["lr"] = rate * group.get("lr_scale", 1.0)
+        scaled = rate * group.get("lr_scale", 1.0)
+        if isinstance(group.get("lr"), torch.Tensor):
+            group["lr"].fill_(scaled)  # a compiled or captured step reads this very tensor
+        else:
+            group["lr"] = scaled
+
+
+def train_mode(optimizer: torch.optim.Optimizer) -> None:
+    """Call `train()` of an optimizer that has it, as schedule-free ones do, whose weights are others in `eval` mode."""
+    train = getattr(optimizer, "train", None)
+    if callable(train):
+        train()
 
 
 def prime(optimizer: torch.optim.Optimizer) -> None:

@@ -41,6 +41,7 @@ class OptimizerState:
         self._model, self._optimizer = model, optimizer
         self._look_up()
         refuse_foreign(optimizer, self._names)
+        optimizers.train_mode(optimizer)  # before its settings are looked at: the mode is one of them
         self.groups = GroupValues(optimizer, self._names)
         self.unsaved: dict[str, str] = {}
         """Parts of `state_dict()` whose type is not kept: by their keys, in words."""

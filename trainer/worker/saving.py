@@ -113,7 +113,6 @@ class Progressed:
 
         The saver prepares itself first: a copy in memory is only recognized by who knows how it lies there.
         """
-        optimizers.train_mode(self._optimizer)
         self._optimizer_state.prime()
         saver.prepare(self._inventory.tensors())
         packed = torch.zeros_like(state.pack_rng(self._device))
@@ -128,7 +127,6 @@ class Progressed:
         )
         if restored is None:
             self._optimizer_state.reset()
-            optimizers.train_mode(self._optimizer)
             return
         self._check_identity(restored.extra)
         absent = set(restored.absent)
@@ -159,7 +157,7 @@ class Progressed:
     def _take_up(self, own: Mapping[str, Any], absent: Collection[str]) -> None:
         """Everything but the model, whose tensors are filled already; tells what could not be brought back."""
         lost = self._optimizer_state.restore(own.get("optimizer"), absent)
-        optimizers.train_mode(self._optimizer)
+        optimizers.train_mode(self._optimizer)  # it may have been saved in the midst of an evaluation
         self._workload_state.restore(own.get("workload", {}))
         names = self._attributes.lost(own.get("attributes", {}))
         if names:

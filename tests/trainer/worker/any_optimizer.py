@@ -15,10 +15,10 @@ def averaged(parameter: torch.Tensor) -> None:
 
 
 class AnyOptimizer(Plane):
-    """`optimizer`: `module:Class`; `options`: its keywords; `whole`: nothing is sharded."""
+    """`optimizer`: `module:Class`; `options`: its keywords; `whole`: nothing is sharded; `rows`: of the last matrix."""
 
     def build_model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(4, 6, bias=False), nn.Tanh(), nn.Linear(6, 2, bias=False))
+        return nn.Sequential(nn.Linear(4, 6, bias=False), nn.Tanh(), nn.Linear(6, self.args["rows"], bias=False))
 
     def parallelize(self, model: nn.Module, layout: Any) -> nn.Module:
         if not self.args.get("whole"):
@@ -34,4 +34,4 @@ class AnyOptimizer(Plane):
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         x, y = batch
-        return nn.functional.mse_loss(model(x), y.expand(-1, 2))
+        return nn.functional.mse_loss(model(x), y.expand(-1, self.args["rows"]))

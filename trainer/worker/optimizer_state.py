@@ -43,8 +43,7 @@ class OptimizerState:
         refuse_foreign(optimizer, self._names)
         optimizers.train_mode(optimizer)  # before its settings are looked at: the mode is one of them
         self.groups = GroupValues(optimizer, self._names)
-        self.unsaved: dict[str, str] = {}
-        """Parts of `state_dict()` whose type is not kept: by their keys, in words."""
+        self._unsaved: dict[str, str] = {}
         # Adagrad makes its state when it is made, and only then.
         self._first_state = {parameter: copy.deepcopy(dict(held)) for parameter, held in self._held()}
         self._first_tensors: dict[str, torch.Tensor] = {}
@@ -126,6 +125,10 @@ class OptimizerState:
             if held := self._optimizer.state.get(parameter):
                 yield parameter, held
 
+    def unsaved(self) -> list[str]:
+        """What training has changed and no save so far could keep, for its type, in words."""
+        return [*self.groups.unsaved.values(), *self._unsaved.values()]
+
     def _holders(self) -> Iterator[tuple[str, dict[str, Any]]]:
         return ((self._names[parameter], held) for parameter, held in self._held())
 
@@ -171,7 +174,7 @@ class OptimizerState:
                 held = {} if tensors is None else tensors
                 found[key] = nested_state.encode(value, f"entries/{key}", held, self._names)
             except Unsavable as reason:
-                self.unsaved[key] = f"{key} of its state_dict ({reason})"
+                self._unsaved[key] = f"{key} of its state_dict ({reason})"
         return found
 
     # ---- the way back

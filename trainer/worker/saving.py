@@ -64,7 +64,7 @@ class Progressed:
     ) -> None:  # fmt: skip
         """Make it when model and optimizer are new. `skip`: positions in the data that are left out.
 
-        `warn` is told, after a restore of a step, what of its state could not be brought back.
+        `warn` is told of a step, once, what of its state is not saved, or could not be brought back.
         """
         self._model, self._optimizer, self._data = model, optimizer, data
         self._rank, self._rng, self._device = rank, state.rng_name(rank), device
@@ -72,7 +72,7 @@ class Progressed:
         self._optimizer_state = OptimizerState(model, optimizer)
         self._workload_state = WorkloadState(workload, model, device)
         self._attributes = Attributes({"workload": workload, "optimizer": optimizer, "data": data})
-        self._warn = warn
+        self._warn, self._warned = warn, set[str]()
         self._inventory = Inventory(
             model, optimizer, rank=rank, device=device, lazy=lazy,
             optimizer_state=self._optimizer_state, more=self._workload_state.tensors,
@@ -101,7 +101,14 @@ class Progressed:
             "workload": self._workload_state.facts(),
             "attributes": self._attributes.changed(),
         }
+        for reason in self._optimizer_state.unsaved():
+            self._warn_once(f"{reason} is not saved: it cannot be written down")
         return {key: value for key, value in found.items() if value}
+
+    def _warn_once(self, reason: str) -> None:
+        if reason not in self._warned:
+            self._warned.add(reason)
+            self._warn(self.step, reason)
 
     def _own(self, extra: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's facts in a checkpoint; the first rank's for one that the saving world did not have."""
@@ -163,4 +170,4 @@ class Progressed:
         if names:
             lost.append(f"{', '.join(names)} had changed and is not saved: return it in the workload's state_dict()")
         for reason in lost:
-            self._warn(self.step, reason)
+            self._warn_once(reason)

@@ -1,5 +1,6 @@
 """A run that was killed ends with the bits of an undisturbed one, whatever its optimizer keeps, and wherever."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,10 @@ pytestmark = pytest.mark.multi
 HERE = Path(__file__).parent
 
 
-def setting(optimizer, world, whole=False, rows=2, **options):
+def setting(optimizer, world, whole=False, rows=2, kind="AnyOptimizer", **options):
     args = {"optimizer": optimizer, "options": options, "whole": whole, "rows": rows, "width": 6}
     return {
-        "workload": {"target": "any_optimizer:AnyOptimizer", "path": [str(HERE)], "args": args},
+        "workload": {"target": f"any_optimizer:{kind}", "path": [str(HERE)], "args": args},
         "train": {"steps": 14, "dtype": "float32", "lr": 0.05},
         "parallel": {"dp_shard": world},
         "checkpoint": {"every": 4},
@@ -65,3 +66,31 @@ def test_what_cannot_be_trained_is_refused_before_the_first_step(make_run, optim
     run = make_run(world, **setting(optimizer, world, rows=1))
     assert run.train()["codes"][0] == ExitCode.NEVER_RETRY, run.log()
     assert words in RankOutcome.read(run.attempt.rank_outcome(0, 1)).message
+
+
+def test_what_a_workload_returns_in_its_state_dict_comes_back_to_every_rank(make_run):
+    assert_exact(make_run, 2, setting("torch.optim:SGD", 2, kind="Stateful", momentum=0.9))
+
+
+def test_an_attribute_that_a_restart_has_lost_is_named(make_run):
+    over = setting("torch.optim:SGD", 1, kind="Forgetful")
+    hurt = make_run(1, **over, drill={"events": [{"rank": 0, "step": 10}]})
+    hurt.train()
+    assert hurt.train()["codes"] == [0], hurt.log()
+    assert incomplete(hurt) == ["workload.calls had changed and is not saved: return it in the workload's state_dict()"]
+
+
+def test_another_world_goes_on_with_the_same_group_values(make_run):
+    over = setting("schedulefree:AdamWScheduleFree", 2)
+    over["train"] = {**over["train"], "batch_size": 2}
+    hurt = make_run(2, **over, drill={"events": [{"rank": 0, "step": 10}]})
+    hurt.train()
+    config = json.loads(hurt.dir.config.read_bytes())
+    config["cluster"]["ranks_per_node"], config["parallel"]["dp_shard"], hurt.world = 1, 1, 1
+    hurt.dir.config.write_text(json.dumps(config))
+    assert hurt.train()["codes"] == [0], hurt.log()
+    (manifest,) = [json.loads(path.read_text()) for path in hurt.dir.checkpoints.glob("step-00000014*/manifest.json")]
+    (facts,) = manifest["extra"]["rank_state"]
+    (group,) = facts["optimizer"]["groups"]
+    assert group["values"]["k"]["value"] == 14
+    assert incomplete(hurt) == []

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from checkpointing.catalog import Catalog
 from checkpointing.config import CheckpointConfig
+from checkpointing.digests import digest
 from checkpointing.durable import canonical
 from checkpointing.engine.confirming import Agreed, Standing, agree
 from checkpointing.engine.failure import Failed, attempt, explain
@@ -29,6 +30,7 @@ from checkpointing.engine.restoring import Restored, Restorer
 from checkpointing.engine.saving import Job, Owner, Saved, Saver, Tell, Writer
 from checkpointing.engine.sources import MayLack
 from checkpointing.engine.staging import Stager, Structure
+from checkpointing.engine.targets import Targets, TensorsFor
 from checkpointing.engine.telling import Teller
 from checkpointing.engine.tidying import Tidying
 from checkpointing.retention import Metrics, Policy, retain
@@ -41,7 +43,7 @@ GIB = 1 << 30
 
 _LONG = timedelta(days=7)
 _WARM_SECONDS = 30.0
-_FACTS_ROOM = 1 << 16
+_FACTS_ROOM = 1 << 18
 """Bytes in the arena's records for the caller's own facts."""
 
 
@@ -126,18 +128,27 @@ class Checkpointer:
         # What the writer cannot do now it will say at the first save.
         concurrent.futures.wait([self._saver.writer.warm()], _WARM_SECONDS)
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], extra: dict[str, Any]) -> bool:
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        extra: dict[str, Any],
+        rank_state: dict[str, Any] | None = None,
+    ) -> bool:
         """Copy the state, then write it in the background; False when it was skipped, on all ranks alike.
+
+        `rank_state` are facts in JSON that may differ between ranks. They are kept in `extra` as the list
+        `rank_state`, which has one entry for all ranks where they agree, else one for each.
 
         DTensors are saved in shards, plain tensors once. Raises ValueError or TypeError for state that cannot be saved;
         whatever goes wrong later is the event `checkpoint.failed`, and `committed_step` stays behind. With lazy staging
         the tensors must not change before `before_optimizer_step` was called.
         """
         start = time.perf_counter()
-        facts = _plain(extra, "extra")
+        facts, own = _plain(extra, "extra"), _plain(rank_state or {}, "rank_state")
         self.before_optimizer_step()
         try:
-            parts = self._admitted(step, tensors)
+            parts = self._admitted(step, tensors, facts, own)
         except OSError as error:  # no memory for a new plan, by agreement
             parts, self._newest, self.failure = None, step, explain(error)
             self._lead("checkpoint.failed", step=step, reason=self.failure)
@@ -149,21 +160,29 @@ class Checkpointer:
         self.stall_seconds = time.perf_counter() - start
         return parts is not None
 
-    def _admitted(self, step: int, tensors: Mapping[str, Tensor]) -> list[Tensor] | None:
-        """This rank's parts of the tensors, laid out for; None when this save has to be skipped."""
+    def _admitted(
+        self, step: int, tensors: Mapping[str, Tensor], facts: dict[str, Any], own: dict[str, Any]
+    ) -> list[Tensor] | None:
+        """This rank's parts of the tensors, laid out for; None when this save has to be skipped.
+
+        Adds the state of the ranks to `facts`.
+        """
         parts = self._match(tensors)
-        agreed = self._agree(step, parts)
+        agreed = self._agree(step, parts, own)
         self.agreed_committed_step = agreed.committed
         reason = self._reason_to_skip(agreed)
         if reason is not None:
             self._lead("checkpoint.skipped", step=step, reason=reason)
             return None
+        states = [own] if agreed.alike else self._ranks.all_gather(own)
+        if any(states):
+            facts["rank_state"] = states
         return parts if agreed.same else self._plan(tensors)
 
     def _match(self, tensors: Mapping[str, Tensor]) -> list[Tensor] | None:
         return self._stager.match(tensors) if self._stager is not None else None
 
-    def _agree(self, step: int, parts: list[Tensor] | None) -> Agreed:
+    def _agree(self, step: int, parts: list[Tensor] | None, own: dict[str, Any] | None = None) -> Agreed:
         stager = self._stager
         return agree(
             self._ranks,
@@ -173,6 +192,7 @@ class Checkpointer:
                 has_room=(stager is None or stager.has_room) and (self._lane is None or self._lane.alive),
                 idle=stager is None or stager.buffers.idle,
                 committed=self.committed_step,
+                rank_state=int(digest(canonical(own or {}))[:15], 16),
             ),
         )
 
@@ -296,26 +316,28 @@ class Checkpointer:
 
     def restore(
         self,
-        tensors: Mapping[str, Tensor],
+        tensors: Mapping[str, Tensor] | TensorsFor,
         *,
         optional_prefixes: tuple[str, ...] = ("rng/",),
         optional_folders: tuple[str, ...] = (),
     ) -> Restored | None:
         """Fill `tensors` in place from the newest checkpoint that verifies; None when there is none at all.
 
+        `tensors` may be a function, which is called on every rank with the `extra` of each checkpoint that is tried.
         Keys that begin with an optional prefix may be missing from the checkpoint; below a prefix of
         `optional_folders`, the keys of one folder (up to their last slash) may be missing together. Raises
         NothingVerifies when there should be checkpoints and none can be loaded: starting from nothing is then
         somebody's decision, not ours.
         """
         self.wait()
-        restored = self._restorer.run(tensors, MayLack(alone=optional_prefixes, together=optional_folders))
+        targets = Targets(tensors)
+        restored = self._restorer.run(targets, MayLack(alone=optional_prefixes, together=optional_folders))
         if self._looks_after(self._places[0]):
             self._tidying.begin(self._places[0], self._owner, self._tell_of_deletions())
         if restored is None:
             self.committed_step = self.agreed_committed_step = None
             return None
-        beginning = look_back(self._ranks, self._places, self._owner, self._judge, restored, tensors)
+        beginning = look_back(self._ranks, self._places, self._owner, self._judge, restored, targets.last)
         self.committed_step = self.agreed_committed_step = beginning
         return restored
 

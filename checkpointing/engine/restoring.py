@@ -23,6 +23,7 @@ from checkpointing.engine.peer_codec import peer_message
 from checkpointing.engine.reader import described, read_index, read_metadata, resolved
 from checkpointing.engine.saving import Owner, Tell
 from checkpointing.engine.sources import MayLack, Source, shards_of
+from checkpointing.engine.targets import Targets
 from checkpointing.errors import NothingVerifies, Refused
 from checkpointing.index import INDEX, Index
 from checkpointing.manifest import Manifest
@@ -92,12 +93,12 @@ class Restorer:
         self.doubts = Doubts()
         """What must not be relied on from now on."""
 
-    def run(self, tensors: Mapping[str, Tensor], may_lack: MayLack) -> Restored | None:
+    def run(self, tensors: Mapping[str, Tensor] | Targets, may_lack: MayLack) -> Restored | None:
         """Load the newest checkpoint that can be trusted; None when there is none; raises NothingVerifies."""
         with _in_haste():
-            return self._tried_in_turn(tensors, may_lack)
+            return self._tried_in_turn(tensors if isinstance(tensors, Targets) else Targets(tensors), may_lack)
 
-    def _tried_in_turn(self, tensors: Mapping[str, Tensor], may_lack: MayLack) -> Restored | None:
+    def _tried_in_turn(self, targets: Targets, may_lack: MayLack) -> Restored | None:
         refusals: list[Refused] = []
         found, missing = self._candidates()
         for name in missing:
@@ -108,7 +109,7 @@ class Restorer:
         for candidate in self._without_suspects(found):
             start = time.monotonic()
             try:
-                restored = self._load(candidate, tensors, may_lack)
+                restored = self._load(candidate, targets, may_lack)
             except Refused as refusal:
                 refusals.append(refusal)
                 self._refuse(refusal, candidate)
@@ -181,27 +182,28 @@ class Restorer:
 
     # ---- one of them
 
-    def _load(self, candidate: Candidate, tensors: Mapping[str, Tensor], may_lack: MayLack) -> Restored:
+    def _load(self, candidate: Candidate, targets: Targets, may_lack: MayLack) -> Restored:
         if candidate.place < 0:
-            return self._from_memory(candidate, tensors, may_lack)
+            return self._from_memory(candidate, targets, may_lack)
         place = self._places[candidate.place]
         if candidate.foreign:
-            return self._from_foreign(place, candidate, tensors, may_lack)
+            return self._from_foreign(place, candidate, targets.of({}), may_lack)
         manifest, index = self._sealed(place, candidate.name)
+        tensors = targets.of(manifest.extra)
         if index is None:
             loaded = self._filled_as_laid(place, manifest, tensors, may_lack)
         else:
             loaded = self._filled(self._source(place, manifest, index), tensors, may_lack)
         return _restored(candidate, place.path, manifest.extra, loaded)
 
-    def _from_memory(self, candidate: Candidate, tensors: Mapping[str, Tensor], may_lack: MayLack) -> Restored:
+    def _from_memory(self, candidate: Candidate, targets: Targets, may_lack: MayLack) -> Restored:
         assert self.memory is not None
+        extra = self._ranks.broadcast(self.memory.extra(candidate.name))
         try:
-            loaded = self.memory.load(candidate.name, self._ranks, tensors, may_lack)
+            loaded = self.memory.load(candidate.name, self._ranks, targets.of(extra), may_lack)
         except Refused:
             self.memory.forget(candidate.name)
             raise
-        extra = self._ranks.broadcast(self.memory.extra(candidate.name))
         return _restored(candidate, TIER, extra, loaded)
 
     def _from_foreign(

@@ -202,6 +202,7 @@ _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
     EventKind.CHECKPOINT_FAILED: _failed,
     EventKind.CHECKPOINT_REFUSED: lambda d: f"checkpoint {d['step']}{_of(d)} is not used: {d['reason']}",
     EventKind.CHECKPOINT_RESTORED: lambda d: f"resumed from {_source(d)}step {d['step']}",
+    EventKind.CHECKPOINT_INCOMPLETE: lambda d: f"checkpoint {d['step']} does not hold everything: {d['reason']}",
     EventKind.CHECKPOINT_SKIPPED: lambda d: f"step {d['step']} is not saved: {d['reason']}",
     EventKind.CHECKPOINT_RETRIED: lambda d: f"saving step {d['step']} is tried again: {d['reason']}",
     EventKind.CHECKPOINT_DOUBTED: lambda d: f"step {d['step']} is saved, but looks wrong: {d['reason']}",

@@ -24,9 +24,11 @@ from checkpointing.storage import Storage
 from trainer.contract.config import JobConfig, WorkloadConfig
 from trainer.worker import hugging_face
 from trainer.worker.imported import PROVENANCE, PROVENANCE_SCHEMA, TORCH_FILE
+from trainer.worker.optimizer_state import PREFIXES
 from trainer.worker.state import buffers_name
 
 _MODEL, _OPTIMIZER, _BUFFERS = "model/", "optimizer/", buffers_name(0)
+_MORE = tuple(prefix for prefix in PREFIXES if prefix != _OPTIMIZER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +112,7 @@ def _torch_names(source: Opened, order: Order) -> list[Wanted]:
     model = _model(source)
     wanted = [Wanted(key=key, name=f"{_MODEL}{name}", dtype=_dtype(source, key, order)) for name, key in model.items()]
     if order.with_optimizer:
-        keys = sorted(key for key in source.index.tensors if key.startswith(_OPTIMIZER))
+        keys = sorted(key for key in source.index.tensors if key.startswith(PREFIXES))
         # The moments stay as exact as they are: a rounded second moment is another optimizer.
         wanted += [Wanted(key=key, name=key, dtype=source.dtype(key)) for key in keys]
     return wanted
@@ -128,7 +130,9 @@ def _nested(source: Opened, order: Order) -> Callable[[Mapping[str, Tensor]], di
                 state.setdefault(parameter, {})[key] = tensor
         manifest = source.manifest
         made = {"run": order.run, "checkpoint": manifest.name, "schema": PROVENANCE_SCHEMA}
-        optimizer = {"optimizer": {"state": state}} if order.with_optimizer else {}
+        # Beside the state of the parameters: tensors of the groups; what is no tensor is in `extra`.
+        more = {name: tensor for name, tensor in tensors.items() if name.startswith(_MORE)}
+        optimizer = {"optimizer": {"state": state, **({"more": more} if more else {})}} if order.with_optimizer else {}
         return {"model": model, **optimizer, "step": manifest.step, "extra": manifest.extra, "orch": made}
 
     return nest

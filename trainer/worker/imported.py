@@ -37,6 +37,8 @@ class Source:
     place: Path
     model: Given
     optimizer: Mapping[str, Tensor] = field(default_factory=dict)
+    more: Mapping[str, Tensor] = field(default_factory=dict)
+    """Tensors of the optimizer that belong to no parameter, by their keys."""
     step: int = 0
     facts: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] | None = None
@@ -107,11 +109,15 @@ def _torch_source(place: Path, told: Mapping[str, str]) -> Source:
     if not given:
         raise Refused(place.name, "holds no tensors of a model (under `model`, `state_dict`, or at the top)")
     step, facts = value.get("step", 0), value.get("extra", {})
+    with_optimizer = isinstance(value.get("optimizer"), Mapping)
+    if isinstance(facts, Mapping) and not with_optimizer:  # counts without the tensors that they belong to
+        facts = {key: fact for key, fact in facts.items() if key != "rank_state"}
     own = value.get("orch") is not None or bool(told)
     return Source(
         place=place, model=TorchTensors(given), told=told,
         # State that others saved is numbered, not named: only our own can be told apart.
         optimizer=optimizer if own or model is value else {},
+        more=flat(value["optimizer"].get("more", {})) if own and with_optimizer else {},
         step=step if isinstance(step, int) and own else 0,
         facts=facts if isinstance(facts, Mapping) and own else {},
     )  # fmt: skip
@@ -195,13 +201,16 @@ def _add_optimizer(found: Fit, source: Source, wanted: Mapping[str, TensorInfo],
         parameter = name.rpartition("/")[0]
         if parameter not in wanted:
             found.complaints.append((f"the optimizer has {name}, but the model no {parameter}", "--weights-only"))
-        elif info.shape not in ((), wanted[parameter].shape):
+        elif info.shape not in ((), wanted[parameter].shape) and not _rank_state(source):
             found.complaints.append((f"the optimizer's {name} is {_shown(info)}", "--weights-only"))
         else:
             told = source.told.get(f"optimizer/{name}")
             found.tensors[f"optimizer/{name}"] = Brought(given=state, name=name, info=info, told=told)
-    found.optimizer = bool(state.tensors)
-    if not found.optimizer:
+    found.optimizer = bool(state.tensors) or (not weights_only and bool(_rank_state(source)))
+    more = TorchTensors(source.more if found.optimizer else {})
+    for key, info in more.tensors.items():
+        found.tensors[key] = Brought(given=more, name=key, info=info, told=source.told.get(key))
+    if not state.tensors:
         nothing = torch.zeros(1, dtype=torch.uint8)
         found.tensors[FRESH] = Brought(given=TorchTensors({"none": nothing}), name="none", info=info_of(nothing))
 
@@ -222,7 +231,15 @@ def facts(source: Source, found: Fit) -> tuple[int, dict[str, Any]]:
     if not found.optimizer or not isinstance(source.facts.get("consumed"), int):
         return 0, {**begin, "imported": provenance}
     kept = {key: source.facts[key] for key in begin if source.facts.get(key) is not None}
-    return source.step, {**begin, **kept, "step": source.step, "imported": provenance}
+    rank_state = _rank_state(source)
+    counts = {"rank_state": rank_state} if rank_state else {}
+    return source.step, {**begin, **kept, **counts, "step": source.step, "imported": provenance}
+
+
+def _rank_state(source: Source) -> list[dict[str, Any]]:
+    """Of each rank's facts those about the optimizer: what it counts in its groups goes along with its tensors."""
+    states = source.facts.get("rank_state", [])
+    return [{"optimizer": each["optimizer"]} for each in states] if all("optimizer" in each for each in states) else []
 
 
 def overrides(complaints: list[tuple[str, str]]) -> Iterator[str]:

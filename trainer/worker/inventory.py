@@ -1,6 +1,6 @@
 """The tensors of a rank's checkpoint by name: walked once, and looked over before every save."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trainer.worker import state
+from trainer.worker.optimizer_state import OptimizerState
 
 Holder = dict[str, Any]
 
@@ -22,9 +23,18 @@ class Inventory:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, rank: int, device: torch.device, lazy: bool = False
-    ) -> None:
-        """`lazy`: tensors are read while the next step computes, which changes buffers, so these are copied at once."""
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, rank: int, device: torch.device,
+        lazy: bool = False, optimizer_state: OptimizerState | None = None,
+        more: Callable[[], dict[str, torch.Tensor]] = dict,
+    ) -> None:  # fmt: skip
+        """`lazy`: tensors are read while the next step computes, which changes buffers, so these are copied at once.
+
+        `more` gives further tensors, which are asked for at every save.
+        """
+        self._optimizer_state = optimizer_state or OptimizerState(model, optimizer)
+        self._more = more
+        self._further: dict[str, torch.Tensor] = {}
+        self._scattered = False  # whether tensors lie elsewhere than in the holders
         self._model, self._optimizer, self._rank, self._device, self._lazy = model, optimizer, rank, device, lazy
         self._rng = torch.zeros_like(state.pack_rng(device))
         self._places: list[tuple[Holder, str]] = []
@@ -32,6 +42,7 @@ class Inventory:
         self._memory: list[int] = []
         self._sharded = False
         self._states: list[tuple[nn.Parameter, Holder, int]] = []
+        self._empty: list[tuple[Holder, str]] = []  # where something else stands that may become a tensor
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._tensors: dict[str, torch.Tensor] = {}
         self.walks = 0
@@ -39,7 +50,9 @@ class Inventory:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What is to be saved now; the tensors must not be changed until the saver has copied them."""
-        if not self._same():
+        further = self._more()
+        if not self._same() or not _are_same(further, self._further):
+            self._further = further
             self._walk()
         self._rng.copy_(state.pack_rng(self._device))
         for copy, buffer in self._copies:
@@ -47,7 +60,7 @@ class Inventory:
         return self._tensors
 
     def _same(self) -> bool:
-        if not self._tensors or len(self._optimizer.state) != len(self._states):
+        if not self._tensors or self._scattered or len(self._optimizer.state) != len(self._states):
             return False
         states = self._optimizer.state
         if any(states.get(owner) is not held or len(held) != size for owner, held, size in self._states):
@@ -55,6 +68,8 @@ class Inventory:
         try:
             now = [holder[key] for holder, key in self._places]
         except KeyError:
+            return False
+        if any(isinstance(holder.get(key), torch.Tensor) for holder, key in self._empty):
             return False
         return all(map(is_, now, self._known)) and self._addresses(now) == self._memory
 
@@ -64,15 +79,21 @@ class Inventory:
         buffers = dict(model.named_buffers())
         own = state.rank_buffers(model, self._rank)
         shared = state.shared_tensors(model)
-        live = {**shared, **state.optimizer_tensors(model, optimizer), **own}
+        of_optimizer = self._optimizer_state.tensors()
+        live = {**shared, **of_optimizer, **own, **self._further}
         self._states = [(owner, held, len(held)) for owner, held in optimizer.state.items()]
         self._places = list(self._holders())
+        held = sum(isinstance(value, torch.Tensor) for _, kept, _ in self._states for value in kept.values())
+        self._scattered = held != len(of_optimizer)
+        self._empty = [
+            (kept, key) for _, kept, _ in self._states for key in kept if not isinstance(kept[key], torch.Tensor)
+        ]
         self._known = [holder[key] for holder, key in self._places]
         self._sharded = any(isinstance(tensor, DTensor) for tensor in self._known)
         self._memory = self._addresses(self._known)
         self._copies = []
         if self._lazy:
-            loose = [*own, *(key for key in shared if key.removeprefix("model/") in buffers)]
+            loose = [*own, *self._further, *(key for key in shared if key.removeprefix("model/") in buffers)]
             copies = {key: live[key].detach().clone() for key in loose}
             self._copies = [(copy, live[key]) for key, copy in copies.items()]
             live.update(copies)
@@ -92,3 +113,7 @@ class Inventory:
             # Not `to_local`, which takes a hundred times as long.
             tensors = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
         return list(map(torch.Tensor.data_ptr, tensors))
+
+
+def _are_same(now: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]) -> bool:
+    return list(now) == list(before) and all(map(is_, now.values(), before.values()))

@@ -31,8 +31,10 @@ from trainer.worker.lament import lament
 from trainer.worker.leaving import seconds_left
 from trainer.worker.loop import Loop, Outside, Trained
 from trainer.worker.metrics import Journal
+from trainer.worker.optimizer import set_learning_rate
 from trainer.worker.rhythm import Rhythm
 from trainer.worker.saving import Progressed, Saver
+from trainer.worker.schedule import learning_rate
 from trainer.worker.spikes import Losses
 from trainer.worker.ticker import Ticker
 
@@ -117,10 +119,14 @@ def _loop(
         seed=config.train.seed,
         lazy=config.checkpoint.staging.mode == "lazy",
         skip=skip,
+        workload=trained.workload,
+        warn=_warner(journal, spec.rank),
     )
     _diversify(config.train.seed, trained.layout)
     cell.update(phase=Phase.RESTORE)
     progressed.restore(saver)
+    if progressed.step:
+        set_learning_rate(trained.optimizer, learning_rate(config.train, progressed.step))
     # What came from memory need not be on any disk: only what is counts as saved.
     saved = saver.committed_step or 0
     cell.update(step=progressed.step, saved_step=saved, restored_step=progressed.step)
@@ -141,6 +147,16 @@ def _loop(
     cell.update(phase=Phase.DONE)
     journal.close()
     return code
+
+
+def _warner(journal: Journal, rank: int) -> Callable[[int, str], None]:
+    """Rank 0 tells what no rank could bring back."""
+
+    def warn(step: int, reason: str) -> None:
+        if rank == 0:
+            journal.event(EventKind.CHECKPOINT_INCOMPLETE, step=step, reason=reason)
+
+    return warn
 
 
 def _diversify(seed: int, layout: mesh.Layout) -> None:

@@ -7,6 +7,9 @@ from torch import nn
 
 from trainer.contract.config import TrainConfig
 
+_TINY = 1e-150
+"""A rate by which no weight moves, in double precision either, and whose square is not zero."""
+
 
 def adamw(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
     """AdamW with weight decay on matrices only: norms and biases are scales, not weights to shrink."""
@@ -23,7 +26,18 @@ def adamw(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """A group's own `lr_scale` multiplies the schedule."""
     for group in optimizer.param_groups:
-        group["lr"] = rate * group.get("lr_scale", 1.0)
+        scaled = rate * group.get("lr_scale", 1.0)
+        if isinstance(group.get("lr"), torch.Tensor):
+            group["lr"].fill_(scaled)  # a compiled or captured step reads this very tensor
+        else:
+            group["lr"] = scaled
+
+
+def train_mode(optimizer: torch.optim.Optimizer) -> None:
+    """Call `train()` of an optimizer that has it, as schedule-free ones do, whose weights are others in `eval` mode."""
+    train = getattr(optimizer, "train", None)
+    if callable(train):
+        train()
 
 
 def prime(optimizer: torch.optim.Optimizer) -> None:
@@ -32,14 +46,22 @@ def prime(optimizer: torch.optim.Optimizer) -> None:
     The state holds the traces of that step (`step` is 1): overwrite it from a checkpoint or `forget` it.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
+    try:
+        _step_without_gradients(optimizer, 0.0)
+    except ArithmeticError:
+        # Some average with weights that grow with the rate: these must not all be zero.
+        _step_without_gradients(optimizer, _TINY)
     optimizer.zero_grad(set_to_none=True)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
+
+
+def _step_without_gradients(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
 
 
 def forget(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter] | None = None) -> None:

@@ -2,6 +2,7 @@
 
 import ctypes
 import random
+import sys
 from collections.abc import Collection
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 _RNG_BYTES = 16384
+_NONE = torch.zeros(1, dtype=torch.uint8)  # in the place of a generator that is not there
 _HASH_CHUNK = 64 * 1024 * 1024
 
 
@@ -65,14 +67,14 @@ def rng_name(rank: int) -> str:
 
 
 def pack_rng(device: torch.device) -> torch.Tensor:
-    """The generators of torch (host and device) and Python as one row of bytes of fixed length."""
+    """The generators of torch (host and device), Python and, where it is loaded, NumPy, as one row of fixed length."""
     version, numbers, gauss = random.getstate()
     assert version == 3
     python = torch.tensor([int(number) for number in numbers], dtype=torch.int64)
     extra = torch.tensor([float("nan") if gauss is None else gauss], dtype=torch.float64)
     parts = [torch.get_rng_state(), python.view(torch.uint8), extra.view(torch.uint8)]
-    if device.type == "cuda":
-        parts.append(torch.cuda.get_rng_state(device))
+    parts.append(torch.cuda.get_rng_state(device) if device.type == "cuda" else _NONE)
+    parts.append(_pack_numpy())
     packed = torch.zeros(_RNG_BYTES, dtype=torch.uint8)
     place = 0
     for part in parts:
@@ -80,6 +82,28 @@ def pack_rng(device: torch.device) -> torch.Tensor:
         packed[place : place + 8 + len(part)] = torch.cat([header, part])
         place += 8 + len(part)
     return packed
+
+
+def _pack_numpy() -> torch.Tensor:
+    """NumPy's global generator: its words, position, and the second half of a pair of normal numbers."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return _NONE
+    kind, words, place, has_gauss, gauss = numpy.random.get_state(legacy=True)
+    if kind != "MT19937":
+        return _NONE
+    numbers = torch.tensor([*words.tolist(), place, has_gauss], dtype=torch.int64).to(torch.int32)
+    return torch.cat([numbers.view(torch.uint8), torch.tensor([gauss], dtype=torch.float64).view(torch.uint8)])
+
+
+def _unpack_numpy(part: torch.Tensor) -> None:
+    if len(part) == len(_NONE):
+        return
+    import numpy as np  # only where the run that saved had loaded it
+
+    *words, place, has_gauss = (number & 0xFFFFFFFF for number in part[:-8].clone().view(torch.int32).tolist())
+    gauss = float(part[-8:].clone().view(torch.float64))
+    np.random.set_state(("MT19937", words, place, has_gauss, gauss))
 
 
 def unpack_rng(packed: torch.Tensor, device: torch.device) -> None:
@@ -91,8 +115,10 @@ def unpack_rng(packed: torch.Tensor, device: torch.device) -> None:
     torch.set_rng_state(parts[0])
     gauss = float(parts[2].view(torch.float64))
     random.setstate((3, tuple(parts[1].view(torch.int64).tolist()), None if gauss != gauss else gauss))
-    if device.type == "cuda" and len(parts) > 3:
+    if device.type == "cuda" and len(parts) > 3 and len(parts[3]) > len(_NONE):
         torch.cuda.set_rng_state(parts[3], device)
+    if len(parts) > 4:
+        _unpack_numpy(parts[4])
 
 
 def facts(

@@ -1,0 +1,181 @@
+"""What training changes in an optimizer's parameter groups: counters, sums, estimates; told apart from the settings.
+
+A value belongs to the configuration as long as it is the one that `build_optimizer` gave: it is not saved, and after a
+restart the configuration of that time counts. A value that training has changed is state: it is saved and comes back.
+`lr` belongs to the schedule, which sets it before every step.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from checkpointing.digests import digest
+from trainer.worker import nested_state
+from trainer.worker.nested_state import Names, Unsavable
+from trainer.worker.workload import WorkloadError
+
+_NOT_STATE = ("params", "lr")
+_SCALARS = (type(None), bool, int, float, str)
+_ID_LENGTH = 16
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A value as `build_optimizer` gave it; `text` is None for a type that is not kept."""
+
+    value: Any
+    text: str | None
+    tensors: Mapping[str, torch.Tensor]
+
+    def is_plainly(self, value: Any) -> bool:
+        return type(value) in _SCALARS and type(value) is type(self.value) and bool(value == self.value)
+
+    def is_still(self, text: str, tensors: Mapping[str, torch.Tensor]) -> bool:
+        if text != self.text:
+            return False
+        return all(_same(tensor, self.tensors[path]) for path, tensor in tensors.items())
+
+
+class GroupValues:
+    """The groups of one optimizer; two groups are the same one when they have the same parameters, by name."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, names: Names) -> None:
+        """Take what stands in the groups now for what the configuration gives."""
+        self._optimizer, self._names = optimizer, names
+        members = [sorted(names[parameter] for parameter in group["params"]) for group in optimizer.param_groups]
+        self._ids = list(_identities(members))
+        self._described = [
+            {"members": own, "count": len(found), "first": found[0] if found else ""}
+            for own, found in zip(self._ids, members, strict=True)
+        ]
+        self._given = [
+            {key: self._as_given(number, key, group[key]) for key in _keys(group)}
+            for number, group in enumerate(optimizer.param_groups)
+        ]
+        self.unsaved: dict[str, str] = {}
+        """Values that training has changed and whose type is not kept: by their keys, in words."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor in the groups, settings included: what is saved has the same form at every step."""
+        found: dict[str, torch.Tensor] = {}
+        for number, key, value in self._all():
+            if type(value) not in _SCALARS:
+                self._encoded(number, key, value, found)
+        return found
+
+    def changed(self) -> list[dict[str, Any]]:
+        """The groups with values that training has changed, in JSON, each beside the text of what was given."""
+        values: dict[int, dict[str, Any]] = {}
+        for number, key, value in self._all():
+            given = self._given[number].get(key)
+            # The usual case first: there may be a group for every parameter.
+            if given is not None and given.is_plainly(value):
+                continue
+            saved = self._saved(number, key, value, given)
+            if saved is not None:
+                values.setdefault(number, {})[key] = saved
+        return [{**self._described[number], "values": found} for number, found in values.items()]
+
+    def _saved(self, number: int, key: str, value: Any, given: _Given | None) -> dict[str, Any] | None:
+        held: dict[str, torch.Tensor] = {}
+        encoded = self._encoded(number, key, value, held)
+        if encoded is None:
+            return None
+        if given is None:
+            return {"value": encoded[0]}
+        if given.is_still(nested_state.text(encoded[0]), held):
+            return None
+        return {"value": encoded[0], "given": given.text}
+
+    def _encoded(self, number: int, key: str, value: Any, held: dict[str, torch.Tensor]) -> tuple[Any] | None:
+        """None for what cannot be kept, which is remembered when it is not what was given."""
+        try:
+            return (nested_state.encode(value, f"groups/{self._ids[number]}/{key}", held, self._names),)
+        except Unsavable:
+            given = self._given[number].get(key)
+            if given is None or given.value is not value:
+                self.unsaved[key] = f"{key} of the parameter groups (a {type(value).__name__})"
+            return None
+
+    def _as_given(self, number: int, key: str, value: Any) -> _Given:
+        held: dict[str, torch.Tensor] = {}
+        try:
+            encoded = nested_state.encode(value, f"groups/{self._ids[number]}/{key}", held, self._names)
+        except Unsavable:
+            return _Given(value, None, {})
+        kept = {path: tensor.clone() for path, tensor in held.items()}
+        return _Given(copy.deepcopy(value), nested_state.text(encoded), kept)
+
+    def _all(self) -> Iterator[tuple[int, str, Any]]:
+        for number, group in enumerate(self._optimizer.param_groups):
+            yield from ((number, key, group[key]) for key in _keys(group))
+
+    # ---- the way back
+
+    def check(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Raises WorkloadError when a group with state has other parameters here."""
+        for group in saved:
+            if group["members"] not in self._ids:
+                keys = ", ".join(sorted(group["values"])[:4])
+                raise WorkloadError(
+                    f"the checkpoint has values ({keys}) of a parameter group of {group['count']} parameters, the "
+                    f"first of which is {group['first']}, but the optimizer has no group of the same parameters: build "
+                    "the groups as they were, or begin with the weights alone (`orch ckpt import --weights-only`)"
+                )
+
+    def reset(self) -> None:
+        """Put back what was given; `lr` stays as it is."""
+        for group, given in zip(self._optimizer.param_groups, self._given, strict=True):
+            for key in [key for key in _keys(group) if key not in given]:
+                del group[key]
+            for key, first in given.items():
+                _put(group, key, first.value if first.text is None else copy.deepcopy(first.value))
+
+    def restore(self, saved: Sequence[Mapping[str, Any]], tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        """Put back what was given, then what training had changed of it; says where settings are overruled by state."""
+        self.reset()
+        parameters = {name: parameter for parameter, name in self._names.items()}
+        overruled: dict[str, str] = {}
+        for group in saved:
+            number = self._ids.index(group["members"])
+            for key, value in group["values"].items():
+                given = self._given[number].get(key)
+                if "given" in value and given is not None and value["given"] != given.text:
+                    overruled[key] = f"{key} is now given as {given.text}, but training had changed it: that is kept"
+                _put(
+                    self._optimizer.param_groups[number], key, nested_state.decode(value["value"], tensors, parameters)
+                )
+        return list(overruled.values())
+
+
+def _keys(group: Mapping[str, Any]) -> list[str]:
+    return [key for key in group if key not in _NOT_STATE]
+
+
+def _put(group: dict[str, Any], key: str, value: Any) -> None:
+    """A tensor is filled in place where there is one: others may hold it too, as a compiled step does."""
+    there = group.get(key)
+    if isinstance(there, torch.Tensor) and isinstance(value, torch.Tensor) and _form(there) == _form(value):
+        with torch.no_grad():
+            there.copy_(value)
+    else:
+        group[key] = value
+
+
+def _form(tensor: torch.Tensor) -> tuple[object, ...]:
+    return type(tensor), tensor.dtype, tuple(tensor.shape)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return _form(one) == _form(other) and bool(torch.equal(one, other))
+
+
+def _identities(groups: Sequence[Sequence[str]]) -> Iterator[str]:
+    """A digest of the names of each group's parameters; groups without any are numbered."""
+    empty = 0
+    for members in groups:
+        empty += not members
+        yield digest("\n".join(members or [f"#{empty}"]).encode())[:_ID_LENGTH]

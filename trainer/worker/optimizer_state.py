@@ -1,0 +1,323 @@
+"""Everything of an optimizer that a restart must bring back: the tensors by name, and the rest in JSON.
+
+Tensors of a parameter's state are `optimizer/<parameter>/<key>`, tensors in the groups `groups/<group>/<key>`, those of
+further parts of `state_dict()` `entries/<part>`. Python's own values, and where in a nested one a tensor stands, are
+the JSON beside them (`facts`).
+"""
+
+import copy
+import inspect
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from trainer.worker import nested_state
+from trainer.worker import optimizer as optimizers
+from trainer.worker.group_values import GroupValues
+from trainer.worker.nested_state import Unsavable
+from trainer.worker.tensor_form import Form, form, zeros
+from trainer.worker.workload import WorkloadError
+
+PREFIXES = ("optimizer/", "groups/", "entries/")
+"""Of the names of all its tensors."""
+
+_STATE = PREFIXES[0]
+_OF_SHARDING = ("Sharding propagation", "sharding strategy", "DTensor", "redistribut")
+_LOOSE = "state:"
+_NOT_THERE = object()
+
+
+class OptimizerState:
+    """The state of one optimizer: collected for a save, filled at a restore."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Make it when the optimizer is new: what stands in its groups is what the configuration gives.
+
+        Raises WorkloadError for an optimizer that cannot be trained with here.
+        """
+        self._model, self._optimizer = model, optimizer
+        self._look_up()
+        refuse_foreign(optimizer, self._names)
+        optimizers.train_mode(optimizer)  # before its settings are looked at: the mode is one of them
+        self.groups = GroupValues(optimizer, self._names)
+        self._unsaved: dict[str, str] = {}
+        # Adagrad makes its state when it is made, and only then.
+        self._first_state = {parameter: copy.deepcopy(dict(held)) for parameter, held in self._held()}
+        self._first_tensors: dict[str, torch.Tensor] = {}
+        self._first_entries = self._entries(self._first_tensors)
+        self._first_tensors = copy.deepcopy(self._first_tensors)
+        self._forms: dict[str, Form] = {}
+        self._targets: dict[str, torch.Tensor] = {}
+
+    def _look_up(self) -> None:
+        """The model's parameters, which may have become others."""
+        self._parameters: dict[str, torch.Tensor] = dict(self._model.named_parameters())
+        self._names = {parameter: name for name, parameter in self._parameters.items()}
+
+    def prime(self) -> None:
+        """Make every state tensor exist; groups and state keep the traces of it until `reset` or `restore`."""
+        refuse_step(self._optimizer)
+        try:
+            optimizers.prime(self._optimizer)
+        except (RuntimeError, NotImplementedError) as error:
+            self._explain(error)
+            raise
+        self._forms = {name: form(tensor) for name, tensor in self.tensors().items()}
+
+    def _explain(self, error: Exception) -> None:
+        """Raises WorkloadError when the optimizer needs whole parameters, as one that flattens or factors them does."""
+        sharded = any(isinstance(parameter, DTensor) for parameter in self._parameters.values())
+        if sharded and any(word in str(error) for word in _OF_SHARDING):
+            kind = type(self._optimizer).__name__
+            raise WorkloadError(
+                f"{kind} cannot make a step on sharded parameters ({str(error).splitlines()[0]}): choose an optimizer "
+                "that works element by element, or give the workload a `parallelize` that does not shard"
+            ) from error
+
+    def reset(self) -> None:
+        """As the optimizer was made: its next step is its first."""
+        self._forget(list(self._parameters.values()))
+        self.groups.reset()
+        self._load_entries(self._first_entries, self._first_tensors)
+
+    def _forget(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Back to the state that they had when the optimizer was made: mostly none."""
+        for parameter in parameters:
+            self._optimizer.state.pop(parameter, None)
+            if parameter in self._first_state:
+                self._optimizer.state[parameter] = copy.deepcopy(self._first_state[parameter])
+
+    # ---- what is saved
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor of the optimizer; raises WorkloadError for state of a parameter that cannot be kept."""
+        self._look_up()
+        found: dict[str, torch.Tensor] = {}
+        for name, held in self._holders():
+            for key, value in held.items():
+                if isinstance(value, torch.Tensor):
+                    found[_place(name, key)] = value
+                else:
+                    self._encoded(name, key, value, found)
+        found.update(self.groups.tensors())
+        self._entries(found)
+        return found
+
+    def facts(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """What is no tensor, in JSON, without empty parts; `tensors` are those of `tensors()`."""
+        forms = {key: form(tensor) for key, tensor in tensors.items() if key.startswith(PREFIXES)}
+        found = {
+            "groups": self.groups.changed(),
+            "values": self._values(),
+            # A checkpoint is made ready for before it is known: told is how it differs from a fresh, primed state.
+            "late": {key: now for key, now in forms.items() if self._forms.get(key) != now},
+            "gone": self._gone(forms),
+            "entries": self._entries(),
+        }
+        return {"holders": self._held_by(), **{key: value for key, value in found.items() if value}}
+
+    def _held(self) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+        """The parameters that have state, and it."""
+        for parameter in self._parameters.values():
+            if held := self._optimizer.state.get(parameter):
+                yield parameter, held
+
+    def unsaved(self) -> list[str]:
+        """What training has changed and no save so far could keep, for its type, in words."""
+        return [*self.groups.unsaved.values(), *self._unsaved.values()]
+
+    def _holders(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        return ((self._names[parameter], held) for parameter, held in self._held())
+
+    def _held_by(self) -> dict[str, list[str]]:
+        """Which parameters have state, in as few names as possible."""
+        there = {name for name, _ in self._holders()}
+        trained = {self._names.get(p, "") for group in self._optimizer.param_groups for p in group["params"]}
+        if 2 * len(there) > len(trained):
+            return {"without": sorted(trained - there)}
+        return {"only": sorted(there)}
+
+    def _gone(self, forms: Mapping[str, Form]) -> list[str]:
+        """Tensors of a primed state that the state of a parameter, which has some, lacks now."""
+        there = tuple(_place(name, "") for name, _ in self._holders())
+        return sorted(key for key in self._forms.keys() - forms.keys() if key.startswith(there))
+
+    def _values(self) -> dict[str, Any]:
+        """Values that are no tensors, by key; one that all parameters share stands there once."""
+        found: dict[str, dict[str, Any]] = {}
+        count = 0
+        for name, held in self._holders():
+            count += 1
+            for key, value in held.items():
+                if not isinstance(value, torch.Tensor):
+                    found.setdefault(key, {})[name] = self._encoded(name, key, value, {})
+        return {key: _shared(values) if len(values) == count else {"of": values} for key, values in found.items()}
+
+    def _encoded(self, name: str, key: str, value: object, found: dict[str, torch.Tensor]) -> Any:
+        try:
+            return nested_state.encode(value, _place(name, key), found, self._names)
+        except Unsavable as reason:
+            kind = type(self._optimizer).__name__
+            raise WorkloadError(
+                f"the state of {kind} cannot be saved: {reason}; only tensors, numbers, strings, and lists, tuples, "
+                "sets and dicts of them are kept"
+            ) from reason
+
+    def _entries(self, tensors: dict[str, torch.Tensor] | None = None) -> dict[str, Any]:
+        """What is neither a parameter's state nor a group, in JSON, by where it stands."""
+        found: dict[str, Any] = {}
+        for key, value in {**_loose_state(self._optimizer), **_further(self._optimizer)}.items():
+            try:
+                held = {} if tensors is None else tensors
+                found[key] = nested_state.encode(value, f"entries/{key}", held, self._names)
+            except Unsavable as reason:
+                self._unsaved[key] = f"{key} of its state_dict ({reason})"
+        return found
+
+    # ---- the way back
+
+    def targets(self, facts: Mapping[str, Any] | None) -> dict[str, torch.Tensor]:
+        """The tensors that a checkpoint with these facts has, to be filled; none of the facts: an older checkpoint.
+
+        Raises WorkloadError when the optimizer here is another one than that of the checkpoint.
+        """
+        live = self.tensors()
+        if facts is None:
+            self._targets = {key: tensor for key, tensor in live.items() if key.startswith(_STATE)}
+            return self._targets
+        self.groups.check(facts.get("groups", ()))
+        late, gone = facts.get("late", {}), set(facts.get("gone", ()))
+        there = tuple(_place(name, "") for name in self._parameters if _has_state(name, facts["holders"]))
+        state = [key for key in live if key.startswith(there) and key not in gone and key not in late]
+        named = nested_state.references([facts.get("groups", []), list(facts.get("entries", {}).values())])
+        fresh = {
+            key: late.get(key) or self._forms.get(key)
+            for key in [*named, *late]
+            if key in named or key.startswith(_STATE)
+        }
+        self._targets = {key: live[key] for key in state}
+        self._targets.update({key: self._scratch(key, wanted, live) for key, wanted in fresh.items()})
+        return self._targets
+
+    def _scratch(self, key: str, wanted: Form | None, live: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Memory for a tensor that only the checkpoint has yet, or that must not be changed yet."""
+        parameter = self._parameters.get(key.removeprefix(_STATE).rpartition("/")[0])
+        device = next(iter(self._parameters.values())).device
+        made = zeros(wanted, (live.get(key), parameter), device) if wanted is not None else None
+        if made is None:
+            kind = type(self._optimizer).__name__
+            raise WorkloadError(
+                f"the checkpoint has {key} {wanted or ''}, which {kind} as it is built now does not have"
+            )
+        return made
+
+    def restore(self, facts: Mapping[str, Any] | None, absent: Collection[str]) -> list[str]:
+        """Take up the targets, which are filled now, and the facts; returns what was lost or overruled, in words.
+
+        `absent`: targets that an older checkpoint does not have, whose parameters begin without state.
+        """
+        if facts is None:
+            return self._restore_old(absent)
+        self._restore_state(facts)
+        told = self.groups.restore(facts.get("groups", ()), self._targets)
+        saved = facts.get("entries", {})
+        self._load_entries(saved, self._targets)
+        now = self._entries()
+        other = [key for key in saved if nested_state.text(now.get(key)) != nested_state.text(saved[key])]
+        return [*told, *(f"{key} of the optimizer's state_dict is not as it was saved" for key in other)]
+
+    def _restore_old(self, absent: Collection[str]) -> list[str]:
+        counted = sorted({key for group in self.groups.changed() for key in group["values"]})
+        counted += sorted(self._values())
+        names = {key.removeprefix("optimizer/").rpartition("/")[0] for key in absent if key.startswith("optimizer/")}
+        self._forget([self._parameters[name] for name in names if name in self._parameters])
+        self.groups.reset()
+        if not counted:
+            return []
+        return [
+            f"the checkpoint has no {', '.join(counted)} of the optimizer, which begin anew (an older orch saved it)"
+        ]
+
+    def _restore_state(self, facts: Mapping[str, Any]) -> None:
+        values = facts.get("values", {})
+        nested = set(nested_state.references(list(map(list, map(dict.values, values.values())))))
+        for name, parameter in self._parameters.items():
+            if not _has_state(name, facts["holders"]):
+                self._forget([parameter])
+                continue
+            prefix = _place(name, "")
+            held = {key.removeprefix(prefix): tensor for key, tensor in self._targets.items() if key.startswith(prefix)}
+            held = {key: tensor for key, tensor in held.items() if prefix + key not in nested}
+            for key, value in values.items():
+                encoded = value["same"] if "same" in value else value["of"].get(name, _NOT_THERE)
+                if encoded is not _NOT_THERE:
+                    held[key] = nested_state.decode(encoded, self._targets, self._parameters)
+            there = self._optimizer.state[parameter]
+            there.clear()
+            there.update(held)
+
+    def _load_entries(self, entries: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        found = {key: nested_state.decode(value, tensors, self._parameters) for key, value in entries.items()}
+        loose = {key: value for key, value in found.items() if key.startswith(_LOOSE)}
+        for key in list(_loose_state(self._optimizer)):
+            del self._optimizer.state[key.removeprefix(_LOOSE)]
+        self._optimizer.state.update({key.removeprefix(_LOOSE): value for key, value in loose.items()})
+        further = {key: value for key, value in found.items() if key not in loose}
+        if further:
+            held = {parameter: dict(state) for parameter, state in self._optimizer.state.items()}
+            self._optimizer.load_state_dict({**self._optimizer.state_dict(), **further})
+            # What torch loads is converted to the dtype of its parameter, and is another object than the one filled.
+            self._optimizer.state.update(held)
+
+
+def refuse_foreign(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> None:
+    """Raises WorkloadError when a parameter of the optimizer is none of the model's."""
+    for group in optimizer.param_groups:
+        foreign = [parameter for parameter in group["params"] if parameter not in names]
+        if foreign:
+            raise WorkloadError(
+                f"{type(optimizer).__name__} trains a parameter of shape {tuple(foreign[0].shape)} that the model does "
+                "not have, so that neither it nor its state would be saved: register it with the model"
+            )
+
+
+def refuse_step(optimizer: torch.optim.Optimizer) -> None:
+    """Raises WorkloadError for an optimizer whose steps the training loop cannot make."""
+    kind = type(optimizer).__name__
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise WorkloadError(
+            f"{kind} computes the loss several times in one step (`step(closure)`), but the training loop computes it "
+            "once: choose an optimizer whose `step()` needs no closure"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise WorkloadError(f"{kind} needs sparse gradients, which cannot be reduced and clipped here: choose Adam")
+
+
+def _place(name: str, key: str) -> str:
+    return f"optimizer/{name}/{key}"
+
+
+def _has_state(name: str, held_by: Mapping[str, list[str]]) -> bool:
+    return name in held_by["only"] if "only" in held_by else name not in held_by["without"]
+
+
+def _shared(values: Mapping[str, Any]) -> dict[str, Any]:
+    first = next(iter(values.values()))
+    same = nested_state.text(first)
+    return {"same": first} if all(nested_state.text(value) == same for value in values.values()) else {"of": values}
+
+
+def _loose_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """State of no parameter, which torch allows under names."""
+    return {f"{_LOOSE}{key}": value for key, value in optimizer.state.items() if isinstance(key, str)}
+
+
+def _further(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an optimizer with a `state_dict` of its own adds to it."""
+    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+        return {}
+    return {key: value for key, value in optimizer.state_dict().items() if key not in ("state", "param_groups")}

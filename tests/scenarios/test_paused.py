@@ -82,6 +82,7 @@ def test_a_controller_that_wakes_in_the_middle_of_a_pass_harms_nobody(
         world.check()
         world.slurm.step(5.0)
     assert world.finish().state is RunState.SUCCEEDED
+    monkeypatch.setattr(failpoints, "reach", lambda point: None)
     late = [job for job in world.slurm.jobs if job.live]
     assert all(job.held for job in late), "what was submitted after the end runs nothing"
     world.store.create_run(

@@ -8,7 +8,7 @@ from tests.fakes.model_clock import FakeClock
 from trainer.contract.config import load
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.launch import LaunchToken, holds
-from trainer.contract.outcome import AttemptOutcome, AttemptResult, ExitCode, Failure
+from trainer.contract.outcome import AgentEnd, AgentReport, AttemptOutcome, AttemptResult, ExitCode, Failure
 from trainer.contract.requests import RequestKind, pending
 from trainer.contract.run_dir import RunDir
 
@@ -28,6 +28,7 @@ class ModelAgents:
         self.step_done = 0
         self.exit_code: int | None = None
         self.dead = False
+        self.frozen = False  # stands still (SIGSTOP, stuck in the kernel): it does nothing, and says nothing
         self.commits: list[tuple[float, str]] = []
         self.trained: list[tuple[float, int]] = []
         self._seq = 0
@@ -35,11 +36,11 @@ class ModelAgents:
 
     @property
     def training(self) -> bool:
-        return self.token is not None and self.exit_code is None and not self.dead
+        return self.token is not None and self.exit_code is None and not self.dead and not self.frozen
 
     def step(self, seconds: float) -> None:
         """Live for some seconds."""
-        if self.dead or self.exit_code is not None:
+        if self.dead or self.frozen or self.exit_code is not None:
             return
         if self.restarts > 0:
             self.exit_code = ExitCode.RETRY
@@ -102,6 +103,13 @@ class ModelAgents:
     def fail(self, failure: Failure) -> None:
         """The attempt ends with an outcome that names its cause."""
         self._end(AttemptResult.FAILED, failure.reason, ExitCode.RETRY, failure)
+
+    def lose_coordinator(self) -> None:
+        """Another agent leaves because the coordinator is silent: its word reaches the controller by a file."""
+        AgentReport(
+            node=1, name="other", end=AgentEnd.SILENT, time=self.clock.now,
+            reason="other lost the coordinator: it was silent for 60 s",
+        ).write(self.place.agent_report(1))  # fmt: skip
 
     def _end(self, result: AttemptResult, reason: str, code: ExitCode, failure: Failure | None = None) -> None:
         outcome = AttemptOutcome(

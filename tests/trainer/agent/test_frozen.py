@@ -1,0 +1,65 @@
+"""An agent that stands still is ended by its own node; whoever was paused itself ends nobody."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.agent.job import alive, until
+from trainer.agent.processes.watchdog import LATE_SECONDS, Stillness
+from trainer.contract.outcome import AgentEnd, AgentReport
+
+
+def test_only_time_that_the_watchdog_could_see_counts() -> None:
+    stillness = Stillness(0.0)
+    assert [stillness.look(float(second), False) for second in (1, 2, 3)] == [1.0, 2.0, 3.0]
+    assert stillness.look(4.0, True) == 0.0
+    assert stillness.look(5.0, False) == 1.0
+    woken = 5.0 + 1.0 + LATE_SECONDS + 0.1
+    assert stillness.look(woken, False) == 0.0, "the whole job was suspended"
+    assert stillness.look(woken + 1.0, False) == 1.0
+
+
+def report_of(path: Path) -> AgentReport | None:
+    return AgentReport.read(path) if path.exists() else None
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_an_agent_that_is_stopped_for_ever_is_ended_with_a_report(job, node):
+    work = job("hang@*@*", recovery={"hang": {"agent": 2.0, "on": False}}).start()
+    work.go()
+    until(lambda: len(work.notes()) == 4, 60, work.story)
+    started = work.processes()
+    work.agents[node].send_signal(signal.SIGSTOP)
+    codes = work.wait(60)
+    assert codes[node] == -signal.SIGKILL
+    assert codes[1 - node] == 75, work.story()
+    told = report_of(work.attempt.agent_report(node))
+    assert told is not None
+    assert (told.node, told.end) == (node, AgentEnd.FROZEN)
+    assert "stood still for 2 s (stopped by a signal" in told.reason
+    if node:
+        outcome = work.outcome()
+        assert outcome.failure is not None
+        assert (str(outcome.failure.kind), outcome.failure.node) == ("agent_lost", "local-1")
+    else:
+        other = report_of(work.attempt.agent_report(1))
+        assert other is not None
+        assert other.end is AgentEnd.GONE
+    until(lambda: not any(alive(pid) for pid in started), 20, work.story)
+
+
+def test_a_pause_of_the_whole_job_is_no_reason_to_end_an_agent(job):
+    work = job("trap@*@*", recovery={"hang": {"agent": 1.5}}).start()
+    work.go()
+    until(lambda: len(work.notes()) == 4, 60, work.story)
+    paused = work.processes()
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in paused:
+            os.kill(pid, number)
+        time.sleep(6.0 if number is signal.SIGSTOP else 1.0)
+    work.agents[1].send_signal(signal.SIGUSR2)
+    assert work.wait(60) == [76, 76], work.story()
+    assert not work.attempt.agent_reports()

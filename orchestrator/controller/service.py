@@ -25,7 +25,7 @@ from orchestrator.home import state_home
 from orchestrator.registry import quick
 from orchestrator.registry.records import Lease
 from orchestrator.registry.store import Store
-from orchestrator.scheduler.instance import instance_of, unknown_instance
+from orchestrator.scheduler.instance import instance_of, is_known, unknown_instance
 from orchestrator.scheduler.job_environment import package_root
 
 log = logging.getLogger("orch.controller")
@@ -71,7 +71,8 @@ def status(store_path: Path, scheduler: str | None = None) -> Health:
 
 def statuses(store_path: Path) -> list[Health]:
     """The same for every scheduler that a controller was here for, the newest sign of life first."""
-    return [_health(held) for held in quick.leases(store_path)]
+    found = quick.leases(store_path)
+    return [_health(held) for held in found if held.holder or is_known(held.scheduler)]
 
 
 def _health(held: Lease | None) -> Health:

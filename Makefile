@@ -46,7 +46,7 @@ check: lint  ## lint, types, house rules and the fast tests (under 2 minutes)
 test: check $(INTEROP)/.ready  ## everything, the real Slurm included (about 20 minutes)
 	$(PYTEST) -n 3 --dist worksteal -m "(multi or slurm) and not proof"
 
-proof: venv  ## the long counts; writes docs/proof.md
+proof: venv $(INTEROP)/.ready  ## the long counts; writes docs/proof.md
 	$(BIN)/python -m benchmarks.proof
 
 bench: venv  ## times beside their limits; only numbers of a quiet machine count

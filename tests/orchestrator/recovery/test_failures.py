@@ -186,3 +186,14 @@ def test_logs_speak_only_where_no_outcome_does(name: str) -> None:
 
 def test_a_log_line_never_blames_a_node() -> None:
     assert classify(evidence("FAILED", tails=agents("srun: error: Node failure on n17"))).node is None
+
+
+def test_a_command_that_stopped_has_no_step_that_anybody_knows() -> None:
+    stopped = replace(outcome(AttemptResult.STOPPED, "an agent got SIGTERM"), step=0)
+    for state, words in (
+        ("FAILED", "stopped: an agent got SIGTERM"),
+        ("CANCELLED", "job 7 was cancelled, not by orch"),
+    ):
+        failure = judge(evidence(state, outcome=stopped)).failure
+        assert failure is not None
+        assert (failure.step, failure.reason) == (None, words)

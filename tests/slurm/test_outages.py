@@ -21,14 +21,14 @@ SMALL = [
 RESUME = """#!/bin/sh
 # What a site's ResumeProgram does: boot the node, or, when that does not work, give it up.
 export SLURM_CONF={conf} PATH=$PATH:/usr/sbin:/usr/bin
-echo "$(date +%s) resume $1" >> {folder}/resume.log
 if [ -e {folder}/broken ]; then
   exit 1
 fi
-setsid slurmd -D -N c1 </dev/null >> {folder}/log/slurmd-c1.out 2>&1 &
+# -b: it says that its machine has just been booted, which slurmctld waits for.
+setsid slurmd -D -b -N c1 </dev/null >> {folder}/log/slurmd-c1.out 2>&1 &
 """
 SUSPEND = """#!/bin/sh
-echo "$(date +%s) suspend $1" >> {folder}/resume.log
+kill $(cat {folder}/slurmd-c1.pid)
 """
 
 
@@ -42,7 +42,7 @@ def settings(folder: Path) -> str:
             f"SuspendProgram={folder}/suspend",
             "SuspendTime=600",
             "SuspendTimeout=2",
-            "ResumeTimeout=12",
+            "ResumeTimeout=20",
             "SuspendExcNodes=n1",
             "SlurmctldParameters=idle_on_node_suspend",
             f"NodeName=c1 NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=8 RealMemory=4000 State=CLOUD",
@@ -103,13 +103,15 @@ def test_a_limit_of_a_qos_that_passes(strict: SlurmLab, user: User, seconds: int
     ):  # fmt: skip
         strict.ask("sacctmgr", "-i", *words)
 
-    def other() -> bool:
-        job = ["sbatch", "-q", "one", "-p", "low", "-o", "/dev/null", "--wrap", f"sleep {seconds}"]
-        return strict.ask(*job).returncode == 0
+    def occupied() -> str:
+        job = ["sbatch", "--parsable", "-q", "one", "-p", "low", "-o", "/dev/null", "--wrap", "sleep 900"]
+        return strict.ask(*job).stdout.strip()
 
-    user.until(other, 30, "the other job, once slurmctld knows the QOS")
+    other, end = user.until(occupied, 30, "the other job, once slurmctld knows the QOS"), time.monotonic() + seconds
     run = user.submit("tiny-gpt", *SMALL, "cluster.partition=low", "cluster.qos=one")["run"]
     waits(user, run, "QOSMaxSubmitJobPerUserLimit")
+    user.until(lambda: time.monotonic() > end, seconds + 10, "the end of the outage")
+    strict.ask("scancel", other)
     assert user.wait(run) == 0
     *refused, last = user.show(run)["attempts"]
     assert {attempt["failure"]["kind"] for attempt in refused} == {"submit_deferred"}
@@ -118,19 +120,25 @@ def test_a_limit_of_a_qos_that_passes(strict: SlurmLab, user: User, seconds: int
 
 @short_and_long
 def test_a_node_that_does_not_boot_for_a_while(strict: SlurmLab, user: User, seconds: int) -> None:
+    def state() -> str:
+        return strict.ask("sinfo", "-h", "-N", "-n", "c1", "-p", "cloud", "-o", "%T").stdout.strip()
+
+    if state() != "idle~":
+        strict.ask("scontrol", "update", "nodename=c1", "state=power_down_force")
+        user.until(lambda: state() == "idle~", 60, "the node to be off")
     broken, end = strict.folder / "broken", time.monotonic() + seconds
     broken.touch()
     run = user.submit("tiny-gpt", *SMALL, "cluster.partition=cloud")["run"]
 
     def booted() -> bool:
         # What a site does about a node that did not come up: it is put back into service, and tried again.
-        if "down" in strict.ask("sinfo", "-h", "-N", "-n", "c1", "-o", "%T").stdout:
+        if state().startswith("down"):
             strict.ask("scontrol", "update", "nodename=c1", "state=resume")
-        if time.monotonic() > end:
+        if time.monotonic() > end and len(user.show(run)["attempts"]) > 1:
             broken.unlink(missing_ok=True)
         return bool(user.step(run) > 0)
 
-    user.until(booted, seconds + 120, "training on the node that boots at last")
+    user.until(booted, seconds + 250, "training on the node that boots at last")
     assert user.wait(run) == 0
     *lost, last = user.show(run)["attempts"]
     assert lost

@@ -222,7 +222,9 @@ class SlurmLab:
     def ask(self, *command: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
         """Run one Slurm command as a user would."""
         environ = {**os.environ, **self.environment()}
-        return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout, check=False)
+        return subprocess.run(
+            command, env=environ, capture_output=True, text=True, errors="replace", timeout=timeout, check=False
+        )
 
     def node_state(self, node: str) -> str:
         return self.ask("sinfo", "-h", "-N", "-n", node, "-p", "low", "-o", "%t").stdout.strip()

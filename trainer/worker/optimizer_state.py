@@ -135,10 +135,13 @@ class OptimizerState:
     def _held_by(self) -> dict[str, list[str]]:
         """Which parameters have state, in as few names as possible."""
         there = {name for name, _ in self._holders()}
-        trained = {self._names.get(p, "") for group in self._optimizer.param_groups for p in group["params"]}
+        trained = self._trained()
         if 2 * len(there) > len(trained):
             return {"without": sorted(trained - there)}
         return {"only": sorted(there)}
+
+    def _trained(self) -> set[str]:
+        return {self._names.get(p, "") for group in self._optimizer.param_groups for p in group["params"]}
 
     def _gone(self, forms: Mapping[str, Form]) -> list[str]:
         """Tensors of a primed state that the state of a parameter, which has some, lacks now."""
@@ -190,7 +193,7 @@ class OptimizerState:
             return self._targets
         self.groups.check(facts.get("groups", ()))
         late, gone = facts.get("late", {}), set(facts.get("gone", ()))
-        there = tuple(_place(name, "") for name in self._parameters if _has_state(name, facts["holders"]))
+        there = tuple(_place(name, "") for name in self._trained() if _has_state(name, facts["holders"]))
         state = [key for key in live if key.startswith(there) and key not in gone and key not in late]
         named = nested_state.references([facts.get("groups", []), list(facts.get("entries", {}).values())])
         fresh = {
@@ -244,8 +247,9 @@ class OptimizerState:
     def _restore_state(self, facts: Mapping[str, Any]) -> None:
         values = facts.get("values", {})
         nested = set(nested_state.references(list(map(list, map(dict.values, values.values())))))
+        trained = self._trained()
         for name, parameter in self._parameters.items():
-            if not _has_state(name, facts["holders"]):
+            if name not in trained or not _has_state(name, facts["holders"]):
                 self._forget([parameter])
                 continue
             prefix = _place(name, "")
@@ -267,7 +271,7 @@ class OptimizerState:
         self._optimizer.state.update({key.removeprefix(_LOOSE): value for key, value in loose.items()})
         further = {key: value for key, value in found.items() if key not in loose}
         if further:
-            held = {parameter: dict(state) for parameter, state in self._optimizer.state.items()}
+            held = {parameter: dict(state) for parameter, state in self._held()}
             self._optimizer.load_state_dict({**self._optimizer.state_dict(), **further})
             # What torch loads is converted to the dtype of its parameter, and is another object than the one filled.
             self._optimizer.state.update(held)

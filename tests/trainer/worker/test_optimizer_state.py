@@ -109,6 +109,7 @@ REAL: dict[str, Make] = {
     "Prodigy-groups": two_groups(prodigyopt.Prodigy, d0=1e-3, growth_rate=1.5, slice_p=2),
     "Lion": simple(Lion, weight_decay=0.1),
     "Counting": two_groups(Counting),
+    "Counting-some": lambda net: Counting([net[0].weight, net.unused]),
 }
 
 

@@ -8,7 +8,7 @@ TAKE_OVER = "`orch controller tick` or the next `orch submit` takes over once it
 
 
 def controller_state(now: float, scheduler: str = "") -> LeaseState:
-    """Whether a controller drives the runs of this scheduler (of any, where it is empty), or stalls instead; and why."""
+    """Whether a controller drives the runs of this scheduler (empty: of any), or stalls instead, and why."""
     from orchestrator.registry import quick  # sqlite3: not for `orch --help`
 
     return shown(quick.lease(registry_path(), scheduler or None), now)

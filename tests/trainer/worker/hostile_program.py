@@ -20,7 +20,7 @@ from checkpointing.engine.group import Ranks
 from trainer.contract.rank import RankSpec, say
 from trainer.worker import rendezvous
 
-PATIENCE = timedelta(seconds=60)
+PATIENCE = timedelta(seconds=300)
 FORGED = b'"forged"'
 
 

@@ -43,7 +43,7 @@ def attack(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     """What the rank made of everything that the stranger did."""
     canary = tmp_path_factory.mktemp("hostile") / "canary"
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.settimeout(60)
+    ours.settimeout(300)
     with ours, started("victim", str(theirs.fileno()), descriptors=(theirs.fileno(),)):
         theirs.close()
         store = hear(ours)

@@ -1,5 +1,7 @@
 """Which node is blamed, and when."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +15,7 @@ from orchestrator.recovery.nodes import (
     excluded,
     hangs,
     limit,
+    of_every_node,
     replaced,
     slowness,
     unfit,
@@ -20,7 +23,7 @@ from orchestrator.recovery.nodes import (
 from orchestrator.registry.records import Notice
 from trainer.contract.config import RecoveryConfig
 from trainer.contract.events import EventKind
-from trainer.contract.outcome import Failure, FailureKind
+from trainer.contract.outcome import Culprit, Failure, FailureKind
 from trainer.contract.watching import StragglerConfig
 
 CONFIG = RecoveryConfig()
@@ -191,3 +194,21 @@ def test_what_is_excluded_together_stays_within_the_share() -> None:
 def test_a_node_is_not_accused_of_what_it_is_kept_away_for() -> None:
     known = (Standing(name="n2", slow=9, excluded_until=NOW + 1),)
     assert accused(None, Pool(size=40, needed=2, known=known), CONFIG, NOW) == []
+
+
+def test_all_nodes_of_an_incident_with_several_roots_are_judged() -> None:
+    both = [{"rank": 3, "node": "n2"}, {"rank": 7, "node": "n5"}]
+    told = [noticed(EventKind.INCIDENT, "n2", kind="stopped", culprits=both) for _ in range(2)]
+    told[1] = replace(told[1], attempt=2)
+    assert hangs(list(of_every_node(told))) == {"n2": 2, "n5": 2}
+    assert next(of_every_node([noticed(EventKind.STRAGGLER, "n2", rank=1)])).node == "n2"
+
+
+def test_a_failure_with_several_roots_counts_for_every_node_within_the_share_that_may_be_excluded() -> None:
+    roots = tuple(Culprit(rank=rank, node=node, kind="stopped", reason="") for rank, node in ((3, "n2"), (7, "n5")))
+    hang = Failure(kind=FailureKind.HANG, reason="2 ranks stopped", rank=3, node="n2", culprits=roots)
+    known = tuple(Standing(name=name, failures=1) for name in ("n2", "n5"))
+    wide = accused(hang, Pool(size=40, needed=4, known=known), RecoveryConfig(), 100.0)
+    assert [one.node for one in wide] == ["n2", "n5"]
+    narrow = accused(hang, Pool(size=5, needed=4, known=known), RecoveryConfig(), 100.0)
+    assert [one.node for one in narrow] == ["n2", None]

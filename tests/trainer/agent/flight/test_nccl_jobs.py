@@ -1,4 +1,4 @@
-"""Who is named by the records of NCCL jobs: two real incidents, and made-up ones of any mesh with anything happening."""
+"""Who is named by the records of NCCL jobs: two real incidents, and made-up ones of any mesh and any fault."""
 
 import json
 import lzma
@@ -22,7 +22,7 @@ from trainer.agent.flight.waits import build, channels
 DATA = Path(__file__).with_name("data")
 SHARE = 0.99
 """Of the culprits that the records can tell, so many are named at least; of the innocent, none is."""
-SEEDS, MORE = 1000, 10_000
+SEEDS, BLOCKS, MORE = 1000, 20, 10_000
 
 
 def dumps(name: str) -> list[dict[str, Any]]:
@@ -110,15 +110,14 @@ def confusion(first: int, last: int) -> tuple[Counter[str], list[str]]:
     return counts, wrong
 
 
-@pytest.mark.parametrize("block", range(8))
+@pytest.mark.parametrize("block", range(BLOCKS))
 def test_culprits_of_made_up_incidents_are_named_and_nobody_innocent(block: int) -> None:
-    size = SEEDS // 8
+    size = SEEDS // BLOCKS
     counts, wrong = confusion(block * size, (block + 1) * size)
     assert not wrong, wrong[0]
-    # One of the hundred or so of a block may be missed: the share is that of all blocks, which `make proof` counts.
+    # Of the forty or so of a block one or two may be missed: the share is that of all, which `make proof` counts.
     assert counts["missed"] <= 2, counts
-    assert counts["named"] > 70
-    assert counts["split networks"] > 3
+    assert counts["named"] > 20
 
 
 @pytest.mark.proof

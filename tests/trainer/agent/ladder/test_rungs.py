@@ -1,5 +1,6 @@
 """Decisions within an attempt, on tables: cause first, then what to do about it."""
 
+import json
 import signal
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from trainer.agent.ladder.rungs import Action, Situation, decide, exit_code
 from trainer.agent.watch.blame import RankEnd, find_cause
 from trainer.agent.watch.command_errors import CommandPast
-from trainer.contract.outcome import ExitCode, Failure, FailureKind
+from trainer.contract.outcome import Culprit, ExitCode, Failure, FailureKind
 from trainer.contract.progress import StopReason
 
 
@@ -192,3 +193,34 @@ def test_a_stop_that_failed_keeps_why_it_was_asked_for():
 )
 def test_exit_codes_of_failures(kind, code):
     assert exit_code(Failure(kind=kind, reason="")) is code
+
+
+# -- several roots of one hang
+
+TWO = (
+    Culprit(rank=1, node="n1", kind="stuck_in_data", reason="it stands in data"),
+    Culprit(rank=3, node="n3", kind="lock_held", reason="it stands in forward"),
+)
+BOTH_HUNG = Failure(kind=FailureKind.HANG, reason="2 ranks stopped", rank=1, node="n1", culprits=TWO)
+
+
+@pytest.mark.parametrize(
+    ("more", "action", "lost"),
+    [
+        ({}, Action.RESTART, ()),
+        ({"hung": ("n1", "n3"), "spares": 2}, Action.REPLACE, ("n1", "n3")),
+        ({"hung": ("n3",), "spares": 2}, Action.REPLACE, ("n3",)),  # once is an accident
+        ({"hung": ("n1", "n3"), "spares": 1}, Action.END, ()),
+        ({"hung": ("n1", "n3"), "spares": 2, "home": "n3"}, Action.END, ()),
+    ],
+)
+def test_the_nodes_of_several_roots_are_replaced_together_or_left_together(more, action, lost) -> None:
+    decision = decide(situation(broken=BOTH_HUNG, since_failure=2.0, **more))
+    assert (decision.action, decision.lost) == (action, lost)
+    assert decision.failure == BOTH_HUNG
+
+
+def test_a_failure_with_several_roots_is_read_back_whole() -> None:
+    assert BOTH_HUNG.nodes == ("n1", "n3")
+    assert Failure.from_json(json.loads(json.dumps(BOTH_HUNG.to_json()))) == BOTH_HUNG
+    assert Failure.from_json({"kind": "hang", "reason": "of an older version"}).culprits == ()

@@ -13,7 +13,7 @@ from tests.end_to_end.user import User, assert_exact, assert_gone, assert_no_ste
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(1500)]
 SMALL = ["cluster.nodes=2", "cluster.ranks_per_node=1", "parallel.tp=1", "recovery.backoff=0.2"]
 RUN = [*SMALL, "train.steps=30", "checkpoint.every=4"]
-SLOWLY = "drill.events=[{kind: slow-rank, rank: 1, step: 2, generation: 0, attempt: 0, value: 2.0}]"
+SLOWLY = "drill.events=[{kind: slow-rank, rank: 1, step: 2, generation: 0, attempt: 0, value: 0.8}]"
 HASTY = "recovery.hang.agent=4"
 """Seconds after which a node ends an agent that stands still; the default is longer than an agent's patience."""
 

@@ -31,9 +31,9 @@ def live(seed: int, monkeypatch: pytest.MonkeyPatch, store: Any = None) -> None:
         shutil.rmtree(root)
 
 
-@pytest.mark.parametrize("block", range(20))
+@pytest.mark.parametrize("block", range(40))
 def test_a_thousand_seeds(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for seed in range(block * 50, block * 50 + 50):
+    for seed in range(block * 25, block * 25 + 25):
         live(seed, monkeypatch)
 
 

@@ -1,6 +1,7 @@
 """Plain attributes of Python objects that training changes: not saved, but noticed when a restart has lost them."""
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,7 +12,11 @@ from trainer.worker.nested_state import Unsavable
 _LONGEST = 1000
 """Characters of an attribute's JSON; what is longer is data, not a counter."""
 
-_OF_TORCH = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.0))) | {"_opt_called", "_step_count"}
+
+@cache
+def _of_torch() -> frozenset[str]:
+    """The attributes that every optimizer has; not at import, which must compute nothing."""
+    return frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.0))) | {"_opt_called", "_step_count"}
 
 
 class Attributes:
@@ -34,7 +39,7 @@ class Attributes:
         found = {}
         for owner, each in self._objects.items():
             for key, value in getattr(each, "__dict__", {}).items():
-                if not (isinstance(each, torch.optim.Optimizer) and key in _OF_TORCH):
+                if not (isinstance(each, torch.optim.Optimizer) and key in _of_torch()):
                     text = _text(value)
                     if text is not None:
                         found[f"{owner}.{key}"] = text

@@ -25,6 +25,13 @@ class TierPlace:
     stripes: int = 0  # Lustre stripe count of a new checkpoint's folder; 0: the site's default
 
 
+def only_place(root: Path | str, storage: Storage | None, keep: int) -> TierPlace:
+    """The folder itself as the only tier, on storage of its own kind unless one is passed."""
+    path = str(root) if "://" in str(root) else str(Path(root).absolute())
+    storage = storage if storage is not None else storage_at(path)
+    return TierPlace(path=path, storage=storage, catalog=Catalog(Path(root), storage), keep=keep)
+
+
 def places(config: CheckpointConfig, run_checkpoints: Path, run_name: str, node_name: str) -> tuple[TierPlace, ...]:
     """The configured tiers, in their order; none configured is the run's own folder alone. Raises as `place_of` does.
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from checkpointing.catalog import Catalog
 from checkpointing.config import CheckpointConfig
 from checkpointing.digests import digest
 from checkpointing.durable import canonical
@@ -35,7 +34,7 @@ from checkpointing.engine.telling import Teller
 from checkpointing.engine.tidying import Tidying
 from checkpointing.retention import Metrics, Policy, retain
 from checkpointing.storage import Storage, storage_at
-from checkpointing.tiers import TierPlace
+from checkpointing.tiers import TierPlace, only_place
 
 __all__ = ["Checkpointer", "Restored"]
 
@@ -86,7 +85,7 @@ class Checkpointer:
         attempts that write no more, as `<attempt>-<nonce>`. `key` authenticates ranks to each other.
         """
         self._config = config or CheckpointConfig(keep=keep)
-        self._places = tuple(tiers) or (_alone(root, storage, keep),)
+        self._places = tuple(tiers) or (only_place(root, storage, keep),)
         self._storage, self._link = storage, link
         self._owner = Owner(token_attempt, nonce, tuple(inherit), fence, tuple(over))
         self._world, self._leads_node, self._pauses = _plain(world, "world"), leads_node, pauses
@@ -388,13 +387,6 @@ def _groups(process_group: dist.ProcessGroup | None, key: bytes, flushes: bool) 
     """One group each for the caller's thread, for saves, and for copies to further tiers."""
     ranks, lane = Ranks(process_group, key=key), Ranks(process_group, _LONG, key=key)
     return ranks, lane, Ranks(process_group, _LONG, key=key) if flushes else None
-
-
-def _alone(root: Path | str, storage: Storage | None, keep: int) -> TierPlace:
-    """The only tier: the folder itself."""
-    path = str(root) if "://" in str(root) else str(Path(root).absolute())
-    storage = storage if storage is not None else storage_at(path)
-    return TierPlace(path=path, storage=storage, catalog=Catalog(Path(root), storage), keep=keep)
 
 
 def _plain(value: dict[str, Any], what: str) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from trainer.contract.run_dir import AttemptDir, RunDir
 
 _LOOK_SECONDS = 0.1
 _MOST_STILLBORN = 3
+_STORE = ("host", "port", "key")
 
 
 class NodeAgent:
@@ -132,7 +133,7 @@ class NodeAgent:
                 self._wishes = Wishes.from_message(message)
                 self._begin(message["generation"], message["master"])
             case "store" if self._ranks and self._ranks.generation == message["generation"]:
-                store = {"word": "store", **{name: message[name] for name in ("host", "port", "key")}}
+                store = {"word": "store", **{name: message[name] for name in _STORE}}
                 self._ranks.tell(dump_line(store).encode(), but=0)
             case "ask":
                 self._ask(StopReason(message["reason"]), message["seconds"])
@@ -258,8 +259,7 @@ class NodeAgent:
             if message is None:
                 loop.remove_reader(local.control)
             elif message.get("word") == "store":
-                store = {name: message[name] for name in ("host", "port", "key")}
-                self._peer.send("store", generation=ranks.generation, **store)
+                self._peer.send("store", generation=ranks.generation, **{name: message[name] for name in _STORE})
             elif message.get("word") == "fitness":
                 figures = {key: message[key] for key in ("matmul", "memory", "pairs")}
                 self._peer.send("fitness", generation=ranks.generation, rank=local.rank, **figures)

@@ -133,7 +133,7 @@ class NodeAgent:
                 self._wishes = Wishes.from_message(message)
                 self._begin(message["generation"], message["master"])
             case "store" if self._ranks and self._ranks.generation == message["generation"]:
-                self._ranks.tell(dump_line({"word": "store"} | {name: message[name] for name in _STORE}).encode(), but=0)
+                self._ranks.tell(dump_line({"word": "store"} | {key: message[key] for key in _STORE}).encode(), but=0)
             case "ask":
                 self._ask(StopReason(message["reason"]), message["seconds"])
             case "due" if self._ranks is not None:

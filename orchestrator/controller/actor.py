@@ -152,9 +152,9 @@ class Actor:
 
     def _submit_and_look(self, view: RunView) -> Failure | None:
         attempt, scheduler = view.last, self.schedulers[view.run.cluster]
-        job_id = None
+        job_id, answered = None, False
         try:
-            job_id = self._submit(view, scheduler)
+            job_id, answered = self._submit(view, scheduler), True
         except (SubmitRejected, ConfigError) as error:
             return refused(self.store, view, error, **self.stamp())
         except SlurmUnreachable as error:
@@ -166,10 +166,9 @@ class Actor:
         live = [job for job in found if identify(job, record)[0] and is_live(job) and job.state != UNREADABLE]
         if live:
             self._adopt(view, live)
-        elif job_id is not None:
-            self.note(
-                view.run, f"waits for its job to be found: sbatch said job {job_id}, and Slurm does not list it yet"
-            )
+        elif answered:
+            told = f"sbatch said job {job_id}" if job_id is not None else "sbatch gave no job id"
+            self.note(view.run, f"waits for its job to be found: {told}, and Slurm does not list it yet")
         return None
 
     def _submit(self, view: RunView, scheduler: Scheduler) -> str | None:

@@ -351,9 +351,11 @@ class Controller:
         if view.cancel is not None and sight.swept and not blockers:
             asks.cancelled(self.actor, view)
             return True
-        if view.cancel is None and self.clock.wall() < run.not_before and sight.answered and view.last.decision:
+        # No pause is longer than the longest one: what is left of this one tells that the clock was set since.
+        waits = 0.0 < run.not_before - self.clock.wall() <= view.config.recovery.backoff_max
+        if view.cancel is None and waits and sight.answered and view.last.decision:
             self.actor.note(run, view.last.decision["reason"])  # what it waits for, whatever was noted in between
-        if view.cancel is not None or self.clock.wall() < run.not_before or not sight.swept:
+        if view.cancel is not None or waits or not sight.swept:
             return False
         if blockers:
             self.actor.note(run, f"waits until job {blockers[0].job_id} has left the queue ({blockers[0].state})")

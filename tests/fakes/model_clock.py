@@ -8,6 +8,8 @@ class FakeClock:
 
     def __init__(self, start: float = 1_000_000.0) -> None:
         self.now = start
+        self.error = 0.0
+        """Seconds by which somebody has set the wall clock wrong."""
 
     def __call__(self) -> float:
         return self.now
@@ -15,5 +17,8 @@ class FakeClock:
     def advance(self, seconds: float) -> None:
         self.now += seconds
 
+    def wall(self) -> float:
+        return self.now + self.error
+
     def as_clock(self) -> Clock:
-        return Clock(wall=self, mono=self)
+        return Clock(wall=self.wall, mono=self)

@@ -49,7 +49,7 @@ class OutageSlurm(ModelSlurm):
         self.outages = Outages()
         self.silent_until = 0.0  # the end of a silence that has one
 
-    def submit(self, spec: JobSpec) -> None:
+    def submit(self, spec: JobSpec) -> str | None:
         if self.clock.now < self.outages.refused_until:
             self.calls.append(f"refuse {spec.name}")
             raise submit_error(self.outages.words)
@@ -58,7 +58,7 @@ class OutageSlurm(ModelSlurm):
             ours = tuple(sorted(gone & set(spec.resources.avoided)))
             heals = Heals.YES if ours else Heals.NEVER
             raise SubmitRejected(f"{_FAILED}Invalid node name specified", heals=heals, unknown_nodes=ours)
-        super().submit(spec)
+        return super().submit(spec)
 
     def decommission(self, node: str) -> None:
         """The node is out of slurm.conf: whoever names it is refused."""

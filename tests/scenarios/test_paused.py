@@ -2,47 +2,16 @@
 
 from pathlib import Path
 from random import Random
-from typing import TypeVar
 
 import pytest
 
 from orchestrator.controller import failpoints
-from orchestrator.controller.lease import LEASE_TTL, observed
-from orchestrator.controller.reconcile import Controller
-from orchestrator.controller.run_files import DirectFiles, RunDirHangs
-from orchestrator.controller.watch import Watch
+from orchestrator.controller.lease import LEASE_TTL
 from orchestrator.errors import Fenced
 from orchestrator.recovery.silence import ASKED
 from orchestrator.states import RunState
+from tests.fakes.hung_files import HungFiles
 from tests.scenarios.world import World, training
-
-T = TypeVar("T")
-
-
-class HungFiles(DirectFiles):
-    """The file system of these runs is dead while `hung`; other runs have another one."""
-
-    def __init__(self) -> None:
-        self.hung: set[Path] = set()
-
-    def call(self, folder: Path, work: "object", patience: float | None = None) -> "object":  # type: ignore[override]
-        if folder in self.hung:
-            raise RunDirHangs(f"the run directory does not answer for 5 s: {folder}")
-        return work()  # type: ignore[operator]
-
-
-def take_over(world: World) -> None:
-    """Another controller watches the lease, as the first one does nothing, and takes it when it has expired."""
-    watch, before = Watch(world.clock), world.store.lease()
-    while not observed(world.store.lease(), watch).may_take:
-        world.slurm.step(5.0)
-    lease = world.store.take_lease("other:2:2", world.clock.now, LEASE_TTL, over=before)
-    assert lease is not None
-    assert before is None or lease.epoch == before.epoch + 1
-    world.lease = lease
-    world.controller = Controller(
-        world.store, {"slurm": world.slurm}, clock=world.clock.as_clock(), rng=Random(world.rng.random())
-    )
 
 
 class Paused:
@@ -56,7 +25,7 @@ class Paused:
         if point != self.point or self.stopped:
             return
         self.stopped += 1
-        take_over(self.world)
+        self.world.take_over()
         self.world.turns(self.turns, self.seconds)
 
 

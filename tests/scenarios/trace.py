@@ -4,10 +4,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from orchestrator.controller import failpoints
-from orchestrator.registry.records import Run
+from orchestrator.controller import failpoints, folder, reconcile
+from orchestrator.registry.records import Attempt, Run
 from orchestrator.states import ENDED_RUNS, RunState
-from tests.fakes.model_slurm import ModelJob, Weather
+from tests.fakes.model_slurm import REWRITES, ModelJob, Weather
 from tests.fakes.outages import PASSING_REFUSALS
 from tests.scenarios.world import World, config
 from trainer.contract.outcome import Failure, FailureKind
@@ -21,10 +21,12 @@ SOON = 2 * 3600.0
 
 MOMENTS = (
     "silence", "silence_ends", "silence_ends", "crash", "preempt", "node", "zombie", "agent", "rank", "forget",
-    "requeue", "stuck", "scancel_held", "restart",
+    "requeue", "stuck", "scancel_held", "restart", "rename", "foreign", "pause", "clock",
 )  # fmt: skip
 """Faults that strike once; each is a method of Trace with an underscore before its name."""
-OUTAGES = ("refusals", "boots", "preemptions", "decommission", "long_silence")
+OUTAGES = (
+    "refusals", "boots", "preemptions", "decommission", "long_silence", "freeze", "hung_folder", "hidden_folder",
+)  # fmt: skip
 """Faults that last: minutes mostly, hours sometimes. They end by themselves."""
 
 
@@ -35,7 +37,14 @@ def weather(rng: Random) -> Weather:
         lost=rng.choice([0.0, 0.5]),
         accounting=rng.random() < 0.7,
         accounting_lag=rng.choice([0.0, 5.0, 60.0]),
+        rewrites=frozenset(rng.choice([(), (), ("name",), ("comment",), ("name", "comment"), REWRITES])),
+        partial=rng.choice([0.0, 0.0, 0.1]),
+        garbled=rng.choice([0.0, 0.0, 0.1]),
     )
+
+
+MARKS = REWRITES - {"submit_time"}
+"""What a site may change while a job lives and leave it to be known by its id."""
 
 
 class Trace:
@@ -53,7 +62,10 @@ class Trace:
         self.began = self.outages_end = self.world.clock.now
         self.cancel_at = self.rng.randrange(BAD_TURNS) if self.rng.random() < 0.15 else None
         self.world.kill_at = lambda point: self.rng.random() < self.deadly
-        monkeypatch.setattr(failpoints, "reach", self.world.reach)
+        self.pauses = self.hidden = False
+        self.ends: dict[str, float] = {}  # when these outages end
+        monkeypatch.setattr(failpoints, "reach", self._reach)
+        monkeypatch.setattr(reconcile, "hidden", self._hidden)
 
     def close(self) -> None:
         """Give back the files of all jobs: ten thousand traces in one process would use up its descriptors."""
@@ -86,6 +98,8 @@ class Trace:
     def _turn(self, seconds: float) -> None:
         if self.slurm.silent_until and self.world.clock.now >= self.slurm.silent_until:
             self.slurm.reachable, self.slurm.silent_until = True, 0.0
+        for name in [name for name, until in self.ends.items() if self.world.clock.now >= until]:
+            self._end(name)
         self.world.turns(1, seconds)
         self.world.sleep()
 
@@ -102,6 +116,9 @@ class Trace:
     def _heal(self) -> None:
         self.slurm.outages.end()
         self.slurm.reachable, self.slurm.silent_until = True, 0.0
+        self.world.clock.error = 0.0
+        for name in list(self.ends):
+            self._end(name)
 
     def _fault(self) -> None:
         if self.rng.random() > 0.25:
@@ -140,10 +157,60 @@ class Trace:
     def _long_silence(self) -> None:
         self.slurm.reachable, self.slurm.silent_until = False, self._until()
 
+    def _freeze(self) -> None:
+        """Its coordinator stands still for good; its peers say so, or there are none."""
+        if (job := self._job()) is not None and job.agents is not None:
+            job.agents.frozen = True
+            self.outages_end = max(self.outages_end, self.world.clock.now + 1200.0)
+            if self.rng.random() < 0.5:
+                job.agents.lose_coordinator()
+
+    def _hung_folder(self) -> None:
+        self.ends["hung_folder"] = self._until(7200.0)
+        self.world.files.hung = {self.world.folder.path}
+
+    def _hidden_folder(self) -> None:
+        self.ends["hidden_folder"] = self._until(7200.0)
+        self.hidden = True
+
+    def _end(self, name: str) -> None:
+        del self.ends[name]
+        if name == "hung_folder":
+            self.world.files.hung = set()
+        else:
+            self.hidden = False
+
+    def _hidden(self, run: Run, first: Attempt) -> str:
+        """Stands in for `folder.hidden`: what the host of the controller sees."""
+        return f"the run directory is not visible: {run.run_dir}" if self.hidden else folder.hidden(run, first)
+
+    def _reach(self, point: str) -> None:
+        """Stands in for `failpoints.reach`: the controller is stopped here, and goes on behind its successor's back."""
+        if self.pauses:
+            self.pauses = False
+            self.world.take_over()
+            self.world.turns(self.rng.randrange(5), self.seconds)
+        self.world.reach(point)
+
     # -- faults of a moment
 
+    def _rename(self) -> None:
+        if (job := self._job()) is not None:
+            # An id with another submit time and nothing else of ours is another job's: ids are given out again.
+            self.slurm.rewrite(job, self.rng.choice([("name",), ("comment",), ("submit_time",), MARKS]))
+
+    def _foreign(self) -> None:
+        self.slurm.add_foreign(comment="x" * 800)
+
+    def _pause(self) -> None:
+        self.pauses = True
+
+    def _clock(self) -> None:
+        """Somebody sets the wall clock of the login node, or sets it right again."""
+        self.world.clock.error = self.rng.choice([0.0, 0.0, -86400.0, -3600.0, 3600.0])
+
     def _job(self) -> ModelJob | None:
-        return self.rng.choice(self.slurm.running() or [None])
+        return self.rng.choice([job for job in self.slurm.running() if job.agents is not None] or [None])
 
     def _silence(self) -> None:
         self.slurm.reachable = False

@@ -8,14 +8,18 @@ from typing import Any
 
 from checkpointing.durable import canonical
 from orchestrator.controller import failpoints
+from orchestrator.controller.lease import LEASE_TTL, observed
 from orchestrator.controller.reconcile import Controller, TickReport
-from orchestrator.errors import RegistryError
+from orchestrator.controller.watch import Watch
+from orchestrator.errors import Fenced, RegistryError
 from orchestrator.recovery.failures import LEAVING_LIMIT
-from orchestrator.registry.records import Attempt, Run
+from orchestrator.registry.records import Attempt, Lease, Run
 from orchestrator.states import ENDED_RUNS, AttemptState, RunState
+from tests.fakes.hung_files import HungFiles
 from tests.fakes.memory_store import MemoryStore
 from tests.fakes.model_clock import FakeClock
 from tests.fakes.outages import OutageSlurm
+from trainer.contract.config import RecoveryConfig
 from trainer.contract.launch import LaunchToken
 from trainer.contract.run_dir import RunDir
 
@@ -52,6 +56,7 @@ class World:
         )  # fmt: skip
         self.name = run.name
         self.kill_at: Callable[[str], bool] = lambda point: False
+        self.files = HungFiles()
         self.lives = 0
         self.reports: list[TickReport] = []
         self.start_controller()
@@ -64,23 +69,39 @@ class World:
         held = self.store.lease()
         if held is not None and held.holder:
             self.store.drop_lease(held)
-        self.lease = self.store.take_lease(f"login:{self.lives}:0", self.clock.now, 60.0)
-        assert self.lease is not None
-        self.controller = Controller(
-            self.store, {"slurm": self.slurm}, clock=self.clock.as_clock(), rng=Random(self.rng.random())
-        )
+        self._control(self.store.take_lease(f"login:{self.lives}:0", self.clock.wall(), LEASE_TTL))
+
+    def take_over(self) -> None:
+        """Another controller watches the lease, as the first one does nothing, and takes it when it has expired."""
+        watch, before = Watch(self.clock), self.store.lease()
+        assert before is not None
+        while not observed(self.store.lease(), watch).may_take:
+            self.slurm.step(5.0)
+        self.lives += 1
+        holder = f"login:{self.lives}:0"
+        self._control(self.store.take_lease(holder, self.clock.wall(), LEASE_TTL, over=[before]))
+
+    def _control(self, lease: Lease | None) -> None:
+        assert lease is not None
+        self.lease, clock, rng = lease, self.clock.as_clock(), Random(self.rng.random())
+        self.controller = Controller(self.store, {"slurm": self.slurm}, clock=clock, rng=rng, files=self.files)
 
     def tick(self) -> TickReport | None:
-        """One pass; None when the controller was killed in it (a new one is started)."""
+        """One pass; None when the controller was killed in it (a new one is started), or replaced meanwhile."""
         before = self._states()
-        silent = not self.slurm.reachable
+        silent, lease = not self.slurm.reachable, self.lease
         try:
-            report = self.controller.tick(self.lease)
+            report = self.controller.tick(lease)
         except Killed:
             self.start_controller()
             self.check()
             return None
-        assert not report.errors, report.errors
+        except Fenced:
+            assert self.lease != lease, "only one that was paused while another took over is fenced"
+            self.check()
+            return None
+        hung = [error for error in report.errors if "does not answer" in error and self.files.hung]
+        assert list(report.errors) == hung, report.errors
         if silent:
             self._check_silence(before)
         self._check_reason()
@@ -121,7 +142,7 @@ class World:
         """Let the time pass for which the run waits before its next attempt, at once: nothing happens in between."""
         run = self.run
         if run.state is RunState.RECOVERING and not any(job.live for job in self.slurm.jobs):
-            self.slurm.step(max(0.0, run.not_before - self.clock.now))
+            self.slurm.step(min(max(0.0, run.not_before - self.clock.wall()), RecoveryConfig().backoff_max))
 
     def finish(self, count: int = 3000, seconds: float = 5.0) -> Run:
         """Go on until the run needs nobody any more."""

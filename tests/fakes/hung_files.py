@@ -1,0 +1,21 @@
+"""Run directories whose file system is dead for a while."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from orchestrator.controller.run_files import DirectFiles, RunDirHangs
+
+T = TypeVar("T")
+
+
+class HungFiles(DirectFiles):
+    """The file system of these runs is dead while they are in `hung`; other runs have another one."""
+
+    def __init__(self) -> None:
+        self.hung: set[Path] = set()
+
+    def call(self, folder: Path, work: Callable[[], T], patience: float | None = None) -> T:
+        if folder in self.hung:
+            raise RunDirHangs(f"the run directory does not answer for 5 s: {folder}")
+        return work()

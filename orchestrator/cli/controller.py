@@ -52,17 +52,13 @@ def tick(screen: Screen) -> int:
     Exit code 5 when a scheduler gave no answer: what it holds was left as it is.
     """
     report, stalled = _pass()
+    if stalled:
+        screen.warn("controller_stalled", f"{stalled}: nothing was done for its runs; {TAKE_OVER}")
     if screen.json:
         screen.data("controller.tick", {"acted": report is not None, "report": _plain(report)})
-    if stalled and report is None:
-        raise Precondition(f"nothing was done: {stalled}", where=str(registry_path()), hint=TAKE_OVER)
-    if stalled:
-        screen.warn("controller_stalled", f"{stalled}; {TAKE_OVER}")
-    if screen.json:
-        pass
-    elif report is None:
+    elif report is None and not stalled:
         screen.note("another controller holds the lease and acts")
-    else:
+    elif report is not None:
         screen.say(f"{report.live} live runs")
         for line in (
             *report.actions,
@@ -70,7 +66,9 @@ def tick(screen: Screen) -> int:
             *(f"{kind} does not answer: nothing is assumed" for kind in report.unreachable),
         ):
             screen.say(f"  {line}")
-    return SlurmUnreachable.exit_code if report is not None and report.unreachable else 0
+    if report is not None and report.unreachable:
+        return SlurmUnreachable.exit_code
+    return Precondition.exit_code if stalled else 0
 
 
 def _pass() -> "tuple[TickReport | None, str]":

@@ -289,7 +289,7 @@ class Actor:
 
     def note(self, run: Run, reason: str) -> None:
         """Let people read why a run is where it is."""
-        if self.store.run(run.name).reason != reason:
+        if reason and self.store.run(run.name).reason != reason:
             self.store.note_run(run.name, **self.stamp(), reason=reason)
 
     # -- taking things back

@@ -44,7 +44,8 @@ def _is_for(actor: Actor, run: Run, ask: Ask) -> bool:
     A run whose job may live with another scheduler is never taken away from it.
     """
     own = actor.lease.scheduler
-    if is_ours(run, own):
+    # What is known of nodes under an older version's name for the cluster belongs to nobody in particular.
+    if is_ours(run, own) or (ask.verb == "release" and not run.scheduler and run.cluster in actor.schedulers):
         return True
     if not answers(run, ask, own):
         return False

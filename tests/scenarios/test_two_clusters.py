@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from random import Random
 from tempfile import mkdtemp
@@ -120,9 +120,9 @@ def test_a_configuration_that_changes_within_a_pass_submits_nothing(
     two.b.up = False
     find = two.a.slurm.find
 
-    def change(prefix: str) -> object:
+    def change(prefix: str, known: Collection[str] = ()) -> object:
         two.a.reaches = B
-        return find(prefix)
+        return find(prefix, known)
 
     monkeypatch.setattr(two.a.slurm, "find", change)
     two.a.tick()

@@ -83,7 +83,7 @@ def test_submit_tells_a_person_what_to_type_next(
 def test_a_job_that_is_late_is_no_failure(
     orch: Type, service: SimpleNamespace, tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def alive(path: Path) -> None:
+    def alive(path: Path, kind: str) -> None:
         with Store.open(path) as store:
             assert store.take_lease("busy:1:1", time.time(), 60.0) is not None
 
@@ -98,7 +98,7 @@ def test_a_job_that_is_late_is_no_failure(
 def test_a_run_that_nobody_drives_is_no_success(
     orch: Type, service: SimpleNamespace, tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stalled(path: Path) -> None:
+    def stalled(path: Path, kind: str) -> None:
         with Store.open(path) as store:
             if store.lease() is None:
                 assert store.take_lease("login2:7:7", time.time() - 300.0, 60.0) is not None

@@ -119,10 +119,10 @@ def test_of_two_that_watch_one_lease_expire_one_takes_it(tmp_path: Path, jump: f
     with Store.open(tmp_path / "registry.db") as store:
         stalled = store.take_lease("elsewhere:1:1", 1_000.0 + jump, 60.0)
         assert stalled is not None
-        first = store.take_lease("a:1:1", 1_060.0, 60.0, over=stalled)
+        first = store.take_lease("a:1:1", 1_060.0, 60.0, over=[stalled])
         assert first is not None
-        assert store.take_lease("b:1:1", 1_060.0 + jump, 60.0, over=stalled) is None
-        assert store.take_lease("b:1:1", 1_060.0 - jump, 60.0, over=stalled) is None
+        assert store.take_lease("b:1:1", 1_060.0 + jump, 60.0, over=[stalled]) is None
+        assert store.take_lease("b:1:1", 1_060.0 - jump, 60.0, over=[stalled]) is None
     assert clock.now >= 0.0
 
 

@@ -205,7 +205,7 @@ def test_a_daemon_that_lost_its_lease_leaves_it_to_another_or_takes_it_when_that
                 daemon.stopping = True
                 return
             before = store.lease()
-            lease = store.take_lease("other:1:1", time.time(), 60.0, over=before)
+            lease = store.take_lease("other:1:1", time.time(), 60.0, over=[before])
             assert lease is not None
             taken.append(lease)
 

@@ -17,9 +17,10 @@ def wait_for_notes(work: LocalJob, count: int, key: str = "started") -> list[dic
 
 
 def nursery_of(agent: int) -> int:
-    """The agent's only child."""
-    (child,) = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
-    return int(child)
+    """The agent's child that forks its ranks; the other one is its watchdog."""
+    children = map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text().split())
+    (child,) = [pid for pid in children if "watchdog" not in Path(f"/proc/{pid}/cmdline").read_text()]
+    return child
 
 
 @pytest.mark.parametrize("node", [0, 1])

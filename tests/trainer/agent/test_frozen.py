@@ -54,7 +54,7 @@ def test_an_agent_that_is_stopped_for_ever_is_ended_with_a_report(job, node):
 def test_a_pause_of_the_whole_job_is_no_reason_to_end_an_agent(job):
     work = job("trap@*@*", recovery={"hang": {"agent": 1.5}}).start()
     work.go()
-    until(lambda: len(work.notes()) == 4, 60, work.story)
+    until(lambda: sum("trapped" in note for note in work.notes()) == 4, 60, work.story)
     paused = work.processes()
     for number in (signal.SIGSTOP, signal.SIGCONT):
         for pid in paused:

@@ -80,7 +80,8 @@ def test_a_new_daemon_is_started_beside_a_stopped_one_and_only_one_waits(
 ) -> None:
     monkeypatch.setattr(service, "log_path", lambda: path.with_name("second.log"))
     assert service.ensure_running(path) is True
-    until(lambda: any(path.parent.glob(f".{path.name}.waits.{host_name()}.*")))
+    (waits,) = path.parent.glob(f".{path.name}.waits.{host_name()}.*")
+    until(lambda: f":{waits.stat().st_ino} " in Path("/proc/locks").read_text())
     second = subprocess.run(
         [sys.executable, "-P", "-m", "orchestrator.controller.service", str(path)], timeout=60, check=False,
         capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(Path(service.__file__).parents[2])},

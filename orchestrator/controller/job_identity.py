@@ -49,7 +49,8 @@ def identify(job: JobStatus, record: JobRecord) -> tuple[bool, str]:
     """Whether the job was submitted for this attempt, and by what that is known.
 
     A name, a comment or a path of ours is as unique as the attempt, so the first of them decides, whatever the id: it
-    survives what the others do not. Where a site has left none of them, the id decides, together with the submit time.
+    survives what the others do not. Where a site has left none of them, the job's script tells, and where that cannot
+    be read the id, together with the submit time.
     """
     for tag in tags(job):
         if tag.nonce:
@@ -59,6 +60,8 @@ def identify(job: JobStatus, record: JobRecord) -> tuple[bool, str]:
             return tag.folder == record.folder, f"its files lie in {tag.folder}"
     if job.job_id not in record.ids:
         return False, "nothing of it is ours"
+    if job.script_tag is not None:
+        return False, "its script is not ours: the id was given out again"
     # The id alone says nothing for good, but whoever cannot be read is not to be taken for absent.
     if job.state == UNREADABLE or job.job_id == record.fresh:
         return True, "the id that sbatch gave"

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any
 
 from trainer.contract.config import RecoveryConfig
@@ -87,6 +88,9 @@ COUNTED = {
 
 FREE = frozenset({FailureKind.PREEMPTED, FailureKind.TIME_LIMIT})
 """Ends that are nobody's failure while the run makes progress."""
+
+LONGEST_GAP = 6 * 3600.0
+"""Seconds between two failures that count at most: a longer queue is no outage, nor is a clock that was set."""
 
 COMMAND_PROGRESS = 1800.0
 """Seconds after which an attempt of a foreign command counts as progress: its checkpoints cannot be seen."""
@@ -177,7 +181,13 @@ def delay(row: int, recovery: RecoveryConfig, jitter: float) -> float:
 
 
 def _gives_up(outage: Sequence[Past], recovery: RecoveryConfig) -> float:
-    return min(past.ended_at for past in outage) + recovery.no_progress_hours * 3600
+    return outage[-1].ended_at + recovery.no_progress_hours * 3600 - _lasted(outage)
+
+
+def _lasted(outage: Sequence[Past]) -> float:
+    """Seconds that an outage has lasted: long queues between failures are none of it, nor a clock that was set."""
+    gaps = [later.ended_at - earlier.ended_at for earlier, later in pairwise(outage)]
+    return sum(min(max(0.0, gap), LONGEST_GAP) for gap in gaps)
 
 
 def _counted(row: Sequence[Past]) -> str:

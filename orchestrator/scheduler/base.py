@@ -62,6 +62,7 @@ class JobStatus:
     held: bool = False
     nodes_down: tuple[str, ...] = ()  # nodes of a job that ends or has ended that the scheduler itself calls down
     source: str = "queue"  # or "accounting"
+    script_tag: str | None = field(default=None, compare=False)  # the name in its script, where nothing else tells
     files: tuple[str, ...] = field(default=(), compare=False)  # script and standard output: only the queue has them
     settings: Mapping[str, str] = field(default_factory=dict, compare=False)  # partition, account, ...: as files
 

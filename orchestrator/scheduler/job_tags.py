@@ -8,7 +8,9 @@ from orchestrator.scheduler.base import JobStatus
 
 PREFIX = "orch-"
 TAG_VARIABLE = "ORCH_JOB"
-"""The job's environment has its name under this variable: a person who wonders whose a job is finds it there."""
+"""The job's script exports its name under this variable: no site changes it, and people find it there, too."""
+
+_EXPORT = re.compile(rf"^export {TAG_VARIABLE}=(\S+)$", re.MULTILINE)
 
 _NAME = re.compile(r"orch-(\S+)-(\d+)-(\S{8})(?!\S)", re.ASCII)
 _COMMENT = re.compile(r"orch:([^\s/]+)/(\d+)(?:/(\w{8}))?(?!\w)", re.ASCII)
@@ -36,7 +38,7 @@ def comment_of(run: str, attempt: int, nonce: str) -> str:
 
 
 def tags(job: JobStatus) -> Iterator[JobTag]:
-    """Every mark of ours that the job bears, the surest first.
+    """Every mark of ours that the job bears, the surest first; that of its script, where it has no other.
 
     Name and comment must begin with ours: somebody's job that is called `eval-` and then a name of ours is none.
     """
@@ -46,6 +48,14 @@ def tags(job: JobStatus) -> Iterator[JobTag]:
     for path in job.files:
         if (found := _FOLDER.fullmatch(path)) is not None:
             yield JobTag(run=found[2], attempt=int(found[3]), folder=found[1])
+    if job.script_tag and (found := _NAME.match(job.script_tag)) is not None:
+        yield JobTag(run=found[1], attempt=int(found[2]), nonce=found[3])
+
+
+def tag_in(script: str) -> str:
+    """The name of the job that a batch script exports; "" for a script that is none of ours."""
+    found = _EXPORT.search(script)
+    return found[1] if found else ""
 
 
 def names_in(text: str) -> tuple[str, str]:

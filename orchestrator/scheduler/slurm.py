@@ -9,7 +9,7 @@ from orchestrator.errors import SlurmUnreachable
 from orchestrator.scheduler import payload
 from orchestrator.scheduler.base import ENDED_STATES, LEAVING_STATES, UNREADABLE, JobSpec, JobStatus
 from orchestrator.scheduler.commands import TIMEOUT_S, ask, unreachable
-from orchestrator.scheduler.job_tags import is_marked
+from orchestrator.scheduler.job_tags import is_marked, tag_in, tags
 from orchestrator.scheduler.slurm_text import (
     SACCT_FORMAT,
     SEPARATOR,
@@ -33,12 +33,13 @@ _OVER = ENDED_STATES | LEAVING_STATES
 
 
 class SlurmScheduler:
-    """Scheduler on Slurm (see `base.Scheduler`); holds no state besides how to ask."""
+    """Scheduler on Slurm (see `base.Scheduler`); holds no state besides how to ask, and scripts that were read once."""
 
     kind = "slurm"
 
     def __init__(self, *, entry: str = payload.AGENT, timeout: float = TIMEOUT_S) -> None:
         self._entry, self._timeout = entry, timeout
+        self._script_tags: dict[tuple[str, str], str] = {}
 
     def submit(self, spec: JobSpec) -> str:
         from orchestrator.scheduler import sbatch  # submitit: only where a job is submitted
@@ -109,9 +110,22 @@ class SlurmScheduler:
                 return Listing([], True)
             raise unreachable("squeue", done.stderr)
         try:
-            return read_queue(done.stdout, mine)
+            jobs, whole = read_queue(done.stdout, mine)
         except Garbage as error:
             raise unreachable("squeue", str(error)) from error
+        return Listing([self._with_script_tag(job) for job in jobs], whole)
+
+    def _with_script_tag(self, job: JobStatus) -> JobStatus:
+        """Read whose job it is from its script, where nothing else tells: ids are given out again after a crash."""
+        if job.state in _OVER or job.state == UNREADABLE or any(tags(job)):
+            return job
+        key = job.job_id, job.submit_time
+        if key not in self._script_tags:
+            done = ask(["scontrol", "write", "batch_script", job.job_id, "-"], self._timeout)
+            if done.returncode != 0:
+                return job
+            self._script_tags[key] = tag_in(done.stdout)
+        return replace(job, script_tag=self._script_tags[key])
 
     def _with_down_nodes(self, jobs: dict[str, JobStatus]) -> dict[str, JobStatus]:
         """Tell of jobs that are over which of their nodes are down: a job may end before Slurm misses its node."""

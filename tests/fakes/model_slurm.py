@@ -9,7 +9,7 @@ from typing import Any
 
 from orchestrator.errors import SlurmUnreachable, SubmitAmbiguous, SubmitRejected
 from orchestrator.scheduler.base import ENDED_STATES, UNREADABLE, JobSpec, JobStatus, Resources
-from orchestrator.scheduler.job_tags import is_marked
+from orchestrator.scheduler.job_tags import is_marked, tags
 from tests.fakes.model_agents import ModelAgents
 from tests.fakes.model_clock import FakeClock
 
@@ -110,7 +110,8 @@ class ModelSlurm:
 
     def poll(self, ids: list[str]) -> dict[str, JobStatus]:
         self._answer("poll")
-        return {job.job_id: job for job in self._listed() if job.job_id in ids}
+        # The queue knows better than accounting, which keeps the first job of an id that was given out again.
+        return {job.job_id: job for job in reversed(self._listed()) if job.job_id in ids}
 
     def _listed(self) -> list[JobStatus]:
         """What one answer says: rows may be missing from it, or be unreadable."""
@@ -141,10 +142,14 @@ class ModelSlurm:
         """The queue with its memory of MinJobAge, then accounting, which may be late or absent."""
         now = self.clock.now
         shown = [job for job in self.jobs if job.job_id not in self.hidden]
-        queue = [job for job in shown if job.ended is None or now - job.ended < MIN_JOB_AGE]
+        queue = [job for job in self._remembered() if job in shown]
         if not self.weather.accounting:
             return queue
         return queue + [job for job in shown if job not in queue and now >= job.accounted_at]
+
+    def _remembered(self) -> list[ModelJob]:
+        """What slurmctld itself still knows."""
+        return [job for job in self.jobs if job.ended is None or self.clock.now - job.ended < MIN_JOB_AGE]
 
     def _status(self, job: ModelJob) -> JobStatus:
         status = JobStatus(
@@ -153,13 +158,23 @@ class ModelSlurm:
             end_time=job.started + 3600.0 if job.started is not None else None, reason="None",
             files=(str(job.spec.submission / "submission_file_0.sh"), str(job.spec.submission / "%j_0_log.out")),
         )  # fmt: skip
-        return replace(status, **job.shown)
+        status = replace(status, **job.shown)
+        if job.ended is not None or any(tags(status)):
+            return status
+        return replace(status, script_tag=job.spec.name if job.spec.name.startswith("orch-") else "")
 
     def _accept(self, spec: JobSpec) -> None:
-        job = ModelJob(job_id=str(self._next_id), spec=spec, submitted=self.clock.now)
+        job = ModelJob(job_id=self._new_id(), spec=spec, submitted=self.clock.now)
         self.jobs.append(job)
         self.rewrite(job, self.weather.rewrites)
+
+    def _new_id(self) -> str:
+        """Given out again after a crash, but never while Slurm still knows a job by it."""
+        known = {job.job_id for job in self._remembered()}
+        while str(self._next_id) in known:
+            self._next_id += 1
         self._next_id += 1
+        return str(self._next_id - 1)
 
     def rewrite(self, job: ModelJob, what: Collection[str]) -> None:
         """The site changes what answers say of a job: nothing of ours is left in it."""
@@ -178,8 +193,7 @@ class ModelSlurm:
             name=name, comment=comment, run_dir=Path("/home/somebody"), attempt=1, submission=Path("/home/somebody"),
             resources=Resources(nodes=1),
         )  # fmt: skip
-        job = ModelJob(job_id=str(self._next_id), spec=spec, submitted=self.clock.now, held=False, state=state)
-        self._next_id += 1
+        job = ModelJob(job_id=self._new_id(), spec=spec, submitted=self.clock.now, held=False, state=state)
         self.jobs.append(job)
         return job
 

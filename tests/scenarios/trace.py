@@ -43,10 +43,6 @@ def weather(rng: Random) -> Weather:
     )
 
 
-MARKS = REWRITES - {"submit_time"}
-"""What a site may change while a job lives and leave it to be known by its id."""
-
-
 class Trace:
     """One seed's life of one run."""
 
@@ -196,8 +192,7 @@ class Trace:
 
     def _rename(self) -> None:
         if (job := self._job()) is not None:
-            # An id with another submit time and nothing else of ours is another job's: ids are given out again.
-            self.slurm.rewrite(job, self.rng.choice([("name",), ("comment",), ("submit_time",), MARKS]))
+            self.slurm.rewrite(job, self.rng.choice([("name",), ("comment",), REWRITES]))
 
     def _foreign(self) -> None:
         self.slurm.add_foreign(comment="x" * 800)

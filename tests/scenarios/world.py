@@ -198,7 +198,7 @@ class World:
     def _check_inheritance(self) -> None:
         for attempt in self.attempts[-3:]:
             go = self.folder.attempt(attempt.number).go
-            if go.is_file():
+            if go.is_file() and not go.with_name(f"{go.name}.revoked").exists():
                 token = LaunchToken.read(go)
                 numbers = [int(name.split(".")[1].partition("-")[0]) for name in token.checkpoints]
                 assert all(number < token.attempt for number in numbers), token

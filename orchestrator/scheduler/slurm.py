@@ -121,7 +121,10 @@ class SlurmScheduler:
             return job
         key = job.job_id, job.submit_time
         if key not in self._script_tags:
-            done = ask(["scontrol", "write", "batch_script", job.job_id, "-"], self._timeout)
+            try:
+                done = ask(["scontrol", "write", "batch_script", job.job_id, "-"], self._timeout)
+            except SlurmUnreachable:
+                return job
             if done.returncode != 0:
                 return job
             self._script_tags[key] = tag_in(done.stdout)

@@ -35,12 +35,15 @@ MARKS = {
     "comment with words after it": {"comment": "orch:tiny-1/2/00aa00bb account=x"},
     "script": {"files": ("/runs/tiny-1/attempts/002/submission/submission_file_0.sh",)},
     "output": {"files": ("/tmp/copy", "/runs/tiny-1/attempts/002/submission/%j_0_log.out")},
+    "what its script exports": {"script_tag": "orch-tiny-1-2-00aa00bb"},
 }
 OTHERS = {
     "another attempt's name": {"name": "orch-tiny-1-1-00aa00bc"},
     "another nonce": {"name": "orch-tiny-1-2-ffffffff"},
     "another attempt's comment": {"comment": "orch:tiny-1/3/00aa00bd"},
     "another attempt's files": {"files": ("/runs/tiny-1/attempts/001/submission/submission_file_0.sh",)},
+    "a script of somebody else": {"script_tag": ""},
+    "another attempt's script": {"script_tag": "orch-tiny-1-1-00aa00bc"},
     "another root": {"files": ("/elsewhere/tiny-1/attempts/002/submission/submission_file_0.sh",)},
 }
 

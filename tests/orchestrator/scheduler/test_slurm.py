@@ -155,6 +155,24 @@ def test_a_renamed_job_is_found_by_its_comment_its_files_and_its_id(program: Pro
     assert SlurmScheduler().find("orch-b-") == []
 
 
+@pytest.mark.parametrize(
+    ("script", "tag"),
+    [
+        ("echo '#!/bin/bash'; echo 'export ORCH_JOB=orch-a-1-abcd1234'; echo 'srun x'", "orch-a-1-abcd1234"),
+        ("echo '#!/bin/bash'; echo 'python eval.py'", ""),
+        ("exit 1", None),
+    ],
+)
+def test_of_a_job_without_a_mark_the_script_tells(
+    program: Program, tmp_path: Path, script: str, tag: str | None
+) -> None:
+    bare = {"JobID": "4", "Name": "site", "Comment": "", "Command": "/s", "STDOUT": "/o"}
+    program("squeue", printing(tmp_path, "rows", queue(**bare)))
+    program("sacct", DISABLED)
+    program("scontrol", f'test "$*" = "write batch_script 4 -" && {{ {script}; }}')
+    assert [job.script_tag for job in SlurmScheduler().find("orch-", {"4"})] == [tag]
+
+
 def test_a_submission_tells_the_id_and_the_job_its_name(program: Program, tmp_path: Path) -> None:
     program("sbatch", "echo Submitted batch job 5 on cluster x")
     assert SlurmScheduler(entry="os:getpid").submit(spec(tmp_path)) == "5"

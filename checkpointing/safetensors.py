@@ -69,6 +69,33 @@ def lay_out(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> H
 
 def read_header(stream: BinaryIO, size: int) -> Header:
     """The header of a file of `size` bytes; raises Malformed when it does not describe exactly these bytes."""
+    encoded, described = _described(stream, size)
+    try:
+        places = {name: _place(entry, len(encoded)) for name, entry in described.items()}
+    except Malformed:
+        raise
+    except (ValueError, TypeError, KeyError) as error:
+        raise Malformed(f"its header is none: {type(error).__name__}: {error}") from error
+    _check_whole(places, len(encoded), size)
+    return Header(encoded, places, size)
+
+
+def check_length(stream: BinaryIO, size: int) -> None:
+    """Raises Malformed when the values do not end where the file of `size` bytes does; any dtype will do."""
+    encoded, described = _described(stream, size)
+    try:
+        end = max((int(entry["data_offsets"][1]) for entry in described.values()), default=0)
+    except (ValueError, TypeError, KeyError, IndexError, OverflowError) as error:
+        raise Malformed(f"its header is none: {type(error).__name__}: {error}") from error
+    if len(encoded) + end != size:
+        raise Malformed(_ENDS.format(len(encoded) + end, size))
+
+
+_ENDS = "its values end at byte {}, the file at {} (cut off, or something is appended)"
+
+
+def _described(stream: BinaryIO, size: int) -> tuple[bytes, dict[str, Any]]:
+    """The file's beginning up to its values, and the entries of its header."""
     begin = stream.read(8)
     if len(begin) < 8:
         raise Malformed("it is shorter than 8 bytes")
@@ -79,13 +106,12 @@ def read_header(stream: BinaryIO, size: int) -> Header:
     try:
         described = json.loads(text, object_pairs_hook=_unique)
         described.pop(_METADATA, None)
-        places = {name: _place(entry, 8 + length) for name, entry in described.items()}
+        described.items()
     except Malformed:
         raise
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise Malformed(f"its header is none: {type(error).__name__}: {error}") from error
-    _check_whole(places, 8 + length, size)
-    return Header(begin + text, places, size)
+    return begin + text, described
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -113,4 +139,4 @@ def _check_whole(places: Mapping[str, Place], start: int, size: int) -> None:
             raise Malformed(f"the values of {name} begin at byte {place.start}, those before end at {at}")
         at += place.nbytes
     if at != size:
-        raise Malformed(f"its values end at byte {at}, the file at {size} (cut off, or something is appended)")
+        raise Malformed(_ENDS.format(at, size))

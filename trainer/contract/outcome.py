@@ -105,6 +105,19 @@ def legible(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
+def _line(fields: Any) -> bytes:
+    """One line of JSON that every reader can write down again."""
+    return dump_line(_all_legible(fields)).encode()
+
+
+def _all_legible(value: Any) -> Any:
+    if isinstance(value, str):
+        return legible(value)
+    if isinstance(value, dict):
+        return {key: _all_legible(item) for key, item in value.items()}
+    return [_all_legible(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankOutcome:
     """What a rank wrote about its own end; absent when it was killed."""
@@ -123,8 +136,7 @@ class RankOutcome:
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fields = {key: legible(value) if isinstance(value, str) else value for key, value in asdict(self).items()}
-        write_durably(path, dump_line(fields).encode())
+        write_durably(path, _line(asdict(self)))
 
     @classmethod
     def read(cls, path: Path) -> "RankOutcome":
@@ -150,7 +162,7 @@ class AgentReport:
     time: float
 
     def write(self, path: Path) -> None:
-        write_durably(path, dump_line(asdict(self)).encode())
+        write_durably(path, _line(asdict(self)))
 
     @classmethod
     def read(cls, path: Path) -> "AgentReport":
@@ -175,7 +187,7 @@ class AttemptOutcome:
     failure: Failure | None = None
 
     def write(self, path: Path) -> None:
-        write_durably(path, dump_line({"schema": "orch.outcome/1", **asdict(self)}).encode())
+        write_durably(path, _line({"schema": "orch.outcome/1", **asdict(self)}))
 
     @classmethod
     def read(cls, path: Path) -> "AttemptOutcome":

@@ -61,7 +61,7 @@ def say(control: socket.socket, word: str, **data: Any) -> None:
     exception, message, echo, step, position} when it ends by itself: its word reaches the agent when no file can be
     written.
     """
-    control.send(dump_line({"word": word, **data}).encode())
+    control.send(dump_line({"word": word, **data}).encode(errors="backslashreplace"))
 
 
 def hear(control: socket.socket) -> dict[str, Any] | None:

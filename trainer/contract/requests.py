@@ -34,7 +34,7 @@ class Request:
         """Put the request into `folder`; returns its name."""
         name = f"{self.kind}.{self.attempt:03d}.{secrets.token_hex(4)}.json"
         fields = {key: value for key, value in asdict(self).items() if key != "name"}
-        write_durably(folder / name, dump_line(fields).encode())
+        write_durably(folder / name, dump_line(fields).encode(errors="backslashreplace"))
         return name
 
 

@@ -44,4 +44,4 @@ def add(attempt: AttemptDir, skips: Iterable[Skip]) -> None:
     """Leave these out from now on as well; on the disk when this returns, else it raises OSError."""
     found = {skip.position: skip for skip in (*read(attempt), *skips)}
     fields = {"schema": _SCHEMA, "skipped": [asdict(skip) for skip in found.values()]}
-    write_durably(attempt.skipped, dump_line(fields).encode())
+    write_durably(attempt.skipped, dump_line(fields).encode(errors="backslashreplace"))

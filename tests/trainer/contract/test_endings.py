@@ -31,6 +31,25 @@ def test_an_outcome_with_words_that_are_no_unicode(tmp_path):
     assert RankOutcome.read(tmp_path / "rank.json").message == "caf\\udce9"
 
 
+def test_an_attempts_outcome_names_files_that_are_no_unicode(tmp_path):
+    failure = Failure(kind=FailureKind.STORAGE, reason="lacks caf\udce9", lines=("caf\udce9",))
+    outcome = AttemptOutcome(
+        attempt=1, job_id="77", result=AttemptResult.FAILED, reason="lacks caf\udce9", exit_code=75, step=9,
+        generations=2, started_at=1.0, ended_at=2.0, failure=failure,
+    )  # fmt: skip
+    outcome.write(tmp_path / "outcome.json")
+    read = AttemptOutcome.read(tmp_path / "outcome.json")
+    assert read.failure is not None
+    assert (read.reason, read.failure.lines) == ("lacks caf\\udce9", ("caf\\udce9",))
+
+
+def test_a_word_that_is_no_unicode_over_the_control_socket():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        say(ours, "last", message="caf\udce9")
+        assert hear(theirs) == {"word": "last", "message": "caf\udce9"}
+
+
 @pytest.mark.parametrize("failure", [None, Failure(kind=FailureKind.RANK_KILLED, reason="rank 1: SIGKILL", signal=9)])
 def test_an_attempts_outcome(tmp_path, failure):
     outcome = AttemptOutcome(

@@ -40,4 +40,4 @@ def show(attempt: AttemptDir, beat: Heartbeat, ranks: Mapping[str, Any] | None) 
 
 def write(path: Path, fields: Mapping[str, Any]) -> None:
     """Replace the last reading; raises OSError."""
-    write_atomically(path, (dump_line(dict(fields)) + "\n").encode())
+    write_atomically(path, (dump_line(dict(fields)) + "\n").encode(errors="backslashreplace"))

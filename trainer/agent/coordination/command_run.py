@@ -5,11 +5,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from trainer.agent.coordination.command_memory import Aside, CommandMemory
+from trainer.agent.coordination.command_memory import Aside, CommandMemory, MemoryFile
 from trainer.agent.coordination.generation import Generation
 from trainer.agent.coordination.heartbeat import Standing
 from trainer.agent.coordination.own_progress import OwnProgress, bounded
-from trainer.agent.evidence.own_checkpoints import put_back, set_aside
+from trainer.agent.evidence.own_checkpoints import aside_path, put_back, set_aside
 from trainer.agent.ladder.rungs import Action, Decision
 from trainer.agent.processes.command import folder
 from trainer.agent.watch.command_errors import START_SECONDS, CommandPast, NewestCheckpoint
@@ -29,7 +29,8 @@ class CommandRun:
         self._on, self._trained = bool(config.command), False
         own = config.checkpoints
         self._own = OwnProgress(lambda: folder(run, config) / own.path, own, events, standing) if own.path else None
-        self._memory = CommandMemory()
+        self._memory, self._file = CommandMemory(), MemoryFile(attempt.command_memory)
+        self._recalled = self._progress_kept = False
 
     def told(self) -> CommandPast | None:
         """What a `rungs.Situation` asks for; None of a workload of orch."""
@@ -37,7 +38,9 @@ class CommandRun:
             return None
         known, newest = None, self._own.began_from if self._own else None
         if newest is not None:
-            known = NewestCheckpoint(identity=newest.identity, name=newest.path.name, damage=newest.damage)
+            known = NewestCheckpoint(
+                identity=newest.identity, name=newest.path.name, damage=newest.damage, lacking=newest.lacking
+            )
         aside = self._memory.aside
         return CommandPast(
             failures=tuple(self._memory.failures), newest=known, saved=self._saved(), trained=self._trained,
@@ -46,9 +49,10 @@ class CommandRun:
 
     async def begin(self, generation: int) -> None:
         """No rank runs: what is there now is what the program starts from."""
-        if self._on and generation == 1:
-            self._trained = bool(await bounded(self._earlier_trained))
-            self._memory = await bounded(partial(CommandMemory.before, self._run, self._attempt.number)) or self._memory
+        self._progress_kept = False
+        if self._on and not self._recalled:
+            self._trained = self._trained or bool(await bounded(self._earlier_trained))
+            await self._recall()
         if self._on and self._own is not None:
             await self._own.begin()
 
@@ -56,6 +60,11 @@ class CommandRun:
         """While the program runs: now and then, and at once when a rank has failed."""
         if self._on and self._own is not None:
             await self._own.look(now.first_failure)
+        if self._on and not self._progress_kept and self._worked(now):
+            # Whatever ends this attempt, the next one need not know of failures before it.
+            self._progress_kept = True
+            if self._memory != CommandMemory():
+                await self._keep(CommandMemory())
 
     async def over(self, decision: Decision, now: Generation, *, cleared: bool) -> None:
         """A generation is over; `cleared`: nothing of it is left that could write."""
@@ -66,16 +75,30 @@ class CommandRun:
         self._remember(decision, now)
         if decision.set_aside and cleared:
             await self._set_aside(decision.set_aside, now.number)
-        if decision.action is not Action.END or decision.failure is None:
-            return
         # A person has to look: what was tried in vain is undone, and the next attempt begins with a clean slate.
-        if decision.failure.kind in (FailureKind.USER_ERROR, FailureKind.STORAGE):
+        failure = decision.failure if decision.action is Action.END else None
+        if failure is not None and failure.kind in (FailureKind.USER_ERROR, FailureKind.STORAGE):
             await self._put_back()
-        else:
-            await bounded(lambda: self._memory.write(self._attempt.command_memory))
+            self._memory.failures.clear()
+        # However the attempt ends, and if its coordinator dies at once.
+        await self._keep(self._memory)
+
+    async def _recall(self) -> None:
+        """What earlier attempts left; asked for again in the next generation where the file system is late."""
+        found = await bounded(partial(CommandMemory.before, self._run, self._attempt.number))
+        if found is not None:
+            self._memory.failures[:0], self._memory.aside[:0] = found.failures, found.aside
+            self._recalled = True
+
+    async def _keep(self, memory: CommandMemory) -> bool:
+        """Whether it is on the disk; nothing is written over what earlier attempts left before that was read."""
+        return self._recalled and bool(await bounded(self._file.keep(memory)))
+
+    def _worked(self, now: Generation) -> bool:
+        return self._saved() or (now.first_failure or time.monotonic()) - now.started > START_SECONDS
 
     def _remember(self, decision: Decision, now: Generation) -> None:
-        worked = self._saved() or (now.first_failure or time.monotonic()) - now.started > START_SECONDS
+        worked = self._worked(now)
         self._trained = self._trained or worked
         if worked:  # what was set aside before that is past
             self._memory.aside.clear()
@@ -95,16 +118,20 @@ class CommandRun:
 
     async def _set_aside(self, reason: str, generation: int) -> None:
         assert self._own is not None
-        newest, config, number = self._own.began_from, self._config.checkpoints, self._attempt.number
+        newest = self._own.began_from
         assert newest is not None
-        target = await bounded(lambda: set_aside(newest, config, number, generation))
-        if target is None:  # it was written to since, or cannot be renamed: the program gets it again
-            return
+        target = aside_path(newest, self._attempt.number, generation)
         aside = Aside(
             step=newest.step, identity=newest.identity, original=str(newest.path), path=str(target), bytes=newest.bytes,
             damage=newest.damage,
         )  # fmt: skip
+        # Written down first: whenever this coordinator dies, somebody knows what to put back.
         self._memory.aside.append(aside)
+        renamed = await bounded(lambda: set_aside(newest, target)) if await self._keep(self._memory) else False
+        if not renamed:  # it was written to since, or cannot be renamed: the program gets it again
+            if renamed is False:  # else it is late, and may be renamed yet
+                self._memory.aside.remove(aside)
+            return
         self._own.forget(newest)
         self._events.write(
             EventKind.CHECKPOINT_SET_ASIDE, step=newest.step, name=newest.identity, path=str(target), reason=reason,
@@ -112,10 +139,12 @@ class CommandRun:
         )  # fmt: skip
 
     async def _put_back(self) -> None:
-        """An older one made no difference: those without a sign of damage were not the cause."""
-        for one in [one for one in self._memory.aside if not one.damage]:
-            if await bounded(partial(put_back, Path(one.path), Path(one.original))):
+        """An older one made no difference: none of them was the cause."""
+        for one in list(self._memory.aside):
+            done = await bounded(partial(put_back, Path(one.path), Path(one.original)))
+            if done is not None:  # else it is tried again at the next such end
                 self._memory.aside.remove(one)
+            if done:
                 self._events.write(
                     EventKind.CHECKPOINT_SEEN, step=one.step, name=f"{one.identity}.back", path=one.original,
                     bytes=one.bytes, new=False,

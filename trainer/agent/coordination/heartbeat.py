@@ -25,7 +25,8 @@ class Heartbeat:
     state: str
 
     def write(self, path: Path) -> None:
-        write_atomically(path, (dump_line({"schema": "orch.heartbeat/1", **asdict(self)}) + "\n").encode())
+        line = dump_line({"schema": "orch.heartbeat/1", **asdict(self)}) + "\n"
+        write_atomically(path, line.encode(errors="backslashreplace"))
 
 
 class Standing:

@@ -24,12 +24,19 @@ Found = tuple[list[OwnCheckpoint], set[str]]
 
 
 async def bounded(work: Callable[[], T]) -> T | None:
-    """The value of `work`; None, with a word in the log, when the file system is late or refuses."""
+    """The value of `work`; None, with a word in the log, when the file system is late or refuses.
+
+    What programs leave in files has no bound: no look at it may end the coordinator.
+    """
     try:
         return await apart(work, WAIT_SECONDS)
-    except OSError as error:  # TimeoutError is one
-        sys.stderr.write(f"orch-agent: cannot look at the program's checkpoints: {error!r}\n")
+    except Exception as error:  # noqa: BLE001  # outermost edge of the thread that `work` ran in
+        _complain(error)
         return None
+
+
+def _complain(error: BaseException) -> None:
+    sys.stderr.write(f"orch-agent: cannot look at the program's checkpoints: {ascii(error)}\n")
 
 
 class OwnProgress:
@@ -57,7 +64,9 @@ class OwnProgress:
             await self._look_now(settled=False)
         elif self._looking is not None and self._looking.done():
             looked, self._looking = self._looking, None
-            if looked.exception() is None:
+            if (error := looked.exception()) is not None:
+                _complain(error)
+            else:
                 self._take(*looked.result(), settled=False)
         elif self._looking is None and time.monotonic() - self._looked_at >= LOOK_SECONDS:
             self._looking, self._looked_at = begin(self._find), time.monotonic()

@@ -61,4 +61,4 @@ def keep(bundle: Path, incident: Incident, seen: list[Sighting], *, withdrawn: b
         "ranks": [asdict(one) for one in seen],
         "missing": incident.missing,
     }
-    write_durably(bundle / "verdict.json", dump_line(fields).encode())
+    write_durably(bundle / "verdict.json", dump_line(fields).encode(errors="backslashreplace"))

@@ -2,14 +2,18 @@
 
 import os
 import re
+import struct
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from json import JSONDecoder
 from pathlib import Path
 
-from checkpointing.durable import fsync_dir, read_json
-from checkpointing.safetensors import Malformed, read_header
+from checkpointing.durable import fsync_dir, open_regular, read_json
+from checkpointing.safetensors import Malformed, check_length
 from trainer.contract.command_checkpoints import SET_ASIDE, CommandCheckpointsConfig
+from trainer.contract.outcome import legible
 
 MOST = 20
 """Checkpoints that are looked into; of older ones only the names are known."""
@@ -34,7 +38,9 @@ class OwnCheckpoint:
     path: Path
     identity: str
     files: Files
+    cut: bool = False  # there are more files than are listed
     damage: str = ""
+    lacking: bool = False  # `damage` is only that it lacks a file, which says little by itself
 
     @property
     def bytes(self) -> int:
@@ -59,59 +65,79 @@ def find(folder: Path, config: CommandCheckpointsConfig) -> tuple[list[OwnCheckp
 
 def _read(path: Path, step: int, identity: str) -> OwnCheckpoint | None:
     try:
-        files = {str(file.relative_to(path)): _state(file) for file in _files(path)} if path.is_dir() else None
-        return OwnCheckpoint(
-            step=step, path=path, identity=identity,
-            files={"": _state(path)} if files is None else files,
-        )  # fmt: skip
+        found = list(_files(path)) if path.is_dir() else [path]
+        states = [(file, _state(file)) for file in found[:_MOST_FILES]]
     except OSError:  # deleted by the program while it was looked at
         return None
+    files = {"" if file == path else str(file.relative_to(path)): state for file, state in states if state is not None}
+    if path in found and not files:
+        return None
+    return OwnCheckpoint(step=step, path=path, identity=identity, files=files, cut=len(found) > _MOST_FILES)
 
 
-def _state(file: Path) -> tuple[int, int]:
-    known = file.stat()
+def _state(file: Path) -> tuple[int, int] | None:
+    """None of a symbolic link that leads nowhere; raises OSError when the file is gone."""
+    try:
+        known = file.stat()
+    except OSError:
+        if file.is_symlink():
+            return None
+        raise
     return known.st_size, known.st_mtime_ns
 
 
 def _files(folder: Path) -> Iterator[Path]:
+    """At most one more than are looked at."""
     count = 0
     for at, folders, names in os.walk(folder):
         if len(Path(at).relative_to(folder).parts) >= _DEEPEST:
             folders.clear()
         for name in names:
+            yield Path(at) / name
             count += 1
             if count > _MOST_FILES:
                 return
-            yield Path(at) / name
 
 
 def examined(found: list[OwnCheckpoint], most: int = 4) -> list[OwnCheckpoint]:
     """The newest so many with what is wrong with them, the others as they are."""
-    judged = [
-        replace(one, damage=damage(one, found[index + 1] if index + 1 < len(found) else None))
-        for index, one in enumerate(found[:most])
-    ]
+    judged = [replace(one, damage=damage(one)) for one in found[:most]]
+    whole = [one for one in judged if not one.damage]
+    for at, one in enumerate(judged):
+        if reason := "" if one.damage else _lacks(one, [other for other in whole if other in judged[at + 1 :]]):
+            judged[at] = replace(one, damage=reason, lacking=True)
     return [*judged, *found[most:]]
 
 
-def damage(one: OwnCheckpoint, older: OwnCheckpoint | None) -> str:
-    """Why this checkpoint cannot be whole, by signs that are cheap to see; empty when there is none.
-
-    `older`: another checkpoint of the same program, to compare the names of the files with.
-    """
+def damage(one: OwnCheckpoint) -> str:
+    """Why this checkpoint cannot be whole, by signs in itself that are cheap to see; empty when there is none."""
     if _INCOMPLETE in one.files:
         return f"is marked as incomplete by {_INCOMPLETE}"
     if not one.files:
         return "is an empty folder"
-    # Numbers are of ranks and shards, of which there may be fewer.
-    there = {_NUMBER.sub("#", name) for name in one.files}
-    missing = sorted(name for name in (older.files if older else ()) if _NUMBER.sub("#", name) not in there)
-    if missing and older is not None:
-        return f"lacks {missing[0]}, which {older.path.name} has"
     for name in sorted(one.files):
         if reason := _torn(one.path / name if name else one.path, one.files[name][0]):
-            return f"is damaged: {name or one.path.name} {reason}"
+            return legible(f"is damaged: {name or one.path.name} {reason}")
     return ""
+
+
+def _lacks(one: OwnCheckpoint, older: Sequence[OwnCheckpoint]) -> str:
+    """What the two newest of the whole older ones both have and this one does not; empty when that is nothing.
+
+    What only one of them has was put there later: an export, the results of an evaluation.
+    """
+    if len(older) < 2 or one.cut or older[0].cut or older[1].cut:
+        return ""
+    here, first, second = map(_kinds, (one, older[0], older[1]))
+    missing = sorted(first[kind] for kind in first.keys() & second.keys() - here.keys())
+    if not missing:
+        return ""
+    return legible(f"lacks {missing[0]}, which {older[0].path.name} and {older[1].path.name} have")
+
+
+def _kinds(one: OwnCheckpoint) -> dict[str, str]:
+    """Names by what they have in common: numbers are of ranks and shards, of which there may be fewer."""
+    return {_NUMBER.sub("#", name): name for name in sorted(one.files)}
 
 
 def _torn(file: Path, size: int) -> str:
@@ -119,44 +145,80 @@ def _torn(file: Path, size: int) -> str:
         return "is empty" if file.suffix in _WEIGHTS else ""
     try:
         if file.suffix == ".safetensors":
-            with file.open("rb") as stream:
-                read_header(stream, size)
+            with open_regular(file) as stream:
+                check_length(stream, size)
         elif file.suffix in _ARCHIVES:
             return _cut_archive(file)
         elif file.suffix == ".json" and size <= _LARGEST_JSON:
-            read_json(file)
+            return _cut_json(file)
     except Malformed as error:
         return f"is no whole safetensors file: {error}"
-    except ValueError:
-        return "is no whole JSON file"
     except OSError as error:
         return f"cannot be read: {error.strerror or error}"
     return ""
 
 
+def _cut_json(file: Path) -> str:
+    try:
+        read_json(file, _LARGEST_JSON)
+    except ValueError:
+        return "" if _is_json_lines(file) else "is no whole JSON file"
+    except (RecursionError, MemoryError) as error:
+        return f"is no JSON file that can be read: {type(error).__name__}"
+    return ""
+
+
+def _is_json_lines(file: Path) -> bool:
+    """Whether its first line is whole by itself: of one document that was cut off, no line before the end is."""
+    with open_regular(file) as stream:
+        first = stream.readline()
+    try:
+        JSONDecoder().decode(first.decode())
+    except (ValueError, RecursionError):
+        return False
+    return first.endswith(b"\n")
+
+
 def _cut_archive(file: Path) -> str:
     """torch.save writes a zip archive, whose directory comes last; older formats cannot be told."""
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         if stream.read(4) != b"PK\x03\x04":
             return ""
-    try:
-        with zipfile.ZipFile(file):
-            return ""
-    except zipfile.BadZipFile:
-        return "is no whole archive of torch.save: its directory is missing, it was cut off"
+        try:
+            zipfile.ZipFile(stream).close()
+        except zipfile.BadZipFile:
+            return "is no whole archive of torch.save: its directory is missing, it was cut off"
+        # What zipfile raises for a directory whose numbers are garbled.
+        except (
+            NotImplementedError,
+            struct.error,
+            ValueError,
+            OverflowError,
+            EOFError,
+            LookupError,
+            MemoryError,
+        ) as error:
+            return f"is no whole archive of torch.save: its directory cannot be read: {type(error).__name__}"
+    return ""
 
 
-def set_aside(one: OwnCheckpoint, config: CommandCheckpointsConfig, attempt: int, generation: int) -> Path | None:
-    """Rename it within its folder so that no program finds it; None when somebody has changed it. Raises OSError."""
+def aside_path(one: OwnCheckpoint, attempt: int, generation: int) -> Path:
+    """Where it is set aside: within its folder, by a name that no program looks for."""
+    return one.path.with_name(f"{SET_ASIDE}.{one.step}.{attempt:03d}-{generation:03d}")
+
+
+def set_aside(one: OwnCheckpoint, target: Path) -> bool:
+    """Rename it so that no program finds it; False when somebody has changed it, or it cannot be renamed."""
     now = _read(one.path, one.step, one.identity)
-    if now is None or now.files != one.files:
-        return None
-    target = one.path.with_name(f"{SET_ASIDE}.{one.step}.{attempt:03d}-{generation:03d}")
-    if target.exists():
-        return None
-    os.rename(one.path, target)
-    fsync_dir(target.parent)
-    return target
+    if now is None or now.files != one.files or os.path.lexists(target):
+        return False
+    try:
+        os.rename(one.path, target)
+    except OSError:
+        return False
+    with suppress(OSError):
+        fsync_dir(target.parent)
+    return True
 
 
 def put_back(aside: Path, original: Path) -> bool:

@@ -6,8 +6,8 @@ from pathlib import Path
 from trainer.contract.rank import generation_mark
 
 _TAIL = 16384
-_WHAT = re.compile(r"^\s*what\(\):\s*(.+)$", re.MULTILINE)
-"""How the C++ runtime tells an exception that nobody has caught."""
+_WHAT = re.compile(r"^[ \t]*what\(\):[ \t]*(\S.*)$", re.MULTILINE)
+"""How the C++ runtime tells an exception that nobody has caught; `\\s` would look over all blank lines from each."""
 
 
 def last_cry(log: Path, generation: int) -> str | None:

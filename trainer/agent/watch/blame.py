@@ -11,7 +11,7 @@ from trainer.contract.outcome import ExitCode, Failure, FailureKind
 _STORAGE = re.compile(
     r"\[Errno (5|28|30|122)\]|No space left on device|Disk quota exceeded|Input/output error|Read-only file system"
     # torch's archive writer on a full disk does not name the errno
-    r"|inline_container\.cc.*unexpected pos",
+    r"|inline_container\.cc.{0,500}unexpected pos",
     re.IGNORECASE,
 )
 _CHECKPOINTS = frozenset({"SaveFailed", "NothingVerifies"})

@@ -32,7 +32,8 @@ _FEW_SECONDS, _FEW_BYTES = 20.0, 400
 _VARYING = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
 _OUTSIDE = re.compile(
     r"name resolution|Name or service not known|Stale file handle|Transport endpoint is not connected|"
-    r"Connection timed out|Network is unreachable|No route to host|DataLoader worker .*(killed|exited unexpectedly)"
+    r"Connection timed out|Network is unreachable|No route to host|"
+    r"DataLoader worker .{0,200}(killed|exited unexpectedly)"
 )
 """What a program only meets: the network, a file server, the end of a helper."""
 _LOADING = re.compile(
@@ -43,7 +44,7 @@ _LOADING = re.compile(
 """What programs raise, and where, when they load a file that was cut off."""
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE})
 """Signals that a program gets for what it does itself, loading a file that was cut off included."""
-_NAMED = re.compile(r"[\w./~=+-]*(?:checkpoint|ckpt)[\w.=+-]*\d[\w./=+-]*", re.IGNORECASE)
+_NAMED = re.compile(r"(?<![\w./~=+-])[\w./~=+-]*(?:checkpoint|ckpt)[\w.=+-]{0,255}\d[\w./=+-]*", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,7 @@ class NewestCheckpoint:
     identity: str
     name: str
     damage: str = ""  # why it cannot be whole; empty: no sign of it
+    lacking: bool = False  # that sign is only a file that older ones have
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +161,8 @@ def _why_set_aside(row: Sequence[OwnFailure], past: CommandPast) -> str:
         and (not one.trained or (newest.damage and one.loading and not one.saved and one.seconds <= LONGEST_SECONDS))
     ]  # fmt: skip
     if last not in soon:
+        return ""
+    if newest.lacking and not last.loading:
         return ""
     # Without a sign of damage the program must have failed while it loaded something, and one try is enough to see.
     if not newest.damage and (past.doubtful or last.crashed or not last.loading):

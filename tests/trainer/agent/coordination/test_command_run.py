@@ -1,12 +1,15 @@
 """What is known of a user's program from one generation, and one attempt, to the next."""
 
 import asyncio
+import errno
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from trainer.agent.coordination.command_memory import CommandMemory
 from trainer.agent.coordination.command_run import CommandRun
 from trainer.agent.coordination.generation import Generation
 from trainer.agent.coordination.heartbeat import Standing
@@ -57,6 +60,13 @@ class Attempt:
         self.restarts += decision.action is Action.RESTART
         await self.program.over(decision, now, cleared=cleared)
         return decision
+
+    def stops(self, seconds: float = 60.0) -> None:
+        """One more generation, which a preemption ends."""
+        self.number += 1
+        now = Generation(number=self.number, started=time.monotonic() - seconds)
+        asyncio.run(self.program.begin(self.number))
+        asyncio.run(self.program.over(Decision(action=Action.STOP, reason="preemption"), now, cleared=True))
 
     def told(self, kind: EventKind) -> list[dict[str, Any]]:
         events, _ = read_events(self.dir.event_file("coordinator"))
@@ -121,6 +131,112 @@ def test_one_checkpoint_after_another_is_not_set_aside_over_attempts(tmp_path: P
     assert last.failure is not None
     assert last.failure.kind is FailureKind.STORAGE
     assert names(out) == [f"checkpoint-{step}" for step in (10, 20, 30, 40)], "it was not the checkpoint"
+
+
+def test_what_was_set_aside_is_remembered_however_an_attempt_ends(tmp_path: Path, out: Path) -> None:
+    for step in (10, 20, 30, 40):
+        save(out, step)
+    first = Attempt(tmp_path, 1)
+    first.fails()
+    first.fails()
+    first.stops()
+    Attempt(tmp_path, 2)  # it was never launched
+    second = Attempt(tmp_path, 3)
+    last = second.fails()
+    assert last.failure is not None
+    assert last.failure.kind is FailureKind.STORAGE
+    assert names(out) == [f"checkpoint-{step}" for step in (10, 20, 30, 40)], "it was not the checkpoint"
+
+
+@pytest.mark.parametrize("renamed", [True, False])
+def test_a_coordinator_that_dies_while_it_sets_one_aside(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch, renamed: bool
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def dies(one: Any, target: Path) -> bool:
+        if renamed:
+            one.path.rename(target)
+        killed.append(True)
+        return None  # type: ignore[return-value]
+
+    killed: list[bool] = []
+    save(out, 10)
+    save(out, 20)
+    first = Attempt(tmp_path, 1)
+    first.fails()
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer.agent.coordination.command_run.set_aside", dies)
+        keep = first.program._keep
+
+        async def keeps(memory: CommandMemory) -> bool:
+            if killed:
+                raise Killed
+            return await keep(memory)
+
+        patch.setattr(first.program, "_keep", keeps)
+        with pytest.raises(Killed):
+            first.fails()
+    second = Attempt(tmp_path, 2)
+    asyncio.run(second.program.begin(1))
+    past = second.program.told()
+    assert past is not None
+    assert past.aside == (("checkpoint-20",) if renamed else ())
+
+
+def test_nothing_is_renamed_that_could_not_be_written_down(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr("trainer.agent.coordination.command_memory.write_durably", refuses)
+    save(out, 10)
+    save(out, 20, '{"tor')
+    attempt = Attempt(tmp_path, 1)
+    attempt.fails()
+    attempt.fails()
+    assert names(out) == ["checkpoint-10", "checkpoint-20"]
+
+
+def test_torn_ones_are_put_back_too_where_the_older_one_made_no_difference(tmp_path: Path, out: Path) -> None:
+    for step, text in ((10, "{}"), (20, '{"to'), (30, '{"to')):
+        save(out, step, text)
+    attempt, last = Attempt(tmp_path, 1, restarts=9), None
+    for _ in range(9):
+        last = attempt.fails()
+        if last.action is Action.END:
+            break
+    assert attempt.told(EventKind.CHECKPOINT_SET_ASIDE)
+    assert last is not None
+    assert last.failure is not None
+    assert last.failure.kind is FailureKind.STORAGE
+    assert names(out) == ["checkpoint-10", "checkpoint-20", "checkpoint-30"]
+
+
+def test_once_it_has_trained_failures_before_are_past_even_if_the_coordinator_dies(tmp_path: Path, out: Path) -> None:
+    first = Attempt(tmp_path, 1)
+    first.fails()
+    first.fails()
+    asyncio.run(first.program.begin(3))
+    asyncio.run(first.program.look(Generation(number=3, started=time.monotonic() - 3600.0)))
+    third = Attempt(tmp_path, 2).fails()
+    assert third.action is Action.RESTART, third.reason
+
+
+def test_what_was_not_foreseen_in_a_checkpoint_ends_no_coordinator(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def raises(*_: Any) -> Any:
+        raise AssertionError("what nobody thought of")
+
+    monkeypatch.setattr("trainer.agent.coordination.own_progress.examined", raises)
+    save(out, 10)
+    assert Attempt(tmp_path, 1).fails().action is Action.RESTART
+    assert (
+        "cannot look at the program's checkpoints: AssertionError('what nobody thought of')" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("left", ["", "[]", '{"failures": [{"x": 1}], "aside": []}'])

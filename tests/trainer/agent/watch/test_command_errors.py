@@ -167,6 +167,12 @@ def test_the_newest_checkpoint_is_set_aside_after_two_failures_right_after_a_sta
         assert cause.set_aside.startswith("checkpoint-50, its newest checkpoint, is set aside and the older one tried")
 
 
+def test_a_missing_file_says_something_only_of_a_program_that_was_loading():
+    lacking = NewestCheckpoint(identity="n", name="checkpoint-50", damage="lacks a.pt, which others have", lacking=True)
+    assert Program(newest=lacking).times(2, LOADING).set_aside
+    assert not Program(newest=lacking).times(2, raised("OutOfMemoryError", "CUDA out of memory")).set_aside
+
+
 def test_a_program_that_ran_on_from_its_checkpoint_keeps_it():
     assert not Program(newest=TORN).times(5, raised(), seconds=START_SECONDS + 1).set_aside
 

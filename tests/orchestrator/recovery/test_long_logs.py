@@ -1,0 +1,39 @@
+"""Every pattern that runs over what programs print takes time in proportion to it, whatever it is."""
+
+import re
+import time
+
+import pytest
+
+from orchestrator.cli import first_error, render
+from orchestrator.recovery.signatures import signatures
+from trainer.agent.processes import cry, last_output
+from trainer.agent.watch import blame, command_errors
+from trainer.contract import peer_loss
+
+MODULES = (first_error, render, cry, last_output, blame, command_errors, peer_loss)
+PATTERNS = {
+    **{f"{module.__name__}.{name}": value for module in MODULES for name, value in vars(module).items()
+       if isinstance(value, re.Pattern)},
+    **{f"signature {each.pattern.pattern}": each.pattern for each in signatures()},
+}  # fmt: skip
+KIB = 1024
+UNITS = {"blank lines": "\n", "spaces": " ", "one long line": "x", "carriage returns": "\r", "escapes": "\x1b["}
+
+
+def seconds(pattern: re.Pattern[str], text: str) -> float:
+    """Of this thread's own work, so that a busy machine changes nothing."""
+    start = time.thread_time()
+    for _ in pattern.finditer(text):
+        pass
+    return time.thread_time() - start
+
+
+@pytest.mark.parametrize("unit", UNITS.values(), ids=UNITS)
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_pattern_takes_time_in_proportion_to_the_log(name: str, unit: str) -> None:
+    pattern = PATTERNS[name]
+    few, more = (unit * (size * KIB // len(unit)) for size in (4, 32))
+    # Eight times the text takes a quadratic one 64 times as long, half a second and more.
+    assert seconds(pattern, more) < 24 * seconds(pattern, few) + 0.1
+    assert seconds(pattern, unit * (KIB * KIB // len(unit))) < 30, "of a whole tail"

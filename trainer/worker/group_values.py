@@ -14,27 +14,35 @@ import torch
 
 from checkpointing.digests import digest
 from trainer.worker import nested_state
+from trainer.worker.contents import contents
 from trainer.worker.nested_state import Names, Unsavable
 from trainer.worker.workload import WorkloadError
 
 _NOT_STATE = ("params", "lr")
 _SCALARS = (type(None), bool, int, float, str)
 _ID_LENGTH = 16
+_NOT_THERE = object()
+_NO_COPY = (TypeError, AttributeError, ValueError, RuntimeError)
+"""What values raise that cannot be copied."""
 
 
 @dataclass(frozen=True)
 class _Given:
-    """A value as `build_optimizer` gave it; `text` is None for a type that is not kept."""
+    """A copy of a value as `build_optimizer` gave it; `text` is None for a type that is not kept."""
 
     value: Any
     text: str | None
     tensors: Mapping[str, torch.Tensor]
+    itself: Any = None
+    """The very value, for a type that is not kept."""
+    held: str | None = None
+    """What it held then, for a type that is not kept; None where that cannot be told."""
 
     def is_plainly(self, value: Any) -> bool:
         return type(value) in _SCALARS and type(value) is type(self.value) and bool(value == self.value)
 
-    def is_still(self, text: str, tensors: Mapping[str, torch.Tensor]) -> bool:
-        if text != self.text:
+    def is_still(self, text: str | None, tensors: Mapping[str, torch.Tensor]) -> bool:
+        if text != (self.held if self.text is None else self.text):
             return False
         return all(_same(tensor, self.tensors[path]) for path, tensor in tensors.items())
 
@@ -45,6 +53,7 @@ class GroupValues:
     def __init__(self, optimizer: torch.optim.Optimizer, names: Names) -> None:
         """Take what stands in the groups now for what the configuration gives."""
         self._optimizer, self._names = optimizer, names
+        self._not_copied = {id(parameter): parameter for parameter in names}
         members = [sorted(names[parameter] for parameter in group["params"]) for group in optimizer.param_groups]
         self._ids = list(_identities(members))
         self._described = [
@@ -93,21 +102,48 @@ class GroupValues:
     def _encoded(self, number: int, key: str, value: Any, held: dict[str, torch.Tensor]) -> tuple[Any] | None:
         """None for what cannot be kept, which is remembered when it is not what was given."""
         try:
-            return (nested_state.encode(value, f"groups/{self._ids[number]}/{key}", held, self._names),)
+            return (nested_state.encode(value, self._path(number, key), held, self._names),)
         except Unsavable:
-            given = self._given[number].get(key)
-            if given is None or given.value is not value:
+            if not self._is_untouched(value, self._given[number].get(key)):
                 self.unsaved[key] = f"{key} of the parameter groups (a {type(value).__name__})"
             return None
 
     def _as_given(self, number: int, key: str, value: Any) -> _Given:
         held: dict[str, torch.Tensor] = {}
         try:
-            encoded = nested_state.encode(value, f"groups/{self._ids[number]}/{key}", held, self._names)
+            encoded = nested_state.encode(value, self._path(number, key), held, self._names)
         except Unsavable:
-            return _Given(value, None, {})
-        kept = {path: tensor.clone() for path, tensor in held.items()}
-        return _Given(copy.deepcopy(value), nested_state.text(encoded), kept)
+            return self._as_not_kept(value)
+        return _Given(self._copy(value), nested_state.text(encoded), _cloned(held))
+
+    def _as_not_kept(self, value: Any) -> _Given:
+        text, tensors = self._held(value)
+        if text is None or self._held(value)[0] != text:
+            return _Given(value, None, {}, value)
+        try:
+            return _Given(self._copy(value), None, _cloned(tensors), value, text)
+        except _NO_COPY:
+            return _Given(value, None, {}, value)
+
+    def _held(self, value: Any) -> tuple[str | None, dict[str, torch.Tensor]]:
+        tensors: dict[str, torch.Tensor] = {}
+        try:
+            return nested_state.text(contents(value, "", tensors, self._names)), tensors
+        except _NO_COPY:
+            return None, {}
+
+    def _is_untouched(self, value: Any, given: _Given | None) -> bool:
+        """Whether a value of a type that is not kept is as it was given; one that does not tell may have changed."""
+        if given is None or given.text is not None or given.held is None:
+            return False
+        return given.is_still(*self._held(value))
+
+    def _copy(self, value: Any) -> Any:
+        """The parameters that it refers to stay themselves."""
+        return copy.deepcopy(value, dict(self._not_copied))
+
+    def _path(self, number: int, key: str) -> str:
+        return f"groups/{self._ids[number]}/{nested_state.word(key)}"
 
     def _all(self) -> Iterator[tuple[int, str, Any]]:
         for number, group in enumerate(self._optimizer.param_groups):
@@ -128,11 +164,18 @@ class GroupValues:
 
     def reset(self) -> None:
         """Put back what was given; `lr` stays as it is."""
+        self.unsaved.clear()  # priming may have changed something
+        copies: dict[int, Any] = {}
         for group, given in zip(self._optimizer.param_groups, self._given, strict=True):
             for key in [key for key in _keys(group) if key not in given]:
                 del group[key]
             for key, first in given.items():
-                _put(group, key, first.value if first.text is None else copy.deepcopy(first.value))
+                if first.text is not None:
+                    _put(group, key, self._copy(first.value))
+                elif group.get(key, _NOT_THERE) is not first.itself or not self._is_untouched(first.itself, first):
+                    # Groups that share a value share its copy.
+                    copies.setdefault(id(first.itself), first.value if first.held is None else self._copy(first.value))
+                    group[key] = copies[id(first.itself)]
 
     def restore(self, saved: Sequence[Mapping[str, Any]], tensors: Mapping[str, torch.Tensor]) -> list[str]:
         """Put back what was given, then what training had changed of it; says where settings are overruled by state."""
@@ -149,6 +192,10 @@ class GroupValues:
                     self._optimizer.param_groups[number], key, nested_state.decode(value["value"], tensors, parameters)
                 )
         return list(overruled.values())
+
+
+def _cloned(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {path: tensor.clone() for path, tensor in tensors.items()}
 
 
 def _keys(group: Mapping[str, Any]) -> list[str]:

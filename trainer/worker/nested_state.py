@@ -6,6 +6,7 @@ Scalars and lists stand for themselves; everything else is an object with one ke
 
 import json
 import math
+import re
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,6 +17,9 @@ Names = Mapping[torch.Tensor, str]
 """Parameters by themselves, with their names in the model."""
 
 _PLAIN = (type(None), bool, int, str)
+_NUMBER = re.compile("-?[0-9]+")
+_CODES = {"%": "%25", ":": "%3A", "/": "%2F"}
+"""Of the signs that have a meaning in a path; the first is that of the codes themselves."""
 
 
 class Unsavable(Exception):
@@ -36,15 +40,18 @@ def encode(value: object, path: str, tensors: dict[str, torch.Tensor], names: Na
     if isinstance(value, torch.Tensor):
         if value in names:
             return {"parameter": names[value]}
+        while path in tensors:
+            path += "%"  # keys that are alike and not equal, as one NaN and another are
         tensors[path] = value.detach()
         return {"tensor": path}
     if kind in _CONTAINERS:
         items = [encode(item, f"{path}:{at}", tensors, names) for at, item in enumerate(_items(value))]
         return items if kind is list else {_CONTAINERS[kind]: items}
     if kind in _MAPPINGS:
+        keys = [encode(key, f"{path}:%{at}", tensors, names) for at, key in enumerate(value)]
         pairs = [
-            [encode(key, path, tensors, names), encode(item, f"{path}:{_word(key, names)}", tensors, names)]
-            for key, item in value.items()
+            [said, encode(item, f"{path}:{_of_key(key, said)}", tensors, names)]
+            for said, (key, item) in zip(keys, value.items(), strict=True)
         ]
         return {_MAPPINGS[kind]: pairs}
     if kind is complex:
@@ -65,8 +72,30 @@ def _items(value: Any) -> Any:
     return sorted(value, key=repr) if isinstance(value, set | frozenset) else value
 
 
-def _word(key: object, names: Names) -> str:
-    return names[key] if isinstance(key, torch.Tensor) and key in names else str(key)
+def _of_key(key: Any, encoded: Any) -> str:
+    return word(key) if type(key) in (str, int) else f"%({_escaped(text(encoded))})"
+
+
+def word(key: str | int) -> str:
+    """One part of a path for a key: no other key has it, and it has none of the signs between parts."""
+    return f"%s{key}" if isinstance(key, str) and _NUMBER.fullmatch(key) else _escaped(str(key))
+
+
+def key_of(word: str) -> str | int:
+    """The key that a word stands for."""
+    if _NUMBER.fullmatch(word):
+        return int(word)
+    if word.startswith("%s"):
+        return word[2:]
+    for sign, code in reversed(_CODES.items()):
+        word = word.replace(code, sign)
+    return word
+
+
+def _escaped(part: str) -> str:
+    for sign, code in _CODES.items():
+        part = part.replace(sign, code)
+    return part
 
 
 _MAKERS: dict[str, Callable[[Any], Any]] = {

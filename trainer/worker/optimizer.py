@@ -1,9 +1,11 @@
 """AdamW, and making an optimizer's state exist before it is read from a checkpoint."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.optim import optimizer as of_torch
 
 from trainer.contract.config import TrainConfig
 
@@ -41,19 +43,49 @@ def train_mode(optimizer: torch.optim.Optimizer) -> None:
 
 
 def prime(optimizer: torch.optim.Optimizer) -> None:
-    """Make every state tensor exist by one step of zero gradients at rate 0: the weights stay as they are.
+    """Make every state tensor exist by one step of zero gradients at rate 0; the weights are put back bit for bit.
 
-    The state holds the traces of that step (`step` is 1): overwrite it from a checkpoint or `forget` it.
+    Hooks around the step do not see it. The state holds the traces of that step (`step` is 1): overwrite it from a
+    checkpoint or `forget` it.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
-    try:
-        _step_without_gradients(optimizer, 0.0)
-    except ArithmeticError:
-        # Some average with weights that grow with the rate: these must not all be zero.
-        _step_without_gradients(optimizer, _TINY)
+    with _weights_kept(optimizer), _without_hooks(optimizer):
+        try:
+            _step_without_gradients(optimizer, 0.0)
+        except ArithmeticError:
+            # Some average with weights that grow with the rate: these must not all be zero.
+            _step_without_gradients(optimizer, _TINY)
     optimizer.zero_grad(set_to_none=True)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
+
+
+@contextmanager
+def _weights_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """A rate of 0 does not hold every step: a fixed decay moves weights, and 0 divided by 0 is no number."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    before = [parameter.detach().clone() for parameter in parameters]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, kept in zip(parameters, before, strict=True):
+                parameter.copy_(kept)
+
+
+@contextmanager
+def _without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """A hook that counts steps, or averages weights, must not take this one for a step of training."""
+    every = [of_torch._global_optimizer_pre_hooks, of_torch._global_optimizer_post_hooks]
+    every += [getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post")]
+    before = [dict(hooks) for hooks in every]
+    for hooks in every:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, kept in zip(every, before, strict=True):
+            hooks.update(kept)
 
 
 def _step_without_gradients(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from trainer.worker import nested_state
 from trainer.worker import optimizer as optimizers
 from trainer.worker.group_values import GroupValues
+from trainer.worker.hidden_state import has_own_state_dict, refuse_hidden_state
 from trainer.worker.nested_state import Unsavable
 from trainer.worker.tensor_form import Form, form, zeros
 from trainer.worker.workload import WorkloadError
@@ -65,6 +66,7 @@ class OptimizerState:
         except (RuntimeError, NotImplementedError) as error:
             self._explain(error)
             raise
+        refuse_hidden_state(self._optimizer, self._names)
         self._forms = {name: form(tensor) for name, tensor in self.tensors().items()}
 
     def _explain(self, error: Exception) -> None:
@@ -98,6 +100,7 @@ class OptimizerState:
         found: dict[str, torch.Tensor] = {}
         for name, held in self._holders():
             for key, value in held.items():
+                self._refuse_key(name, key)
                 if isinstance(value, torch.Tensor):
                     found[_place(name, key)] = value
                 else:
@@ -145,8 +148,8 @@ class OptimizerState:
 
     def _gone(self, forms: Mapping[str, Form]) -> list[str]:
         """Tensors of a primed state that the state of a parameter, which has some, lacks now."""
-        there = tuple(_place(name, "") for name, _ in self._holders())
-        return sorted(key for key in self._forms.keys() - forms.keys() if key.startswith(there))
+        there = {name for name, _ in self._holders()}
+        return sorted(key for key in self._forms.keys() - forms.keys() if _owner(key) in there)
 
     def _values(self) -> dict[str, Any]:
         """Values that are no tensors, by key; one that all parameters share stands there once."""
@@ -156,10 +159,17 @@ class OptimizerState:
             count += 1
             for key, value in held.items():
                 if not isinstance(value, torch.Tensor):
-                    found.setdefault(key, {})[name] = self._encoded(name, key, value, {})
+                    found.setdefault(nested_state.word(key), {})[name] = self._encoded(name, key, value, {})
         return {key: _shared(values) if len(values) == count else {"of": values} for key, values in found.items()}
 
-    def _encoded(self, name: str, key: str, value: object, found: dict[str, torch.Tensor]) -> Any:
+    def _refuse_key(self, name: str, key: object) -> None:
+        if type(key) not in (str, int):
+            raise WorkloadError(
+                f"the state of {type(self._optimizer).__name__} cannot be saved: {key!r}, a key in that of {name}, is "
+                f"a {type(key).__name__}; only strings and integers are kept as keys"
+            )
+
+    def _encoded(self, name: str, key: str | int, value: object, found: dict[str, torch.Tensor]) -> Any:
         try:
             return nested_state.encode(value, _place(name, key), found, self._names)
         except Unsavable as reason:
@@ -175,7 +185,7 @@ class OptimizerState:
         for key, value in {**_loose_state(self._optimizer), **_further(self._optimizer)}.items():
             try:
                 held = {} if tensors is None else tensors
-                found[key] = nested_state.encode(value, f"entries/{key}", held, self._names)
+                found[key] = nested_state.encode(value, _entry(key), held, self._names)
             except Unsavable as reason:
                 self._unsaved[key] = f"{key} of its state_dict ({reason})"
         return found
@@ -193,8 +203,8 @@ class OptimizerState:
             return self._targets
         self.groups.check(facts.get("groups", ()))
         late, gone = facts.get("late", {}), set(facts.get("gone", ()))
-        there = tuple(_place(name, "") for name in self._trained() if _has_state(name, facts["holders"]))
-        state = [key for key in live if key.startswith(there) and key not in gone and key not in late]
+        there = {name for name in self._trained() if _has_state(name, facts["holders"])}
+        state = [key for key in live if _owner(key) in there and key not in gone and key not in late]
         named = nested_state.references([facts.get("groups", []), list(facts.get("entries", {}).values())])
         fresh = {
             key: late.get(key) or self._forms.get(key)
@@ -207,7 +217,7 @@ class OptimizerState:
 
     def _scratch(self, key: str, wanted: Form | None, live: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Memory for a tensor that only the checkpoint has yet, or that must not be changed yet."""
-        parameter = self._parameters.get(key.removeprefix(_STATE).rpartition("/")[0])
+        parameter = self._parameters.get(_owner(key) or "")
         device = next(iter(self._parameters.values())).device
         made = zeros(wanted, (live.get(key), parameter), device) if wanted is not None else None
         if made is None:
@@ -235,8 +245,7 @@ class OptimizerState:
     def _restore_old(self, absent: Collection[str]) -> list[str]:
         counted = sorted({key for group in self.groups.changed() for key in group["values"]})
         counted += sorted(self._values())
-        names = {key.removeprefix("optimizer/").rpartition("/")[0] for key in absent if key.startswith("optimizer/")}
-        self._forget([self._parameters[name] for name in names if name in self._parameters])
+        self._forget([self._parameters[name] for name in map(_owner, absent) if name in self._parameters])
         self.groups.reset()
         if not counted:
             return []
@@ -248,17 +257,19 @@ class OptimizerState:
         values = facts.get("values", {})
         nested = set(nested_state.references(list(map(list, map(dict.values, values.values())))))
         trained = self._trained()
+        tensors: dict[str | None, dict[str | int, Any]] = {}
+        for key, tensor in self._targets.items():
+            if key not in nested:
+                tensors.setdefault(_owner(key), {})[nested_state.key_of(key.rpartition("/")[2])] = tensor
         for name, parameter in self._parameters.items():
             if name not in trained or not _has_state(name, facts["holders"]):
                 self._forget([parameter])
                 continue
-            prefix = _place(name, "")
-            held = {key.removeprefix(prefix): tensor for key, tensor in self._targets.items() if key.startswith(prefix)}
-            held = {key: tensor for key, tensor in held.items() if prefix + key not in nested}
+            held = tensors.get(name, {})
             for key, value in values.items():
                 encoded = value["same"] if "same" in value else value["of"].get(name, _NOT_THERE)
                 if encoded is not _NOT_THERE:
-                    held[key] = nested_state.decode(encoded, self._targets, self._parameters)
+                    held[nested_state.key_of(key)] = nested_state.decode(encoded, self._targets, self._parameters)
             there = self._optimizer.state[parameter]
             there.clear()
             there.update(held)
@@ -301,8 +312,13 @@ def refuse_step(optimizer: torch.optim.Optimizer) -> None:
         raise WorkloadError(f"{kind} needs sparse gradients, which cannot be reduced and clipped here: choose Adam")
 
 
-def _place(name: str, key: str) -> str:
-    return f"optimizer/{name}/{key}"
+def _place(name: str, key: str | int) -> str:
+    return f"{_STATE}{name}/{nested_state.word(key)}"
+
+
+def _owner(key: str) -> str | None:
+    """The parameter whose state a tensor of this name is part of; a parameter's name may have slashes in it."""
+    return key.removeprefix(_STATE).rpartition("/")[0] if key.startswith(_STATE) else None
 
 
 def _has_state(name: str, held_by: Mapping[str, list[str]]) -> bool:
@@ -315,13 +331,18 @@ def _shared(values: Mapping[str, Any]) -> dict[str, Any]:
     return {"same": first} if all(nested_state.text(value) == same for value in values.values()) else {"of": values}
 
 
+def _entry(key: str) -> str:
+    loose = _LOOSE if key.startswith(_LOOSE) else ""
+    return f"entries/{loose}{nested_state.word(key.removeprefix(loose))}"
+
+
 def _loose_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """State of no parameter, which torch allows under names."""
     return {f"{_LOOSE}{key}": value for key, value in optimizer.state.items() if isinstance(key, str)}
 
 
 def _further(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an optimizer with a `state_dict` of its own adds to it."""
-    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+    """What an optimizer with a `state_dict` of its own, or hooks of it, add to it."""
+    if not has_own_state_dict(optimizer):
         return {}
     return {key: value for key, value in optimizer.state_dict().items() if key not in ("state", "param_groups")}

@@ -1,0 +1,41 @@
+"""What a value of any type holds, in a form to compare: a change of it in place is seen. Never read back."""
+
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from trainer.worker import nested_state
+from trainer.worker.nested_state import Names
+
+_ITSELF = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, nn.Module, DeviceMesh)
+"""Types of values of which only matters which one it is."""
+_GROUPS = (dist.ProcessGroup,) if dist.is_available() else ()
+_PLAIN = (type(None), bool, int, str, float, complex)
+
+
+def contents(value: Any, path: str, tensors: dict[str, torch.Tensor], names: Names, above: tuple[int, ...] = ()) -> Any:
+    """What copying would take of `value`, in JSON; its tensors are added to `tensors`. Raises TypeError for some."""
+    if isinstance(value, torch.Tensor) or type(value) in _PLAIN:
+        return nested_state.encode(value, path, tensors, names)
+    if isinstance(value, types.MethodType):
+        return [id(value.__func__), id(value.__self__)]
+    if isinstance(value, (*_ITSELF, *_GROUPS, torch.optim.Optimizer)):
+        return id(value)
+    if isinstance(value, bytes):
+        return value.hex()
+    if id(value) in above:
+        return {"above": above.index(id(value))}
+    parts = list(value) if type(value) in (list, tuple) else _parts(value)
+    return [contents(part, f"{path}:{at}", tensors, names, (*above, id(value))) for at, part in enumerate(parts)]
+
+
+def _parts(value: Any) -> list[object]:
+    reduced = value.__reduce_ex__(4)
+    if isinstance(reduced, str):
+        return [reduced]
+    return [list(part) if isinstance(part, Iterator) else part for part in reduced]

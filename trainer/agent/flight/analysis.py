@@ -125,6 +125,8 @@ def _together(stalled: Sequence[Stall], stuck: Sequence[object]) -> Finding:
     stall = max(places or stalled, key=lambda stall: len(stall.inside))
     ranks = tuple(sorted({rank for place in places or [stall] for rank in place.inside}))
     rest = "nobody is missing, and it does not end" if places else "whom they miss waits for others in turn"
+    if stall.doubtful:
+        rest = "the group was made again under its name, and the records do not tell who is missing"
     if len(places) > 1:
         rest += f"; so it is in {len(places) - 1:,} more group(s)"
     return Finding(

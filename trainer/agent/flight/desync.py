@@ -13,6 +13,8 @@ _WAYS = 4
 def desync(records: Records) -> Finding | None:
     """The first collective that ranks entered differently, of those that are not long over."""
     for key, by_sequence in records.numbers.items():
+        if key in records.doubtful:
+            continue
         over = min(group.completed for group in records.having[key].values())
         for sequence in sorted(by_sequence):
             entries = by_sequence[sequence]

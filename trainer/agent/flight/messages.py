@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.agent.flight.fields import group_name, word
+
 _PEERS = re.compile(r"(send|recv)\s+(\d+)\s*(->|<-)\s*(\d+)\Z")
 _WORLD = 1_000_000
 """Ranks that a world may have."""
@@ -37,18 +39,18 @@ def unfinished(
     """
     rows = [(at, entry, over) for at, (entry, over) in enumerate(zip(raw, done, strict=True))]
     batches = {
-        (_group(entry), entry.get("p2p_seq_id")): over
+        (group_name(entry), entry.get("p2p_seq_id")): over
         for _, entry, over in rows
         if str(entry.get("profiling_name", "")).endswith(":coalesced")
     }
     found: list[Message] = []
     for at, entry, over in rows:
-        text = str(entry.get("profiling_name", "")).partition(":")[2]
+        text = word(entry.get("profiling_name", "")).partition(":")[2]
         if not entry.get("is_p2p") or text == "coalesced":
             continue
-        if over or batches.get((_group(entry), entry.get("p2p_seq_id")), False):
+        if over or batches.get((group_name(entry), entry.get("p2p_seq_id")), False):
             continue
-        found.append(_message(f"{_group(entry)}{suffix}", text, _members(entry, members), at))
+        found.append(_message(f"{group_name(entry)}{suffix}", text, _members(entry, members), at))
     return tuple(found[:_MOST])
 
 
@@ -63,15 +65,10 @@ def _message(group: str, text: str, members: Sequence[int], order: int) -> Messa
 
 def _members(entry: Mapping[str, Any], members: Mapping[str, Sequence[int]]) -> Sequence[int]:
     """Those of the entry's group; the group of all has every rank at its own place."""
-    known = members.get(_group(entry), ())
+    known = members.get(group_name(entry), ())
     return known if known or "default_pg" not in (entry.get("process_group") or ()) else range(_WORLD)
 
 
 def _rank(place: int, members: Sequence[int]) -> int:
     """The rank of the world at a place in a group; torch names peers by their places."""
     return members[place] if place < len(members) else -1
-
-
-def _group(entry: Mapping[str, Any]) -> str:
-    names = entry.get("process_group")
-    return str(names[0]) if isinstance(names, list | tuple) and names else str(entry.get("pg_id", "?"))

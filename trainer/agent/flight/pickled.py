@@ -14,6 +14,8 @@ _STEPS = 20_000_000
 """Opcodes that are followed."""
 _NODES, _DEEPEST = 3_000_000, 50
 """Values that a dump may have, and how deep they may lie; what is held twice counts twice."""
+_LETTERS = 256 << 20
+"""Characters of all its strings; again what is held twice counts twice, for a reader copies it."""
 _MARK = object()
 
 _VALUES = frozenset({
@@ -49,10 +51,11 @@ def load(data: bytes) -> Any:
 
 def _bounded(value: Any) -> Any:
     """The same; raises ValueError where a few bytes stand for a world: a list that holds itself, or one thing often."""
-    count, level = 0, [value]
+    count, letters, level = 0, 0, [value]
     for _ in range(_DEEPEST):
         count += len(level)
-        if count > _NODES:
+        letters += sum(len(one) for one in level if isinstance(one, str))
+        if count > _NODES or letters > _LETTERS:
             raise ValueError("a pickle of too many values")
         inner = [one for one in level if isinstance(one, list | tuple | dict)]
         if not inner:

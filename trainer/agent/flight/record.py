@@ -2,11 +2,14 @@
 
 import json
 import math
+import sys
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from trainer.agent.flight import lives
+from trainer.agent.flight.fields import group_name, number, word
 from trainer.agent.flight.messages import Message, unfinished
 from trainer.agent.flight.status import counters
 from trainer.contract.groups import runs, unrun
@@ -17,6 +20,8 @@ WIRE = 8000
 """Bytes that one rank's record may take on the wire; of longer ones the oldest collectives are left out."""
 _FEWEST = 4
 """Oldest unfinished collectives of a group that are never left out."""
+_DIMENSIONS = 64
+"""Dimensions that a tensor may have."""
 _LONGEST = 60
 """Characters of a list of sizes; a longer one is told by its count and its checksum."""
 
@@ -61,6 +66,13 @@ class Group:
     on_gpu: bool = False  # NCCL's
     sure: bool = False  # `completed` was read, not taken from where the record begins
     counted: bool = False  # both numbers are NCCL's own counters, and no entry shows them
+    before: int = 0  # groups of the same name that its record shows before this one
+    surely: bool = True  # there were no more of them: the record has lost nothing
+
+    @property
+    def marks(self) -> int:
+        """What holds of it, for the wire."""
+        return self.on_gpu * 1 + self.sure * 2 + self.counted * 4 + self.surely * 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +111,7 @@ class Flight:
             "rank": self.rank,
             "marks": int(self.timed) + 2 * int(self.whole),
             "groups": [
-                [key, runs(g.ranks), g.entered, g.completed, g.description, g.on_gpu * 1 + g.sure * 2 + g.counted * 4]
+                [key, runs(g.ranks), g.entered, g.completed, g.description, g.marks, g.before]
                 for key, g in self.groups.items()
             ],
             "keys": keys[len(self.groups) :],
@@ -140,7 +152,7 @@ class Flight:
                     for at, sequence, op, sizes, elements, dtypes, state, order in told["entries"]
                 ),
             )  # fmt: skip
-        except (KeyError, IndexError, TypeError, RecursionError) as error:
+        except (KeyError, IndexError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError(f"not a flight record: {error!r}") from error
 
 
@@ -166,8 +178,9 @@ def read(rank: int, host: Any, device: Any | None, groups: Mapping[str, Mapping[
 def _group_of(row: list[Any]) -> Group:
     marks = int(row[5])
     return Group(
-        unrun(row[1]), int(row[2]), int(row[3]), _text(row[4]), bool(marks & 1), bool(marks & 2), bool(marks & 4)
-    )
+        unrun(row[1]), int(row[2]), int(row[3]), _text(row[4]), bool(marks & 1), bool(marks & 2), bool(marks & 4),
+        int(row[6]), bool(marks & 8),
+    )  # fmt: skip
 
 
 def newest(dump: bytes, most: int) -> bytes:
@@ -199,29 +212,36 @@ def parse(rank: int, dump: Any, groups: Mapping[str, Mapping[str, Any]] | None =
     dump = json.loads(dump) if isinstance(dump, (str, bytes)) else dump
     if not isinstance(dump, dict) or not isinstance(dump.get("entries", []), list):
         raise ValueError("not a flight record: no entries")
-    raw = [entry for entry in dump.get("entries", []) if isinstance(entry, dict)]
-    dying = _dying(dump, raw)
+    whole = [entry for entry in dump.get("entries", []) if isinstance(entry, dict)]
+    places, before = lives.newest(whole)
+    raw = [whole[at] for at in places]
+    dying = _dying(dump, whole)
     states = [dying.get(id(one)) or _state(one) for one in raw]
     entries = [entry for at, one in enumerate(raw) if (entry := _entry(one, states[at], suffix, at)) is not None]
     config, more = _told(dump.get("pg_config")), _told(groups)
     told = {f"{key}{suffix}": value for key, value in {**config, **more}.items() if key}
-    places = {key: ranks for key, (ranks, _) in {**more, **config}.items()}
+    members = {key: ranks for key, (ranks, _) in {**more, **config}.items()}
     exact = {f"{key}{suffix}": value for key, value in counters(dump, raw).items()}
     by_group: dict[str, list[Entry]] = {}
     for entry in entries:
         by_group.setdefault(entry.group, []).append(entry)
     on_gpu = {entry.group for entry, one in _paired(entries, raw) if _of_nccl(one)} | set(exact)
+    first = not whole or not number(whole[0].get("record_id"))
     found = {
-        key: _group(by_group.get(key, []), told.get(key), exact.get(key), on_gpu=key in on_gpu)
+        key: replace(
+            _group(by_group.get(key, []), told.get(key), exact.get(key), on_gpu=key in on_gpu),
+            before=before.get(key.removesuffix(suffix), 0),
+            surely=bool(whole) and first,
+        )
         for key in {**by_group, **told}
     }
     return Flight(
         rank=rank,
         groups=found,
         entries=tuple(entry for key in found for entry in _kept(by_group.get(key, []), KEPT)),
-        messages=unfinished(raw, [state == DONE for state in states], places, suffix),
+        messages=unfinished(raw, [state == DONE for state in states], members, suffix),
         timed=any(one.get("state") == "started" or one.get("time_discovered_started_ns") for one in raw),
-        whole=bool(states) and (states[0] == DONE or not _number(raw[0], "record_id")),
+        whole=bool(whole) and (first or (dying.get(id(whole[0])) or _state(whole[0])) == DONE),
     )
 
 
@@ -235,7 +255,7 @@ def _dying(dump: dict[str, Any], raw: list[dict[str, Any]]) -> dict[int, str]:
     calls = [one for one in raw if str(one.get("profiling_name", "")).startswith("gloo:")]
     states = {id(one): DONE for one in calls}
     if dump["failed"] and calls:
-        states[id(max(calls, key=lambda one: _number(one, "record_id")))] = SCHEDULED
+        states[id(max(calls, key=lambda one: number(one.get("record_id"))))] = SCHEDULED
     return states
 
 
@@ -248,33 +268,30 @@ def _of_nccl(raw: dict[str, Any]) -> bool:
 
 
 def _entry(raw: dict[str, Any], state: str, suffix: str, order: int) -> Entry | None:
-    sequence = _number(raw, "collective_seq_id")
+    sequence = number(raw.get("collective_seq_id"))
     if raw.get("is_p2p") or not sequence:
         return None
-    op = str(raw.get("profiling_name", "")).partition(":")[2] or str(raw.get("profiling_name", "?"))
-    sizes = [size for size in raw.get("input_sizes") or [] if isinstance(size, list)]
-    dtypes = ",".join(dict.fromkeys(map(str, raw.get("input_dtypes") or [])))
+    op = word(raw.get("profiling_name", "")).partition(":")[2] or word(raw.get("profiling_name", "?"))
+    sizes = [list(map(number, size[:_DIMENSIONS])) for size in raw.get("input_sizes") or [] if isinstance(size, list)]
+    dtypes = word(",".join(dict.fromkeys(map(word, raw.get("input_dtypes") or []))))
     alike = op.lower().lstrip("_").startswith(_ALIKE)
-    elements = sum(math.prod(size) for size in sizes) if alike else -1
-    return Entry(f"{_name(raw)}{suffix}", sequence, op, _short(sizes), elements, dtypes, state, order)
+    elements = number(sum(math.prod(size) for size in sizes), -1) if alike else -1
+    return Entry(
+        sys.intern(f"{group_name(raw)}{suffix}"),
+        sequence,
+        sys.intern(op),
+        _short(sizes),
+        elements,
+        dtypes,
+        state,
+        order,
+    )
 
 
 def _state(raw: dict[str, Any]) -> str:
     if raw.get("retired") or raw.get("state") == "completed":  # gloo only ever sets `retired`
         return DONE
     return STARTED if raw.get("state") == "started" else SCHEDULED
-
-
-def _name(raw: dict[str, Any]) -> str:
-    names = raw.get("process_group")
-    return str(names[0]) if isinstance(names, list) and names else str(raw.get("pg_id", "?"))
-
-
-def _number(raw: Mapping[str, Any], name: str) -> int:
-    try:
-        return int(raw.get(name, 0))
-    except (TypeError, ValueError):
-        return 0
 
 
 def _short(sizes: list[list[int]]) -> str:
@@ -290,9 +307,9 @@ def _told(config: Any) -> dict[str, tuple[tuple[int, ...], str]]:
             continue
         try:
             ranks = unrun(value["runs"]) if "runs" in value else _ranks(value.get("ranks", "[]"))
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError, RecursionError):
             ranks = ()
-        found[str(value.get("name", key))] = (ranks, str(value.get("desc", "")))
+        found[word(value.get("name", key))] = (ranks, word(value.get("desc", "")))
     return found
 
 

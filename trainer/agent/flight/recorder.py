@@ -3,12 +3,14 @@
 import asyncio
 import json
 import shutil
+import sys
 import tempfile
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from trainer.agent.flight.fields import UNREADABLE
 from trainer.agent.flight.pickled import MOST as LARGEST
 from trainer.agent.flight.pickled import load
 from trainer.agent.flight.record import Flight, parse, read
@@ -61,7 +63,7 @@ async def flight(rank: int, path: str, seconds: float) -> Flight | None:
         return None
     try:
         return read(rank, host, device or None, _groups(path))
-    except (ValueError, TypeError, KeyError):  # an answer, but none that this version of torch should give
+    except UNREADABLE:  # an answer, but none that this version of torch should give
         return None
 
 
@@ -138,7 +140,7 @@ def _allowed(size: int) -> int:
 def _groups(path: str) -> Mapping[str, Any]:
     try:
         told = json.loads(Path(groups_file(path)).read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return told if isinstance(told, dict) else {}
 
@@ -146,21 +148,27 @@ def _groups(path: str) -> Mapping[str, Any]:
 def of_the_dying(attempt: AttemptDir, generation: int) -> list[Flight]:
     """The records that ranks of this generation left when an exception or NCCL's watchdog ended them.
 
-    Reads the shared file system.
+    Reads the shared file system. A record that cannot be read is told on stderr.
     """
-    found = {}
+    found: dict[int, Flight] = {}
     for rank, path in attempt.last_flights(generation):
-        try:
+        with _its_own_fault(rank):
             left = json.loads(path.read_text())
             found[rank] = read(rank, left, left.get("device"), left.get("groups"))
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            continue
     for rank, path in attempt.watchdog_flights(generation):
-        if rank in found:
-            continue
-        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-            found[rank] = parse(rank, load(_bytes(path)))
+        if rank not in found:
+            with _its_own_fault(rank):
+                found[rank] = parse(rank, load(_bytes(path)))
     return list(found.values())
+
+
+@contextmanager
+def _its_own_fault(rank: int) -> Iterator[None]:
+    """A record that cannot be read is as none, and said; the other ranks' are read."""
+    try:
+        yield
+    except (OSError, *UNREADABLE) as error:
+        sys.stderr.write(f"orch-agent: the flight record of rank {rank} cannot be read: {error!r:.200}\n")
 
 
 def _bytes(path: Path) -> bytes:

@@ -42,6 +42,8 @@ def _lagging(records: Records, stall: Stall) -> Iterator[int]:
     too, and a GPU begins nothing of a group before what lies before it is over: the GPU, or what watches it, stopped.
     """
     having = records.having[stall.group]
+    if stall.doubtful:
+        return
     through = max((group.completed for group in having.values() if group.sure), default=0)
     if through < stall.sequence or not any(group.on_gpu for group in having.values()):
         return

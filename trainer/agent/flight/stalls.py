@@ -22,6 +22,7 @@ class Stall:
     silent: tuple[int, ...]  # did not answer
     unknown: tuple[int, ...]  # nobody has a record of theirs
     entry: Entry | None  # as one of those inside sees it
+    doubtful: bool = False  # its group was made again, and the records do not tell who is in which of them
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -43,12 +44,31 @@ class Records:
         for rank, flight in self.flights.items():
             for key, group in flight.groups.items():
                 self.having.setdefault(key, {})[rank] = group
-        self._doubt_counters()
         known = set(self.world)
         self.members = {key: self._members_of(key, known) for key in self.having}
+        self.outdated: set[tuple[str, int]] = set()  # groups and ranks that know only an earlier one of that name
+        self.doubtful = {key for key in self.having if not self._same_life(key)}
+        """Groups that were made again under their names, where nobody knows which ranks' numbers go together."""
+        self._doubt_counters()
         self.numbers = _by_number(self)
         self.timed = any(flight.timed for flight in self.flights.values())
         """Whether NCCL tells which collectives have begun: without TORCH_NCCL_ENABLE_TIMING none of them seems to."""
+
+    def _same_life(self, key: str) -> bool:
+        """Whether the numbers of a group mean the same on all ranks; those of ranks that are in an earlier one go."""
+        having = self.having[key]
+        newest = max(group.before for group in having.values())
+        if not newest:
+            return True
+        strangers = any(rank in self.flights and rank not in having for rank in self.members[key])
+        old = {rank: group for rank, group in having.items() if group.before < newest}
+        lost = not all(group.surely for group in having.values())
+        if strangers or lost or any(group.entered > group.completed for group in old.values()):
+            return False
+        for rank, group in old.items():
+            having[rank] = Group(group.ranks, 0, 0, group.description, group.on_gpu)
+            self.outdated.add((key, rank))
+        return True
 
     def _doubt_counters(self) -> None:
         """A counter that no entry confirms may be one of messages: no collective is over before all have entered it."""
@@ -84,7 +104,7 @@ def _by_number(records: Records) -> Numbers:
     for rank, flight in records.flights.items():
         often = Counter((entry.group, entry.sequence) for entry in flight.entries)
         for entry in flight.entries:
-            if often[entry.group, entry.sequence] == 1:
+            if often[entry.group, entry.sequence] == 1 and (entry.group, rank) not in records.outdated:
                 found.setdefault(entry.group, {}).setdefault(entry.sequence, {})[rank] = entry
     return found
 
@@ -100,6 +120,8 @@ def _stall(records: Records, key: str) -> Stall | None:
     if not stuck:
         return None
     first = min(stuck)
+    if key in records.doubtful:
+        return _doubted(records, key, first)
     entries = records.numbers.get(key, {}).get(first, {})
     inside = [rank for rank in members if records.entered(key, rank) >= first > records.completed(key, rank)]
     late = [rank for rank in members if records.entered(key, rank) < first]
@@ -118,6 +140,14 @@ def _stall(records: Records, key: str) -> Stall | None:
         silent=tuple(silent),
         unknown=tuple(r for r in records.members[key] if r not in records.flights and r not in records.silent),
         entry=next((entries[rank] for rank in inside if rank in entries), None),
+    )
+
+
+def _doubted(records: Records, key: str, first: int) -> Stall:
+    """Nobody is known to miss it, and anybody may."""
+    inside = tuple(rank for rank in records.members[key] if rank in records.flights and _inside(records, key, rank))
+    return Stall(
+        group=key, sequence=first, inside=inside, late=(), queued=(), silent=(), unknown=(), entry=None, doubtful=True
     )
 
 

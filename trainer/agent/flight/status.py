@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from trainer.agent.flight.fields import group_name, number, word
+
 
 def counters(dump: Mapping[str, Any], entries: Iterable[Mapping[str, Any]]) -> dict[str, tuple[int, int]]:
     """By name of the group: the last collective that was enqueued and the last one that was over.
@@ -14,18 +16,18 @@ def counters(dump: Mapping[str, Any], entries: Iterable[Mapping[str, Any]]) -> d
     if not isinstance(status, Mapping) or not isinstance(config, Mapping) or not _of_nccl(dump):
         return {}
     entries = list(entries)
-    talked = {_name(entry) for entry in entries if entry.get("is_p2p") or entry.get("p2p_seq_id")}
+    talked = {group_name(entry) for entry in entries if entry.get("is_p2p") or entry.get("p2p_seq_id")}
     newest: dict[str, int] = {}
     for entry in entries:
-        newest[_name(entry)] = max(newest.get(_name(entry), 0), _number(entry.get("collective_seq_id")))
+        newest[group_name(entry)] = max(newest.get(group_name(entry), 0), number(entry.get("collective_seq_id"), -1))
     found = {}
-    for number, name in _names(config, status, entries).items():
-        told = status[number]
+    for local, name in _names(config, status, entries).items():
+        told = status[local]
         if name in talked or not isinstance(told, Mapping):
             continue
         entered, completed = (
-            _number(told.get("last_enqueued_collective")),
-            _number(told.get("last_completed_collective")),
+            number(told.get("last_enqueued_collective"), -1),
+            number(told.get("last_completed_collective"), -1),
         )
         if 0 <= completed <= entered and newest.get(name, entered) == entered:
             found[name] = (entered, completed)
@@ -40,23 +42,11 @@ def _names(
     config: Mapping[str, Any], status: Mapping[str, Any], entries: Iterable[Mapping[str, Any]]
 ) -> dict[str, str]:
     """Names by local number: as the entries pair them; the others by order, where names are numbers that count up."""
-    seen = {str(entry.get("pg_id")): _name(entry) for entry in entries}
-    known = {number: name for number, name in seen.items() if number in status}
-    names = [str(value.get("name", key)) for key, value in config.items() if isinstance(value, Mapping)]
+    seen = {str(entry.get("pg_id")): group_name(entry) for entry in entries}
+    known = {local: name for local, name in seen.items() if local in status}
+    names = [word(value.get("name", key)) for key, value in config.items() if isinstance(value, Mapping)]
     if len(names) == len(status) and all(name.isdecimal() for name in [*names, *status]):
         paired = dict(zip(sorted(status, key=int), sorted(names, key=int), strict=True))
         if known.items() <= paired.items():
             return paired
     return known
-
-
-def _name(entry: Mapping[str, Any]) -> str:
-    names = entry.get("process_group")
-    return str(names[0]) if isinstance(names, list | tuple) and names else str(entry.get("pg_id", "?"))
-
-
-def _number(value: Any) -> int:
-    try:
-        return int(value)
-    except (TypeError, ValueError):
-        return -1

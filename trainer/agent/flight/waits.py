@@ -153,7 +153,7 @@ def _lonely(message: Message, rank: int) -> tuple[str, int, int]:
 def _add_stall(waits: Waits, records: Records, stall: Stall, items: dict[int, list[_Item]]) -> None:
     node = waits.add(stall)
     waits.after[node] += [waits.host(rank) for rank in (*stall.late, *stall.silent)]
-    if stall.unknown:
+    if stall.unknown or stall.doubtful:
         waits.open.add(node)
     first = records.numbers.get(stall.group, {}).get(stall.sequence, {})
     for rank in records.members[stall.group]:

@@ -1,5 +1,6 @@
 """Pickled dumps are read without running anything in them: torch's own, random plain values, and malicious ones."""
 
+import json
 import os
 import pickle
 import pickletools
@@ -13,10 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trainer.agent.flight.test_flight import history
+from tests.trainer.agent.flight.test_flight import call, history
 from trainer.agent.flight.pickled import load
+from trainer.agent.flight.record import WIRE, Flight, parse
 from trainer.agent.flight.recorder import of_the_dying
-from trainer.contract.run_dir import RunDir
+from trainer.contract.run_dir import AttemptDir, RunDir
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=20),
@@ -83,12 +85,81 @@ def test_a_few_bytes_that_stand_for_a_world_are_refused() -> None:
             load(pickletools.optimize(pickle.dumps(value)))
 
 
-def test_what_the_watchdog_leaves_counts_where_the_rank_left_nothing(tmp_path: Path) -> None:
+def test_a_long_string_that_is_held_often_is_refused() -> None:
+    long = "nccl:" + "x" * (1 << 20)
+    with pytest.raises(ValueError, match="too"):
+        load(pickle.dumps([{"profiling_name": long} for _ in range(4000)], 2))
+
+
+ODD: list[Any] = [
+    {"collective_seq_id": float("inf")},
+    {"collective_seq_id": float("nan")},
+    {"record_id": 1 << 200_000},
+    {"collective_seq_id": 1, "profiling_name": "nccl:all_reduce", "input_sizes": [[1 << 200_000] * 40]},
+    {"collective_seq_id": 1, "profiling_name": "nccl:all_reduce", "input_sizes": [[1 << 62] * 4000]},
+    {"collective_seq_id": 1, "profiling_name": ["nccl"] * 4000, "input_dtypes": 5},
+    {"is_p2p": True, "profiling_name": "nccl:send " + "9" * 5000 + "->1"},
+]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=map(str, range(len(ODD))))
+def test_an_odd_record_is_its_ranks_alone(tmp_path: Path, odd: dict[str, Any]) -> None:
+    attempt = _attempt(tmp_path)
+    name = str(attempt.watchdog_flight(3))
+    good = {"entries": history("0", 4, inside=True)}
+    Path(f"{name}1").write_bytes(pickle.dumps({"entries": [{"process_group": ("0", ""), **odd}]}, 2))
+    Path(f"{name}2").write_bytes(pickle.dumps(good, 2))
+    found = {one.rank: one for one in of_the_dying(attempt, 3)}
+    assert found[2].groups["0"].entered == 4
+    assert all(len(one.to_json()) <= WIRE for one in found.values())
+    assert all(abs(entry.elements) < 2**63 for one in found.values() for entry in one.entries)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 200_000, '{"entries":[{"collective_seq_id":Infinity}], "groups": ' + "[" * 200_000]
+)
+def test_a_record_that_cannot_be_read_is_told_and_ends_nobody(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    attempt = _attempt(tmp_path)
+    for rank, left in enumerate((text, json.dumps({"entries": history("0", 4, inside=True)}))):
+        attempt.last_flight(rank, 3).write_text(left)
+    assert [one.rank for one in of_the_dying(attempt, 3)] == [1]
+    assert "the flight record of rank 0 cannot be read: RecursionError" in capsys.readouterr().err
+
+
+def test_equal_words_of_a_record_are_kept_once_and_cut() -> None:
+    named = {"profiling_name": "nccl:" + "x" * 5000, "input_dtypes": ["y" * 5000]}
+    flight = parse(0, {"entries": [{**call("0", number), **named, "process_group": ["g" * 5000]} for number in (1, 2)]})
+    (first, second), (group,) = flight.entries, flight.groups
+    assert first.op is second.op
+    assert first.dtypes is second.dtypes
+    assert first.group is second.group
+    assert max(map(len, (first.op, first.dtypes, group))) <= 200
+
+
+def test_a_number_without_end_is_no_record_on_the_wire() -> None:
+    told = '{"rank":Infinity,"marks":0,"groups":[],"keys":[],"messages":[],"words":[],"entries":[]}'
+    with pytest.raises(ValueError, match="not a flight record"):
+        Flight.from_json(told)
+
+
+def test_groups_of_a_pickle_are_those_of_other_records() -> None:
+    """torch pickles a group's name and description as a tuple."""
+    assert [*parse(0, {"entries": [{**call("7", 1), "process_group": ("abc", "eval")}]}).groups] == ["abc"]
+
+
+def _attempt(tmp_path: Path) -> AttemptDir:
     run = RunDir(tmp_path / "run")
     run.make()
     attempt = run.attempt(1)
     attempt.make()
     attempt.evidence.mkdir(exist_ok=True)
+    return attempt
+
+
+def test_what_the_watchdog_leaves_counts_where_the_rank_left_nothing(tmp_path: Path) -> None:
+    attempt = _attempt(tmp_path)
     entries = [*history("0", 4, inside=True, op="nccl:all_reduce")]
     left = {"version": "2.10", "nccl_version": "2.27.3", "entries": entries, "pg_config": {}, "pg_status": {}}
     name = str(attempt.watchdog_flight(3))

@@ -156,9 +156,11 @@ def cancel_intent(actor: Actor, view: RunView, sight: Sight) -> bool:
 def cancel_hidden(actor: Actor, view: RunView, sight: Sight) -> bool:
     """Cancel a run whose folder is not visible: nothing can be saved, so its jobs are ended; whether it is over."""
     own = sight.job_of(view.last)
-    live = [job for job in (*sight.of_run(view.run.name), *([own] if own else [])) if is_live(job)]
+    live = [job for job in (*sight.of_run(view.run), *([own] if own else [])) if is_live(job)]
     for job in live:
-        if job.state not in LEAVING_STATES:
+        # A job that no record of this run identifies is waited for, and is nobody's to cancel.
+        owner = sight.owner(job)
+        if job.state not in LEAVING_STATES and owner is not None and owner.run == view.run.name:
             actor.cancel(view.run, job.job_id, "cancelled by a person; its run directory is not visible")
     if live or not sight.swept:
         return False

@@ -347,7 +347,7 @@ class Controller:
     def _next(self, view: RunView, sight: Sight) -> bool:
         """No attempt is live: the run waits for its next one."""
         run = view.run
-        blockers = [job for job in sight.of_run(run.name) if not self._fenced(job)]
+        blockers = [job for job in sight.of_run(run) if not self._fenced(job)]
         if view.cancel is not None and sight.swept and not blockers:
             asks.cancelled(self.actor, view)
             return True

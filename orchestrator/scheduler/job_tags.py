@@ -10,8 +10,8 @@ PREFIX = "orch-"
 TAG_VARIABLE = "ORCH_JOB"
 """The job's environment has its name under this variable: a person who wonders whose a job is finds it there."""
 
-_NAME = re.compile(r"orch-(\S+)-(\d+)-(\S{8})(?!\S)", re.ASCII)
-_COMMENT = re.compile(r"orch:([^\s/]+)/(\d+)(?:/(\w{8}))?(?!\w)", re.ASCII)
+_NAME = re.compile(r"orch-(\S+)-(\d+)-([0-9a-f]{8})(?!\S)", re.ASCII)
+_COMMENT = re.compile(r"orch:([^\s/]+)/(\d+)(?:/([0-9a-f]{8}))?(?![\w/])", re.ASCII)
 _FOLDER = re.compile(r"(.*/([^/]+)/attempts/(\d+)/submission)/[^/]*", re.DOTALL)
 
 

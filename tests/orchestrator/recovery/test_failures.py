@@ -140,6 +140,13 @@ ENDS = {
     "requeued": (
         evidence("CANCELLED", job=job("CANCELLED", restarts=1)), End.FAILED, FailureKind.NODE_LOST, "requeued job 7",
     ),
+    "requeued, and accounting does not tell": (
+        evidence("CANCELLED", requeued="requeued by Slurm"), End.FAILED, FailureKind.NODE_LOST,
+        "Slurm requeued job 7; orch ended it",
+    ),
+    "requeued, but it ended before that": (
+        evidence("TIMEOUT", requeued="requeued by Slurm"), End.FAILED, FailureKind.TIME_LIMIT, "TIMEOUT",
+    ),
     "requeued, never trained": (
         evidence("CANCELLED", job=job("CANCELLED", restarts=1), started=False), End.FAILED, FailureKind.LAUNCH_FAILED,
         "requeued job 7",

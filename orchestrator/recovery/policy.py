@@ -90,6 +90,8 @@ FREE = frozenset({FailureKind.PREEMPTED, FailureKind.TIME_LIMIT})
 
 COMMAND_PROGRESS = 1800.0
 """Seconds after which an attempt of a foreign command counts as progress: its checkpoints cannot be seen."""
+FREE_PROGRESS = 300.0
+"""Seconds after which one that was taken away, or came to its time limit, does: what it did was not its to lose."""
 
 
 def decide(
@@ -207,7 +209,7 @@ def _advanced(history: Sequence[Past], index: int, *, steps_known: bool) -> bool
     """Whether this attempt committed a checkpoint newer than all before it."""
     attempt = history[index]
     if not steps_known:
-        return attempt.started and (attempt.kind in FREE or attempt.trained >= COMMAND_PROGRESS)
+        return attempt.started and attempt.trained >= (FREE_PROGRESS if attempt.kind in FREE else COMMAND_PROGRESS)
     best = max((past.saved_step for past in history[:index] if past.saved_step is not None), default=0)
     return attempt.saved_step is not None and attempt.saved_step > best
 

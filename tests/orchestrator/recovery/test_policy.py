@@ -130,8 +130,13 @@ def test_pauses_double_up_to_the_limit_and_begin_anew_after_progress() -> None:
 
 
 def test_progress_of_a_foreign_script_is_time_trained() -> None:
-    limit = [past(n, K.TIME_LIMIT, None) for n in range(1, 30)]
-    assert after(*limit, steps_known=False).action is Action.RETRY
+    limit = [past(n, K.TIME_LIMIT, None, trained=300.0) for n in range(1, 30)]
+    assert after(*limit, steps_known=False).reason == "goes on after time_limit"
+    cut = [past(n, K.TIME_LIMIT, None, trained=299.0) for n in range(1, 30)]
+    assert after(*cut, steps_known=False).action is Action.FAIL
+    taken = [past(n, K.PREEMPTED, None, ago=30.0 - n, trained=3.0) for n in range(1, 30)]
+    assert after(*taken, steps_known=False).action is Action.HOLD
+    assert after(*taken[-2:], steps_known=False).not_before == NOW + 20.0
     short = [past(n, K.RANK_KILLED, None, trained=60.0) for n in range(10)]
     assert after(*short, steps_known=False).action is Action.FAIL
     long = [past(n, K.RANK_KILLED, None, trained=86400.0) for n in range(30)]

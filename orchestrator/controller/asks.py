@@ -83,14 +83,18 @@ def _resume(actor: Actor, run: Run, ask: Ask) -> bool:
 def _release(actor: Actor, run: Run, ask: Ask) -> bool:
     """A node may be used again: what it was excluded for counts no more."""
     name, now = str(ask.args["node"]), actor.clock.wall()
-    node = next((item for item in actor.store.nodes() if (item.name, item.cluster) == (name, run.cluster)), None)
-    if node is None or node.excluded_until <= now:
+    # What stands under an older version's name for the cluster would come back with the next run that is claimed.
+    known = [item for item in actor.store.nodes() if item.name == name and item.cluster in (run.domain, run.cluster)]
+    excluded = [item.cluster for item in known if item.excluded_until > now]
+    if not excluded:
         _answer(actor, ask, f"{name} is not excluded")
         return True
 
     def release() -> None:
         stamp = actor.stamp()
-        actor.store.saw_node(name, run.domain, **stamp, excluded_until=now, reason="released by a person")
+        for cluster in excluded:
+            why = "released by a person"
+            actor.store.saw_node(name, cluster, **stamp, excluded_until=now, reason=why, forgiven=True)
         actor.store.answer(ask.id, f"{name} may be used again", **stamp)
 
     actor.store.together(release)

@@ -180,7 +180,9 @@ def _by_slurm(job: JobStatus, outcome: AttemptOutcome | None) -> Failure:
         return replace(seen, kind=kind, reason=f"{reason}; the job saw: {seen.reason}")
     step = outcome.step if outcome else None
     node = job.nodes_down[0] if kind is FailureKind.NODE_LOST and job.nodes_down else None
-    return Failure(kind=kind, reason=reason, node=node, step=step, exit_code=job.exit_code, signal=job.signal)
+    # What Slurm could not launch has not exited.
+    code = None if kind is FailureKind.LAUNCH_FAILED else job.exit_code
+    return Failure(kind=kind, reason=reason, node=node, step=step, exit_code=code, signal=job.signal)
 
 
 def _down_node(job: JobStatus | None, outcome: AttemptOutcome | None) -> Failure | None:
@@ -209,7 +211,9 @@ def _saved(words: str, outcome: AttemptOutcome) -> str:
 
 def _by_logs(evidence: Evidence, job: JobStatus) -> Failure:
     kind, reason = _from_logs(evidence, job)
-    return Failure(kind=kind, reason=reason, exit_code=job.exit_code, signal=job.signal)
+    # Of a launch that failed the exit code is that of the batch script, which ended before any agent lived.
+    own = kind is not FailureKind.LAUNCH_FAILED or (job.state == "FAILED" and not evidence.started)
+    return Failure(kind=kind, reason=reason, exit_code=job.exit_code if own else None, signal=job.signal)
 
 
 def _from_logs(evidence: Evidence, job: JobStatus) -> tuple[FailureKind, str]:

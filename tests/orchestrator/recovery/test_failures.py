@@ -172,6 +172,17 @@ def test_the_node_of_the_job_s_own_word_is_kept_under_slurm_s() -> None:
     assert classify(given).node == "n2"
 
 
+@pytest.mark.parametrize(
+    ("state", "started", "code"),
+    [("FAILED", False, 127), ("BOOT_FAIL", False, None), ("LAUNCH_FAILED", False, None), ("COMPLETED", False, None)],
+)
+def test_only_a_batch_script_that_failed_gives_a_launch_its_exit_code(
+    state: str, started: bool, code: int | None
+) -> None:
+    failure = classify(evidence(state, started=started, job=job(state, exit_code=127)))
+    assert (failure.kind, failure.exit_code) == (FailureKind.LAUNCH_FAILED, code)
+
+
 LOGS = {
     "root after echo": ("gloo: Connection reset by peer\nOSError: [Errno 28] No space left on device", "storage"),
     "echo only": ("x Connection closed by peer [10.0.0.2]", "agent_lost"),

@@ -9,6 +9,7 @@ from orchestrator.cli.ask import NO_CONTROLLER, await_answers
 from orchestrator.cli.options import Noun
 from orchestrator.cli.registry import open_store, wake_controller
 from orchestrator.cli.render import Column, Screen, count, iso, span
+from orchestrator.cli.whereabouts import find
 from orchestrator.errors import NotFound
 
 
@@ -64,14 +65,16 @@ def release(screen: Screen, names: tuple[str, ...], no_controller: bool) -> None
     """Take the exclusion of nodes back: from the next attempt on they may be used again."""
     with open_store() as store:
         asked = [item for name in dict.fromkeys(names) for item in _ask_release(store, name)]
-        for kind in sorted({item["kind"] for item in asked}):
+        for kind in sorted({item["kind"] for item in asked if item["where"].reached}):
             wake_controller(screen, kind, no_controller=no_controller)
-        await_answers(store, asked, no_controller)
+        await_answers(store, [item for item in asked if item["where"].reached or item["where"].lives], no_controller)
     if screen.json:
         screen.data("nodes.release", [{"node": item["node"], "answer": item["answer"]} for item in asked])
-        return
-    for item in asked:
+    for item in asked if not screen.json else ():
         screen.say(item["answer"] or f"{item['node']}: asked; the controller has not answered yet")
+    for item in asked:
+        if not item["answer"]:
+            item["where"].require_answer()
 
 
 def _ask_release(store: Any, name: str) -> list[dict[str, Any]]:
@@ -81,7 +84,8 @@ def _ask_release(store: Any, name: str) -> list[dict[str, Any]]:
         run = next((run for run in store.runs() if run.domain == node.cluster), None) if node.name == name else None
         if run is not None:
             ask = store.ask(run.name, "release", {"node": name}, now=now)
-            asked.append({"node": name, "run": run.name, "kind": run.cluster, "ask": ask, "answer": ""})
+            where = find({"run": run.name, "cluster": run.cluster, "scheduler": run.scheduler})
+            asked.append({"node": name, "run": run.name, "kind": run.cluster, "ask": ask, "answer": "", "where": where})
     if not asked:
         raise NotFound(f"no run has used a node {name}", hint="`orch nodes ls` lists the nodes that are known")
     return asked

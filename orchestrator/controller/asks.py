@@ -83,14 +83,18 @@ def _resume(actor: Actor, run: Run, ask: Ask) -> bool:
 def _release(actor: Actor, run: Run, ask: Ask) -> bool:
     """A node may be used again: what it was excluded for counts no more."""
     name, now = str(ask.args["node"]), actor.clock.wall()
-    node = next((item for item in actor.store.nodes() if (item.name, item.cluster) == (name, run.cluster)), None)
-    if node is None or node.excluded_until <= now:
+    # What stands under an older version's name for the cluster would come back with the next run that is claimed.
+    known = [item for item in actor.store.nodes() if item.name == name and item.cluster in (run.domain, run.cluster)]
+    excluded = [item.cluster for item in known if item.excluded_until > now]
+    if not excluded:
         _answer(actor, ask, f"{name} is not excluded")
         return True
 
     def release() -> None:
         stamp = actor.stamp()
-        actor.store.saw_node(name, run.domain, **stamp, excluded_until=now, reason="released by a person")
+        for cluster in excluded:
+            why = "released by a person"
+            actor.store.saw_node(name, cluster, **stamp, excluded_until=now, reason=why, forgiven=True)
         actor.store.answer(ask.id, f"{name} may be used again", **stamp)
 
     actor.store.together(release)
@@ -156,9 +160,11 @@ def cancel_intent(actor: Actor, view: RunView, sight: Sight) -> bool:
 def cancel_hidden(actor: Actor, view: RunView, sight: Sight) -> bool:
     """Cancel a run whose folder is not visible: nothing can be saved, so its jobs are ended; whether it is over."""
     own = sight.job_of(view.last)
-    live = [job for job in (*sight.of_run(view.run.name), *([own] if own else [])) if is_live(job)]
+    live = [job for job in (*sight.of_run(view.run), *([own] if own else [])) if is_live(job)]
     for job in live:
-        if job.state not in LEAVING_STATES:
+        # A job that no record of this run identifies is waited for, and is nobody's to cancel.
+        owner = sight.owner(job)
+        if job.state not in LEAVING_STATES and owner is not None and owner.run == view.run.name:
             actor.cancel(view.run, job.job_id, "cancelled by a person; its run directory is not visible")
     if live or not sight.swept:
         return False

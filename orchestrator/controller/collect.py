@@ -26,6 +26,8 @@ MOST_HEARTBEAT = 1 << 20
 """Bytes beyond which nothing is a heartbeat."""
 SILENCED = "silent"
 """`detail` of a stop that orch asks for because the heartbeat is silent."""
+REQUEUED = "requeued"
+"""`detail` of the stop that goes before orch ends a job which Slurm has started again: accounting may not tell that."""
 TAIL = 64 * 1024
 """Bytes read from the end of each log."""
 
@@ -55,6 +57,7 @@ class AttemptFiles:
     started: bool
     reports: tuple[AgentReport, ...] = ()
     silenced: str = ""
+    requeued: str = ""
     odd: str = ""
 
 
@@ -66,7 +69,7 @@ def read_files(place: AttemptDir) -> AttemptFiles:
     reports = tuple(report for path in paths if (report := _read(AgentReport.read, path, odd)) is not None)
     return AttemptFiles(
         beat=beat, outcome=outcome, started=beat is not None or _has_events(place), odd="; ".join(odd),
-        reports=reports, silenced=_silenced(place),
+        reports=reports, silenced=_stopped(place, SILENCED), requeued=_stopped(place, REQUEUED),
     )  # fmt: skip
 
 
@@ -115,6 +118,7 @@ def collect(view: RunView, sight: Sight, watch: Watch, files: Files | None = Non
         still_for=_stillness(watch, f"still:{key}", job, grown),
         overstayed=_stillness(watch, f"over:{key}", job, "ended" if outcome is not None else ""),
         silenced=seen.silenced,
+        requeued=seen.requeued,
         gone=gone,
         leader_gone=leader_gone(attempt, job, gone),
         outcome=outcome,
@@ -160,13 +164,13 @@ def forget(watch: Watch, run: str, attempt: int) -> None:
         watch.forget(f"{what}:{run}/{attempt}")
 
 
-def _silenced(place: AttemptDir) -> str:
+def _stopped(place: AttemptDir, detail: str) -> str:
     """Why orch asked this attempt to stop of its own accord; the request was written before anything was done."""
     requests = RunDir(place.path.parent.parent).requests
     if not any(requests.glob(f"{RequestKind.STOP}.{place.number:03d}.*.json")):
         return ""
     asked = pending(requests, place.number, set())
-    return next((one.reason for one in asked if one.kind is RequestKind.STOP and one.detail == SILENCED), "")
+    return next((one.reason for one in asked if one.kind is RequestKind.STOP and one.detail == detail), "")
 
 
 def growth(place: AttemptDir) -> str:

@@ -132,11 +132,14 @@ def _steps_known(view: RunView) -> bool:
 def history(view: RunView, failure: Failure, now: float) -> list[Past]:
     """The attempts whose ends count, the newest with the failure it has just been given."""
     counted = [attempt for attempt in view.attempts if attempt.number >= view.run.fresh_from]
-    return [_past(attempt, failure if attempt is view.last else None, now) for attempt in counted]
+    trained = any(attempt.generations for attempt in view.attempts)
+    return [_past(attempt, failure if attempt is view.last else None, now, trained) for attempt in counted]
 
 
-def _past(attempt: Attempt, failure: Failure | None, now: float) -> Past:
-    kind = failure.kind if failure else FailureKind(attempt.failure["kind"]) if attempt.failure else None
+def _past(attempt: Attempt, failure: Failure | None, now: float, trained: bool) -> Past:
+    """`trained`: any attempt of the run ever came to train."""
+    failure = failure or (Failure.from_json(attempt.failure) if attempt.failure else None)
+    kind = failure.kind if failure else None
     ended = now if attempt.ended_at is None else attempt.ended_at
     return Past(
         number=attempt.number,
@@ -146,6 +149,7 @@ def _past(attempt: Attempt, failure: Failure | None, now: float) -> Past:
         step=attempt.last_step,
         ended_at=ended,
         trained=0.0 if attempt.started_at is None else ended - attempt.started_at,
+        script_failed=not trained and kind is FailureKind.LAUNCH_FAILED and bool(failure and failure.exit_code),
     )
 
 

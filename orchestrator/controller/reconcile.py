@@ -12,13 +12,14 @@ from typing import Any
 from orchestrator.config import RunConfig
 from orchestrator.controller import asks, failpoints
 from orchestrator.controller.actor import SUBMIT_WITHIN, Actor
-from orchestrator.controller.collect import SILENCED, collect
+from orchestrator.controller.collect import collect
 from orchestrator.controller.conclude import PoolSize, conclude, to_avoid
 from orchestrator.controller.folder import ensure_attempt_dir, ensure_run_dir, has_outcome, hidden
 from orchestrator.controller.ingest import ingest
 from orchestrator.controller.job_changes import changes
 from orchestrator.controller.job_records import job_records, wanted_ids
 from orchestrator.controller.jobs import is_live, job_spec
+from orchestrator.controller.live_jobs import end_job, keep_going, press_silent
 from orchestrator.controller.orphans import sweep_orphans
 from orchestrator.controller.ownership import Domain, never_submitted
 from orchestrator.controller.run_files import DirectFiles, Files, RunDirHangs
@@ -28,14 +29,13 @@ from orchestrator.controller.watch import Clock, Watch
 from orchestrator.errors import Fenced, ForeignRun, Precondition, RegistryError, SlurmUnreachable
 from orchestrator.recovery.evidence import Evidence
 from orchestrator.recovery.failures import LEAVING_LIMIT, End, Verdict, judge
-from orchestrator.recovery.silence import Press, judge_silence
+from orchestrator.recovery.silence import judge_silence
 from orchestrator.registry.records import Attempt, Lease, Run
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.base import LEAVING_STATES, RUNNING_STATES, JobStatus, Scheduler
 from orchestrator.scheduler.instance import Instance
 from orchestrator.states import LIVE_ATTEMPTS, AttemptState, RunState
 from trainer.contract.config import build
-from trainer.contract.requests import RequestKind
 from trainer.contract.run_dir import RunDir
 
 log = logging.getLogger("orch.controller")
@@ -273,8 +273,8 @@ class Controller:
         job = evidence.job
         if job is not None and is_live(job):
             self._note_job(view, job, evidence)
-            self._keep_going(view, job)
-            self._press_silent(view, job, evidence)
+            keep_going(self.actor, view, job)
+            press_silent(self.actor, view, job, evidence)
         if view.cancel is not None:
             asks.press_cancel(self.actor, view, sight)
         verdict = judge(evidence)
@@ -283,7 +283,10 @@ class Controller:
         lost = view.last.job_id
         if verdict.end is End.LOST and lost is not None and lost not in sight.polled:
             # No list of jobs has it, and a list can be wrong: it must not start beside its successor.
-            self.actor.cancel(view.run, lost, "Slurm does not list it any more")
+            end_job(self.actor, view, lost, "Slurm does not list it any more")
+        if job is not None and is_live(job) and not evidence.job_leaving:
+            # Nobody may look again: the run may be over with this attempt.
+            end_job(self.actor, view, job.job_id, verdict.reason)
         # What the job wrote in its last moments belongs to its history.
         ingest(self.store, view, **self.actor.stamp(), files=self.files)
         self._conclude(self._again(view), verdict, evidence.gone)
@@ -295,27 +298,6 @@ class Controller:
             ended = self.store.run(view.run.name)
             self.store.answer(view.cancel.id, f"{ended.name} is {ended.state}", **self.actor.stamp())
             failpoints.reach("after_ask")
-
-    def _keep_going(self, view: RunView, job: JobStatus) -> None:
-        """What a live job needs: its release, its true deadline, or its end when Slurm has started it again."""
-        if job.restarts > 0 and job.state not in LEAVING_STATES:
-            self.actor.cancel(view.run, job.job_id, "requeued by Slurm: it must not train again")
-        elif job.held and view.cancel is None:
-            self.actor.let_go(view.run, view.last, view.folder, view.config)
-        elif job.state in RUNNING_STATES and job.end_time is not None:
-            self.actor.request_once(
-                view.folder, RequestKind.DEADLINE, view.last.number, "the job's end by Slurm's clock", job.end_time
-            )
-
-    def _press_silent(self, view: RunView, job: JobStatus, evidence: Evidence) -> None:
-        """A job whose coordinator is silent for long is asked to stop, then cancelled: it would idle to its limit."""
-        silence = judge_silence(evidence, view.config.recovery.hang.heartbeat)
-        number = view.last.number
-        if silence.press in (Press.ASK, Press.CANCEL):
-            # The request is the intent of the cancel, and proves that the directory can be written from here.
-            self.actor.request_once(view.folder, RequestKind.STOP, number, silence.reason, None, SILENCED)
-        if silence.press is Press.CANCEL:
-            self.actor.cancel(view.run, job.job_id, silence.reason)
 
     def _note_job(self, view: RunView, job: JobStatus, evidence: Evidence) -> None:
         """Slurm's own word, and the states that follow from it."""
@@ -347,7 +329,7 @@ class Controller:
     def _next(self, view: RunView, sight: Sight) -> bool:
         """No attempt is live: the run waits for its next one."""
         run = view.run
-        blockers = [job for job in sight.of_run(run.name) if not self._fenced(job)]
+        blockers = [job for job in sight.of_run(run) if not self._fenced(job)]
         if view.cancel is not None and sight.swept and not blockers:
             asks.cancelled(self.actor, view)
             return True

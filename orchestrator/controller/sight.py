@@ -7,7 +7,7 @@ from functools import cached_property
 from orchestrator.controller.job_identity import JobRecord, identify
 from orchestrator.controller.jobs import is_live
 from orchestrator.errors import OrchError, Precondition, SlurmUnreachable
-from orchestrator.registry.records import Attempt
+from orchestrator.registry.records import Attempt, Run
 from orchestrator.scheduler.base import UNREADABLE, JobStatus, Scheduler
 from orchestrator.scheduler.job_tags import PREFIX, tags
 
@@ -53,11 +53,20 @@ class Sight:
         """Jobs of this attempt that may still run something."""
         return [job for job in self.of_attempt(attempt) if is_live(job)]
 
-    def of_run(self, run: str) -> list[JobStatus]:
-        """Live jobs of any attempt of this run, of those too that nothing is written down about."""
-        named = (job for (name, _), jobs in self._tagged.items() if name == run for job in jobs)
-        found = {id(job): job for job in named if any(tag.nonce for tag in tags(job))}
-        for record in self._records_of.get(run, ()):
+    def of_run(self, run: Run) -> list[JobStatus]:
+        """Live jobs of any attempt of this run, of those too that nothing is written down about.
+
+        A run of another registry may have the same name: its jobs bear other nonces, and lie in another folder.
+        """
+        records = self._records_of.get(run.name, [])
+        nonces = {record.nonce for record in records}
+        named = (job for (name, _), jobs in self._tagged.items() if name == run.name for job in jobs)
+        found = {
+            id(job): job
+            for job in named
+            if any(tag.nonce in nonces or tag.folder.startswith(f"{run.run_dir}/") for tag in tags(job))
+        }
+        for record in records:
             found |= {id(job): job for job in self.of_record(record)}
         return [job for job in found.values() if is_live(job) and job.state != UNREADABLE]
 

@@ -51,6 +51,8 @@ class Evidence:
     """How long the job was watched to run on although its attempt has left its outcome."""
     silenced: str = ""
     """Why orch itself asked the attempt to stop: its heartbeat was silent."""
+    requeued: str = ""
+    """Why orch itself ended the job: Slurm had started it again."""
     odd: str = ""
     """Names of the run directory at which something else stands than a file of ours, and what to do."""
 

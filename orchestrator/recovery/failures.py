@@ -61,7 +61,7 @@ def judge(evidence: Evidence) -> Verdict:
 
 
 def _without_leader(evidence: Evidence, job: JobStatus) -> Verdict:
-    """With --no-kill such a job would stay to its time limit and do nothing: it is over, and will be cancelled."""
+    """With --no-kill such a job would stay to its time limit and do nothing: it is over, and is cancelled."""
     if evidence.outcome is not None:
         return _ended(evidence)
     reason = f"{evidence.leader_gone}, which led job {job.job_id}, is out of the job and its heartbeat is silent"
@@ -116,7 +116,7 @@ def classify(evidence: Evidence) -> Failure:
     if outcome is not None and outcome.failure is not None and outcome.failure.kind in _OWN_CAUSES:
         return outcome.failure
     # A requeued job must not train again: somebody else restarted it, and orch ended it.
-    if job is not None and job.restarts > 0:
+    if job is not None and (job.restarts > 0 or (evidence.requeued and job.state in _TAKEN_AWAY)):
         return _requeued(evidence, job)
     # A coordinator that stood still cannot speak for itself.
     if outcome is None and (stood := _stood_still(evidence, job)) is not None:
@@ -166,7 +166,9 @@ def _stood_still(evidence: Evidence, job: JobStatus | None) -> Failure | None:
 
 def _requeued(evidence: Evidence, job: JobStatus) -> Failure:
     kind = FailureKind.NODE_LOST if evidence.started else FailureKind.LAUNCH_FAILED
-    return Failure(kind=kind, reason=f"Slurm requeued job {job.job_id} ({job.restarts} restarts); orch ended it")
+    # Accounting does not tell how often it was started.
+    times = f" ({job.restarts} restarts)" if job.restarts else ""
+    return Failure(kind=kind, reason=f"Slurm requeued job {job.job_id}{times}; orch ended it")
 
 
 def _by_slurm(job: JobStatus, outcome: AttemptOutcome | None) -> Failure:
@@ -178,7 +180,9 @@ def _by_slurm(job: JobStatus, outcome: AttemptOutcome | None) -> Failure:
         return replace(seen, kind=kind, reason=f"{reason}; the job saw: {seen.reason}")
     step = outcome.step if outcome else None
     node = job.nodes_down[0] if kind is FailureKind.NODE_LOST and job.nodes_down else None
-    return Failure(kind=kind, reason=reason, node=node, step=step, exit_code=job.exit_code, signal=job.signal)
+    # What Slurm could not launch has not exited.
+    code = None if kind is FailureKind.LAUNCH_FAILED else job.exit_code
+    return Failure(kind=kind, reason=reason, node=node, step=step, exit_code=code, signal=job.signal)
 
 
 def _down_node(job: JobStatus | None, outcome: AttemptOutcome | None) -> Failure | None:
@@ -207,7 +211,9 @@ def _saved(words: str, outcome: AttemptOutcome) -> str:
 
 def _by_logs(evidence: Evidence, job: JobStatus) -> Failure:
     kind, reason = _from_logs(evidence, job)
-    return Failure(kind=kind, reason=reason, exit_code=job.exit_code, signal=job.signal)
+    # Of a launch that failed the exit code is that of the batch script, which ended before any agent lived.
+    own = kind is not FailureKind.LAUNCH_FAILED or (job.state == "FAILED" and not evidence.started)
+    return Failure(kind=kind, reason=reason, exit_code=job.exit_code if own else None, signal=job.signal)
 
 
 def _from_logs(evidence: Evidence, job: JobStatus) -> tuple[FailureKind, str]:

@@ -32,6 +32,14 @@ class Past:
     step: int | None = None  # newest step it trained
     ended_at: float = 0.0
     trained: float = 0.0  # seconds from its start to its end
+    script_failed: bool = False  # its batch script did, in a run of which no attempt ever came to train
+
+    @property
+    def counted(self) -> "Counted | None":
+        """What its end uses up; a script that has never worked is more likely wrong than the cluster."""
+        if self.kind is None:
+            return None
+        return Counted.TRIES if self.script_failed else COUNTED[self.kind]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +94,8 @@ COUNTED = {
 }
 """How every kind of failure is counted: the only place that says so."""
 
+SCRIPT_HINT = "; the job's log (attempts/*/submission/*.out, *.err) tells why: see cluster.python and cluster.templates"
+
 FREE = frozenset({FailureKind.PREEMPTED, FailureKind.TIME_LIMIT})
 """Ends that are nobody's failure while the run makes progress."""
 
@@ -94,6 +104,8 @@ LONGEST_GAP = 6 * 3600.0
 
 COMMAND_PROGRESS = 1800.0
 """Seconds after which an attempt of a foreign command counts as progress: its checkpoints cannot be seen."""
+FREE_PROGRESS = 300.0
+"""Seconds after which one that was taken away, or came to its time limit, does: what it did was not its to lose."""
 
 
 def decide(
@@ -122,24 +134,26 @@ def decide(
     if failure.kind in FREE and _advanced(history, len(history) - 1, steps_known=steps_known):
         return Decision(action=Action.RETRY, reason=f"goes on after {failure.kind}", not_before=now, exclude=exclude)
     row = _without_progress(history, steps_known=steps_known)
+    counted = Counted.TRIES if history[-1].script_failed else COUNTED[failure.kind]
+    last = f"the last one: {failure.reason}{SCRIPT_HINT if history[-1].script_failed else ''}"
     # A program that fails again and again burns the cluster.
-    tries = [past for past in row if past.kind and COUNTED[past.kind] is Counted.TRIES]
-    if len(tries) >= recovery.max_failures and COUNTED[failure.kind] is Counted.TRIES:
+    tries = [past for past in row if past.counted is Counted.TRIES]
+    if len(tries) >= recovery.max_failures and counted is Counted.TRIES:
         spent = f"{_counted(tries)} without a new checkpoint: recovery.max_failures is spent"
-        return Decision(action=Action.FAIL, reason=f"{spent}; the last one: {failure.reason}")
+        return Decision(action=Action.FAIL, reason=f"{spent}; {last}")
     # An outage is waited for by the clock; a few failures with long queues between them are no outage.
-    outage = [past for past in row if past.kind and COUNTED[past.kind] is Counted.TIME]
+    outage = [past for past in row if past.counted is Counted.TIME]
     if len(outage) >= recovery.max_failures and now >= _gives_up(outage, recovery):
         spent = f"{_told(outage, now)} without a new checkpoint: recovery.no_progress_hours is spent"
-        return Decision(action=Action.HOLD, reason=f"{spent}; the last one: {failure.reason}")
+        return Decision(action=Action.HOLD, reason=f"{spent}; {last}")
     start = now + delay(len(row), recovery, jitter)
-    if COUNTED[failure.kind] is Counted.TRIES:
+    if counted is Counted.TRIES:
         reason = f"{_counted(tries)} without a new checkpoint (try {len(tries)} of {recovery.max_failures})"
     else:
         reason = (
             f"{_told(outage, now)}; holds after {clock_time(_gives_up(outage, recovery))} unless a checkpoint is saved"
         )
-    reason = f"{reason}; next try at {clock_time(start)}; the last one: {failure.reason}"
+    reason = f"{reason}; next try at {clock_time(start)}; {last}"
     return Decision(action=Action.RETRY, reason=reason, not_before=start, exclude=exclude)
 
 
@@ -217,7 +231,7 @@ def _advanced(history: Sequence[Past], index: int, *, steps_known: bool) -> bool
     """Whether this attempt committed a checkpoint newer than all before it."""
     attempt = history[index]
     if not steps_known:
-        return attempt.started and (attempt.kind in FREE or attempt.trained >= COMMAND_PROGRESS)
+        return attempt.started and attempt.trained >= (FREE_PROGRESS if attempt.kind in FREE else COMMAND_PROGRESS)
     best = max((past.saved_step for past in history[:index] if past.saved_step is not None), default=0)
     return attempt.saved_step is not None and attempt.saved_step > best
 

@@ -3,7 +3,7 @@
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import Connection, delete, func, select, update
+from sqlalchemy import Connection, case, delete, func, select, update
 from sqlalchemy.dialects.sqlite import insert as insert_or
 
 from orchestrator.registry.asking import put_intent
@@ -80,11 +80,15 @@ class Deciding(Verbs):
     def claim_run(self, connection: Connection, run: str, scheduler: str, *, epoch: int, before: str = "") -> bool:
         """Let a run that belongs to `before` (empty: to nobody knows whom) belong to this scheduler; whether it does.
 
-        Attempts without a scheduler of their own follow the run.
+        Attempts without a scheduler of their own follow the run, and so does what is known of nodes under the name that
+        an older version had for the cluster.
         """
         fence(connection, epoch)
-        if the_run(connection, run).scheduler not in (before, scheduler):
+        row = the_run(connection, run)
+        if row.scheduler not in (before, scheduler):
             return False
+        if not row.scheduler:
+            _keep_nodes(connection, row.cluster, scheduler)
         alter_run(connection, run, scheduler=scheduler)
         connection.info.setdefault(TOUCHED, set()).add(run)  # its record says where it belongs, too
         own = (AttemptRow.run == run) & (AttemptRow.scheduler == "")
@@ -193,10 +197,11 @@ class Deciding(Verbs):
         failure: str | None = None,
         excluded_until: float | None = None,
         reason: str | None = None,
+        forgiven: bool = False,
     ) -> None:
         """Count one more attempt on a node, or, with `failure`, one failure on it; may exclude it for a time.
 
-        `reason` is why it is excluded, where that is not the failure.
+        `reason` is why it is excluded, where that is not the failure. `forgiven`: its failures count no more.
         """
         fence(connection, epoch)
         key = {"cluster": cluster, "name": name}
@@ -212,6 +217,8 @@ class Deciding(Verbs):
             values["excluded_until"] = excluded_until
         if reason is not None:
             values["reason"] = reason
+        if forgiven:
+            values["failures"] = 0
         wanted = (NodeRow.cluster == cluster) & (NodeRow.name == name)
         connection.execute(update(NodeRow).where(wanted).values(**values))
 
@@ -229,6 +236,18 @@ class Deciding(Verbs):
         wanted = (AskRow.id == ask_id) & AskRow.answered_at.is_(None)
         fence(connection, epoch, connection.execute(select(AskRow.run).where(wanted)).scalar())
         connection.execute(update(AskRow).where(wanted).values(answer=answer, answered_at=now))
+
+
+def _keep_nodes(connection: Connection, old: str, new: str) -> None:
+    """What is known of nodes by the cluster's old name is known by its new one; the later exclusion holds."""
+    for node in connection.execute(select(NodeRow.__table__).where(NodeRow.cluster == old)).mappings().all():
+        row = insert_or(NodeRow).values(**{**node, "cluster": new})
+        given, later = row.excluded, row.excluded.excluded_until > NodeRow.excluded_until
+        kept = {
+            "excluded_until": func.max(NodeRow.excluded_until, given.excluded_until),
+            "reason": case((later, given.reason), else_=NodeRow.reason),
+        }
+        connection.execute(row.on_conflict_do_update(index_elements=("cluster", "name"), set_=kept))
 
 
 def _drop_copy(connection: Connection, run: str, name: str, tier: str) -> None:

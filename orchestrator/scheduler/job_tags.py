@@ -12,8 +12,8 @@ TAG_VARIABLE = "ORCH_JOB"
 
 _EXPORT = re.compile(rf"^export {TAG_VARIABLE}=(\S+)$", re.MULTILINE)
 
-_NAME = re.compile(r"orch-(\S+)-(\d+)-(\S{8})(?!\S)", re.ASCII)
-_COMMENT = re.compile(r"orch:([^\s/]+)/(\d+)(?:/(\w{8}))?(?!\w)", re.ASCII)
+_NAME = re.compile(r"orch-(\S+)-(\d+)-([0-9a-f]{8})(?!\S)", re.ASCII)
+_COMMENT = re.compile(r"orch:([^\s/]+)/(\d+)(?:/([0-9a-f]{8}))?(?![\w/])", re.ASCII)
 _FOLDER = re.compile(r"(.*/([^/]+)/attempts/(\d+)/submission)/[^/]*", re.DOTALL)
 
 

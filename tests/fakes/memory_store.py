@@ -36,7 +36,7 @@ class MemoryStore:
         self._generations: dict[tuple[str, int, int], Generation] = {}
         self._checkpoints: dict[tuple[str, str], Checkpoint] = {}
         self._copies: dict[tuple[str, str, str], Copy] = {}
-        self._nodes: dict[str, Node] = {}
+        self._nodes: dict[tuple[str, str], Node] = {}
         self._configs: dict[str, dict[str, Any]] = {}
         self._cursors: dict[tuple[str, str], int] = {}
         self._notices: dict[tuple[str, int, str, int], Notice] = {}
@@ -206,11 +206,22 @@ class MemoryStore:
         self._check(epoch)
         if self._runs[run].scheduler not in (before, scheduler):
             return False
+        if not self._runs[run].scheduler:
+            self._keep_nodes(self._runs[run].cluster, scheduler)
         self._runs[run] = replace(self._runs[run], scheduler=scheduler)
         for key, row in self._attempts.items():
             if row.run == run and not row.scheduler:
                 self._attempts[key] = replace(row, scheduler=scheduler)
         return True
+
+    def _keep_nodes(self, old: str, new: str) -> None:
+        for node in [node for node in self._nodes.values() if node.cluster == old]:
+            known = self._nodes.get((new, node.name))
+            if known is None:
+                self._nodes[new, node.name] = replace(node, cluster=new)
+            elif node.excluded_until > known.excluded_until:
+                later = {"excluded_until": node.excluded_until, "reason": node.reason}
+                self._nodes[new, node.name] = replace(known, **later)
 
     def _moved(self, run: str, kind: str, subject: str, before: Any, to: Any, reason: str, now: float) -> None:
         assert may_move(before, to), f"{kind} {subject}: {before} -> {to} ({reason})"
@@ -285,14 +296,16 @@ class MemoryStore:
     def saw_node(
         self, name: str, cluster: str, *, epoch: int, now: float,
         failure: str | None = None, excluded_until: float | None = None, reason: str | None = None,
+        forgiven: bool = False,
     ) -> None:  # fmt: skip
         self._check(epoch)
-        row = self._nodes.get(name) or Node(name=name, cluster=cluster, first_seen=now, last_seen=now)
+        row = self._nodes.get((cluster, name)) or Node(name=name, cluster=cluster, first_seen=now, last_seen=now)
         row = replace(row, last_seen=now, attempts=row.attempts + (failure is None and excluded_until is None))
         if failure is not None:
             row = replace(row, failures=row.failures + 1, reason=failure)
         row = replace(row, reason=row.reason if reason is None else reason)
-        self._nodes[name] = replace(
+        row = replace(row, failures=0 if forgiven else row.failures)
+        self._nodes[cluster, name] = replace(
             row, excluded_until=row.excluded_until if excluded_until is None else excluded_until
         )
 

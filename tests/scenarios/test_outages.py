@@ -8,6 +8,7 @@ import pytest
 
 from orchestrator.states import ENDED_RUNS, AttemptState, RunState
 from tests.fakes.outages import PASSING_REFUSALS
+from tests.scenarios.clusters import A, B, Clusters
 from tests.scenarios.world import World, config, training
 from trainer.contract.outcome import Failure, FailureKind
 
@@ -181,6 +182,24 @@ def test_a_released_node_is_used_again(root: Path) -> None:
         world.store.saw_node(node, "slurm", **stamp, excluded_until=world.clock.now + HOUR)
     first, second = world.store.asks(pending=False)
     assert (first.answer, second.answer) == (f"{node} is not excluded", f"{node} may be used again")
+
+
+def test_a_node_of_a_known_cluster_is_released_and_its_failures_count_no_more(root: Path) -> None:
+    two = Clusters(root)
+    name = two.submit(A, steps=4000)
+    two.turns(2)
+    assert two.a.lease is not None
+    stamp = {"epoch": two.a.lease.epoch, "now": two.clock.now}
+    for cluster in (A, B):
+        two.store.saw_node("n9", cluster, **stamp, failure="it hung", excluded_until=two.clock.now + HOUR)
+    two.store.ask(name, "release", {"node": "n9"}, two.clock.now)
+    two.turns(2)
+    (ask,) = two.store.asks(pending=False)
+    assert ask.answer == "n9 may be used again"
+    known = {node.cluster: node for node in two.store.nodes() if node.name == "n9"}
+    assert (known[A].failures, known[B].failures) == (0, 1)
+    assert known[A].excluded_until <= two.clock.now < known[B].excluded_until
+    two.close()
 
 
 def test_a_failed_attempt_that_waits_is_over(root: Path) -> None:

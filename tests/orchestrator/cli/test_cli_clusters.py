@@ -122,6 +122,17 @@ def test_a_request_waits_for_the_run_s_own_controller(
     assert (f"no controller of {FAR} lives" in done.err) is not lives
 
 
+def test_a_node_of_a_cluster_that_nobody_serves_from_here_is_not_said_to_be_released(orch: Type, sites: Sites) -> None:
+    sites.run(FAR)
+    now, epoch = time.time(), sites.seeds.epoch
+    sites.store.saw_node("n2", FAR, epoch=epoch, now=now, failure="it hung", excluded_until=now + 3600)
+    sites.alone()
+    refused = orch("nodes", "release", "n2")
+    assert refused.code == 4
+    assert "n2: asked; the controller has not answered yet" in refused.out
+    assert f"no controller of {FAR} lives" in refused.err
+
+
 def test_taking_a_run_over_needs_that_no_job_of_it_may_live(
     orch: Type, sites: Sites, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from orchestrator.controller.jobs import job_spec
 from orchestrator.controller.sight import Sight
 from orchestrator.registry.records import Attempt, Run, Submission
 from orchestrator.scheduler.base import UNREADABLE, JobStatus
+from orchestrator.scheduler.job_tags import tags
 from orchestrator.scheduler.slurm_text import epoch
 from orchestrator.states import AttemptState, RunState
 
@@ -102,8 +103,36 @@ def test_an_unreadable_row_with_our_id_leaves_its_run_unknown() -> None:
 def test_the_owner_of_an_orphan_is_found_by_its_id() -> None:
     seen = Sight(answered=True, swept=True, polled={}, found=(NOTHING_OF_OURS,), records={("tiny-1", 2): RECORD})
     assert seen.owner(NOTHING_OF_OURS) == RECORD
-    assert seen.of_run("tiny-1") == [NOTHING_OF_OURS]
+    assert seen.of_run(RUN) == [NOTHING_OF_OURS]
     assert seen.owner(replace(NOTHING_OF_OURS, job_id="8")) is None
+
+
+OF_ANOTHER = {
+    "the same name, elsewhere": {
+        "name": "orch-tiny-1-1-ffffffff", "comment": "orch:tiny-1/1/ffffffff",
+        "files": ("/elsewhere/tiny-1/attempts/001/submission/submission_file_0.sh",),
+    },
+    "the same name, no files told": {"name": "orch-tiny-1-2-ffffffff"},
+    "a name that only looks like ours": {"name": "orch-tiny-1-2-analysis"},
+}  # fmt: skip
+OF_OURS = {
+    "a recorded nonce": {"name": "orch-tiny-1-2-00aa00bb"},
+    "nothing written down, our folder": {
+        "name": "orch-tiny-1-3-ffffffff", "files": ("/runs/tiny-1/attempts/003/submission/submission_file_0.sh",),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("marks", [*OF_ANOTHER.values(), *OF_OURS.values()], ids=[*OF_ANOTHER, *OF_OURS])
+def test_a_run_of_another_registry_may_have_the_same_name(marks: dict[str, object]) -> None:
+    job = replace(NOTHING_OF_OURS, job_id="99", **marks)  # type: ignore[arg-type]
+    seen = Sight(answered=True, swept=True, polled={}, found=(job,), records={("tiny-1", 2): RECORD})
+    assert seen.of_run(RUN) == ([job] if marks in OF_OURS.values() else [])
+
+
+@pytest.mark.parametrize("mark", [{"name": "orch-x-1-1-analysis"}, {"comment": "orch:x-1/1/analysis"}])
+def test_only_a_nonce_makes_a_name_or_a_comment_ours(mark: dict[str, object]) -> None:
+    assert list(tags(replace(NOTHING_OF_OURS, **mark))) == []  # type: ignore[arg-type]
 
 
 ASKED = job_spec(RUN, ATTEMPT, RunConfig(cluster=ClusterConfig(time="1:00:00", partition="gpu,big", account="Ann")))

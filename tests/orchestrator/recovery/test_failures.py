@@ -140,6 +140,13 @@ ENDS = {
     "requeued": (
         evidence("CANCELLED", job=job("CANCELLED", restarts=1)), End.FAILED, FailureKind.NODE_LOST, "requeued job 7",
     ),
+    "requeued, and accounting does not tell": (
+        evidence("CANCELLED", requeued="requeued by Slurm"), End.FAILED, FailureKind.NODE_LOST,
+        "Slurm requeued job 7; orch ended it",
+    ),
+    "requeued, but it ended before that": (
+        evidence("TIMEOUT", requeued="requeued by Slurm"), End.FAILED, FailureKind.TIME_LIMIT, "TIMEOUT",
+    ),
     "requeued, never trained": (
         evidence("CANCELLED", job=job("CANCELLED", restarts=1), started=False), End.FAILED, FailureKind.LAUNCH_FAILED,
         "requeued job 7",
@@ -163,6 +170,17 @@ def test_ends_keep_their_cause(name: str) -> None:
 def test_the_node_of_the_job_s_own_word_is_kept_under_slurm_s() -> None:
     given = evidence("NODE_FAIL", outcome=outcome(AttemptResult.FAILED, "", KILLED))
     assert classify(given).node == "n2"
+
+
+@pytest.mark.parametrize(
+    ("state", "started", "code"),
+    [("FAILED", False, 127), ("BOOT_FAIL", False, None), ("LAUNCH_FAILED", False, None), ("COMPLETED", False, None)],
+)
+def test_only_a_batch_script_that_failed_gives_a_launch_its_exit_code(
+    state: str, started: bool, code: int | None
+) -> None:
+    failure = classify(evidence(state, started=started, job=job(state, exit_code=127)))
+    assert (failure.kind, failure.exit_code) == (FailureKind.LAUNCH_FAILED, code)
 
 
 LOGS = {

@@ -1,5 +1,7 @@
 """Decisions between attempts: tables with their reasons, and what holds for every history."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -130,12 +132,29 @@ def test_pauses_double_up_to_the_limit_and_begin_anew_after_progress() -> None:
 
 
 def test_progress_of_a_foreign_script_is_time_trained() -> None:
-    limit = [past(n, K.TIME_LIMIT, None) for n in range(1, 30)]
-    assert after(*limit, steps_known=False).action is Action.RETRY
+    limit = [past(n, K.TIME_LIMIT, None, trained=300.0) for n in range(1, 30)]
+    assert after(*limit, steps_known=False).reason == "goes on after time_limit"
+    cut = [past(n, K.TIME_LIMIT, None, trained=299.0) for n in range(1, 30)]
+    assert after(*cut, steps_known=False).action is Action.FAIL
+    taken = [past(n, K.PREEMPTED, None, ago=30.0 - n, trained=3.0) for n in range(1, 30)]
+    assert after(*taken, steps_known=False).action is Action.HOLD
+    assert after(*taken[-2:], steps_known=False).not_before == NOW + 20.0
     short = [past(n, K.RANK_KILLED, None, trained=60.0) for n in range(10)]
     assert after(*short, steps_known=False).action is Action.FAIL
     long = [past(n, K.RANK_KILLED, None, trained=86400.0) for n in range(30)]
     assert "rank killed once" in after(*long, steps_known=False).reason
+
+
+def test_a_script_that_never_worked_is_counted_in_tries() -> None:
+    wrong = [replace(past(n, K.LAUNCH_FAILED, None, started=False), script_failed=True) for n in range(1, 11)]
+    decision = after(*wrong[:9])
+    assert decision.action is Action.RETRY
+    assert "launch failed 9 times without a new checkpoint (try 9 of 10)" in decision.reason
+    decision = after(*wrong)
+    assert decision.action is Action.FAIL
+    assert "recovery.max_failures is spent; the last one: its reason; the job's log" in decision.reason
+    # What Slurm itself could not launch is waited for, however often the script failed before.
+    assert "launch failed once; holds" in after(*wrong, past(11, K.LAUNCH_FAILED, None, started=False)).reason
 
 
 def test_a_cancel_says_what_was_saved() -> None:

@@ -155,10 +155,11 @@ def _can_end(lease: Lease, holder: Holder) -> bool:
 
 def _stop(holder: Holder) -> None:
     if not holder.is_here:
+        inside = " in its container, or on the other machine of this name" if holder.host == host_name() else ""
         raise Precondition(
-            f"the controller runs on {holder.host}",
+            f"the controller runs on {holder.host}{inside}",
             where=f"pid {holder.pid}",
-            hint=f"type `orch controller stop` on {holder.host}",
+            hint=f"type `orch controller stop` on {holder.host}{inside}",
         )
     os.kill(holder.pid, signal.SIGTERM)
     deadline = time.monotonic() + STOP_WITHIN

@@ -82,7 +82,7 @@ def _request(store: Any, verb: str, name: str, target: RunState, here: bool) -> 
         raise Precondition(
             f"{run.name} may have a live job on {run.scheduler}: it cannot be taken over",
             where=run.reason,
-            hint=f"let it end, or type `orch cancel {run.name}` there",
+            hint=f"let it end, or type `orch cancel {run.name}` there; a controller here that finds its job takes it over",
         )
     if verb == "cancel" and run.state is RunState.CANCELLED:
         return {**item, "answer": "was cancelled already"}

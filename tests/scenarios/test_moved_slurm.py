@@ -80,3 +80,14 @@ def test_another_run_of_this_name_is_no_evidence(two: Clusters) -> None:
     move(two, MOVED)
     follow(two, 30)
     assert two.run(name).scheduler == A
+
+
+def test_a_run_that_was_never_submitted_goes_on_where_a_person_says(two: Clusters) -> None:
+    name = two.submit(A, steps=60)
+    move(two, RENAMED)
+    follow(two, 10)
+    assert two.run(name).scheduler == A
+    two.store.ask(name, "resume", {"here": RENAMED}, two.clock.now)
+    follow(two, 60)
+    assert (two.run(name).scheduler, two.run(name).state) == (RENAMED, RunState.SUCCEEDED)
+    assert not two.store.asks()

@@ -12,7 +12,7 @@ from typing import Any
 from checkpointing.durable import canonical, fsync_dir, read_json
 from orchestrator.config import RunConfig
 from orchestrator.controller.ingest import ingest
-from orchestrator.controller.lease import Holder, shown
+from orchestrator.controller.lease import Holder, host_of, shown
 from orchestrator.controller.places import committed, of_run, shared_places
 from orchestrator.controller.view import RunView
 from orchestrator.errors import RegistryError
@@ -75,7 +75,7 @@ def _refuse_while_served(path: Path, now: float) -> None:
             raise RegistryError(
                 f"a controller{of} is alive ({lease.holder}) and writes to this registry",
                 where=str(path),
-                hint=f"orch controller stop on {lease.holder.split(':')[0]}, then again",
+                hint=f"orch controller stop on {host_of(lease.holder)}, then again",
             )
 
 

@@ -78,9 +78,9 @@ def _request(store: Any, verb: str, name: str, target: RunState, here: bool) -> 
     where = whereabouts.find({"run": run.name, "cluster": run.cluster, "scheduler": key or run.scheduler})
     item = {"run": run.name, "state": str(run.state), "ask": None, "answer": "", "kind": run.cluster, "where": where}
     item["here"] = key not in ("", run.scheduler)
-    if here and item["here"] and run.scheduler and store.attempts(run.name)[-1].state in LIVE_ATTEMPTS:
+    if here and item["here"] and run.scheduler and _may_have_job(store.attempts(run.name)):
         raise Precondition(
-            f"{run.name} may have a live job on {run.scheduler}: it cannot be taken over",
+            f"{run.name} may have a live job on {run.scheduler}, and a controller here has not found it",
             where=run.reason,
             hint=f"let it end, or type `orch cancel {run.name}` there",
         )
@@ -99,6 +99,12 @@ def _request(store: Any, verb: str, name: str, target: RunState, here: bool) -> 
             hint=f"`orch show {run.name}` tells what happened",
         )
     return {**item, "ask": store.ask(run.name, verb, {"here": key} if key else {}, now=time.time())}
+
+
+def _may_have_job(attempts: list[Any]) -> bool:
+    from orchestrator.controller.ownership import never_submitted
+
+    return attempts[-1].state in LIVE_ATTEMPTS and not never_submitted(attempts)
 
 
 def _key_here(kind: str, *, must: bool) -> str:

@@ -9,7 +9,7 @@ from orchestrator.cli.options import Verb
 from orchestrator.cli.pulse import TAKE_OVER, controller_state
 from orchestrator.cli.registry import open_store, require_registry
 from orchestrator.cli.render import Column, Screen, compact, count, decimal, iso, plain, progress, span
-from orchestrator.controller.lease import shown
+from orchestrator.controller.lease import host_of, shown
 from orchestrator.errors import ConfigError
 from orchestrator.home import registry_path
 from orchestrator.registry.records import Lease
@@ -232,5 +232,5 @@ def _controller(lease: Lease, now: float, named: bool) -> str:
     if state.stalled:
         return f"{state.reason}{of}, {looked}"
     if state.alive:
-        return f"controller{of} ok ({looked}, {lease.holder.split(':')[0]})"
+        return f"controller{of} ok ({looked}, {host_of(lease.holder)})"
     return f"controller{of} none ({looked})"

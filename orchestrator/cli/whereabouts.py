@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.cli.pulse import controller_lives
+from orchestrator.controller.lease import host_of
 from orchestrator.errors import Precondition
 from orchestrator.home import registry_path
 
@@ -61,5 +62,5 @@ def last_seen(scheduler: str) -> str:
     from orchestrator.registry import quick
 
     held = quick.lease(registry_path(), scheduler)
-    host = held.holder.split(":")[0] if held is not None and held.holder else ""
+    host = host_of(held.holder) if held is not None else ""
     return f"the last one ran on {host}" if host else f"registry {registry_path()}"

@@ -49,11 +49,16 @@ def _is_for(actor: Actor, run: Run, ask: Ask) -> bool:
         return True
     if not answers(run, ask, own):
         return False
-    attempts = actor.store.attempts(run.name)
-    live = attempts[-1].state in LIVE_ATTEMPTS and not (never_submitted(attempts) and not run.scheduler)
-    if live and (run.scheduler or ask.verb == "cancel"):
-        return False
-    if not actor.store.claim_run(run.name, own, epoch=actor.epoch, before=run.scheduler):
+
+    def take() -> bool:
+        attempts = actor.store.attempts(run.name)
+        live = attempts[-1].state in LIVE_ATTEMPTS and not never_submitted(attempts)
+        if live and (run.scheduler or ask.verb == "cancel"):
+            return False
+        return actor.store.claim_run(run.name, own, epoch=actor.epoch, before=run.scheduler)
+
+    # One transaction: its own controller may be about to submit it.
+    if not actor.store.together(take):
         return False
     actor.did(f"{run.name} belongs to {own} from now on: a person said so")
     return True

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from orchestrator.controller.watch import Watch
+from orchestrator.process_space import is_visible, process_space
 from orchestrator.registry.records import Lease
 
 if TYPE_CHECKING:
@@ -23,8 +24,10 @@ ONCE = "+once"
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """A process that holds or wants the lease: `host:pid:start time`, because pids come back.
+    """A process that holds or wants the lease: `host/space:pid:start time`, because pids come back.
 
+    The space tells where the pid means something (`process_space`); an older version wrote none, and takes `host/space`
+    for another host, whose processes it cannot look at either.
     `+once` at the end says that it makes a single pass: it is no controller that anybody may rely on.
     """
 
@@ -32,30 +35,43 @@ class Holder:
     pid: int
     started: str
     once: bool = False
+    space: str = ""
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.pid}:{self.started}{ONCE if self.once else ''}"
+        host = f"{self.host}/{self.space}" if self.space else self.host
+        return f"{host}:{self.pid}:{self.started}{ONCE if self.once else ''}"
 
     @classmethod
     def parse(cls, text: str) -> "Holder | None":
         """The parts of a holder; None for the empty one of a dropped lease, or for anything else."""
-        host, _, rest = text.rpartition(":")[0].rpartition(":")
-        pid, started = rest, text.rpartition(":")[2]
+        place, _, pid = text.rpartition(":")[0].rpartition(":")
+        host, _, space = place.partition("/")
+        started = text.rpartition(":")[2]
         once, started = started.endswith(ONCE), started.removesuffix(ONCE)
-        return cls(host=host, pid=int(pid), started=started, once=once) if host and pid.isdigit() else None
+        if not host or not pid.isdigit():
+            return None
+        return cls(host=host, pid=int(pid), started=started, once=once, space=space)
 
     @property
     def is_here(self) -> bool:
-        return self.host == host_name()
+        """Whether its process can be looked at from here: the name of the host alone does not say so."""
+        return self.host == host_name() and is_visible(self.space)
 
     @property
     def lives(self) -> bool | None:
-        """Whether the process lives; None when it runs on another host."""
+        """Whether the process lives; None when it cannot be looked at from here."""
         return start_time(self.pid) == self.started if self.is_here else None
 
 
+def host_of(text: str) -> str:
+    """The host in a holder's name; empty for that of a dropped lease."""
+    holder = Holder.parse(text)
+    return holder.host if holder is not None else text.partition(":")[0]
+
+
 def this_process(*, once: bool = False) -> Holder:
-    return Holder(host=host_name(), pid=os.getpid(), started=start_time(os.getpid()) or "0", once=once)
+    pid = os.getpid()
+    return Holder(host=host_name(), pid=pid, started=start_time(pid) or "0", once=once, space=process_space())
 
 
 def host_name() -> str:
@@ -86,7 +102,7 @@ class LeaseFacts:
     """What is known of a held lease; `unrenewed_for` in seconds, by whichever clock the caller can vouch for."""
 
     holder: Holder | None
-    lives: bool | None  # the holder's process; None: on another host
+    lives: bool | None  # the holder's process; None: not to be seen from here
     stopped: bool
     own: bool
     unrenewed_for: float

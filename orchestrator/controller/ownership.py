@@ -9,7 +9,8 @@ from orchestrator.controller.sight import Sight
 from orchestrator.errors import SchedulerChanged
 from orchestrator.registry.records import Ask, Attempt, Run
 from orchestrator.scheduler.base import UNREADABLE, JobStatus
-from orchestrator.scheduler.instance import Instance, is_known
+from orchestrator.scheduler.instance import Instance, is_kin, is_known
+from orchestrator.scheduler.job_tags import tags
 from orchestrator.states import LIVE_RUNS
 
 
@@ -52,6 +53,18 @@ def claim(run: Run, attempts: Sequence[Attempt], sight: Sight, host: str) -> Cla
     return Claim(holds=False, reason=f"{why} orch resume {run.name} --here" if sight.swept else "")
 
 
+def claim_moved(attempts: Sequence[Attempt], sight: Sight) -> Claim:
+    """Judge a run of another instance of this ClusterName: its Slurm may have moved, and be the one that answers here.
+
+    Only a job in the sweep whose own name or comment tells run, attempt and nonce shows that.
+    """
+    ours = {(attempt.run, attempt.number, attempt.nonce) for attempt in attempts}
+    for job in sight.found:
+        if job.state != UNREADABLE and any((tag.run, tag.attempt, tag.nonce) in ours for tag in tags(job)):
+            return Claim(holds=True, reason=f"its job {job.job_id} is here")
+    return Claim(holds=False)
+
+
 def _submitted_on(run: Run, host: str) -> str:
     return str(run.identity.get("host") or host)
 
@@ -81,6 +94,11 @@ class Domain:
         runs = self._actor.store.runs(LIVE_RUNS)
         return [run for run in runs if self.has(run) or (not run.scheduler and run.cluster in self._actor.schedulers)]
 
+    def looked_for(self) -> list[Run]:
+        """Live runs whose jobs may be here: ours, and those of this Slurm if it had another name before."""
+        moved = [run for run in self._actor.store.runs(LIVE_RUNS) if is_kin(run.scheduler, self.scheduler)]
+        return self.live() + moved
+
     def _perhaps_ours(self) -> list[Run]:
         """Live runs that may belong to the scheduler which has not said yet which one it is."""
         if not self.scheduler or is_known(self.scheduler):
@@ -103,20 +121,24 @@ class Domain:
     def expects(self, run: Run, attempts: Sequence[Attempt]) -> bool:
         """Whether this scheduler should know the newest job of a run."""
         host = socket.gethostname()
-        return self.has(run) or (never_submitted(attempts) and _submitted_on(run, host) == host)
+        return self.has(run) or (not run.scheduler and never_submitted(attempts) and _submitted_on(run, host) == host)
 
     def owns(self, run: Run, attempts: Sequence[Attempt], sight: Sight) -> Claim:
         """Whether the run is ours by now; one that nobody has yet is taken on by evidence only."""
         if self.has(run):
             return Claim(holds=True)
+        if run.scheduler and not sight.answered:
+            return Claim(holds=False)
         if not is_known(self.scheduler) or not sight.answered:
             return Claim(holds=False, reason=f"{run.cluster} does not answer, nothing is assumed: {sight.error}")
-        found = claim(run, attempts, sight, socket.gethostname())
+        known = bool(run.scheduler)
+        found = claim_moved(attempts, sight) if known else claim(run, attempts, sight, socket.gethostname())
         if not found.holds:
             return found
-        if not self._actor.store.claim_run(run.name, self.scheduler, epoch=self._actor.epoch):
+        if not self._actor.store.claim_run(run.name, self.scheduler, epoch=self._actor.epoch, before=run.scheduler):
             return Claim(holds=False)
-        self._actor.did(f"{run.name} belongs to {self.scheduler}: {found.reason}")
+        before = f" (it belonged to {run.scheduler})" if known else ""
+        self._actor.did(f"{run.name} belongs to {self.scheduler}: {found.reason}{before}")
         return found
 
     def assure(self) -> None:

@@ -103,7 +103,7 @@ class Controller:
         self.actor.hold_lease()
         self._errors, self._silent = [], self.domain.unanswered()
         asks.answer_idle(self.actor)
-        runs = self.domain.live()
+        runs = self.domain.looked_for()
         attempts = {run.name: tuple(self.store.attempts(run.name)) for run in runs}
         records = job_records(self.store, self.domain, attempts, self.clock.wall())
         sights = {kind: self._look(kind, runs, attempts, records) for kind in sorted({run.cluster for run in runs})}
@@ -166,7 +166,7 @@ class Controller:
                 self.actor.note(run, owned.reason)
                 return False
             view = self._view(run, attempts)
-            return self._advance(view if run.scheduler else self._again(view), sight)
+            return self._advance(view if self.domain.has(run) else self._again(view), sight)
         except ForeignRun as error:
             log.warning("%s", error.what)  # it was taken over by another scheduler's controller just now
         except (Fenced, RegistryError):

@@ -1,7 +1,5 @@
 """The controller as a process: a daemon, one pass, and what the command line asks about it."""
 
-import fcntl
-import hashlib
 import logging
 import os
 import signal
@@ -14,19 +12,22 @@ from pathlib import Path
 from types import FrameType
 
 from orchestrator.controller import lease as leases
-from orchestrator.controller.lease import Holder, acquire, host_name, shown
+from orchestrator.controller.lease import Holder, host_name, shown
 from orchestrator.controller.reconcile import Controller, TickReport
 from orchestrator.controller.run_files import BoundedFiles
 from orchestrator.controller.run_records import RunRecords
 from orchestrator.controller.schedulers import Partitions, usable
+from orchestrator.controller.waiting import SLACK, only_one_waits, own_file, take_once, wait_for_lease
 from orchestrator.controller.watch import Clock, Watch, boot_id
 from orchestrator.errors import Fenced, OrchError, Precondition, RegistryError, SchedulerChanged
 from orchestrator.home import state_home
 from orchestrator.registry import quick
 from orchestrator.registry.records import Lease
 from orchestrator.registry.store import Store
+from orchestrator.registry.versions import HEAD
 from orchestrator.scheduler.instance import instance_of, is_known, unknown_instance
 from orchestrator.scheduler.job_environment import package_root
+from orchestrator.states import LIVE_RUNS
 
 log = logging.getLogger("orch.controller")
 
@@ -36,12 +37,8 @@ SHORTEST, LONGEST = 1.0, 15.0
 """Seconds between passes: while something changes, and once nothing does any more."""
 LOOK = 0.5
 """Seconds between looks for news that need no scheduler: requests, new runs, outcomes."""
-AGAIN = 0.25
-"""Seconds between tries for the lease: single passes leave gaps that are no longer than this."""
 STOP_WITHIN = 15.0
 """Seconds that `stop` waits for the daemon to finish its pass."""
-SLACK = 15.0
-"""Seconds beyond the lease's own for which a pass waits until a stalled controller may be replaced."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,11 +98,18 @@ def lease_key(kind: str) -> str:
     return instance_of(kind)() or unknown_instance(kind)
 
 
+def _upgrade(store_path: Path) -> None:
+    """Bring the registry of an older version up to date: it cannot be read before. A newer one is refused later."""
+    if quick.version(store_path) not in (None, HEAD):
+        Store.open(store_path).close()
+
+
 def ensure_running(store_path: Path, kind: str = "local") -> bool:
     """Start a controller of this user for the scheduler of this kind here, unless one lives; whether it was started.
 
     It outlives the caller. Beside one that stalls, too: the new one takes over when the lease has expired.
     """
+    _upgrade(store_path)
     found = status(store_path, lease_key(kind))
     # A single pass drives nothing afterwards: the new controller waits until it is done.
     if found.alive and not found.once:
@@ -151,10 +155,11 @@ def _can_end(lease: Lease, holder: Holder) -> bool:
 
 def _stop(holder: Holder) -> None:
     if not holder.is_here:
+        inside = " in its container, or on the other machine of this name" if holder.host == host_name() else ""
         raise Precondition(
-            f"the controller runs on {holder.host}",
+            f"the controller runs on {holder.host}{inside}",
             where=f"pid {holder.pid}",
-            hint=f"type `orch controller stop` on {holder.host}",
+            hint=f"type `orch controller stop` on {holder.host}{inside}",
         )
     os.kill(holder.pid, signal.SIGTERM)
     deadline = time.monotonic() + STOP_WITHIN
@@ -168,17 +173,11 @@ def _stop(holder: Holder) -> None:
         )
 
 
-def _own_file(store_path: Path, what: str, key: str) -> Path:
-    """A file beside the registry of this host's controller of one scheduler: several must not share one."""
-    digest = hashlib.sha256(key.encode()).hexdigest()[:8]
-    return store_path.with_name(f".{store_path.name}.{what}.{host_name()}.{digest}")
-
-
 @contextmanager
 def _controller(store_path: Path, kind: str, key: str) -> Iterator[Controller]:
     clock = Clock()
     with Store.open(store_path) as store:
-        watch = Watch(clock.mono, _own_file(store_path, "watch", key), boot_id())
+        watch = Watch(clock.mono, own_file(store_path, "watch", key), boot_id())
         files = BoundedFiles()
         controller = Controller(
             store, usable(kind), clock=clock, watch=watch, pool_size=Partitions(), files=files,
@@ -196,10 +195,13 @@ def tick_once(store_path: Path, kind: str = "local", *, patience: float | None =
     Raises RegistryError.
     """
     key = lease_key(kind)
+    _upgrade(store_path)
     if status(store_path, key).alive and not _is_mine(store_path, key):
         return None
     with _controller(store_path, kind, key) as controller:
-        lease = _take(controller, key, leases.LEASE_TTL + SLACK if patience is None else patience)
+        lease = take_once(
+            controller.store, controller.watch, key, leases.LEASE_TTL + SLACK if patience is None else patience
+        )
         if lease is None:
             controller.watch.save()
             return None
@@ -207,16 +209,6 @@ def tick_once(store_path: Path, kind: str = "local", *, patience: float | None =
             return controller.tick(lease)
         finally:
             controller.store.drop_lease(controller.actor.lease)
-
-
-def _take(controller: Controller, key: str, patience: float) -> Lease | None:
-    """The lease for a single pass; None while another controller lives, or has not been watched for long enough."""
-    give_up = time.monotonic() + patience
-    while True:
-        lease = acquire(controller.store, controller.watch, time.time(), once=True, scheduler=key)
-        if lease is not None or shown(controller.store.lease(key), time.time()).alive or time.monotonic() >= give_up:
-            return lease
-        time.sleep(AGAIN)
 
 
 def _is_mine(store_path: Path, key: str) -> bool:
@@ -240,6 +232,7 @@ class Daemon:
         self.controller, self.idle_exit_s, self.kind = controller, idle_exit_s, kind
         self.stopping = False
         self._lease: Lease | None = None
+        self._served: set[str] = set()  # the schedulers that it has had a lease for
         self._pause = SHORTEST
         self._idle_since: float | None = None
 
@@ -250,7 +243,7 @@ class Daemon:
         while not self.stopping and self._turn():
             pass
         if self._lease is not None:
-            self.controller.store.drop_lease(self._lease)
+            self._let_lease_go()
         log.info("controller ends")
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
@@ -260,27 +253,9 @@ class Daemon:
         """The lease; None when another controller shows signs of life, or another one waits for it already."""
         instance = self.controller.domain.instance
         key = (instance() or unknown_instance(self.kind)) if instance is not None else ""
-        with _only_one_waits(self.controller.store.database.path, key) as only:
-            return self._wait_out(key) if only else None
-
-    def _wait_out(self, key: str) -> Lease | None:
         store, watch = self.controller.store, self.controller.watch
-        first = store.lease(key)
-        while not self.stopping:
-            lease = acquire(store, watch, time.time(), scheduler=key)
-            if lease is not None:
-                return lease
-            held = store.lease(key)
-            holder = Holder.parse(held.holder) if held else None
-            renewed = held is not None and first is not None and held.renewed_at != first.renewed_at
-            # A single pass is soon over, and nobody would go on after it; a stalled controller is waited out.
-            single = holder is not None and holder.once
-            lives = holder is not None and holder.lives and shown(held, time.time()).alive
-            if not single and (renewed or lives):
-                log.info("another controller lives: %s", held.holder if held else "")
-                return None
-            time.sleep(AGAIN)
-        return None
+        with only_one_waits(store.database.path, key) as only:
+            return wait_for_lease(store, watch, key, lambda: self.stopping) if only else None
 
     def _turn(self) -> bool:
         """One pass and the rest after it; whether there is to be another. Raises nothing expected."""
@@ -289,7 +264,11 @@ class Daemon:
             if self._lease is None:
                 self._lease = self._await_lease()
                 if self._lease is None:
-                    return False
+                    if self.stopping or not self._left_behind():
+                        return False
+                    self._rest(None)
+                    return True
+                self._served.add(self._lease.scheduler)
                 words = "controller of %s with epoch %d on %s, pid %d"
                 log.info(words, self._lease.scheduler, self._lease.epoch, host_name(), os.getpid())
             report = self._tick(self._lease)
@@ -299,7 +278,7 @@ class Daemon:
         except SchedulerChanged as error:
             # Silence never leads here: the commands themselves say that they reach another one.
             log.warning("%s: it is given back", error.what)
-            self._give_back()
+            self._let_lease_go()
         except Fenced as error:
             # It stood still for too long. Whoever took over goes on, or was a single pass that leaves nobody.
             log.warning("%s: this one lost the lease", error.what)
@@ -324,6 +303,19 @@ class Daemon:
         assert lease is not None
         self.controller.store.drop_lease(lease)
 
+    def _let_lease_go(self) -> None:
+        """Give the lease back if the registry allows it; otherwise it expires."""
+        try:
+            self._give_back()
+        except (OrchError, OSError) as error:
+            log.warning("the lease could not be given back, and expires: %s", error)
+
+    def _left_behind(self) -> bool:
+        """Whether live runs of a scheduler that was served here have no controller: commands may reach it again."""
+        store, now = self.controller.store, time.time()
+        owners = {run.scheduler for run in store.runs(LIVE_RUNS)} & (self._served - {""})
+        return any(not shown(store.lease(owner), now).alive for owner in owners)
+
     def _tick(self, lease: Lease) -> TickReport:
         report = self.controller.tick(lease)
         self.controller.store.database.after_commit(set())  # records that a hung directory has kept back
@@ -334,7 +326,7 @@ class Daemon:
         return report
 
     def _is_idle(self, report: TickReport) -> bool:
-        if report.live > 0:
+        if report.live > 0 or self._left_behind():
             self._idle_since = None
             return False
         now = time.monotonic()
@@ -364,21 +356,6 @@ class Daemon:
         except (RegistryError, OSError) as error:
             log.warning("%s", error)
             return None
-
-
-@contextmanager
-def _only_one_waits(store_path: Path, key: str) -> Iterator[bool]:
-    """Whether no other process of this host waits for this lease: every submit starts one beside a stalled one."""
-    with _own_file(store_path, "waits", key).open("ab") as waits:
-        try:
-            fcntl.flock(waits, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.info("another process waits for the lease")
-            yield False
-            return
-        except OSError:
-            pass  # without locks there may be several: one takes the lease, the others see it renewed
-        yield True
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from orchestrator.errors import RegistryError
+from orchestrator.process_space import is_visible, process_space
 
 STALE_SECONDS = 45.0
 """Longer than any write transaction takes: those wait for SQLite for seconds."""
@@ -89,8 +90,8 @@ class LinkLock:
 
     def _is_stale(self, holder: str) -> bool:
         who = _parsed(holder)
-        # On this host the process itself can be looked at; after a boot it is gone, whatever has its number.
-        if who.get("host") == socket.gethostname() and "pid" in who:
+        # On this host the process itself can be looked at (not in another container); after a boot it is gone.
+        if who.get("host") == socket.gethostname() and "pid" in who and is_visible(who.get("space", "")):
             return who.get("boot") != _boot() or _started(int(who["pid"])) != who.get("started")
         now = self._clock()
         if self._seen[0] != holder:
@@ -128,7 +129,8 @@ class LinkLock:
 def _identity() -> str:
     """This process, and this one time that it takes the lock."""
     pid = os.getpid()
-    who = {"host": socket.gethostname(), "boot": _boot(), "pid": pid, "started": _started(pid)}
+    space = process_space()
+    who = {"host": socket.gethostname(), "boot": _boot(), "space": space, "pid": pid, "started": _started(pid)}
     return json.dumps({**who, "nonce": secrets.token_hex(8)})
 
 

@@ -40,6 +40,13 @@ def is_known(instance: str) -> bool:
     return bool(instance) and not instance.endswith("?")
 
 
+def is_kin(one: str, other: str) -> bool:
+    """Whether both are Slurms of one ClusterName: perhaps one Slurm whose head node, port or state has moved."""
+    cluster = one.partition("@")[0]
+    local = local_instance().partition("@")[0]
+    return one != other and is_known(one) and is_known(other) and cluster == other.partition("@")[0] != local
+
+
 def read_instance(text: str) -> str:
     """The instance in what `scontrol show config` prints; empty when it does not say."""
     fields = {name: value.strip() for name, value in _FIELD.findall(text)}

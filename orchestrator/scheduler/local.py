@@ -29,6 +29,8 @@ from orchestrator.scheduler.sbatch_values import check_field, minutes
 
 _START_TIMEOUT_S = 60.0
 _ORPHAN_GRACE_S = 5.0
+_SILENT_S = 60.0
+"""Seconds without a heartbeat after which a job whose processes cannot be seen from here is not known any more."""
 
 
 class LocalScheduler:
@@ -63,8 +65,10 @@ class LocalScheduler:
         for intent in self._intents():
             try:
                 host = records.read_host(intent.folder)
-                if host is not None and host.job_id in wanted:
-                    found[host.job_id] = _known(intent, host)
+                if host is None or host.job_id not in wanted:
+                    continue
+                if (status := _known(intent, host)) is not None:
+                    found[host.job_id] = status
             except (OSError, ValueError) as error:
                 found[intent.name] = _unreadable(intent, str(error))
         return found
@@ -82,10 +86,12 @@ class LocalScheduler:
                 continue  # nobody could have told this id
             if host is None or host.job_id != job_id or records.read_end(intent.folder) is not None:
                 continue
-            if records.is_alive(host):
+            if (alive := records.is_alive(host)) is True:
                 records.signal_host(host, signal.SIGTERM)
-            elif host.boot == records.boot_id():
+            elif alive is False:
                 records.end_marked(intent.name, _ORPHAN_GRACE_S)
+            elif host.boot == records.boot_id():
+                records.terminate_marked(intent.name)  # in a container that can be seen into
 
     def _intents(self) -> list[Intent]:
         try:
@@ -193,13 +199,18 @@ def _last_words(said: str, submission: Path) -> str:
     return lines[-1][:300] if lines else "no message"
 
 
-def _known(intent: Intent, host: Host) -> JobStatus:
-    """The state of a job whose process has written itself down."""
+def _known(intent: Intent, host: Host) -> JobStatus | None:
+    """The state of a job whose process has written itself down; None when nothing can be known of it from here."""
     end = records.read_end(intent.folder)
-    alive = end is None and records.is_alive(host)
-    if end is None and not alive:
+    alive = records.is_alive(host) if end is None else False
+    if end is None and alive is None:
+        end = _rebooted(intent, host)
+        alive = end is None and _seems_alive(intent, host)
+        if end is None and not alive and (end := records.read_end(intent.folder)) is None:
+            return None
+    elif end is None and not alive:
         end = records.read_end(intent.folder) or _without_end(intent, host)  # it may have ended since
-    held = alive and not records.released_file(intent.folder).exists()
+    held = end is None and alive is True and not records.released_file(intent.folder).exists()
     state = end.state if end else "PENDING" if held else "RUNNING"
     codes = [code for code in end.exit_codes if code is not None] if end else []
     worst = next((code for code in codes if code), 0 if codes else None)
@@ -219,11 +230,26 @@ def _unreadable(intent: Intent, why: str) -> JobStatus:
 
 def _without_end(intent: Intent, host: Host) -> End | None:
     """A job whose process is gone without a word: its tasks may live on."""
-    if host.boot != records.boot_id():
-        return End(
-            state="NODE_FAIL", reason="the machine was started anew", ended_at=host.started_at or intent.asked_at
-        )
     if records.marked(intent.name):
         return None
     reason = "the process that held the job was killed"
     return End(state="FAILED", reason=reason, ended_at=host.started_at or intent.asked_at)
+
+
+def _seems_alive(intent: Intent, host: Host) -> bool:
+    """Whether a job whose process cannot be looked at lives: in a container of its own, or on a machine of one name.
+
+    Without a sign of life it is not *known*, which is no end: the controller watches the heartbeat before it judges.
+    """
+    return bool(records.marked(intent.name)) or time.time() - _last_sign(intent, host) < _SILENT_S
+
+
+def _rebooted(intent: Intent, host: Host) -> End | None:
+    """The end that a restart of this machine was to the job; None for a job of this boot, or of another machine."""
+    if host.boot == records.boot_id() or _last_sign(intent, host) >= records.booted_at():
+        return None
+    return End(state="NODE_FAIL", reason="the machine was started anew", ended_at=host.started_at or intent.asked_at)
+
+
+def _last_sign(intent: Intent, host: Host) -> float:
+    return max(intent.asked_at, host.started_at or 0.0, records.last_beat(intent.folder))

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.durable import canonical, read_json, write_durably
+from orchestrator.process_space import is_visible, process_space
 from trainer.contract.place import local_job_id
+from trainer.contract.run_dir import AttemptDir
 
 MARK = "ORCH_LOCAL_JOB"
 """Environment variable that every process of a local job bears; its value is the job's name, unique for ever."""
@@ -56,6 +58,7 @@ class Host:
     job_id: str  # pid and start time, as trainer.contract.place has it
     boot: str
     started_at: float | None = None  # when its tasks were started
+    space: str = ""  # where its pid means something; an older version wrote none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +74,11 @@ class End:
 def boot_id() -> str:
     """Identity of this start of the machine: pids and start times come again after the next one."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def booted_at() -> float:
+    """When this machine was started, in seconds since the epoch."""
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def intent_file(index: Path, name: str) -> Path:
@@ -126,7 +134,7 @@ def forget_old(index: Path, now: float) -> None:
 
 def claim(submission: Path) -> Host | None:
     """Make the calling process the job of this folder; None when it has one already."""
-    host = Host(pid=os.getpid(), job_id=local_job_id(os.getpid()), boot=boot_id())
+    host = Host(pid=os.getpid(), job_id=local_job_id(os.getpid()), boot=boot_id(), space=process_space())
     own = submission / f".local-job.{host.job_id}"
     write_durably(own, canonical(asdict(host)))
     try:
@@ -172,9 +180,19 @@ def _read(path: Path) -> dict[str, Any] | None:
     return fields
 
 
-def is_alive(host: Host) -> bool:
-    """Whether that very process still runs: same boot, pid and start time, and no zombie."""
-    return host.boot == boot_id() and _state(host.pid) not in ("", "Z", "X") and _is(host)
+def is_alive(host: Host) -> bool | None:
+    """Whether that very process still runs: same boot, pid and start time, and no zombie; None: it cannot be seen."""
+    if host.boot != boot_id() or not is_visible(host.space):
+        return None
+    return _state(host.pid) not in ("", "Z", "X") and _is(host)
+
+
+def last_beat(submission: Path) -> float:
+    """When the job's coordinator last wrote its heartbeat; 0.0 when it has written none."""
+    try:
+        return AttemptDir(submission.parent).heartbeat.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _is(host: Host) -> bool:
@@ -220,10 +238,15 @@ def signal_host(host: Host, number: int) -> None:
         os.close(handle)
 
 
+def terminate_marked(name: str) -> None:
+    """SIGTERM to every process of the job that can be seen from here."""
+    _send(marked(name), signal.SIGTERM)
+
+
 def end_marked(name: str, grace: float) -> None:
     """SIGTERM to every process of the job, SIGKILL to those that are left after `grace` seconds."""
     deadline = time.monotonic() + grace
-    _send(marked(name), signal.SIGTERM)
+    terminate_marked(name)
     while (left := marked(name)) and time.monotonic() < deadline:
         time.sleep(0.05)
     while left:

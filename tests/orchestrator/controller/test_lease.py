@@ -13,6 +13,7 @@ from orchestrator.controller.lease import (
     Holder,
     acquire,
     host_name,
+    host_of,
     is_stopped,
     observed,
     shown,
@@ -21,6 +22,7 @@ from orchestrator.controller.lease import (
 )
 from orchestrator.controller.watch import Watch
 from orchestrator.errors import Fenced
+from orchestrator.process_space import UNKNOWN, process_space
 from orchestrator.registry.records import Lease
 from orchestrator.registry.store import Store
 from tests.fakes.model_clock import FakeClock
@@ -50,6 +52,47 @@ def test_a_holder_is_named_by_host_pid_and_start_time() -> None:
 
 def test_a_process_that_got_a_reused_pid_is_not_the_holder() -> None:
     assert Holder(host=host_name(), pid=os.getpid(), started="1").lives is False
+
+
+def test_an_older_version_s_holder_is_looked_at_by_its_host_alone() -> None:
+    pid = os.getpid()
+    me = Holder.parse(f"{host_name()}:{pid}:{start_time(pid)}")
+    assert me is not None
+    assert (me.is_here, me.lives) == (True, True)
+    assert host_of(str(this_process())) == host_name()
+    # It takes ours for one of another host: the whole beginning is the host to it.
+    assert str(this_process()).rpartition(":")[0].rpartition(":")[0] != host_name()
+
+
+def test_a_process_in_another_container_is_neither_alive_nor_dead_until_its_lease_expires() -> None:
+    clock = FakeClock()
+    holder = Holder(host=host_name(), pid=dead_pid(), started="1", space="0a1b2c3d")
+    assert (holder.is_here, holder.lives) == (False, None)
+    watch, lease = Watch(clock), held(str(holder))
+    assert not may_take(lease, watch)
+    watched(clock, watch, lease, 58.0)
+    assert not may_take(lease, watch)
+    watched(clock, watch, lease, 3.0)
+    assert may_take(lease, watch)
+
+
+def test_a_pid_namespace_is_a_space_of_its_own() -> None:
+    """Without a /proc of its own the space is not even known."""
+    program = "from orchestrator.process_space import *; print(process_space(), is_visible(''))"
+    words = [sys.executable, "-c", program]
+    spaces = []
+    for within in ([], ["--mount-proc"], None):
+        command = words if within is None else ["unshare", "-pf", *within, *words]
+        done = subprocess.run(
+            command, cwd=Path(leases.__file__).parents[2], capture_output=True, text=True, check=False
+        )
+        if done.returncode != 0:
+            pytest.skip("pid namespaces cannot be made here")
+        spaces.append(done.stdout.strip())
+    assert spaces[0] == f"{UNKNOWN} False"
+    assert spaces[1].endswith(" True")
+    assert spaces[2] == f"{process_space()} True"
+    assert spaces[1] != spaces[2]
 
 
 def may_take(lease: Lease | None, watch: Watch) -> bool:

@@ -301,3 +301,91 @@ def test_a_daemon_that_starts_in_silence_owns_nothing_until_its_slurm_answers(
         daemon.run()
     waiting = f"slurm@{host_name()}?"
     assert held == [[waiting], [waiting], [], ["here"]]
+
+
+FIRST, OTHER = "lab@login1:6817/aaaaaaaa", "other@login2:6817/bbbbbbbb"
+
+
+def live_run(store: Store, folder: Path, scheduler: str) -> None:
+    digest = store.put_config({"name": "a"})
+    store.create_run(
+        slug="a", cluster="slurm", root=folder, config_digest=digest, total_steps=1, identity={}, now=time.time(),
+        nonce="00000001", scheduler=scheduler,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_a_daemon_whose_commands_reach_another_slurm_for_a_while_comes_back_to_its_runs(
+    path: Path, monkeypatch: pytest.MonkeyPatch, served: bool
+) -> None:
+    """Whether the other one has a controller of its own or not; here it would have ended, idle."""
+    now = [FIRST]
+
+    class Shifting:
+        silence = ""
+
+        def __call__(self) -> str:
+            return now[0]
+
+    with Store.open(path) as store:
+        live_run(store, path.parent, FIRST)
+        if served:
+            pid = os.getppid()
+            store.take_lease(f"{host_name()}:{pid}:{start_time(pid)}", time.time(), 60.0, OTHER)
+        controller = Controller(store, {}, clock=Clock(), instance=Shifting())  # type: ignore[arg-type]
+        daemon = service.Daemon(controller, idle_exit_s=0.0, kind="slurm")
+        monkeypatch.setattr(daemon, "_rest", lambda report: None)
+        assert daemon._turn() is True
+        now[0] = OTHER
+        assert [daemon._turn() for _ in range(4)] == [True] * 4
+        now[0] = FIRST
+        assert daemon._turn() is True
+        daemon._turn()
+        assert FIRST in [lease.scheduler for lease in store.leases() if lease.holder]
+
+
+def test_a_daemon_ends_when_others_serve_what_it_left(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [FIRST]
+
+    class Shifting:
+        silence = ""
+
+        def __call__(self) -> str:
+            return now[0]
+
+    with Store.open(path) as store:
+        live_run(store, path.parent, FIRST)
+        holder = f"{host_name()}:{os.getppid()}:{start_time(os.getppid())}"
+        store.take_lease(holder, time.time(), 60.0, OTHER)
+        controller = Controller(store, {}, clock=Clock(), instance=Shifting())  # type: ignore[arg-type]
+        daemon = service.Daemon(controller, idle_exit_s=None, kind="slurm")
+        monkeypatch.setattr(daemon, "_rest", lambda report: None)
+        assert daemon._turn() is True
+        now[0] = OTHER
+        assert daemon._turn() is True
+        store.take_lease(holder, time.time(), 60.0, FIRST)
+        assert daemon._turn() is False
+
+
+def test_a_lease_that_cannot_be_given_back_does_not_end_the_daemon(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [FIRST]
+
+    class Shifting:
+        silence = ""
+
+        def __call__(self) -> str:
+            return answers[0]
+
+    def locked(lease: Lease) -> None:
+        raise RegistryError("the registry is locked by another process")
+
+    with Store.open(path) as store:
+        live_run(store, path.parent, FIRST)
+        controller = Controller(store, {}, clock=Clock(), instance=Shifting())  # type: ignore[arg-type]
+        daemon = service.Daemon(controller, idle_exit_s=None, kind="slurm")
+        monkeypatch.setattr(daemon, "_rest", lambda report: None)
+        assert daemon._turn() is True
+        monkeypatch.setattr(store, "drop_lease", locked)
+        answers[0] = OTHER
+        assert daemon._turn() is True
+        assert daemon._turn() is True

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -207,9 +208,51 @@ def test_cancel_reaches_the_tasks_of_a_killed_holder(world: World) -> None:
 def test_after_a_restart_of_the_machine_its_jobs_are_gone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, job = running(world)
     monkeypatch.setattr(local_records, "boot_id", lambda: "another")
+    monkeypatch.setattr(local_records, "booted_at", lambda: time.time() + 1.0)
     assert world.state(job) == "NODE_FAIL"
     world.scheduler.cancel(job.job_id)
     assert len(local_records.marked(spec.name)) >= 2, "a process that only has the same pid must not be hit"
+
+
+def elsewhere(monkeypatch: pytest.MonkeyPatch, machine: bool) -> None:
+    """What is asked from now on is asked in another container, or on another machine of this name."""
+    monkeypatch.setattr(local_records, "is_visible", lambda space: False)
+    monkeypatch.setattr(local_records, "marked", lambda name: [])
+    if machine:
+        monkeypatch.setattr(local_records, "boot_id", lambda: "another")
+
+
+@pytest.mark.parametrize("machine", [False, True])
+def test_of_a_job_elsewhere_its_heartbeat_tells_and_silence_is_no_end(
+    world: World, monkeypatch: pytest.MonkeyPatch, machine: bool
+) -> None:
+    spec, job = running(world)
+    beat = spec.submission.parent / "heartbeat.json"
+    beat.write_text("{}")
+    with monkeypatch.context() as patch:
+        elsewhere(patch, machine)
+        assert world.state(job) == "RUNNING"
+        patch.setattr(local, "_SILENT_S", 0.0)
+        assert world.scheduler.poll([job.job_id]) == {}
+        assert world.scheduler.find(spec.name) == []
+        world.scheduler.cancel(job.job_id)
+    assert world.state(job) == "RUNNING"
+    world.scheduler.cancel(job.job_id)
+    assert world.until_ended(job) == "CANCELLED"
+    elsewhere(monkeypatch, machine)
+    assert world.state(job) == "CANCELLED"
+
+
+def test_a_job_that_an_older_version_wrote_down_is_looked_at_as_before(world: World) -> None:
+    spec, job = running(world)
+    host = local_records.read_host(spec.submission)
+    assert host is not None
+    assert host.space
+    local_records.write_host(spec.submission, replace(host, space=""))
+    assert world.state(job) == "RUNNING"
+    kill_holder(job)
+    world.scheduler.cancel(job.job_id)
+    assert world.state(job) == "FAILED"
 
 
 def test_the_time_limit_ends_it_after_a_warning(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

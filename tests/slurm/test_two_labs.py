@@ -44,8 +44,9 @@ def controllers(user: User) -> dict[str, bool]:
 
 def test_two_slurms_of_one_name_share_a_home(lab: SlurmLab, other: SlurmLab, user: User, tmp_path: Path) -> None:
     there = User(tmp_path, "slurm", other.environment())
-    mine = user.submit("tiny-gpt", *SMALL, "train.steps=40")["run"]
-    theirs = there.submit("tiny-gpt", *SMALL, "train.steps=8")["run"]
+    # Other tests have jobs in this lab, too: these runs have names of their own.
+    mine = user.submit("tiny-gpt", *SMALL, "name=one-home", "train.steps=40")["run"]
+    theirs = there.submit("tiny-gpt", *SMALL, "name=other-home", "train.steps=8")["run"]
     rows = {row["run"]: row for row in user.ask("status")}
     names = [rows[run]["slurm_cluster"] for run in (mine, theirs)]
     assert len(set(names)) == 2

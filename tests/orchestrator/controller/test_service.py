@@ -38,7 +38,9 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield registry
     found = service.status(registry)
     if found.alive and found.pid not in (None, os.getpid()) and found.host == host_name():
-        psutil.Process(found.pid).kill()
+        process = psutil.Process(found.pid)
+        if process.cmdline()[0].startswith("orch-controller"):  # some tests let this process's parent hold a lease
+            process.kill()
 
 
 def test_a_daemon_is_started_once_found_and_stopped(path: Path) -> None:

@@ -39,6 +39,11 @@ def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def hang(rank: int, step: int) -> dict[str, Any]:
+    """A drill: `rank` waits for ever for the batch of this step, in the first generation."""
+    return {"events": [{"kind": "hang-in-data", "rank": rank, "step": step}]}
+
+
 @dataclass
 class Ranks:
     """The running stand-in, one scenario at a time."""
@@ -81,6 +86,11 @@ class Run:
         )
         assert not answer["timed_out"], self.log()
         return answer
+
+    def train_until_killed(self, rank: int, committed: int) -> dict[str, Any]:
+        """One generation in which `rank` is killed once step `committed` is; it must hang at a later step: `hang`."""
+        kill = {"do": "kill", "rank": rank, "of_rank": rank, "at_step": 1, "committed": committed}
+        return self.train(actions=[kill])
 
     def log(self) -> str:
         return "\n".join(path.read_text() for path in sorted(self.attempt.logs.glob("rank-*.log")))

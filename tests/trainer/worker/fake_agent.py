@@ -1,7 +1,9 @@
 """A small stand-in for the agent: forks warm ranks, relays the store, asks for stops and kills; one scenario a line.
 
 Started once per test session, because importing torch takes seconds. Reads scenarios as JSON lines on stdin:
-{run_dir, attempt, generation, world, actions: [{at_step, of_rank, do: ask|kill|revoke, rank, reason}], patience}
+{run_dir, attempt, generation, world, patience, actions: [{at_step, of_rank, committed, do, rank, reason}]}
+(`still_after`: ends all when they stand still for two seconds and are at that step at least),
+with `do` one of ask, kill, revoke, done when `of_rank` is at that step and the checkpoint of step `committed` exists,
 and answers each with {codes: [exit code or minus signal], steps: [...], last: [last word or null], seconds}.
 """
 
@@ -71,8 +73,15 @@ class Rank:
         self.control.close()
 
 
+def due(ranks: list[Rank], scenario: dict, action: dict) -> bool:
+    if ranks[action["of_rank"]].step() < action["at_step"]:
+        return False
+    commits = RunDir(Path(scenario["run_dir"])).checkpoints.glob(f"step-{action.get('committed', 0):08d}*/COMMIT")
+    return "committed" not in action or any(commits)
+
+
 def act(ranks: list[Rank], scenario: dict, actions: list[dict]) -> None:
-    for action in [action for action in actions if ranks[action["of_rank"]].step() >= action["at_step"]]:
+    for action in [action for action in actions if due(ranks, scenario, action)]:
         actions.remove(action)
         hit = ranks[action["rank"]]
         if action["do"] == "kill":
@@ -81,6 +90,21 @@ def act(ranks: list[Rank], scenario: dict, actions: list[dict]) -> None:
             revoke(RunDir(Path(scenario["run_dir"])).attempt(scenario["attempt"]).go)
         else:
             hit.cell.ask_stop(StopReason[action["reason"]])
+
+
+class Stillness:
+    """For how long no rank has written to its cell."""
+
+    def __init__(self) -> None:
+        self.seen: list = []
+        self.since = time.monotonic()
+
+    def lasts(self, ranks: list[Rank], scenario: dict) -> bool:
+        seen = [rank.cell.read() for rank in ranks]
+        if seen != self.seen:
+            self.seen, self.since = seen, time.monotonic()
+        step = min(rank.step() for rank in ranks)
+        return step >= scenario.get("still_after", step + 1) and time.monotonic() - self.since > 2.0
 
 
 def run(scenario: dict) -> dict:
@@ -94,9 +118,11 @@ def run(scenario: dict) -> dict:
             say(rank.control, **store)
     actions = list(scenario["actions"])
     timed_out = False
+    stillness = Stillness()
     while not all([rank.poll() for rank in ranks]):
         act(ranks, scenario, actions)
-        if time.monotonic() - begin > scenario["patience"] and not timed_out:
+        over = time.monotonic() - begin > scenario["patience"] or stillness.lasts(ranks, scenario)
+        if over and not timed_out:
             timed_out = True
             for rank in ranks:
                 if rank.code is None:

@@ -15,10 +15,10 @@ def drilled(make_run, kind: str, value: float = 0.0, **over):
     return make_run(2, parallel={"dp_shard": 2}, train={"steps": 5}, drill={"events": [event]}, **over)
 
 
-def stuck(run, patience: float = 4.0) -> list[list]:
+def stuck(run) -> list[list]:
     """Run until everybody stands still, and end it; the cells as they were then."""
     answer = run.ranks.run(
-        run_dir=str(run.dir.path), attempt=1, generation=1, world=run.world, actions=[], patience=patience
+        run_dir=str(run.dir.path), attempt=1, generation=1, world=run.world, actions=[], patience=60, still_after=2
     )
     assert answer["timed_out"], run.log()
     return answer["cells"]
@@ -65,8 +65,7 @@ def test_a_collective_of_another_size_aborts_the_rank_and_its_log_says_so(make_r
 
 
 def test_a_slow_rank_shows_in_its_own_work_and_nowhere_else(make_run):
-    answer = drilled(make_run, "slow-rank", value=0.1).train()
+    answer = drilled(make_run, "slow-rank", value=0.5).train()
     (steps, _, forward, *_), (others, _, slow, *_) = answer["work"]
     assert steps == others == 5
-    assert slow - forward > 0.25e9  # three steps of a tenth of a second
-    assert forward < 0.2e9
+    assert forward < 1.5e9 <= slow  # three steps of half a second

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.trainer.worker.conftest import hang
 from trainer.contract.events import EventKind, read_events
 from trainer.contract.outcome import ExitCode, RankOutcome
 
@@ -31,8 +32,8 @@ def incomplete(run):
 def assert_exact(make_run, world, over):
     calm = make_run(world, **over)
     assert calm.train()["codes"] == [0] * world, calm.log()
-    hurt = make_run(world, **over, drill={"events": [{"rank": 0, "step": 10}]})
-    assert hurt.train()["codes"][0] == -9, hurt.log()
+    hurt = make_run(world, **over, drill=hang(0, step=11))
+    assert hurt.train_until_killed(0, committed=8)["codes"][0] == -9, hurt.log()
     assert hurt.train()["codes"] == [0] * world, hurt.log()
     assert hurt.losses() == calm.losses()
     assert hurt.final()["weights_digest"] == calm.final()["weights_digest"]
@@ -74,8 +75,8 @@ def test_what_a_workload_returns_in_its_state_dict_comes_back_to_every_rank(make
 
 def test_an_attribute_that_a_restart_has_lost_is_named(make_run):
     over = setting("torch.optim:SGD", 1, kind="Forgetful")
-    hurt = make_run(1, **over, drill={"events": [{"rank": 0, "step": 10}]})
-    hurt.train()
+    hurt = make_run(1, **over, drill=hang(0, step=11))
+    hurt.train_until_killed(0, committed=8)
     assert hurt.train()["codes"] == [0], hurt.log()
     assert incomplete(hurt) == ["workload.calls had changed and is not saved: return it in the workload's state_dict()"]
 
@@ -83,8 +84,8 @@ def test_an_attribute_that_a_restart_has_lost_is_named(make_run):
 def test_another_world_goes_on_with_the_same_group_values(make_run):
     over = setting("schedulefree:AdamWScheduleFree", 2)
     over["train"] = {**over["train"], "batch_size": 2}
-    hurt = make_run(2, **over, drill={"events": [{"rank": 0, "step": 10}]})
-    hurt.train()
+    hurt = make_run(2, **over, drill=hang(0, step=11))
+    hurt.train_until_killed(0, committed=8)
     config = json.loads(hurt.dir.config.read_bytes())
     config["cluster"]["ranks_per_node"], config["parallel"]["dp_shard"], hurt.world = 1, 1, 1
     hurt.dir.config.write_text(json.dumps(config))

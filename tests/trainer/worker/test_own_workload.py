@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.trainer.worker.conftest import hang
 from trainer.contract.outcome import ExitCode, RankOutcome
 from trainer.contract.progress import Phase, ProgressCell
 from trainer.contract.rank import SPEC_VARIABLE, RankSpec, hear
@@ -27,8 +28,8 @@ def test_it_learns_and_survives_a_kill_with_the_same_bits(make_run):
     calm = make_run(2, **over)
     assert calm.train()["codes"] == [0, 0], calm.log()
     assert calm.losses()[40] < 0.5 * calm.losses()[1]
-    hurt = make_run(2, **over, drill={"events": [{"rank": 0, "step": 35}]})
-    assert hurt.train()["codes"][0] == -9
+    hurt = make_run(2, **over, drill=hang(0, step=36))
+    assert hurt.train_until_killed(0, committed=30)["codes"][0] == -9
     assert hurt.train()["codes"] == [0, 0], hurt.log()
     assert hurt.losses() == calm.losses()
     assert hurt.final()["weights_digest"] == calm.final()["weights_digest"]
@@ -46,8 +47,8 @@ def test_unused_parameters_and_each_ranks_own_statistics_come_back(make_run):
     }
     calm = make_run(2, **over)
     assert calm.train()["codes"] == [0, 0], calm.log()
-    hurt = make_run(2, **over, drill={"events": [{"rank": 0, "step": 10}]})
-    hurt.train()
+    hurt = make_run(2, **over, drill=hang(0, step=11))
+    hurt.train_until_killed(0, committed=8)
     assert hurt.train()["codes"] == [0, 0], hurt.log()
     assert hurt.losses() == calm.losses()
     assert hurt.final()["weights_digest"] == calm.final()["weights_digest"]

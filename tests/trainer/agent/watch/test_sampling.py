@@ -233,6 +233,7 @@ def process(program: str, folder: Path) -> Iterator[int]:
 def test_the_work_of_real_children_and_writers_is_seen_and_their_rest_is_none(tmp_path) -> None:
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SPIN!r}])"
     ranks = LocalRanks(1, range(4))
+    expected = [(False, "S"), (True, "S"), (True, "S"), (False, "S")]
     with ExitStack() as stack:
         pids = [stack.enter_context(process(program, tmp_path)) for program in (REST, parent, REST, REST)]
         writers = {rank: stack.enter_context(process(program, tmp_path)) for rank, program in ((2, WRITE), (3, REST))}
@@ -240,12 +241,12 @@ def test_the_work_of_real_children_and_writers_is_seen_and_their_rest_is_none(tm
             local.pid = pids[rank]
             local.cell.enter(Phase.CHECKPOINT)
         sampler = Sampler(ranks, "n1", writers.get)
-        end = time.monotonic() + 3.5
-        while time.monotonic() < end:
+        end, seen = time.monotonic() + 60.0, []
+        # On a busy machine what works may get nothing for seconds: asked again until the difference shows.
+        while [(one.alive < 1.5, one.state) for one in seen] != expected and time.monotonic() < end:
             time.sleep(0.1)
             seen = sampler.sightings()
-    assert [one.alive < 1.5 for one in seen] == [False, True, True, False], seen
-    assert {one.state for one in seen} == {"S"}
+    assert [(one.alive < 1.5, one.state) for one in seen] == expected
     for local in ranks.by_rank.values():
         assert local.theirs is not None
         local.theirs.close()

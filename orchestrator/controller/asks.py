@@ -159,7 +159,12 @@ def cancel_intent(actor: Actor, view: RunView, sight: Sight) -> bool:
     live = sight.live(view.last)
     for job in live:
         actor.cancel(view.run, job.job_id, "cancelled before it was adopted")
-    return not live and actor.is_absent(view.last, sight)
+    if not live and actor.is_absent(view.last, sight):
+        return True
+    if sight.answered:
+        what = f"until job {live[0].job_id} has ended" if live else "until it is certain that no job was submitted"
+        actor.note(view.run, f"is to be cancelled: waits {what}")
+    return False
 
 
 def cancel_hidden(actor: Actor, view: RunView, sight: Sight) -> bool:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.states import RunState
+from tests.fakes.model_slurm import Weather
 from tests.scenarios.world import World, training
 
 
@@ -42,6 +43,19 @@ def test_a_run_that_never_trained_is_cancelled_at_once(tmp_path: Path, turns: in
     world.turns(4, 1.0)
     assert world.run.state is RunState.CANCELLED
     assert not [job for job in world.slurm.jobs if job.live]
+
+
+def test_a_run_to_be_cancelled_says_what_it_waits_for(tmp_path: Path) -> None:
+    """A controller that was killed between sbatch and its answer had noted nothing yet."""
+    world = World(tmp_path)
+    world.slurm.weather = Weather(ambiguous=1.0, lost=1.0)
+    world.kill_at = lambda point: point == "after_sbatch"
+    world.tick()
+    world.kill_at = lambda point: False
+    world.store.ask(world.name, "cancel", {}, world.clock.now)
+    world.turns(1)
+    assert world.run.reason == "is to be cancelled: waits until it is certain that no job was submitted"
+    assert world.finish().state is RunState.CANCELLED
 
 
 def test_the_job_of_a_held_run_ends_before_the_run_is_cancelled(tmp_path: Path) -> None:

@@ -225,6 +225,13 @@ def _seen(scribe: _Scribe) -> None:
 
 
 def _set_aside(scribe: _Scribe) -> None:
+    if scribe.known() is None:  # a damaged one is told of by nobody before
+        path = str(scribe.data["path"])
+        checkpoint = Checkpoint(
+            run=scribe.run, name=scribe.data["name"], step=scribe.data["step"], attempt=max(1, scribe.attempt - 1),
+            trust=Trust.COMMITTED, bytes=0, path=path, committed_at=scribe.event.time, tier=os.path.dirname(path),
+        )  # fmt: skip
+        scribe.store.put_checkpoint(checkpoint, epoch=scribe.epoch)
     told = f"set aside as {scribe.data['path']}: {scribe.data.get('reason', '')}"
     scribe.trust(Trust.CORRUPT if scribe.data.get("damaged") else Trust.SUSPECT, told)
 

@@ -236,9 +236,12 @@ def test_checkpoints_of_a_command_count_as_what_its_attempt_saved(tmp_path: Path
     aside = {"reason": "it lacks a file", "path": "/out/.orch-set-aside.20.001-002"}
     log.write(EventKind.CHECKPOINT_SET_ASIDE, step=20, name="c-20.1f", damaged=True, **aside)
     log.write(EventKind.CHECKPOINT_SET_ASIDE, step=10, name="c-10.1f", damaged=False, **aside)
+    # A damaged one is told of by nobody while it lies at its place.
+    log.write(EventKind.CHECKPOINT_SET_ASIDE, step=30, name="c-30.1f", damaged=True, **aside)
     read(world)
     rows = {item.step: item for item in world.store.checkpoints(world.name)}
-    assert {step: row.trust for step, row in rows.items()} == {20: Trust.CORRUPT, 10: Trust.SUSPECT}
+    corrupt = Trust.CORRUPT
+    assert {step: row.trust for step, row in rows.items()} == {30: corrupt, 20: corrupt, 10: Trust.SUSPECT}
     assert rows[20].reason == "set aside as /out/.orch-set-aside.20.001-002: it lacks a file"
 
 

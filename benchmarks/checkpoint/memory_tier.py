@@ -21,7 +21,7 @@ def restart(setting: Setting) -> Measured:
     """The load alone, by a new generation each time; both sides are prepared before, as ranks are."""
     torch.set_num_threads(1)
     made = state("BIG", setting.scale)
-    scribe = Scribe(0, os.environ, setting.folder / "writer.log")
+    scribe = Scribe(0, os.environ, os.open(setting.folder / "writer.log", os.O_WRONLY | os.O_CREAT))
     saver = Ours(setting.folder / "ours", made, link=_linked(scribe))
     files = files_of(saver.folder / saver.save().name)
     saver.checkpointer.close()

@@ -8,6 +8,7 @@ from typing import Any
 
 from orchestrator.cli.render import plain
 from trainer.contract.events import Event, EventKind, read_events
+from trainer.contract.log_files import read_tail
 from trainer.contract.outcome import AttemptOutcome, ExitCode, Failure, RankOutcome
 from trainer.contract.rank import generation_mark
 from trainer.contract.run_dir import AttemptDir, RunDir
@@ -148,9 +149,7 @@ def _concluded(place: RunDir, folder: AttemptDir) -> Found | None:
 def _around(path: Path, generation: int) -> str:
     """Of this generation's part: the lines around the first that looks like an error, or the last lines."""
     try:
-        with path.open("rb") as stream:
-            stream.seek(max(0, path.stat().st_size - _ENOUGH))
-            lines = stream.read().decode(errors="replace").splitlines()
+        lines = read_tail(path, _ENOUGH).decode(errors="replace").splitlines()
     except OSError:
         return ""
     lines = _part(lines, generation)

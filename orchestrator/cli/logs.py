@@ -2,9 +2,10 @@
 
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import click
 
@@ -16,6 +17,7 @@ from orchestrator.cli.watch import verdict
 from orchestrator.errors import ConfigError, NotFound
 from orchestrator.home import state_home
 from orchestrator.states import ENDED_RUNS, RunState
+from trainer.contract.log_files import LogReader, log_files, read_tail
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 POLL = 0.5
@@ -163,46 +165,55 @@ def _dump(screen: Screen, sources: list[Source], tail: int | None, only: str) ->
         screen.data("logs", {"paths": [str(source.path) for source in sources], "lines": collected})
 
 
-def _lines(path: Path, tail: int | None, only: str) -> Any:
-    with path.open("rb") as stream:
-        if tail is not None and not only:
-            _seek_tail(stream, tail)
-        lines = (raw.decode(errors="replace").rstrip("\r\n") for raw in stream)
-        chosen = (line for line in lines if only in line)
-        yield from chosen if tail is None else deque(chosen, maxlen=tail)
+def _lines(path: Path, tail: int | None, only: str) -> Iterator[str]:
+    whole = tail is None or bool(only)
+    chosen = (line for line in (_every_line(path) if whole else _last_lines(path, tail or 0)) if only in line)
+    return chosen if tail is None else iter(deque(chosen, maxlen=tail))
 
 
-def _seek_tail(stream: BinaryIO, lines: int) -> None:
-    """Go to where the last `lines` lines start, without reading the whole of a large log."""
-    position = stream.seek(0, 2)
-    seen = 0
-    while position > 0 and seen <= lines:
-        step = min(_BLOCK, position)
-        position = stream.seek(position - step)
-        seen += stream.read(step).count(b"\n")
-    stream.seek(position)
-    if position:
-        stream.readline()
+def _every_line(path: Path) -> Iterator[str]:
+    """Over all files of the log, one file in memory at a time; a line may begin in one and end in the next."""
+    rest = b""
+    for file in log_files(path):
+        try:
+            *lines, rest = (rest + file.read_bytes()).split(b"\n")
+        except FileNotFoundError:  # rotated away meanwhile
+            continue
+        yield from (_text(line) for line in lines)
+    if rest:
+        yield _text(rest)
+
+
+def _last_lines(path: Path, count: int) -> list[str]:
+    """The last lines, without reading the whole of a large log."""
+    size, wanted = sum(file.stat().st_size for file in log_files(path)), _BLOCK
+    found = read_tail(path, wanted)
+    while found.count(b"\n") <= count and wanted < size:
+        wanted *= 4
+        found = read_tail(path, wanted)
+    lines = found.removesuffix(b"\n").split(b"\n") if found else []
+    return [_text(line) for line in lines[-count:]] if count else []
+
+
+def _text(line: bytes) -> str:
+    return line.decode(errors="replace").rstrip("\r")
 
 
 class _Tail:
-    """Whole new lines of one growing file."""
+    """Whole new lines of one log that grows."""
 
-    def __init__(self, source: Source, lines: int) -> None:
+    def __init__(self, source: Source, lines: int | None) -> None:
+        """Begins `lines` before the end, None with everything that is there."""
         self.source, self._rest = source, b""
-        self._stream = source.path.open("rb")
-        self._stream.seek(0)
-        _seek_tail(self._stream, lines)
-        skipped = deque(self._stream, maxlen=lines) if lines else deque(self._stream, maxlen=0)
-        self._rest = b"".join(skipped)
+        self._reader = LogReader(source.path, lines)
 
     def read(self) -> list[str]:
-        block = self._rest + self._stream.read()
+        block = self._rest + self._reader.read()
         whole, mark, self._rest = block.rpartition(b"\n")
         return (whole + mark).decode(errors="replace").splitlines()
 
     def close(self) -> None:
-        self._stream.close()
+        self._reader.close()
 
 
 def _follow(screen: Screen, place: RunDir, wanted: Wanted, run: str, lines: int) -> int:
@@ -214,11 +225,12 @@ def _follow(screen: Screen, place: RunDir, wanted: Wanted, run: str, lines: int)
             for source in _sources(place, wanted, run):
                 if source.path not in tails:
                     # The first look shows the end of what is there; a file that appears later is shown whole.
-                    tails[source.path] = _Tail(source, 2**31 if tails else lines)
+                    tails[source.path] = _Tail(source, None if tails else lines)
             fresh = [(tail.source.label, line) for tail in tails.values() for line in tail.read()]
+            several = len({tail.source.label for tail in tails.values()}) > 1
             for label, line in fresh:
                 if not wanted.controller or run in line:
-                    screen.raw(f"{label} | {line}" if len(tails) > 1 else line)
+                    screen.raw(f"{label} | {line}" if several else line)
             screen.flush()
             if not fresh and (row["state"] in ENDED_RUNS or row["state"] == RunState.HELD):
                 trouble = verdict(row)

@@ -28,6 +28,7 @@ from orchestrator.registry.versions import HEAD
 from orchestrator.scheduler.instance import instance_of, is_known, unknown_instance
 from orchestrator.scheduler.job_environment import package_root
 from orchestrator.states import LIVE_RUNS
+from trainer.contract.log_files import LogFile, LogsConfig
 
 log = logging.getLogger("orch.controller")
 
@@ -358,9 +359,27 @@ class Daemon:
             return None
 
 
+class _RotatedLog(logging.Handler):
+    """Appends to the controllers' log; opened for each line, since daemons for several schedulers share it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            file = LogFile(self._path, LogsConfig())
+            file.write(self.format(record).encode(errors="replace") + b"\n")
+            file.close()
+        except OSError:
+            self.handleError(record)
+
+
 def main() -> None:
     """What `ensure_running` starts."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=[_RotatedLog(log_path())]
+    )  # fmt: skip
     os.chdir("/")  # a daemon must not keep a file system busy
     try:
         run_daemon(Path(sys.argv[1]), IDLE_EXIT, *sys.argv[2:3])

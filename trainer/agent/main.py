@@ -19,6 +19,7 @@ from trainer.agent.coordination.coordinator import Coordinator
 from trainer.agent.coordination.gate import Refused, wait_for_go
 from trainer.agent.node import NodeAgent
 from trainer.agent.processes import lineage
+from trainer.agent.processes.log_pipes import LogPipes
 from trainer.agent.processes.watched import Watched
 from trainer.agent.processes.write_behind import WriteBehind, settle
 from trainer.agent.watch.blame import signal_name
@@ -26,6 +27,7 @@ from trainer.contract.config import JobConfig, load
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.launch import LaunchToken
 from trainer.contract.lines import LineFile
+from trainer.contract.log_files import LogsConfig
 from trainer.contract.outcome import ExitCode
 from trainer.contract.place import Place, discover
 from trainer.contract.run_dir import AttemptDir, RunDir
@@ -102,11 +104,13 @@ class Agent:
         self._main: asyncio.Task[Any] | None = None
         self._logs: list[WriteBehind] = []
         self._words: list[WriteBehind] = []
+        self._node_logs = LogPipes()
 
     def settle(self) -> None:
         """Have all events and words written before the end, as far as the file system answers."""
         settle(self._logs)
         settle(self._words, _WORDS_SECONDS)
+        self._node_logs.close(_WORDS_SECONDS)
 
     async def live(self) -> int:
         """From the gate to the exit code."""
@@ -120,9 +124,10 @@ class Agent:
             return ExitCode.NEVER_RETRY
         try:
             self._follow_job(place)
-            self._words += say_also(self._attempt.agent_log(place.node))
+            self._words += say_also(self._node_logs.descriptor(self._attempt.agent_log(place.node)))
             token = await wait_for_go(self._attempt.go, place, self._attempt.number)
             config = await asyncio.to_thread(self._config, place)
+            self._node_logs.limit(config.logs)
             return await self._work(place, config, token)
         except Refused as refusal:
             return self._refuse(place, str(refusal))
@@ -181,7 +186,13 @@ class Agent:
     async def _work(self, place: Place, config: JobConfig, token: LaunchToken) -> int:
         events = self._log(f"agent-{place.node:04d}")
         self._node = NodeAgent(
-            run=self._run, attempt=self._attempt, config=config, place=place, events=events, environ=os.environ
+            run=self._run,
+            attempt=self._attempt,
+            config=config,
+            place=place,
+            events=events,
+            environ=os.environ,
+            logs=self._node_logs,
         )
         watched = Watched(
             seconds=config.recovery.hang.agent, report=self._attempt.agent_report(place.node), node=place.node,
@@ -237,17 +248,21 @@ class Agent:
             await asyncio.sleep(0.2)
 
 
-def say_also(log: Path) -> list[WriteBehind]:
+def say_also(descriptor: int) -> list[WriteBehind]:
     """Copy what is said on stderr into the agent's log as well: submitit's files are not for users.
 
-    Both lie in the run directory, which may hang, so both are written behind.
+    Both lie in the run directory, which may hang, so both are written behind. Submitit's file is never rotated: it
+    gets the first words only.
     """
     stderr = sys.stderr
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    left = LogsConfig().max_bytes
 
     def shown(text: str) -> None:
-        stderr.write(text)
-        stderr.flush()
+        nonlocal left
+        if left > 0:
+            left -= len(text)
+            stderr.write(text if left > 0 else "orch-agent: the rest is in the agent's log only\n")
+            stderr.flush()
 
     both = [
         WriteBehind(shown, _lost_words),

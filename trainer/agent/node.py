@@ -19,10 +19,11 @@ from trainer.agent.processes import apart, burial, cores, ending, mischief, repo
 from trainer.agent.processes.births import Births, Wishes
 from trainer.agent.processes.farewell import Parting, farewell, of_shell
 from trainer.agent.processes.local_ranks import LocalRank, LocalRanks
+from trainer.agent.processes.log_pipes import LogPipes
 from trainer.agent.processes.nursery_link import NurseryLink
 from trainer.agent.processes.obituaries import Obituaries
 from trainer.agent.processes.scribes import Scribes
-from trainer.agent.watch.blame import signal_name
+from trainer.agent.watch.blame import exit_words, signal_name
 from trainer.agent.watch.sampling import Sampler, no_writer, report_seconds
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind, EventLog
@@ -41,10 +42,10 @@ class NodeAgent:
 
     def __init__(
         self, *, run: RunDir, attempt: AttemptDir, config: JobConfig, place: Place, events: EventLog,
-        environ: Mapping[str, str],
+        environ: Mapping[str, str], logs: LogPipes,
     ) -> None:  # fmt: skip
         self._run, self._attempt, self._config, self._place = run, attempt, config, place
-        self._events, self._environ = events, environ
+        self._events, self._environ, self._logs = events, environ, logs
         self.spared: tuple[int, ...] = ()  # children of this process that are no rank's
         self._link: NurseryLink | None = None
         self._ranks: LocalRanks | None = None
@@ -154,7 +155,7 @@ class NodeAgent:
         self._link = NurseryLink(
             run_dir=self._run.path,
             environ={**self._environ, **self._config.env, **cores.gpus(self._place, self._config, self._environ)},
-            log=self._attempt.agent_log(self._place.node),
+            output=self._output(),
             on_packet=self._hear_nursery,
             on_lost=self._lost_nursery,
         )
@@ -165,8 +166,10 @@ class NodeAgent:
             return
         self._seat = seat
         if not self._config.command:
-            log = self._attempt.agent_log(self._place.node)
-            self._scribes = Scribes(self._local_ranks(), {**self._environ, **self._config.env}, log)
+            self._scribes = Scribes(self._local_ranks(), {**self._environ, **self._config.env}, self._output())
+
+    def _output(self) -> int:
+        return self._logs.descriptor(self._attempt.agent_log(self._place.node))
 
     def _local_ranks(self) -> range:
         assert self._seat is not None
@@ -243,11 +246,12 @@ class NodeAgent:
 
     def _start_rank(self, order: dict[str, Any], local: LocalRank, local_rank: int) -> None:
         assert self._link is not None
+        output = self._logs.descriptor(self._attempt.rank_log(local.rank))
         if self._scribes is None:
-            self._link.start_rank(order, local.descriptors() if order["spec"] else ())
+            self._link.start_rank(order, [output, *(local.descriptors() if order["spec"] else ())])
             return
         with self._scribes.connection(local_rank) as ends:
-            self._link.start_rank(order, [*local.descriptors(), *ends])
+            self._link.start_rank(order, [output, *local.descriptors(), *ends])
 
     def _listen_to(self, local: LocalRank) -> None:
         loop, ranks = asyncio.get_running_loop(), self._ranks
@@ -290,13 +294,13 @@ class NodeAgent:
         generation, command = self._ranks.generation, bool(self._config.command)
         if command:
             exit_code, number = of_shell(exit_code, number)
-        reason = "killed by its agent" if self._ranks.killed else _in_words(exit_code, number)
+        reason = "killed by its agent" if self._ranks.killed else exit_words(exit_code, number)
         self._events.write(
             EventKind.RANK_EXITED, rank=rank, node=self._place.name, exit_code=exit_code, signal=number, reason=reason
         )
         self._peer.send("progress", generation=generation, **self._ranks.summary())
         left = Parting.of(local)
-        end = partial(farewell, self._attempt, generation, left, exit_code, number, command=command)
+        end = partial(farewell, self._attempt, generation, left, exit_code, number, command=command, logs=self._logs)
         self._obituaries.add(end, partial(self._tell_end, self._ranks, local))
 
     def _tell_end(self, ranks: LocalRanks, local: LocalRank, known: dict[str, Any]) -> None:
@@ -389,10 +393,6 @@ class NodeAgent:
         self._tasks.discard(task)
         if not task.cancelled():
             task.result()  # our own bug: the loop's handler reports it
-
-
-def _in_words(code: int | None, number: int | None) -> str:
-    return f"killed by {signal_name(number)}" if number is not None else f"exit code {code}"
 
 
 def _note(text: str) -> None:

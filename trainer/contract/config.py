@@ -11,6 +11,7 @@ from checkpointing.config import CheckpointConfig
 from checkpointing.durable import read_json
 from trainer.contract.command_checkpoints import CommandCheckpointsConfig
 from trainer.contract.drills import DrillConfig
+from trainer.contract.log_files import LogsConfig
 from trainer.contract.run_dir import RunDir
 from trainer.contract.watching import HangConfig, PreflightConfig, SpikeConfig, StragglerConfig
 
@@ -266,6 +267,7 @@ class JobConfig(ProgramConfig):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     drill: DrillConfig = field(default_factory=DrillConfig)
+    logs: LogsConfig = field(default_factory=LogsConfig)
 
 
 def load(path: Path) -> JobConfig:

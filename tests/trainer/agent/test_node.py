@@ -17,6 +17,7 @@ from trainer.agent.fleet.preflight import Fault
 from trainer.agent.node import NodeAgent
 from trainer.agent.processes import farewell
 from trainer.agent.processes.local_ranks import LocalRanks
+from trainer.agent.processes.log_pipes import LogPipes
 from trainer.contract.config import ClusterShape, JobConfig
 from trainer.contract.events import EventLog
 from trainer.contract.outcome import RankOutcome
@@ -56,6 +57,7 @@ class Alone:
         self.agent = NodeAgent(
             run=run, attempt=self.attempt, config=JobConfig(cluster=ClusterShape(ranks_per_node=2), **config),
             place=Place(kind="slurm", job_id="7", node=0, nodes=1, name="n0"), events=self.events, environ={},
+            logs=LogPipes(),
         )  # fmt: skip
         self.told = self.agent._peer = Told()
         self.ranks = self.agent._ranks = LocalRanks(1, range(2))

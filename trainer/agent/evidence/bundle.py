@@ -18,6 +18,7 @@ from trainer.agent.flight import recorder
 from trainer.agent.flight.record import newest
 from trainer.agent.processes import proc
 from trainer.agent.processes.apart import apart
+from trainer.contract.log_files import read_tail
 
 FILE = 1 << 20
 """Bytes of one file; of a longer one the end is kept."""
@@ -143,10 +144,7 @@ async def _log(one: Subject, seconds: float) -> bytes:
 
 
 def _tail(path: Path) -> bytes:
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        file.seek(max(0, size - _TAIL))
-        return b"".join(file.read(_TAIL).splitlines(keepends=True)[-_LINES:])
+    return b"".join(read_tail(path, _TAIL).splitlines(keepends=True)[-_LINES:])
 
 
 def _living(one: Subject) -> int:

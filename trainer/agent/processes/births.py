@@ -58,7 +58,6 @@ class Births:
         rank = seat * config.cluster.ranks_per_node + local_rank
         order: dict[str, Any] = {
             "rank": rank,
-            "log": str(self._attempt.rank_log(rank)),
             "generation": generation,
             "cores": cores.of_rank(self._place, config, seat, local_rank, os.sched_getaffinity(0)),
             "env": {},

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from trainer.contract.log_files import read_tail
 from trainer.contract.rank import generation_mark
 
 _TAIL = 16384
@@ -13,9 +14,7 @@ _WHAT = re.compile(r"^[ \t]*what\(\):[ \t]*(\S.*)$", re.MULTILINE)
 def last_cry(log: Path, generation: int) -> str | None:
     """The newest uncaught C++ exception of this generation in a rank's log; None when there is none."""
     try:
-        with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - _TAIL))
-            text = file.read().decode(errors="replace")
+        text = read_tail(log, _TAIL).decode(errors="replace")
     except OSError:
         return None
     return uncaught(text.rpartition(generation_mark(generation))[2])

@@ -10,6 +10,7 @@ from trainer.agent.processes.apart import apart
 from trainer.agent.processes.cry import last_cry
 from trainer.agent.processes.last_output import LastOutput, last_output
 from trainer.agent.processes.local_ranks import LocalRank
+from trainer.agent.processes.log_pipes import LogPipes
 from trainer.contract.outcome import RankOutcome
 from trainer.contract.peer_loss import PEER_GONE
 from trainer.contract.run_dir import AttemptDir
@@ -45,18 +46,21 @@ class Parting:
 
 
 async def farewell(
-    attempt: AttemptDir, generation: int, left: Parting, exit_code: int | None, number: int | None, *, command: bool
-) -> dict[str, Any]:
+    attempt: AttemptDir, generation: int, left: Parting, exit_code: int | None, number: int | None, *, command: bool,
+    logs: LogPipes,
+) -> dict[str, Any]:  # fmt: skip
     """All that is known of the end of this rank, as the coordinator wants to hear it.
 
     `command`: it was a user's own program, which leaves its exit and its log. What it left in files is done
     without where the file system does not show them at once: a rank of ours has said the same over its socket.
     """
+    with suppress(TimeoutError, RuntimeError):  # the latter: the node has no thread left to give
+        await apart(lambda: logs.settle(attempt.rank_log(left.rank), _READ_SECONDS), _READ_SECONDS)
     if command:
         return await _of_command(attempt, generation, left.rank, exit_code, number)
     end: dict[str, Any] = {"exit_code": exit_code, "signal": number, "step": left.step}
     word, cry = left.word, None
-    with suppress(TimeoutError, RuntimeError):  # the latter: the node has no thread left to give
+    with suppress(TimeoutError, RuntimeError):
         read = partial(_left_in_files, attempt, generation, left.rank, aborted=number == signal.SIGABRT)
         written, cry = await apart(read, _READ_SECONDS)
         word = written or word

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.agent.processes.cry import uncaught
+from trainer.contract.log_files import read_tail
 from trainer.contract.rank import generation_mark
 
 LINES, WIDTH = 20, 200
@@ -37,9 +38,7 @@ class LastOutput:
 def last_output(log: Path, generation: int, error_file: Path) -> LastOutput:
     """What is in this generation's part of a rank's log, and in the error file that torch's `@record` writes."""
     try:
-        with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - _MOST))
-            raw = file.read().rpartition(f"{generation_mark(generation)}\n".encode())[2]
+        raw = read_tail(log, _MOST).rpartition(f"{generation_mark(generation)}\n".encode())[2]
     except OSError:
         raw = b""
     text = raw.decode(errors="replace")

@@ -23,18 +23,21 @@ class NurseryLink:
         *,
         run_dir: Path,
         environ: Mapping[str, str],
-        log: Path,
+        output: int,
         on_packet: Callable[[dict[str, Any], list[int]], None],
         on_lost: Callable[[str], None],
     ) -> None:
-        """Must be called in the main thread: the kernel ties the parent-death signal to the starting thread."""
+        """`output`: where it prints to.
+
+        Must be called in the main thread: the kernel ties the parent-death signal to the starting thread.
+        """
         self._on_packet, self._on_lost = on_packet, on_lost
         self._lost = self._listening = False
         self._loop = asyncio.get_running_loop()
         self._socket, theirs = packets.pair()
         # A nursery that does not listen for so long is as good as dead.
         self._socket.settimeout(5.0)
-        self._process = self._start(theirs, run_dir, environ, log)
+        self._process = self._start(theirs, run_dir, environ, output)
         theirs.close()
         self._death = os.pidfd_open(self._process.pid)
         self._loop.add_reader(self._socket, self._read)
@@ -42,24 +45,20 @@ class NurseryLink:
 
     @staticmethod
     def _start(
-        theirs: socket.socket, run_dir: Path, environ: Mapping[str, str], log: Path
+        theirs: socket.socket, run_dir: Path, environ: Mapping[str, str], output: int
     ) -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-P", "-m", "trainer.agent.processes.nursery"]
         command += [str(theirs.fileno()), str(os.getpid()), str(run_dir)]
         quiet = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        try:
-            with unheard():
-                return subprocess.Popen(
-                    command,
-                    env={**environ, **quiet},
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=descriptor,
-                    stderr=descriptor,
-                )
-        finally:
-            os.close(descriptor)
+        with unheard():
+            return subprocess.Popen(
+                command,
+                env={**environ, **quiet},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
 
     @property
     def pid(self) -> int:

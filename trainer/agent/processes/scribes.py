@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from trainer.agent.control import packets
 from trainer.agent.processes.lineage import unheard
@@ -22,9 +21,9 @@ _LEAVE_SECONDS = 1.0
 class Scribe:
     """The writer of one rank; a dead one is replaced, over the same memory, when the next generation asks for it."""
 
-    def __init__(self, rank: int, environ: Mapping[str, str], log: Path) -> None:
+    def __init__(self, rank: int, environ: Mapping[str, str], output: int) -> None:
         """Must be called in the main thread: the kernel ties the parent-death signal to the starting thread."""
-        self._rank, self._environ, self._log = rank, environ, log
+        self._rank, self._environ, self._output = rank, environ, output
         self._memory = os.memfd_create(f"orch-arena-{rank}", os.MFD_CLOEXEC)
         self._start()
 
@@ -35,14 +34,14 @@ class Scribe:
         # Its module is named, not imported: agents do without what it needs.
         command = [sys.executable, "-P", "-m", "checkpointing.engine.writer_process", "many"]
         command += [str(theirs.fileno()), str(self._memory), str(os.getpid()), str(self._rank)]
-        with theirs, self._log.open("ab") as log, unheard():
+        with theirs, unheard():
             self._process = subprocess.Popen(
                 command,
                 env=dict(self._environ),
                 pass_fds=[theirs.fileno(), self._memory],
                 stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
+                stdout=self._output,
+                stderr=self._output,
             )
 
     @property
@@ -111,8 +110,9 @@ class Scribe:
 class Scribes:
     """The writers of all local ranks."""
 
-    def __init__(self, ranks: range, environ: Mapping[str, str], log: Path) -> None:
-        self._scribes = [Scribe(rank, environ, log) for rank in ranks]
+    def __init__(self, ranks: range, environ: Mapping[str, str], output: int) -> None:
+        """`output`: where the writers print to."""
+        self._scribes = [Scribe(rank, environ, output) for rank in ranks]
         self._first = ranks.start
 
     def connection(self, local_rank: int) -> "contextlib.AbstractContextManager[list[int]]":

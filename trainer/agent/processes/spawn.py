@@ -22,18 +22,20 @@ def become_rank(
 ) -> NoReturn:
     """Turn the calling, just forked process into the rank that `order` describes; never returns.
 
-    `main` is the warm entry point; without one the rank is executed cold, or is the user's own command.
+    The first of `descriptors` is where it prints to. `main` is the warm entry point; without one the rank is executed
+    cold, or is the user's own command.
     """
     code: int = ExitCode.ERROR
     try:
         _leave_nursery(parent, nursery_ends)
-        _redirect(order["log"], order["generation"])
+        output, *others = descriptors
+        _redirect(output, order["generation"])
         os.environ.update(order["env"])
         if order["cores"]:
             os.sched_setaffinity(0, order["cores"])
         if order["command"]:
             _run_command(order["command"], order["cwd"])
-        spec = _spec(order, descriptors)
+        spec = _spec(order, others)
         if main is None:
             _run_cold(spec)
         setproctitle(f"orch-rank-{spec.rank}")
@@ -56,10 +58,9 @@ def _leave_nursery(parent: int, nursery_ends: Sequence[int]) -> None:
         os.close(descriptor)
 
 
-def _redirect(log: str, generation: int) -> None:
-    """Input from nowhere, output appended to the rank's log, below a line that names the generation."""
+def _redirect(output: int, generation: int) -> None:
+    """Input from nowhere, output to the rank's log, below a line that names the generation."""
     nothing = os.open(os.devnull, os.O_RDONLY)
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.write(output, f"{generation_mark(generation)}\n".encode())
     for descriptor, target in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(descriptor, target)

@@ -172,6 +172,11 @@ def _mismatch(end: RankEnd) -> bool:
     return bool(end.message) and not end.echo and bool(_MISMATCH.search(end.message or ""))
 
 
+def exit_words(exit_code: int | None, number: int | None) -> str:
+    """How a process ended, for people."""
+    return f"killed by {signal_name(number)}" if number is not None else f"exit code {exit_code}"
+
+
 def signal_name(number: int) -> str:
     """SIGKILL for 9; real-time signals by number."""
     try:

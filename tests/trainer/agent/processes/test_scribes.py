@@ -19,9 +19,13 @@ from trainer.agent.processes.scribes import Scribe, Scribes
 SIZE = 1 << 20
 
 
+def opened(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+
 @pytest.fixture
 def scribe(tmp_path: Path) -> Iterator[Scribe]:
-    made = Scribe(3, os.environ, tmp_path / "log")
+    made = Scribe(3, os.environ, opened(tmp_path / "log"))
     yield made
     made.dismiss()
     made.close()
@@ -98,8 +102,9 @@ def test_without_a_writer_a_rank_gets_nothing_and_makes_its_own(scribe, monkeypa
 
 
 def test_writers_leave_when_they_are_dismissed(tmp_path):
+    output = opened(tmp_path / "log")
     before = len(os.listdir("/proc/self/fd"))
-    made = Scribes(range(2, 4), os.environ, tmp_path / "log")
+    made = Scribes(range(2, 4), os.environ, output)
     with made.connection(1) as ends:
         assert len(ends) == 2
     pids = made.pids()
@@ -112,7 +117,7 @@ def test_writers_leave_when_they_are_dismissed(tmp_path):
 def test_the_sampler_of_a_generation_knows_the_writer_of_every_rank(tmp_path):
     alone = Alone(tmp_path)
     alone.agent._seat = 1
-    scribes = alone.agent._scribes = Scribes(range(2, 4), os.environ, tmp_path / "log")
+    scribes = alone.agent._scribes = Scribes(range(2, 4), os.environ, opened(tmp_path / "log"))
     alone.ranks.never_began()
 
     async def begin() -> None:
@@ -133,7 +138,7 @@ def test_the_burial_of_a_dead_nurserys_ranks_spares_the_writers(tmp_path):
     rank = alone.ranks.by_rank[0]
     orphan = subprocess.Popen(["sleep", "60"], process_group=0)
     rank.pid = orphan.pid
-    scribes = alone.agent._scribes = Scribes(range(2), os.environ, tmp_path / "log")
+    scribes = alone.agent._scribes = Scribes(range(2), os.environ, opened(tmp_path / "log"))
     pids = scribes.pids()
     alone.agent._stillborn = 9  # no other nursery
     asyncio.run(alone.agent._bury_and_replace("it was killed"))
@@ -148,7 +153,7 @@ _AGENT = """
 import os, sys, time
 from pathlib import Path
 from trainer.agent.processes.scribes import Scribe
-scribe = Scribe(0, os.environ, Path(sys.argv[1]))
+scribe = Scribe(0, os.environ, os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT))
 if sys.argv[2] == "serving":
     with scribe.connection():
         pass

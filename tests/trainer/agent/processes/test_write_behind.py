@@ -189,7 +189,7 @@ def test_words_on_stderr_do_not_wait_for_a_log_that_hangs(tmp_path, monkeypatch)
     fill(filler)
     with shown.open("w") as stderr, monkeypatch.context() as replaced:
         replaced.setattr(sys, "stderr", stderr)
-        both = say_also(fifo)
+        both = say_also(filler)
         sys.stderr.write("one\n")
         sys.stderr.write("two\n")
         assert sys.stderr.fileno() == stderr.fileno()
@@ -218,7 +218,7 @@ def test_a_hang_is_ended_although_evidence_events_and_words_hang(tmp_path, monke
     fill(write)
     stderr = os.fdopen(write, "w")
     monkeypatch.setattr(sys, "stderr", stderr)
-    words = say_also(tmp_path / "agent.log")
+    words = say_also(os.open(tmp_path / "agent.log", os.O_WRONLY | os.O_CREAT))
 
     async def script() -> None:
         async with Scene(tmp_path, log=SurvivingLog).led() as scene:

@@ -1,0 +1,85 @@
+"""What processes print reaches rotated files, and a file system that hangs stops nobody."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from trainer.agent.processes import log_pipes
+from trainer.agent.processes.log_pipes import LogPipes
+from trainer.contract.log_files import LogFile, LogsConfig, log_files, read_tail
+
+LIMITS = LogsConfig(max_mib=1.0, keep=2)
+
+
+@pytest.fixture
+def pipes():
+    made = LogPipes(LIMITS)
+    yield made
+    made.close(10)
+
+
+def printed(pipes: LogPipes, path: Path, program: str) -> None:
+    output = pipes.descriptor(path)
+    subprocess.run([sys.executable, "-c", program], stdout=output, stderr=output, check=True)
+    assert pipes.settle(path, 60)
+
+
+def test_a_process_that_prints_200_mb_leaves_no_more_than_the_limit(pipes: LogPipes, tmp_path: Path) -> None:
+    path = tmp_path / "rank-00000.log"
+    printed(pipes, path, "for number in range(2000): print(str(number) * 25_000)\nprint('done')")
+    sizes = [file.stat().st_size for file in log_files(path)]
+    assert len(sizes) == 2
+    assert max(sizes) <= 1 << 20
+    assert read_tail(path, 100).endswith(b"1999\ndone\n")
+
+
+def test_the_words_of_processes_follow_each_other_in_one_log(pipes: LogPipes, tmp_path: Path) -> None:
+    for word in ("one", "two", "three"):
+        printed(pipes, tmp_path / "log", f"print('{word}')")
+    assert (tmp_path / "log").read_text() == "one\ntwo\nthree\n"
+
+
+def test_logs_are_apart(pipes: LogPipes, tmp_path: Path) -> None:
+    for word in ("one", "two"):
+        printed(pipes, tmp_path / word, f"print('{word}')")
+    assert [(tmp_path / word).read_text() for word in ("one", "two")] == ["one\n", "two\n"]
+
+
+def test_who_prints_does_not_wait_for_a_file_system_that_hangs(tmp_path: Path, monkeypatch) -> None:
+    back = threading.Event()
+    write = LogFile.write
+    monkeypatch.setattr(LogFile, "write", lambda file, data: (back.wait(60), write(file, data)))
+    monkeypatch.setattr(log_pipes, "MOST_WAITING", 1 << 20)
+    pipes, path = LogPipes(LIMITS, stall_seconds=0.1), tmp_path / "log"
+    output = pipes.descriptor(path)
+    # It ends although nothing is written, and although it prints more than is kept for later.
+    subprocess.run([sys.executable, "-c", "for _ in range(300): print('x' * 19_999)"], stdout=output, check=True)
+    assert not pipes.settle(path, 0.1)
+    back.set()
+    assert pipes.settle(path, 30)
+    os.write(output, b"after\n")
+    assert pipes.settle(path, 30)
+    text = read_tail(path, 1 << 20)
+    assert b" bytes are missing here: they could not be written]\n" in text
+    assert text.endswith(b"after\n")
+    pipes.close(1)
+
+
+def test_a_full_disk_stops_nobody_and_the_gap_is_told(pipes: LogPipes, tmp_path: Path, monkeypatch) -> None:
+    write, full = LogFile.write, [True]
+
+    def refuse(file: LogFile, data: bytes) -> None:
+        if full[0]:
+            raise OSError(28, "No space left on device")
+        write(file, data)
+
+    monkeypatch.setattr(LogFile, "write", refuse)
+    printed(pipes, tmp_path / "log", "print('lost')")
+    full[0] = False
+    printed(pipes, tmp_path / "log", "print('kept')")
+    told = "[orch: 5 bytes are missing here: they could not be written]"
+    assert (tmp_path / "log").read_text() == f"\n{told}\nkept\n"

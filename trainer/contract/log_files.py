@@ -1,0 +1,196 @@
+"""Logs that end: a full log file is rotated, and only the newest files of a log are kept.
+
+`rank-00003.log` is the file that is written. When it is full it becomes `rank-00003.log.1`, the next one
+`rank-00003.log.2`, and so on: a rotated file is never renamed again, and the oldest ones are deleted.
+"""
+
+import math
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogsConfig:
+    """How much of what it prints is kept of each rank, agent and controller: at most `max_mib` x `keep`."""
+
+    max_mib: float = 16.0
+    """Largest log file in MiB; a full one is rotated."""
+    keep: int = 4
+    """Files kept of each log, the one that is written included."""
+
+    def __post_init__(self) -> None:
+        if not 0.001 <= self.max_mib < math.inf:
+            raise ValueError(f"logs.max_mib={self.max_mib}: must be at least 0.001")
+        if self.keep < 1:
+            raise ValueError(f"logs.keep={self.keep}: must be at least 1")
+
+    @property
+    def max_bytes(self) -> int:
+        return int(self.max_mib * (1 << 20))
+
+
+def rotated_files(path: Path) -> dict[int, Path]:
+    """The rotated files of a log by number, oldest first."""
+    pattern = re.compile(re.escape(path.name) + r"\.(\d+)")
+    try:
+        found = {int(match[1]): path.parent / match[0] for name in os.listdir(path.parent)
+                 if (match := pattern.fullmatch(name))}  # fmt: skip
+    except OSError:
+        found = {}
+    return dict(sorted(found.items()))
+
+
+def log_files(path: Path) -> list[Path]:
+    """All files of a log, oldest first."""
+    return [*rotated_files(path).values(), *([path] if path.exists() else [])]
+
+
+def read_tail(path: Path, nbytes: int) -> bytes:
+    """The last bytes of a log, over all of its files; raises FileNotFoundError when there is no such log."""
+    parts: list[bytes] = []
+    seen: set[int] = set()
+    for file in _opened_newest_first(path):
+        with file:
+            status = os.fstat(file.fileno())
+            if status.st_ino in seen:  # it was rotated after it had been opened
+                continue
+            seen.add(status.st_ino)
+            file.seek(max(0, status.st_size - nbytes))
+            parts.insert(0, file.read(nbytes))
+        nbytes -= len(parts[0])
+        if nbytes <= 0:
+            break
+    if not parts:
+        raise FileNotFoundError(f"there is no log {path}")
+    return b"".join(parts)
+
+
+def _opened_newest_first(path: Path) -> Iterator[FileIO]:
+    # The one that is written first: when it is rotated meanwhile, it is found twice, and not missed.
+    with suppress(FileNotFoundError):
+        yield FileIO(path)
+    for old in reversed(rotated_files(path).values()):
+        with suppress(FileNotFoundError):  # deleted just now
+            yield FileIO(old)
+
+
+class LogFile:
+    """Appends to a log and rotates it; its directory must exist."""
+
+    def __init__(self, path: Path, limits: LogsConfig) -> None:
+        """Raises OSError."""
+        self.path, self.limits = path, limits
+        self._open()
+
+    def _open(self) -> None:
+        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._size = os.fstat(self._descriptor).st_size
+
+    def write(self, data: bytes) -> None:
+        """Append; a file ends with a whole line where it can. Raises OSError; some of `data` may be written then."""
+        while data:
+            part = self._fitting(data)
+            written = os.write(self._descriptor, part) if part else 0
+            self._size += written
+            data = data[written:]
+            if data and written == len(part):
+                self._rotate()
+
+    def _fitting(self, data: bytes) -> bytes:
+        room = max(0, self.limits.max_bytes - self._size)
+        if len(data) <= room:
+            return data
+        lines = data.rfind(b"\n", 0, room) + 1
+        return data[: lines or (0 if self._size else room)]
+
+    def _rotate(self) -> None:
+        numbers = list(rotated_files(self.path))
+        number = max(numbers, default=0) + 1
+        os.rename(self.path, self.path.with_name(f"{self.path.name}.{number}"))
+        os.close(self._descriptor)
+        self._open()
+        for old in [*numbers, number]:
+            if old <= number - (self.limits.keep - 1):
+                self.path.with_name(f"{self.path.name}.{old}").unlink(missing_ok=True)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class LogReader:
+    """Reads what is appended to a log, across rotations."""
+
+    def __init__(self, path: Path, lines: int | None) -> None:
+        """Begins `lines` lines before the end, None with the oldest line that is kept; raises OSError."""
+        self._path = path
+        self._file = FileIO(path)
+        rotated, mine = rotated_files(path), os.fstat(self._file.fileno()).st_ino
+        just_now = [number for number, file in rotated.items() if _inode(file) == mine]
+        self._number = just_now[0] if just_now else max(rotated, default=0) + 1  # which it gets when it is rotated
+        old = [file for number, file in rotated.items() if number < self._number]
+        self._found = self._file.read() or b""
+        # What went before is read only as far as it is asked for.
+        while old and (lines is None or self._found.count(b"\n") <= lines):
+            self._found = _read(old.pop()) + self._found
+        if lines is not None:
+            self._found = _last(self._found, lines)
+
+    def read(self) -> bytes:
+        """What was appended since the last read, as far as it is still there."""
+        found, self._found = self._found + (self._file.read() or b""), b""
+        while not self._is_current():
+            # WARNING: nothing is appended any more only now, and something may have been since the last read.
+            found += self._file.read() or b""
+            if not self._advance():
+                break
+            found += self._gap + (self._file.read() or b"")
+        return found
+
+    def _is_current(self) -> bool:
+        try:
+            return os.stat(self._path).st_ino == os.fstat(self._file.fileno()).st_ino
+        except FileNotFoundError:  # in the middle of a rotation
+            return True
+
+    def _advance(self) -> bool:
+        """Go on to the file that followed the one at hand; False when it has gone in the meantime."""
+        newer = {number: file for number, file in rotated_files(self._path).items() if number > self._number}
+        number = min(newer, default=max(rotated_files(self._path), default=self._number) + 1)
+        try:
+            successor = FileIO(newer.get(number, self._path))
+        except FileNotFoundError:
+            return False
+        self._gap = b"[orch: lines are missing here: they were deleted before they were read]\n"
+        self._gap = self._gap if number > self._number + 1 else b""
+        self._file.close()
+        self._file, self._number = successor, number
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
+def _last(text: bytes, lines: int) -> bytes:
+    """Its last whole lines, and what stands after them."""
+    whole, mark, rest = text.rpartition(b"\n")
+    kept = whole.split(b"\n")[-lines:] if lines and mark else []
+    return b"".join(line + b"\n" for line in kept) + rest
+
+
+def _inode(path: Path) -> int:
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return 0

@@ -103,9 +103,11 @@ class Actor:
         own = [one for one in self.store.submissions(view.run.name) if one.attempt == attempt.number]
         permission = permit(own, self.store.submissions(since=now - HOUR), now)
         if permission.step is Step.GIVE_UP:
-            # What sbatch has acknowledged three times and nobody can find is for a person; its failures pass.
-            acknowledged = any(one.job_id for one in unresolved(own))
-            kind = FailureKind.SUBMISSION_LOST if acknowledged else FailureKind.JOB_LOST
+            # What sbatch has acknowledged again and again and nobody can find is for a person; its failures pass, and
+            # a single job may have been cancelled by hand where there is no accounting.
+            lost = unresolved(own)
+            repeated = 2 * sum(bool(one.job_id) for one in lost) > len(lost)
+            kind = FailureKind.SUBMISSION_LOST if repeated else FailureKind.JOB_LOST
             return Failure(kind=kind, reason=permission.reason)
         if permission.step is Step.WAIT:
             self.note(view.run, permission.reason)

@@ -43,6 +43,24 @@ def test_silence_in_between_begins_the_minute_anew(tmp_path: Path) -> None:
     assert world.clock.now - silent >= AMBIGUOUS_FOR
 
 
+def test_one_lost_job_among_failures_of_sbatch_needs_nobody(tmp_path: Path) -> None:
+    """Somebody cancelled the first one while it was held, and there is no accounting: no trace of it is left."""
+    world = World(tmp_path)
+    world.slurm.weather = Weather(accounting=False)
+    find = world.slurm.find
+    world.slurm.find = lambda *_: []  # type: ignore[method-assign]
+    world.tick()
+    (job,) = world.slurm.jobs
+    world.slurm.jobs.remove(job)
+    world.slurm.find = find  # type: ignore[method-assign]
+    world.slurm.weather = Weather(ambiguous=1.0, lost=1.0, accounting=False)
+    world.turns(3000, 1.0, lambda: len(world.store.submissions(world.name)) == 3)
+    world.turns(200, 1.0, lambda: len(world.attempts) == 2)
+    assert world.attempts[0].failure["kind"] == "job_lost"
+    world.slurm.weather = Weather()
+    assert world.finish().state is RunState.SUCCEEDED
+
+
 def test_a_late_duplicate_is_cancelled_and_never_let_go(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.tick()

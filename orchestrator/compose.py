@@ -15,7 +15,7 @@ from orchestrator.config import RunConfig
 from orchestrator.errors import ConfigError
 from orchestrator.layers import Assignment
 from trainer.contract.config import build
-from trainer.contract.drills import DrillEvent
+from trainer.contract.drill_config import DrillEvent
 
 DEFAULT = "default"
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})", re.ASCII)

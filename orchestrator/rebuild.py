@@ -23,7 +23,7 @@ from orchestrator.registry.store import Store
 from orchestrator.salvage import salvage
 from orchestrator.states import Trust
 from trainer.contract.config import build
-from trainer.contract.launch import LaunchToken
+from trainer.contract.launch_token import LaunchToken
 from trainer.contract.run_dir import RunDir
 
 log = logging.getLogger("orch.registry")

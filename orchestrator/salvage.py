@@ -9,7 +9,7 @@ from orchestrator.registry.recording import Record
 from orchestrator.registry.records import Attempt, Run, Transition
 from orchestrator.states import AttemptState, RunState
 from trainer.contract.events import Event, EventKind, read_events
-from trainer.contract.launch import LaunchToken
+from trainer.contract.launch_token import LaunchToken
 from trainer.contract.outcome import AttemptOutcome, AttemptResult
 from trainer.contract.run_dir import AttemptDir, RunDir
 

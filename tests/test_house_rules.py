@@ -17,7 +17,22 @@ MAY_IMPORT = {
 }
 TORCH_ROOMS = ("trainer/worker/", "checkpointing/engine/")
 STANDARD_ONLY = "trainer/contract/"
-AGENT_ROOMS = ("control", "flight", "processes", "fleet", "watch", "ladder", "evidence", "coordination", "node", "main")
+AGENT_ROOMS = (
+    "control",
+    "flight",
+    "processes",
+    "fork_server",
+    "ranks",
+    "nodes",
+    "watch",
+    "ladder",
+    "evidence",
+    "attempt_state",
+    "user_command",
+    "coordination",
+    "node_agent",
+    "main",
+)
 """Each may enter those before it."""
 BANNED_NAMES = ("utils", "helpers", "common", "misc", "manager")
 PICKLE_MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing"}

@@ -14,20 +14,22 @@ from benchmarks.checkpoint.ours import Ours, files_of
 from benchmarks.checkpoint.rows import Measured, Setting
 from benchmarks.checkpoint.states import State, state
 from checkpointing.engine.link import WriterLink
-from trainer.agent.processes.scribes import Scribe
+from trainer.agent.processes.checkpoint_writers import CheckpointWriter
 
 
 def restart(setting: Setting) -> Measured:
     """The load alone, by a new generation each time; both sides are prepared before, as ranks are."""
     torch.set_num_threads(1)
     made = state("BIG", setting.scale)
-    scribe = Scribe(0, os.environ, os.open(setting.folder / "writer.log", os.O_WRONLY | os.O_CREAT))
-    saver = Ours(setting.folder / "ours", made, link=_linked(scribe))
+    checkpoint_writer = CheckpointWriter(
+        0, os.environ, os.open(setting.folder / "writer.log", os.O_WRONLY | os.O_CREAT)
+    )
+    saver = Ours(setting.folder / "ours", made, link=_linked(checkpoint_writer))
     files = files_of(saver.folder / saver.save().name)
     saver.checkpointer.close()
 
     def from_memory() -> float:
-        with _generation(saver, link=_linked(scribe)) as ours:
+        with _generation(saver, link=_linked(checkpoint_writer)) as ours:
             return _loaded(ours, made, memory=True)
 
     def from_disk() -> float:
@@ -36,13 +38,13 @@ def restart(setting: Setting) -> Measured:
             return _loaded(ours, made, memory=False)
 
     times = interleaved({LIMIT: from_disk, OURS: from_memory}, setting.rounds)
-    scribe.dismiss()
-    scribe.close()
+    checkpoint_writer.dismiss()
+    checkpoint_writer.close()
     return Measured(ours=times[OURS], limit=times[LIMIT], rounds=setting.rounds, cache="cold disk")
 
 
-def _linked(scribe: Scribe) -> WriterLink:
-    with scribe.connection() as (memory, stream):
+def _linked(checkpoint_writer: CheckpointWriter) -> WriterLink:
+    with checkpoint_writer.connection() as (memory, stream):
         return WriterLink.attach(os.dup(stream), os.dup(memory))
 
 

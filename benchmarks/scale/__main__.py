@@ -31,8 +31,8 @@ from benchmarks.scale.table import MUST, STRETCH, report
 from trainer.agent.coordination.coordinator import Coordinator
 from trainer.contract.config import ClusterShape, JobConfig
 from trainer.contract.events import EventKind, EventLog, read_events
-from trainer.contract.launch import LaunchToken
-from trainer.contract.place import Place
+from trainer.contract.launch_token import LaunchToken
+from trainer.contract.node_identity import NodeIdentity
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 _JOIN_SECONDS = 60.0
@@ -106,7 +106,7 @@ class Scene:
         return Coordinator(
             run=self._run, attempt=self._attempt, token=token, started=time.monotonic(),
             config=JobConfig(cluster=ClusterShape(nodes=options.nodes, ranks_per_node=options.ranks_per_node)),
-            place=Place(kind="slurm", job_id="7", node=0, nodes=options.nodes, name="node0000"),
+            identity=NodeIdentity(kind="slurm", job_id="7", node=0, nodes=options.nodes, name="node0000"),
             events=EventLog(self._attempt.event_file("coordinator"), "coordinator", 1),
         )  # fmt: skip
 

@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trainer.agent.control.wire import Message, Peer, connect
-from trainer.agent.flight.record import Entry, Flight, Group
+from trainer.agent.control.tcp_transport import Message, Peer, connect
+from trainer.agent.flight.flight_record import Entry, FlightRecord, Group
+from trainer.agent.watch.rank_sample import RankSample
 from trainer.agent.watch.sampling import report_seconds
-from trainer.agent.watch.sighting import Sighting
 from trainer.contract.progress import SECTIONS
 
 _JOIN_AT_ONCE = 100
@@ -27,7 +27,7 @@ _A_STEP = 4
 """Collectives in each step."""
 _P99_SECONDS = 10.0
 _FLIGHTS_AT_ONCE = 4
-"""As `trainer.agent.evidence.witness` sends them."""
+"""As `trainer.agent.evidence.collector` sends them."""
 
 
 class World:
@@ -54,7 +54,7 @@ class World:
         if generation > self._generation:
             self._generation, self._began, self.culprit = generation, time.monotonic(), -1
 
-    def see(self, rank: int, node: str) -> Sighting:
+    def see(self, rank: int, node: str) -> RankSample:
         """One rank, now."""
         now, stands = time.monotonic(), False
         at = now
@@ -64,7 +64,7 @@ class World:
         step, into = divmod((at - self._began) / self._seconds, 1.0)
         phase, entered = _phase(into)
         age = now - at if stands else (into - entered) * self._seconds
-        return Sighting(
+        return RankSample(
             rank=rank, node=node, step=int(step), phase=phase, first=step < 1, age=round(age, 4),
             collective=int(step) * _A_STEP + (2 if phase == "backward" else 1), alive=round(age, 4),
             state="T" if stands and rank == self.culprit and self.how == "stopped" else "S" if stands else "R",
@@ -87,7 +87,9 @@ def _flight(entered: int, completed: int, world: tuple[int, ...]) -> str:
     states = ["done"] * completed + ["scheduled"] * (entered - completed)
     newest = list(enumerate(states, 1))[-30:]
     entries = tuple(Entry("0", at, "all_reduce", "1024x1024", 1 << 20, "Float", state) for at, state in newest)
-    return Flight(rank=-1, groups={"0": Group(world, entered, completed, "default_pg")}, entries=entries).to_json()
+    return FlightRecord(
+        rank=-1, groups={"0": Group(world, entered, completed, "default_pg")}, entries=entries
+    ).to_json()
 
 
 def _phase(into: float) -> tuple[str, float]:

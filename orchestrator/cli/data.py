@@ -24,20 +24,20 @@ def prepare(screen: Screen, paths: tuple[str, ...], out: Path) -> None:
 
     `python-stdlib` stands for the source text of Python's own standard library.
     """
-    from trainer.contract import tokens
+    from trainer.contract import token_shards
 
-    missing = [path for path in paths if path != tokens.STDLIB and not Path(path).expanduser().exists()]
+    missing = [path for path in paths if path != token_shards.STDLIB and not Path(path).expanduser().exists()]
     if missing:
         raise NotFound(
             f"no such text: {missing[0]}",
             where="command line: PATHS",
-            hint=f"give text files, folders, or {tokens.STDLIB}",
+            hint=f"give text files, folders, or {token_shards.STDLIB}",
         )
     started = time.monotonic()
     with screen.bar("tokenizing") as meter:
         try:
-            index = tokens.prepare(paths, out, meter)
-        except tokens.TokensError as error:
+            index = token_shards.prepare(paths, out, meter)
+        except token_shards.TokensError as error:
             raise ConfigError(str(error), where=f"command line: --out {out}", hint="orch data prepare -h") from error
     seconds = time.monotonic() - started
     answer = {

@@ -23,7 +23,7 @@ from orchestrator.cli.watch import Watch, is_over, watching
 from orchestrator.errors import ConfigError, Precondition, RunFailed, WaitTimeout
 from orchestrator.home import state_home
 from trainer.contract.config import JobConfig
-from trainer.contract.drills import KINDS
+from trainer.contract.drill_config import KINDS
 from trainer.contract.events import Event, EventKind
 from trainer.contract.requests import RequestKind
 from trainer.contract.run_dir import RunDir

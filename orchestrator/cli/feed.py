@@ -10,7 +10,7 @@ from typing import Any
 from orchestrator.cli.growing import Unfinished, size_of, tail_of
 from orchestrator.cli.render import count, decimal, progress, size
 from trainer.contract.events import Event, EventKind, read_events
-from trainer.contract.lines import read_on
+from trainer.contract.line_file import read_new_lines
 from trainer.contract.outcome import ExitCode
 from trainer.contract.run_dir import AttemptDir, RunDir
 
@@ -79,7 +79,7 @@ class Feed:
         path = attempt.metrics
         if path not in self._metrics:
             self._metrics[path] = tail_of(path)  # only the newest line counts
-        lines, self._metrics[path] = read_on(path, self._metrics[path])
+        lines, self._metrics[path] = read_new_lines(path, self._metrics[path])
         for line in reversed(lines):
             beat = _beat(line)
             if beat is not None:

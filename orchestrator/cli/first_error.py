@@ -10,7 +10,7 @@ from orchestrator.cli.render import plain
 from trainer.contract.events import Event, EventKind, read_events
 from trainer.contract.log_files import read_tail
 from trainer.contract.outcome import AttemptOutcome, ExitCode, Failure, RankOutcome
-from trainer.contract.rank import generation_mark
+from trainer.contract.rank_messages import generation_mark
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 _QUIET_ENDS = (ExitCode.FINISHED, ExitCode.STOPPED_AFTER_SAVE)

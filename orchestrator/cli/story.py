@@ -8,7 +8,7 @@ from typing import Any
 from orchestrator.cli.feed import Feed
 from orchestrator.cli.growing import Unfinished, tail_of
 from trainer.contract.events import Event, EventKind
-from trainer.contract.lines import read_on
+from trainer.contract.line_file import read_new_lines
 from trainer.contract.run_dir import RunDir
 
 
@@ -75,7 +75,7 @@ class Steps:
         """All lines so far."""
         for attempt in self._unfinished.attempts():
             path = attempt.metrics
-            lines, self._offsets[path] = read_on(path, self._offsets.get(path, 0))
+            lines, self._offsets[path] = read_new_lines(path, self._offsets.get(path, 0))
             if lines:
                 self._unfinished.told(attempt)
             self._lines += [fields for line in lines if (fields := _fields(line)) is not None]

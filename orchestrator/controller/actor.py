@@ -32,7 +32,7 @@ from orchestrator.registry.store import Store
 from orchestrator.scheduler.base import UNREADABLE, JobStatus, Scheduler
 from orchestrator.scheduler.payload import ids_in
 from orchestrator.states import AttemptState, RunState
-from trainer.contract.launch import LaunchToken, is_revoked, revoke
+from trainer.contract.launch_token import LaunchToken, is_revoked, revoke
 from trainer.contract.outcome import Failure, FailureKind
 from trainer.contract.requests import Request, RequestKind
 from trainer.contract.run_dir import AttemptDir, RunDir

@@ -20,7 +20,7 @@ from orchestrator.registry.records import Attempt, Run
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.instance import instance_of
 from trainer.contract.config import WorkloadConfig
-from trainer.contract.tokens import Index, TokensError, prepare_under
+from trainer.contract.token_shards import Index, TokensError, prepare_under
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all while text is tokenized."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from orchestrator.registry.records import Attempt, Checkpoint, Generation
 from orchestrator.states import Trust, may_move
-from trainer.agent.ladder.suspects import Fall, fall, suspects
+from trainer.agent.ladder.suspect_checkpoints import FailedGeneration, failed_generation, suspect_steps
 from trainer.contract.outcome import Failure
 
 
@@ -16,14 +16,14 @@ def doubted(
 
     One of the same step that was saved after the generation that fell from it had begun is another state.
     """
-    falls: list[Fall] = []
+    failed_generations: list[FailedGeneration] = []
     began: dict[int, float] = {}
     for generation, failure in _ends(attempts, generations, newest):
-        one = fall(failure, generation.resumed_from, generation.last_step)
+        one = failed_generation(failure, generation.resumed_from, generation.last_step)
         if one is not None:
-            falls.append(one)
+            failed_generations.append(one)
             began[one.restored] = generation.started_at
-    found = suspects(falls)
+    found = suspect_steps(failed_generations)
     return [
         (item, found[item.step])
         for item in checkpoints

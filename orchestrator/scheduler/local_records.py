@@ -16,7 +16,7 @@ from typing import Any
 
 from checkpointing.durable import canonical, read_json, write_durably
 from orchestrator.process_space import is_visible, process_space
-from trainer.contract.place import local_job_id
+from trainer.contract.node_identity import local_job_id
 from trainer.contract.run_dir import AttemptDir
 
 MARK = "ORCH_LOCAL_JOB"
@@ -55,7 +55,7 @@ class Host:
     """The process that is the job: it starts the tasks, waits for them and says how they ended."""
 
     pid: int
-    job_id: str  # pid and start time, as trainer.contract.place has it
+    job_id: str  # pid and start time, as trainer.contract.node_identity has it
     boot: str
     started_at: float | None = None  # when its tasks were started
     space: str = ""  # where its pid means something; an older version wrote none

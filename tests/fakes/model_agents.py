@@ -7,7 +7,7 @@ from orchestrator.scheduler.base import JobSpec
 from tests.fakes.model_clock import FakeClock
 from trainer.contract.config import load
 from trainer.contract.events import EventKind, EventLog
-from trainer.contract.launch import LaunchToken, holds
+from trainer.contract.launch_token import LaunchToken, holds
 from trainer.contract.outcome import AgentEnd, AgentReport, AttemptOutcome, AttemptResult, ExitCode, Failure
 from trainer.contract.requests import RequestKind, pending
 from trainer.contract.run_dir import RunDir

@@ -11,7 +11,7 @@ from orchestrator.errors import Fenced, Precondition, RegistryError
 from orchestrator.scheduler.base import UNREADABLE, JobStatus
 from orchestrator.states import AttemptState, RunState
 from tests.scenarios.world import World, training
-from trainer.contract.launch import LaunchToken
+from trainer.contract.launch_token import LaunchToken
 
 
 def test_a_paused_controller_cannot_act_after_another_took_over(tmp_path: Path) -> None:

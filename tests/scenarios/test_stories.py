@@ -11,7 +11,7 @@ from orchestrator.registry.records import Notice
 from orchestrator.states import AttemptState, RunState, Trust
 from tests.scenarios.world import World, config, moves, training
 from trainer.contract.events import EventKind, EventLog
-from trainer.contract.launch import LaunchToken
+from trainer.contract.launch_token import LaunchToken
 from trainer.contract.outcome import Failure, FailureKind
 from trainer.contract.requests import RequestKind, pending
 

@@ -20,7 +20,7 @@ from tests.fakes.memory_store import MemoryStore
 from tests.fakes.model_clock import FakeClock
 from tests.fakes.outages import OutageSlurm
 from trainer.contract.config import RecoveryConfig
-from trainer.contract.launch import LaunchToken
+from trainer.contract.launch_token import LaunchToken
 from trainer.contract.run_dir import RunDir
 
 

@@ -14,32 +14,32 @@ from setproctitle import setproctitle
 
 from checkpointing.durable import read_json
 from trainer.agent.control import address
-from trainer.agent.control.wire import Peer, WireError, connect
+from trainer.agent.control.tcp_transport import Peer, WireError, connect
 from trainer.agent.coordination.coordinator import Coordinator
-from trainer.agent.coordination.gate import Refused, wait_for_go
-from trainer.agent.node import NodeAgent
-from trainer.agent.processes import lineage
+from trainer.agent.coordination.launch_gate import Refused, wait_for_go
+from trainer.agent.node_agent import NodeAgent
+from trainer.agent.processes import process_tree
 from trainer.agent.processes.log_pipes import LogPipes
-from trainer.agent.processes.watched import Watched
+from trainer.agent.processes.watchdog_client import WatchdogClient
 from trainer.agent.processes.write_behind import WriteBehind, settle
-from trainer.agent.watch.blame import signal_name
+from trainer.agent.watch.root_cause import signal_name
 from trainer.contract.config import JobConfig, load
 from trainer.contract.events import EventKind, EventLog
-from trainer.contract.launch import LaunchToken
-from trainer.contract.lines import LineFile
+from trainer.contract.launch_token import LaunchToken
+from trainer.contract.line_file import LineFile
 from trainer.contract.log_files import LogsConfig
+from trainer.contract.node_identity import NodeIdentity, discover
 from trainer.contract.outcome import ExitCode
-from trainer.contract.place import Place, discover
 from trainer.contract.run_dir import AttemptDir, RunDir
 
-_HEARD = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
+_HANDLED_SIGNALS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 _CONNECT_SECONDS = 60.0
 _DRILL_SECONDS = 1.0
-_WORDS_SECONDS = 1.0
+_STDERR_SECONDS = 1.0
 """How long words on stderr may hold up the end, after the events."""
 
 
-class SurvivingLog(EventLog):
+class NonBlockingEventLog(EventLog):
     """An event log whose failure is told on stderr and ends nothing, and whose file system may hang.
 
     Time and number are those of the call, not of the moment when the line is written.
@@ -73,7 +73,7 @@ def run_agent(run_dir: str, attempt: str) -> NoReturn:
     agent: Agent | None = None
     try:
         # At once: submitit's handlers would requeue the job by themselves.
-        for number in _HEARD:
+        for number in _HANDLED_SIGNALS:
             signal.signal(number, lambda received, _: early.append(received))
         signal.signal(signal.SIGCONT, signal.SIG_IGN)
         # Titles must not cover the environment, by which the processes of a job are found.
@@ -102,70 +102,72 @@ class Agent:
         self._started = time.monotonic()
         self._node: NodeAgent | None = None
         self._main: asyncio.Task[Any] | None = None
-        self._logs: list[WriteBehind] = []
-        self._words: list[WriteBehind] = []
+        self._event_writers: list[WriteBehind] = []
+        self._stderr_writers: list[WriteBehind] = []
         self._node_logs = LogPipes()
 
     def settle(self) -> None:
         """Have all events and words written before the end, as far as the file system answers."""
-        settle(self._logs)
-        settle(self._words, _WORDS_SECONDS)
-        self._node_logs.close(_WORDS_SECONDS)
+        settle(self._event_writers)
+        settle(self._stderr_writers, _STDERR_SECONDS)
+        self._node_logs.close(_STDERR_SECONDS)
 
     async def live(self) -> int:
         """From the gate to the exit code."""
         self._main = asyncio.current_task()
         self._listen()
-        lineage.adopt_orphans()
+        process_tree.become_subreaper()
         try:
-            place = discover()
+            identity = discover()
         except (RuntimeError, OSError, KeyError, ValueError) as error:
             sys.stderr.write(f"orch-agent: {error}\n")
             return ExitCode.NEVER_RETRY
         try:
-            self._follow_job(place)
-            self._words += say_also(self._node_logs.descriptor(self._attempt.agent_log(place.node)))
-            token = await wait_for_go(self._attempt.go, place, self._attempt.number)
-            config = await asyncio.to_thread(self._config, place)
+            self._follow_job(identity)
+            self._stderr_writers += copy_stderr_to_log(
+                self._node_logs.descriptor(self._attempt.agent_log(identity.node))
+            )
+            token = await wait_for_go(self._attempt.go, identity, self._attempt.number)
+            config = await asyncio.to_thread(self._config, identity)
             self._node_logs.limit(config.logs)
-            return await self._work(place, config, token)
+            return await self._work(identity, config, token)
         except Refused as refusal:
-            return self._refuse(place, str(refusal))
+            return self._refuse(identity, str(refusal))
         except asyncio.CancelledError:
             sys.stderr.write("orch-agent: told to end before it began, or its job is gone\n")
             return ExitCode.RETRY
 
-    def _config(self, place: Place) -> JobConfig:
+    def _config(self, identity: NodeIdentity) -> JobConfig:
         try:
             config = load(self._run.config)
         except (OSError, ValueError, TypeError) as error:
             raise Refused(f"cannot read the run's configuration: {error}") from error
-        if config.cluster.all_nodes != place.nodes:
-            raise Refused(f"the job has {place.nodes} node(s), the run is configured for {config.cluster.all_nodes}")
+        if config.cluster.all_nodes != identity.nodes:
+            raise Refused(f"the job has {identity.nodes} node(s), the run is configured for {config.cluster.all_nodes}")
         return config
 
     # -- signals and the job -----------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
         loop = asyncio.get_running_loop()
-        for number in _HEARD:
-            loop.add_signal_handler(number, self._signalled, number)
+        for number in _HANDLED_SIGNALS:
+            loop.add_signal_handler(number, self._on_signal, number)
         for early in self._early:
-            loop.call_soon(self._signalled, early)
+            loop.call_soon(self._on_signal, early)
 
-    def _signalled(self, number: int) -> None:
+    def _on_signal(self, number: int) -> None:
         sys.stderr.write(f"orch-agent: got {signal_name(number)}\n")
         if self._node is not None:
-            self._node.signalled(number)
+            self._node.on_signal(number)
         elif self._main is not None:
             # Nothing has begun, so there is nothing to save.
             self._main.cancel()
 
-    def _follow_job(self, place: Place) -> None:
+    def _follow_job(self, identity: NodeIdentity) -> None:
         """On one machine the job is submitit's process: when it is gone, so is the job, and nobody else would know."""
-        if place.kind != "local":
+        if identity.kind != "local":
             return
-        handle = os.pidfd_open(int(place.job_id.partition("-")[0]))
+        handle = os.pidfd_open(int(identity.job_id.partition("-")[0]))
         asyncio.get_running_loop().add_reader(handle, self._job_gone, handle)
 
     def _job_gone(self, handle: int) -> None:
@@ -174,39 +176,39 @@ class Agent:
         if self._main is not None:
             self._main.cancel()
 
-    def _refuse(self, place: Place, reason: str) -> int:
+    def _refuse(self, identity: NodeIdentity, reason: str) -> int:
         sys.stderr.write(f"orch-agent: refuses to train: {reason}\n")
         # Under its own name: the attempt's agents may be another job's.
-        source = f"refused-{place.job_id}-{place.node:04d}"
+        source = f"refused-{identity.job_id}-{identity.node:04d}"
         self._log(source).write(EventKind.DECISION, action="refuse", reason=reason)
         return ExitCode.NEVER_RETRY
 
     # -- work --------------------------------------------------------------------------------------------------------
 
-    async def _work(self, place: Place, config: JobConfig, token: LaunchToken) -> int:
-        events = self._log(f"agent-{place.node:04d}")
+    async def _work(self, identity: NodeIdentity, config: JobConfig, token: LaunchToken) -> int:
+        events = self._log(f"agent-{identity.node:04d}")
         self._node = NodeAgent(
             run=self._run,
             attempt=self._attempt,
             config=config,
-            place=place,
+            identity=identity,
             events=events,
             environ=os.environ,
             logs=self._node_logs,
         )
-        watched = Watched(
-            seconds=config.recovery.hang.agent, report=self._attempt.agent_report(place.node), node=place.node,
-            name=place.name,
+        watchdog = WatchdogClient(
+            seconds=config.recovery.hang.agent, report=self._attempt.agent_report(identity.node), node=identity.node,
+            name=identity.name,
         )  # fmt: skip
-        self._node.spared = (watched.pid,)
+        self._node.other_children = (watchdog.pid,)
         try:
-            return await self._serve(self._node, place, config, token)
+            return await self._serve(self._node, identity, config, token)
         finally:
-            watched.close()
+            watchdog.close()
 
-    async def _serve(self, node: NodeAgent, place: Place, config: JobConfig, token: LaunchToken) -> int:
-        leading = await self._lead(place, config, token) if place.node == 0 else None
-        peer = await self._join(place)
+    async def _serve(self, node: NodeAgent, identity: NodeIdentity, config: JobConfig, token: LaunchToken) -> int:
+        leading = await self._lead(identity, config, token) if identity.node == 0 else None
+        peer = await self._join(identity)
         try:
             code = await node.serve(peer)
         finally:
@@ -214,30 +216,30 @@ class Agent:
         return code if leading is None else await leading
 
     def _log(self, source: str) -> EventLog:
-        log = SurvivingLog(self._attempt.event_file(source), source, self._attempt.number)
-        self._logs.append(log.behind)
+        log = NonBlockingEventLog(self._attempt.event_file(source), source, self._attempt.number)
+        self._event_writers.append(log.behind)
         return log
 
-    async def _lead(self, place: Place, config: JobConfig, token: LaunchToken) -> "asyncio.Task[int]":
+    async def _lead(self, identity: NodeIdentity, config: JobConfig, token: LaunchToken) -> "asyncio.Task[int]":
         """Node 0 leads: its coordinator runs in this loop."""
         coordinator = Coordinator(
-            run=self._run, attempt=self._attempt, config=config, place=place, events=self._log("coordinator"),
+            run=self._run, attempt=self._attempt, config=config, identity=identity, events=self._log("coordinator"),
             token=token, started=self._started,
         )  # fmt: skip
         try:
-            host = address.reachable(place.kind, config.cluster.interface)
+            host = address.reachable(identity.kind, config.cluster.interface)
         except RuntimeError as error:
             raise Refused(str(error)) from error
         await coordinator.open(host)
         return asyncio.get_running_loop().create_task(coordinator.run())
 
-    async def _join(self, place: Place) -> Peer:
+    async def _join(self, identity: NodeIdentity) -> Peer:
         """Connect to the coordinator, as often as it takes for file system and network to show it."""
         give_up = time.monotonic() + _CONNECT_SECONDS
         while True:
             try:
                 found = await asyncio.to_thread(read_json, self._attempt.coordinator)
-                hello = {"token": found["token"], "node": place.node, "name": place.name}
+                hello = {"token": found["token"], "node": identity.node, "name": identity.name}
                 return await connect(found["host"], found["port"], {**hello, "attempt": self._attempt.number})
             except WireError as error:
                 raise Refused(str(error)) from error
@@ -248,7 +250,7 @@ class Agent:
             await asyncio.sleep(0.2)
 
 
-def say_also(descriptor: int) -> list[WriteBehind]:
+def copy_stderr_to_log(descriptor: int) -> list[WriteBehind]:
     """Copy what is said on stderr into the agent's log as well: submitit's files are not for users.
 
     Both lie in the run directory, which may hang, so both are written behind. Submitit's file is never rotated: it
@@ -265,18 +267,18 @@ def say_also(descriptor: int) -> list[WriteBehind]:
             stderr.flush()
 
     both = [
-        WriteBehind(shown, _lost_words),
-        WriteBehind(lambda text: os.write(descriptor, text.encode(errors="replace")), _lost_words),
+        WriteBehind(shown, _drop_lost_stderr),
+        WriteBehind(lambda text: os.write(descriptor, text.encode(errors="replace")), _drop_lost_stderr),
     ]
-    sys.stderr = _Both(stderr.fileno, both)
+    sys.stderr = _TeeStderr(stderr.fileno, both)
     return both
 
 
-def _lost_words(text: str, why: str) -> None:
+def _drop_lost_stderr(text: str, why: str) -> None:
     """There is nowhere left to say it."""
 
 
-class _Both:
+class _TeeStderr:
     """Stands for stderr; a log that cannot be written does not silence the other."""
 
     def __init__(self, fileno: Callable[[], int], both: Sequence[WriteBehind]) -> None:

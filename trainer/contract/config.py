@@ -10,10 +10,10 @@ from typing import Any
 from checkpointing.config import CheckpointConfig
 from checkpointing.durable import read_json
 from trainer.contract.command_checkpoints import CommandCheckpointsConfig
-from trainer.contract.drills import DrillConfig
+from trainer.contract.drill_config import DrillConfig
 from trainer.contract.log_files import LogsConfig
+from trainer.contract.monitoring_config import HangConfig, PreflightConfig, SpikeConfig, StragglerConfig
 from trainer.contract.run_dir import RunDir
-from trainer.contract.watching import HangConfig, PreflightConfig, SpikeConfig, StragglerConfig
 
 
 @dataclass(frozen=True, kw_only=True)

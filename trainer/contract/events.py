@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.durable import dump_line
-from trainer.contract.lines import LineFile, Lines, read_on
+from trainer.contract.line_file import LineFile, Lines, read_new_lines
 
 
 class EventKind(StrEnum):
@@ -105,7 +105,7 @@ def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
 
     A line that is not an event (a torn write of a killed process followed by another's line) is skipped.
     """
-    lines, offset = read_on(path, offset)
+    lines, offset = read_new_lines(path, offset)
     return [event for line in lines if (event := _parse(line)) is not None], offset
 
 

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, fields
 from enum import IntEnum
 
-from trainer.contract.durations import BUCKETS, bucket
+from trainer.contract.duration_histogram import BUCKETS, bucket
 
 SIZE = 4096
 _STOP_AT = 256
@@ -137,15 +137,15 @@ class ProgressCell:
             now.collective = collective
         self._publish(at)
 
-    def took(self, size: int) -> None:
+    def add_input_bytes(self, size: int) -> None:
         """So many bytes of training data were taken; told with the next change of anything."""
         self._now.io_bytes += size
 
-    def warmed(self) -> None:
+    def start_timing(self) -> None:
         """The first step of this generation is over: from now on times count."""
         self._warm = True
 
-    def worked(self, steps: int, sections: list[int]) -> None:
+    def record_work(self, steps: int, sections: list[int]) -> None:
         """This rank's own work so far, as `Work` describes it."""
         _WORK.pack_into(self._map, _WORK_AT, steps, *sections)
 
@@ -166,17 +166,17 @@ class ProgressCell:
         _SEQ.pack_into(self._map, 0, sequence + 2)
         self._sequence = sequence + 2
 
-    def stop_asked(self) -> tuple[StopReason, float]:
+    def read_stop_request(self) -> tuple[StopReason, float]:
         """What the agent asks for, read at a step boundary."""
         reason, _, deadline = _STOP.unpack_from(self._map, _STOP_AT)
         return StopReason(reason), deadline
 
-    def stop_due(self) -> float:
+    def read_expected_stop(self) -> float:
         """When a stop is expected, in seconds of CLOCK_MONOTONIC; 0 when nothing is known."""
         due: float = _DUE.unpack_from(self._map, _DUE_AT)[0]
         return due
 
-    def drill_ordered(self) -> tuple[int, int, float]:
+    def read_drill_order(self) -> tuple[int, int, float]:
         """The newest fault to be brought about: serial number (0: none so far), place in `drills.KINDS`, value."""
         (serial,) = _COUNT.unpack_from(self._map, _DRILL_AT)
         kind, value = _DRILL.unpack_from(self._map, _DRILL_AT + _DRILL_FIELDS)
@@ -201,13 +201,13 @@ class ProgressCell:
         steps, *sections = _WORK.unpack_from(self._map, _WORK_AT)
         return Work(steps=steps, sections=tuple(sections))
 
-    def ticked(self) -> int:
+    def last_tick_ns(self) -> int:
         """When `tick` was called last, in nanoseconds of CLOCK_MONOTONIC; 0: never."""
         at: int = _TICK.unpack_from(self._map, _TICK_AT)[0]
         return at
 
     def times(self) -> dict[Phase, tuple[int, ...]]:
-        """How often each phase took how long: counts in the buckets of `trainer.contract.durations`."""
+        """How often each phase took how long: counts in the buckets of `trainer.contract.duration_histogram`."""
         rows = {phase: _ROW.unpack_from(self._map, _TIMES_AT + _ROW.size * phase) for phase in Phase}
         return {phase: row for phase, row in rows.items() if any(row)}
 
@@ -216,7 +216,7 @@ class ProgressCell:
 
         There is one slot, and a stop that stands in it is never taken back: a lesser wish is dropped.
         """
-        standing, _ = self.stop_asked()
+        standing, _ = self.read_stop_request()
         if standing > StopReason.SAVE_AND_GO_ON and reason < standing:
             return
         _STOP.pack_into(self._map, _STOP_AT, int(reason), 0, deadline)

@@ -72,7 +72,7 @@ class AttemptDir:
 
     @property
     def ranks(self) -> Path:
-        """Where every rank stands, while the attempt runs: see `trainer.agent.coordination.board`."""
+        """Where every rank stands, while the attempt runs: see `trainer.agent.attempt_state.ranks_file`."""
         return self.path / "ranks.json"
 
     @property

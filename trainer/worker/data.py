@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from trainer.contract.tokens import Index
+from trainer.contract.token_shards import Index
 
 _ROUNDS = 6
 _MASK = (1 << 64) - 1

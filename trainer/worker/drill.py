@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from trainer.contract.drills import KINDS, DrillEvent
+from trainer.contract.drill_config import KINDS, DrillEvent
 
 _AFTER_STEP = frozenset({"kill-rank", "stop-rank", "raise"})
 _KINDS = tuple(KINDS)
@@ -27,7 +27,7 @@ class DrillError(RuntimeError):
 class Orders(Protocol):
     """The part of the progress cell through which an agent orders a drill."""
 
-    def drill_ordered(self) -> tuple[int, int, float]: ...
+    def read_drill_order(self) -> tuple[int, int, float]: ...
 
 
 class Drill:
@@ -43,7 +43,7 @@ class Drill:
             if event.rank == rank and event.attempt in (0, attempt) and event.generation in (0, generation)
         ]
         self._rank, self._announce, self._orders = rank, announce, orders
-        self._serial = orders.drill_ordered()[0] if orders is not None else 0
+        self._serial = orders.read_drill_order()[0] if orders is not None else 0
         self._told: set[DrillEvent] = set()
 
     # -- where it may strike, in the order of a step
@@ -107,7 +107,7 @@ class Drill:
 
     def _hear(self, step: int) -> None:
         """Take up an order: it strikes at once, or in the step that comes now."""
-        serial, kind, value = self._orders.drill_ordered() if self._orders is not None else (0, 0, 0.0)
+        serial, kind, value = self._orders.read_drill_order() if self._orders is not None else (0, 0, 0.0)
         if serial == self._serial or kind >= len(_KINDS):
             return
         self._serial, name = serial, _KINDS[kind]

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.contract.config import JobConfig
-from trainer.contract.rank import RankSpec, say
+from trainer.contract.rank_messages import RankSpec, send_message
 
 _TRIES = 3
 _SIDE = {"cpu": 384, "cuda": 4096}
@@ -27,7 +27,7 @@ def measure(spec: RankSpec, config: JobConfig, control: socket, device: torch.de
     matmul, memory = _matmul(device), _memory(device)
     alone = spec.world_size == 1
     pairs = [] if alone else _exchanges(spec, _Patience(began, config.recovery.preflight.seconds, device), device)
-    say(control, "fitness", matmul=matmul, memory=memory, pairs=pairs, seconds=time.monotonic() - began)
+    send_message(control, "fitness", matmul=matmul, memory=memory, pairs=pairs, seconds=time.monotonic() - began)
 
 
 class _Patience:

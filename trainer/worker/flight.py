@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _dump_fr_trace_json, _WorkerServer
 
-from trainer.contract.groups import groups_file, runs
-from trainer.contract.rank import STACKS, RankSpec
+from trainer.contract.process_group_file import encode_runs, groups_file
+from trainer.contract.rank_messages import STACKS, RankSpec
 from trainer.contract.run_dir import RunDir
 from trainer.worker.echo import is_echo
 from trainer.worker.lament import lament
@@ -92,7 +92,7 @@ def _newest(dump: str | bytes) -> dict[str, Any]:
 def _groups() -> Mapping[str, Any]:
     known = dist.distributed_c10d._world.pg_names
     return {
-        name: {"name": name, "desc": group.group_desc, "runs": runs(dist.get_process_group_ranks(group))}
+        name: {"name": name, "desc": group.group_desc, "runs": encode_runs(dist.get_process_group_ranks(group))}
         for group, name in known.items()
     }
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainer.contract.outcome import ExitCode, RankOutcome, legible
 from trainer.contract.progress import ProgressCell
-from trainer.contract.rank import RankSpec, say
+from trainer.contract.rank_messages import RankSpec, send_message
 from trainer.contract.run_dir import RunDir
 from trainer.worker import flight, workload
 from trainer.worker.device import is_node_fault
@@ -40,7 +40,7 @@ def failed(spec: RankSpec, cell: ProgressCell, error: BaseException) -> RankOutc
 def leave(spec: RankSpec, control: socket.socket, last: RankOutcome) -> None:
     """Tell the agent and write the outcome file; neither can change how the rank ends."""
     try:
-        say(
+        send_message(
             control,
             "last",
             exit_code=last.exit_code,

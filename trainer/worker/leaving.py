@@ -18,10 +18,10 @@ def seconds_left(
     began = clock()
 
     def left() -> float:
-        reason, deadline = cell.stop_asked()
+        reason, deadline = cell.read_stop_request()
         if reason <= StopReason.SAVE_AND_GO_ON:
             # A finished run that stayed until it is asked to stop would look like one that was cut short.
-            deadline = cell.stop_due() if finished else 0.0
+            deadline = cell.read_expected_stop() if finished else 0.0
         until = deadline or began + (_UNLIMITED if finished else _UNTOLD)
         return until - _TO_LEAVE - clock()
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from trainer.contract.config import JobConfig, ModelConfig
-from trainer.contract.tokens import Index
+from trainer.contract.token_shards import Index
 from trainer.worker import parallelize
 from trainer.worker.data import Data
 from trainer.worker.initial import fill

@@ -99,7 +99,7 @@ class Loop:
         self._outside.course.enter(Phase.DATA)
         self._outside.drill.in_data(step)
         position, batches = take(trained.data, self._outside.skip)
-        self._outside.cell.took(sum(batch.nbytes for batch in batches if isinstance(batch, torch.Tensor)))
+        self._outside.cell.add_input_bytes(sum(batch.nbytes for batch in batches if isinstance(batch, torch.Tensor)))
         loss = self._accumulate(step, batches)
         self._outside.course.enter(Phase.OPTIMIZER)
         reduced = self._reduce(step, loss)
@@ -245,7 +245,7 @@ class Loop:
             return Word()
         committed = outside.saver.committed_step or 0
         outside.rhythm.heard(committed, outside.saver.failure, outside.saver.save_seconds)
-        return Word(wish=outside.rhythm.wish(step, outside.cell.stop_due()), committed=committed)
+        return Word(wish=outside.rhythm.wish(step, outside.cell.read_expected_stop()), committed=committed)
 
     def _check_saved(self, step: int) -> None:
         """Raises SaveFailed, on every rank alike, when too much would be lost."""

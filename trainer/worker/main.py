@@ -15,13 +15,13 @@ import torch.distributed as dist
 
 from checkpointing.durable import canonical, read_json
 from checkpointing.tiers import places
-from trainer.contract import skips
+from trainer.contract import skipped_batches
 from trainer.contract.config import JobConfig, load
 from trainer.contract.events import EventKind
-from trainer.contract.launch import LaunchToken, holds
+from trainer.contract.launch_token import LaunchToken, holds
 from trainer.contract.outcome import ExitCode
 from trainer.contract.progress import Phase, ProgressCell
-from trainer.contract.rank import SPEC_VARIABLE, RankSpec
+from trainer.contract.rank_messages import SPEC_VARIABLE, RankSpec
 from trainer.contract.run_dir import RunDir
 from trainer.worker import device as devices
 from trainer.worker import fitness, flight, last_words, mesh, rendezvous, warming, workload
@@ -170,7 +170,7 @@ def _left_out(spec: RankSpec, run_dir: RunDir) -> frozenset[int]:
 
     Ranks that differed in it would train on different data for ever, so that all of them believe the first one.
     """
-    known = {*spec.skip, *(skip.position for skip in skips.read_all(run_dir))} if spec.rank == 0 else set()
+    known = {*spec.skip, *(skip.position for skip in skipped_batches.read_all(run_dir))} if spec.rank == 0 else set()
     count = torch.tensor([len(known)])
     dist.broadcast(count, src=0)
     positions = torch.tensor(sorted(known), dtype=torch.int64) if known else torch.zeros(int(count), dtype=torch.int64)

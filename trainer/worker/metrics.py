@@ -8,8 +8,8 @@ from typing import Any
 
 from checkpointing.durable import dump_line, write_durably
 from trainer.contract.events import EventKind, EventLog
-from trainer.contract.lines import LineFile
-from trainer.contract.rank import RankSpec
+from trainer.contract.line_file import LineFile
+from trainer.contract.rank_messages import RankSpec
 from trainer.contract.run_dir import AttemptDir
 from trainer.worker.lament import lament
 

@@ -10,7 +10,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from trainer.contract.rank import RankSpec, hear, say
+from trainer.contract.rank_messages import RankSpec, receive_message, send_message
 from trainer.worker import device as devices
 
 _STORE_PATIENCE = timedelta(minutes=5)
@@ -76,7 +76,7 @@ def open_store(spec: RankSpec, control: socket.socket) -> tuple[dist.TCPStore, b
         host, key = spec.host, secrets.token_bytes(KEY_BYTES)
         store = _host_store(host)
         port = store.port
-        say(control, "store", host=host, port=port, key=key.hex())
+        send_message(control, "store", host=host, port=port, key=key.hex())
     else:
         host, port, key = _hear_store(control)
         store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_STORE_PATIENCE)
@@ -97,7 +97,7 @@ def _host_store(host: str) -> dist.TCPStore:
 
 
 def _hear_store(control: socket.socket) -> tuple[str, int, bytes]:
-    message = hear(control)
+    message = receive_message(control)
     if message is None or message["word"] != "store":
         raise PeerLost("the agent went away before it told where the store is")
     return message["host"], int(message["port"]), bytes.fromhex(message["key"])

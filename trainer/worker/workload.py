@@ -30,7 +30,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from trainer.contract.config import JobConfig, WorkloadConfig
-from trainer.contract.tokens import TokensError
+from trainer.contract.token_shards import TokensError
 from trainer.worker.data import Data, TokenData
 from trainer.worker.mesh import Layout
 from trainer.worker.optimizer import adamw

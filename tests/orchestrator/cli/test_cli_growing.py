@@ -15,7 +15,7 @@ from orchestrator.cli.top import Reader
 from tests.orchestrator.cli.conftest import Seeds, Type
 from tests.orchestrator.cli.test_cli_drill import Job
 from tests.orchestrator.cli.test_cli_live import begun
-from trainer.contract import lines
+from trainer.contract import line_file
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.run_dir import RunDir
 
@@ -50,7 +50,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
         return stream
 
     monkeypatch.setattr(Path, "open", opened)
-    monkeypatch.setattr(lines, "open_regular", lambda path: opened(path, "rb"))
+    monkeypatch.setattr(line_file, "open_regular", lambda path: opened(path, "rb"))
     return counted
 
 

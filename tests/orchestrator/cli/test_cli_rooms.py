@@ -18,7 +18,7 @@ from orchestrator.errors import SlurmUnreachable
 from orchestrator.states import RunState
 from tests.checkpointing.made import make
 from tests.orchestrator.cli.conftest import Seeds, Type
-from trainer.contract.tokens import Index
+from trainer.contract.token_shards import Index
 
 
 def test_config_show_tells_where_each_value_came_from(orch: Type) -> None:

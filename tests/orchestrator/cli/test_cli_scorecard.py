@@ -6,7 +6,7 @@ import pytest
 
 from orchestrator.cli.scorecard import ALIASES, EXPECTED, Card, score
 from orchestrator.states import RunState
-from trainer.contract.drills import KINDS
+from trainer.contract.drill_config import KINDS
 from trainer.contract.events import Event, EventKind
 
 

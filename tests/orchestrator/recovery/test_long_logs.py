@@ -7,11 +7,11 @@ import pytest
 
 from orchestrator.cli import first_error, render
 from orchestrator.recovery.signatures import signatures
-from trainer.agent.processes import cry, last_output
-from trainer.agent.watch import blame, command_errors
+from trainer.agent.ranks import last_cpp_exception, last_output
+from trainer.agent.watch import command_errors, root_cause
 from trainer.contract import peer_loss
 
-MODULES = (first_error, render, cry, last_output, blame, command_errors, peer_loss)
+MODULES = (first_error, render, last_cpp_exception, last_output, root_cause, command_errors, peer_loss)
 PATTERNS = {
     **{f"{module.__name__}.{name}": value for module in MODULES for name, value in vars(module).items()
        if isinstance(value, re.Pattern)},

@@ -23,8 +23,8 @@ from orchestrator.recovery.nodes import (
 from orchestrator.registry.records import Notice
 from trainer.contract.config import RecoveryConfig
 from trainer.contract.events import EventKind
+from trainer.contract.monitoring_config import StragglerConfig
 from trainer.contract.outcome import Culprit, Failure, FailureKind
-from trainer.contract.watching import StragglerConfig
 
 CONFIG = RecoveryConfig()
 NOW = 1000.0

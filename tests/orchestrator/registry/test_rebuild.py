@@ -20,7 +20,7 @@ from orchestrator.registry.records import Checkpoint, Copy, Generation, Notice
 from orchestrator.registry.store import Store
 from orchestrator.states import AttemptState, RunState, Trust
 from trainer.contract.events import EventKind, EventLog
-from trainer.contract.launch import LaunchToken
+from trainer.contract.launch_token import LaunchToken
 from trainer.contract.outcome import AttemptOutcome, AttemptResult
 from trainer.contract.run_dir import RunDir
 

@@ -19,7 +19,7 @@ from orchestrator.scheduler.base import UNREADABLE, JobSpec, JobStatus, Resource
 from orchestrator.scheduler.job_environment import Submitter
 from orchestrator.scheduler.local import LocalScheduler
 from tests.orchestrator.scheduler.contract import World, eventually
-from trainer.contract.place import discover
+from trainer.contract.node_identity import discover
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from typing import Any
 
 from checkpointing.durable import dump_line, write_durably
 from trainer.contract.events import Event, EventKind, read_events
-from trainer.contract.launch import LaunchToken
+from trainer.contract.launch_token import LaunchToken
+from trainer.contract.node_identity import local_job_id
 from trainer.contract.outcome import AttemptOutcome
-from trainer.contract.place import local_job_id
 from trainer.contract.run_dir import RunDir
 
 _AGENT = "import sys; from trainer.agent.main import run_agent; run_agent(sys.argv[1], sys.argv[2])"
@@ -88,7 +88,7 @@ class LocalJob:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def processes(self) -> list[int]:
-        """Pids of every live process of this job, whoever its parent is by now: agents, nurseries, ranks, children."""
+        """Pids of every live process of this job, whoever its parent is by now: agents, fork servers, ranks."""
         return list(processes_of(self.run.path.parent, {agent.pid for agent in self.agents}))
 
     def story(self) -> str:

@@ -205,7 +205,7 @@ job._process.wait()
     try:
         assert launcher.stdout is not None
         pid = int(launcher.stdout.readline())
-        from trainer.contract.place import local_job_id
+        from trainer.contract.node_identity import local_job_id
 
         work.go(job_id=local_job_id(pid))
         launcher.communicate(timeout=60)

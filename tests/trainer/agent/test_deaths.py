@@ -1,4 +1,4 @@
-"""Who dies with whom: agents, nurseries and jobs that are killed leave nothing behind, and the rest knows."""
+"""Who dies with whom: agents, fork servers and jobs that are killed leave nothing behind, and the rest knows."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ def test_kill_9_of_an_agent_leaves_none_of_its_processes_after_two_seconds(job, 
     members = [pid for pid in work.processes() if os.getsid(pid) == victim]
     mine = [note["children"] for note in work.notes() if "children" in note and note["rank"] // 2 == node]
     gone = [*members, *(pid for pair in mine for pid in pair)]
-    assert len(members) >= 4  # agent, nursery, ranks, their children
+    assert len(members) >= 4  # agent, fork server, ranks, their children
     kill(victim)
     time.sleep(2.0)
     assert [pid for pid in gone if alive(pid)] == [], work.story()
@@ -58,7 +58,7 @@ def test_a_killed_nursery_fails_the_generation_and_is_replaced(job):
     outcome = work.outcome()
     assert (outcome.result, outcome.generations) == (AttemptResult.FINISHED, 2)
     ended = work.events(EventKind.GENERATION_ENDED)[0]
-    assert "nursery of local-1 died: killed by SIGKILL" in ended.data["reason"]
+    assert "fork server of local-1 died: killed by SIGKILL" in ended.data["reason"]
     left = [pid for note in work.notes() if "children" in note for pid in note["children"] if alive(pid)]
     # Those that had left their rank's group included.
     assert left == []

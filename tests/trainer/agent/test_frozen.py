@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.agent.job import alive, until
-from trainer.agent.processes.watchdog import LATE_SECONDS, Stillness
+from trainer.agent.processes.watchdog import LATE_SECONDS, StallTimer
 from trainer.contract.outcome import AgentEnd, AgentReport
 
 
 def test_only_time_that_the_watchdog_could_see_counts() -> None:
-    stillness = Stillness(0.0)
+    stillness = StallTimer(0.0)
     assert [stillness.look(float(second), False) for second in (1, 2, 3)] == [1.0, 2.0, 3.0]
     assert stillness.look(4.0, True) == 0.0
     assert stillness.look(5.0, False) == 1.0

@@ -88,13 +88,13 @@ def test_new_ranks_have_the_time_of_a_stop_again_as_far_as_there_is_any():
 def test_the_cell_keeps_the_expected_stop_apart_from_what_is_asked():
     cell = ProgressCell.create()
     try:
-        assert cell.stop_due() == 0.0
+        assert cell.read_expected_stop() == 0.0
         cell.expect_stop(1234.5)
-        assert cell.stop_due() == 1234.5
-        assert cell.stop_asked() == (StopReason.NONE, 0.0)
+        assert cell.read_expected_stop() == 1234.5
+        assert cell.read_stop_request() == (StopReason.NONE, 0.0)
         cell.ask_stop(StopReason.SAVE_AND_GO_ON, 9.0)
         cell.update(step=3, save_seconds=1.5, step_seconds=0.25)
-        assert cell.stop_due() == 1234.5
+        assert cell.read_expected_stop() == 1234.5
         reading = cell.read()
         assert (reading.step, reading.save_seconds, reading.step_seconds) == (3, 1.5, 0.25)
     finally:

@@ -9,9 +9,9 @@ import pytest
 
 from tests.trainer.agent.job import LocalJob
 from tests.trainer.agent.test_torch_ranks import data, training  # noqa: F401  # fixtures
-from trainer.contract import skips
+from trainer.contract import skipped_batches
 from trainer.contract.events import EventKind
-from trainer.contract.skips import Skip
+from trainer.contract.skipped_batches import Skip
 
 pytestmark = pytest.mark.multi
 
@@ -46,8 +46,8 @@ def test_a_restart_from_memory_ends_with_the_bits_of_an_undisturbed_run(
     assert restored.data["tier"] == "memory"
     assert hurt.events(EventKind.CHECKPOINT_INCOMPLETE) == []
 
-    left_out = skips.read(hurt.attempt)
+    left_out = skipped_batches.read(hurt.attempt)
     hurt.run.path.rename(tmp_path / "hurt")
     calm = training(**OVER)
-    skips.add(calm.attempt, [Skip(step=one.step, position=one.position, reason="told") for one in left_out])
+    skipped_batches.add(calm.attempt, [Skip(step=one.step, position=one.position, reason="told") for one in left_out])
     assert ended(calm, 1)["weights_digest"] == first["weights_digest"]

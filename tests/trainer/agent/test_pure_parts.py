@@ -2,15 +2,15 @@
 
 import pytest
 
+from trainer.agent.attempt_state.heartbeat import AttemptProgress
 from trainer.agent.coordination.deadline import Bounds, bound, lead, parse_time, reason_of
-from trainer.agent.coordination.heartbeat import Standing
 from trainer.agent.coordination.stopping import Stopping
-from trainer.agent.fleet import preflight
-from trainer.agent.fleet.preflight import Fault, examine, verdict
-from trainer.agent.processes import cores
+from trainer.agent.fork_server import cpu_binding
+from trainer.agent.nodes import preflight
+from trainer.agent.nodes.preflight import Fault, examine, find_blamed_node
 from trainer.contract.config import ClusterShape, DataConfig, JobConfig
+from trainer.contract.node_identity import NodeIdentity
 from trainer.contract.outcome import FailureKind
-from trainer.contract.place import Place
 from trainer.contract.progress import StopReason
 
 
@@ -127,27 +127,31 @@ def test_who_presses_gives_no_more_time_than_there_is():
     assert ending.stop.until == 3595
 
 
-def place(node: int = 0, kind: str = "slurm") -> Place:
-    return Place(kind=kind, job_id="1", node=node, nodes=2, name=f"n{node}")
+def identity(node: int = 0, kind: str = "slurm") -> NodeIdentity:
+    return NodeIdentity(kind=kind, job_id="1", node=node, nodes=2, name=f"n{node}")
 
 
 def test_ranks_share_the_cores_they_are_allowed():
     config = JobConfig(cluster=ClusterShape(nodes=2, ranks_per_node=2))
-    assert cores.of_rank(place(), config, 0, 0, {4, 5, 6, 7, 9}) == [4, 5]
-    assert cores.of_rank(place(), config, 0, 1, {4, 5, 6, 7, 9}) == [6, 7, 9]
-    assert cores.of_rank(place(), config, 0, 0, {4}) == []
-    here = [place(0, "local"), place(1, "local")]
-    simulated = [cores.of_rank(here[seat], config, seat, local, range(4)) for seat in (0, 1) for local in (0, 1)]
+    assert cpu_binding.cores_of_rank(identity(), config, 0, 0, {4, 5, 6, 7, 9}) == [4, 5]
+    assert cpu_binding.cores_of_rank(identity(), config, 0, 1, {4, 5, 6, 7, 9}) == [6, 7, 9]
+    assert cpu_binding.cores_of_rank(identity(), config, 0, 0, {4}) == []
+    here = [identity(0, "local"), identity(1, "local")]
+    simulated = [
+        cpu_binding.cores_of_rank(here[node_rank], config, node_rank, local, range(4))
+        for node_rank in (0, 1)
+        for local in (0, 1)
+    ]
     assert simulated == [[0], [1], [2], [3]]
-    assert cores.of_rank(place(1, "local"), config, 1, 1, range(2)) == []
+    assert cpu_binding.cores_of_rank(identity(1, "local"), config, 1, 1, range(2)) == []
 
 
 def test_simulated_nodes_get_their_own_gpus():
     config = JobConfig(cluster=ClusterShape(nodes=2, ranks_per_node=2, gpus_per_node=2))
     visible = {"CUDA_VISIBLE_DEVICES": "3,4,5,6"}
-    assert cores.gpus(place(1, "local"), config, visible) == {"CUDA_VISIBLE_DEVICES": "5,6"}
-    assert cores.gpus(place(1), config, visible) == {}
-    assert cores.gpus(place(1, "local"), config, {"CUDA_VISIBLE_DEVICES": "0,1"}) == {}
+    assert cpu_binding.gpus(identity(1, "local"), config, visible) == {"CUDA_VISIBLE_DEVICES": "5,6"}
+    assert cpu_binding.gpus(identity(1), config, visible) == {}
+    assert cpu_binding.gpus(identity(1, "local"), config, {"CUDA_VISIBLE_DEVICES": "0,1"}) == {}
 
 
 FOLDER = Fault(check="run folder", reason="cannot write", shared=True)
@@ -170,7 +174,7 @@ SHM = Fault(check="shared memory", reason="/dev/shm is missing", shared=False)
     ],
 )
 def test_a_node_is_blamed_only_for_its_own(faults, kind, node):
-    failure = verdict(faults)
+    failure = find_blamed_node(faults)
     assert (failure and failure.kind) == kind
     assert (failure and failure.node) == node
 
@@ -218,7 +222,7 @@ def test_gpus_are_counted_before_anything_trains(tmp_path, monkeypatch, driver, 
 
 
 def test_a_heartbeat_keeps_what_was_known_through_a_restart():
-    standing = Standing(1, "7", lambda: 5.0)
+    standing = AttemptProgress(1, "7", lambda: 5.0)
     standing.merge(
         [{"step": 9, "loss": 2.5, "saved": 8, "total": 20, "phase": "data"}, {"step": 8, "phase": "forward"}]
     )

@@ -9,10 +9,10 @@ import pytest
 
 from tests.trainer.agent.job import LocalJob
 from tests.trainer.agent.test_torch_ranks import TINY, data, training  # noqa: F401  # fixtures
-from trainer.contract import skips
+from trainer.contract import skipped_batches
 from trainer.contract.events import EventKind
 from trainer.contract.outcome import AttemptResult
-from trainer.contract.skips import Skip
+from trainer.contract.skipped_batches import Skip
 
 pytestmark = pytest.mark.multi
 
@@ -41,12 +41,12 @@ def test_a_step_that_is_no_number_is_rolled_back_and_the_run_ends_as_if_told_to_
     assert "rollback 1 of 3, with that batch left out" in decision.data["reason"]
     (left_out,) = work.events(EventKind.BATCH_SKIPPED)
     assert (left_out.data["step"], left_out.data["position"]) == (6, 5 * BATCH)
-    assert [(one.step, one.position) for one in skips.read(work.attempt)] == [(6, 5 * BATCH)]
+    assert [(one.step, one.position) for one in skipped_batches.read(work.attempt)] == [(6, 5 * BATCH)]
     first = digest(work)
 
     work.run.path.rename(tmp_path / "hurt")
     told = training()
-    skips.add(told.attempt, [Skip(step=6, position=5 * BATCH, reason="told from the start")])
+    skipped_batches.add(told.attempt, [Skip(step=6, position=5 * BATCH, reason="told from the start")])
     told.start()
     told.go()
     assert told.wait(90) == [0, 0], told.story()

@@ -13,10 +13,10 @@ import pytest
 
 from tests.trainer.agent.coordination.test_coordinator import Scene, hear
 from tests.trainer.agent.job import LocalJob, alive, until
-from trainer.agent.control.wire import Peer
-from trainer.agent.coordination import gathering
-from trainer.agent.fleet.preflight import Fault
-from trainer.contract import tokens
+from trainer.agent.control.tcp_transport import Peer
+from trainer.agent.coordination import startup
+from trainer.agent.nodes.preflight import Fault
+from trainer.contract import token_shards
 from trainer.contract.events import EventKind
 from trainer.contract.outcome import AttemptOutcome, AttemptResult
 
@@ -102,7 +102,7 @@ def test_a_node_that_is_not_fit_is_left_out_and_the_spare_begins_in_its_place(tm
 
 
 def test_a_job_starts_without_a_node_that_does_not_come_and_takes_it_as_a_spare_when_it_does(tmp_path, monkeypatch):
-    monkeypatch.setattr(gathering, "SPARE_SECONDS", 0.5)
+    monkeypatch.setattr(startup, "SPARE_SECONDS", 0.5)
 
     async def script(scene: Scene) -> None:
         peers = [await scene.join(0), await scene.join(2)]
@@ -146,17 +146,17 @@ def test_a_node_that_is_lost_while_the_others_warm_up_is_replaced(tmp_path):
 
 @pytest.mark.parametrize("how", ["barren", "silent"])
 def test_a_node_that_cannot_start_ranks_is_replaced(tmp_path, monkeypatch, how):
-    monkeypatch.setattr(gathering, "READY_SECONDS", 1.5)
+    monkeypatch.setattr(startup, "READY_SECONDS", 1.5)
 
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node, ready=node != 1) for node in (0, 1, 2)]
         assert (await hear(peers[1], "seat"))["seat"] == 1
         if how == "barren":
-            peers[1].send("barren", reason="its nursery died 3 times in a row")
+            peers[1].send("barren", reason="its fork server died 3 times in a row")
         assert (await hear(peers[2], "start"))["seat"] == 1
         (used,) = scene.events(EventKind.SPARE_USED)
         assert (used.data["name"], used.data["instead"]) == ("n2", "n1")
-        assert ("died 3 times" if how == "barren" else "had no nursery ready") in used.data["reason"]
+        assert ("died 3 times" if how == "barren" else "had no fork server ready") in used.data["reason"]
 
     led(tmp_path, script)
 
@@ -169,7 +169,7 @@ def test_a_spare_that_cannot_import_the_workload_ends_nothing_and_takes_no_seat(
         peers = [await scene.join(node) for node in (0, 1, 2)]
         await hear(peers[1], "start")
         peers[2].send("unloadable", **UNLOADABLE)
-        while not scene.leader._roster.members[2].unfit:
+        while not scene.leader._roster.members[2].excluded:
             await hear(peers[0], "ping")
         for _ in range(2):
             await hear(peers[0], "ping")
@@ -270,7 +270,7 @@ def test_no_spare_is_used_once_a_stop_was_asked_for(tmp_path):
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("data") / "tokens"
-    tokens.prepare([Path(json.__file__).parent], out)
+    token_shards.prepare([Path(json.__file__).parent], out)
     return out
 
 

@@ -76,11 +76,11 @@ def test_a_failure_while_stopping_does_not_start_a_new_generation(job):
 
 
 HASTY = """
-from trainer.agent import node
-from trainer.agent.control import silence
-node.SILENCE_SECONDS = 1.0
-node.SLICE_SECONDS = silence.SLICE_SECONDS = 0.2
-silence.LATE_SECONDS = 0.5
+from trainer.agent import node_agent
+from trainer.agent.control import peer_timeout
+node_agent.AGENT_TIMEOUT_SECONDS = 1.0
+node_agent.POLL_SECONDS = peer_timeout.POLL_SECONDS = 0.2
+peer_timeout.LATE_SECONDS = 0.5
 """
 """What Python runs first in every agent: a minute of silence takes a second."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.trainer.agent.job import LocalJob, alive, until
-from trainer.contract import tokens
+from trainer.contract import token_shards
 from trainer.contract.events import EventKind
 from trainer.contract.outcome import AttemptResult
 from trainer.contract.requests import Request, RequestKind
@@ -28,7 +28,7 @@ TINY = {
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("data") / "tokens"
-    tokens.prepare([Path(json.__file__).parent], out)
+    token_shards.prepare([Path(json.__file__).parent], out)
     return out
 
 
@@ -191,8 +191,8 @@ def test_a_workload_whose_import_starts_a_thread_is_started_cold_and_that_is_sai
     work = training(workload={"target": "noisy_workload:Noisy", "path": [str(tmp_path)]}, train={"steps": 3}).start()
     work.go()
     assert work.wait(120) == [0, 0], work.story()
-    nurseries = work.events(EventKind.NURSERY)
-    assert [(event.data["warm"], "started 1 thread" in event.data["reason"]) for event in nurseries] == [
+    fork_servers = work.events(EventKind.NURSERY)
+    assert [(event.data["warm"], "started 1 thread" in event.data["reason"]) for event in fork_servers] == [
         (False, True)
     ] * 2
 

@@ -7,7 +7,7 @@ import pytest
 
 from trainer.contract import config as configs
 from trainer.contract.config import ClusterShape, JobConfig, ModelConfig, ParallelConfig, TrainConfig
-from trainer.contract.drills import DrillEvent
+from trainer.contract.drill_config import DrillEvent
 
 
 def test_what_is_written_reads_back(tmp_path):

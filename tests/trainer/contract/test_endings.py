@@ -4,9 +4,9 @@ import socket
 
 import pytest
 
-from trainer.contract.launch import LaunchToken, holds, revoke
+from trainer.contract.launch_token import LaunchToken, holds, revoke
 from trainer.contract.outcome import AttemptOutcome, AttemptResult, ExitCode, Failure, FailureKind, RankOutcome
-from trainer.contract.rank import RankSpec, hear, say
+from trainer.contract.rank_messages import RankSpec, receive_message, send_message
 from trainer.contract.requests import Request, RequestKind, pending
 from trainer.contract.run_dir import RunDir
 
@@ -46,8 +46,8 @@ def test_an_attempts_outcome_names_files_that_are_no_unicode(tmp_path):
 def test_a_word_that_is_no_unicode_over_the_control_socket():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        say(ours, "last", message="caf\udce9")
-        assert hear(theirs) == {"word": "last", "message": "caf\udce9"}
+        send_message(ours, "last", message="caf\udce9")
+        assert receive_message(theirs) == {"word": "last", "message": "caf\udce9"}
 
 
 @pytest.mark.parametrize("failure", [None, Failure(kind=FailureKind.RANK_KILLED, reason="rank 1: SIGKILL", signal=9)])
@@ -113,10 +113,10 @@ def test_a_rank_spec_travels_as_text():
 
 def test_words_over_the_control_socket():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    say(ours, "store", host="n0", port=29500)
-    assert hear(theirs) == {"word": "store", "host": "n0", "port": 29500}
+    send_message(ours, "store", host="n0", port=29500)
+    assert receive_message(theirs) == {"word": "store", "host": "n0", "port": 29500}
     ours.close()
-    assert hear(theirs) is None
+    assert receive_message(theirs) is None
     theirs.close()
 
 

@@ -25,7 +25,7 @@ def test_a_fresh_cell_reads_as_nothing_done(cell):
     reading = cell.read()
     assert reading is not None
     assert (reading.step, reading.phase, reading.loss) == (0, Phase.INIT, 0.0)
-    assert cell.stop_asked() == (StopReason.NONE, 0.0)
+    assert cell.read_stop_request() == (StopReason.NONE, 0.0)
 
 
 def test_the_other_side_reads_what_was_written(cell):
@@ -59,7 +59,7 @@ def test_the_stop_flag_does_not_disturb_the_reading(cell):
     reader = other_side(cell)
     cell.update(step=3)
     reader.ask_stop(StopReason.TIME_LIMIT, deadline=12.5)
-    assert cell.stop_asked() == (StopReason.TIME_LIMIT, 12.5)
+    assert cell.read_stop_request() == (StopReason.TIME_LIMIT, 12.5)
     assert reader.read().step == 3
     reader.close()
 
@@ -89,21 +89,21 @@ def test_the_page_is_as_small_as_promised(cell):
 
 
 def test_a_drill_is_ordered_without_disturbing_anything_else(cell):
-    assert cell.drill_ordered()[0] == 0
+    assert cell.read_drill_order()[0] == 0
     agent = other_side(cell)
     cell.tick()
-    cell.worked(3, [1, 2, 3, 4])
-    ticked = agent.ticked()
+    cell.record_work(3, [1, 2, 3, 4])
+    ticked = agent.last_tick_ns()
     agent.order_drill(11, serial=1, value=0.25)
-    assert cell.drill_ordered() == (1, 11, 0.25)
+    assert cell.read_drill_order() == (1, 11, 0.25)
     agent.order_drill(2, serial=2)
-    assert cell.drill_ordered() == (2, 2, 0.0)
-    assert (agent.work().steps, agent.work().sections, agent.ticked()) == (3, (1, 2, 3, 4), ticked)
+    assert cell.read_drill_order() == (2, 2, 0.0)
+    assert (agent.work().steps, agent.work().sections, agent.last_tick_ns()) == (3, (1, 2, 3, 4), ticked)
     agent.close()
 
 
 def test_bytes_are_added_up_and_told_with_the_next_change(cell):
-    cell.took(100)
-    cell.took(23)
+    cell.add_input_bytes(100)
+    cell.add_input_bytes(23)
     cell.enter(Phase.FORWARD)
     assert cell.read().io_bytes == 123

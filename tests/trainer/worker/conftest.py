@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from checkpointing.durable import canonical
-from trainer.contract import tokens
-from trainer.contract.launch import LaunchToken
+from trainer.contract import token_shards
+from trainer.contract.launch_token import LaunchToken
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 with warnings.catch_warnings():
@@ -129,7 +129,7 @@ def text_tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import json as package
 
     out = tmp_path_factory.mktemp("data") / "tokens"
-    tokens.prepare([Path(package.__file__).parent], out)
+    token_shards.prepare([Path(package.__file__).parent], out)
     return out
 
 

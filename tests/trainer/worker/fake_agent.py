@@ -17,9 +17,9 @@ import time
 from pathlib import Path
 
 from trainer.contract.config import JobConfig
-from trainer.contract.launch import revoke
+from trainer.contract.launch_token import revoke
 from trainer.contract.progress import ProgressCell, StopReason
-from trainer.contract.rank import RankSpec, hear, say
+from trainer.contract.rank_messages import RankSpec, receive_message, send_message
 from trainer.contract.run_dir import RunDir
 from trainer.worker.main import rank_main, warm
 
@@ -63,7 +63,7 @@ class Rank:
 
     def heard(self) -> dict | None:
         """What the dead rank has said last, if it could."""
-        while (message := hear(self.control)) is not None:
+        while (message := receive_message(self.control)) is not None:
             if message["word"] == "last":
                 self.last = message
         return self.last
@@ -110,12 +110,12 @@ class Stillness:
 def run(scenario: dict) -> dict:
     begin = time.monotonic()
     ranks = [Rank(scenario, rank) for rank in range(scenario["world"])]
-    first = hear(ranks[0].control)
+    first = receive_message(ranks[0].control)
     store = first if first and first["word"] == "store" else None
     ranks[0].last = None if store else first
     for rank in ranks[1:] if store else []:
         with contextlib.suppress(OSError):  # it may be dead already
-            say(rank.control, **store)
+            send_message(rank.control, **store)
     actions = list(scenario["actions"])
     timed_out = False
     stillness = Stillness()

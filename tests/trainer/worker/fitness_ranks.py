@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.contract.config import JobConfig
-from trainer.contract.rank import RankSpec, hear
+from trainer.contract.rank_messages import RankSpec, receive_message
 from trainer.worker import fitness
 
 
@@ -72,9 +72,9 @@ def main() -> None:
         controls.append(ours)
     answers = []
     for control in controls:
-        first = hear(control)
+        first = receive_message(control)
         said = first if first and "word" in first else None
-        seen = hear(control) if said else first
+        seen = receive_message(control) if said else first
         answers.append({"said": said, **(seen or {})})
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     sys.stdout.write(json.dumps(answers))

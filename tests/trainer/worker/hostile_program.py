@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from checkpointing.engine.group import Ranks
-from trainer.contract.rank import RankSpec, say
+from trainer.contract.rank_messages import RankSpec, send_message
 from trainer.worker import rendezvous
 
 PATIENCE = timedelta(seconds=300)
@@ -125,7 +125,7 @@ def main() -> None:
         return
     with socket.socket(fileno=int(sys.argv[2])) as control:
         found = victim(control)
-        say(control, "found", **found)
+        send_message(control, "found", **found)
 
 
 if __name__ == "__main__":

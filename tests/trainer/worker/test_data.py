@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trainer.worker.my_workload import Points
-from trainer.contract import tokens
+from trainer.contract import token_shards
 from trainer.worker.data import Permutation, TokenData, TokenStream, take
 
 
@@ -85,11 +85,11 @@ def test_micro_batches_are_the_batch_cut_in_pieces(text_tokens):
 
 def test_sequences_cross_shard_borders(tmp_path, monkeypatch):
     (tmp_path / "text").write_bytes(bytes(range(1, 101)))
-    monkeypatch.setattr(tokens, "SHARD_TOKENS", 7)
-    tokens.prepare([tmp_path / "text"], tmp_path / "out")
+    monkeypatch.setattr(token_shards, "SHARD_TOKENS", 7)
+    token_shards.prepare([tmp_path / "text"], tmp_path / "out")
     stream = TokenStream(tmp_path / "out")
     assert stream.slice(3, 30).tolist() == list(range(4, 34))
-    assert stream.slice(99, 2).tolist() == [100, tokens.SEPARATOR]
+    assert stream.slice(99, 2).tolist() == [100, token_shards.SEPARATOR]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from trainer.contract.drills import KINDS, DrillEvent
+from trainer.contract.drill_config import KINDS, DrillEvent
 from trainer.contract.progress import ProgressCell
 from trainer.worker import drill as drills
 from trainer.worker.drill import Drill, DrillError

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.agent.processes.cry import last_cry
+from trainer.agent.ranks.last_cpp_exception import last_cpp_exception
 from trainer.contract.events import EventKind, read_events
 from trainer.contract.outcome import ExitCode
 from trainer.contract.progress import Phase
@@ -59,7 +59,7 @@ def test_ranks_in_different_collectives_wait_for_ever(make_run):
 def test_a_collective_of_another_size_aborts_the_rank_and_its_log_says_so(make_run):
     run = drilled(make_run, "desync-shape")
     assert run.train()["codes"] == [ExitCode.RETRY, -6]
-    cry = last_cry(run.attempt.rank_log(1), 1)
+    cry = last_cpp_exception(run.attempt.rank_log(1), 1)
     assert cry is not None
     assert "Is there a distributed collective mismatch in your code?" in cry
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.contract.rank import hear, say
+from trainer.contract.rank_messages import receive_message, send_message
 
 PROGRAM = Path(__file__).parent / "hostile_program.py"
 ROOT = PROGRAM.parents[3]
@@ -46,14 +46,14 @@ def attack(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     ours.settimeout(300)
     with ours, started("victim", str(theirs.fileno()), descriptors=(theirs.fileno(),)):
         theirs.close()
-        store = hear(ours)
+        store = receive_message(ours)
         assert store is not None
         elsewhere = reaches("127.0.0.2", store["port"])
         with started("stranger", str(store["port"]), str(canary)) as stranger:
             assert stranger.stdout is not None
             # The stranger was faster than rank 0: the agent, which is honest, tells of a store that is not.
-            say(ours, **{**store, "port": int(stranger.stdout.readline())})
-            found = hear(ours)
+            send_message(ours, **{**store, "port": int(stranger.stdout.readline())})
+            found = receive_message(ours)
     assert found is not None
     return {"store": store, "elsewhere": elsewhere, "ran": canary.exists(), "found": found}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainer.contract.events import EventKind
-from trainer.contract.rank import RankSpec
+from trainer.contract.rank_messages import RankSpec
 from trainer.contract.run_dir import AttemptDir
 from trainer.worker.metrics import Journal
 

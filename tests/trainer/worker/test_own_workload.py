@@ -13,7 +13,7 @@ import torch
 from tests.trainer.worker.conftest import hang
 from trainer.contract.outcome import ExitCode, RankOutcome
 from trainer.contract.progress import Phase, ProgressCell
-from trainer.contract.rank import SPEC_VARIABLE, RankSpec, hear
+from trainer.contract.rank_messages import SPEC_VARIABLE, RankSpec, receive_message
 
 pytestmark = pytest.mark.multi
 
@@ -86,7 +86,7 @@ def test_a_rank_started_cold_does_the_same(make_run):
         pass_fds=(cell.descriptor, theirs.fileno()), capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
-    assert hear(ours)["word"] == "store"
+    assert receive_message(ours)["word"] == "store"
     reading = cell.read()
     assert (reading.step, reading.saved_step, reading.phase) == (3, 3, Phase.DONE)
     assert json.loads(run.attempt.rank_outcome(0, 1).read_bytes())["exit_code"] == 0

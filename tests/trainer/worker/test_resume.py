@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.trainer.worker.conftest import hang
-from trainer.contract import tokens
+from trainer.contract import token_shards
 from trainer.contract.events import EventKind, read_events
 from trainer.contract.outcome import ExitCode, RankOutcome
 
@@ -133,7 +133,7 @@ def test_other_data_is_never_taken_for_the_rest_of_the_same(make_run, tmp_path, 
     else:
         text = tmp_path / "other.txt"
         text.write_text("other words " * 500)
-        tokens.prepare([text], tmp_path / "other")
+        token_shards.prepare([text], tmp_path / "other")
         config["data"]["path"] = str(tmp_path / "other")
     run.dir.config.write_text(json.dumps(config))
     assert run.train()["codes"] == [ExitCode.NEVER_RETRY]

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from trainer.contract import skips
-from trainer.contract.launch import LaunchToken
+from trainer.contract import skipped_batches
+from trainer.contract.launch_token import LaunchToken
 from trainer.contract.outcome import ExitCode, RankOutcome
-from trainer.contract.skips import Skip
+from trainer.contract.skipped_batches import Skip
 
 pytestmark = pytest.mark.multi
 
@@ -24,7 +24,7 @@ def roll_back(run, attempt: int | None = None) -> Skip:
     outcome = RankOutcome.read(run.attempt.rank_outcome(0, run.generations))
     assert outcome.position is not None
     found = Skip(step=outcome.step, position=outcome.position, reason=outcome.message or "")
-    skips.add(run.attempt, [found])
+    skipped_batches.add(run.attempt, [found])
     return found
 
 
@@ -45,7 +45,7 @@ def test_a_rollback_ends_with_the_bits_of_a_run_that_never_saw_the_batch(make_ru
     assert second["restored"] in ([point] * world for point in (0, 3, 6))
 
     told = make_run(world, parallel=parallel, train={"steps": STEPS})
-    skips.add(told.attempt, [Skip(step=8, position=7 * BATCH, reason="told from the start")])
+    skipped_batches.add(told.attempt, [Skip(step=8, position=7 * BATCH, reason="told from the start")])
     assert told.train()["codes"] == [0] * world, told.log()
     assert digest(hurt) == digest(told)
 
@@ -73,7 +73,7 @@ def test_a_spike_is_a_bad_step_once_the_window_is_full(make_run):
 
 def test_a_later_attempt_leaves_out_what_an_earlier_one_did(make_run):
     run = make_run(1, train={"steps": 4})
-    skips.add(run.attempt, [Skip(step=2, position=BATCH, reason="found by attempt 1")])
+    skipped_batches.add(run.attempt, [Skip(step=2, position=BATCH, reason="found by attempt 1")])
     run.attempt_number = 2
     run.attempt.make()
     LaunchToken(attempt=2, epoch=2, job_id="2", nonce="45670123").write(run.attempt.go)
@@ -92,6 +92,6 @@ def test_a_users_own_data_is_left_out_too(make_run):
     assert roll_back(run).position == 6
     assert run.train()["codes"] == [0, 0], run.log()
     told = make_run(2, parallel={"dp_shard": 2}, workload=target, train={"steps": 6})
-    skips.add(told.attempt, [Skip(step=4, position=6, reason="")])
+    skipped_batches.add(told.attempt, [Skip(step=4, position=6, reason="")])
     told.train()
     assert digest(run) == digest(told)

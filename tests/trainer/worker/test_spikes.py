@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.contract.watching import SpikeConfig
+from trainer.contract.monitoring_config import SpikeConfig
 from trainer.worker.spikes import BadStep, Losses
 
 

@@ -13,14 +13,14 @@ def test_it_ticks_until_it_is_stopped() -> None:
     cell = ProgressCell.create()
     ticker = Ticker(cell, seconds=0.001)
     ticker.start()
-    first = cell.ticked()
-    while cell.ticked() == first:
+    first = cell.last_tick_ns()
+    while cell.last_tick_ns() == first:
         time.sleep(0.001)
     ticker.stop()
-    last = cell.ticked()
+    last = cell.last_tick_ns()
     assert last > first > -1
     time.sleep(0.01)
-    assert cell.ticked() == last
+    assert cell.last_tick_ns() == last
     cell.close()
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer.agent.evidence import stacks
-from trainer.agent.evidence.machine import NODE_PARTS
+from trainer.agent.evidence.node_state import NODE_PARTS
 from trainer.agent.flight import recorder
-from trainer.agent.flight.record import newest
+from trainer.agent.flight.flight_record import newest
 from trainer.agent.processes import proc
-from trainer.agent.processes.apart import apart
+from trainer.agent.processes.detached_thread import run_detached
 from trainer.contract.log_files import read_tail
 
 FILE = 1 << 20
@@ -102,7 +102,7 @@ class _Bundle:
             raise Unavailable("the bundle is full")
         self._left -= len(kept)
         self._left_for_logs -= len(kept) * is_log
-        await apart(lambda: _write(self._folder / name, kept), max(0.05, self._until - time.monotonic()))
+        await run_detached(lambda: _write(self._folder / name, kept), max(0.05, self._until - time.monotonic()))
         self.written.append(name)
 
 
@@ -140,7 +140,7 @@ async def _ready(found: bytes, seconds: float) -> bytes:
 
 
 async def _log(one: Subject, seconds: float) -> bytes:
-    return await apart(lambda: _tail(one.log), seconds)
+    return await run_detached(lambda: _tail(one.log), seconds)
 
 
 def _tail(path: Path) -> bytes:
@@ -148,7 +148,7 @@ def _tail(path: Path) -> bytes:
 
 
 def _living(one: Subject) -> int:
-    signs = proc.look(one.pid) if one.pid is not None else None
+    signs = proc.read_activity(one.pid) if one.pid is not None else None
     if one.pid is None or signs is None or signs.state in "ZX":
         raise Unavailable("the process is dead")
     return one.pid
@@ -157,7 +157,7 @@ def _living(one: Subject) -> int:
 def _running(one: Subject) -> int:
     """As `_living`, of one that can answer: who asks a stopped process waits in vain, and training waits too."""
     pid = _living(one)
-    signs = proc.look(pid)
+    signs = proc.read_activity(pid)
     if signs is not None and signs.state == "T":
         raise Unavailable("the process is stopped and handles no signal")
     return pid
@@ -179,11 +179,11 @@ async def _py_spy(one: Subject, seconds: float) -> bytes:
     program = stacks.py_spy()
     if program is None:
         raise Unavailable("py-spy is not installed (pip install 'orch[stacks]')")
-    return await apart(lambda: stacks.from_outside(program, pid, seconds), seconds)
+    return await run_detached(lambda: stacks.from_outside(program, pid, seconds), seconds)
 
 
 async def _proc(one: Subject, seconds: float) -> bytes:
-    if one.pid is None or (told := await apart(lambda: proc.describe(one.pid or 0), seconds)) is None:
+    if one.pid is None or (told := await run_detached(lambda: proc.describe(one.pid or 0), seconds)) is None:
         raise Unavailable("there is no such process")
     return json.dumps(told, indent=1).encode()
 
@@ -204,4 +204,4 @@ async def _flight(one: Subject, seconds: float) -> bytes:
 
 
 async def _node(look: Callable[[float], bytes], seconds: float) -> bytes:
-    return await apart(lambda: look(seconds), seconds)
+    return await run_detached(lambda: look(seconds), seconds)

@@ -5,16 +5,16 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.durable import dump_line, write_durably
+from trainer.agent.watch.hang_detector import Incident
 from trainer.agent.watch.hangs import Judgement, Stall
-from trainer.agent.watch.sighting import Sighting
-from trainer.agent.watch.watchman import Incident
+from trainer.agent.watch.rank_sample import RankSample
 from trainer.contract.outcome import Failure, FailureKind
 
 _MOST_WAITING = 64
 """Waiting ranks that an event names; verdict.json names them all."""
 
 
-def failure(judgement: Judgement, evidence: str) -> Failure:
+def failure_of(judgement: Judgement, evidence: str) -> Failure:
     """What the incident means for the attempt; `evidence` is the bundle's path in the run directory."""
     kind = FailureKind.DESYNC if judgement.kind is Stall.DESYNC else FailureKind.HANG
     return Failure(
@@ -28,7 +28,7 @@ def failure(judgement: Judgement, evidence: str) -> Failure:
     )
 
 
-def told(incident: Incident, evidence: str, *, withdrawn: bool) -> dict[str, Any]:
+def event_fields(incident: Incident, evidence: str, *, withdrawn: bool) -> dict[str, Any]:
     """The keys of the event; `withdrawn`: the ranks went on while the evidence was collected."""
     judgement = incident.judgement
     return {
@@ -48,13 +48,13 @@ def told(incident: Incident, evidence: str, *, withdrawn: bool) -> dict[str, Any
     }
 
 
-def keep(bundle: Path, incident: Incident, seen: list[Sighting], *, withdrawn: bool) -> None:
+def write_verdict(bundle: Path, incident: Incident, seen: list[RankSample], *, withdrawn: bool) -> None:
     """Write verdict.json: the judgement, every rank as it was seen, and what could not be collected; raises OSError."""
     bundle.mkdir(mode=0o700, parents=True, exist_ok=True)
     judgement = incident.judgement
     fields = {
         "schema": "orch.incident/1",
-        **told(incident, bundle.name, withdrawn=withdrawn),
+        **event_fields(incident, bundle.name, withdrawn=withdrawn),
         "waiting": list(judgement.waiting),
         "culprits": [asdict(one) for one in judgement.culprits],
         "allowed_seconds": judgement.limit,

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from trainer.agent.processes import proc
-from trainer.contract.rank import STACKS
+from trainer.contract.rank_messages import STACKS
 
 _LOOK = 0.05
 _MOST = 1 << 20
@@ -18,7 +18,7 @@ def obstacle(pid: int, memory: int) -> str | None:
     """Why the rank cannot be asked; None when it can. A signal that it does not catch would end it."""
     if memory < 0:
         return "there is no memory for its stacks"
-    signs = proc.look(pid)
+    signs = proc.read_activity(pid)
     if signs is None or signs.state in "ZX":
         return "the process is dead"
     if signs.state in "Tt":

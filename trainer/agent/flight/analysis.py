@@ -8,18 +8,18 @@ from collections.abc import Iterable, Sequence
 
 from trainer.agent.flight.desync import crossed, desync
 from trainer.agent.flight.finding import Culprit, Finding, Kind, ranks_text, wait_word
-from trainer.agent.flight.record import Flight, parse
-from trainer.agent.flight.roots import RootKind, Roots, fronts, gpu_roots, host_roots, last_resort
+from trainer.agent.flight.flight_record import FlightRecord, parse
 from trainer.agent.flight.stalls import Records, Stall, stalls
-from trainer.agent.flight.waits import Channel, Node, Waits, build, chain
+from trainer.agent.flight.wait_graph import Channel, Node, WaitGraph, build, chain
+from trainer.agent.flight.wait_roots import RootKind, WaitRoots, fronts, gpu_roots, host_roots, last_resort
 
-__all__ = ["Finding", "Flight", "analyse", "parse"]
+__all__ = ["Finding", "FlightRecord", "analyse", "parse"]
 
 _FRONTS = 3
 """Places where nobody gets on that are told one by one."""
 
 
-def analyse(flights: Iterable[Flight], expected_ranks: Iterable[int], unanswered: Iterable[int] = ()) -> Finding:
+def analyse(flights: Iterable[FlightRecord], expected_ranks: Iterable[int], unanswered: Iterable[int] = ()) -> Finding:
     """Pair the records by group and number of the collective; `unanswered` ranks gave none though they were asked."""
     records = Records(flights, expected_ranks, unanswered)
     # A collective that the ranks mean differently never ends well: nothing else needs an explanation.
@@ -43,7 +43,7 @@ def analyse(flights: Iterable[Flight], expected_ranks: Iterable[int], unanswered
     return _together(stalled, [waits.places[node] for node in fronts(waits, explained)])
 
 
-def _named(waits: Waits, found: Roots, longest: str) -> Finding:
+def _named(waits: WaitGraph, found: WaitRoots, longest: str) -> Finding:
     """All culprits, those of one kind in one collective together; whom most wait for comes first."""
     told: dict[tuple[RootKind, Node], list[int]] = {}
     waiting = _waiting(waits, found)
@@ -73,7 +73,7 @@ def _named(waits: Waits, found: Roots, longest: str) -> Finding:
     )
 
 
-def _waiting(waits: Waits, found: Roots) -> dict[Node, list[Node]]:
+def _waiting(waits: WaitGraph, found: WaitRoots) -> dict[Node, list[Node]]:
     """By root: the nodes that wait for it directly."""
     waiting: dict[Node, list[Node]] = {root: [] for root in found}
     for node, after in enumerate(waits.after):
@@ -83,7 +83,7 @@ def _waiting(waits: Waits, found: Roots) -> dict[Node, list[Node]]:
     return waiting
 
 
-def _told_of(waits: Waits, waiting: Sequence[Node], found: Roots) -> Node:
+def _told_of(waits: WaitGraph, waiting: Sequence[Node], found: WaitRoots) -> Node:
     """Where a root's stall began: all that are missing there are roots; of several such groups the smallest.
 
     In the other groups some only wait for that; tensor parallel comes before data parallel.
@@ -99,7 +99,7 @@ def _told_of(waits: Waits, waiting: Sequence[Node], found: Roots) -> Node:
     return max(waiting, key=rank_of)
 
 
-def _reason(waits: Waits, kind: RootKind, node: Node, ranks: Sequence[int]) -> str:
+def _reason(waits: WaitGraph, kind: RootKind, node: Node, ranks: Sequence[int]) -> str:
     place, who = waits.places[node], ranks_text(ranks)
     if not isinstance(place, Stall):
         others = tuple(rank for rank in waits.inside(node) if rank not in ranks)

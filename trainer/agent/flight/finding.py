@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.agent.flight.record import ON_HOST
+from trainer.agent.flight.flight_record import ON_HOST
 
 Kind = Literal["none", "missing", "gpu_stopped", "desync_shape", "desync_order", "stuck_together"]
 _NAMED = 8

@@ -10,11 +10,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from trainer.agent.flight.fields import UNREADABLE
-from trainer.agent.flight.pickled import MOST as LARGEST
-from trainer.agent.flight.pickled import load
-from trainer.agent.flight.record import Flight, parse, read
-from trainer.contract.groups import groups_file
+from trainer.agent.flight.dump_fields import UNREADABLE
+from trainer.agent.flight.flight_record import FlightRecord, parse, read
+from trainer.agent.flight.safe_unpickle import MOST as LARGEST
+from trainer.agent.flight.safe_unpickle import load
+from trainer.contract.process_group_file import groups_file
 from trainer.contract.run_dir import AttemptDir
 
 HOST, DEVICE = "fr_trace_json", "dump_nccl_trace_json"
@@ -29,7 +29,7 @@ _UNKNOWN = 404
 _REFUSED = (OSError, EOFError, ValueError, asyncio.LimitOverrunError)
 
 
-class Sockets:
+class FlightSockets:
     """The private folder in which this agent's ranks open their sockets; on the node's own file system."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ def _private_folder() -> str:
     return ""
 
 
-async def flight(rank: int, path: str, seconds: float) -> Flight | None:
+async def flight(rank: int, path: str, seconds: float) -> FlightRecord | None:
     """The record of the rank that listens on `path`; None when it does not answer in time."""
     host, device = await asyncio.gather(ask(path, HOST, seconds), ask(path, DEVICE, seconds))
     # Without the record of its GPU, that of its host would be held against the others' GPUs.
@@ -67,7 +67,7 @@ async def flight(rank: int, path: str, seconds: float) -> Flight | None:
         return None
 
 
-async def flights(paths: Mapping[int, str], seconds: float) -> tuple[list[Flight], list[int]]:
+async def flights(paths: Mapping[int, str], seconds: float) -> tuple[list[FlightRecord], list[int]]:
     """The records of all these ranks, by rank, asked at once; and the ranks that gave none."""
     answers = await asyncio.gather(*(flight(rank, path, seconds) for rank, path in paths.items()))
     found = [answer for answer in answers if answer is not None]
@@ -145,12 +145,12 @@ def _groups(path: str) -> Mapping[str, Any]:
     return told if isinstance(told, dict) else {}
 
 
-def of_the_dying(attempt: AttemptDir, generation: int) -> list[Flight]:
+def records_of_dead_ranks(attempt: AttemptDir, generation: int) -> list[FlightRecord]:
     """The records that ranks of this generation left when an exception or NCCL's watchdog ended them.
 
     Reads the shared file system. A record that cannot be read is told on stderr.
     """
-    found: dict[int, Flight] = {}
+    found: dict[int, FlightRecord] = {}
     for rank, path in attempt.last_flights(generation):
         with _its_own_fault(rank):
             left = json.loads(path.read_text())

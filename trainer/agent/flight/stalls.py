@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from trainer.agent.flight.record import SCHEDULED, STARTED, Entry, Flight, Group
+from trainer.agent.flight.flight_record import SCHEDULED, STARTED, Entry, FlightRecord, Group
 
 Numbers = Mapping[str, Mapping[int, Mapping[int, Entry]]]
 """Entries by group, number and rank."""
@@ -36,7 +36,7 @@ class Stall:
 class Records:
     """The flights by rank, and each group's members."""
 
-    def __init__(self, flights: Iterable[Flight], expected: Iterable[int], unanswered: Iterable[int]) -> None:
+    def __init__(self, flights: Iterable[FlightRecord], expected: Iterable[int], unanswered: Iterable[int]) -> None:
         self.flights = {flight.rank: flight for flight in flights}
         self.silent = set(unanswered) - set(self.flights)
         self.world = tuple(sorted({*expected, *self.flights}))

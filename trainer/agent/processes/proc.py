@@ -17,7 +17,7 @@ _WHOLE = ("status", "io", "wchan", "syscall", "stack", "cgroup", "limits", "cmdl
 
 
 @dataclass(frozen=True, slots=True)
-class Signs:
+class ProcessActivity:
     """Signs of life of one process; counters only ever grow while it lives."""
 
     state: str  # of its first thread: R S D T t Z
@@ -25,17 +25,17 @@ class Signs:
     io_bytes: int  # read and written through system calls, whatever the other end was
 
 
-def look(pid: int) -> Signs | None:
+def read_activity(pid: int) -> ProcessActivity | None:
     """Two short reads; None when there is no such process (any more)."""
     try:
         fields = _stat(_PROC / str(pid) / "stat")
     except OSError:
         return None
     cpu = (int(fields[_UTIME]) + int(fields[_STIME])) / _TICK
-    return Signs(fields[0], cpu, _moved(pid))
+    return ProcessActivity(fields[0], cpu, _moved(pid))
 
 
-def members(groups: Collection[int]) -> dict[int, list[int]]:
+def group_members(groups: Collection[int]) -> dict[int, list[int]]:
     """The processes of each of these process groups, found in one pass over /proc that opens none of its files."""
     found: dict[int, list[int]] = {group: [] for group in groups}
     for name in os.listdir(_PROC):

@@ -19,7 +19,7 @@ REPORT_SECONDS = 5.0
 """How long the report may take: a file system that hangs may be what the agent is stuck in."""
 
 
-class Stillness:
+class StallTimer:
     """PURE: how long the agent has not moved, while this process could see it."""
 
     def __init__(self, now: float) -> None:
@@ -35,19 +35,19 @@ class Stillness:
 
 def watch(beats: int, seconds: float) -> bool:
     """Until the agent is gone (False), or has not moved for so long (True)."""
-    stillness, poll = Stillness(time.monotonic()), select.poll()
+    stall_timer, poll = StallTimer(time.monotonic()), select.poll()
     poll.register(beats, select.POLLIN)
     while True:
         moved = bool(poll.poll(LOOK_SECONDS * 1000))
         if moved and not os.read(beats, 65536):
             return False
-        if stillness.look(time.monotonic(), moved) >= seconds:
+        if stall_timer.look(time.monotonic(), moved) >= seconds:
             return True
         if moved:
             time.sleep(LOOK_SECONDS)
 
 
-def how_it_stands(pid: int) -> str:
+def process_state(pid: int) -> str:
     """The state of a process in the kernel's words, and where it waits."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -71,12 +71,12 @@ def main(words: list[str]) -> int:
     handle = os.pidfd_open(int(pid))
     if os.getppid() != int(pid) or not watch(int(beats), float(seconds)):
         return 0
-    why = f"the agent of {name} stood still for {float(seconds):.0f} s ({how_it_stands(int(pid))}); its node ended it"
+    why = f"the agent of {name} stood still for {float(seconds):.0f} s ({process_state(int(pid))}); its node ended it"
     sys.stderr.write(f"orch-watchdog: {why}\n")
     told = threading.Thread(target=report, args=(Path(path), int(node), name, why), daemon=True)
     told.start()
     told.join(REPORT_SECONDS)
-    # Its nursery, its ranks and its writers die with it, and the job ends.
+    # Its fork server, its ranks and its writers die with it, and the job ends.
     signal.pidfd_send_signal(handle, signal.SIGKILL)
     os._exit(0)
 

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from trainer.agent.watch.blame import Cause, OwnFailure, RankEnd, find_cause, root_of
+from trainer.agent.watch.root_cause import Cause, CommandFailure, RankEnd, find_cause, root_of
 from trainer.contract.outcome import FailureKind
 
 START_SECONDS = 300.0
@@ -61,7 +61,7 @@ class NewestCheckpoint:
 class CommandPast:
     """What is known of the program besides the ends of its ranks."""
 
-    failures: tuple[OwnFailure, ...] = ()  # in a row, oldest first, of the generations before this one
+    failures: tuple[CommandFailure, ...] = ()  # in a row, oldest first, of the generations before this one
     newest: NewestCheckpoint | None = None
     saved: bool = False  # a checkpoint since this generation began
     trained: bool = False  # at some time before this generation
@@ -89,7 +89,7 @@ def command_cause(ends: Sequence[RankEnd], past: CommandPast, seconds: float) ->
     cause = replace(cause, failure=failure, mark="")
     if not own and root.signal not in _CRASHES:
         return cause
-    mine = OwnFailure(
+    mine = CommandFailure(
         mark=_mark(root), seconds=seconds, written=root.written, exception=root.exception, crashed=not own,
         saved=past.saved, trained=past.saved or seconds > START_SECONDS, loading=_loading(root, past),
         began_from=past.newest.identity if past.newest else "",
@@ -106,7 +106,7 @@ def command_cause(ends: Sequence[RankEnd], past: CommandPast, seconds: float) ->
     )  # fmt: skip
 
 
-def judge(row: Sequence[OwnFailure], past: CommandPast) -> Judgement:
+def judge(row: Sequence[CommandFailure], past: CommandPast) -> Judgement:
     """What to make of the newest of these failures in a row."""
     last, alike = row[-1], _alike_in_a_row(row)
     # It may be what it loads when it starts: an older checkpoint is tried before anybody is blamed.
@@ -127,7 +127,7 @@ def judge(row: Sequence[OwnFailure], past: CommandPast) -> Judgement:
     return Judgement(final=True, reason=f", {alike} times in a row within {_span(longest)} of its start")
 
 
-def _alike_in_a_row(row: Sequence[OwnFailure]) -> int:
+def _alike_in_a_row(row: Sequence[CommandFailure]) -> int:
     count = 1
     for one in reversed(row[:-1]):
         if not _alike(one, row[-1]):
@@ -136,7 +136,7 @@ def _alike_in_a_row(row: Sequence[OwnFailure]) -> int:
     return count
 
 
-def _alike(one: OwnFailure, other: OwnFailure) -> bool:
+def _alike(one: CommandFailure, other: CommandFailure) -> bool:
     return (
         (one.mark, one.crashed, one.saved) == (other.mark, other.crashed, other.saved)
         and _near(one.seconds, other.seconds, _TIME, _FEW_SECONDS)
@@ -149,7 +149,7 @@ def _near(one: float, other: float, ratio: float, few: float) -> bool:
     return high - low <= few or high <= low * ratio
 
 
-def _why_set_aside(row: Sequence[OwnFailure], past: CommandPast) -> str:
+def _why_set_aside(row: Sequence[CommandFailure], past: CommandPast) -> str:
     """Why the checkpoint that this generation began from is not to be loaded again; empty when it may be."""
     last, newest = row[-1], past.newest
     if newest is None or len(past.aside) >= MOST_SET_ASIDE:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from enum import Enum, StrEnum, auto
 
 from trainer.agent.flight.analysis import Finding
-from trainer.agent.watch.limits import HALTED, Allowed, Limits, said
-from trainer.agent.watch.sighting import Sighting
-from trainer.agent.watch.silences import Gaps, still
+from trainer.agent.watch.hang_limits import HALTED, Allowed, Limits, format_seconds
+from trainer.agent.watch.rank_sample import RankSample
+from trainer.agent.watch.report_gaps import Gaps, seconds_still
 from trainer.contract.outcome import Culprit
 
 LOOK_AT_HALTED = 1.0
@@ -74,12 +74,12 @@ class Suspicion:
     WARNING: of several rivals nothing says which still works and which wait for it, so the limits of all count.
     """
 
-    rank: Sighting | None
+    rank: RankSample | None
     kind: Stall
     why: str
-    rivals: tuple[Sighting, ...]  # `rank` is one of them
+    rivals: tuple[RankSample, ...]  # `rank` is one of them
     spins: bool = False  # they wait for a GPU, which takes CPU time
-    others: tuple[Sighting, ...] = ()  # roots besides `rank`, each by itself
+    others: tuple[RankSample, ...] = ()  # roots besides `rank`, each by itself
     chain: str = ""
 
     @property
@@ -111,14 +111,14 @@ _HALTS = {
 
 
 def judge(
-    sightings: Sequence[Sighting],
+    sightings: Sequence[RankSample],
     finding: Finding | None,
     limits: Limits,
     *,
     lock_held: AbstractSet[int] = frozenset(),
     found: float = 0.0,
     halted_for: Mapping[int, float] = _NOBODY,
-    silences: Gaps = _NO_GAPS,
+    report_gaps: Gaps = _NO_GAPS,
     on_gpus: bool = False,
 ) -> Judgement:
     """The verdict on one generation.
@@ -131,35 +131,35 @@ def judge(
     live = [one for one in sightings if not one.ended]
     if not live:
         return fine("all ranks have ended")
-    mover = _newest(live, silences)
-    quiet = still(mover, silences)
+    mover = _newest(live, report_gaps)
+    quiet = seconds_still(mover, report_gaps)
     if finding is not None and found > quiet:
         finding = None  # somebody has moved since: it says nothing about now
     # Most of the time somebody moves, and nothing more needs to be known.
     if quiet < LOOK_AT_HALTED:
-        return fine(_still_moving(mover, quiet, LOOK_AT_HALTED, silences))
+        return fine(_still_moving(mover, quiet, LOOK_AT_HALTED, report_gaps))
     suspicion = first_to_stop(live, finding, lock_held, on_gpus=on_gpus, halted_for=halted_for)
     due = LOOK_AT_HALTED if suspicion.halted else limits.look_after
     if quiet < due:
-        return fine(_still_moving(mover, quiet, due, silences))
-    over, allowed = _overdue(suspicion, limits, silences, waited_for=len(live) > 1)
+        return fine(_still_moving(mover, quiet, due, report_gaps))
+    over, allowed = _overdue(suspicion, limits, report_gaps, waited_for=len(live) > 1)
     if suspicion.halted and suspicion.rank is not None:
         over = min(over, halted_for.get(suspicion.rank.rank, CONFIRMED) - CONFIRMED)
     certain = over >= 0 and suspicion.halted
     if finding is None and not certain:
-        return Judgement(verdict=Verdict.LOOK, reason=f"no rank has moved for {said(quiet)}")
+        return Judgement(verdict=Verdict.LOOK, reason=f"no rank has moved for {format_seconds(quiet)}")
     if over < 0:
         return _within(suspicion, allowed, len(live) - 1)
     # Between two writes to its cell a rank may have gone through many collectives.
     if found > FRESH and not certain:
-        return Judgement(verdict=Verdict.LOOK, reason=f"the flight records are {said(found)} old")
+        return Judgement(verdict=Verdict.LOOK, reason=f"the flight records are {format_seconds(found)} old")
     waited_for = len(live) > 1
-    late = [one for one in suspicion.others if _overdue_alone(one, suspicion, limits, silences, waited_for) >= 0]
+    late = [one for one in suspicion.others if _overdue_alone(one, suspicion, limits, report_gaps, waited_for) >= 0]
     return _hung(replace(suspicion, others=tuple(late)), allowed, live, lock_held)
 
 
 def first_to_stop(
-    live: Sequence[Sighting],
+    live: Sequence[RankSample],
     finding: Finding | None,
     lock_held: AbstractSet[int] = frozenset(),
     *,
@@ -185,7 +185,7 @@ def first_to_stop(
 
 
 def _recorded(
-    live: Sequence[Sighting], finding: Finding, lock_held: AbstractSet[int], on_gpus: bool
+    live: Sequence[RankSample], finding: Finding, lock_held: AbstractSet[int], on_gpus: bool
 ) -> Suspicion | None:
     """What flight records show; None when they name nobody who is still there."""
     if finding.kind == "none":
@@ -219,7 +219,7 @@ def _recorded(
     )
 
 
-def _least_advanced(live: Sequence[Sighting], lock_held: AbstractSet[int]) -> Suspicion:
+def _least_advanced(live: Sequence[RankSample], lock_held: AbstractSet[int]) -> Suspicion:
     """Without records: the rank that is furthest behind is the one that the others wait for."""
     step = min(one.step for one in live)
     behind = [one for one in live if one.step == step]
@@ -233,55 +233,55 @@ def _least_advanced(live: Sequence[Sighting], lock_held: AbstractSet[int]) -> Su
     return Suspicion(rank=first, kind=kind, why=_with_lock(first, lock_held, why), rivals=rivals)
 
 
-def _kind(one: Sighting, lock_held: AbstractSet[int]) -> Stall:
+def _kind(one: RankSample, lock_held: AbstractSet[int]) -> Stall:
     return Stall.LOCK_HELD if one.rank in lock_held else _KINDS.get(one.phase, Stall.UNKNOWN)
 
 
-def _with_lock(one: Sighting, lock_held: AbstractSet[int], why: str) -> str:
+def _with_lock(one: RankSample, lock_held: AbstractSet[int], why: str) -> str:
     return f"{why}; nothing can run in its interpreter (Python's lock is held)" if one.rank in lock_held else why
 
 
-def _beside(first: Sighting, ranks: Sequence[Sighting]) -> tuple[Sighting, ...]:
+def _beside(first: RankSample, ranks: Sequence[RankSample]) -> tuple[RankSample, ...]:
     """Those that have come as far as `first`, itself included."""
     place = _place(first)
     return tuple(one for one in ranks if one.step == first.step and _place(one) == place)
 
 
-def _place(one: Sighting) -> tuple[int, int, int, int]:
+def _place(one: RankSample) -> tuple[int, int, int, int]:
     """Where a rank stands in the order of the program; the lowest is furthest behind."""
     return (one.step, _TURN.get(one.phase, _NOWHERE), one.collective, _PLACE.get(one.phase, _NOWHERE))
 
 
-def _first(ranks: Sequence[Sighting], lock_held: AbstractSet[int]) -> Sighting:
+def _first(ranks: Sequence[RankSample], lock_held: AbstractSet[int]) -> RankSample:
     return min(ranks, key=lambda one: (*_place(one), one.rank not in lock_held, -one.age, one.rank))
 
 
-def _newest(live: Sequence[Sighting], silences: Gaps) -> Sighting:
-    if not silences:
+def _newest(live: Sequence[RankSample], report_gaps: Gaps) -> RankSample:
+    if not report_gaps:
         return min(live, key=lambda one: one.age)
-    return min(live, key=lambda one: still(one, silences))
+    return min(live, key=lambda one: seconds_still(one, report_gaps))
 
 
-def _still_moving(mover: Sighting, quiet: float, due: float, silences: Gaps) -> str:
-    lasting = [began for began, ended in silences.get(mover.node, ()) if not ended]
+def _still_moving(mover: RankSample, quiet: float, due: float, report_gaps: Gaps) -> str:
+    lasting = [began for began, ended in report_gaps.get(mover.node, ()) if not ended]
     if lasting:
-        return f"nothing has been heard of {mover.node} for {said(lasting[0])}; its ranks may move"
-    return f"rank {mover.rank} moved {said(quiet)} ago; nothing is looked into before {said(due)}"
+        return f"nothing has been heard of {mover.node} for {format_seconds(lasting[0])}; its ranks may move"
+    return f"rank {mover.rank} moved {format_seconds(quiet)} ago; nothing is looked into before {format_seconds(due)}"
 
 
-def _overdue(suspicion: Suspicion, limits: Limits, silences: Gaps, *, waited_for: bool) -> tuple[float, Allowed]:
+def _overdue(suspicion: Suspicion, limits: Limits, report_gaps: Gaps, *, waited_for: bool) -> tuple[float, Allowed]:
     """Seconds above the limit, negative below it, and the limit; of several ranks the one with most time left."""
     over, allowed = float("inf"), Allowed(0.0, "")
     for one in suspicion.rivals:
         its = limits.of(one, waited_for=waited_for, spins=suspicion.spins)
-        if still(one, silences) - its.seconds < over:
-            over, allowed = still(one, silences) - its.seconds, its
+        if seconds_still(one, report_gaps) - its.seconds < over:
+            over, allowed = seconds_still(one, report_gaps) - its.seconds, its
     return over, allowed
 
 
-def _overdue_alone(one: Sighting, suspicion: Suspicion, limits: Limits, silences: Gaps, waited_for: bool) -> float:
+def _overdue_alone(one: RankSample, suspicion: Suspicion, limits: Limits, report_gaps: Gaps, waited_for: bool) -> float:
     """Seconds for which one root among several is above its own limit."""
-    return still(one, silences) - limits.of(one, waited_for=waited_for, spins=suspicion.spins).seconds
+    return seconds_still(one, report_gaps) - limits.of(one, waited_for=waited_for, spins=suspicion.spins).seconds
 
 
 def fine(reason: str) -> Judgement:
@@ -289,7 +289,7 @@ def fine(reason: str) -> Judgement:
 
 
 def _within(suspicion: Suspicion, allowed: Allowed, peers: int) -> Judgement:
-    limit = f"allowed are {said(allowed.seconds)} ({allowed.why})"
+    limit = f"allowed are {format_seconds(allowed.seconds)} ({allowed.why})"
     first = suspicion.rank
     if first is None:
         return fine(f"no rank stopped first: {suspicion.why}; {limit}")
@@ -297,11 +297,11 @@ def _within(suspicion: Suspicion, allowed: Allowed, peers: int) -> Judgement:
     return fine(f"{who}; {_waiting(peers)}" if peers else who)
 
 
-def _hung(suspicion: Suspicion, allowed: Allowed, live: Sequence[Sighting], lock_held: AbstractSet[int]) -> Judgement:
+def _hung(suspicion: Suspicion, allowed: Allowed, live: Sequence[RankSample], lock_held: AbstractSet[int]) -> Judgement:
     first = suspicion.rank
     named = {one.rank for one in suspicion.others} | ({first.rank} if first is not None else set())
     waiting = tuple(one.rank for one in live if one.rank not in named)
-    limit = f"allowed are {said(allowed.seconds)} ({allowed.why})"
+    limit = f"allowed are {format_seconds(allowed.seconds)} ({allowed.why})"
     if first is None:
         return _hung_together(suspicion, allowed, limit, waiting)
     roots = (first, *sorted(suspicion.others, key=lambda one: one.rank))
@@ -320,14 +320,14 @@ def _hung(suspicion: Suspicion, allowed: Allowed, live: Sequence[Sighting], lock
     )
 
 
-def _culprit(one: Sighting, suspicion: Suspicion, lock_held: AbstractSet[int]) -> Culprit:
+def _culprit(one: RankSample, suspicion: Suspicion, lock_held: AbstractSet[int]) -> Culprit:
     kind = suspicion.kind
     if one is not suspicion.rank and kind is not Stall.DESYNC:
         kind = _HALTS[one.state][0] if suspicion.halted else kind if suspicion.spins else _kind(one, lock_held)
     return Culprit(rank=one.rank, node=one.node, kind=str(kind), reason=f"it stands in {_where(one)}")
 
 
-def _who_stopped(roots: Sequence[Sighting], why: str, limit: str, waiting: int) -> str:
+def _who_stopped(roots: Sequence[RankSample], why: str, limit: str, waiting: int) -> str:
     if len(roots) == 1:
         return f"{_named(roots[0])} stopped first: {why}; it stands in {_where(roots[0])}, {limit}; {_waiting(waiting)}"
     who = ", ".join(f"{_named(one)} in {_where(one)}" for one in roots[:_TOLD])
@@ -344,7 +344,8 @@ def _hung_together(suspicion: Suspicion, allowed: Allowed, limit: str, waiting: 
     what = f"the network between {places} is suspect" if len(nodes) > 1 else f"all of it is on {places}"
     return Judgement(
         verdict=Verdict.HUNG,
-        reason=f"no rank stopped first: {suspicion.why}; for {said(oldest.age)} nobody gets on, {limit}; {what}",
+        reason=f"no rank stopped first: {suspicion.why}; "
+        f"for {format_seconds(oldest.age)} nobody gets on, {limit}; {what}",
         node=nodes[0] if len(nodes) == 1 else None,
         phase=oldest.phase,
         step=oldest.step,
@@ -354,7 +355,7 @@ def _hung_together(suspicion: Suspicion, allowed: Allowed, limit: str, waiting: 
     )
 
 
-def _named(one: Sighting) -> str:
+def _named(one: RankSample) -> str:
     return f"rank {one.rank} on {one.node}"
 
 
@@ -362,7 +363,7 @@ def _waiting(peers: int, whom: str = "it") -> str:
     return f"1 rank waits for {whom}" if peers == 1 else f"{peers or 'no'} ranks wait for {whom}"
 
 
-def _where(one: Sighting) -> str:
+def _where(one: RankSample) -> str:
     """Its phase, with the last step that it finished, and for how long."""
     after = "before the end of its first step" if one.first else f"after step {one.step}"
-    return f"{one.phase} {after} for {said(one.age)}"
+    return f"{one.phase} {after} for {format_seconds(one.age)}"

@@ -5,12 +5,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.agent.processes.local_ranks import LocalRank, LocalRanks
-from trainer.agent.processes.proc import Signs, look, members
-from trainer.agent.watch.limits import FAST, HALTED
-from trainer.agent.watch.sighting import Sighting
-from trainer.agent.watch.stragglers import worth_telling
-from trainer.contract.durations import added, quantile
+from trainer.agent.processes.proc import ProcessActivity, group_members, read_activity
+from trainer.agent.ranks.local_ranks import LocalRank, LocalRanks
+from trainer.agent.watch.hang_limits import FAST, HALTED
+from trainer.agent.watch.rank_sample import RankSample
+from trainer.agent.watch.stragglers import should_report_work
+from trainer.contract.duration_histogram import quantile, sum_counts
 
 STILL = 1.0
 """Seconds without a write to its cell after which a rank is looked at more closely."""
@@ -19,7 +19,7 @@ _BUSY = 0.05
 """Share of a core above which CPU time is a sign of life: what waits, wakes up now and then too."""
 _BYTES = 4096
 """Bytes read or written between two looks that are a sign of life: a log line is none."""
-_NOTHING = Signs("", 0.0, 0)
+_NOTHING = ProcessActivity("", 0.0, 0)
 
 
 def report_seconds(nodes: int) -> float:
@@ -43,7 +43,7 @@ def no_writer(rank: int) -> int | None:
 
 
 @dataclass(kw_only=True)
-class _Watched:
+class _RankHistory:
     """What is remembered of one rank between two looks."""
 
     born: float
@@ -51,7 +51,7 @@ class _Watched:
     looked: float | None = None  # since it stands still
     lived: float = 0.0
     state: str | None = None
-    signs: dict[int, Signs] = field(default_factory=dict)  # of all its processes, by pid
+    signs: dict[int, ProcessActivity] = field(default_factory=dict)  # of all its processes, by pid
 
     def moves(self) -> None:
         self.looked, self.state, self.signs = None, None, {}
@@ -65,37 +65,37 @@ class Sampler:
 
     def __init__(
         self, ranks: LocalRanks, name: str, writer: Callable[[int], int | None] = no_writer, *,
-        clock: Callable[[], float] = time.monotonic, signs: Callable[[int], Signs | None] = look,
-        groups: Callable[[Collection[int]], Mapping[int, list[int]]] = members,
+        clock: Callable[[], float] = time.monotonic, signs: Callable[[int], ProcessActivity | None] = read_activity,
+        groups: Callable[[Collection[int]], Mapping[int, list[int]]] = group_members,
     ) -> None:  # fmt: skip
         self._ranks, self._name, self._clock, self._signs = ranks, name, clock, signs
         self._writer, self._groups = writer, groups
-        self._watched = {rank: _Watched(born=clock()) for rank in ranks.by_rank}
+        self._watched = {rank: _RankHistory(born=clock()) for rank in ranks.by_rank}
         self._looked = float("-inf")
         self._p99: dict[str, float] = {}
         self._worked: dict[int, int] = {}
 
-    def sightings(self) -> list[Sighting]:
+    def samples(self) -> list[RankSample]:
         """Every rank, now."""
         everybody = self._ranks.by_rank.values()
         for local in everybody:
-            local.look()
+            local.read_progress()
         now = self._clock()
         self._look_closer([local for local in everybody if self._is_still(local, now)], now)
-        return [self._sight(local, now) for local in everybody]
+        return [self._sample(local, now) for local in everybody]
 
     def report(self) -> dict[str, Any]:
         """What has changed since the last report, in the form it is sent in."""
-        seen = [(sighting, self._watched[sighting.rank]) for sighting in self.sightings()]
-        rows = [sighting.to_row() for sighting, watched in seen if self._is_news(sighting, watched)]
-        found = {"sightings": rows, "p99": self._slower(), "work": self._work()}
+        seen = [(sample, self._watched[sample.rank]) for sample in self.samples()]
+        rows = [sample.to_row() for sample, watched in seen if self._has_changed(sample, watched)]
+        found = {"sightings": rows, "p99": self._changed_p99(), "work": self._work()}
         return {key: value for key, value in found.items() if value}
 
-    def _is_news(self, sighting: Sighting, watched: _Watched) -> bool:
-        local = self._ranks.by_rank[sighting.rank]
-        now = (local.last.moved_at, sighting.state, sighting.ended)
+    def _has_changed(self, sample: RankSample, watched: _RankHistory) -> bool:
+        local = self._ranks.by_rank[sample.rank]
+        now = (local.last.moved_at, sample.state, sample.ended)
         # Of a rank that stands still every look counts: its signs of life excuse it.
-        news = now != watched.told or (sighting.age > STILL and not sighting.ended)
+        news = now != watched.told or (sample.age > STILL and not sample.ended)
         watched.told = now
         return news
 
@@ -109,10 +109,10 @@ class Sampler:
         self._watched[local.rank].moves()
         return False
 
-    def _sight(self, local: LocalRank, now: float) -> Sighting:
+    def _sample(self, local: LocalRank, now: float) -> RankSample:
         watched, reading, age = self._watched[local.rank], local.last, self._age(local, now)
-        ticked = local.cell.ticked() * 1e-9
-        return Sighting(
+        ticked = local.cell.last_tick_ns() * 1e-9
+        return RankSample(
             rank=local.rank,
             node=self._name,
             step=reading.step,
@@ -153,13 +153,13 @@ class Sampler:
         if since is not None and _have_worked(before, counting, now - since):
             watched.lived = now
 
-    def _slower(self) -> dict[str, float]:
+    def _changed_p99(self) -> dict[str, float]:
         """The 99th percentile of every phase over this node's ranks, where it has changed."""
         rows: dict[str, list[tuple[int, ...]]] = {}
         for local in self._ranks.by_rank.values():
             for phase, counts in local.cell.times().items():
                 rows.setdefault(phase.name.lower(), []).append(counts)
-        found = {phase: quantile(added(counts), 0.99) for phase, counts in rows.items()}
+        found = {phase: quantile(sum_counts(counts), 0.99) for phase, counts in rows.items()}
         changed = {phase: seconds for phase, seconds in found.items() if self._p99.get(phase) != seconds}
         self._p99.update(changed)
         return changed
@@ -169,13 +169,13 @@ class Sampler:
         rows = []
         for rank, local in self._ranks.by_rank.items():
             work = local.cell.work()
-            if worth_telling(self._worked.get(rank, 0), work.steps):
+            if should_report_work(self._worked.get(rank, 0), work.steps):
                 self._worked[rank] = work.steps
                 rows.append([rank, work.steps, *work.sections])
         return rows
 
 
-def _have_worked(before: Mapping[int, Signs], signs: Mapping[int, Signs], seconds: float) -> bool:
+def _have_worked(before: Mapping[int, ProcessActivity], signs: Mapping[int, ProcessActivity], seconds: float) -> bool:
     """Whether processes did something together; one that ends takes nothing away, one that is new began at nothing."""
     grown = [(before.get(pid, _NOTHING), one) for pid, one in signs.items()]
     cpu = sum(max(0.0, one.cpu_seconds - was.cpu_seconds) for was, one in grown)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from trainer.contract.config import ParallelConfig
+from trainer.contract.monitoring_config import StragglerConfig
 from trainer.contract.progress import SECTIONS
-from trainer.contract.watching import StragglerConfig
 
 WINDOW = 4
 """Steps of a window, the shortest stretch in which ranks are compared; windows end at its multiples."""
@@ -60,7 +60,7 @@ def coordinate(parallel: ParallelConfig) -> Callable[[int], Hashable]:
     return lambda rank: (rank % tp,)
 
 
-def worth_telling(told: int, steps: int) -> bool:
+def should_report_work(told: int, steps: int) -> bool:
     """Whether a rank's work up to `steps` should be reported when it was last reported up to `told`.
 
     A reading from the very end of a window makes it exact; what lies between two windows is of no use.

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.trainer.agent.coordination.test_coordinator import Scene, hear
-from trainer.agent.control import speech
-from trainer.agent.control.wire import Peer, WireError
+from trainer.agent.control import message_schema
+from trainer.agent.control.tcp_transport import Peer, WireError
 from trainer.contract.events import EventKind
 from trainer.contract.outcome import AttemptOutcome, FailureKind
 
@@ -166,9 +166,9 @@ def test_what_real_agents_say_is_allowed():
         {"say": "exit", "rank": 1, "exit_code": None, "signal": 9, "exception": None, "message": None, "step": 2},
         {"say": "flight", "serial": 1, "flights": ["{}"], "unanswered": [3]},
     ):
-        speech.check(message)
+        message_schema.check(message)
 
 
 def test_a_refusal_names_the_word():
     with pytest.raises(WireError, match="a 'progress' whose step is 'five'"):
-        speech.check(REPORT | {"step": "five"})
+        message_schema.check(REPORT | {"step": "five"})

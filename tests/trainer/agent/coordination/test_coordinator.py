@@ -10,23 +10,24 @@ from typing import Any
 
 import pytest
 
-from trainer.agent.control.wire import Message, Peer, connect
-from trainer.agent.coordination import clearing, gathering, outbox
+from trainer.agent.attempt_state import outbox
+from trainer.agent.attempt_state.heartbeat import AttemptProgress, Heartbeat
+from trainer.agent.attempt_state.outbox import Outbox
+from trainer.agent.control.tcp_transport import Message, Peer, connect
+from trainer.agent.coordination import startup, teardown
 from trainer.agent.coordination.coordinator import Coordinator
-from trainer.agent.coordination.heartbeat import Heartbeat, Standing
-from trainer.agent.coordination.outbox import Outbox
-from trainer.agent.ladder import rolling_back
-from trainer.agent.main import SurvivingLog
-from trainer.contract import skips
+from trainer.agent.ladder import rollback
+from trainer.agent.main import NonBlockingEventLog
+from trainer.contract import skipped_batches
 from trainer.contract.config import ClusterShape, JobConfig
 from trainer.contract.events import Event, EventKind, EventLog, read_events
-from trainer.contract.launch import LaunchToken
-from trainer.contract.lines import LineFile
+from trainer.contract.launch_token import LaunchToken
+from trainer.contract.line_file import LineFile
+from trainer.contract.node_identity import NodeIdentity
 from trainer.contract.outcome import AttemptOutcome, Failure, FailureKind
-from trainer.contract.place import Place
 from trainer.contract.requests import Request, RequestKind
 from trainer.contract.run_dir import RunDir
-from trainer.contract.skips import Skip
+from trainer.contract.skipped_batches import Skip
 
 
 class Scene:
@@ -44,7 +45,7 @@ class Scene:
         self._events = log(self.attempt.event_file("coordinator"), "coordinator", 1)
         self.leader = Coordinator(
             run=self.run, attempt=self.attempt, config=JobConfig(cluster=ClusterShape(nodes=2, spare_nodes=spares)),
-            place=Place(kind="slurm", job_id="7", node=0, nodes=2 + spares, name="n0"), events=self._events,
+            identity=NodeIdentity(kind="slurm", job_id="7", node=0, nodes=2 + spares, name="n0"), events=self._events,
             token=self._token, started=time.monotonic(),
         )  # fmt: skip
         self._found: dict[str, Any] = {}
@@ -114,7 +115,7 @@ def test_agents_hear_from_a_coordinator_whose_file_system_hangs(play, monkeypatc
         finally:
             back.set()
 
-    play(script, log=SurvivingLog)
+    play(script, log=NonBlockingEventLog)
 
 
 @pytest.mark.parametrize("hung", ["heartbeat", "outcome", "events", "all"])
@@ -125,8 +126,8 @@ def test_agents_are_told_to_end_although_the_run_directory_hangs(play, monkeypat
     for name, what, how in writes:
         if hung in (name, "all"):
             monkeypatch.setattr(what, how, lambda *_: back.wait(60))
-    monkeypatch.setattr(outbox, "SHOW_SECONDS", 0.5)
-    monkeypatch.setattr(outbox, "LEAVE_SECONDS", 0.5)
+    monkeypatch.setattr(outbox, "PUBLISH_SECONDS", 0.5)
+    monkeypatch.setattr(outbox, "OUTCOME_SECONDS", 0.5)
 
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node) for node in (0, 1)]
@@ -140,7 +141,7 @@ def test_agents_are_told_to_end_although_the_run_directory_hangs(play, monkeypat
         finally:
             back.set()
 
-    play(script, log=SurvivingLog)
+    play(script, log=NonBlockingEventLog)
 
 
 async def leave(peers: list[Peer], exit_code: int, generation: int = 1) -> None:
@@ -159,8 +160,8 @@ def test_heartbeats_never_overtake_one_another_and_the_last_one_stands(tmp_path,
         written.append(beat.seq)
 
     monkeypatch.setattr(Heartbeat, "write", write)
-    monkeypatch.setattr(outbox, "SHOW_SECONDS", 0.2)
-    standing = Standing(1, "7", time.time)
+    monkeypatch.setattr(outbox, "PUBLISH_SECONDS", 0.2)
+    standing = AttemptProgress(1, "7", time.time)
 
     async def script() -> None:
         keeper = Outbox(RunDir(tmp_path).attempt(1))
@@ -175,12 +176,12 @@ def test_heartbeats_never_overtake_one_another_and_the_last_one_stands(tmp_path,
 
 def test_a_batch_is_left_out_although_that_cannot_be_written_down_in_time(tmp_path, monkeypatch):
     back = threading.Event()
-    monkeypatch.setattr(skips, "add", lambda *_: back.wait(60))
-    monkeypatch.setattr(rolling_back, "LEAVE_OUT_SECONDS", 0.2)
+    monkeypatch.setattr(skipped_batches, "add", lambda *_: back.wait(60))
+    monkeypatch.setattr(rollback, "RECORD_SKIP_SECONDS", 0.2)
     log = EventLog(tmp_path / "events.jsonl", "coordinator", 1)
     one = Skip(step=3, position=24, reason="loss nan")
     try:
-        asyncio.run(asyncio.wait_for(rolling_back.leave_out(one, RunDir(tmp_path).attempt(1), log), 5))
+        asyncio.run(asyncio.wait_for(rollback.record_skip(one, RunDir(tmp_path).attempt(1), log), 5))
     finally:
         back.set()
         log.close()
@@ -205,11 +206,11 @@ def test_a_save_that_is_asked_for_after_a_stop_is_answered_by_the_stop(play):
     ("patience", "says", "words"),
     [
         ("EXAMINE_SECONDS", {"fit": False}, "n1 was not examined within"),
-        ("READY_SECONDS", {"ready": False}, "n1 had no nursery ready within"),
+        ("READY_SECONDS", {"ready": False}, "n1 had no fork server ready within"),
     ],
 )
 def test_a_node_that_does_not_answer_is_not_taken_for_fit_and_is_named(play, monkeypatch, patience, says, words):
-    monkeypatch.setattr(gathering, patience, 1.5)
+    monkeypatch.setattr(startup, patience, 1.5)
 
     async def script(scene: Scene) -> None:
         await scene.join(0)
@@ -296,18 +297,20 @@ def test_a_node_that_gets_no_nursery_after_a_restart_was_decided_ends_the_attemp
         peers = [await scene.join(node) for node in (0, 1)]
         await hear(peers[1], "start")
         if first == "hang":
-            scene.leader._trouble.fail(Failure(kind=FailureKind.HANG, reason="rank 1 on n1 stopped first", node="n1"))
+            scene.leader._node_failures.fail(
+                Failure(kind=FailureKind.HANG, reason="rank 1 on n1 stopped first", node="n1")
+            )
         peers[1].send("unready", reason="killed")
         if first == "broken":
             peers[1].send("broken", generation=1, reason="killed")
         await leave(peers, 1)
         while not scene.events(EventKind.GENERATION_ENDED):
             await hear(peers[0], "ping")
-        peers[1].send("barren", reason="its nursery died 3 times in a row")
+        peers[1].send("barren", reason="its fork server died 3 times in a row")
         assert await asyncio.wait_for(scene.leading, 15) == 75
         failure = AttemptOutcome.read(scene.attempt.outcome).failure
         assert failure is not None
-        assert (failure.node, failure.reason) == ("n1", "its nursery died 3 times in a row")
+        assert (failure.node, failure.reason) == ("n1", "its fork server died 3 times in a row")
 
     play(script)
 
@@ -316,7 +319,7 @@ def test_a_reason_of_any_length_reaches_the_agents(play):
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node) for node in (0, 1)]
         await hear(peers[1], "start")
-        scene.leader._trouble.fail(Failure(kind=FailureKind.DESYNC, reason="rank 0 called \u2026" * 10_000))
+        scene.leader._node_failures.fail(Failure(kind=FailureKind.DESYNC, reason="rank 0 called \u2026" * 10_000))
         await hear(peers[1], "kill")
         for peer in peers:
             peer.send("gone", generation=1)
@@ -340,7 +343,7 @@ async def die_stuck(scene: Scene, peers: list[Peer], stop: bool = False) -> None
 
 
 def test_a_spare_takes_the_place_of_a_node_on_which_a_rank_cannot_be_killed(play, monkeypatch):
-    monkeypatch.setattr(clearing, "CLEAR_SECONDS", 1.0)
+    monkeypatch.setattr(teardown, "KILL_SECONDS", 1.0)
 
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node) for node in (0, 1, 2)]
@@ -359,7 +362,7 @@ def test_a_spare_takes_the_place_of_a_node_on_which_a_rank_cannot_be_killed(play
 
 @pytest.mark.parametrize("stop", [False, True])
 def test_without_a_spare_or_time_the_node_on_which_a_rank_cannot_be_killed_is_named(play, monkeypatch, stop):
-    monkeypatch.setattr(clearing, "CLEAR_SECONDS", 1.0)
+    monkeypatch.setattr(teardown, "KILL_SECONDS", 1.0)
 
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node) for node in (range(3) if stop else range(2))]
@@ -379,7 +382,7 @@ def test_a_blamed_node_whose_rank_cannot_be_killed_does_not_hold_up_the_spare(pl
         peers = [await scene.join(node) for node in (0, 1, 2)]
         await hear(peers[0], "start")
         blamed = Failure(kind=FailureKind.NODE_SUSPECT, reason="n1: slow", node="n1")
-        scene.leader._trouble.fail(blamed)
+        scene.leader._node_failures.fail(blamed)
         await hear(peers[0], "kill")
         peers[0].send("gone", generation=1)  # n1 says nothing: its rank is in a driver for ever
         assert (await hear(peers[2], "start", 5))["seat"] == 1

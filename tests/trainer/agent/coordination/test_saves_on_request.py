@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.agent.coordination.test_coordinator import Scene, hear
-from trainer.agent.control.wire import Peer
-from trainer.agent.coordination.questions import last_begun, saved_anew
+from trainer.agent.control.tcp_transport import Peer
+from trainer.agent.coordination.request_inbox import newest_begun_save, newest_own_save
 from trainer.contract.events import EventKind
 from trainer.contract.progress import StopReason
 from trainer.contract.requests import Request, RequestKind
@@ -86,10 +86,10 @@ def test_ranks_that_start_after_a_save_was_asked_for_hear_of_it(tmp_path: Path) 
     [([], 0, 0), ([{"step": 5}, {"step": 6, "saved": 4}], 0, 6), ([{"step": 6}], 9, 6), ([{"step": 9}], 9, 8)],
 )
 def test_the_step_that_the_run_stands_at_may_be_in_a_save_already_but_for_the_last(reports, total, step):
-    assert last_begun(reports, total) == step
+    assert newest_begun_save(reports, total) == step
 
 
 def test_what_was_found_was_not_saved_anew():
-    assert saved_anew([{"saved": 5}, {"saved": 0}], 5) == 0
-    assert saved_anew([{"saved": 6}, {}], 5) == 6
-    assert saved_anew([], 0) == 0
+    assert newest_own_save([{"saved": 5}, {"saved": 0}], 5) == 0
+    assert newest_own_save([{"saved": 6}, {}], 5) == 6
+    assert newest_own_save([], 0) == 0

@@ -2,10 +2,10 @@
 
 import pytest
 
-from trainer.agent.evidence.autopsy import is_due, of_desync
+from trainer.agent.evidence.autopsy import desync_judgement, is_needed
 from trainer.agent.flight.analysis import Finding
-from trainer.agent.watch.blame import RankEnd
 from trainer.agent.watch.hangs import Stall
+from trainer.agent.watch.root_cause import RankEnd
 
 
 def end(rank: int, **fields) -> RankEnd:
@@ -26,12 +26,12 @@ ECHO = {"exit_code": 75, "exception": "DistNetworkError", "message": "Connection
     ],
 )
 def test_only_when_nobody_explains_himself(ends, due) -> None:
-    assert is_due(ends) is due
+    assert is_needed(ends) is due
 
 
 def test_different_collectives_are_told_with_the_rank_and_its_node() -> None:
     finding = Finding(kind="desync_shape", ranks=(3,), group="0", sequence=4, reason="rank 3 did something else")
-    judgement = of_desync(finding, [end(rank, **ECHO) for rank in range(4)])
+    judgement = desync_judgement(finding, [end(rank, **ECHO) for rank in range(4)])
     assert judgement is not None
     assert (judgement.kind, judgement.culprit, judgement.node, judgement.step) == (Stall.DESYNC, 3, "n1", 7)
     assert judgement.waiting == (0, 1, 2)
@@ -39,4 +39,4 @@ def test_different_collectives_are_told_with_the_rank_and_its_node() -> None:
 
 def test_a_rank_that_is_only_missing_had_been_killed() -> None:
     finding = Finding(kind="missing", ranks=(3,), reason="rank 3 never came")
-    assert of_desync(finding, [end(0, **ECHO)]) is None
+    assert desync_judgement(finding, [end(0, **ECHO)]) is None

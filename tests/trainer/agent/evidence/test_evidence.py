@@ -18,7 +18,7 @@ import pytest
 from trainer.agent.evidence import stacks
 from trainer.agent.evidence.bundle import FILE, Subject, collect
 from trainer.agent.processes import proc
-from trainer.contract.rank import STACKS
+from trainer.contract.rank_messages import STACKS
 
 PROGRAM = """
 import faulthandler, sys, threading
@@ -101,7 +101,7 @@ def test_a_rank_that_does_not_know_the_signal_lives_on(stood: Any, tmp_path: Pat
     one = stood(how="unready")
     told = gather(tmp_path / "bundle", [one.subject], {0})
     assert told["missing"]["stacks/rank-00000.txt"] == "the process is not ready for the signal (yet)"
-    signs = proc.look(one.process.pid)
+    signs = proc.read_activity(one.process.pid)
     assert signs is not None
     assert signs.state == "S"
 
@@ -150,8 +150,8 @@ def test_what_hangs_is_named_and_holds_up_nothing(stood: Any, tmp_path: Path) ->
 def test_a_process_with_a_hung_thread_can_end(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "hung")
     program = (
-        "import asyncio, pathlib\nfrom trainer.agent.processes.apart import apart\n"
-        f"try: asyncio.run(apart(pathlib.Path({str(tmp_path / 'hung')!r}).read_bytes, 0.1))\n"
+        "import asyncio, pathlib\nfrom trainer.agent.processes.detached_thread import run_detached\n"
+        f"try: asyncio.run(run_detached(pathlib.Path({str(tmp_path / 'hung')!r}).read_bytes, 0.1))\n"
         "except TimeoutError: print('late')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=20, check=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from trainer.contract.rank import RankSpec
+from trainer.contract.rank_messages import RankSpec
 from trainer.worker import flight
 
 BAD = 2

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from trainer.agent.flight import recorder
-from trainer.agent.flight.analysis import Finding, Flight, analyse
+from trainer.agent.flight.analysis import Finding, FlightRecord, analyse
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 pytestmark = pytest.mark.multi
@@ -30,7 +30,7 @@ class Wrong:
     paths: dict[int, str]
     pids: dict[int, int]
 
-    def find(self, kind: str, seconds: float = 10.0) -> tuple[Finding, list[Flight]]:
+    def find(self, kind: str, seconds: float = 10.0) -> tuple[Finding, list[FlightRecord]]:
         """Ask until the records say so twice in a row: the ranks need a moment to run into each other."""
         end, before = time.monotonic() + seconds, None
         while True:
@@ -122,7 +122,7 @@ def test_another_operation_at_the_same_place_is_a_desync(wrong: Wrong) -> None:
 def test_after_another_shape_the_records_of_the_dying_tell(wrong: Wrong) -> None:
     """gloo aborts a rank that is sent too much, within the moment: only what its peers leave tells who it was."""
     codes = wrong.ends()
-    flights = recorder.of_the_dying(wrong.attempt, 1)
+    flights = recorder.records_of_dead_ranks(wrong.attempt, 1)
     finding = analyse(flights, range(4), [rank for rank in range(4) if rank not in {f.rank for f in flights}])
     assert finding.kind == "desync_shape", (codes, finding)
     assert finding.ranks == (2,)
@@ -133,7 +133,7 @@ def test_after_another_shape_the_records_of_the_dying_tell(wrong: Wrong) -> None
 @with_kind("raises")
 def test_the_rank_that_raised_is_missed_by_those_it_took_along(wrong: Wrong) -> None:
     wrong.ends()
-    flights = recorder.of_the_dying(wrong.attempt, 1)
+    flights = recorder.records_of_dead_ranks(wrong.attempt, 1)
     finding = analyse(flights, range(4))
     assert finding.kind == "missing", finding
     assert finding.ranks == (2,)

@@ -15,9 +15,9 @@ from tests.trainer.agent.flight.mesh_program import programs
 from tests.trainer.agent.flight.mesh_run import Run
 from trainer.agent.flight.analysis import analyse, parse
 from trainer.agent.flight.finding import Finding
-from trainer.agent.flight.record import WIRE, Flight
+from trainer.agent.flight.flight_record import WIRE, FlightRecord
 from trainer.agent.flight.stalls import Records, stalls
-from trainer.agent.flight.waits import build, channels
+from trainer.agent.flight.wait_graph import build, channels
 
 DATA = Path(__file__).with_name("data")
 SHARE = 0.99
@@ -30,11 +30,11 @@ def dumps(name: str) -> list[dict[str, Any]]:
     return found
 
 
-def sent(rank: int, dump: dict[str, Any]) -> Flight:
+def sent(rank: int, dump: dict[str, Any]) -> FlightRecord:
     """As the coordinator gets it."""
     text = parse(rank, dump).to_json()
     assert len(text) <= WIRE
-    return Flight.from_json(text)
+    return FlightRecord.from_json(text)
 
 
 REAL = [
@@ -166,7 +166,7 @@ def test_the_graph_of_ten_thousand_ranks_has_a_few_edges_a_rank() -> None:
     assert sizes[0][1] < 16 * 16
 
 
-def _moved(flight: Flight, copy: int) -> Flight:
+def _moved(flight: FlightRecord, copy: int) -> FlightRecord:
     """The record of the same rank in another copy of the job; the groups are those of the copy."""
     by = 16 * copy
     return replace(

@@ -29,7 +29,7 @@ class Server:
     """Stands for torch's worker server: gives each handler's answer (None: silence), 404 to others."""
 
     def __init__(self, answers: dict[str, bytes | None]) -> None:
-        self._answers = answers
+        self._request_handlers = answers
         self.heard: list[bytes] = []
         self._writers: list[asyncio.StreamWriter] = []
 
@@ -37,7 +37,7 @@ class Server:
         self._writers.append(writer)
         head = await reader.readuntil(b"\r\n\r\n")
         self.heard.append(head)
-        answer = self._answers.get(head.split()[1].decode().removeprefix("/handler/"), NOT_FOUND)
+        answer = self._request_handlers.get(head.split()[1].decode().removeprefix("/handler/"), NOT_FOUND)
         if answer is not None:
             writer.write(answer)
             writer.close()
@@ -142,7 +142,7 @@ def test_without_the_record_of_its_gpu_a_rank_has_not_answered(path: str) -> Non
 
 
 def test_the_folder_is_private_and_goes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    sockets = recorder.Sockets()
+    sockets = recorder.FlightSockets()
     folder = Path(sockets.path(0, 1)).parent
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     sockets.close()
@@ -150,6 +150,6 @@ def test_the_folder_is_private_and_goes(monkeypatch: pytest.MonkeyPatch, tmp_pat
     long = tmp_path / ("x" * 120)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    sockets = recorder.Sockets()
+    sockets = recorder.FlightSockets()
     assert sockets.path(123_456, 999).startswith(f"/tmp{os.sep}orch-")
     sockets.close()

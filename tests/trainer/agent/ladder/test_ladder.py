@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.agent.ladder.test_rungs import bad_step, echo, end, killed, raised, situation
-from trainer.agent.coordination.generation import Generation, Past
-from trainer.agent.ladder.rungs import Action, Decision, decide
-from trainer.agent.watch.blame import find_cause
+from tests.trainer.agent.ladder.test_in_job_policy import bad_step, echo, end, killed, raised, situation
+from trainer.agent.attempt_state.generation import AttemptHistory, Generation
+from trainer.agent.ladder.in_job_policy import Action, Decision, decide
+from trainer.agent.watch.root_cause import find_cause
 from trainer.contract.outcome import Failure, FailureKind
 from trainer.contract.progress import StopReason
-from trainer.contract.skips import Skip
+from trainer.contract.skipped_batches import Skip
 
 LOST = Failure(kind=FailureKind.AGENT_LOST, reason="the agent of n1 is lost: reset", node="n1")
 UNFIT = Failure(kind=FailureKind.NODE_SUSPECT, reason="n1 multiplies at 40 % of its peers", node="n1")
@@ -158,19 +158,19 @@ class Attempt:
     """Generations of one attempt, as the coordinator leads them."""
 
     def __init__(self, **fields: Any) -> None:
-        self.past, self.fields = Past(), fields
+        self.past, self.fields = AttemptHistory(), fields
 
     def over(self, *ends: Any, restored: int = 100, stepped: int = 0, **fields: Any) -> Decision:
         """One generation that trained up to step `stepped`, and ended so."""
         past = self.past
-        past.heard({"stepped": stepped > restored, "step": stepped or restored, "restored": restored})
+        past.add_report({"stepped": stepped > restored, "step": stepped or restored, "restored": restored})
         decision = decide(
             situation(
                 *ends, restored=restored,
-                **{**past.told(), "budget": 9, "spike_budget": 3, **self.fields, **fields},
+                **{**past.situation_fields(), "budget": 9, "spike_budget": 3, **self.fields, **fields},
             )
         )  # fmt: skip
-        past.fell(decision.failure, decision.mark, restored, decision.suspect, decision.skip)
+        past.record_failure(decision.failure, decision.mark, restored, decision.suspect, decision.skip)
         past.restarts += decision.action is Action.RESTART
         return decision
 
@@ -228,8 +228,8 @@ def test_three_restarts_in_a_row_without_a_new_step_are_enough():
 def test_one_new_step_begins_the_count_anew():
     attempt = Attempt()
     for step in (105, 104, 104, 106, 0, 0):
-        assert attempt.over(killed(1), stepped=step, falls=()).action is Action.RESTART
-    assert attempt.over(killed(1), falls=()).action is Action.END
+        assert attempt.over(killed(1), stepped=step, failed_generations=()).action is Action.RESTART
+    assert attempt.over(killed(1), failed_generations=()).action is Action.END
 
 
 def test_of_a_command_no_step_is_known():

@@ -26,8 +26,8 @@ def child(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def seen(pid: int) -> proc.Signs:
-    signs = proc.look(pid)
+def seen(pid: int) -> proc.ProcessActivity:
+    signs = proc.read_activity(pid)
     assert signs is not None
     return signs
 
@@ -83,7 +83,7 @@ def test_a_dead_process_is_a_zombie_until_it_is_buried(child: subprocess.Popen[b
     assert told is not None
     assert told["state"] == "Z"
     child.wait()
-    assert proc.look(child.pid) is None
+    assert proc.read_activity(child.pid) is None
     assert proc.describe(child.pid) is None
 
 
@@ -103,7 +103,7 @@ def test_a_group_is_its_leader_and_the_children_that_have_not_left_it() -> None:
         assert leader.stdout is not None
         stayed, left = map(int, leader.stdout.readline().split())
         nobody = 2**22 + 1  # above all pids
-        found = proc.members({leader.pid, left, nobody})
+        found = proc.group_members({leader.pid, left, nobody})
         assert {group: sorted(pids) for group, pids in found.items()} == {
             leader.pid: sorted([leader.pid, stayed]), left: [left], nobody: []
         }  # fmt: skip

@@ -13,14 +13,14 @@ import pytest
 from tests.trainer.agent import job as jobs
 from tests.trainer.agent.coordination.test_coordinator import Scene, hear
 from tests.trainer.agent.job import until
-from trainer.agent.coordination import vigil
-from trainer.agent.main import SurvivingLog, say_also
+from trainer.agent.coordination import job_monitor
+from trainer.agent.main import NonBlockingEventLog, copy_stderr_to_log
 from trainer.agent.processes import write_behind
 from trainer.agent.processes.write_behind import WriteBehind, settle
+from trainer.agent.watch.hang_detector import HangDetector, Incident
 from trainer.agent.watch.hangs import Judgement, Verdict
-from trainer.agent.watch.watchman import Incident, Watchman
 from trainer.contract.events import EventKind, read_events
-from trainer.contract.lines import LineFile
+from trainer.contract.line_file import LineFile
 
 
 class Gate:
@@ -137,7 +137,7 @@ def test_an_event_has_the_time_the_number_and_the_generation_of_its_call(tmp_pat
 
     monkeypatch.setattr(LineFile, "append", slow)
     path = tmp_path / "events.jsonl"
-    log = SurvivingLog(path, "agent-0000", 1)
+    log = NonBlockingEventLog(path, "agent-0000", 1)
     for generation in (1, 2, 3):
         log.generation = generation
         log.write(EventKind.DECISION, action=str(generation))
@@ -157,7 +157,7 @@ def test_an_event_that_cannot_be_written_is_told_on_stderr_and_ends_nothing(tmp_
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(LineFile, "append", full)
-    log = SurvivingLog(tmp_path / "events.jsonl", "agent-0000", 1)
+    log = NonBlockingEventLog(tmp_path / "events.jsonl", "agent-0000", 1)
     log.write(EventKind.DECISION, action="restart")
     log.close()
     told = capsys.readouterr().err
@@ -174,7 +174,7 @@ def test_the_event_of_a_drill_is_written_before_what_it_orders_can_kill_the_agen
         append(file, line)
 
     monkeypatch.setattr(LineFile, "append", slow)
-    log = SurvivingLog(path, "agent-0000", 1)
+    log = NonBlockingEventLog(path, "agent-0000", 1)
     threading.Timer(0.1, gate.open).start()
     log.write(EventKind.DRILL, kind="kill-agent", rank=None, step=3)
     assert [event.kind for event in read_events(path)[0]] == ["drill"]
@@ -189,7 +189,7 @@ def test_words_on_stderr_do_not_wait_for_a_log_that_hangs(tmp_path, monkeypatch)
     fill(filler)
     with shown.open("w") as stderr, monkeypatch.context() as replaced:
         replaced.setattr(sys, "stderr", stderr)
-        both = say_also(filler)
+        both = copy_stderr_to_log(filler)
         sys.stderr.write("one\n")
         sys.stderr.write("two\n")
         assert sys.stderr.fileno() == stderr.fileno()
@@ -209,19 +209,19 @@ def test_a_hang_is_ended_although_evidence_events_and_words_hang(tmp_path, monke
         name="g001-stopped", judgement=Judgement(verdict=Verdict.HUNG, reason="rank 1 is stopped", culprit=1),
         began=0.0, quiet=1.0, until=0.0, waits=set(),
     )]  # fmt: skip
-    monkeypatch.setattr(Watchman, "look", lambda *_: found.pop() if stuck.is_set() and found else None)
-    monkeypatch.setattr(Watchman, "moved_since", lambda *_: False)
-    monkeypatch.setattr(vigil, "keep", lambda *_, **__: back.wait(60))
-    monkeypatch.setattr(vigil, "_KEEP_SECONDS", 0.2)
+    monkeypatch.setattr(HangDetector, "look", lambda *_: found.pop() if stuck.is_set() and found else None)
+    monkeypatch.setattr(HangDetector, "moved_since", lambda *_: False)
+    monkeypatch.setattr(job_monitor, "write_verdict", lambda *_, **__: back.wait(60))
+    monkeypatch.setattr(job_monitor, "_KEEP_SECONDS", 0.2)
     monkeypatch.setattr(LineFile, "append", lambda *_: back.wait(60))
     read, write = os.pipe()
     fill(write)
     stderr = os.fdopen(write, "w")
     monkeypatch.setattr(sys, "stderr", stderr)
-    words = say_also(os.open(tmp_path / "agent.log", os.O_WRONLY | os.O_CREAT))
+    words = copy_stderr_to_log(os.open(tmp_path / "agent.log", os.O_WRONLY | os.O_CREAT))
 
     async def script() -> None:
-        async with Scene(tmp_path, log=SurvivingLog).led() as scene:
+        async with Scene(tmp_path, log=NonBlockingEventLog).led() as scene:
             try:
                 peers = [await scene.join(node) for node in (0, 1)]
                 await hear(peers[1], "start")
@@ -244,7 +244,7 @@ _SLOW = """
 import sys, threading
 from trainer.agent import main
 from trainer.agent.processes import write_behind
-from trainer.contract.lines import LineFile
+from trainer.contract.line_file import LineFile
 append = LineFile.append
 def slow(file, line):
     threading.Event().wait({seconds})

@@ -5,10 +5,10 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from trainer.agent.watch.pace import Pace
-from trainer.agent.watch.stragglers import Verdict, worth_telling
+from trainer.agent.watch.stragglers import Verdict, should_report_work
+from trainer.agent.watch.work_windows import WorkWindows
+from trainer.contract.monitoring_config import StragglerConfig
 from trainer.contract.progress import SECTIONS
-from trainer.contract.watching import StragglerConfig
 
 SHARES = {"data": 0.04, "forward": 0.30, "backward": 0.56, "optimizer": 0.10}
 assert list(SHARES) == [section.name.lower() for section in SECTIONS]
@@ -74,7 +74,7 @@ class _Agent:
         if now < self.next_look:
             return
         self.next_look = now + world.look * dice.uniform(0.5, 1.5)
-        if worth_telling(self.told, step):
+        if should_report_work(self.told, step):
             self.told = step
             self.rows += [[rank, step, *(int(spent * 1e9) for spent in work[rank])] for rank in self.ranks]
 
@@ -92,7 +92,7 @@ def live(
     """So many steps of this world under the eyes of a Pace."""
     dice = random.Random(seed)
     nodes = [f"n{rank // world.per_node}" for rank in range(world.ranks)]
-    pace = Pace(world.ranks, world.coordinate, nodes, StragglerConfig())
+    pace = WorkWindows(world.ranks, world.coordinate, nodes, StragglerConfig())
     work = [[0.0] * len(SHARES) for _ in range(world.ranks)]
     agents = [
         _Agent(ranks=range(first, min(first + world.per_node, world.ranks)), due=dice.random() * world.report)
@@ -110,7 +110,7 @@ def live(
         now += longest * 1.2  # and the collectives
         for agent in agents:
             agent.look(world, dice, now, step, work)
-            story.verdicts += [(step, verdict) for verdict in pace.heard(agent.report(world, dice, now))]
+            story.verdicts += [(step, verdict) for verdict in pace.add_report(agent.report(world, dice, now))]
         if until is not None and until(story):
             break
     return story

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from trainer.agent.flight.analysis import Finding
+from trainer.agent.watch.hang_limits import Limits
 from trainer.agent.watch.hangs import Judgement, Stall, Verdict, judge
-from trainer.agent.watch.limits import Limits
+from trainer.agent.watch.rank_sample import RankSample
+from trainer.agent.watch.report_gaps import ReportGaps
 from trainer.agent.watch.sampling import children_count, writer_counts
-from trainer.agent.watch.sighting import Sighting
-from trainer.agent.watch.silences import Silences
-from trainer.contract.durations import BUCKETS, bucket, quantile
-from trainer.contract.watching import HangConfig
+from trainer.contract.duration_histogram import BUCKETS, bucket, quantile
+from trainer.contract.monitoring_config import HangConfig
 
 NORMAL = {"data": 0.04, "forward": 0.25, "backward": 0.4, "optimizer": 0.06}
 """Seconds of a rank's own work in each phase of an ordinary step."""
@@ -181,7 +181,7 @@ class Watch:
         self.late = 0.5  # reports of agents are late by up to so many seconds
         self._records = records
         self._reported = {actor.node: 0.0 for actor in job.actors}
-        self._silences = Silences()
+        self._silences = ReportGaps()
         self._deaf: dict[str, tuple[float, float]] = {}
         self._counts: dict[str, list[int]] = {}
         self._inquiry: tuple[float, float, Finding] | None = None  # asked, answered, what they say
@@ -216,7 +216,7 @@ class Watch:
             begin, end = self._deaf.get(node, (0.0, 0.0))
             newest = self.now - self.rng.uniform(0, self.late)
             self._reported[node] = max(before, begin if begin <= newest < end else newest)
-            self._silences.heard(node, self._reported[node])
+            self._silences.add_report(node, self._reported[node])
         seen = [self._sight(actor) for actor in self.job.actors]
         halted = {one.rank for one in seen if one.state in "TZ"}
         self._halted = {rank: self._halted.get(rank, self.now) for rank in halted}
@@ -230,10 +230,10 @@ class Watch:
             lock_held=frozenset(rank for rank in self.job.locked if seen[rank].age > 3),
             found=found,
             halted_for={rank: self.now - since for rank, since in self._halted.items()},
-            silences=self._silences.at(self.now),
+            report_gaps=self._silences.at(self.now),
         )
 
-    def _sight(self, actor: Actor) -> Sighting:
+    def _sight(self, actor: Actor) -> RankSample:
         reported = self._reported[actor.node]
         stays = actor.stays
         while len(stays) > 1 and stays[1].at <= reported and self._is_shown(stays[1], reported):
@@ -243,7 +243,7 @@ class Watch:
         lives_until = FOR_EVER if stay.is_helped() else stay.lives_until
         lived = min(reported, lives_until) - self.rng.uniform(0, 0.5)
         alive = min(age, self.now - lived) if reported - stay.at > 1 else age
-        return Sighting(
+        return RankSample(
             rank=actor.rank, node=actor.node, step=stay.step, phase=stay.phase, first=stay.first,
             collective=stay.collective, age=age, alive=alive, state=stay.state,
         )  # fmt: skip

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from trainer.agent.watch.blame import RankEnd
 from trainer.agent.watch.command_errors import (
     LONGEST_SECONDS,
     REPEATS,
@@ -14,6 +13,7 @@ from trainer.agent.watch.command_errors import (
     NewestCheckpoint,
     command_cause,
 )
+from trainer.agent.watch.root_cause import RankEnd
 from trainer.contract.outcome import FailureKind
 
 

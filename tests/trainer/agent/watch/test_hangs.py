@@ -10,23 +10,23 @@ from hypothesis import strategies as st
 
 from tests.trainer.agent.watch.stalls import STAGED, legal_hour, stage
 from trainer.agent.flight.finding import Culprit, Finding
+from trainer.agent.watch.hang_limits import HALTED, Limits
 from trainer.agent.watch.hangs import FRESH, LOOK_AT_HALTED, Judgement, Stall, Verdict, judge
-from trainer.agent.watch.limits import HALTED, Limits
-from trainer.agent.watch.sighting import Sighting
+from trainer.agent.watch.rank_sample import RankSample
+from trainer.contract.monitoring_config import HangConfig
 from trainer.contract.progress import Phase
-from trainer.contract.watching import HangConfig
 
 P99 = {"data": 0.05, "forward": 0.3, "backward": 0.3, "optimizer": 0.1}
 LIMITS = Limits(HangConfig(), P99)
 NOTHING = Finding(kind="none", reason="no rank waits inside a collective")
 
 
-def at(rank: int, phase: str = "optimizer", age: float = 9.5, **fields: Any) -> Sighting:
+def at(rank: int, phase: str = "optimizer", age: float = 9.5, **fields: Any) -> RankSample:
     known = {"rank": rank, "node": f"n{rank // 4}", "phase": phase, "step": 120, "first": False, "age": age}
-    return Sighting(**{**known, "alive": age, "state": "S", **fields})
+    return RankSample(**{**known, "alive": age, "state": "S", **fields})
 
 
-def crew(*others: Sighting, world: int = 8, **fields: Any) -> list[Sighting]:
+def crew(*others: RankSample, world: int = 8, **fields: Any) -> list[RankSample]:
     """A job whose ranks wait in the optimizer's all-reduce, but for `others`."""
     special = {one.rank: one for one in others}
     return [special.get(rank, at(rank, **fields)) for rank in range(world)]
@@ -128,7 +128,7 @@ def test_what_is_no_hang_and_why(seen, finding, words):
     assert judgement.waiting == ()
 
 
-LOOKS: list[tuple[Sequence[Sighting], Finding | None, dict[str, Any], str]] = [
+LOOKS: list[tuple[Sequence[RankSample], Finding | None, dict[str, Any], str]] = [
     (crew(age=4.0), None, {}, "no rank has moved for 4.0 s"),
     (crew(), None, {}, "no rank has moved for 9.5 s"),
     (crew(at(5, age=1.1, state="T"), age=1.2), None, {}, "no rank has moved for 1.1 s"),
@@ -198,13 +198,13 @@ def test_all_processes_that_are_halted_are_named():
 
 def test_time_in_which_nothing_was_heard_of_a_node_does_not_count():
     seen = crew(at(5, "data", 40.0), age=40.0)
-    lasting = judge(seen, missing(5), LIMITS, silences={"n1": [(39.5, 0.0)]})
+    lasting = judge(seen, missing(5), LIMITS, report_gaps={"n1": [(39.5, 0.0)]})
     assert (lasting.verdict, lasting.reason) == (
         Verdict.FINE, "nothing has been heard of n1 for 40 s; its ranks may move"
     )  # fmt: skip
-    assert judge(seen, missing(5), LIMITS, silences={"n1": [(36.0, 1.0)]}).verdict is Verdict.FINE
-    assert judge(seen, missing(5), LIMITS, silences={"n1": [(36.0, 5.0)]}).culprit == 5
-    assert judge(seen, missing(5), LIMITS, silences={"n7": [(36.0, 1.0)]}).culprit == 5
+    assert judge(seen, missing(5), LIMITS, report_gaps={"n1": [(36.0, 1.0)]}).verdict is Verdict.FINE
+    assert judge(seen, missing(5), LIMITS, report_gaps={"n1": [(36.0, 5.0)]}).culprit == 5
+    assert judge(seen, missing(5), LIMITS, report_gaps={"n7": [(36.0, 1.0)]}).culprit == 5
 
 
 # -- properties
@@ -214,12 +214,12 @@ seconds = st.one_of(st.floats(0, 20), st.floats(0, 5000))
 
 
 @st.composite
-def sightings(draw: st.DrawFn) -> list[Sighting]:
+def sightings(draw: st.DrawFn) -> list[RankSample]:
     seen = []
     for rank in range(draw(st.integers(1, 6))):
         age = draw(seconds)
         seen.append(
-            Sighting(
+            RankSample(
                 rank=rank, node=f"n{draw(st.integers(0, 2))}", step=draw(st.integers(0, 2)), phase=draw(phases),
                 first=draw(st.booleans()), collective=draw(st.integers(0, 3)), age=age,
                 alive=age * draw(st.sampled_from([0.0, 0.5, 1.0])), state=draw(st.sampled_from("SSSSRDTtZ")),
@@ -235,7 +235,7 @@ findings = st.none() | st.builds(Finding, kind=kinds, ranks=ranks, reason=st.jus
 config = HangConfig()
 
 
-def live(seen: Sequence[Sighting]) -> dict[int, Sighting]:
+def live(seen: Sequence[RankSample]) -> dict[int, RankSample]:
     return {one.rank: one for one in seen if not one.ended}
 
 
@@ -283,7 +283,7 @@ def test_neither_the_order_nor_those_that_ended_matter(seen, finding, random):
 @given(sightings(), findings, st.floats(0, 100), st.floats(0, 100))
 def test_silence_never_makes_a_hang(seen, finding, began, ended):
     gaps = {"n0": [(max(began, ended), min(began, ended))]}
-    if judge(seen, finding, LIMITS, silences=gaps).verdict is Verdict.HUNG:
+    if judge(seen, finding, LIMITS, report_gaps=gaps).verdict is Verdict.HUNG:
         assert judge(seen, finding, LIMITS).verdict is Verdict.HUNG
 
 

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from trainer.agent.processes.local_ranks import LocalRanks
-from trainer.agent.processes.proc import Signs
-from trainer.agent.watch.limits import Limits
+from trainer.agent.processes.proc import ProcessActivity
+from trainer.agent.ranks.local_ranks import LocalRanks
+from trainer.agent.watch.hang_limits import Limits
+from trainer.agent.watch.job_snapshot import JobSnapshot
+from trainer.agent.watch.rank_sample import RankSample
 from trainer.agent.watch.sampling import Sampler, report_seconds
-from trainer.agent.watch.scene import Scene
-from trainer.agent.watch.sighting import Sighting
+from trainer.contract.monitoring_config import HangConfig
 from trainer.contract.progress import Phase
-from trainer.contract.watching import HangConfig
 
 
 class Host:
@@ -30,7 +30,7 @@ class Host:
         self.looked = self.passed = 0
         self.children: dict[int, list[int]] = {}  # of a rank's process
         self.writers: dict[int, int] = {}
-        self.others: dict[int, Signs] = {}
+        self.others: dict[int, ProcessActivity] = {}
         self.ranks = LocalRanks(1, range(2))
         for rank, local in self.ranks.by_rank.items():
             local.pid = 1000 + rank
@@ -42,24 +42,24 @@ class Host:
         self.passed += 1
         return {group: [group, *self.children.get(group, ())] for group in groups}
 
-    def look(self, pid: int) -> Signs | None:
+    def look(self, pid: int) -> ProcessActivity | None:
         self.looked += 1
         if pid < 1000:
             return self.others.get(pid)
-        return Signs(self.state, self.cpu, self.bytes)
+        return ProcessActivity(self.state, self.cpu, self.bytes)
 
     def passes(self, seconds: float, *, cpu: float = 0.0, read: int = 0) -> None:
         for _ in range(int(seconds * 10)):
             self.now += 0.1
             self.cpu += cpu * 0.1
             self.bytes += int(read * 0.1)
-            self.sampler.sightings()
+            self.sampler.samples()
 
     def works(self, pid: int, seconds: float, *, cpu: float = 0.0, read: int = 0) -> None:
         """Time in which only this process, no rank, does something."""
         for _ in range(int(seconds * 10)):
-            was = self.others.get(pid, Signs("S", 0.0, 0))
-            self.others[pid] = Signs("S", was.cpu_seconds + cpu * 0.1, was.io_bytes + int(read * 0.1))
+            was = self.others.get(pid, ProcessActivity("S", 0.0, 0))
+            self.others[pid] = ProcessActivity("S", was.cpu_seconds + cpu * 0.1, was.io_bytes + int(read * 0.1))
             self.passes(0.1)
 
     def moves(self, rank: int, monkeypatch: pytest.MonkeyPatch, phase: Phase = Phase.FORWARD) -> None:
@@ -77,8 +77,8 @@ def host() -> Iterator[Host]:
     made.ranks.close()
 
 
-def of(host: Host, rank: int) -> Sighting:
-    return host.sampler.sightings()[rank]
+def of(host: Host, rank: int) -> RankSample:
+    return host.sampler.samples()[rank]
 
 
 def test_a_rank_that_moves_is_young_and_proc_is_left_alone(host, monkeypatch) -> None:
@@ -150,13 +150,13 @@ def test_children_count_together(host, monkeypatch) -> None:
     host.children[1000] = [7, 8]
     host.moves(0, monkeypatch, Phase.DATA)
     for _ in range(50):
-        host.others[8] = Signs("S", host.others[8].cpu_seconds + 0.003 if 8 in host.others else 0.0, 0)
+        host.others[8] = ProcessActivity("S", host.others[8].cpu_seconds + 0.003 if 8 in host.others else 0.0, 0)
         host.works(7, 0.1, cpu=0.03)
     assert of(host, 0).alive < 1.0
 
 
 def test_a_child_that_ends_takes_nothing_away_and_its_end_is_no_work(host, monkeypatch) -> None:
-    host.children[1000], host.others[7] = [7, 8], Signs("S", 900.0, 10**9)
+    host.children[1000], host.others[7] = [7, 8], ProcessActivity("S", 900.0, 10**9)
     host.moves(0, monkeypatch, Phase.DATA)
     host.works(8, 3, cpu=0.5)
     del host.others[7]
@@ -171,7 +171,7 @@ def test_a_pid_that_comes_back_with_less_takes_nothing_from_the_others(host, mon
     host.children[1000] = [7, 8]
     host.moves(0, monkeypatch, Phase.DATA)
     for used in range(50, 0, -1):
-        host.others[7] = Signs("S", used * 10.0, used * 10**6)
+        host.others[7] = ProcessActivity("S", used * 10.0, used * 10**6)
         host.works(8, 0.1, cpu=0.5)
     assert of(host, 0).alive < 1.0
 
@@ -245,7 +245,7 @@ def test_the_work_of_real_children_and_writers_is_seen_and_their_rest_is_none(tm
         # On a busy machine what works may get nothing for seconds: asked again until the difference shows.
         while [(one.alive < 1.5, one.state) for one in seen] != expected and time.monotonic() < end:
             time.sleep(0.1)
-            seen = sampler.sightings()
+            seen = sampler.samples()
     assert [(one.alive < 1.5, one.state) for one in seen] == expected
     for local in ranks.by_rank.values():
         assert local.theirs is not None
@@ -278,18 +278,18 @@ def test_an_end_is_reported_once(host, monkeypatch) -> None:
     host.sampler.report()
     host.ranks.by_rank[1].ended = True
     (row,) = host.sampler.report()["sightings"]
-    assert Sighting.from_row(row, "n1").ended
+    assert RankSample.from_row(row, "n1").ended
     host.now += 10
     assert [row[0] for row in host.sampler.report()["sightings"]] == [0]
 
 
 def test_percentiles_and_work_are_reported_when_they_change(host, monkeypatch) -> None:
     cell = host.ranks.by_rank[0].cell
-    cell.warmed()
+    cell.start_timing()
     host.moves(0, monkeypatch, Phase.FORWARD)
     host.now += 0.5
     host.moves(0, monkeypatch, Phase.BACKWARD)
-    cell.worked(10, [1, 2, 3, 4])
+    cell.record_work(10, [1, 2, 3, 4])
     report = host.sampler.report()
     assert 0.5 <= report["p99"]["forward"] < 0.75
     assert report["work"] == [[0, 10, 1, 2, 3, 4]]
@@ -304,30 +304,32 @@ def test_large_jobs_report_less_often() -> None:
 
 
 def test_the_coordinator_makes_what_it_heard_as_old_as_it_is() -> None:
-    scene = Scene(50.0, 8)
-    scene.heard({"sightings": [Sighting(rank=3, node="", age=2.0, alive=1.0, phase="data").to_row()]}, "n2", 60.0)
+    scene = JobSnapshot(50.0, 8)
+    scene.add_report(
+        {"sightings": [RankSample(rank=3, node="", age=2.0, alive=1.0, phase="data").to_row()]}, "n2", 60.0
+    )
     assert scene.moved == 58.0
     (seen,) = scene.at(65.0)
     assert (seen.rank, seen.node, seen.age, seen.alive, seen.lock) == (3, "n2", 7.0, 6.0, 0.0)
 
 
 def test_the_slowest_node_counts_and_may_become_faster() -> None:
-    scene = Scene(0.0, 8)
-    scene.heard({"p99": {"forward": 2.0}}, "n1", 1.0)
-    scene.heard({"p99": {"forward": 1.0}}, "n2", 1.0)
+    scene = JobSnapshot(0.0, 8)
+    scene.add_report({"p99": {"forward": 2.0}}, "n1", 1.0)
+    scene.add_report({"p99": {"forward": 1.0}}, "n2", 1.0)
     assert scene.p99() == {"forward": 2.0}
-    scene.heard({"p99": {"forward": 0.5}}, "n1", 2.0)
+    scene.add_report({"p99": {"forward": 0.5}}, "n1", 2.0)
     assert scene.p99() == {"forward": 1.0}
 
 
-ROW = Sighting(rank=1, node="").to_row()
+ROW = RankSample(rank=1, node="").to_row()
 
 
 @pytest.mark.parametrize("row", [[1, 2], {}, None, [*ROW, 1], ["1", *ROW[1:]], [9, *ROW[1:]], [-1, *ROW[1:]],
                                  [*ROW[:2], 3, *ROW[3:]], [*ROW[:5], None, *ROW[6:]], [*ROW[:-1], 1],
                                  [*ROW[:5], -1.0, *ROW[6:]]])  # fmt: skip
 def test_what_is_no_sighting_is_refused(row) -> None:
-    scene = Scene(0.0, 8)
+    scene = JobSnapshot(0.0, 8)
     with pytest.raises((TypeError, ValueError)):
-        scene.heard({"sightings": [row]}, "n1", 1.0)
+        scene.add_report({"sightings": [row]}, "n1", 1.0)
     assert not len(scene)

@@ -9,10 +9,10 @@ import pytest
 
 from tests.trainer.agent.watch.slowness import SHARES, Slow, World, live
 from trainer.agent.watch import stragglers
-from trainer.agent.watch.pace import Pace
 from trainer.agent.watch.stragglers import LONG, SHORT, WINDOW, Verdict
+from trainer.agent.watch.work_windows import WorkWindows
 from trainer.contract.config import ParallelConfig
-from trainer.contract.watching import StragglerConfig
+from trainer.contract.monitoring_config import StragglerConfig
 
 CONFIG = StragglerConfig()
 SECOND = 10**9
@@ -104,7 +104,7 @@ def test_the_section_with_the_largest_excess():
 
 @pytest.mark.parametrize(("told", "steps", "worth"), [(0, 3, False), (0, 4, True), (4, 7, False), (7, 8, True)])
 def test_only_the_ends_of_windows_are_worth_telling(told, steps, worth):
-    assert stragglers.worth_telling(told, steps) == worth
+    assert stragglers.should_report_work(told, steps) == worth
 
 
 # -- windows
@@ -114,7 +114,7 @@ def test_only_the_ends_of_windows_are_worth_telling(told, steps, worth):
 class Ranks:
     """Ranks without noise, each with seconds a step in the backward section, reported after every window."""
 
-    pace: Pace
+    pace: WorkWindows
     work: dict[int, float] = field(default_factory=dict)
     step: int = 0
 
@@ -124,12 +124,14 @@ class Ranks:
             self.step += WINDOW
             for rank, each in seconds.items():
                 self.work[rank] = self.work.get(rank, 0.0) + each * WINDOW
-            said += self.pace.heard([[rank, self.step, 0, 0, int(self.work[rank] * SECOND), 0] for rank in seconds])
+            said += self.pace.add_report(
+                [[rank, self.step, 0, 0, int(self.work[rank] * SECOND), 0] for rank in seconds]
+            )
         return said
 
 
 def ranks_of(world: int, coordinate: Callable[[int], object] = lambda rank: 0) -> Ranks:
-    return Ranks(Pace(world, coordinate, [f"n{rank // 2}" for rank in range(world)], CONFIG))
+    return Ranks(WorkWindows(world, coordinate, [f"n{rank // 2}" for rank in range(world)], CONFIG))
 
 
 def test_a_slow_rank_is_named_with_what_it_costs_and_again_when_it_is_well():
@@ -193,8 +195,8 @@ def test_of_two_nobody_is_named_when_the_other_has_become_faster_or_both_slower(
 
 def test_rows_that_are_none_and_rows_that_say_nothing_new_are_left_out():
     pace = ranks_of(2).pace
-    assert pace.heard([[0, 4, 1, 1, 1, 1], [7, 4, 1, 1, 1, 1], [1, 4, 1]]) == []
-    assert pace.heard([[0, 4, 1, 1, 1, 1], [1, 4, 1, 1, 1, 1]] * 3) == []
+    assert pace.add_report([[0, 4, 1, 1, 1, 1], [7, 4, 1, 1, 1, 1], [1, 4, 1]]) == []
+    assert pace.add_report([[0, 4, 1, 1, 1, 1], [1, 4, 1, 1, 1, 1]] * 3) == []
 
 
 # -- whole worlds

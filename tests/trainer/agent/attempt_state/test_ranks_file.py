@@ -1,0 +1,29 @@
+"""What people on a login node see of every rank."""
+
+import json
+
+from trainer.agent.attempt_state.ranks_file import MOST, rank_rows, write
+from trainer.agent.watch.rank_sample import RankSample
+
+
+def reading(seen: list[RankSample], **ratios: float) -> dict:
+    return rank_rows(seen, time=5.0, generation=2, p99={"data": 0.1}, ratios={int(k[1:]): v for k, v in ratios.items()})
+
+
+def test_every_rank_of_a_small_job_stands_there(tmp_path) -> None:
+    seen = [RankSample(rank=rank, node="n1", step=7, phase="forward", age=0.04) for rank in range(3)]
+    write(tmp_path / "ranks.json", reading(seen, r1=1.3))
+    told = json.loads((tmp_path / "ranks.json").read_text())
+    assert (told["world"], told["generation"], told["p99"]) == (3, 2, {"data": 0.1})
+    assert [(row["rank"], row["ratio"]) for row in told["ranks"]] == [(0, None), (1, 1.3), (2, None)]
+
+
+def test_of_a_large_job_the_slow_and_the_still_ones() -> None:
+    seen = [RankSample(rank=rank, node="n1", age=0.1) for rank in range(1000)]
+    seen[500] = RankSample(rank=500, node="n1", age=9.0)
+    told = reading(seen, r900=1.2)
+    ranks = [row["rank"] for row in told["ranks"]]
+    assert told["world"] == 1000
+    assert len(ranks) == MOST
+    assert {500, 900} <= set(ranks)
+    assert ranks == sorted(ranks)

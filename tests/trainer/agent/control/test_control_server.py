@@ -1,0 +1,391 @@
+"""Attacks on the coordinator's door with real sockets: members come in and are served, and the cost is counted."""
+
+import asyncio
+import json
+import os
+import resource
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from trainer.agent.control import address, control_server, tcp_transport
+from trainer.agent.control.control_server import LONGEST_HELLO, MAX_UNAUTHENTICATED, ControlServer
+from trainer.agent.control.tcp_transport import LONGEST_LINE, Peer, WireError, connect, parse
+
+HELLO = {"token": "secret"}
+
+
+class House:
+    """An open door, what its members said, and how late its loop ever was."""
+
+    def __init__(self, patience: float = 30.0, *, admit: bool = True) -> None:
+        self.heard: list[tuple[str, str]] = []
+        self.lost: list[str] = []
+        self.members: list[Peer] = []
+        self.late = 0.0
+        self.door = ControlServer("secret", admit=lambda hello, peer: admit, serve=self._serve, patience=patience)
+
+    async def __aenter__(self) -> "House":
+        self.port = await self.door.open("127.0.0.1")
+        self._watch = asyncio.create_task(self._measure())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._watch.cancel()
+        await self.door.close()
+
+    async def _measure(self) -> None:
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(0.01)
+            self.late = max(self.late, time.monotonic() - before - 0.01)
+
+    async def _serve(self, hello: dict, peer: Peer) -> None:
+        name = str(hello.get("name"))
+        self.members.append(peer)
+        try:
+            while (message := await peer.receive()) is not None:
+                self.heard.append((name, message["say"]))
+                peer.send("heard", what=message["say"])
+        except WireError as error:
+            self.lost.append(f"{name}: {error}")
+
+    async def member(self, name: str = "a") -> Peer:
+        return await connect("127.0.0.1", self.port, {**HELLO, "name": name})
+
+    def stranger(self, said: bytes = b"") -> socket.socket:
+        """A blocking connection, made while the door's loop stands still."""
+        connection = socket.create_connection(("127.0.0.1", self.port), 5)
+        connection.sendall(said)
+        return connection
+
+
+async def answered(peer: Peer, what: str = "ping", seconds: float = 1.0) -> None:
+    peer.send(what)
+    async with asyncio.timeout(seconds):
+        answer = await peer.receive()
+    assert answer == {"say": "heard", "what": what}
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@contextmanager
+def closing(sockets: list[socket.socket]) -> Iterator[list[socket.socket]]:
+    try:
+        yield sockets
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def line(**fields: object) -> bytes:
+    return (json.dumps(fields) + "\n").encode()
+
+
+# -- what is read ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (b'{"say": "x", "step": NaN}', "no JSON"),
+        (b'{"say": "x", "step": -Infinity}', "no JSON"),
+        (b'{"say": "x", "step": 1e999}', "no JSON"),
+        (b'{"say": "x", "step": -1E+999}', "no JSON"),
+        (b'{"say": "x", "step": 9223372036854775808}', "no JSON"),
+        (b'{"say": "x", "step": ' + b"9" * 4000 + b"}", "no JSON"),
+        (b'{"say": "x", "step": ' + b"9" * 5000 + b"}", "no JSON"),
+        (b'{"say": "x", "step": ' + b"9" * 400 + b".0}", "no JSON"),
+        (b'{"say": "x", "rows": ' + b"[" * 50_000, "no JSON"),
+        (b'{"say": "x", "rows": ' + b'{"a":' * 20_000, "no JSON"),
+        (b"\xff\xfe", "no JSON"),
+        (b"", "no JSON"),
+        (b"[]", "no message"),
+        (b"{}", "no message"),
+        (b'{"say": null}', "no message"),
+    ],
+)
+def test_what_is_no_message_is_refused(said, why):
+    with pytest.raises(WireError, match=why):
+        parse(said)
+
+
+@pytest.mark.parametrize("number", [9223372036854775807, -9223372036854775808, 0.00012345678901234567, 1.5e300, 0.1])
+def test_every_number_that_fits_is_read_exactly(number):
+    assert parse(line(say="x", number=number).strip())["number"] == number
+
+
+def test_digits_in_a_text_are_no_number():
+    text = "9" * 60 + " 1e999 NaN"
+    assert parse(line(say="x", text=text).strip())["text"] == text
+
+
+# -- who comes in ------------------------------------------------------------------------------------------------------
+
+
+def test_only_the_one_address_is_listened_on():
+    assert address.reachable("local", "", {}) == "127.0.0.1"
+
+    async def scene() -> None:
+        async with House() as house:
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.2", house.port), 2)
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("token", ["", "Secret", "secre", "secret ", "secret\0", "\ud800", "s" * 3000])
+def test_a_wrong_token_is_hung_up_on_without_a_word(token):
+    async def scene() -> None:
+        async with House() as house:
+            with pytest.raises(ConnectionResetError):
+                await connect("127.0.0.1", house.port, {"token": token})
+            assert house.members == []
+
+    asyncio.run(scene())
+
+
+def test_a_member_that_has_no_place_is_told_so_and_does_not_try_again():
+    async def scene() -> None:
+        async with House(admit=False) as house:
+            with pytest.raises(WireError, match="the coordinator refuses: this attempt has no place"):
+                await house.member()
+
+    asyncio.run(scene())
+
+
+def test_a_replayed_hello_comes_in_only_as_often_as_the_roster_lets_it():
+    async def scene() -> None:
+        seats = ["first"]
+        async with House() as house:
+            house.door._admit = lambda hello, peer: bool(seats) and seats.pop() is not None
+            first = await house.member()
+            with pytest.raises(WireError, match="refuses"):
+                await house.member()
+            await answered(first)
+            await first.close()
+
+    asyncio.run(scene())
+
+
+def test_what_follows_the_hello_in_the_same_packet_is_heard():
+    async def scene() -> None:
+        async with House() as house:
+            with closing([house.stranger(line(say="hello", **HELLO) + line(say="fit") + b'{"say": "re')]) as (agent,):
+                while len(house.heard) < 1:
+                    await asyncio.sleep(0.01)
+                agent.sendall(b'ady"}\n')
+                while len(house.heard) < 2:
+                    await asyncio.sleep(0.01)
+            assert [say for _, say in house.heard] == ["fit", "ready"]
+
+    asyncio.run(scene())
+
+
+# -- strangers ---------------------------------------------------------------------------------------------------------
+
+
+def test_silent_strangers_on_every_place_keep_nobody_out():
+    async def scene() -> None:
+        async with House() as house:
+            held = [house.stranger(b'{"say": "hel') for _ in range(MAX_UNAUTHENTICATED + 50)]
+            with closing(held):
+                started = time.monotonic()
+                await answered(await house.member())
+                assert time.monotonic() - started < 1.0
+                assert len(house.door._unauthenticated) <= MAX_UNAUTHENTICATED
+
+    asyncio.run(scene())
+
+
+def test_an_agent_among_hundreds_that_knock_at_once_is_listened_to_before_it_is_displaced(monkeypatch):
+    monkeypatch.setattr(control_server, "_AT_ONCE", 10_000)
+
+    async def scene() -> None:
+        async with House() as house:
+            before = [house.stranger() for _ in range(200)]
+            agent = house.stranger(line(say="hello", **HELLO))
+            after = [house.stranger() for _ in range(500)]
+            with closing([*before, agent, *after]):
+                agent.setblocking(False)
+                said = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(agent, 100), 5)
+                assert said == b'{"say":"welcome"}\n'
+
+    asyncio.run(scene())
+
+
+def test_an_endless_hello_is_cut_off():
+    async def scene() -> None:
+        async with House() as house:
+            with closing([house.stranger()]) as (loris,):
+                loris.setblocking(False)
+                loop, sent = asyncio.get_running_loop(), 0
+                with suppress(ConnectionError):
+                    while sent < 1 << 20:
+                        await loop.sock_sendall(loris, b"x" * 512)
+                        sent += 512
+                        await asyncio.sleep(0.001)
+                assert sent <= 4 * LONGEST_HELLO
+
+    asyncio.run(scene())
+
+
+def test_slow_strangers_are_parted_with_when_their_time_is_up_however_they_dribble():
+    async def scene() -> None:
+        async with House(patience=0.3) as house:
+            with closing([house.stranger() for _ in range(20)]) as dribblers:
+                ended = time.monotonic() + 1.0
+                while time.monotonic() < ended:
+                    for each in dribblers:
+                        try:
+                            each.send(b"{")
+                        except OSError:
+                            continue
+                    await asyncio.sleep(0.05)
+                assert len(house.door._unauthenticated) == 0
+
+    asyncio.run(scene())
+
+
+def test_a_flood_of_connections_has_a_bounded_share_of_time_and_descriptors():
+    over, made = threading.Event(), [0]
+
+    def flood(port: int) -> None:
+        while not over.is_set():
+            try:
+                socket.create_connection(("127.0.0.1", port), 0.5).close()
+            except OSError:
+                continue
+            made[0] += 1
+
+    async def scene() -> None:
+        async with House() as house:
+            member = await house.member("old")
+            flooder = threading.Thread(target=flood, args=(house.port,))
+            before, most, cpu = descriptors(), 0, time.thread_time()
+            flooder.start()
+            try:
+                started = time.monotonic()
+                newcomer = await house.member("new")
+                joined = time.monotonic() - started
+                for _ in range(100):
+                    await answered(member)
+                    await asyncio.sleep(0.01)
+                    most = max(most, descriptors())
+                await answered(newcomer)
+                share = (time.thread_time() - cpu) / (time.monotonic() - started)
+            finally:
+                over.set()
+                flooder.join(5)
+            assert made[0] > 200, "no flood"
+            assert joined < 5.0
+            assert most - before < MAX_UNAUTHENTICATED + 20
+            assert share < 0.7
+            assert house.late < 0.5
+
+    asyncio.run(scene())
+
+
+def test_a_process_without_descriptors_makes_room_for_its_agents():
+    async def scene() -> None:
+        async with House() as house:
+            clients = [socket.socket() for _ in range(100)]
+            agent = socket.socket()
+            limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+            with closing([*clients, agent]):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors() + 20, limits[1]))
+                try:
+                    for each in clients:
+                        each.connect(("127.0.0.1", house.port))
+                    agent.connect(("127.0.0.1", house.port))
+                    agent.sendall(line(say="hello", **HELLO))
+                    agent.setblocking(False)
+                    said = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(agent, 100), 10)
+                finally:
+                    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            assert said == b'{"say":"welcome"}\n'
+
+    asyncio.run(scene())
+
+
+# -- members that turn bad ---------------------------------------------------------------------------------------------
+
+
+def test_a_member_that_floods_is_read_slowly_and_costs_the_others_nothing(monkeypatch):
+    monkeypatch.setattr(tcp_transport, "_BURST", 200.0)
+    monkeypatch.setattr(tcp_transport, "_A_SECOND", 100.0)
+
+    async def scene() -> None:
+        async with House() as house:
+            bad, good = await house.member("bad"), await house.member("good")
+            bad._transport.write(line(say="x") * 300_000)
+            started, cpu = time.monotonic(), time.thread_time()
+            for _ in range(50):
+                await answered(good)
+                await asyncio.sleep(0.02)
+            seconds = time.monotonic() - started
+            flooded = sum(1 for name, _ in house.heard if name == "bad")
+            assert flooded <= 200 + 100 * (seconds + 0.5)
+            assert time.thread_time() - cpu < 0.6 * seconds
+            assert house.members[0]._pile < 5 * LONGEST_LINE, "what waits is not in our memory"
+            bad.drop()
+
+    asyncio.run(scene())
+
+
+def test_a_member_with_a_giant_line_is_lost_alone():
+    async def scene() -> None:
+        async with House() as house:
+            bad, good = await house.member("bad"), await house.member("good")
+            bad._transport.write(b"x" * (LONGEST_LINE + 10))
+            while not house.lost:
+                await answered(good)
+                await asyncio.sleep(0.01)
+            assert house.lost == [f"bad: a line of more than {LONGEST_LINE} bytes"]
+            worse = await house.member("worse")
+            worse._transport.write(b"x" * (LONGEST_LINE + 10) + b"\n")
+            while len(house.lost) < 2:
+                await answered(good)
+                await asyncio.sleep(0.01)
+
+    asyncio.run(scene())
+
+
+def test_a_member_that_never_reads_is_dropped_before_it_costs_memory():
+    async def scene() -> None:
+        async with House() as house:
+            with closing([house.stranger(line(say="hello", **HELLO))]):
+                while not house.members:
+                    await asyncio.sleep(0.01)
+                (deaf,) = house.members
+                for _ in range(5000):
+                    deaf.send("start", text="x" * 4000)
+                    if deaf.hung_up():
+                        break
+                    await asyncio.sleep(0)
+                assert deaf.hung_up()
+
+    asyncio.run(scene())
+
+
+def test_messages_in_pieces_and_in_bunches_are_the_same_messages():
+    async def scene() -> None:
+        async with House() as house:
+            member = await house.member()
+            text = b"".join(line(say=f"m{number}") for number in range(300))
+            for at in range(0, len(text), 7):
+                member._transport.write(text[at : at + 7])
+                if at % 70 == 0:
+                    await asyncio.sleep(0)
+            while len(house.heard) < 300:
+                await asyncio.sleep(0.01)
+            assert [say for _, say in house.heard] == [f"m{number}" for number in range(300)]
+            await member.close()
+
+    asyncio.run(scene())

@@ -1,0 +1,131 @@
+"""The coordinator's door: strangers are dropped, whatever they send, and members notice nothing."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+
+from tests.trainer.agent.job import until
+from trainer.agent.control import unix_transport
+from trainer.agent.control.control_server import ControlServer
+from trainer.agent.control.tcp_transport import LONGEST_LINE, Peer, connect
+
+GARBAGE = [
+    b"\n",
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"\x00\xff\xfe" * 100 + b"\n",
+    b"[" * 60_000 + b"\n",
+    b"9" * 60_000 + b"\n",
+    b'{"say": ["hello"]}\n',
+    b'{"say": "hello"}\n',
+    b'{"say": "hello", "token": 7}\n',
+    b'{"say": "hello", "token": "\\ud800"}\n',
+    b'{"say": "hello", "token": "wrong", "node": 1, "name": "x"}\n',
+    b"x" * (LONGEST_LINE + 10),
+]
+
+
+class Host:
+    """A door that remembers who came in and what was said."""
+
+    def __init__(self, patience: float = 5.0) -> None:
+        self.heard: list[str] = []
+        self.door = ControlServer("secret", admit=lambda hello, peer: True, serve=self._serve, patience=patience)
+
+    async def _serve(self, hello: dict, peer: Peer) -> None:
+        while (message := await peer.receive()) is not None:
+            self.heard.append(message["say"])
+            peer.send("heard", what=message["say"])
+
+
+async def hung_up(reader: asyncio.StreamReader) -> bool:
+    """Whether the other side has ended the connection without a word, within two seconds."""
+    try:
+        return await asyncio.wait_for(reader.read(), 2.0) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_a_text_that_utf_8_cannot_encode_arrives_without_what_it_cannot():
+    ours, theirs = unix_transport.pair()
+    unix_transport.send(ours, {"say": "unloadable", "message": "bad \udcff name"})
+    assert unix_transport.receive(theirs)[0]["message"] == "bad ? name"
+    ours.close()
+    theirs.close()
+
+    async def scene() -> None:
+        host = Host()
+        port = await host.door.open("127.0.0.1")
+        member = await connect("127.0.0.1", port, {"token": "secret"})
+        member.send("bad \udcff name")
+        assert (await asyncio.wait_for(member.receive(), 5))["what"] == "bad ? name"
+        await member.close()
+        await host.door.close()
+
+    asyncio.run(scene())
+
+
+def test_a_member_is_served_while_strangers_send_garbage():
+    async def scene() -> None:
+        host = Host()
+        port = await host.door.open("127.0.0.1")
+        member = await connect("127.0.0.1", port, {"token": "secret"})
+        for garbage in GARBAGE:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(garbage)
+            assert await hung_up(reader), garbage[:30]
+            writer.close()
+            member.send("ping")
+            assert (await member.receive())["what"] == "ping"
+        member.drop()
+        await host.door.close()
+
+    asyncio.run(scene())
+
+
+def test_a_stranger_who_says_nothing_is_dropped_when_its_time_is_up():
+    async def scene() -> None:
+        host = Host(patience=0.1)
+        port = await host.door.open("127.0.0.1")
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b'{"say": "hel')
+        assert await hung_up(reader)
+        writer.close()
+        await host.door.close()
+
+    asyncio.run(scene())
+
+
+def test_a_job_under_attack_finishes_and_its_file_is_private(job):
+    work = job("kill@1@1", "hang@*@1").start()
+    work.go()
+    until(work.attempt.coordinator.exists, 10, work.story)
+    assert work.attempt.coordinator.stat().st_mode & 0o777 == 0o600
+    found = json.loads(work.attempt.coordinator.read_text())
+    over = threading.Event()
+
+    def attack() -> None:
+        held = []
+        while not over.is_set():
+            for garbage in GARBAGE:
+                try:
+                    stranger = socket.create_connection((found["host"], found["port"]), 1)
+                    stranger.sendall(garbage)
+                except OSError:
+                    continue
+                held.append(stranger)
+            time.sleep(0.02)
+            while len(held) > 50:
+                held.pop(0).close()
+        for stranger in held:
+            stranger.close()
+
+    attacker = threading.Thread(target=attack)
+    attacker.start()
+    try:
+        assert work.wait() == [0, 0], work.story()
+    finally:
+        over.set()
+        attacker.join(10)
+    assert work.outcome().generations == 2

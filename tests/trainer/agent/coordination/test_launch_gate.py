@@ -1,0 +1,68 @@
+"""Without the launch token that names this job, no agent trains."""
+
+import pytest
+
+from tests.trainer.agent.job import until
+from trainer.contract.events import EventKind
+from trainer.contract.launch_token import revoke
+
+
+@pytest.mark.parametrize(
+    ("token", "why"),
+    [({"job_id": "4242-1"}, "is for job 4242-1"), ({"attempt": 2}, "is for attempt 2, this is attempt 1")],
+)
+def test_a_token_of_another_job_or_attempt_is_refused(job, token, why):
+    work = job()
+    work.go(**token)
+    work.start()
+    assert work.wait(10) == [78, 78], work.story()
+    assert {event.data["action"] for event in work.events(EventKind.DECISION)} == {"refuse"}
+    assert why in work.attempt.agent_log(0).read_text()
+    assert why in (work.attempt.submission / "1.err").read_text()
+    assert not work.attempt.outcome.exists()
+    assert work.notes() == []
+
+
+def test_a_job_that_slurm_restarted_is_refused(job):
+    work = job(nodes=1)
+    work.go(job_id="77")
+    environ = {"SLURM_JOB_ID": "77", "SLURM_NODEID": "0", "SLURM_NNODES": "1", "SLURM_RESTART_COUNT": "1"}
+    work.start(environ=environ, local=False)
+    assert work.wait(10) == [78], work.story()
+    assert "Slurm has restarted job 77" in work.attempt.agent_log(0).read_text()
+
+
+def test_agents_that_are_held_wait_for_go(job):
+    work = job().start()
+    with pytest.raises(AssertionError):
+        work.wait(1.5)
+    assert work.notes() == []
+    work.go()
+    assert work.wait() == [0, 0], work.story()
+
+
+def test_a_job_of_another_size_than_configured_is_refused(job):
+    work = job(nodes=2)
+    work.nodes = 1
+    work.go()
+    work.start()
+    assert work.wait(10) == [78], work.story()
+    assert "configured for 2" in work.attempt.agent_log(0).read_text()
+
+
+def test_an_attempt_that_is_fenced_off_ends_soon(job):
+    work = job("hang@*@*").start()
+    work.go()
+    until(lambda: len(work.notes()) == 4, 20, work.story)
+    revoke(work.attempt.go)
+    assert work.wait(15) == [75, 75], work.story()
+    assert "fenced this attempt off" in work.outcome().reason
+
+
+def test_a_leader_without_the_named_interface_says_so_and_is_not_retried(job):
+    work = job(nodes=1, cluster={"interface": "nowhere0"})
+    work.go()
+    work.start()
+    assert work.wait(15) == [78], work.story()
+    (event,) = work.events(EventKind.DECISION)
+    assert "cluster.interface=nowhere0" in event.data["reason"]

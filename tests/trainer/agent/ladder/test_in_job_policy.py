@@ -1,0 +1,226 @@
+"""Decisions within an attempt, on tables: cause first, then what to do about it."""
+
+import json
+import signal
+from typing import Any
+
+import pytest
+
+from trainer.agent.ladder.in_job_policy import Action, Situation, decide, exit_code
+from trainer.agent.watch.command_errors import CommandPast
+from trainer.agent.watch.root_cause import RankEnd, find_cause
+from trainer.contract.outcome import Culprit, ExitCode, Failure, FailureKind
+from trainer.contract.progress import StopReason
+
+
+def end(rank: int, **fields: Any) -> RankEnd:
+    return RankEnd(**{"rank": rank, "node": f"n{rank}", "at": float(rank), "step": 7, **fields})
+
+
+def killed(rank: int, number: int = signal.SIGKILL, **fields: Any) -> RankEnd:
+    return end(rank, signal=int(number), **fields)
+
+
+def raised(rank: int, what: str = "ValueError", message: str = "bad", **fields: Any) -> RankEnd:
+    return end(rank, exit_code=1, exception=what, message=message, **fields)
+
+
+def echo(rank: int, **fields: Any) -> RankEnd:
+    return end(rank, exit_code=75, exception="DistBackendError", message="reset by peer", echo=True, **fields)
+
+
+def situation(*ends: RankEnd, **fields: Any) -> Situation:
+    return Situation(**{"world": 4, "ends": ends, "since_failure": 9.0, "trained": True, "budget": 5, **fields})
+
+
+def bad_step(rank: int, step: int = 7, position: int = 56, **fields: Any) -> RankEnd:
+    message = f"step {step}: loss nan, gradient norm 1.0; its batch is at position {position} of the data"
+    return raised(rank, "BadStep", message, step=step, position=position, **fields)
+
+
+GLOO = (
+    "[enforce fail at pair.cc:456] op.preamble.length <= op.nbytes. 24 vs 8. Received data size doesn't match expected "
+    "size. Is there a distributed collective mismatch in your code?"
+)
+
+CAUSES = [
+    ([echo(0), killed(2)], FailureKind.RANK_KILLED, 2, True, "was killed by SIGKILL"),
+    ([raised(1), killed(2)], FailureKind.USER_ERROR, 1, True, "raised ValueError: bad"),
+    ([killed(1, signal.SIGABRT), raised(3)], FailureKind.USER_ERROR, 3, True, "raised ValueError"),
+    ([killed(1, signal.SIGABRT), echo(0)], FailureKind.RANK_KILLED, 1, True, "SIGABRT"),
+    ([end(0, exit_code=1), killed(3)], FailureKind.RANK_KILLED, 3, True, "SIGKILL"),
+    ([echo(3), echo(1)], FailureKind.UNKNOWN, 1, True, "only saw a peer go away"),
+    ([end(0, exit_code=0), end(1, exit_code=78)], FailureKind.USER_ERROR, 1, False, "never to be retried"),
+    ([end(1, exit_code=77)], FailureKind.NODE_SUSPECT, 1, False, "suspects its node"),
+    ([end(1, exit_code=75)], FailureKind.UNKNOWN, 1, True, "asked to be restarted"),
+    ([raised(1, "OSError", "[Errno 28] No space left on device")], FailureKind.STORAGE, 1, False, "its storage"),
+    ([raised(1, "RuntimeError", "[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")],
+     FailureKind.STORAGE, 1, False, "its storage"),
+    ([raised(1, "SaveFailed", "the last checkpoint was not saved")], FailureKind.STORAGE, 1, False, "its checkpoints"),
+    ([raised(1, "NothingVerifies", "2 refused")], FailureKind.STORAGE, 1, False, "its checkpoints"),
+    ([raised(1, "OSError", "[Errno 122] Disk quota exceeded")], FailureKind.STORAGE, 1, False, "its storage"),
+    ([raised(1, "OSError", "[Errno 5] Input/output error")], FailureKind.STORAGE, 1, False, "its storage"),
+    ([raised(1, "OSError", "[Errno 55] else")], FailureKind.USER_ERROR, 1, True, "raised OSError"),
+    ([raised(1, "DistStoreError", "2/4 clients joined")], FailureKind.UNKNOWN, 1, True, "could not meet its peers"),
+    ([killed(1, 40)], FailureKind.RANK_KILLED, 1, True, "signal 40"),
+    ([end(2)], FailureKind.USER_ERROR, 2, True, "exit code None"),
+    ([end(1, exit_code=0, word=False)], FailureKind.USER_ERROR, 1, True, "left without a word (exit code 0)"),
+    ([end(1, exit_code=76, word=False), killed(2)], FailureKind.RANK_KILLED, 2, True, "SIGKILL"),
+    ([raised(1, "BadStep", "step 7: loss nan")], FailureKind.USER_ERROR, 1, True, "raised BadStep"),  # without a place
+    ([echo(0), killed(1, signal.SIGABRT, message=GLOO, at=5.0)], FailureKind.DESYNC, 1, False, "another collective"),
+    ([end(0, exit_code=1), killed(1, signal.SIGABRT, message=GLOO)], FailureKind.DESYNC, 1, False, "met another"),
+    ([raised(3, "RuntimeError", f"x {GLOO}")], FailureKind.DESYNC, 3, False, "met another collective than its own"),
+    ([killed(1, signal.SIGABRT, message="double free")], FailureKind.RANK_KILLED, 1, True, "SIGABRT"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ends", "kind", "rank", "retry", "words"), CAUSES)
+def test_the_cause_is_the_earliest_end_that_is_no_echo(ends, kind, rank, retry, words):
+    cause = find_cause(ends, trained=True)
+    assert (cause.failure.kind, cause.failure.rank, cause.retry) == (kind, rank, retry)
+    assert words in cause.failure.reason
+    assert cause.failure.node == f"n{rank}"
+
+
+def test_an_exception_before_the_first_step_is_final():
+    cause = find_cause([raised(1, step=0)], trained=False)
+    assert not cause.retry
+    assert cause.failure.reason == "rank 1 on n1 raised ValueError: bad, before the first step"
+
+
+def test_a_rank_killed_before_the_first_step_is_tried_again():
+    assert find_cause([killed(1)], trained=False).retry
+
+
+def test_the_same_exception_at_the_same_step_is_final_and_another_is_not():
+    first = find_cause([raised(1)], trained=True)
+    assert not find_cause([raised(2)], trained=True, last_mark=first.mark).retry
+    assert find_cause([raised(2, step=8)], trained=True, last_mark=first.mark).retry
+    assert find_cause([raised(2, "KeyError")], trained=True, last_mark=first.mark).retry
+    same_kill = find_cause([killed(1)], trained=True)
+    assert find_cause([killed(1)], trained=True, last_mark=same_kill.mark).retry
+
+
+def test_a_long_message_is_cut():
+    reason = find_cause([raised(1, message="word " * 500)], trained=True).failure.reason
+    assert len(reason) < 400
+    assert reason.endswith("...")
+
+
+AGENT_LOST = Failure(kind=FailureKind.AGENT_LOST, reason="the agent of n1 is lost: reset", node="n1")
+HUNG = Failure(kind=FailureKind.HANG, reason="rank 1 on n1 hangs", rank=1, node="n1")
+NURSERY = Failure(kind=FailureKind.RANK_KILLED, reason="the fork server of n1 died: SIGKILL", node="n1")
+ZERO, SAVED = {"exit_code": 0}, {"exit_code": 76}
+ALL_DONE = tuple(end(rank, **ZERO) for rank in range(4))
+ALL_SAVED = tuple(end(rank, **SAVED) for rank in range(4))
+TERM = StopReason.PREEMPTION
+
+DECISIONS = [
+    (situation(), Action.WAIT, "0 of 4 ranks have ended"),
+    (situation(end(0, **ZERO)), Action.WAIT, "1 of 4"),
+    (situation(*ALL_DONE), Action.FINISH, "all ranks finished"),
+    (situation(*ALL_DONE[1:], end(0, exit_code=0, word=False)), Action.RESTART, "rank 0 on n0 left without a word"),
+    (situation(*ALL_SAVED, stopping=TERM), Action.STOP, "all ranks stopped: preemption"),
+    (situation(*ALL_DONE, stopping=TERM), Action.FINISH, "all ranks finished"),
+    (situation(*ALL_DONE, stopping=TERM, command=CommandPast()), Action.STOP, "all ranks stopped"),
+    (situation(killed(1), since_failure=0.1), Action.WAIT, "waiting for what its peers"),
+    (situation(killed(1), since_failure=0.3), Action.RESTART, "restart 1 of 5 in place"),
+    (situation(echo(1), since_failure=0.9), Action.WAIT, "waiting for what its peers"),
+    (situation(echo(1), since_failure=1.1), Action.RESTART, "only saw a peer go away"),
+    (situation(killed(1), echo(0), echo(2), echo(3), since_failure=0.0), Action.RESTART, "rank 1 on n1 was killed"),
+    (situation(killed(1), restarts=5), Action.END, "all 5 restarts in place of this attempt are used"),
+    (situation(raised(1), trained=False), Action.END, "before the first step"),
+    (situation(end(1, exit_code=1), trained=False, command=CommandPast()), Action.RESTART, "exit code 1"),
+    (situation(end(1, exit_code=77)), Action.END, "suspects its node"),
+    (situation(raised(1, "OSError", "[Errno 28] full")), Action.END, "storage"),
+    (situation(broken=AGENT_LOST, since_failure=0.0), Action.END, "the agent of n1 is lost"),
+    (situation(broken=NURSERY), Action.RESTART, "the fork server of n1 died: SIGKILL; restart 1 of 5"),
+    (situation(killed(1), broken=NURSERY), Action.RESTART, "the fork server of n1 died"),
+    (situation(stopping=TERM, overdue=False), Action.WAIT, "0 of 4"),
+    (situation(stopping=TERM, overdue=True), Action.END, "did not do so in time, and were killed (preemption)"),
+    (situation(killed(1), stopping=TERM), Action.END, "while stopping (preemption), with 0 s left, too few to start"),
+    (situation(killed(1), stopping=TERM, left=29.0), Action.END, "with 29 s left, too few"),
+    (situation(killed(1), stopping=TERM, left=30.0), Action.RESTART, "30 s are left to start again, save and stop"),
+    (situation(killed(1), stopping=TERM, left=90.0, since_failure=0.1), Action.WAIT, "waiting for what its peers"),
+    (situation(broken=HUNG, stopping=TERM, left=45.0, since_failure=0.0), Action.RESTART, "45 s are left"),
+    (situation(broken=NURSERY, stopping=TERM, left=45.0), Action.RESTART, "45 s are left to start again"),
+    (situation(killed(1), stopping=TERM, left=90.0, again=True), Action.END, "once more after a restart for the save"),
+    (situation(killed(1), stopping=TERM, left=90.0, restarts=5), Action.END, "all 5 restarts in place"),
+    (situation(raised(1), stopping=TERM, left=90.0), Action.END, "raised ValueError: bad, while stopping (preemption)"),
+    (situation(broken=AGENT_LOST, stopping=TERM, left=90.0), Action.END, "the agent of n1 is lost"),
+    (situation(killed(1, 15), stopping=TERM, command=CommandPast(), left=90.0), Action.WAIT, "was asked to stop"),
+    (situation(killed(1, 15), stopping=TERM, command=CommandPast()), Action.WAIT, "was asked to stop"),
+    (
+        situation(*(killed(r, 15) for r in range(4)), stopping=TERM, command=CommandPast()),
+        Action.STOP,
+        "ended when asked",
+    ),
+    (situation(killed(1, 15), stopping=TERM, command=CommandPast(), overdue=True), Action.END, "did not end in time"),
+]
+
+
+@pytest.mark.parametrize(("now", "action", "words"), DECISIONS)
+def test_decisions_and_their_reasons(now, action, words):
+    decision = decide(now)
+    assert decision.action is action, decision
+    assert words in decision.reason
+    assert (decision.failure is not None) == (action in (Action.RESTART, Action.END))
+
+
+def test_a_stop_that_failed_keeps_why_it_was_asked_for():
+    kinds = {
+        StopReason.CANCEL: FailureKind.CANCELLED,
+        StopReason.PREEMPTION: FailureKind.PREEMPTED,
+        StopReason.TIME_LIMIT: FailureKind.TIME_LIMIT,
+    }
+    for stopping, kind in kinds.items():
+        failure = decide(situation(stopping=stopping, overdue=True)).failure
+        assert failure is not None
+        assert failure.kind is kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        (FailureKind.USER_ERROR, ExitCode.NEVER_RETRY),
+        (FailureKind.DESYNC, ExitCode.NEVER_RETRY),
+        (FailureKind.NUMERIC, ExitCode.NEVER_RETRY),
+        (FailureKind.HANG, ExitCode.RETRY),
+        (FailureKind.NODE_SUSPECT, ExitCode.NODE_SUSPECT),
+        (FailureKind.STORAGE, ExitCode.RETRY),
+        (FailureKind.AGENT_LOST, ExitCode.RETRY),
+    ],
+)
+def test_exit_codes_of_failures(kind, code):
+    assert exit_code(Failure(kind=kind, reason="")) is code
+
+
+# -- several roots of one hang
+
+TWO = (
+    Culprit(rank=1, node="n1", kind="stuck_in_data", reason="it stands in data"),
+    Culprit(rank=3, node="n3", kind="lock_held", reason="it stands in forward"),
+)
+BOTH_HUNG = Failure(kind=FailureKind.HANG, reason="2 ranks stopped", rank=1, node="n1", culprits=TWO)
+
+
+@pytest.mark.parametrize(
+    ("more", "action", "lost"),
+    [
+        ({}, Action.RESTART, ()),
+        ({"hung": ("n1", "n3"), "spares": 2}, Action.REPLACE, ("n1", "n3")),
+        ({"hung": ("n3",), "spares": 2}, Action.REPLACE, ("n3",)),  # once is an accident
+        ({"hung": ("n1", "n3"), "spares": 1}, Action.END, ()),
+        ({"hung": ("n1", "n3"), "spares": 2, "home": "n3"}, Action.END, ()),
+    ],
+)
+def test_the_nodes_of_several_roots_are_replaced_together_or_left_together(more, action, lost) -> None:
+    decision = decide(situation(broken=BOTH_HUNG, since_failure=2.0, **more))
+    assert (decision.action, decision.lost) == (action, lost)
+    assert decision.failure == BOTH_HUNG
+
+
+def test_a_failure_with_several_roots_is_read_back_whole() -> None:
+    assert BOTH_HUNG.nodes == ("n1", "n3")
+    assert Failure.from_json(json.loads(json.dumps(BOTH_HUNG.to_json()))) == BOTH_HUNG
+    assert Failure.from_json({"kind": "hang", "reason": "of an older version"}).culprits == ()

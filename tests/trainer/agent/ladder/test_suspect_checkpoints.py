@@ -1,0 +1,142 @@
+"""Which checkpoints are doubted, on tables, and what the coordinator does about it."""
+
+import pytest
+
+from tests.trainer.agent.ladder.test_in_job_policy import end, killed, raised, situation
+from trainer.agent.attempt_state.generation import AttemptHistory
+from trainer.agent.ladder.in_job_policy import Action, Decision, Situation, decide
+from trainer.agent.ladder.suspect_checkpoints import WITHIN, FailedGeneration, failed_generation, suspect_steps
+from trainer.contract.outcome import Failure, FailureKind
+
+RAISED = "user_error NonFinite"
+
+
+def fell(restored: int, step: int, mark: str = RAISED) -> FailedGeneration:
+    return FailedGeneration(restored=restored, step=step, mark=mark)
+
+
+@pytest.mark.parametrize(
+    ("failed_generations", "doubted"),
+    [
+        ([], []),
+        ([fell(100, 103)], []),
+        ([fell(100, 103), fell(100, 103)], [100]),
+        ([fell(100, 100), fell(100, 100)], [100]),  # no step at all
+        ([fell(100, 103), fell(100, 100 + WITHIN)], [100]),
+        ([fell(100, 103), fell(100, 101 + WITHIN)], []),  # it went on well for a while
+        ([fell(100, 103), fell(100, 150), fell(100, 103)], []),  # in between it did
+        ([fell(100, 103), fell(90, 95), fell(100, 103)], [100]),
+        ([fell(100, 103), fell(90, 95)], []),
+        ([fell(100, 103), fell(100, 103, "rank_killed by SIGKILL")], []),
+        ([fell(90, 95), fell(100, 103), fell(90, 95), fell(100, 103)], [90, 100]),
+    ],
+)
+def test_the_same_failure_twice_soon_after_loading_the_same_checkpoint(failed_generations, doubted):
+    found = suspect_steps(failed_generations)
+    assert list(found) == doubted
+    assert all(reason.startswith(f"{RAISED} twice soon after loading it, at step ") for reason in found.values())
+    assert suspect_steps(failed_generations, known=doubted) == {}
+
+
+@pytest.mark.parametrize("kind", list(FailureKind))
+def test_only_failures_that_a_state_can_cause_count(kind):
+    found = failed_generation(Failure(kind=kind, reason="?", step=103, exit_code=1), 100, None)
+    assert (found is not None) == (kind in (FailureKind.RANK_KILLED, FailureKind.USER_ERROR, FailureKind.NUMERIC))
+
+
+@pytest.mark.parametrize("restored", [None, 0])
+def test_a_generation_from_scratch_has_no_checkpoint_to_doubt(restored):
+    assert failed_generation(Failure(kind=FailureKind.RANK_KILLED, reason="?", step=3), restored, 3) is None
+
+
+def test_different_signals_and_exceptions_are_different_failures():
+    kinds = [
+        Failure(kind=FailureKind.RANK_KILLED, reason="?", signal=9),
+        Failure(kind=FailureKind.RANK_KILLED, reason="?", signal=11),
+        Failure(kind=FailureKind.USER_ERROR, reason="?", exception="NonFinite"),
+        Failure(kind=FailureKind.USER_ERROR, reason="?", exception="ValueError"),
+        Failure(kind=FailureKind.USER_ERROR, reason="?", exit_code=3),
+    ]
+    marks = [found.mark for kind in kinds if (found := failed_generation(kind, 100, 101))]
+    assert len(set(marks)) == 5
+    assert "rank_killed by SIGSEGV" in marks
+
+
+class Attempt:
+    """Generations of one attempt, one failure after the other."""
+
+    def __init__(self) -> None:
+        self.past = AttemptHistory(trained=True)
+
+    def failed_generations(self, restored: int, *ends: object) -> Decision:
+        past = self.past
+        now: Situation = situation(
+            *ends, restored=restored, failed_generations=tuple(past.failed_generations), suspects=tuple(past.suspects),
+            last_mark=past.mark,
+            restarts=past.restarts, budget=9,
+        )  # fmt: skip
+        decision = decide(now)
+        past.record_failure(decision.failure, decision.mark, restored, decision.suspect)
+        past.restarts += decision.action is Action.RESTART
+        return decision
+
+
+def test_an_older_checkpoint_is_tried_before_a_program_is_blamed():
+    attempt, explodes = Attempt(), raised(1, "NonFinite", step=103)
+    assert attempt.failed_generations(100, explodes).suspect is None
+    second = attempt.failed_generations(100, explodes)
+    assert (second.action, second.suspect, attempt.past.suspects) == (Action.RESTART, 100, [100])
+    assert "the checkpoint of step 100 is suspect: user_error NonFinite twice soon after loading it" in second.reason
+    # From the older one it comes back at the same step: then it is the program.
+    third = attempt.failed_generations(90, explodes)
+    assert (third.action, third.suspect) == (Action.END, None)
+    assert "for the second time at step 103" in third.reason
+
+
+def test_a_failure_at_the_same_step_from_different_checkpoints_is_the_programs():
+    attempt, explodes = Attempt(), raised(1, "NonFinite", step=103)
+    attempt.failed_generations(90, explodes)
+    assert attempt.failed_generations(100, explodes).action is Action.END
+
+
+def test_a_suspect_that_is_all_there_is_ends_as_before():
+    attempt, explodes = Attempt(), raised(1, "NonFinite", step=103)
+    attempt.failed_generations(100, explodes)
+    assert attempt.failed_generations(100, explodes).suspect == 100
+    again = attempt.failed_generations(100, explodes)  # nothing older was there, so that it was loaded once more
+    assert (again.action, again.suspect) == (Action.END, None)
+
+
+def test_a_rank_that_dies_twice_after_loading_the_same_checkpoint():
+    attempt = Attempt()
+    attempt.failed_generations(100, killed(2, 11, step=100))
+    second = attempt.failed_generations(100, killed(1, 11, step=101))
+    assert (second.action, second.suspect) == (Action.RESTART, 100)
+    assert attempt.failed_generations(90, killed(1, 11, step=101)).suspect is None
+
+
+def test_who_asks_never_to_be_retried_is_not():
+    attempt = Attempt()
+    for _ in range(2):
+        decision = attempt.failed_generations(100, end(1, step=103, exit_code=78, exception="Fatal", message="no"))
+        assert decision.action is Action.END
+
+
+def test_a_step_that_was_saved_anew_is_doubted_no_longer():
+    past = AttemptHistory(failed_generations=[fell(100, 103), fell(90, 95), fell(100, 103)], suspects=[100])
+    past.add_report({"restored": 100, "saved": 100})  # the doubted one, as the last there was
+    past.add_report({"restored": 90, "saved": 90})
+    past.add_report({})
+    assert past.suspects == [100]
+    past.add_report({"restored": 90, "saved": 100})
+    assert past.suspects == []
+    assert past.failed_generations == [fell(90, 95)]
+
+
+def test_a_nursery_that_dies_says_nothing_of_the_checkpoint():
+    assert (
+        failed_generation(
+            Failure(kind=FailureKind.RANK_KILLED, reason="the fork server of n1 died", step=103), 100, 103
+        )
+        is None
+    )

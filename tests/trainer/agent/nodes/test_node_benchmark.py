@@ -1,0 +1,114 @@
+"""What becomes of the ranks' first measurements."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.agent.nodes.node_benchmark import NodeBenchmark, usual_speeds
+from trainer.contract.events import EventKind, EventLog
+from trainer.contract.monitoring_config import PreflightConfig
+from trainer.contract.outcome import FailureKind
+from trainer.contract.run_dir import RunDir
+
+NODES = ["n0", "n1", "n2", "n3"]
+MACHINES = {node: f"boot-{node}" for node in NODES}
+
+
+def told(rank: int, matmul: float = 1e9) -> dict[str, Any]:
+    return {"rank": rank, "matmul": matmul, "memory": 1e10, "pairs": []}
+
+
+def measured(machines: dict[str, str], slow: int | None = None) -> NodeBenchmark:
+    benchmark = NodeBenchmark(NODES, machines, PreflightConfig())
+    complete = [benchmark.add(told(rank, 2e8 if rank == slow else 1e9), 0.0) for rank in range(4)]
+    assert complete == [False, False, False, True]
+    return benchmark
+
+
+def test_a_slow_node_is_suspect_when_all_have_measured() -> None:
+    failure = measured(MACHINES, slow=2).failure()
+    assert failure is not None
+    assert (failure.kind, failure.node) == (FailureKind.NODE_SUSPECT, "n2")
+
+
+def test_nodes_that_are_fit_pass_and_their_median_is_told() -> None:
+    benchmark = measured(MACHINES)
+    assert benchmark.failure() is None
+    assert benchmark.median_speeds() == {"matmul": 1e9, "memory": 1e10}
+
+
+@pytest.mark.parametrize("machines", [{}, {node: "one" for node in NODES}, {**MACHINES, "n3": "boot-n0"}])
+def test_nodes_that_may_share_a_machine_are_not_held_against_each_other(machines) -> None:
+    assert measured(machines, slow=2).failure() is None
+
+
+def test_a_rank_counts_once_and_only_if_there_is_one() -> None:
+    benchmark = NodeBenchmark(NODES[:2], MACHINES, PreflightConfig())
+    assert [benchmark.add(told(rank), 0.0) for rank in (0, 0, 1, 1)] == [False, False, True, False]
+    with pytest.raises(ValueError, match="there is no rank 2"):
+        benchmark.add(told(2), 0.0)
+
+
+def test_missing_figures_are_given_up_once_and_the_others_still_count() -> None:
+    benchmark = NodeBenchmark(NODES, MACHINES, PreflightConfig(seconds=60.0))
+    assert not benchmark.timed_out(1000.0), "nobody has begun"
+    for rank, at in ((0, 100.0), (1, 110.0), (2, 120.0)):
+        benchmark.add(told(rank, 2e8 if rank == 2 else 1e9), at)
+    assert [benchmark.timed_out(at) for at in (160.0, 160.1, 170.0)] == [False, True, False]
+    assert benchmark.missing() == [3]
+    failure = benchmark.failure()
+    assert failure is not None
+    assert failure.node == "n2"
+    assert not benchmark.add(told(3), 171.0), "too late to be judged again"
+
+
+def earlier(folder: Path, *attempts: list[dict[str, Any]]) -> RunDir:
+    """A run whose attempts, from 1 on, have measured these."""
+    run = RunDir(folder)
+    for number, told_by_all in enumerate(attempts, 1):
+        run.attempt(number).events.mkdir(parents=True)
+        log = EventLog(run.attempt(number).event_file("coordinator"), "coordinator", number)
+        log.write(EventKind.PREFLIGHT, node=0, name="n0", ok=True, reason="")
+        for speeds in told_by_all:
+            log.write(EventKind.PREFLIGHT, ok=True, reason="", speeds=speeds)
+        log.close()
+    return run
+
+
+def speeds(matmul: Any, memory: Any = 1e10) -> list[dict[str, Any]]:
+    return [{"matmul": matmul, "memory": memory}]
+
+
+@pytest.mark.parametrize(
+    ("attempts", "found"),
+    [
+        ([], {}),
+        ([speeds(1e9)], {}),  # one figure is no history
+        ([speeds(1e9), speeds(1.2e9), speeds(0.9e9)], {"matmul": 1e9, "memory": 1e10}),
+        ([speeds(1e9), speeds(3e9)], {"memory": 1e10}),  # other machines, or others ran on them
+        ([speeds(1e9), [], speeds(1e9, 9e9)], {"matmul": 1e9, "memory": 9.5e9}),
+        ([speeds(1e9), speeds("odd"), speeds(0.0), speeds(1e9)], {"matmul": 1e9, "memory": 1e10}),
+        ([speeds(1e9), [{"matmul": 1e9}, {"matmul": 9e9}]], {"matmul": 1e9}),  # the first of each: all nodes were new
+    ],
+)
+def test_what_is_usual_in_this_run(tmp_path, attempts, found) -> None:
+    run = earlier(tmp_path, *attempts)
+    assert usual_speeds(run, len(attempts) + 1, PreflightConfig()) == found
+
+
+def test_events_that_are_none_and_later_attempts_are_left_out(tmp_path) -> None:
+    run = earlier(tmp_path, speeds(1e9), speeds(1e9), speeds(9e9))
+    with run.attempt(2).event_file("coordinator").open("ab") as stream:
+        stream.write(b'{"kind": 3}\n[]\n{"torn')
+    run.attempt(1).event_file("coordinator").write_bytes(b"[1]\n7\nnull\n" + b"x" * 50)
+    assert usual_speeds(run, 3, PreflightConfig()) == {}
+
+
+def test_of_a_single_node_its_runs_history_speaks() -> None:
+    benchmark = NodeBenchmark(["n0"], MACHINES, PreflightConfig())
+    assert benchmark.add(told(0, 5e8), 0.0)
+    assert benchmark.failure() is None
+    failure = benchmark.failure({"matmul": 1e9})
+    assert failure is not None
+    assert failure.reason.startswith("n0: matrix multiplication at 0.50 x the median of earlier attempts")

@@ -1,0 +1,41 @@
+"""Clocks that disagree, and shared memory that is too small."""
+
+import shutil
+from types import SimpleNamespace
+
+import pytest
+
+from trainer.agent.nodes import preflight
+from trainer.contract.config import ClusterShape, JobConfig
+from trainer.contract.monitoring_config import PreflightConfig
+from trainer.contract.outcome import FailureKind
+
+
+@pytest.mark.parametrize(
+    ("ahead", "kind", "node", "reason"),
+    [
+        ({}, None, None, ""),
+        ({"a": 500.0}, None, None, ""),
+        ({"a": 0.0, "b": 1.0, "c": -20.0}, None, None, ""),
+        ({"a": 0.0, "b": 1.0, "c": 60.0}, FailureKind.NODE_SUSPECT, "c", "c: its clock is 59 s ahead of the median"),
+        ({"a": 0.0, "b": -40.0, "c": 1.0}, FailureKind.NODE_SUSPECT, "b", "b: its clock is 40 s behind the median"),
+        # The coordinator's own clock may be the wrong one.
+        ({"a": 0.0, "b": 99.0, "c": 100.0}, FailureKind.NODE_SUSPECT, "a", "a: its clock is 99 s behind the median"),
+        ({"a": 0.0, "b": 31.0}, FailureKind.UNKNOWN, None, "the clocks of a and b are 31 s apart, above 30 s"),
+    ],
+)  # fmt: skip
+def test_the_node_whose_clock_is_furthest_from_the_others_is_blamed(ahead, kind, node, reason):
+    failure = preflight.skew(ahead, PreflightConfig())
+    assert (failure and failure.kind) == kind
+    assert (failure and failure.node) == node
+    assert failure is None or failure.reason.startswith(reason)
+
+
+@pytest.mark.parametrize(("free", "gpus", "faults"), [(0, 0, 0), (31 << 20, 2, 1), (32 << 20, 2, 0)])
+def test_shared_memory_must_hold_what_nccl_puts_there(tmp_path, monkeypatch, free, gpus, faults):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    monkeypatch.setattr(preflight, "_devices", lambda wanted: None)
+    monkeypatch.setattr(preflight, "_broken_devices", lambda wanted: None)
+    found = preflight.examine(tmp_path, JobConfig(cluster=ClusterShape(ranks_per_node=2, gpus_per_node=gpus)))
+    assert [fault.check for fault in found] == ["shared memory"] * faults
+    assert all(fault.reason == "/dev/shm has 31 MiB free, below 32 MiB for 2 rank(s) with GPUs" for fault in found)

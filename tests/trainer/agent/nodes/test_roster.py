@@ -1,0 +1,217 @@
+"""Who sits where: seats, spares and silence, on tables and with a clock of the test's own."""
+
+from typing import Any
+
+import pytest
+
+from trainer.agent.nodes.node_ranks import Replacement, assign_node_ranks_to, replacements
+from trainer.agent.nodes.preflight import Fault
+from trainer.agent.nodes.roster import AGENT_TIMEOUT_SECONDS, LATE_SECONDS, STALLED_TIMEOUT_SECONDS, Member, Roster
+
+FAULT = Fault(check="open files", reason="few", shared=False)
+
+
+class Told:
+    """Stands for one agent's connection: keeps what it is sent."""
+
+    def __init__(self) -> None:
+        self.said: list[dict[str, Any]] = []
+
+    def send(self, say: str, **fields: Any) -> None:
+        self.said.append({"say": say, **fields})
+
+
+@pytest.mark.parametrize(
+    ("count", "fit", "node_ranks", "reason"),
+    [
+        (2, {0, 1, 2}, {0: 0, 1: 1}, "2 of 3 node(s) that can train have a seat"),
+        (2, {0, 2, 3}, {0: 0, 1: 2}, "2 of 3 node(s) that can train have a seat"),
+        (2, {0}, None, "1 node(s) can train, 2 are needed"),
+        (1, {1, 2}, None, "node 0, which leads the job, cannot train"),
+    ],
+)
+def test_the_first_seating(count, fit, node_ranks, reason):
+    assert assign_node_ranks_to(count, fit) == (node_ranks, reason)
+
+
+@pytest.mark.parametrize(
+    ("fit", "ready", "moves", "reason"),
+    [
+        ({0, 1, 2, 3, 4}, {3, 4}, (), "no seat is vacant"),
+        ({0, 2, 3, 4}, {3, 4}, (Replacement(node_rank=1, node=3, instead=1),), "1 of 2 spare node(s) take a seat"),
+        ({0, 2, 3, 4}, {4}, (Replacement(node_rank=1, node=4, instead=1),), "1 of 2 spare node(s) take a seat"),
+        (
+            {0, 3, 4},
+            {3, 4},
+            (Replacement(node_rank=1, node=3, instead=1), Replacement(node_rank=2, node=4, instead=2)),
+            "2 of 2 ",
+        ),
+        ({0, 4}, {4}, (), "2 seat(s) are vacant, 1 spare node(s) are left"),
+        ({1, 2, 3, 4}, {3, 4}, (), "node 0, which leads the job, is lost"),
+    ],
+)
+def test_who_takes_a_vacant_seat(fit, ready, moves, reason):
+    found, why = replacements({0: 0, 1: 1, 2: 2}, fit, ready)
+    assert found == moves
+    assert why.startswith(reason)
+
+
+def roster(nodes: int = 3, node_ranks: int = 2, **members: Any) -> Roster:
+    """All have joined, are fit and ready, but for what is said of `nN`."""
+    made = Roster(nodes, 1, lambda *_: None, node_ranks=node_ranks)
+    for node in range(nodes):
+        fields = {"faults": [], "ready": True, "last_message_at": 0.0, **members.get(f"n{node}", {})}
+        made.members[node] = Member(node=node, name=f"n{node}", peer=Told(), **fields)
+    return made
+
+
+def said(made: Roster, say: str) -> dict[int, list[dict[str, Any]]]:
+    return {
+        node: [one for one in member.peer.said if one["say"] == say]
+        for node, member in made.members.items()
+        if any(one["say"] == say for one in member.peer.said)
+    }
+
+
+def test_every_seat_is_told_and_only_they_start():
+    made = roster(n1={"faults": [FAULT]})
+    made.assign_node_ranks()
+    assert made.node_ranks == {0: 0, 1: 2}
+    made.start_generation(generation=1)
+    starts = {node: [one["seat"] for one in told] for node, told in said(made, "start").items()}
+    assert starts == {0: [0], 2: [1]}
+    assert said(made, "seat") == {0: [{"say": "seat", "seat": 0}], 2: [{"say": "seat", "seat": 1}]}
+    assert made.names() == ["n0", "n2", "n1"]
+
+
+def test_a_spare_takes_the_lost_nodes_seat_and_the_others_keep_theirs():
+    made = roster(nodes=4, node_ranks=3)
+    made.assign_node_ranks()
+    made.members[1].lost = "its connection ended"
+    assert not made.all_ready()
+    assert made.is_needed(1)
+    (move,), _ = made.replace_nodes()
+    assert (move.node_rank, move.node, move.instead) == (1, 3, 1)
+    assert made.node_ranks == {0: 0, 1: 3, 2: 2}
+    assert [member.name for member in made.training_members()] == ["n0", "n3", "n2"]
+    assert made.spares() == []
+    assert made.names() == ["n0", "n3", "n2"]
+    assert made.all_ready()
+    assert not made.is_needed(1)
+
+
+@pytest.mark.parametrize(
+    ("members", "can", "could"),
+    [
+        ({}, True, True),
+        ({"n1": {"faults": [FAULT]}}, True, True),
+        ({"n1": {"faults": None}, "n2": {"faults": None}}, False, True),
+        ({"n1": {"faults": [FAULT]}, "n2": {"lost": "gone"}}, False, False),
+        ({"n0": {"faults": [FAULT]}}, False, False),
+        ({"n2": {"excluded": "its fork server died"}}, True, True),
+    ],
+)
+def test_whether_there_are_nodes_enough(members, can, could):
+    made = roster(**members)
+    assert (made.can_train(), made.could_train()) == (can, could)
+
+
+def test_before_the_seats_are_given_only_a_loss_too_many_matters():
+    made = roster()
+    made.members[1].lost = "gone"
+    assert not made.is_needed(1)
+    made.members[2].lost = "gone"
+    assert made.is_needed(2)
+
+
+def test_everything_is_gone_but_for_a_node_that_is_given_up():
+    made = roster(nodes=3, node_ranks=2, n0={"gone": 4}, n1={"gone": 3})
+    assert not made.all_gone(4)
+    assert made.all_gone(4, but="n1")
+    assert not made.all_gone(4, but="n0")
+
+
+def last_message_at(made: Roster, node: int, now: float, **report: Any) -> None:
+    message = {"say": "progress", "generation": 1, "phase": "forward", **report}
+    made._note(made.members[node], message, now)
+    made.members[node].progress = message
+
+
+def began(now: float) -> Roster:
+    made = roster()
+    made.assign_node_ranks()
+    made._moved = now
+    return made
+
+
+def test_a_silent_agent_is_lost_soon_when_the_job_stands_still():
+    made = began(100.0)
+    for node in (0, 1, 2):
+        last_message_at(made, node, 100.0, step=5)
+    for at in range(101, 113):
+        last_message_at(made, 0, float(at), step=5)
+        last_message_at(made, 2, float(at), step=5)
+    assert made.find_timed_out(100.0 + STALLED_TIMEOUT_SECONDS) is None
+    found = made.find_timed_out(112.0)
+    assert found is not None
+    assert (found[0].name, found[1]) == ("n1", "it has been silent for 12 s while no rank moved")
+
+
+def test_a_silent_agent_has_a_minute_while_the_others_get_on():
+    made = began(100.0)
+    last_message_at(made, 1, 100.0, step=5)
+    for at in range(101, 162):
+        last_message_at(made, 0, float(at), step=at)
+        last_message_at(made, 2, float(at), step=at)
+        assert made.find_timed_out(float(at)) is None or at > 100.0 + AGENT_TIMEOUT_SECONDS
+    found = made.find_timed_out(161.0)
+    assert found is not None
+    assert (found[0].name, found[1]) == ("n1", "it has been silent for 61 s")
+
+
+def test_before_anything_trains_silence_has_its_minute_too():
+    made = roster(n1={"last_message_at": 0.0}, n0={"last_message_at": 50.0}, n2={"last_message_at": 50.0})
+    assert made.find_timed_out(50.0) is None
+
+
+def test_a_coordinator_that_was_stopped_itself_takes_nobody_for_lost():
+    made = began(100.0)
+    for node in (0, 1, 2):
+        last_message_at(made, node, 100.0, step=5)
+    assert made.find_timed_out(900.0) is None
+
+
+@pytest.mark.parametrize("pause", [LATE_SECONDS + 1.5, 30.0, 900.0])
+def test_after_a_pause_of_the_whole_job_the_last_to_wake_is_not_lost(pause):
+    made = began(100.0)
+    for at in range(100, 110):
+        for node in (0, 1, 2):
+            last_message_at(made, node, float(at), step=5)
+        made.tick(float(at))
+    woken = 109.0 + pause
+    made.tick(woken)
+    last_message_at(made, 0, woken, step=5)
+    last_message_at(made, 2, woken + 0.1, step=5)
+    assert made.find_timed_out(woken + 0.1) is None
+    # From then on all are measured as before.
+    for at in range(1, 13):
+        made.tick(woken + at)
+        last_message_at(made, 0, woken + at, step=5)
+        last_message_at(made, 2, woken + at, step=5)
+        assert made.find_timed_out(woken + at) is None or at > STALLED_TIMEOUT_SECONDS
+    found = made.find_timed_out(woken + 12)
+    assert found is not None
+    assert found[0].name == "n1"
+
+
+def test_ticks_that_are_a_little_late_hide_nobody():
+    made = began(100.0)
+    for at in range(100, 118, 3):  # two seconds late each
+        made.tick(float(at))
+        for node in (0, 2):
+            last_message_at(made, node, float(at), step=5)
+        if at == 100:
+            last_message_at(made, 1, 100.0, step=5)
+    found = made.find_timed_out(115.0)
+    assert found is not None
+    assert found[0].name == "n1"

@@ -1,0 +1,272 @@
+"""One agent alone: what it tells the coordinator of its ranks and its fork server."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.agent import node_agent
+from trainer.agent.control import peer_timeout
+from trainer.agent.coordination import startup
+from trainer.agent.node_agent import NodeAgent
+from trainer.agent.nodes import preflight
+from trainer.agent.nodes.preflight import Fault
+from trainer.agent.processes.log_pipes import LogPipes
+from trainer.agent.ranks import rank_exit
+from trainer.agent.ranks.local_ranks import LocalRanks
+from trainer.contract.config import ClusterShape, JobConfig
+from trainer.contract.events import EventLog
+from trainer.contract.node_identity import NodeIdentity
+from trainer.contract.outcome import RankOutcome
+from trainer.contract.rank_messages import send_message
+from trainer.contract.run_dir import RunDir
+
+
+class Told:
+    """Stands for the connection to the coordinator: remembers what was said."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+
+    def send(self, kind: str, /, **fields: Any) -> None:
+        self.messages.append({"say": kind, **fields})
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [message for message in self.messages if message["say"] == kind]
+
+
+class LostLink:
+    """A fork server that has just died."""
+
+    lost = True
+
+
+class Alone:
+    """An agent of two ranks whose coordinator and fork server the test plays."""
+
+    def __init__(self, folder: Path, **config: Any) -> None:
+        run = RunDir(folder / "run-1")
+        run.make()
+        self.attempt = run.attempt(1)
+        self.attempt.make()
+        self.events = EventLog(self.attempt.event_file("agent-0000"), "agent-0000", 1)
+        self.agent = NodeAgent(
+            run=run, attempt=self.attempt, config=JobConfig(cluster=ClusterShape(ranks_per_node=2), **config),
+            identity=NodeIdentity(kind="slurm", job_id="7", node=0, nodes=1, name="n0"), events=self.events, environ={},
+            logs=LogPipes(),
+        )  # fmt: skip
+        self.told = self.agent._peer = Told()
+        self.ranks = self.agent._ranks = LocalRanks(1, range(2))
+        self.agent._node_rank = 0
+
+    def ended(self, exit_code: int | None, number: int | None = None) -> dict[str, Any]:
+        async def end() -> None:
+            self.agent._on_exited(0, exit_code, number)
+            await self.agent._exit_reports.wait_until_sent()
+
+        asyncio.run(end())
+        return self.told.of("exit")[-1]
+
+    def close(self) -> None:
+        self.agent._ranks.close()
+        self.events.close()
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Alone]:
+    made = Alone(tmp_path)
+    yield made
+    made.close()
+
+
+LAST = {"exit_code": 1, "exception": "OSError", "message": "[Errno 28] full", "echo": False, "step": 9}
+
+
+def test_a_rank_that_could_not_write_its_outcome_is_believed_by_its_socket(alone):
+    theirs = alone.ranks.by_rank[0].theirs
+    send_message(theirs, "store", host="h", port=1, key="00")
+    send_message(theirs, "last", **LAST)
+    end = alone.ended(1)
+    assert {key: end[key] for key in LAST} == LAST
+    assert end["word"]
+
+
+def test_the_outcome_file_comes_before_the_socket(alone):
+    send_message(alone.ranks.by_rank[0].theirs, "last", **LAST)
+    RankOutcome(rank=0, generation=1, node="n0", step=10, exit_code=0, time=0.0).write(alone.attempt.rank_outcome(0, 1))
+    # It died in the interpreter's teardown.
+    end = alone.ended(None, 6)
+    assert (end["exit_code"], end["signal"], end["step"], end["word"]) == (0, None, 10, True)
+
+
+def test_a_rank_that_leaves_with_zero_and_says_nothing_has_not_said_so(alone):
+    assert not alone.ended(0)["word"]
+    assert not alone.ended(76)["word"]
+
+
+def test_a_last_word_that_cannot_be_read_is_none(alone):
+    alone.ranks.by_rank[0].theirs.send(b'{"word": "last", "mess')
+    send_message(alone.ranks.by_rank[0].theirs, "last", exit_code=0)
+    assert not alone.ended(0)["word"]
+
+
+def test_a_command_needs_no_word(tmp_path):
+    alone = Alone(tmp_path, command=["true"])
+    assert alone.ended(0)["word"]
+    alone.close()
+
+
+async def begin(alone: Alone) -> None:
+    alone.agent._start_generation(2, None)
+
+
+def test_a_start_that_meets_a_dead_nursery_breaks_the_generation(alone):
+    alone.agent._link = LostLink()
+    alone.ranks.close()
+    alone.agent._ranks = None
+    asyncio.run(begin(alone))
+    assert [message["generation"] for message in alone.told.of("broken")] == [2]
+    alone.agent._kill(2)
+    assert [message["generation"] for message in alone.told.of("gone")] == [2]
+
+
+class Line(Told):
+    """A connection on which the test speaks."""
+
+    host = "127.0.0.1"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+
+    def send_message(self, kind: str, /, **fields: Any) -> None:
+        self._said.put_nowait({"say": kind, **fields})
+
+    async def receive(self) -> dict[str, Any] | None:
+        return await self._said.get()
+
+
+@pytest.fixture
+def hasty(monkeypatch) -> None:
+    """A minute of silence takes a third of a second."""
+    monkeypatch.setattr(node_agent, "AGENT_TIMEOUT_SECONDS", 0.3)
+    for place in (node_agent, peer_timeout):
+        monkeypatch.setattr(place, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(peer_timeout, "LATE_SECONDS", 0.1)
+
+
+def test_an_agent_that_was_stopped_itself_does_not_take_its_coordinator_for_lost(alone, hasty):
+    async def scene() -> int:
+        line = alone.agent._peer = Line()
+        listening = asyncio.create_task(alone.agent._listen())
+        await asyncio.sleep(0.05)
+        time.sleep(1.0)  # noqa: ASYNC251  # all of the process stands still
+        asyncio.get_running_loop().call_later(0.1, lambda: line.send_message("end", code=0))
+        return await listening
+
+    assert asyncio.run(scene()) == 0
+
+
+def test_a_coordinator_that_says_nothing_is_lost(alone, hasty):
+    async def scene() -> int:
+        alone.agent._peer = Line()
+        return await asyncio.wait_for(alone.agent._listen(), 5)
+
+    assert asyncio.run(scene()) == 75
+
+
+def test_an_agent_speaks_while_its_node_is_examined_and_can_be_told_to_end(alone, monkeypatch):
+    answered = threading.Event()
+    fault = Fault(check="GPUs", reason="0 GPU(s)", shared=False)
+    monkeypatch.setattr(preflight, "examine", lambda *_: answered.wait(20) and [fault])
+    monkeypatch.setattr(node_agent, "report_seconds", lambda _: 0.1)
+
+    async def heard(line: Line, kind: str) -> None:
+        async with asyncio.timeout(5):
+            while not line.of(kind):
+                await asyncio.sleep(0.01)
+
+    async def scene(*, driver: bool) -> Line:
+        answered.clear()
+        line, alone.agent._ranks = Line(), None
+        serving = asyncio.create_task(alone.agent.serve(line))
+        await heard(line, "progress")
+        assert not line.of("fit")
+        if driver:
+            answered.set()
+            await heard(line, "fit")
+        line.send_message("end", code=0)
+        assert await asyncio.wait_for(serving, 5) == 0
+        answered.set()
+        return line
+
+    try:
+        assert not asyncio.run(scene(driver=False)).of("fit")
+        assert [message["faults"] for message in asyncio.run(scene(driver=True)).of("fit")] == [[fault.to_json()]]
+    finally:
+        alone.agent._ranks = alone.ranks  # closed by the fixture
+
+
+def test_a_driver_that_hangs_is_found_out_before_its_node_is_given_up():
+    assert 4 * preflight._DRIVER_SECONDS < startup.EXAMINE_SECONDS
+
+
+def test_a_file_system_that_stands_still_when_ranks_die_stops_no_agent(alone, monkeypatch):
+    """The loop runs on, the socket's word does, and the coordinator hears of the ends in their order before `gone`."""
+    back = threading.Event()
+    monkeypatch.setattr(rank_exit, "_READ_SECONDS", 1.5)
+    monkeypatch.setattr(RankOutcome, "read", lambda path: back.wait(3) and None)
+    send_message(alone.ranks.by_rank[1].theirs, "last", **LAST)
+
+    async def scene() -> None:
+        before = time.monotonic()
+        alone.agent._on_exited(1, 1, None)
+        await asyncio.sleep(0.01)
+        # The other's reading is given up at once, but it died later.
+        monkeypatch.setattr(rank_exit, "_READ_SECONDS", 0.0)
+        alone.agent._on_exited(0, None, 9)
+        await asyncio.sleep(0.01)
+        for rank in (0, 1):
+            alone.agent._gone(rank)
+        alone.agent._kill(1)
+        assert time.monotonic() - before < 1.0
+        assert not alone.told.of("exit") + alone.told.of("gone")
+        await alone.agent._exit_reports.wait_until_sent()
+
+    try:
+        asyncio.run(scene())
+    finally:
+        back.set()
+    told = [(message["say"], message.get("rank")) for message in alone.told.messages if message["say"] != "progress"]
+    assert told == [("exit", 1), ("exit", 0), ("gone", None)]
+    first, second = alone.told.of("exit")
+    assert (first["word"], first["exception"], second["word"], second["signal"]) == (True, "OSError", False, 9)
+
+
+def test_an_end_is_not_told_of_a_generation_that_is_over(alone):
+    async def scene() -> None:
+        alone.agent._on_exited(0, 1, None)
+        alone.agent._ranks = None
+        await alone.agent._exit_reports.wait_until_sent()
+
+    asyncio.run(scene())
+    alone.agent._ranks = alone.ranks
+    assert not alone.told.of("exit")
+
+
+def test_who_ended_before_its_nursery_is_told_of_before_it(alone):
+    alone.agent._startup_failures = 9  # no other fork server
+
+    async def scene() -> None:
+        alone.agent._on_exited(0, 1, None)
+        alone.agent._on_fork_server_lost("killed by SIGKILL")
+        while not alone.told.of("gone"):
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(scene(), 5))
+    told = [message["say"] for message in alone.told.messages if message["say"] != "progress"]
+    assert told == ["unready", "exit", "broken", "exit", "gone"]

@@ -1,0 +1,188 @@
+"""Checkpoints of a user's program: found by their names, told to be torn by cheap signs, set aside and put back."""
+
+import io
+import json
+import random
+import struct
+import zipfile
+
+import pytest
+
+from trainer.agent.user_command.checkpoints import damage, examined, find, put_back, set_aside, set_aside_path
+from trainer.contract.command_checkpoints import CommandCheckpointsConfig
+
+CONFIG = CommandCheckpointsConfig(path="out")
+
+
+def safetensors(numbers: int = 4, dtype: str = "F32") -> bytes:
+    header = json.dumps({"w": {"dtype": dtype, "shape": [numbers], "data_offsets": [0, 4 * numbers]}}).encode()
+    return struct.pack("<Q", len(header)) + header + bytes(4 * numbers)
+
+
+def archive() -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as file:
+        file.writestr("archive/data.pkl", b"x" * 100)
+    return buffer.getvalue()
+
+
+def garbled(content: bytes) -> bytes:
+    """The same with a directory that asks for a later version of the format."""
+    at = content.rindex(b"PK\x01\x02") + 6
+    return content[:at] + b"\x63" + content[at + 1 :]
+
+
+WHOLE = {
+    "model.safetensors": safetensors(), "optimizer.pt": archive(), "trainer_state.json": b"{}",
+    "rng_state_0.pth": b"an older format of torch.save", "note.txt": b"",
+}  # fmt: skip
+
+
+def write(root, name, files):
+    (root / name).mkdir()
+    for file, content in files.items():
+        (root / name / file).write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "step"),
+    [
+        ("checkpoint-*", "checkpoint-50", 50),
+        ("checkpoint-*", "checkpoint-50.tmp", None),
+        ("checkpoint-*", "checkpoint-best", None),
+        ("checkpoint-*", "xcheckpoint-50", None),
+        ("step_*.pt", "step_0007.pt", 7),
+        ("epoch=*-step=*.ckpt", "epoch=3-step=1200.ckpt", 1200),
+        ("*", "12", 12),
+        ("*", ".orch-set-aside.12.001-001", None),
+        ("*-*", ".orch-set-aside.12.001-001", None),
+    ],
+)
+def test_the_last_star_of_a_pattern_is_the_step(pattern, name, step):
+    assert CommandCheckpointsConfig(pattern=pattern).step_of(name) == step
+
+
+@pytest.mark.parametrize("pattern", ["", "checkpoint", "out/checkpoint-*"])
+def test_a_pattern_that_names_no_step_is_refused(pattern):
+    with pytest.raises(ValueError, match=r"checkpoints\.pattern=.*must be one name with a `\*` for the step"):
+        CommandCheckpointsConfig(pattern=pattern)
+
+
+def test_they_are_found_newest_first_and_a_missing_folder_has_none(tmp_path):
+    assert find(tmp_path / "none", CONFIG) == ([], set())
+    for name in ("checkpoint-9", "checkpoint-10", "other-11"):
+        write(tmp_path, name, WHOLE)
+    (newest, older), there = find(tmp_path, CONFIG)
+    assert (newest.step, older.step) == (10, 9)
+    assert there == {newest.identity, older.identity}
+    assert newest.bytes == sum(map(len, WHOLE.values()))
+    assert [one.damage for one in examined([newest, older])] == ["", ""]
+
+
+def test_a_file_may_be_a_checkpoint(tmp_path):
+    (tmp_path / "step_5.pt").write_bytes(archive())
+    (tmp_path / "step_6.pt").write_bytes(archive()[:-30])
+    newest, older = examined(find(tmp_path, CommandCheckpointsConfig(pattern="step_*.pt"))[0])
+    assert (
+        newest.damage
+        == "is damaged: step_6.pt is no whole archive of torch.save: its directory is missing, it was cut off"
+    )
+    assert older.damage == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model.safetensors": safetensors()[:-1]}, "model.safetensors is no whole safetensors file: its values end"),
+        ({"model.safetensors": b""}, "model.safetensors is empty"),
+        ({"optimizer.pt": archive()[:60]}, "optimizer.pt is no whole archive of torch.save"),
+        ({"trainer_state.json": b'{"global_st'}, "trainer_state.json is no whole JSON file"),
+        ({"trainer_state.json": None}, "lacks trainer_state.json, which checkpoint-9 and checkpoint-8 have"),
+        ({"trainer_state.json": b"[" * 200_000}, "trainer_state.json is no JSON file that can be read: RecursionError"),
+        ({"optimizer.pt": garbled(archive())}, "its directory cannot be read: NotImplementedError"),
+        ({"caf\udce9.json": b"{"}, "is damaged: caf\\udce9.json is no whole JSON file"),
+        ({"log.json": b'{"a": 1}\n{"a": 2}\n'}, ""),
+        ({"model.safetensors": safetensors(dtype="F8_E8M0")}, ""),
+        ({"model.safetensors": safetensors(dtype="F8_E8M0")[:-1]}, "its values end"),
+        ({"rng_state_0.pth": None, "rng_state_1.pth": b"x"}, ""),  # another rank's is as good
+        ({"checkpoint-is-incomplete.txt": b""}, "is marked as incomplete"),
+        ({name: None for name in WHOLE}, "is an empty folder"),
+        ({}, ""),
+    ],
+)
+def test_cheap_signs_of_a_torn_one(tmp_path, change, words):
+    write(tmp_path, "checkpoint-8", WHOLE)
+    write(tmp_path, "checkpoint-9", WHOLE)
+    files = {**WHOLE, **change}
+    write(tmp_path, "checkpoint-10", {name: content for name, content in files.items() if content is not None})
+    newest, *older = examined(find(tmp_path, CONFIG)[0])
+    assert words in newest.damage if words else newest.damage == ""
+    assert [one.damage for one in older] == ["", ""]
+    assert newest.damage.isprintable()
+
+
+def test_what_one_older_one_has_was_put_there_later(tmp_path):
+    write(tmp_path, "checkpoint-7", WHOLE)
+    write(tmp_path, "checkpoint-8", {**WHOLE, "eval_results.json": b"{}"})
+    write(tmp_path, "checkpoint-9", {**WHOLE, "eval_results.json": b"{"})  # it counts for nothing: it is torn
+    write(tmp_path, "checkpoint-10", WHOLE)
+    assert [bool(one.damage) for one in examined(find(tmp_path, CONFIG)[0])] == [False, True, False, False]
+
+
+def test_a_list_of_files_that_is_cut_is_compared_with_no_other(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.agent.user_command.checkpoints._MOST_FILES", 3)
+    for name, files in (("checkpoint-8", "abcd"), ("checkpoint-9", "abcd"), ("checkpoint-10", "wxyz")):
+        write(tmp_path, name, dict.fromkeys(files, b"x"))
+    found = find(tmp_path, CONFIG)[0]
+    assert [one.cut for one in found] == [True] * 3
+    assert [one.damage for one in examined(found)] == ["", "", ""]
+
+
+def test_a_link_that_leads_nowhere_hides_no_checkpoint(tmp_path):
+    write(tmp_path, "checkpoint-9", WHOLE)
+    write(tmp_path, "checkpoint-10", WHOLE)
+    (tmp_path / "checkpoint-10" / "latest").symlink_to("nowhere")
+    (tmp_path / "checkpoint-11").symlink_to("nowhere")
+    newest, _ = examined(find(tmp_path, CONFIG)[0])
+    assert (newest.step, newest.damage, set(newest.files)) == (10, "", set(WHOLE))
+
+
+def test_no_garbled_archive_is_more_than_damaged(tmp_path):
+    whole, chance = archive(), random.Random(1)
+    for _ in range(300):
+        content = bytearray(whole)
+        content[chance.randrange(whole.index(b"PK\x01\x02"), len(whole))] = chance.randrange(256)
+        (tmp_path / "step_5.pt").write_bytes(content)
+        ((one,), _) = find(tmp_path, CommandCheckpointsConfig(pattern="step_*.pt"))
+        assert damage(one) == "" or "is no whole archive" in damage(one)
+
+
+def test_set_aside_and_put_back_keep_every_byte(tmp_path):
+    write(tmp_path, "checkpoint-10", WHOLE)
+    ((one,), _) = find(tmp_path, CONFIG)
+    target = set_aside_path(one, 2, 3)
+    assert set_aside(one, target)
+    assert target == tmp_path / ".orch-set-aside.10.002-003"
+    assert find(tmp_path, CONFIG)[0] == []
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == WHOLE
+    assert put_back(target, one.path)
+    assert [again.identity for again in find(tmp_path, CONFIG)[0]] == [one.identity]
+
+
+def test_one_that_somebody_writes_to_is_left_alone(tmp_path):
+    write(tmp_path, "checkpoint-10", WHOLE)
+    ((one,), _) = find(tmp_path, CONFIG)
+    (tmp_path / "checkpoint-10" / "late.pt").write_bytes(b"more")
+    assert not set_aside(one, set_aside_path(one, 1, 1))
+    assert (tmp_path / "checkpoint-10").is_dir()
+
+
+def test_a_name_that_was_taken_meanwhile_is_not_overwritten(tmp_path):
+    write(tmp_path, "checkpoint-10", WHOLE)
+    ((one,), _) = find(tmp_path, CONFIG)
+    target = set_aside_path(one, 1, 1)
+    assert set_aside(one, target)
+    write(tmp_path, "checkpoint-10", {"new.pt": b"x"})
+    assert not put_back(target, one.path)
+    assert target.is_dir()
+    assert (tmp_path / "checkpoint-10" / "new.pt").read_bytes() == b"x"

@@ -1,0 +1,307 @@
+"""What is known of a user's program from one generation, and one attempt, to the next."""
+
+import asyncio
+import errno
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.agent.attempt_state.generation import Generation
+from trainer.agent.attempt_state.heartbeat import AttemptProgress
+from trainer.agent.ladder.in_job_policy import Action, Decision, Situation, decide
+from trainer.agent.user_command.command_memory import CommandMemory
+from trainer.agent.user_command.command_run import CommandRun
+from trainer.agent.user_command.progress import LOOK_SECONDS
+from trainer.agent.watch.root_cause import RankEnd
+from trainer.contract.command_checkpoints import CommandCheckpointsConfig
+from trainer.contract.config import JobConfig
+from trainer.contract.events import EventKind, EventLog, read_events
+from trainer.contract.outcome import FailureKind
+from trainer.contract.run_dir import RunDir
+
+TORN = RankEnd(
+    rank=0, node="n0", at=0.0, step=None, exit_code=1, exception="EOFError", message="Ran out of input",
+)  # fmt: skip
+
+
+class Attempt:
+    """One attempt of a run of a program; every generation of it is over when `fails` returns."""
+
+    def __init__(self, root: Path, number: int, restarts: int = 5) -> None:
+        self.run = RunDir(root / "run-1")
+        if number == 1:
+            self.run.make()
+        self.dir = self.run.attempt(number)
+        self.dir.make()
+        checkpoints = CommandCheckpointsConfig(path=str(root / "out"))
+        self.progress, self.restarts, self.budget, self.number = (
+            AttemptProgress(number, "1", lambda: 0.0),
+            0,
+            restarts,
+            0,
+        )
+        events = EventLog(self.dir.event_file("coordinator"), "coordinator", number)
+        config = JobConfig(command=("python", "train.py"), checkpoints=checkpoints)
+        self.program = CommandRun(self.run, self.dir, config, events, self.progress)
+
+    def fails(self, end: RankEnd = TORN, while_it_ran: Any = None, **generation: Any) -> Decision:
+        return asyncio.run(self._fails(end, while_it_ran, **generation))
+
+    async def _fails(self, end: RankEnd, while_it_ran: Any, *, cleared: bool = True) -> Decision:
+        self.number += 1
+        now = Generation(number=self.number, started=100.0, first_failure=105.0)
+        await self.program.start_generation(self.number)
+        if while_it_ran is not None:
+            while_it_ran()
+            await self.program.check(Generation(number=self.number, started=100.0, first_failure=float("inf")))
+        situation = Situation(
+            world=1, ends=(end,), since_failure=5.0, ran_for=5.0, restarts=self.restarts, budget=self.budget,
+            command=self.program.past(),
+        )  # fmt: skip
+        decision = decide(situation)
+        self.restarts += decision.action is Action.RESTART
+        await self.program.end_generation(decision, now, cleared=cleared)
+        return decision
+
+    def stops(self, seconds: float = 60.0) -> None:
+        """One more generation, which a preemption ends."""
+        self.number += 1
+        now = Generation(number=self.number, started=time.monotonic() - seconds)
+        asyncio.run(self.program.start_generation(self.number))
+        asyncio.run(self.program.end_generation(Decision(action=Action.STOP, reason="preemption"), now, cleared=True))
+
+    def told(self, kind: EventKind) -> list[dict[str, Any]]:
+        events, _ = read_events(self.dir.event_file("coordinator"))
+        return [event.data for event in events if event.kind == kind]
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out"
+
+
+def save(out: Path, step: int, text: str = "{}") -> None:
+    (out / f"checkpoint-{step}").mkdir()
+    (out / f"checkpoint-{step}" / "state.json").write_text(text)
+
+
+def names(out: Path) -> list[str]:
+    return sorted(path.name for path in out.iterdir())
+
+
+def test_a_checkpoint_in_between_begins_the_row_anew(tmp_path: Path, out: Path) -> None:
+    attempt = Attempt(tmp_path, 1, restarts=99)
+    for step in range(10, 60, 10):
+        assert attempt.fails(while_it_ran=lambda step=step: save(out, step)).action is Action.RESTART
+    assert attempt.progress.saved == 50
+    assert [data["step"] for data in attempt.told(EventKind.CHECKPOINT_SEEN)] == [10, 20, 30, 40, 50]
+    assert not attempt.told(EventKind.CHECKPOINT_SET_ASIDE)
+
+
+def test_nothing_is_set_aside_while_something_of_the_generation_may_live(tmp_path: Path, out: Path) -> None:
+    save(out, 10)
+    save(out, 20, '{"tor')
+    attempt = Attempt(tmp_path, 1)
+    attempt.fails(cleared=False)
+    attempt.fails(cleared=False)
+    assert names(out) == ["checkpoint-10", "checkpoint-20"]
+
+
+def test_failures_are_counted_over_attempts_that_restart_nothing(tmp_path: Path, out: Path) -> None:
+    """With no restart in place every attempt sees one failure only."""
+    kinds = []
+    for number in (1, 2, 3):
+        decision = Attempt(tmp_path, number, restarts=0).fails()
+        assert decision.action is Action.END
+        assert decision.failure is not None
+        kinds.append(decision.failure.kind)
+    assert kinds == [FailureKind.UNKNOWN, FailureKind.UNKNOWN, FailureKind.USER_ERROR]
+    # A person has looked at it since: the next one has all its tries again.
+    again = Attempt(tmp_path, 4, restarts=0).fails()
+    assert again.failure is not None
+    assert again.failure.kind is FailureKind.UNKNOWN
+
+
+def test_one_checkpoint_after_another_is_not_set_aside_over_attempts(tmp_path: Path, out: Path) -> None:
+    for step in (10, 20, 30, 40):
+        save(out, step)
+    for number in (1, 2):
+        assert Attempt(tmp_path, number, restarts=0).fails().action is Action.END
+    assert names(out)[0].startswith(".orch-set-aside.40")
+    last = Attempt(tmp_path, 3, restarts=0).fails()
+    assert last.failure is not None
+    assert last.failure.kind is FailureKind.STORAGE
+    assert names(out) == [f"checkpoint-{step}" for step in (10, 20, 30, 40)], "it was not the checkpoint"
+
+
+def test_what_was_set_aside_is_remembered_however_an_attempt_ends(tmp_path: Path, out: Path) -> None:
+    for step in (10, 20, 30, 40):
+        save(out, step)
+    first = Attempt(tmp_path, 1)
+    first.fails()
+    first.fails()
+    first.stops()
+    Attempt(tmp_path, 2)  # it was never launched
+    second = Attempt(tmp_path, 3)
+    last = second.fails()
+    assert last.failure is not None
+    assert last.failure.kind is FailureKind.STORAGE
+    assert names(out) == [f"checkpoint-{step}" for step in (10, 20, 30, 40)], "it was not the checkpoint"
+
+
+@pytest.mark.parametrize("renamed", [True, False])
+def test_a_coordinator_that_dies_while_it_sets_one_aside(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch, renamed: bool
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def dies(one: Any, target: Path) -> bool:
+        if renamed:
+            one.path.rename(target)
+        killed.append(True)
+        return None  # type: ignore[return-value]
+
+    killed: list[bool] = []
+    save(out, 10)
+    save(out, 20)
+    first = Attempt(tmp_path, 1)
+    first.fails()
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer.agent.user_command.command_run.set_aside", dies)
+        keep = first.program._keep
+
+        async def keeps(memory: CommandMemory) -> bool:
+            if killed:
+                raise Killed
+            return await keep(memory)
+
+        patch.setattr(first.program, "_keep", keeps)
+        with pytest.raises(Killed):
+            first.fails()
+    second = Attempt(tmp_path, 2)
+    asyncio.run(second.program.start_generation(1))
+    past = second.program.past()
+    assert past is not None
+    assert past.aside == (("checkpoint-20",) if renamed else ())
+
+
+def test_nothing_is_renamed_that_could_not_be_written_down(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr("trainer.agent.user_command.command_memory.write_durably", refuses)
+    save(out, 10)
+    save(out, 20, '{"tor')
+    attempt = Attempt(tmp_path, 1)
+    attempt.fails()
+    attempt.fails()
+    assert names(out) == ["checkpoint-10", "checkpoint-20"]
+
+
+def test_torn_ones_are_put_back_too_where_the_older_one_made_no_difference(tmp_path: Path, out: Path) -> None:
+    for step, text in ((10, "{}"), (20, '{"to'), (30, '{"to')):
+        save(out, step, text)
+    attempt, last = Attempt(tmp_path, 1, restarts=9), None
+    for _ in range(9):
+        last = attempt.fails()
+        if last.action is Action.END:
+            break
+    assert attempt.told(EventKind.CHECKPOINT_SET_ASIDE)
+    assert last is not None
+    assert last.failure is not None
+    assert last.failure.kind is FailureKind.STORAGE
+    assert names(out) == ["checkpoint-10", "checkpoint-20", "checkpoint-30"]
+
+
+def test_once_it_has_trained_failures_before_are_past_even_if_the_coordinator_dies(tmp_path: Path, out: Path) -> None:
+    first = Attempt(tmp_path, 1)
+    first.fails()
+    first.fails()
+    asyncio.run(first.program.start_generation(3))
+    asyncio.run(first.program.check(Generation(number=3, started=time.monotonic() - 3600.0)))
+    third = Attempt(tmp_path, 2).fails()
+    assert third.action is Action.RESTART, third.reason
+
+
+def test_what_was_not_foreseen_in_a_checkpoint_ends_no_coordinator(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def raises(*_: Any) -> Any:
+        raise AssertionError("what nobody thought of")
+
+    monkeypatch.setattr("trainer.agent.user_command.progress.examined", raises)
+    save(out, 10)
+    assert Attempt(tmp_path, 1).fails().action is Action.RESTART
+    assert (
+        "cannot look at the program's checkpoints: AssertionError('what nobody thought of')" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("left", ["", "[]", '{"failures": [{"x": 1}], "aside": []}'])
+def test_what_an_attempt_left_damaged_counts_for_nothing(tmp_path: Path, out: Path, left: str) -> None:
+    Attempt(tmp_path, 1).dir.command_memory.write_text(left)
+    attempt = Attempt(tmp_path, 2)
+    attempt.fails()
+    past = attempt.program.past()
+    assert past is not None
+    assert len(past.failures) == 1
+
+
+def test_the_newest_one_counts_once_it_has_stayed_the_same(tmp_path: Path, out: Path, monkeypatch: Any) -> None:
+    attempt = Attempt(tmp_path, 1)
+    seconds = [1000.0]
+    monkeypatch.setattr("trainer.agent.user_command.progress.time.monotonic", lambda: seconds[0])
+    now = Generation(number=1, started=1000.0)
+
+    async def looks(times: int) -> None:
+        for _ in range(times):
+            seconds[0] += LOOK_SECONDS
+            await attempt.program.check(now)
+            await asyncio.gather(*(task for task in [attempt.program._command_progress._looking] if task))  # type: ignore[union-attr]
+            await attempt.program.check(now)
+
+    async def run() -> None:
+        await attempt.program.start_generation(1)
+        save(out, 10)
+        await looks(1)
+        assert not attempt.told(EventKind.CHECKPOINT_SEEN), "it may still be written"
+        (out / "checkpoint-10" / "more.json").write_text(json.dumps({"more": 1}))
+        await looks(1)
+        assert not attempt.told(EventKind.CHECKPOINT_SEEN), "it was still written"
+        await looks(1)
+        assert [data["step"] for data in attempt.told(EventKind.CHECKPOINT_SEEN)] == [10]
+        save(out, 20)
+        save(out, 30)
+        (out / "checkpoint-10" / "state.json").unlink()
+        (out / "checkpoint-10" / "more.json").unlink()
+        (out / "checkpoint-10").rmdir()
+        await looks(1)
+        assert [data["step"] for data in attempt.told(EventKind.CHECKPOINT_SEEN)] == [10, 20]
+        assert [data["step"] for data in attempt.told(EventKind.CHECKPOINT_DELETED)] == [10]
+
+    asyncio.run(run())
+
+
+def test_a_folder_that_cannot_be_read_changes_nothing(tmp_path: Path, out: Path) -> None:
+    save(out, 10)
+    attempt = Attempt(tmp_path, 1)
+    attempt.fails()
+    out.rename(tmp_path / "away")
+    attempt.fails()
+    assert not attempt.told(EventKind.CHECKPOINT_DELETED)
+    assert attempt.progress.saved == 10
+
+
+def test_of_a_workload_nothing_is_looked_at(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run-1")
+    run.make()
+    run.attempt(1).make()
+    events = EventLog(run.attempt(1).event_file("c"), "c", 1)
+    assert CommandRun(run, run.attempt(1), JobConfig(), events, AttemptProgress(1, "1", lambda: 0.0)).told() is None

@@ -1,0 +1,196 @@
+"""The coordinator's watch: whom it asks what, and when it is sure."""
+
+from typing import Any
+
+import pytest
+
+from trainer.agent.flight.flight_record import Entry, FlightRecord, Group
+from trainer.agent.nodes.roster import Member, Roster
+from trainer.agent.watch.hang_detector import HangDetector
+from trainer.agent.watch.hangs import Stall
+from trainer.agent.watch.rank_sample import RankSample
+from trainer.contract.monitoring_config import HangConfig
+
+
+class Wire:
+    """A peer that only remembers what it was sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, Any]] = []
+
+    def send(self, say: str, **fields: Any) -> None:
+        self.sent.append({"say": say, **fields})
+
+
+class Job:
+    """Two nodes with two ranks each, and the time."""
+
+    def __init__(self, **config: Any) -> None:
+        self.now = 100.0
+        self.roster = Roster(2, 1, lambda *_: None)
+        for node in range(2):
+            peer: Any = Wire()
+            self.roster.members[node] = Member(node=node, name=f"n{node}", peer=peer, last_message_at=self.now)
+        self.watch = HangDetector(HangConfig(**config), self.roster, 3, self.now, world=4)
+        self.moved = [self.now] * 4
+        self.state = ["S"] * 4
+        self.phase = ["optimizer"] * 4
+
+    def report(self) -> None:
+        for node in range(2):
+            rows = [self.row(rank) for rank in (2 * node, 2 * node + 1)]
+            self.watch.add_report(node, {"sightings": rows}, self.now)
+
+    def row(self, rank: int) -> list[Any]:
+        age = self.now - self.moved[rank]
+        return RankSample(
+            rank=rank, node="", step=20, phase=self.phase[rank], first=False, age=age, alive=age, state=self.state[rank]
+        ).to_row()
+
+    def passes(self, seconds: float) -> Any:
+        """Half a second after the other; the incident, once there is one whose evidence is there."""
+        for _ in range(int(seconds * 2)):
+            self.now += 0.5
+            self.report()
+            if (incident := self.watch.look(self.now)) is not None:
+                return incident
+        return None
+
+    def asked(self, say: str) -> list[dict[str, Any]]:
+        return [message for message in self.roster.members[0].peer.sent if message["say"] == say]
+
+    def answer(self, node: int, **fields: Any) -> None:
+        serial = self.asked("flight")[-1]["serial"]
+        flights = [FlightRecord(rank=rank).to_json() for rank in (2 * node, 2 * node + 1)]
+        self.watch.add_flight_records(
+            node, {"serial": serial, "flights": flights, "unanswered": [], "last": True, **fields}
+        )
+
+
+def test_while_somebody_moves_nobody_is_asked() -> None:
+    job = Job()
+    for _ in range(60):
+        job.moved[3] = job.now
+        assert job.passes(0.5) is None
+    assert not job.asked("flight")
+
+
+def test_everybody_is_asked_for_records_before_anybody_is_blamed() -> None:
+    job = Job()
+    job.phase[2] = "data"
+    assert job.passes(5) is None
+    (question,) = job.asked("flight")
+    assert question["generation"] == 3
+    assert not job.asked("evidence")
+
+
+def test_a_hang_is_declared_and_concluded_when_the_evidence_is_there() -> None:
+    job = Job()
+    job.phase[2] = "data"
+    assert job.passes(7.5) is None
+    for node in (0, 1):
+        job.answer(node)
+    assert job.passes(1) is None
+    (order,) = job.asked("evidence")
+    assert (order["incident"], order["full"][0]) == ("g003-stuck_in_data", 2)
+    assert set(order["full"]) <= {0, 1, 2}, "of the waiting ranks, first those of the other node"
+    job.watch.evidence_collected(0, {"incident": order["incident"], "missing": {}})
+    assert job.watch.look(job.now) is None
+    job.watch.evidence_collected(1, {"incident": order["incident"], "missing": {"stacks": "late"}})
+    incident = job.watch.look(job.now)
+    assert incident is not None
+    assert (incident.judgement.culprit, incident.judgement.kind) == (2, Stall.STUCK_IN_DATA)
+    assert incident.missing == {"n1": {"stacks": "late"}}
+
+
+def test_evidence_that_does_not_come_is_not_waited_for_beyond_its_time() -> None:
+    job = Job(evidence=3.0)
+    job.state[1] = "T"
+    incident = job.passes(20)
+    assert incident is not None
+    assert incident.waits == {0, 1}
+    assert job.now - incident.began == pytest.approx(3.0, abs=0.5)
+
+
+def test_a_stopped_process_needs_no_records() -> None:
+    job = Job(stopped=3.0)
+    job.state[1] = "T"
+    job.passes(5)
+    assert job.watch.incident is not None
+    assert job.watch.incident.judgement.kind is Stall.STOPPED
+
+
+def test_who_moves_again_meanwhile_is_let_go() -> None:
+    job = Job(evidence=4.0)
+    job.state[1] = "T"
+    job.passes(4)
+    declared = job.watch.incident
+    assert declared is not None
+    job.state[1], job.moved[1] = "R", job.now + 0.4
+    job.passes(1)
+    assert job.watch.moved_since(declared)
+    job.watch.withdraw()
+    assert job.watch.incident is None
+    assert job.passes(2) is None
+
+
+def test_all_parts_of_an_answer_are_waited_for() -> None:
+    job = Job(least=3.0)
+    job.phase[2] = "data"
+    job.passes(3)
+    job.answer(0)
+    job.answer(1, last=False)
+    job.watch.look(job.now)
+    assert not job.asked("evidence")
+    job.answer(1)
+    job.watch.look(job.now)
+    assert job.asked("evidence")
+
+
+def test_a_node_that_has_not_answered_is_not_taken_for_one_whose_ranks_never_came() -> None:
+    job = Job(least=3.0)
+    job.phase[2] = "data"
+    job.passes(3)
+    flights = [
+        FlightRecord(
+            rank=rank,
+            groups={"0": Group(ranks=(0, 1, 2, 3), entered=5, completed=4, description="")},
+            entries=(Entry("0", 5, "all_reduce", "9", 9, "Double", "scheduled"),),
+        ).to_json()
+        for rank in (2, 3)
+    ]
+    job.answer(1, flights=flights)
+    job.passes(3)
+    (order,) = job.asked("evidence")
+    assert order["incident"] != "g003-stuck_in_compute"
+    assert order["full"][0] == 2, "the one that stands where it waits for nobody"
+
+
+def test_a_second_incident_has_a_folder_of_its_own() -> None:
+    job = Job(evidence=4.0)
+    job.state[1] = "T"
+    job.passes(4)
+    job.state[1], job.moved[1] = "R", job.now + 0.4
+    job.passes(1)
+    job.watch.withdraw()
+    job.state[1] = "T"
+    job.passes(6)
+    assert [order["incident"] for order in job.asked("evidence")] == ["g003-stopped", "g003-stopped-2"]
+
+
+def test_an_answer_to_an_older_question_does_not_count() -> None:
+    job = Job()
+    job.phase[2] = "data"
+    job.passes(5)
+    job.answer(0, serial=77)
+    job.answer(1, serial=77)
+    job.passes(1)
+    assert not job.asked("evidence")
+
+
+def test_of_a_command_nothing_is_judged() -> None:
+    job = Job()
+    job.watch = HangDetector(HangConfig(), job.roster, 1, job.now, world=4, seen=False)
+    job.state[1] = "T"
+    assert job.passes(60) is None
+    assert job.watch.incident is None

@@ -1,0 +1,118 @@
+"""What the coordinator knows of the generation that runs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from checkpointing.commit import parse_name
+from trainer.agent.ladder.in_job_policy import FIXED_BY_RESTART
+from trainer.agent.ladder.suspect_checkpoints import FailedGeneration, failed_generation
+from trainer.agent.watch.root_cause import RankEnd
+from trainer.contract.launch_token import LaunchToken
+from trainer.contract.outcome import Failure, FailureKind
+from trainer.contract.skipped_batches import Skip
+
+
+@dataclass(kw_only=True)
+class AttemptHistory:
+    """What the generations of this attempt that are over leave to the next ones."""
+
+    restarts: int = 0
+    trained: bool = False  # a step of this attempt, or of one before it
+    mark: str = ""  # of the newest failure
+    failed_generations: list[FailedGeneration] = field(default_factory=list)
+    suspects: list[int] = field(default_factory=list)  # steps whose checkpoints are to be left out
+    skipped: list[Skip] = field(default_factory=list)  # batches that rollbacks of this attempt have left out
+    hung: list[str] = field(default_factory=list)  # nodes blamed for a hang, once for each
+    generations: int = 0
+    new_nodes: bool = True  # since the last generation, or because there was none
+    fruitless_before: int = 0  # restarts in a row that trained no new step
+    furthest: int = 0  # step that any generation before this one has trained
+    reached: int = 0  # the same of this one; 0: none
+    again: bool = False  # a generation was started only to save and stop
+
+    @classmethod
+    def of(cls, token: LaunchToken) -> "AttemptHistory":
+        """What the attempt begins with: earlier ones that have left a checkpoint have trained."""
+        found = [parse_name(name) for name in (*token.checkpoints, *token.perhaps)]
+        return cls(trained=any(name is not None and name.step > 0 for name in found))
+
+    @property
+    def fruitless(self) -> int:
+        """Restarts in a row, the running one included, that have trained no step that is new to the attempt."""
+        if self.reached > self.furthest:
+            return 0
+        return self.fruitless_before + (self.generations > 0)
+
+    def situation_fields(self) -> dict[str, Any]:
+        """What of it a `rungs.Situation` asks for."""
+        return {
+            "trained": self.trained,
+            "restarts": self.restarts,
+            "last_mark": self.mark,
+            "failed_generations": tuple(self.failed_generations),
+            "suspects": tuple(self.suspects),
+            "skipped": tuple(self.skipped),
+            "hung": tuple(self.hung),
+            "fruitless": self.fruitless,
+            "again": self.again,
+        }
+
+    def record_failure(
+        self, failure: Failure | None, mark: str, restored: int, suspect: int | None, skip: Skip | None = None
+    ) -> None:
+        """A generation that began from the checkpoint of step `restored` is over."""
+        self.mark = mark
+        self.fruitless_before, self.furthest = self.fruitless, max(self.furthest, self.reached)
+        self.generations, self.reached = self.generations + 1, 0
+        if failure is not None and failure.kind is FailureKind.HANG:
+            self.hung += failure.nodes
+        if skip is not None:
+            self.skipped.append(skip)
+        one = failed_generation(failure, restored, None) if failure is not None else None
+        if one is not None:
+            self.failed_generations.append(one)
+        if suspect is not None:
+            self.suspects.append(suspect)
+
+    def add_report(self, report: Mapping[str, Any]) -> None:
+        """What a node tells of its ranks: a step of theirs, a checkpoint of theirs."""
+        self.trained = self.trained or bool(report.get("stepped")) or int(report.get("restored", 0)) > 0
+        if report.get("stepped"):
+            self.reached = max(self.reached, int(report.get("step", 0)))
+        saved = int(report.get("saved", 0))
+        if saved in self.suspects and int(report.get("restored", 0)) < saved:
+            # Trained again and saved again: what has this step now is another state, newer than the doubted one.
+            self.suspects.remove(saved)
+            self.failed_generations = [one for one in self.failed_generations if one.restored != saved]
+
+
+@dataclass(kw_only=True)
+class Generation:
+    """One generation: its ends so far, and when and how it first failed (seconds on the coordinator's clock)."""
+
+    number: int = 0
+    started: float = 0.0
+    ends: dict[int, RankEnd] = field(default_factory=dict)
+    first_failure: float | None = None
+    broken: Failure | None = None
+    dead_ranks_analysed: bool = False  # its dead ranks' flight records were read
+
+    def note(self, end: RankEnd) -> None:
+        """A rank has ended."""
+        self.ends[end.rank] = end
+        if not end.good and self.first_failure is None:
+            self.first_failure = end.at
+
+    def fail(self, failure: Failure, now: float) -> None:
+        """The machinery failed; the first such failure counts, unless one comes that no new generation mends."""
+        # Who waits for a dead peer does not move either: its end says more.
+        if failure.kind is FailureKind.HANG and any(not end.good for end in self.ends.values()):
+            return
+        worse = (
+            failure.kind not in FIXED_BY_RESTART and self.broken is not None and self.broken.kind in FIXED_BY_RESTART
+        )
+        if self.broken is None or worse or failure.kind is FailureKind.AGENT_LOST:
+            self.broken = failure
+        if self.first_failure is None:
+            self.first_failure = now

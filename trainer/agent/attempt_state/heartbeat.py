@@ -1,0 +1,75 @@
+"""heartbeat.json: the coordinator's sign of life, once a second, for those who can only read files."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from checkpointing.durable import dump_line, write_atomically
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heartbeat:
+    """One reading; `time` is seconds since the epoch on the coordinator's node."""
+
+    seq: int
+    time: float
+    attempt: int
+    job_id: str
+    generation: int
+    step: int
+    total_steps: int
+    loss: float | str | None
+    phase: str
+    saved_step: int
+    nodes: list[str]
+    state: str
+
+    def write(self, path: Path) -> None:
+        line = dump_line({"schema": "orch.heartbeat/1", **asdict(self)}) + "\n"
+        write_atomically(path, line.encode(errors="backslashreplace"))
+
+
+class AttemptProgress:
+    """Merges what the agents report into one line; keeps the last known values between generations."""
+
+    def __init__(self, attempt: int, job_id: str, clock: Callable[[], float]) -> None:
+        self._attempt, self._job_id, self._clock, self._seq = attempt, job_id, clock, 0
+        self.step = self.total = self.saved = 0
+        self.loss: float | str | None = None
+        self.phase = "init"
+
+    def merge(self, reports: list[dict[str, object]]) -> None:
+        """Take in the newest report of every node, node 0's first; nodes that know no step yet do not count."""
+        if not reports:
+            return
+        steps = [_integer(report, "step") for report in reports]
+        slowest = reports[steps.index(min(steps))]
+        self.phase = str(slowest.get("phase", self.phase))
+        self.saved = max([self.saved, *(_integer(report, "saved") for report in reports)])
+        self.total = max([self.total, *(_integer(report, "total") for report in reports)])
+        if min(steps) > 0:
+            self.step = min(steps)
+            loss = reports[0].get("loss")
+            self.loss = loss if isinstance(loss, (float, int, str)) else self.loss
+
+    def beat(self, *, generation: int, nodes: list[str], state: str) -> Heartbeat:
+        self._seq += 1
+        return Heartbeat(
+            seq=self._seq,
+            time=self._clock(),
+            attempt=self._attempt,
+            job_id=self._job_id,
+            generation=generation,
+            step=self.step,
+            total_steps=self.total,
+            loss=self.loss,
+            phase=self.phase,
+            saved_step=self.saved,
+            nodes=nodes,
+            state=state,
+        )
+
+
+def _integer(report: dict[str, object], key: str) -> int:
+    value = report.get(key, 0)
+    return value if isinstance(value, int) else 0

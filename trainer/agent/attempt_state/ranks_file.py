@@ -1,0 +1,43 @@
+"""ranks.json: where every rank stands, for those who look on from a login node."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from checkpointing.durable import dump_line, write_atomically
+from trainer.agent.attempt_state.heartbeat import Heartbeat
+from trainer.agent.watch.rank_sample import RankSample
+from trainer.contract.run_dir import AttemptDir
+
+MOST = 64
+"""Ranks that are told one by one; of a larger job, those that have stood still longest."""
+
+
+def rank_rows(
+    seen: Sequence[RankSample], *, time: float, generation: int, p99: Mapping[str, float], ratios: Mapping[int, float]
+) -> dict[str, Any]:
+    """One reading; `ratios` has those ranks whose own work takes longer than that of their peers."""
+    shown = seen if len(seen) <= MOST else sorted(seen, key=lambda one: (-ratios.get(one.rank, 0), -one.age))[:MOST]
+    rows = [
+        {
+            "rank": one.rank, "node": one.node, "step": one.step, "phase": one.phase, "age": round(one.age, 1),
+            "state": one.state, "ratio": ratios.get(one.rank), "ended": one.ended,
+        }
+        for one in sorted(shown, key=lambda one: one.rank)
+    ]  # fmt: skip
+    return {
+        "schema": "orch.ranks/1", "time": time, "generation": generation, "world": len(seen), "ranks": rows,
+        "p99": dict(p99),
+    }  # fmt: skip
+
+
+def write_readings(attempt: AttemptDir, beat: Heartbeat, ranks: Mapping[str, Any] | None) -> None:
+    """Replace the last heartbeat, and the last reading of the ranks when there is a new one; raises OSError."""
+    beat.write(attempt.heartbeat)
+    if ranks is not None:
+        write(attempt.ranks, ranks)
+
+
+def write(path: Path, fields: Mapping[str, Any]) -> None:
+    """Replace the last reading; raises OSError."""
+    write_atomically(path, (dump_line(dict(fields)) + "\n").encode(errors="backslashreplace"))

@@ -1,0 +1,31 @@
+"""Packets between an agent and its fork server: one JSON object each, with file descriptors beside it."""
+
+import json
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from checkpointing.durable import dump_line
+
+_LARGEST = 1 << 17
+_MOST_DESCRIPTORS = 8
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """A connected pair that keeps packet borders and shows the other side's death as an empty packet."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def send(link: socket.socket, packet: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
+    """Send one packet; raises OSError when the other side is gone or does not listen."""
+    # A lone surrogate (of a file name in an exception, say) must not silence the rest.
+    data = dump_line(packet).encode(errors="replace")
+    if len(data) > _LARGEST:
+        raise OSError(f"packet of {len(data)} bytes is larger than {_LARGEST}")
+    socket.send_fds(link, [data], list(descriptors))
+
+
+def receive(link: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    """Receive one packet and its descriptors (not inheritable); None when the other side is gone."""
+    data, descriptors, _, _ = socket.recv_fds(link, _LARGEST, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+    return (json.loads(data) if data else None), descriptors

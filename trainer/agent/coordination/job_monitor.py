@@ -1,0 +1,162 @@
+"""The coordinator's watch over the ranks, generation after generation: hangs and stragglers, told and kept."""
+
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from trainer.agent.attempt_state.generation import Generation
+from trainer.agent.attempt_state.ranks_file import rank_rows
+from trainer.agent.control.tcp_transport import Message
+from trainer.agent.evidence.autopsy import analyse_dead_ranks, desync_judgement, is_needed
+from trainer.agent.evidence.incidents import event_fields, failure_of, write_verdict
+from trainer.agent.nodes.node_benchmark import NodeBenchmark, usual_speeds
+from trainer.agent.nodes.roster import Roster
+from trainer.agent.processes import detached_thread
+from trainer.agent.watch.hang_detector import HangDetector, Incident
+from trainer.agent.watch.root_cause import RankEnd
+from trainer.agent.watch.stragglers import coordinate
+from trainer.agent.watch.work_windows import WorkWindows
+from trainer.contract.config import JobConfig
+from trainer.contract.events import EventKind, EventLog
+from trainer.contract.outcome import Failure
+from trainer.contract.run_dir import AttemptDir, RunDir
+
+_KEEP_SECONDS = 5.0
+"""How long a hung file system may hold up the kill after the evidence's own time is over."""
+_SETTLED = 0.5
+"""Seconds after a first bad end until most of the others have come, and their flight records are written."""
+
+
+class JobMonitor:
+    """Hears what agents tell of their ranks, and says when a generation hangs."""
+
+    def __init__(self, run: RunDir, attempt: AttemptDir, config: JobConfig, events: EventLog, roster: Roster) -> None:
+        self._run, self._attempt, self._config, self._events, self._roster = run, attempt, config, events, roster
+        self._generation, self._hang_detector = 0, self._new_hang_detector(0)
+        self._work_windows: WorkWindows | None = None
+        self._benchmark: NodeBenchmark | None = None
+        self._slow_node: Failure | None = None
+        self._usual_speeds: asyncio.Future[dict[str, float]] | None = None
+
+    def start_generation(self, generation: int) -> None:
+        """A new generation: nothing of the one before counts."""
+        self._generation, self._hang_detector = generation, self._new_hang_detector(generation)
+        cluster, straggler = self._config.cluster, self._config.recovery.straggler
+        nodes = [member.name for member in self._roster.training_members() for _ in range(cluster.ranks_per_node)]
+        known = straggler.on and len(nodes) == cluster.world_size
+        alike = coordinate(self._config.parallel)
+        self._work_windows = WorkWindows(cluster.world_size, alike, nodes, straggler) if known else None
+        machines = {member.name: member.machine for member in self._roster.training_members()}
+        preflight = self._config.recovery.preflight
+        self._benchmark = NodeBenchmark(nodes, machines, preflight)
+        # On one machine there is no other node to take, and what else runs there would count as the node's.
+        if self._usual_speeds is None and cluster.kind == "slurm":
+            self._usual_speeds = detached_thread.start_detached(
+                lambda: usual_speeds(self._run, self._attempt.number, preflight)
+            )
+        self._slow_node = None
+
+    def _new_hang_detector(self, generation: int) -> HangDetector:
+        # Of a user's own command no step is known, so nothing can be said about its standing still.
+        seen = not self._config.command
+        hang, world = self._config.recovery.hang, self._config.cluster.world_size
+        gpus = bool(self._config.cluster.gpus_per_node)
+        return HangDetector(hang, self._roster, generation, time.monotonic(), world=world, seen=seen, on_gpus=gpus)
+
+    def receive(self, node: int, message: Message) -> None:
+        """A report, flight records, or the end of collecting evidence; raises what a malformed one raises."""
+        match message["say"]:
+            case "progress":
+                self._hang_detector.add_report(node, message, time.monotonic())
+                for verdict in self._work_windows.add_report(message.get("work", ())) if self._work_windows else ():
+                    self._events.write(EventKind.STRAGGLER, **asdict(verdict))
+            case "fitness":
+                self._add_measurement(message)
+            case "flight":
+                self._hang_detector.add_flight_records(node, message)
+            case "evidence":
+                self._hang_detector.evidence_collected(node, message)
+
+    def _add_measurement(self, message: Message) -> None:
+        if self._benchmark is not None and self._benchmark.add(message, time.monotonic()):
+            self._judge_benchmark(self._benchmark)
+
+    def _judge_benchmark(self, benchmark: NodeBenchmark) -> None:
+        """Hold the figures that have come against each other."""
+        known = self._usual_speeds is not None and self._usual_speeds.done()
+        slow_node = self._slow_node = benchmark.failure(
+            self._usual_speeds.result() if known and self._usual_speeds is not None else None
+        )
+        whose = {} if slow_node is None else {"name": slow_node.node}
+        late = benchmark.missing()
+        why = f"nothing was told by {len(late)} rank(s) within recovery.preflight.seconds: {late[:8]}" if late else ""
+        reason, speeds = why if slow_node is None else slow_node.reason, benchmark.median_speeds()
+        self._events.write(EventKind.PREFLIGHT, ok=slow_node is None, reason=reason, speeds=speeds, **whose)
+
+    def ranks_file(self, wall: float) -> dict[str, Any]:
+        """What ranks.json says now; `wall` is the time of day."""
+        snapshot = self._hang_detector.snapshot
+        seen = snapshot.at(time.monotonic())
+        ratios = {verdict.rank: verdict.ratio for verdict in self._work_windows.slow()} if self._work_windows else {}
+        return rank_rows(seen, time=wall, generation=self._generation, p99=snapshot.p99(), ratios=ratios)
+
+    async def check(self, now: Generation) -> Failure | None:
+        """What breaks the generation that its ranks cannot say themselves; None while there is no such thing."""
+        if now.first_failure is None:
+            return self._find_slow_node() or await self._find_hang()
+        if now.dead_ranks_analysed or now.broken is not None:
+            return None
+        # With all of them gone, the next decision waits for nobody.
+        if len(now.ends) < self._config.cluster.world_size and time.monotonic() - now.first_failure < _SETTLED:
+            return None
+        now.dead_ranks_analysed = True
+        ends = tuple(now.ends.values())
+        return await self._find_desync(ends) if is_needed(ends) else None
+
+    def _find_slow_node(self) -> Failure | None:
+        """A node that was measured too slow."""
+        if self._benchmark is not None and self._benchmark.timed_out(time.monotonic()):
+            self._judge_benchmark(self._benchmark)
+        slow_node, self._slow_node = self._slow_node, None
+        return slow_node
+
+    async def _find_hang(self) -> Failure | None:
+        """A hang that is certain, once its evidence is kept."""
+        incident = self._hang_detector.look(time.monotonic())
+        return None if incident is None else await self._conclude(incident)
+
+    async def _find_desync(self, ends: Sequence[RankEnd]) -> Failure | None:
+        """Ranks had called different collectives, although each that died only says that others went away."""
+        world = self._config.cluster.world_size
+        try:
+            async with asyncio.timeout(_KEEP_SECONDS):
+                finding = await asyncio.to_thread(analyse_dead_ranks, self._attempt, self._generation, world)
+        except TimeoutError:
+            return None
+        judgement = None if finding is None else desync_judgement(finding, ends)
+        if judgement is None:
+            return None
+        name, now = f"g{self._generation:03d}-{judgement.kind}", time.monotonic()
+        return await self._conclude(
+            Incident(name=name, judgement=judgement, began=now, quiet=0.0, until=now, waits=set())
+        )
+
+    async def _conclude(self, incident: Incident) -> Failure | None:
+        withdrawn = self._hang_detector.moved_since(incident)
+        bundle = self._attempt.incident(incident.name)
+        seen = self._hang_detector.snapshot.at(incident.began)
+        try:
+            await asyncio.wait_for(
+                asyncio.to_thread(write_verdict, bundle, incident, seen, withdrawn=withdrawn), _KEEP_SECONDS
+            )
+        except (OSError, TimeoutError) as error:  # what is wrong with the disk may be what hangs
+            sys.stderr.write(f"orch-agent: cannot write {bundle}: {error!r}\n")
+        path = str(bundle.relative_to(self._run.path))
+        self._events.write(EventKind.INCIDENT, **event_fields(incident, path, withdrawn=withdrawn))
+        if withdrawn:
+            self._hang_detector.withdraw()
+            return None
+        return failure_of(incident.judgement, path)

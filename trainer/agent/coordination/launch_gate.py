@@ -1,0 +1,65 @@
+"""The gate before training: only the one job that the controller has adopted for this attempt may pass."""
+
+import asyncio
+from pathlib import Path
+
+from trainer.contract.launch_token import LaunchToken
+from trainer.contract.node_identity import NodeIdentity
+
+SLURM_SECONDS = 60.0
+"""GO is written before the job is released; file systems may show it late."""
+LOCAL_SECONDS = 600.0
+"""On one machine, being held means waiting for GO."""
+
+
+class Refused(Exception):
+    """This process must not train; the message says why."""
+
+
+async def wait_for_go(path: Path, identity: NodeIdentity, attempt: int, *, seconds: float | None = None) -> LaunchToken:
+    """The attempt's launch token once it is there; raises Refused when it is not for this job, or does not come."""
+    # Somebody else restarted this job: its first life has trained already, under the same token.
+    if identity.restarts > 0:
+        raise Refused(
+            f"Slurm has restarted job {identity.job_id} ({identity.restarts} times); orch starts new jobs instead"
+        )
+    patience = seconds if seconds is not None else (SLURM_SECONDS if identity.kind == "slurm" else LOCAL_SECONDS)
+    token = await _read_late(path, patience)
+    if token.attempt != attempt:
+        raise Refused(f"{path} is for attempt {token.attempt}, this is attempt {attempt}")
+    if token.job_id != identity.job_id:
+        raise Refused(f"{path} is for job {token.job_id}, this is job {identity.job_id}")
+    return token
+
+
+async def _read_late(path: Path, patience: float) -> LaunchToken:
+    waited, pause = 0.0, 0.02
+    while True:
+        try:
+            return await asyncio.to_thread(LaunchToken.read, path)
+        except FileNotFoundError:
+            problem = "is not there"
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            problem = f"cannot be read: {error}"
+        if waited >= patience:
+            raise Refused(f"{path} {problem} after {patience:.0f} s")
+        await asyncio.sleep(pause)
+        waited, pause = waited + pause, min(pause * 1.5, 0.25)
+
+
+class Fence:
+    """Looks at GO again and again: a token that is gone, or another's, means that this attempt must end."""
+
+    def __init__(self, path: Path, token: LaunchToken) -> None:
+        self._path, self._token, self._misses = path, token, 0
+
+    def is_down(self) -> bool:
+        """Whether two looks in a row found no token of ours; a file system that does not answer proves nothing."""
+        try:
+            held = self._token.is_same(LaunchToken.read(self._path))
+        except FileNotFoundError:
+            held = False
+        except (OSError, ValueError, TypeError, KeyError):
+            return False
+        self._misses = 0 if held else self._misses + 1
+        return self._misses >= 2

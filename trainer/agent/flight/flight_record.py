@@ -1,0 +1,347 @@
+"""What one rank's flight recorder holds: which collectives it has entered, in which groups, and which are over."""
+
+import json
+import math
+import sys
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from trainer.agent.flight import group_lifetimes
+from trainer.agent.flight.dump_fields import group_name, number, word
+from trainer.agent.flight.nccl_counters import counters
+from trainer.agent.flight.p2p_messages import P2PMessage, unfinished
+from trainer.contract.process_group_file import decode_runs, encode_runs
+
+KEPT = 30
+"""Newest collectives kept of each group."""
+WIRE = 8000
+"""Bytes that one rank's record may take on the wire; of longer ones the oldest collectives are left out."""
+_FEWEST = 4
+"""Oldest unfinished collectives of a group that are never left out."""
+_DIMENSIONS = 64
+"""Dimensions that a tensor may have."""
+_LONGEST = 60
+"""Characters of a list of sizes; a longer one is told by its count and its checksum."""
+
+ON_HOST = " on the host"
+"""What follows the names of gloo's groups where the same groups have NCCL's, too."""
+
+SCHEDULED, STARTED, DONE = "scheduled", "started", "done"
+_ALIKE = ("all_reduce", "allreduce", "broadcast", "reduce", "all_gather", "allgather", "reduce_scatter")
+"""Operations to which every rank must bring as many elements; uneven all_to_all, gather and scatter are legal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One collective as one rank entered it."""
+
+    group: str
+    sequence: int  # of the group's collectives, from 1; the same number is the same collective on every rank
+    op: str
+    sizes: str  # for people
+    elements: int  # in all its inputs; -1 where ranks may differ
+    dtypes: str
+    state: str  # SCHEDULED, STARTED (only NCCL with timing tells) or DONE
+    order: int = 0  # place in its rank's record
+
+    @property
+    def shape(self) -> tuple[int, str]:
+        """What must agree between ranks; sizes with the same product do."""
+        return (self.elements, self.dtypes) if self.elements >= 0 else (-1, "")
+
+    def __str__(self) -> str:
+        return f"{self.op} of {self.sizes or 'nothing'}{' ' if self.dtypes else ''}{self.dtypes}"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One process group as one of its ranks knows it."""
+
+    ranks: tuple[int, ...]  # empty: not told
+    entered: int  # the last collective that it entered
+    completed: int  # the last one that was over, the ones before it included
+    description: str = ""
+    on_gpu: bool = False  # NCCL's
+    sure: bool = False  # `completed` was read, not taken from where the record begins
+    counted: bool = False  # both numbers are NCCL's own counters, and no entry shows them
+    before: int = 0  # groups of the same name that its record shows before this one
+    surely: bool = True  # there were no more of them: the record has lost nothing
+
+    @property
+    def marks(self) -> int:
+        """What holds of it, for the wire."""
+        return self.on_gpu * 1 + self.sure * 2 + self.counted * 4 + self.surely * 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlightRecord:
+    """The record of one rank."""
+
+    rank: int
+    groups: dict[str, Group] = field(default_factory=dict)
+    entries: tuple[Entry, ...] = ()  # by group and sequence
+    messages: tuple[P2PMessage, ...] = ()  # between two ranks, not over, in their order
+    timed: bool = False  # it tells which calls have begun (TORCH_NCCL_ENABLE_TIMING)
+    whole: bool = False  # it holds something that was over before all that is not: nothing unfinished is lost
+
+    @property
+    def talking(self) -> int:
+        """Sends and receives between two ranks that are not over."""
+        return len(self.messages)
+
+    def waits(self) -> set[str]:
+        """Groups in which it is inside a collective."""
+        return {key for key, group in self.groups.items() if group.entered > group.completed}
+
+    def to_json(self) -> str:
+        """For the wire; at most `WIRE` bytes."""
+        keep = KEPT
+        while len(text := self._written(keep)) > WIRE and keep:
+            keep //= 2
+        return text
+
+    def _written(self, keep: int) -> str:
+        keys = list(dict.fromkeys([*self.groups, *(message.group for message in self.messages)]))
+        entries = [entry for key in keys for entry in _kept((e for e in self.entries if e.group == key), keep)]
+        words = list(dict.fromkeys(word for entry in entries for word in (entry.op, entry.sizes, entry.dtypes)))
+        place = {word: index for index, word in enumerate(words)}
+        told = {
+            "rank": self.rank,
+            "marks": int(self.timed) + 2 * int(self.whole),
+            "groups": [
+                [key, encode_runs(g.ranks), g.entered, g.completed, g.description, g.marks, g.before]
+                for key, g in self.groups.items()
+            ],
+            "keys": keys[len(self.groups) :],
+            "messages": [
+                [keys.index(m.group), m.source, m.target, m.order, int(m.sends)]
+                for m in self.messages[: max(_FEWEST, 4 * keep)]
+            ],
+            "words": words,
+            "entries": [
+                [keys.index(e.group), e.sequence, place[e.op], place[e.sizes], e.elements, place[e.dtypes], e.state,
+                 e.order]
+                for e in entries
+            ],
+        }  # fmt: skip
+        return json.dumps(told, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> "FlightRecord":
+        """Raises ValueError when `text` is not what `to_json` writes."""
+        try:
+            told = json.loads(text)
+            words = [_text(word) for word in told["words"]]
+            keys = [_text(row[0]) for row in told["groups"]] + [_text(key) for key in told["keys"]]
+            return cls(
+                rank=int(told["rank"]),
+                timed=bool(told["marks"] & 1),
+                whole=bool(told["marks"] & 2),
+                groups={row[0]: _group_of(row) for row in told["groups"]},
+                messages=tuple(
+                    P2PMessage(keys[at], int(source), int(target), int(order), bool(sends))
+                    for at, source, target, order, sends in told["messages"]
+                ),
+                entries=tuple(
+                    Entry(
+                        keys[at], int(sequence), words[op], words[sizes], int(elements), words[dtypes], str(state),
+                        int(order),
+                    )
+                    for at, sequence, op, sizes, elements, dtypes, state, order in told["entries"]
+                ),
+            )  # fmt: skip
+        except (KeyError, IndexError, TypeError, OverflowError, RecursionError) as error:
+            raise ValueError(f"not a flight record: {error!r}") from error
+
+
+def read(
+    rank: int, host: Any, device: Any | None, groups: Mapping[str, Mapping[str, Any]] | None = None
+) -> FlightRecord:
+    """The records of both of a rank's recorders as one: NCCL's (`device`), where there is one, and gloo's (`host`).
+
+    Both number the collectives of the same groups, each by itself. Raises ValueError when `host` is no dump.
+    """
+    if device is None:
+        return parse(rank, host, groups)
+    first, second = parse(rank, device, groups), parse(rank, host, groups, suffix=ON_HOST)
+    used = {entry.group for entry in second.entries}
+    return FlightRecord(
+        rank=rank,
+        groups={**first.groups, **{key: group for key, group in second.groups.items() if key in used}},
+        entries=first.entries + second.entries,
+        messages=first.messages + second.messages,
+        timed=first.timed,
+        whole=first.whole,
+    )
+
+
+def _group_of(row: list[Any]) -> Group:
+    marks = int(row[5])
+    return Group(
+        decode_runs(row[1]), int(row[2]), int(row[3]), _text(row[4]), bool(marks & 1), bool(marks & 2), bool(marks & 4),
+        int(row[6]), bool(marks & 8),
+    )  # fmt: skip
+
+
+def newest(dump: bytes, most: int) -> bytes:
+    """A dump of torch's with its newest entries only, so many that it has at most `most` bytes; what is none, cut."""
+    try:
+        told = json.loads(dump)
+        entries = list(told.get("entries", []))
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return json.dumps(dump[-most // 8 :].decode(errors="replace")).encode()
+    while len(dump) > most and entries:
+        entries = entries[len(entries) // 2 + 1 :]
+        dump = json.dumps({**told, "entries": entries}).encode()
+    return dump
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{str(value)[:40]!r} stands for a word")
+    return value
+
+
+def parse(
+    rank: int, dump: Any, groups: Mapping[str, Mapping[str, Any]] | None = None, *, suffix: str = ""
+) -> FlightRecord:
+    """Read a dump of torch's flight recorder (format 2.x); what is unknown or missing in it is passed over.
+
+    `dump` is its text or what that says; `groups` is what the rank has told of its groups
+    (`trainer.contract.process_group_file`), for gloo's dumps name none; `suffix` goes to the names of all groups.
+    Raises ValueError when it is no dump at all.
+    """
+    dump = json.loads(dump) if isinstance(dump, (str, bytes)) else dump
+    if not isinstance(dump, dict) or not isinstance(dump.get("entries", []), list):
+        raise ValueError("not a flight record: no entries")
+    whole = [entry for entry in dump.get("entries", []) if isinstance(entry, dict)]
+    places, before = group_lifetimes.newest(whole)
+    raw = [whole[at] for at in places]
+    dying = _dying(dump, whole)
+    states = [dying.get(id(one)) or _state(one) for one in raw]
+    entries = [entry for at, one in enumerate(raw) if (entry := _entry(one, states[at], suffix, at)) is not None]
+    config, more = _told(dump.get("pg_config")), _told(groups)
+    told = {f"{key}{suffix}": value for key, value in {**config, **more}.items() if key}
+    members = {key: ranks for key, (ranks, _) in {**more, **config}.items()}
+    exact = {f"{key}{suffix}": value for key, value in counters(dump, raw).items()}
+    by_group: dict[str, list[Entry]] = {}
+    for entry in entries:
+        by_group.setdefault(entry.group, []).append(entry)
+    on_gpu = {entry.group for entry, one in _paired(entries, raw) if _of_nccl(one)} | set(exact)
+    first = not whole or not number(whole[0].get("record_id"))
+    found = {
+        key: replace(
+            _group(by_group.get(key, []), told.get(key), exact.get(key), on_gpu=key in on_gpu),
+            before=before.get(key.removesuffix(suffix), 0),
+            surely=bool(whole) and first,
+        )
+        for key in {**by_group, **told}
+    }
+    return FlightRecord(
+        rank=rank,
+        groups=found,
+        entries=tuple(entry for key in found for entry in _kept(by_group.get(key, []), KEPT)),
+        messages=unfinished(raw, [state == DONE for state in states], members, suffix),
+        timed=any(one.get("state") == "started" or one.get("time_discovered_started_ns") for one in raw),
+        whole=bool(whole) and (first or (dying.get(id(whole[0])) or _state(whole[0])) == DONE),
+    )
+
+
+def _dying(dump: dict[str, Any], raw: list[dict[str, Any]]) -> dict[int, str]:
+    """The states of gloo's collectives on a rank that died, by `id`; `failed` says whether of a collective.
+
+    gloo counts one that failed as over, and may be a moment late with those that really are.
+    """
+    if "failed" not in dump:
+        return {}
+    calls = [one for one in raw if str(one.get("profiling_name", "")).startswith("gloo:")]
+    states = {id(one): DONE for one in calls}
+    if dump["failed"] and calls:
+        states[id(max(calls, key=lambda one: number(one.get("record_id"))))] = SCHEDULED
+    return states
+
+
+def _paired(entries: list[Entry], raw: list[dict[str, Any]]) -> Iterable[tuple[Entry, dict[str, Any]]]:
+    return ((entry, raw[entry.order]) for entry in entries)
+
+
+def _of_nccl(raw: dict[str, Any]) -> bool:
+    return str(raw.get("profiling_name", "")).startswith("nccl:")
+
+
+def _entry(raw: dict[str, Any], state: str, suffix: str, order: int) -> Entry | None:
+    sequence = number(raw.get("collective_seq_id"))
+    if raw.get("is_p2p") or not sequence:
+        return None
+    op = word(raw.get("profiling_name", "")).partition(":")[2] or word(raw.get("profiling_name", "?"))
+    sizes = [list(map(number, size[:_DIMENSIONS])) for size in raw.get("input_sizes") or [] if isinstance(size, list)]
+    dtypes = word(",".join(dict.fromkeys(map(word, raw.get("input_dtypes") or []))))
+    alike = op.lower().lstrip("_").startswith(_ALIKE)
+    elements = number(sum(math.prod(size) for size in sizes), -1) if alike else -1
+    return Entry(
+        sys.intern(f"{group_name(raw)}{suffix}"),
+        sequence,
+        sys.intern(op),
+        _short(sizes),
+        elements,
+        dtypes,
+        state,
+        order,
+    )
+
+
+def _state(raw: dict[str, Any]) -> str:
+    if raw.get("retired") or raw.get("state") == "completed":  # gloo only ever sets `retired`
+        return DONE
+    return STARTED if raw.get("state") == "started" else SCHEDULED
+
+
+def _short(sizes: list[list[int]]) -> str:
+    text = "x".join(map(str, sizes[0])) if len(sizes) == 1 else " ".join("x".join(map(str, size)) for size in sizes)
+    return text if len(text) <= _LONGEST else f"{len(sizes)} sizes ({zlib.crc32(text.encode()):08x})"
+
+
+def _told(config: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Ranks and description by group; torch writes ranks as the text of a list, the rank itself in runs."""
+    found = {}
+    for key, value in config.items() if isinstance(config, Mapping) else ():
+        if not isinstance(value, Mapping):
+            continue
+        try:
+            ranks = decode_runs(value["runs"]) if "runs" in value else _ranks(value.get("ranks", "[]"))
+        except (TypeError, ValueError, OverflowError, RecursionError):
+            ranks = ()
+        found[word(value.get("name", key))] = (ranks, word(value.get("desc", "")))
+    return found
+
+
+def _ranks(value: Any) -> tuple[int, ...]:
+    return tuple(int(rank) for rank in (json.loads(value) if isinstance(value, str) else value))
+
+
+def _group(
+    entries: list[Entry], told: tuple[tuple[int, ...], str] | None, exact: tuple[int, int] | None, *, on_gpu: bool
+) -> Group:
+    ranks, description = told or ((), "")
+    ranks = ranks if ranks == tuple(sorted(ranks)) else tuple(sorted(ranks))
+    unfinished = min((entry.sequence for entry in entries if entry.state != DONE), default=0)
+    entered = max((entry.sequence for entry in entries), default=0)
+    completed = unfinished - 1 if unfinished else entered
+    if exact is not None:
+        return Group(ranks, *exact, description, on_gpu, True, not entries)
+    sure = any(entry.state == DONE and entry.sequence == completed for entry in entries)
+    return Group(ranks, entered, completed, description, on_gpu, sure)
+
+
+def _kept(entries: Iterable[Entry], keep: int) -> list[Entry]:
+    """The newest entries, a few of which make room for the oldest unfinished ones: what a rank waits in."""
+    ordered = sorted(entries, key=lambda entry: entry.sequence)
+    if len(ordered) <= keep:
+        return ordered
+    newest = ordered[len(ordered) - keep :] if keep else []
+    oldest = [entry for entry in ordered if entry.state != DONE][: min(_FEWEST, keep)]
+    if not newest or not oldest or oldest[-1].sequence >= newest[0].sequence:
+        return newest
+    return oldest + newest[len(oldest) :]

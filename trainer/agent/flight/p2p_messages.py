@@ -1,0 +1,74 @@
+"""Sends and receives between two ranks that are not over, as a rank's flight recorder holds them."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.agent.flight.dump_fields import group_name, word
+
+_PEERS = re.compile(r"(send|recv)\s+(\d+)\s*(->|<-)\s*(\d+)\Z")
+_WORLD = 1_000_000
+"""Ranks that a world may have."""
+_MOST = 200
+"""Oldest unfinished messages that are kept of one rank: later ones wait behind these."""
+
+
+@dataclass(frozen=True, slots=True)
+class P2PMessage:
+    """One send or receive that has not ended; torch numbers them on each rank by itself, so numbers never pair."""
+
+    group: str
+    source: int  # rank of the world; -1: not known
+    target: int
+    order: int  # place in its rank's record
+    sends: bool
+
+    @property
+    def channel(self) -> tuple[str, int, int]:
+        """Messages of one channel are received in the order in which they are sent."""
+        return self.group, self.source, self.target
+
+
+def unfinished(
+    raw: Iterable[Mapping[str, Any]], done: Iterable[bool], members: Mapping[str, Sequence[int]], suffix: str = ""
+) -> tuple[P2PMessage, ...]:
+    """Messages of a dump that are not over, in their order; `members` has the ranks of each group, in its own order.
+
+    torch never marks the parts of a batch (`batch_isend_irecv`) as over: the entry "coalesced" after them tells.
+    """
+    rows = [(at, entry, over) for at, (entry, over) in enumerate(zip(raw, done, strict=True))]
+    batches = {
+        (group_name(entry), entry.get("p2p_seq_id")): over
+        for _, entry, over in rows
+        if str(entry.get("profiling_name", "")).endswith(":coalesced")
+    }
+    found: list[P2PMessage] = []
+    for at, entry, over in rows:
+        text = word(entry.get("profiling_name", "")).partition(":")[2]
+        if not entry.get("is_p2p") or text == "coalesced":
+            continue
+        if over or batches.get((group_name(entry), entry.get("p2p_seq_id")), False):
+            continue
+        found.append(_message(f"{group_name(entry)}{suffix}", text, _members(entry, members), at))
+    return tuple(found[:_MOST])
+
+
+def _message(group: str, text: str, members: Sequence[int], order: int) -> P2PMessage:
+    told = _PEERS.search(text)
+    if told is None:
+        return P2PMessage(group, -1, -1, order, text.startswith("send"))
+    sends = told[1] == "send"
+    own, peer = _rank(int(told[2]), members), _rank(int(told[4]), members)
+    return P2PMessage(group, own if sends else peer, peer if sends else own, order, sends)
+
+
+def _members(entry: Mapping[str, Any], members: Mapping[str, Sequence[int]]) -> Sequence[int]:
+    """Those of the entry's group; the group of all has every rank at its own place."""
+    known = members.get(group_name(entry), ())
+    return known if known or "default_pg" not in (entry.get("process_group") or ()) else range(_WORLD)
+
+
+def _rank(place: int, members: Sequence[int]) -> int:
+    """The rank of the world at a place in a group; torch names peers by their places."""
+    return members[place] if place < len(members) else -1

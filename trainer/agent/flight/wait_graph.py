@@ -1,0 +1,246 @@
+"""Who waits for whom: a graph over unfinished collectives, messages between two ranks, and the hosts of ranks.
+
+A collective waits for the hosts of members that have not called it, and for what the GPUs of its members have to do
+before it. A message waits for the host of its other end until that has called it too. A host may wait for whatever it
+has called and what is not over. What waits for nothing is a root.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from trainer.agent.flight.finding import ranks_text
+from trainer.agent.flight.flight_record import DONE, ON_HOST, STARTED
+from trainer.agent.flight.p2p_messages import P2PMessage
+from trainer.agent.flight.stalls import Records, Stall
+
+Node = int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Channel:
+    """The first unfinished message of one direction between two ranks."""
+
+    group: str
+    source: int
+    target: int
+    sender: P2PMessage | None  # None: its source has not sent it, or that is over
+    receiver: P2PMessage | None
+
+    def __str__(self) -> str:
+        return f"the message from rank {self.source} to rank {self.target} in group {self.group}"
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """The program of one rank, which has not called what others wait for."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """The GPU of one rank, which has stopped."""
+
+    rank: int
+
+
+Place = Stall | Channel | Host | Gpu
+
+
+@dataclass(slots=True)
+class _Item:
+    """Something that one rank has called and that is not over."""
+
+    order: int
+    node: Node
+    holds: bool  # it is what the others wait in, and its GPU has not begun it: what lies before it holds it up
+
+
+@dataclass(slots=True)
+class WaitGraph:
+    """The graph: `after[n]` are the nodes for which node n waits."""
+
+    places: list[Place] = field(default_factory=list)
+    after: list[list[Node]] = field(default_factory=list)
+    hosts: dict[int, Node] = field(default_factory=dict)
+    calls: dict[int, list[Node]] = field(default_factory=dict)  # by rank: what it has called and what is not over
+    open: set[Node] = field(default_factory=set)  # nodes that wait for a rank of which nothing is known
+
+    def add(self, place: Place) -> Node:
+        self.places.append(place)
+        self.after.append([])
+        return len(self.places) - 1
+
+    def host(self, rank: int) -> Node:
+        if rank not in self.hosts:
+            self.hosts[rank] = self.add(Host(rank))
+        return self.hosts[rank]
+
+    def gpu(self, rank: int, held: Iterable[Node]) -> Node:
+        """The GPU of a rank as that for which these nodes wait, and its host, if anybody waits for that."""
+        node = self.add(Gpu(rank))
+        for other in {*held, *([self.hosts[rank]] if rank in self.hosts else ())}:
+            self.after[other].append(node)
+        return node
+
+    def inside(self, node: Node) -> tuple[int, ...]:
+        """The ranks that wait at a node."""
+        place = self.places[node]
+        match place:
+            case Stall():
+                return place.inside if place.late else (*place.inside, *place.queued)
+            case Channel():
+                ends = ((place.source, place.sender), (place.target, place.receiver))
+                return tuple(rank for rank, message in ends if message is not None)
+            case Host() | Gpu():
+                return (place.rank,)
+
+    def reaching(self, roots: Iterable[Node]) -> dict[Node, Node | None]:
+        """All nodes that wait for one of these, directly or not, each with the next node on its way; roots: None."""
+        before: list[list[Node]] = [[] for _ in self.places]
+        for node, after in enumerate(self.after):
+            for other in after:
+                before[other].append(node)
+        found: dict[Node, Node | None] = dict.fromkeys(roots)
+        edge = list(found)
+        while edge:
+            fresh = []
+            for node in edge:
+                for other in before[node]:
+                    if other not in found:
+                        found[other] = node
+                        fresh.append(other)
+            edge = fresh
+        return found
+
+
+def build(records: Records, stalls: Sequence[Stall]) -> WaitGraph:
+    """The graph of these stalls and of all messages that are not over."""
+    waits = WaitGraph()
+    items: dict[int, list[_Item]] = {}
+    for stall in stalls:
+        _add_stall(waits, records, stall, items)
+    for channel in channels(records):
+        _add_channel(waits, records, channel, items)
+    for rank, called in items.items():
+        called.sort(key=lambda item: item.order)
+        waits.calls[rank] = [item.node for item in called]
+        _add_order(waits, records, rank, called)
+    return waits
+
+
+def channels(records: Records) -> list[Channel]:
+    """The first unfinished message of every direction, as both ends have it."""
+    sends: dict[tuple[str, int, int], P2PMessage] = {}
+    receives: dict[tuple[str, int, int], P2PMessage] = {}
+    for flight in records.flights.values():
+        for message in flight.messages:
+            own = message.source if message.sends else message.target
+            # Of a group whose ranks nobody told the other end is not known, and who waits there waits for anybody.
+            key = message.channel if own == flight.rank else _lonely(message, flight.rank)
+            (sends if message.sends else receives).setdefault(key, message)
+    keys = dict.fromkeys([*sends, *receives])
+    return [
+        Channel(group=key[0], source=key[1], target=key[2], sender=sends.get(key), receiver=receives.get(key))
+        for key in keys
+    ]
+
+
+def _lonely(message: P2PMessage, rank: int) -> tuple[str, int, int]:
+    return (message.group, rank, -1) if message.sends else (message.group, -1, rank)
+
+
+def _add_stall(waits: WaitGraph, records: Records, stall: Stall, items: dict[int, list[_Item]]) -> None:
+    node = waits.add(stall)
+    waits.after[node] += [waits.host(rank) for rank in (*stall.late, *stall.silent)]
+    if stall.unknown or stall.doubtful:
+        waits.open.add(node)
+    first = records.numbers.get(stall.group, {}).get(stall.sequence, {})
+    for rank in records.members[stall.group]:
+        if rank not in records.flights or records.entered(stall.group, rank) <= records.completed(stall.group, rank):
+            continue
+        behind = records.completed(stall.group, rank) < stall.sequence
+        entry = first.get(rank) if behind else None
+        order = entry.order if entry is not None else _first_order(records, stall.group, rank)
+        begun = entry is not None and entry.state == STARTED
+        items.setdefault(rank, []).append(_Item(order, node, behind and not begun))
+
+
+def _first_order(records: Records, key: str, rank: int) -> int:
+    """Where the oldest unfinished collective of a group stands in a rank's record; before all, if it has lost that."""
+    numbers = records.numbers.get(key, {})
+    entry = numbers.get(records.completed(key, rank) + 1, {}).get(rank)
+    return entry.order if entry is not None and entry.state != DONE else -1
+
+
+def _add_channel(waits: WaitGraph, records: Records, channel: Channel, items: dict[int, list[_Item]]) -> None:
+    node = waits.add(channel)
+    for rank, message in ((channel.source, channel.sender), (channel.target, channel.receiver)):
+        if message is not None:
+            items.setdefault(rank, []).append(_Item(message.order, node, True))
+        elif rank in records.flights or rank in records.silent:
+            waits.after[node].append(waits.host(rank))
+        else:
+            waits.open.add(node)
+
+
+def _add_order(waits: WaitGraph, records: Records, rank: int, called: list[_Item]) -> None:
+    """A GPU does one thing after the other: what it was told later waits for what it was told before."""
+    for stream in _streams(waits, called):
+        for at, item in enumerate(stream):
+            if item.holds:
+                waits.after[item.node] += _before(stream, at)
+        if rank in waits.hosts:
+            waits.after[waits.hosts[rank]] += _before(stream, len(stream))
+
+
+def _streams(waits: WaitGraph, called: Sequence[_Item]) -> Iterator[list[_Item]]:
+    """The recorders of GPU and host order their entries each by itself."""
+    for on_host in (False, True):
+        stream = [item for item in called if _is_on_host(waits.places[item.node]) is on_host]
+        if stream:
+            yield stream
+
+
+def _is_on_host(place: Place) -> bool:
+    return not isinstance(place, Host | Gpu) and place.group.endswith(ON_HOST)
+
+
+def _before(stream: Sequence[_Item], at: int) -> list[Node]:
+    """What lies just before this place, back to the first that holds: it has the rest behind it."""
+    found = []
+    for item in reversed(stream[:at]):
+        found.append(item.node)
+        if item.holds:
+            break
+    return found
+
+
+def chain(waits: WaitGraph, way: dict[Node, Node | None], most: int = 6) -> str:
+    """The longest chain to a root in words; empty where everybody waits for it directly."""
+    depth: dict[Node, int] = {}
+    for node in way:
+        trail = []
+        at: Node | None = node
+        while at is not None and at not in depth:
+            trail.append(at)
+            at = way[at]
+        start = depth[at] if at is not None else -1
+        for further, one in enumerate(reversed(trail), 1):
+            depth[one] = start + further
+    shown = [node for node in depth if not isinstance(waits.places[node], Host | Gpu)]
+    if not shown:
+        return ""
+    links, at = [], max(shown, key=lambda node: (depth[node], -node))
+    while at is not None:
+        place = waits.places[at]
+        if not isinstance(place, Host | Gpu):
+            links.append(f"{ranks_text(sorted(waits.inside(at)))} in {_short(place)}")
+        at = way[at]
+    if len(links) > most:
+        links = [*links[: most // 2], f"{len(links) - most // 2 * 2} more", *links[-(most // 2) :]]
+    return ", behind ".join(links) if len(links) > 1 else ""
+
+
+def _short(place: Stall | Channel) -> str:
+    return f"#{place.sequence} of group {place.group}" if isinstance(place, Stall) else str(place)

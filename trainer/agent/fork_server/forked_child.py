@@ -1,0 +1,106 @@
+"""What happens in a forked child between `fork` and the first line of the rank's own code."""
+
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from setproctitle import setproctitle
+
+from trainer.agent.processes.process_tree import AGENT_DIED_SIGNAL, set_pdeathsig
+from trainer.contract.outcome import ExitCode
+from trainer.contract.rank_messages import SPEC_VARIABLE, RankSpec, generation_mark
+
+RankMain = Callable[[RankSpec], int]
+
+
+def become_rank(
+    order: dict[str, Any],
+    descriptors: Sequence[int],
+    parent: int,
+    fork_server_fds: Sequence[int],
+    main: RankMain | None,
+) -> NoReturn:
+    """Turn the calling, just forked process into the rank that `order` describes; never returns.
+
+    The first of `descriptors` is where it prints to. `main` is the warm entry point; without one the rank is executed
+    cold, or is the user's own command.
+    """
+    code: int = ExitCode.ERROR
+    try:
+        _detach_from_fork_server(parent, fork_server_fds)
+        output, *others = descriptors
+        _redirect(output, order["generation"])
+        os.environ.update(order["env"])
+        if order["cores"]:
+            os.sched_setaffinity(0, order["cores"])
+        if order["command"]:
+            _run_command(order["command"], order["cwd"])
+        spec = _spec(order, others)
+        if main is None:
+            _run_cold(spec)
+        setproctitle(f"orch-rank-{spec.rank}")
+        code = main(spec)
+    except BaseException:  # noqa: BLE001  # outermost edge
+        traceback.print_exc()
+    finally:
+        _flush()
+        # Not sys.exit: the fork server's atexit handlers and buffers are not this process's to run.
+        os._exit(code)
+
+
+def _detach_from_fork_server(parent: int, fork_server_fds: Sequence[int]) -> None:
+    set_pdeathsig(parent, signal.SIGKILL)
+    os.setpgid(0, 0)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(AGENT_DIED_SIGNAL, signal.SIG_DFL)
+    for descriptor in fork_server_fds:
+        os.close(descriptor)
+
+
+def _redirect(output: int, generation: int) -> None:
+    """Input from nowhere, output to the rank's log, below a line that names the generation."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.write(output, f"{generation_mark(generation)}\n".encode())
+    for descriptor, target in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(descriptor, target)
+    os.close(nothing)
+    os.close(output)
+
+
+def _run_command(command: Sequence[str], folder: str) -> NoReturn:
+    # A user's program knows nothing of cells: SIGTERM is how it is asked to stop, so it must hear it.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.chdir(folder)
+    try:
+        os.execvpe(command[0], list(command), os.environ)
+    except OSError as error:
+        sys.stderr.write(f"cannot start {command[0]!r} in {folder}: {error.strerror}\n")
+        _flush()
+        os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+
+
+def _run_cold(spec: RankSpec) -> NoReturn:
+    for descriptor in (spec.cell_fd, spec.control_fd, spec.stacks_fd, spec.arena_fd, spec.writer_fd):
+        if descriptor >= 0:
+            os.set_inheritable(descriptor, True)
+    os.environ[SPEC_VARIABLE] = spec.to_json()
+    os.execve(sys.executable, [sys.executable, "-P", "-m", "trainer.worker.main"], os.environ)
+
+
+def _spec(order: dict[str, Any], descriptors: Sequence[int]) -> RankSpec:
+    # Arena and writer may be missing: then the rank makes its own.
+    names = ("cell_fd", "control_fd", "stacks_fd", "arena_fd", "writer_fd")
+    return RankSpec.from_json(json.dumps({**order["spec"], **dict(zip(names, descriptors, strict=False))}))
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # a full disk must not change the exit code
+            continue

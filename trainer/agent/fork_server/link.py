@@ -1,0 +1,154 @@
+"""The agent's end of its fork server: starts it, hears it, notices its death."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.agent.control import unix_transport
+from trainer.agent.processes.proc import read_activity
+from trainer.agent.processes.process_tree import block_slurm_signals
+
+
+class ForkServerLink:
+    """One fork server process; a lost one is not mended but replaced by a new link."""
+
+    def __init__(
+        self,
+        *,
+        run_dir: Path,
+        environ: Mapping[str, str],
+        output: int,
+        on_packet: Callable[[dict[str, Any], list[int]], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        """`output`: where it prints to.
+
+        Must be called in the main thread: the kernel ties the parent-death signal to the starting thread.
+        """
+        self._on_packet, self._on_lost = on_packet, on_lost
+        self._lost = self._listening = False
+        self._loop = asyncio.get_running_loop()
+        self._socket, theirs = unix_transport.pair()
+        # A fork server that does not listen for so long is as good as dead.
+        self._socket.settimeout(5.0)
+        self._process = self._start(theirs, run_dir, environ, output)
+        theirs.close()
+        self._death = os.pidfd_open(self._process.pid)
+        self._loop.add_reader(self._socket, self._read)
+        self._loop.add_reader(self._death, self._died)
+
+    @staticmethod
+    def _start(
+        theirs: socket.socket, run_dir: Path, environ: Mapping[str, str], output: int
+    ) -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-P", "-m", "trainer.agent.fork_server.server"]
+        command += [str(theirs.fileno()), str(os.getpid()), str(run_dir)]
+        quiet = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+        with block_slurm_signals():
+            return subprocess.Popen(
+                command,
+                env={**environ, **quiet},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def lost(self) -> bool:
+        return self._lost
+
+    def stopped(self) -> bool:
+        """Whether it stands still by a signal, or in a debugger."""
+        signs = None if self._lost else read_activity(self._process.pid)
+        return signs is not None and signs.state in "Tt"
+
+    def start_rank(self, order: dict[str, Any], descriptors: Sequence[int]) -> None:
+        """Ask for one rank; a fork server that cannot be asked counts as lost."""
+        self._send({"do": "start", **order}, descriptors)
+
+    def signal_ranks(self, number: int) -> None:
+        """Signal the process groups of all ranks."""
+        self._send({"do": "signal", "signal": number})
+
+    def _send(self, packet: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
+        if self._lost:
+            return
+        try:
+            unix_transport.send(self._socket, packet, descriptors)
+        except OSError as error:
+            self._lose(f"it does not listen: {error}")
+
+    def _read(self) -> None:
+        packet, descriptors = unix_transport.receive(self._socket)
+        if packet is None:
+            self._loop.remove_reader(self._socket)
+            return
+        self._listening = True
+        self._on_packet(packet, descriptors)
+
+    def _died(self) -> None:
+        self._lose("")
+
+    def kill(self, reason: str) -> None:
+        """Put an end to a fork server that does not do what it was told."""
+        self._lose(reason)
+
+    def _lose(self, reason: str) -> None:
+        if self._lost:
+            return
+        self._lost = True
+        self._drain()
+        self._process.kill()
+        status = self._process.wait(timeout=10)
+        self._close()
+        self._on_lost(reason or _how_it_ended(status))
+
+    def _drain(self) -> None:
+        """Hear the last words of a dead fork server before its death is told."""
+        self._socket.setblocking(False)
+        try:
+            while True:
+                packet, descriptors = unix_transport.receive(self._socket)
+                if packet is None:
+                    return
+                self._on_packet(packet, descriptors)
+        except OSError:
+            return
+
+    def _close(self) -> None:
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_reader(self._death)
+        self._socket.close()
+        os.close(self._death)
+
+    async def stop(self) -> bool:
+        """End the fork server; True when it has left by itself, its ranks collected."""
+        if self._lost:
+            return False
+        # It sees the end of its socket, kills what is left of its ranks, and goes.
+        self._lost = True
+        self._close()
+        if not self._listening:  # still importing, and without ranks
+            self._process.kill()
+        for _ in range(250):
+            if self._process.poll() is not None:
+                return self._process.returncode == 0 or not self._listening
+            await asyncio.sleep(0.01)
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait(timeout=10)
+        return False
+
+
+def _how_it_ended(status: int) -> str:
+    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit code {status}"

@@ -1,0 +1,203 @@
+"""The fork server: a process that has imported torch and the workload, touched no GPU, and forks ranks from itself.
+
+Started by the agent as `python -P -m trainer.agent.fork_server.server LINK AGENT RUN_DIR [REASON]`: the descriptor of
+its socket, the agent's pid, the run directory, and, when it must not stay warm, the reason.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+from setproctitle import setproctitle
+
+from trainer.agent.control import unix_transport
+from trainer.agent.fork_server.forked_child import RankMain, become_rank
+from trainer.agent.processes import process_tree
+from trainer.contract.config import JobConfig, load
+from trainer.contract.run_dir import RunDir
+
+
+class ForkServer:
+    """Forks ranks, reaps them, kills their process groups, and reports each of these."""
+
+    def __init__(self, link: socket.socket, main: RankMain | None) -> None:
+        self._link, self._main = link, main
+        self._leaders: dict[int, int] = {}  # pid of a rank that is not reaped -> rank
+        self._groups: dict[int, int] = {}  # process group whose leader is reaped and that may have members -> rank
+        self._empty: dict[int, int] = {}  # process group without members, not yet reported gone -> rank
+        self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake_out, warn_on_full_buffer=False)
+        signal.signal(process_tree.AGENT_DIED_SIGNAL, self._on_agent_died)
+
+    def serve(self) -> None:
+        """Obey the agent until it is gone, then leave nothing behind."""
+        try:
+            while self._serve_once():
+                pass
+        except BrokenPipeError:
+            pass
+        self._signal_all(signal.SIGKILL)
+        give_up = time.monotonic() + 2.0
+        while (self._leaders or self._groups or self._empty) and time.monotonic() < give_up:
+            self._reap(silent=True)
+            time.sleep(0.01)
+
+    def _serve_once(self) -> bool:
+        """Wait for something and handle it; False when the agent is gone."""
+        # Members of a group that are nobody's child die without a signal to us: look again soon.
+        patience = 0.01 if self._groups or self._empty else None
+        ready, _, _ = select.select([self._link.fileno(), self._wake_in], [], [], patience)
+        if self._wake_in in ready:
+            os.read(self._wake_in, 4096)
+        self._reap()
+        if self._link.fileno() in ready:
+            order, descriptors = unix_transport.receive(self._link)
+            if order is None:
+                return False
+            self._handle(order, descriptors)
+        return True
+
+    def _handle(self, order: dict[str, Any], descriptors: list[int]) -> None:
+        if order["do"] == "start":
+            self._start(order, descriptors)
+        elif order["do"] == "signal":
+            self._signal_all(order["signal"])
+
+    def _start(self, order: dict[str, Any], descriptors: list[int]) -> None:
+        rank, parent = order["rank"], os.getpid()
+        ends = (self._link.fileno(), self._wake_in, self._wake_out)
+        try:
+            pid = os.fork()
+        except OSError as error:
+            unix_transport.send(self._link, {"say": "unborn", "rank": rank, "reason": f"fork failed: {error.strerror}"})
+            return
+        finally:
+            if os.getpid() == parent:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+        if pid == 0:
+            become_rank(order, descriptors, parent, ends, self._main)
+        self._leaders[pid] = rank
+        handle = os.pidfd_open(pid)
+        try:
+            unix_transport.send(self._link, {"say": "born", "rank": rank, "pid": pid}, [handle])
+        finally:
+            os.close(handle)
+
+    def _signal_all(self, number: int) -> None:
+        for group in (*self._leaders, *self._groups):
+            # A child that was killed before it made its group is reached by its pid.
+            if not process_tree.kill_group(group, number) and group in self._leaders:
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.kill(group, number)
+
+    def _reap(self, *, silent: bool = False) -> None:
+        """Collect the dead; what a dead rank has left in its process group is killed with it."""
+        while (info := _next_dead()) is not None:
+            pid = info.si_pid
+            if pid in self._leaders:
+                # Before it is reaped: as a zombie it still owns the group's number.
+                process_tree.kill_group(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            if pid in self._leaders:
+                rank = self._groups[pid] = self._leaders.pop(pid)
+                if not silent:
+                    unix_transport.send(self._link, {"say": "exit", "rank": rank, "pid": pid, **_status(info)})
+        for group in [group for group in self._groups if not process_tree.kill_group(group, 0)]:
+            self._empty[group] = self._groups.pop(group)
+        # The last ones to be reported: with no rank alive, every child left is one that had left its rank's group.
+        if self._empty and (self._leaders or self._groups or not process_tree.kill_children()):
+            for group, rank in self._empty.items():
+                if not silent:
+                    unix_transport.send(self._link, {"say": "gone", "rank": rank, "pid": group})
+            self._empty.clear()
+
+    def _on_agent_died(self, *_: object) -> NoReturn:
+        """The agent is dead: take the ranks along, and then those whom their deaths bring here."""
+        # The kernel says so for every thread of the agent that dies: once is enough.
+        signal.signal(process_tree.AGENT_DIED_SIGNAL, signal.SIG_IGN)
+        self._signal_all(signal.SIGKILL)
+        give_up = time.monotonic() + 1.5
+        while process_tree.kill_children() and time.monotonic() < give_up:
+            while (info := _next_dead()) is not None:
+                os.waitpid(info.si_pid, 0)
+            time.sleep(0.002)
+        os._exit(0)
+
+
+def _next_dead() -> os.waitid_result | None:
+    try:
+        return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+
+
+def _status(info: os.waitid_result) -> dict[str, int | None]:
+    exited = info.si_code == os.CLD_EXITED
+    return {"exit_code": info.si_status if exited else None, "signal": None if exited else info.si_status}
+
+
+def fork_unsafe_reason() -> str:
+    """Why a fork of this process would not be safe; empty when it would."""
+    threads = len(os.listdir("/proc/self/task"))
+    if threads > 1:
+        return f"importing the workload started {threads - 1} thread(s)"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "importing the workload initialized CUDA"
+    return ""
+
+
+def _import_workload(config: JobConfig, link: socket.socket) -> RankMain:
+    """Import torch and the workload; reports and leaves when that fails."""
+    try:
+        # Late: this import brings in torch, seconds on a laptop and tens of them on a busy file system.
+        from trainer.worker.main import rank_main, warm
+
+        warm(config)
+    except Exception as error:  # noqa: BLE001  # outermost edge
+        fault = {"exception": type(error).__name__, "message": str(error)[:4000]}
+        unix_transport.send(link, {"say": "unloadable", **fault, "traceback": traceback.format_exc()[-16000:]})
+        sys.exit(1)
+    main: RankMain = rank_main
+    return main
+
+
+def main(arguments: list[str]) -> None:
+    """Become the fork server of the agent that started this process."""
+    process_tree.ignore_slurm_signals()
+    descriptor, agent, run_dir = int(arguments[0]), int(arguments[1]), Path(arguments[2])
+    cold = arguments[3] if len(arguments) > 3 else ""
+    # While it imports there are no ranks to take along, and a handler would have to wait for the import.
+    process_tree.set_pdeathsig(agent, signal.SIGKILL)
+    process_tree.become_subreaper()
+    setproctitle("orch-nursery")
+    started = time.monotonic()
+    link = socket.socket(fileno=descriptor)
+    link.set_inheritable(False)
+    config = load(RunDir(run_dir).config)
+    rank_main = None if config.command or cold else _import_workload(config, link)
+    if rank_main is not None and (reason := fork_unsafe_reason()):
+        # A process with threads must not fork: begin again as one that imports nothing.
+        link.set_inheritable(True)
+        os.execv(
+            sys.executable, [sys.executable, "-P", "-m", "trainer.agent.fork_server.server", *arguments[:3], reason]
+        )
+    fork_server = ForkServer(link, rank_main)
+    process_tree.set_pdeathsig(agent, process_tree.AGENT_DIED_SIGNAL)
+    why = cold or ("" if rank_main else "the ranks are the user's own command")
+    seconds = time.monotonic() - started
+    unix_transport.send(link, {"say": "ready", "warm": rank_main is not None, "reason": why, "seconds": seconds})
+    fork_server.serve()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

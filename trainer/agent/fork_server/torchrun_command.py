@@ -1,0 +1,75 @@
+"""PURE but for one free port: how an existing torchrun script is started as a rank."""
+
+import json
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from trainer.contract.config import JobConfig
+from trainer.contract.run_dir import AttemptDir, RunDir
+
+FOLDER_VARIABLE = "ORCH_SUBMIT_DIR"
+"""Entry of `env` that names the folder in which the command runs."""
+
+
+def torchrun_environment(
+    *, run: RunDir, attempt: AttemptDir, config: JobConfig, node_rank: int, generation: int, local_rank: int,
+    master: tuple[str, int], inherited: Mapping[str, str],
+) -> dict[str, str]:  # fmt: skip
+    """torchrun's variables for one rank, and ours."""
+    per_node, world = config.cluster.ranks_per_node, config.cluster.world_size
+    rank = node_rank * per_node + local_rank
+    threads = inherited.get("OMP_NUM_THREADS") or str(max(1, config.cluster.cpus_per_task // per_node))
+    variables = {
+        "RANK": rank,
+        "LOCAL_RANK": local_rank,
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": per_node,
+        "GROUP_RANK": node_rank,
+        "GROUP_WORLD_SIZE": config.cluster.nodes,
+        "NODE_RANK": node_rank,
+        "ROLE_NAME": "default",
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world,
+        "MASTER_ADDR": master[0],
+        "MASTER_PORT": master[1],
+        "TORCHELASTIC_RESTART_COUNT": generation - 1,
+        "TORCHELASTIC_MAX_RESTARTS": config.recovery.restarts_in_place,
+        "TORCHELASTIC_RUN_ID": f"{run.name}-{attempt.number}",
+        "TORCHELASTIC_ERROR_FILE": attempt.error_file(rank, generation),
+        # The script's own rank 0 hosts the store, a fresh one in every generation.
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "OMP_NUM_THREADS": threads,
+        # What a rank printed last must be in its log when it is killed.
+        "PYTHONUNBUFFERED": "1",
+        "ORCH_RUN": run.name,
+        "ORCH_RUN_DIR": run.path,
+        "ORCH_ATTEMPT": attempt.number,
+        "ORCH_GENERATION": generation,
+    }
+    return {**{name: str(value) for name, value in variables.items()}, **config.env}
+
+
+def working_directory(run: RunDir, config: JobConfig) -> Path:
+    """Where the command runs: the folder it was submitted from when that is known, else the run directory."""
+    for candidate in (config.env.get(FOLDER_VARIABLE), _from_record(run)):
+        if candidate and Path(candidate).is_dir():
+            return Path(candidate)
+    return run.path
+
+
+def _from_record(run: RunDir) -> str | None:
+    try:
+        record = json.loads(run.run.read_bytes())
+        found = record["identity"]["submit_dir"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return found if isinstance(found, str) else None
+
+
+def free_port(host: str) -> int:
+    """A port that is free now; the script binds it a moment later."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,332 @@
+"""PURE: what the coordinator does next inside its attempt.
+
+Rungs 1 (roll back, leave a batch out), 2 (restart in place), 3 (use a spare node) and 4 (leave the attempt).
+"""
+
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+from trainer.agent.ladder.suspect_checkpoints import FailedGeneration, failed_generation, suspect_steps
+from trainer.agent.watch.command_errors import CommandPast, command_cause
+from trainer.agent.watch.root_cause import Cause, CommandFailure, RankEnd, find_cause, secondary_order
+from trainer.contract.outcome import AttemptResult, ExitCode, Failure, FailureKind
+from trainer.contract.progress import StopReason
+from trainer.contract.skipped_batches import Skip
+
+SETTLE_SECONDS = 1.0
+"""How long peers get to leave their own outcomes; they may be blocked in a collective for ever, so no longer."""
+
+SURE_SECONDS = 0.2
+"""The same when an end explains itself: only an earlier one could be the cause, and that one is on its way."""
+
+QUICK_SECONDS = 60.0
+"""The same exception at the same step twice, each time sooner than this, is taken for a deterministic bug."""
+
+FRUITLESS = 3
+"""So many restarts in a row without a step that is new to the attempt are enough."""
+
+FIXED_BY_RESTART = frozenset({FailureKind.RANK_KILLED, FailureKind.HANG})
+"""Failures of the machinery that a new generation on the same nodes mends."""
+
+AGAIN_SECONDS = 30.0
+"""What a restart for the sake of a save needs at least: the kill, a warm start, a restore, a step or two, the save.
+
+More than the 20 s after a SIGTERM: who sends that will soon kill, and a clean end is worth more than a try.
+"""
+
+START_SECONDS = 10.0
+"""The same once everything is ready: with less than this left, a generation is not started only to be killed."""
+
+LONGEST_REASON = 2000
+"""Characters of an attempt's last word: agents refuse lines that are too long, and what ranks called has no bound."""
+
+_LOOKED_INTO = frozenset({FailureKind.HANG, FailureKind.DESYNC})
+"""Failures that are declared after all ranks have been looked at: nobody has more to say."""
+
+_NEVER_RETRY = frozenset({FailureKind.USER_ERROR, FailureKind.DESYNC, FailureKind.NUMERIC})
+"""Failures that come back until a person has changed something."""
+
+
+class Action(Enum):
+    WAIT = auto()
+    FINISH = auto()
+    STOP = auto()
+    RESTART = auto()  # in place
+    ROLL_BACK = auto()  # the same, with a batch left out
+    REPLACE = auto()  # a spare node takes the seat of one that is lost
+    END = auto()  # the attempt has failed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """All that a decision within an attempt depends on."""
+
+    world: int
+    ends: tuple[RankEnd, ...] = ()
+    since_failure: float = 0.0  # seconds since the first bad end or breakage
+    since_end: float = 60.0  # seconds since the last rank that has ended did
+    ran_for: float = 0.0  # seconds since the generation started
+    trained: bool = False  # the run has trained a step, as far as is known
+    restarts: int = 0  # made in this attempt so far
+    budget: int = 0  # recovery.restarts_in_place
+    last_mark: str = ""  # of the failure before this one
+    stopping: StopReason = StopReason.NONE
+    overdue: bool = False  # the stop's bound has passed
+    left: float = 0.0  # seconds until then
+    again: bool = False  # a generation was started already only to save and stop
+    command: CommandPast | None = None  # ranks are the user's own command, of which so much is known
+    broken: Failure | None = None  # the machinery failed: an agent, a fork server, a preflight
+    restored: int = 0  # step of the checkpoint that this generation began from; 0: none
+    failed_generations: tuple[FailedGeneration, ...] = ()  # of the generations before it
+    suspects: tuple[int, ...] = ()  # steps whose checkpoints are doubted already
+    spares: int = 0  # nodes that could take the seat of another
+    home: str = ""  # the coordinator's own node, which nobody can replace
+    skipped: tuple[Skip, ...] = ()  # batches that rollbacks of this attempt have left out
+    spike_budget: int = 0  # recovery.spike.roll_backs
+    hung: tuple[str, ...] = ()  # nodes blamed for hangs of generations before it
+    fruitless: int = 0  # restarts in a row, this one included, without a step that is new to the attempt
+
+    def bad(self) -> list[RankEnd]:
+        return [end for end in self.ends if not end.good]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What to do, why, and for failures the root cause."""
+
+    action: Action
+    reason: str
+    failure: Failure | None = None
+    mark: str = ""
+    suspect: int | None = None  # step whose checkpoints are to be left out from now on
+    skip: Skip | None = None  # the batch that is to be left out from now on
+    own: CommandFailure | None = None  # of a command: how it ended by itself
+    set_aside: str = ""  # of a command: why its newest checkpoint is to be set aside
+    lost: tuple[str, ...] = ()  # nodes in whose place spares go on
+
+
+_STOP_FAILURES = {
+    StopReason.CANCEL: FailureKind.CANCELLED,
+    StopReason.PREEMPTION: FailureKind.PREEMPTED,
+    StopReason.TIME_LIMIT: FailureKind.TIME_LIMIT,
+}
+
+
+def decide(now: Situation) -> Decision:
+    """The next action of a running generation."""
+    # An agent is gone, and its node's ranks with it: only a spare or a new attempt can replace them.
+    if now.broken is not None and now.broken.kind is FailureKind.AGENT_LOST:
+        return _replace(now, now.broken) or end(now.broken.reason, now.broken)
+    if not now.bad() and now.broken is None:
+        return _without_failure(now)
+    # Of a hang everybody has been asked already, and nobody will say more by himself.
+    asked = now.broken is not None and now.broken.kind in (FailureKind.HANG, FailureKind.DESYNC)
+    if now.broken is not None and now.broken.kind in _LOOKED_INTO and now.stopping is StopReason.NONE:
+        return _after_failure(now)
+    # The first bad end need not be the cause: give the others a moment to say what they know.
+    settle = 0.0 if asked else SURE_SECONDS if any(secondary_order(end) == 0 for end in now.bad()) else SETTLE_SECONDS
+    if now.since_failure < settle and len(now.ends) < now.world:
+        return Decision(action=Action.WAIT, reason="a rank has failed; waiting for what its peers have to say")
+    if now.stopping is not StopReason.NONE:
+        return _failed_while_stopping(now)
+    return _after_failure(now)
+
+
+def _replace(now: Situation, lost: Failure, reason: str = "", nodes: tuple[str, ...] = ()) -> Decision | None:
+    """Rung 3, if it can be used: spares go on in the place of all nodes that are lost or blamed, or none does."""
+    nodes = nodes or lost.nodes
+    if not nodes or len(nodes) > now.spares or now.stopping is not StopReason.NONE or now.home in nodes:
+        return None
+    who = "a spare node takes" if len(nodes) == 1 else f"{len(nodes)} spare nodes take"
+    left = now.spares - len(nodes)
+    reason = f"{reason or lost.reason}; {who} the place of {', '.join(nodes)}, {left} left after it"
+    return Decision(action=Action.REPLACE, reason=reason, failure=lost, mark="lost", lost=nodes)
+
+
+def _without_failure(now: Situation) -> Decision:
+    if len(now.ends) == now.world:
+        stopped = any(end.exit_code == ExitCode.STOPPED_AFTER_SAVE for end in now.ends)
+        # A command that was told to stop may well leave with 0; only its own checkpoints know whether it was done.
+        if stopped or (now.command is not None and now.stopping is not StopReason.NONE):
+            return Decision(action=Action.STOP, reason=f"all ranks stopped: {now.stopping.name.lower()}")
+        # Slurm signals every process of a step: ranks may leave with 0 before their agents can tell of the signal.
+        if now.command is not None and now.since_end < SETTLE_SECONDS:
+            return Decision(action=Action.WAIT, reason="all ranks have ended; waiting for word of a signal")
+        return Decision(action=Action.FINISH, reason="all ranks finished")
+    if now.overdue:
+        return stop_failure(now.stopping, "ranks were told to stop and save, did not do so in time, and were killed")
+    return Decision(action=Action.WAIT, reason=f"{len(now.ends)} of {now.world} ranks have ended")
+
+
+def _failed_while_stopping(now: Situation) -> Decision:
+    if now.command is not None:
+        # SIGTERM is the request, so dying of it, or any exit code after it, is the answer.
+        if len(now.ends) == now.world:
+            return Decision(action=Action.STOP, reason=f"the command ended when asked: {now.stopping.name.lower()}")
+        if not now.overdue:
+            return Decision(action=Action.WAIT, reason="the command was asked to stop")
+        return stop_failure(now.stopping, "the command did not end in time and was killed")
+    cause = _cause(now)
+    failure = cause.failure
+    reason = f"{failure.reason}, while stopping ({now.stopping.name.lower()})"
+    if failure.kind is FailureKind.NUMERIC:
+        return _bad_while_stopping(now, cause, reason)
+    if failure.kind not in FIXED_BY_RESTART or not cause.retry:
+        return end(reason, failure, cause.mark)
+    if why_not := _not_again(now):
+        return end(f"{reason}, {why_not}", failure, cause.mark)
+    reason = f"{reason}; {now.left:.0f} s are left to start again, save and stop"
+    return Decision(action=Action.RESTART, reason=reason, failure=failure, mark=cause.mark)
+
+
+def _bad_while_stopping(now: Situation, cause: Cause, reason: str) -> Decision:
+    """The batch is left out whether or not there is time to go on from before it and save: the next attempt can."""
+    rollback = _roll_back(now, cause, reason, doubted=False)
+    if rollback.action is not Action.ROLL_BACK or not (why_not := _no_time(now)):
+        return rollback
+    stopped = stop_failure(now.stopping, f"{cause.failure.reason}, {why_not}; that batch is left out from now on")
+    return replace(stopped, skip=rollback.skip)
+
+
+def _not_again(now: Situation) -> str:
+    """Why ranks that failed while they stopped are not started once more to save; empty when they are."""
+    if now.restarts >= now.budget and not now.again:
+        return f"with all {now.budget} restarts in place of this attempt used"
+    return _no_time(now)
+
+
+def _no_time(now: Situation) -> str:
+    """The same of a rollback, which uses no restart."""
+    if now.again:
+        return "once more after a restart for the save"
+    # A stop's bound is also put off while ranks move; what is left of it now is certain.
+    return "" if now.left >= AGAIN_SECONDS else f"with {now.left:.0f} s left, too few to start again"
+
+
+def _after_failure(now: Situation) -> Decision:
+    suspect = _new_suspect(now)
+    # What came twice after loading the same checkpoint is no bug of the program before an older one has been tried.
+    cause = _cause(now, forgive=suspect is not None)
+    reason = cause.failure.reason
+    if suspect is not None:
+        reason = f"{reason}; the checkpoint of step {suspect.step} is suspect: {suspect.reason}"
+    if cause.set_aside:
+        reason = f"{reason}; {cause.set_aside}"
+    decision = _rung(now, cause, reason, doubted=suspect is not None)
+    decision = replace(decision, own=cause.own, set_aside=cause.set_aside)
+    return replace(decision, suspect=suspect.step) if suspect is not None else decision
+
+
+@dataclass(frozen=True)
+class _Suspect:
+    step: int
+    reason: str
+
+
+def _new_suspect(now: Situation) -> _Suspect | None:
+    """The checkpoint that this generation began from, if it has to be doubted from now on."""
+    last = failed_generation(_cause(now, forgive=True).failure, now.restored, None)
+    found = {} if last is None else suspect_steps([*now.failed_generations, last], now.suspects)
+    return _Suspect(now.restored, found[now.restored]) if now.restored in found else None
+
+
+def _rung(now: Situation, cause: Cause, reason: str, *, doubted: bool) -> Decision:
+    """The lowest rung that may help; `doubted`: the checkpoint will be another one."""
+    failure = cause.failure
+    if failure.kind is FailureKind.NUMERIC:
+        return _roll_back(now, cause, reason, doubted=doubted)
+    if failure.kind is FailureKind.NODE_SUSPECT:
+        return _replace(now, failure, reason) or end(reason, failure, cause.mark)
+    # Once is an accident, of the program or of anything; twice on one node speaks of that node.
+    again = tuple(node for node in failure.nodes if node in now.hung)
+    if failure.kind is FailureKind.HANG and again:
+        verb = "is" if len(again) == 1 else "are"
+        reason = f"{reason}; {', '.join(again)} {verb} blamed for a hang for the second time in this attempt"
+        return _replace(now, failure, reason, again) or end(reason, failure, cause.mark)
+    return _restart(now, cause, reason)
+
+
+def _roll_back(now: Situation, cause: Cause, reason: str, *, doubted: bool) -> Decision:
+    """Rung 1: the newest checkpoint again, and the batch of the bad step left out; uses no restart."""
+    failure, used = cause.failure, len(now.skipped)
+    assert cause.position is not None
+    assert failure.step is not None
+    if cause.position in {skip.position for skip in now.skipped}:
+        return end(f"{reason}; that batch was to be left out already", failure, cause.mark)
+    # It was not the batch; from an older checkpoint it may not come back.
+    if not doubted and failure.step in {skip.step for skip in now.skipped}:
+        reason = f"{reason}; step {failure.step} was bad before, and the batch it had then was left out"
+        return end(reason, failure, cause.mark)
+    if used >= now.spike_budget:
+        return end(f"{reason}; all {now.spike_budget} rollbacks of this attempt are used", failure, cause.mark)
+    return Decision(
+        action=Action.ROLL_BACK,
+        reason=f"{reason}; rollback {used + 1} of {now.spike_budget}, with that batch left out",
+        failure=failure,
+        mark=cause.mark,
+        skip=Skip(step=failure.step, position=cause.position, reason=failure.reason),
+    )
+
+
+def _restart(now: Situation, cause: Cause, reason: str) -> Decision:
+    """Rung 2: a new generation on the same nodes."""
+    failure = cause.failure
+    if not cause.retry:
+        return end(reason, failure, cause.mark)
+    # Of a command no step is known.
+    if now.fruitless >= FRUITLESS and now.command is None:
+        return end(f"{reason}; {now.fruitless} restarts in a row have trained no new step", failure, cause.mark)
+    if now.restarts >= now.budget:
+        return end(f"{reason}; all {now.budget} restarts in place of this attempt are used", failure, cause.mark)
+    number = now.restarts + 1
+    return Decision(
+        action=Action.RESTART,
+        reason=f"{reason}; restart {number} of {now.budget} in place",
+        failure=failure,
+        mark=cause.mark,
+    )
+
+
+def _cause(now: Situation, *, forgive: bool = False) -> Cause:
+    """The root of the failure; `forgive`: that it came before, at the same step, does not count."""
+    if now.broken is not None:
+        return Cause(failure=now.broken, retry=now.broken.kind in FIXED_BY_RESTART, mark="broken")
+    if now.command is not None:
+        return command_cause(now.ends, now.command, now.ran_for)
+    quick = now.ran_for < QUICK_SECONDS and not forgive
+    return find_cause(now.ends, trained=now.trained, last_mark=now.last_mark if quick else "")
+
+
+def stop_failure(stopping: StopReason, reason: str) -> Decision:
+    """The end of an attempt that was asked to stop and could not do so with a save."""
+    failure = Failure(kind=_STOP_FAILURES.get(stopping, FailureKind.UNKNOWN), reason=reason)
+    return end(f"{reason} ({stopping.name.lower()})", failure)
+
+
+def end(reason: str, failure: Failure, mark: str = "") -> Decision:
+    """The end of an attempt that failed."""
+    return Decision(action=Action.END, reason=reason, failure=failure, mark=mark)
+
+
+def final_outcome(decision: Decision, stopped: StopReason | None) -> tuple[ExitCode, AttemptResult, str]:
+    """How the attempt ends with this decision: the agents' exit code, the result, and its reason."""
+    if decision.action is Action.FINISH:
+        return ExitCode.FINISHED, AttemptResult.FINISHED, decision.reason
+    if decision.action is Action.STOP:
+        who = stopped.name.lower() if stopped is not None else "the ranks themselves"
+        return ExitCode.STOPPED_AFTER_SAVE, AttemptResult.STOPPED, who
+    assert decision.failure is not None
+    return exit_code(decision.failure), AttemptResult.FAILED, _cut(decision.reason)
+
+
+def _cut(reason: str) -> str:
+    return reason if len(reason) <= LONGEST_REASON else f"{reason[: LONGEST_REASON - 3]}..."
+
+
+def exit_code(failure: Failure) -> ExitCode:
+    """With what code agents leave after this failure."""
+    if failure.kind in _NEVER_RETRY:
+        return ExitCode.NEVER_RETRY
+    if failure.kind is FailureKind.NODE_SUSPECT:
+        return ExitCode.NODE_SUSPECT
+    return ExitCode.RETRY

@@ -1,0 +1,97 @@
+"""Rung 3: spare nodes take the seats of those that are lost or blamed, within the job."""
+
+from trainer.agent.ladder import in_job_policy
+from trainer.agent.ladder.in_job_policy import Action, Decision
+from trainer.agent.nodes.roster import Member, Roster
+from trainer.contract.events import EventKind, EventLog
+from trainer.contract.outcome import Failure, FailureKind
+
+
+def replace(decision: Decision, roster: Roster, events: EventLog) -> Decision | None:
+    """Let spares take every vacant seat; how the attempt ends, when that cannot be.
+
+    Why this is safe although a lost node may live on, out of reach, for a while, and ranks of a blamed one may, too:
+    - Its agent ends its ranks when its connection ends or falls silent, and is never admitted again; that of a blamed
+      node has been told to kill them, and has a seat no more.
+    - Its ranks cannot train: every step needs all ranks of their generation, and those of the other nodes are killed
+      before a new generation starts.
+    - They cannot commit or delete a checkpoint: rank 0, which sits beside the coordinator, leads both, and a commit
+      needs the word of every rank of its generation (on its node's own disk alone a node's first rank may delete).
+    - They cannot spoil one: files are only ever made anew, never written over, and a generation takes names of its own.
+    """
+    failure = decision.failure
+    assert failure is not None
+    _exclude_nodes(decision, roster)
+    moves, why = roster.replace_nodes()
+    for move in moves:
+        name, left = roster.members[move.node].name, roster.members[move.instead]
+        told = {"reason": left.excluded or failure.reason, "kind": str(_failure_kind_of(left, failure))}
+        events.write(EventKind.SPARE_USED, node=move.node, name=name, instead=left.name, **told)
+    return None if moves else in_job_policy.end(f"{decision.reason}; {why}", failure)
+
+
+def _failure_kind_of(left: Member, failure: Failure) -> FailureKind:
+    """The kind of failure that this node has lost its seat for."""
+    if left.name in failure.nodes:
+        return failure.kind
+    return FailureKind.AGENT_LOST if left.lost else FailureKind.NODE_SUSPECT
+
+
+def _exclude_nodes(decision: Decision, roster: Roster) -> None:
+    """The nodes that are given up train no more, although they may answer."""
+    failure = decision.failure
+    assert failure is not None
+    for name in _replaced_nodes(decision):
+        if failure.kind is not FailureKind.AGENT_LOST and (node := roster.node_of(name)) is not None:
+            roster.members[node].excluded = failure.reason
+
+
+def _replaced_nodes(decision: Decision) -> tuple[str, ...]:
+    """The nodes in whose place spares go on."""
+    return decision.lost or (decision.failure.nodes if decision.failure is not None else ())
+
+
+def left_behind(decision: Decision) -> tuple[str, ...]:
+    """Nodes whose ranks need not be gone before the next generation starts; none of them: all nodes go on.
+
+    A driver or a disk that hangs keeps a rank from dying: that is why its node is given up.
+    """
+    return _replaced_nodes(decision) if decision.action is Action.REPLACE else ()
+
+
+def replace_unkillable_nodes(
+    decision: Decision, roster: Roster, generation: int, *, seconds: float, stopping: bool
+) -> Decision:
+    """What is done instead of `decision` when ranks of this generation could not be killed within `seconds`.
+
+    A node on which a rank cannot die must not train, whoever was the cause of the kill.
+    """
+    assert decision.failure is not None
+    stuck = [
+        one for one in roster.training_members() if one.gone < generation and one.name not in left_behind(decision)
+    ]
+    if decision.action is Action.REPLACE:
+        _exclude_nodes(decision, roster)
+    for member in stuck:
+        member.excluded = f"{member.name}: its ranks could not be killed within {seconds:.0f} s"
+    failure = Failure(
+        kind=FailureKind.NODE_SUSPECT, reason="; ".join(member.excluded for member in stuck), node=stuck[0].name,
+        step=decision.failure.step,
+    )  # fmt: skip
+    reason = f"{decision.reason}; {failure.reason}"
+    return (
+        in_job_policy.end(reason, failure)
+        if stopping
+        else Decision(action=Action.REPLACE, reason=reason, failure=failure)
+    )
+
+
+def can_replace(decision: Decision | None, roster: Roster) -> bool:
+    """Whether this end of an attempt, between two generations, comes of one node alone, and spares are left."""
+    if decision is None or decision.action is not Action.END or decision.failure is None or not roster.spares():
+        return False
+    # A program that nobody could load yet will not load on a spare.
+    if decision.failure.kind is FailureKind.USER_ERROR:
+        return False
+    node = roster.node_of(decision.failure.node)
+    return decision.failure.kind is FailureKind.AGENT_LOST or (node is not None and bool(roster.members[node].excluded))

@@ -1,0 +1,402 @@
+"""The agent of one node: obeys the coordinator, owns the fork server and the ranks, reports what happens to them."""
+
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import Coroutine, Mapping
+from functools import partial
+from typing import Any
+
+from checkpointing.durable import dump_line
+from trainer.agent.control.peer_timeout import POLL_SECONDS, PeerTimeout
+from trainer.agent.control.tcp_transport import Message, Peer, WireError
+from trainer.agent.evidence.collector import EvidenceCollector
+from trainer.agent.flight.recorder import FlightSockets
+from trainer.agent.fork_server import cpu_binding
+from trainer.agent.fork_server.link import ForkServerLink
+from trainer.agent.fork_server.rank_launch import GenerationOptions, RankLauncher
+from trainer.agent.nodes import machine_identity, preflight
+from trainer.agent.nodes.roster import AGENT_TIMEOUT_SECONDS
+from trainer.agent.processes import agent_report, detached_thread
+from trainer.agent.processes.checkpoint_writers import CheckpointWriters
+from trainer.agent.processes.log_pipes import LogPipes
+from trainer.agent.ranks import fault_injection, kill_generation, kill_orphaned_ranks
+from trainer.agent.ranks.exit_reports import ExitReports
+from trainer.agent.ranks.local_ranks import LocalRank, LocalRanks
+from trainer.agent.ranks.rank_exit import ExitInfo, decode_shell_exit, exit_report
+from trainer.agent.watch.root_cause import exit_words, signal_name
+from trainer.agent.watch.sampling import Sampler, no_writer, report_seconds
+from trainer.contract.config import JobConfig
+from trainer.contract.events import EventKind, EventLog
+from trainer.contract.node_identity import NodeIdentity
+from trainer.contract.outcome import AgentEnd, ExitCode
+from trainer.contract.progress import StopReason
+from trainer.contract.run_dir import AttemptDir, RunDir
+
+_LOOK_SECONDS = 0.1
+_MAX_STARTUP_FAILURES = 3
+_STORE = ("host", "port", "key")
+
+
+class NodeAgent:
+    """Everything between one connection to the coordinator and the processes of this node."""
+
+    def __init__(
+        self, *, run: RunDir, attempt: AttemptDir, config: JobConfig, identity: NodeIdentity, events: EventLog,
+        environ: Mapping[str, str], logs: LogPipes,
+    ) -> None:  # fmt: skip
+        self._run, self._attempt, self._config, self._node = run, attempt, config, identity
+        self._events, self._environ, self._logs = events, environ, logs
+        self.other_children: tuple[int, ...] = ()  # children of this process that are no rank's
+        self._link: ForkServerLink | None = None
+        self._ranks: LocalRanks | None = None
+        self._sampler: Sampler | None = None
+        self._sockets = FlightSockets()
+        self._writers: CheckpointWriters | None = None
+        self._node_rank: int | None = None  # of a spare: none
+        self._startup_failures, self._sigterm_sent, self._options = 0, False, GenerationOptions()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._exit_reports = ExitReports(self._spawn)
+        self._early: list[int] = []
+        self._peer: Peer
+        self._launcher: RankLauncher
+        self._evidence: EvidenceCollector
+
+    async def serve(self, peer: Peer) -> int:
+        """Work until the coordinator says it is over, or is lost; returns the agent's exit code."""
+        self._peer = peer
+        self._evidence = EvidenceCollector(self._attempt, self._node.node, self._sockets)
+        self._launcher = RankLauncher(
+            self._run, self._attempt, self._config, self._node, self._environ, peer.host, self._sockets
+        )
+        for number in self._early:
+            self.on_signal(number)
+        try:
+            # Whoever says nothing is lost, and a driver or a file system may keep the examination for longer.
+            self._spawn(self._report_progress())
+            self._spawn(self._run_preflight())
+            return await self._listen()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await self._shut_down()
+
+    async def _run_preflight(self) -> None:
+        """Tell what is wrong with this node; a fit one gets its fork server."""
+        faults = await detached_thread.start_detached(lambda: preflight.examine(self._run.path, self._config))
+        reasons = "; ".join(fault.reason for fault in faults)
+        self._events.write(
+            EventKind.PREFLIGHT, node=self._node.node, name=self._node.name, ok=not faults, reason=reasons
+        )
+        told = [fault.to_json() for fault in faults]
+        self._peer.send("fit", faults=told, wall=time.time(), machine=machine_identity.identity())
+        if not faults:
+            self._start_fork_server()
+
+    def on_signal(self, number: int) -> None:
+        """Slurm, or a person, sent this agent a signal: the coordinator decides what it means."""
+        if hasattr(self, "_peer"):
+            self._peer.send("signal", name=signal_name(number))
+        else:
+            self._early.append(number)
+
+    async def _listen(self) -> int:
+        timeout = PeerTimeout(time.monotonic())
+        while True:
+            try:
+                message = await asyncio.wait_for(self._peer.receive(), POLL_SECONDS)
+            except TimeoutError:
+                if timeout.silent_for(time.monotonic()) < AGENT_TIMEOUT_SECONDS:
+                    continue
+                return await self._lost_coordinator(AgentEnd.SILENT, f"it was silent for {AGENT_TIMEOUT_SECONDS:.0f} s")
+            except WireError as error:
+                return await self._lost_coordinator(AgentEnd.GONE, str(error))
+            if message is None:
+                return await self._lost_coordinator(AgentEnd.GONE, "the connection ended")
+            timeout.received(time.monotonic())
+            if message["say"] == "end":
+                return int(message["code"])
+            self._handle(message)
+
+    async def _lost_coordinator(self, end: AgentEnd, reason: str) -> int:
+        self._events.write(EventKind.DECISION, action="leave", reason=f"the coordinator is lost: {reason}")
+        _log(f"the coordinator is lost ({reason}): ending this node's ranks")
+        await agent_report.write(self._attempt, self._node, end, reason)
+        return ExitCode.RETRY
+
+    def _handle(self, message: Message) -> None:
+        match message["say"]:
+            case "seat":
+                self._take_node_rank(message["seat"])
+            case "start":
+                self._take_node_rank(message["seat"])
+                self._options = GenerationOptions.from_message(message)
+                self._start_generation(message["generation"], message["master"])
+            case "store" if self._ranks and self._ranks.generation == message["generation"]:
+                self._ranks.send(dump_line({"word": "store"} | {key: message[key] for key in _STORE}).encode(), but=0)
+            case "ask":
+                self._ask_stop(StopReason(message["reason"]), message["seconds"])
+            case "due" if self._ranks is not None:
+                self._ranks.expect_stop(time.monotonic() + message["seconds"])
+            case "flight" | "evidence" | "stacks" if self._ranks is not None and self._sampler is not None:
+                self._spawn(self._evidence.collect(message, self._ranks, self._sampler, self._peer))
+            case "drill" if self._ranks is not None and fault_injection.is_here(message, self._ranks, self._node_rank):
+                step = self._ranks.summary()["step"]
+                rank = None if message["kind"] in fault_injection.AGENT_KINDS else message["at"]
+                self._events.write(EventKind.DRILL, kind=message["kind"], rank=rank, node=self._node.name, step=step)
+                fault_injection.inject(message, self._ranks)
+            case "kill":
+                self._kill(message["generation"])
+
+    # -- the fork server ---------------------------------------------------------------------------------------------
+
+    def _start_fork_server(self) -> None:
+        self._link = ForkServerLink(
+            run_dir=self._run.path,
+            environ={**self._environ, **self._config.env, **cpu_binding.gpus(self._node, self._config, self._environ)},
+            output=self._output(),
+            on_packet=self._on_fork_server_packet,
+            on_lost=self._on_fork_server_lost,
+        )
+
+    def _take_node_rank(self, node_rank: int) -> None:
+        """Take this seat for good. Writers begin before step 1; a user's own script saves in its own way."""
+        if self._node_rank == node_rank:
+            return
+        self._node_rank = node_rank
+        if not self._config.command:
+            self._writers = CheckpointWriters(
+                self._local_ranks(), {**self._environ, **self._config.env}, self._output()
+            )
+
+    def _output(self) -> int:
+        return self._logs.descriptor(self._attempt.agent_log(self._node.node))
+
+    def _local_ranks(self) -> range:
+        assert self._node_rank is not None
+        per_node = self._config.cluster.ranks_per_node
+        return range(self._node_rank * per_node, (self._node_rank + 1) * per_node)
+
+    def _on_fork_server_packet(self, packet: dict[str, Any], descriptors: list[int]) -> None:
+        match packet["say"]:
+            case "ready":
+                self._startup_failures = 0
+                facts = {key: packet[key] for key in ("warm", "reason", "seconds")}
+                self._events.write(EventKind.NURSERY, node=self._node.node, **facts)
+                self._peer.send("ready", warm=packet["warm"])
+            case "unloadable":
+                self._startup_failures = _MAX_STARTUP_FAILURES
+                _log(packet["traceback"])
+                self._peer.send("unloadable", exception=packet["exception"], message=packet["message"])
+            case "born":
+                self._on_spawned(packet, descriptors[0])
+            case "exit":
+                self._on_exited(packet["rank"], packet["exit_code"], packet["signal"])
+            case "gone":
+                self._gone(packet["rank"])
+            case "unborn":
+                assert self._link is not None
+                self._link.kill(f"rank {packet['rank']} could not be started: {packet['reason']}")
+
+    def _on_fork_server_lost(self, reason: str) -> None:
+        self._events.write(EventKind.NURSERY, node=self._node.node, warm=False, reason=f"died: {reason}", seconds=0.0)
+        self._peer.send("unready", reason=reason)
+        self._spawn(self._replace_fork_server(reason))
+
+    async def _replace_fork_server(self, reason: str) -> None:
+        """Ranks of a dead fork server are this process's children now: end them, collect them, then begin anew."""
+        ranks = self._ranks
+        if ranks is not None:
+            if not ranks.all_gone():
+                # Who ended before the fork server did is heard first.
+                await self._exit_reports.wait_until_sent()
+                self._peer.send("broken", generation=ranks.generation, reason=reason)
+            helpers = self._pids_of_helpers()
+            await kill_orphaned_ranks.kill_all(ranks, self._on_exited, self._gone, helpers)
+        self._startup_failures += 1
+        if self._startup_failures < _MAX_STARTUP_FAILURES:
+            self._start_fork_server()
+        elif self._startup_failures == _MAX_STARTUP_FAILURES:
+            self._peer.send("barren", reason=f"its fork server died {_MAX_STARTUP_FAILURES} times in a row: {reason}")
+
+    def _pids_of_helpers(self) -> tuple[int, ...]:
+        return (*self.other_children, *(self._writers.pids() if self._writers is not None else ()))
+
+    # -- a generation ------------------------------------------------------------------------------------------------
+
+    def _start_generation(self, generation: int, master: list[Any] | None) -> None:
+        self._forget_ranks()
+        self._events.generation = generation
+        assert self._node_rank is not None
+        ranks = self._ranks = LocalRanks(generation, self._local_ranks())
+        writer = self._writers.pid_of if self._writers is not None else no_writer
+        self._sampler = Sampler(ranks, self._node.name, writer)
+        if self._link is None or self._link.lost:
+            # It died when the other nodes were ready: its replacement belongs to the next generation.
+            ranks.mark_never_started()
+            self._peer.send("broken", generation=generation, reason="before its ranks were started")
+            return
+        for local_rank, local in enumerate(ranks.by_rank.values()):
+            order = self._launcher.launch_order(self._node_rank, local_rank, ranks.generation, master, self._options)
+            # A fork server that is lost in here tells so itself, and what was not started is buried with it.
+            self._start_rank(order, local, local_rank)
+            self._watch_control_socket(local)
+            assert local.theirs is not None
+            local.theirs.close()
+            local.theirs = None
+
+    def _start_rank(self, order: dict[str, Any], local: LocalRank, local_rank: int) -> None:
+        assert self._link is not None
+        output = self._logs.descriptor(self._attempt.rank_log(local.rank))
+        if self._writers is None:
+            self._link.start_rank(order, [output, *(local.descriptors() if order["spec"] else ())])
+            return
+        with self._writers.connection(local_rank) as ends:
+            self._link.start_rank(order, [output, *local.descriptors(), *ends])
+
+    def _watch_control_socket(self, local: LocalRank) -> None:
+        loop, ranks = asyncio.get_running_loop(), self._ranks
+        assert ranks is not None
+
+        def read() -> None:
+            message = local.receive_message()
+            if message is None:
+                loop.remove_reader(local.control)
+            elif message.get("word") == "store":
+                self._peer.send("store", generation=ranks.generation, **{name: message[name] for name in _STORE})
+            elif message.get("word") == "fitness":
+                figures = {key: message[key] for key in ("matmul", "memory", "pairs")}
+                self._peer.send("fitness", generation=ranks.generation, rank=local.rank, **figures)
+
+        loop.add_reader(local.control, read)
+
+    def _on_spawned(self, packet: dict[str, Any], handle: int) -> None:
+        assert self._ranks is not None
+        local = self._ranks.by_rank[packet["rank"]]
+        local.pid, local.handle = packet["pid"], handle
+        asyncio.get_running_loop().add_reader(handle, self._on_pid_dead, self._ranks, local)
+
+    def _on_pid_dead(self, ranks: LocalRanks, local: LocalRank) -> None:
+        """The kernel says that this rank is dead; its fork server says how within milliseconds, if it can."""
+        assert local.handle is not None
+        asyncio.get_running_loop().remove_reader(local.handle)
+
+        def doubt() -> None:
+            if not local.ended and ranks is self._ranks and self._link is not None:
+                self._link.kill(f"it did not collect rank {local.rank}")
+
+        asyncio.get_running_loop().call_later(kill_generation.OBEY_SECONDS, doubt)
+
+    def _on_exited(self, rank: int, exit_code: int | None, number: int | None) -> None:
+        """A rank has ended: tell everything that is known about it."""
+        assert self._ranks is not None
+        local = self._ranks.by_rank[rank]
+        local.ended = True
+        generation, command = self._ranks.generation, bool(self._config.command)
+        if command:
+            exit_code, number = decode_shell_exit(exit_code, number)
+        reason = "killed by its agent" if self._ranks.killed else exit_words(exit_code, number)
+        self._events.write(
+            EventKind.RANK_EXITED, rank=rank, node=self._node.name, exit_code=exit_code, signal=number, reason=reason
+        )
+        self._peer.send("progress", generation=generation, **self._ranks.summary())
+        info = ExitInfo.of(local)
+        end = partial(exit_report, self._attempt, generation, info, exit_code, number, command=command, logs=self._logs)
+        self._exit_reports.add(end, partial(self._send_exit, self._ranks, local))
+
+    def _send_exit(self, ranks: LocalRanks, local: LocalRank, known: dict[str, Any]) -> None:
+        if ranks is self._ranks:
+            self._peer.send("exit", generation=ranks.generation, rank=local.rank, **known)
+            local.reported = True
+            self._send_gone(ranks)
+
+    def _gone(self, rank: int) -> None:
+        """Nothing is left of this rank, its own children included."""
+        assert self._ranks is not None
+        self._ranks.by_rank[rank].gone = True
+        self._send_gone(self._ranks)
+
+    def _send_gone(self, ranks: LocalRanks) -> None:
+        if ranks.all_reported():
+            self._peer.send("gone", generation=ranks.generation)
+
+    # -- stopping ----------------------------------------------------------------------------------------------------
+
+    def _ask_stop(self, reason: StopReason, seconds: float | None) -> None:
+        if self._ranks is None:
+            return
+        self._ranks.ask(reason, 0.0 if seconds is None else time.monotonic() + seconds)
+        stopping = reason > StopReason.SAVE_AND_GO_ON
+        if self._config.command and stopping and not self._sigterm_sent and self._link is not None:
+            self._sigterm_sent = True
+            self._link.signal_ranks(signal.SIGTERM)
+
+    def _kill(self, generation: int) -> None:
+        ranks = self._ranks
+        if ranks is None or ranks.generation != generation or ranks.all_reported():
+            self._peer.send("gone", generation=generation)
+            return
+        ranks.killed = True
+        if self._link is not None:  # without one they are being buried
+            politely = bool(self._config.command) and not self._sigterm_sent
+            self._spawn(kill_generation.kill_all(ranks, self._link, politely=politely))
+
+    async def _shut_down(self) -> None:
+        """Leave no process behind."""
+        clean = self._link is None or await self._link.stop()
+        if self._ranks is not None and not clean:
+            helpers = self._pids_of_helpers()
+            await kill_orphaned_ranks.kill_all(self._ranks, lambda *_: None, lambda _: None, helpers)
+        self._forget_ranks()
+        self._sockets.close()
+        if self._writers is not None:
+            await self._writers.close()
+
+    def _forget_ranks(self) -> None:
+        loop = asyncio.get_running_loop()
+        for local in self._ranks.by_rank.values() if self._ranks is not None else ():
+            loop.remove_reader(local.control)
+            if local.handle is not None:
+                loop.remove_reader(local.handle)
+        if self._ranks is not None:
+            self._ranks.close()
+        self._ranks = self._sampler = None
+
+    # -- reporting ---------------------------------------------------------------------------------------------------
+
+    async def _report_progress(self) -> None:
+        """Look ten times a second, report now and then, and at once when a generation has made its first step."""
+        told, waited = 0, 0.0
+        pause = report_seconds(self._config.cluster.all_nodes)
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            waited += _LOOK_SECONDS
+            ranks, sampler = self._ranks, self._sampler
+            if ranks is None or sampler is None:
+                if waited >= pause:
+                    waited = 0.0
+                    self._peer.send("progress", generation=0)
+                continue
+            summary = ranks.summary()
+            first = told != ranks.generation and summary["stepped"]
+            told = ranks.generation if first else told
+            if first or waited >= pause:
+                waited = 0.0
+                self._peer.send("progress", generation=ranks.generation, **summary, **sampler.report())
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+        return task
+
+    def _finished(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.result()  # our own bug: the loop's handler reports it
+
+
+def _log(text: str) -> None:
+    sys.stderr.write(f"orch-agent: {text}\n")
+    sys.stderr.flush()

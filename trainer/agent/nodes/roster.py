@@ -1,0 +1,255 @@
+"""The agents of the job as the coordinator knows them."""
+
+import asyncio
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer.agent.control import message_schema
+from trainer.agent.control.tcp_transport import Message, Peer, WireError
+from trainer.agent.nodes.node_ranks import NodeRanks, Replacement, assign_node_ranks_to, replacements
+from trainer.agent.nodes.preflight import Fault
+
+AGENT_TIMEOUT_SECONDS = 60.0
+"""An agent (or coordinator) that says nothing for so long is lost; it speaks twice a second when it lives."""
+STALLED_TIMEOUT_SECONDS = 10.0
+"""The same while no rank of the job moves, as when a node has gone from the network: its peers wait for it."""
+RETURN_SECONDS = 5.0
+"""An agent that goes before it has said anything may be about to say hello again: it was not let in soon enough."""
+
+LATE_SECONDS = 3.0
+"""A look that was due so long ago tells that the coordinator itself had no time: it was suspended, or starved."""
+LOOK_SECONDS = 1.0
+
+
+@dataclass(kw_only=True)
+class Member:
+    """One agent that has joined."""
+
+    node: int
+    name: str
+    peer: Peer
+    last_message_at: float
+    has_sent: bool = False  # it has said more than hello
+    faults: list[Fault] | None = None
+    ready: bool = False
+    gone: int = 0  # newest generation of which nothing is left on this node
+    lost: str = ""  # why it is lost
+    machine: str = ""  # identity of the machine it runs on, where that is known
+    ahead: float = 0.0  # seconds by which its clock is ahead of the coordinator's, the wire's delay included
+    excluded: str = ""  # why its node must not train, though it answers
+    progress: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def usable(self) -> bool:
+        return not self.lost and not self.excluded
+
+
+class Roster:
+    """Who has joined; turns connections into messages for the coordinator's inbox."""
+
+    def __init__(
+        self, nodes: int, attempt: int, deliver: Callable[[int, Message], None], *, node_ranks: int | None = None
+    ) -> None:
+        """`seats`: how many of the nodes train; the others are spares."""
+        self._nodes, self._attempt, self._deliver = nodes, attempt, deliver
+        self._wanted = nodes if node_ranks is None else node_ranks
+        self._assigned = False
+        self._last_tick: float | None = None
+        self._moved: float | None = None  # when a rank moved last; nothing was started yet
+        self.members: dict[int, Member] = {}
+        self.node_ranks: NodeRanks = {
+            node_rank: node_rank for node_rank in range(self._wanted)
+        }  # until all are examined
+
+    def admit(self, hello: Message, peer: Peer) -> bool:
+        """Whether this authenticated agent may join: one for each node of this attempt."""
+        node, name = hello.get("node"), hello.get("name")
+        known = type(node) is int and 0 <= node < self._nodes and isinstance(name, str)
+        if not known or hello.get("attempt") != self._attempt:
+            return False
+        assert isinstance(node, int)
+        assert isinstance(name, str)
+        member = self.members.get(node)
+        if member is None:
+            self.members[node] = Member(node=node, name=name, peer=peer, last_message_at=time.monotonic())
+            self._deliver(node, {"say": "joined"})
+            return True
+        if member.has_sent or member.lost:
+            return False
+        # Its agent has waited in vain for the welcome, and says hello again.
+        member.peer.drop()
+        member.peer, member.name, member.last_message_at = peer, name, time.monotonic()
+        return True
+
+    async def serve(self, hello: Message, peer: Peer) -> None:
+        """Deliver the messages of one agent until it is gone."""
+        member = self.members[hello["node"]]
+        reason = "its connection ended"
+        try:
+            broken = await self._receive(member, peer)
+            if not broken and not member.has_sent:
+                await asyncio.sleep(RETURN_SECONDS)
+            reason = broken or reason
+        finally:
+            if member.peer is peer:
+                self._deliver(member.node, {"say": "lost", "reason": reason})
+
+    async def _receive(self, member: Member, peer: Peer) -> str:
+        """Until the connection ends; why it cannot go on when what it brings cannot be read."""
+        try:
+            while (message := await peer.receive()) is not None and member.peer is peer:
+                message_schema.check(message)
+                self._note(member, message, time.monotonic())
+                self._deliver(member.node, message)
+        except WireError as error:
+            return f"it sent {error}"
+        return ""
+
+    def _note(self, member: Member, message: Message, now: float) -> None:
+        """It has spoken; a report that differs from the one before tells that ranks of it move."""
+        member.last_message_at, member.has_sent = now, True
+        if message["say"] == "progress" and any(
+            message.get(key) != member.progress.get(key) for key in ("generation", "step", "phase")
+        ):
+            self._moved = now
+
+    def record_preflight(self, node: int, faults: list[Fault], message: Message, wall: float) -> None:
+        """An agent has looked at its own node; `wall` is the time of day here. Raises TypeError or ValueError."""
+        member = self.members[node]
+        member.faults, member.machine = faults, str(message.get("machine", ""))
+        member.ahead = float(message.get("wall", wall)) - wall
+
+    def present(self) -> list[Member]:
+        return [member for member in self.members.values() if not member.lost]
+
+    def training_members(self) -> list[Member]:
+        """Those who train and are there, by seat."""
+        found = (self.members.get(node) for _, node in sorted(self.node_ranks.items()))
+        return [member for member in found if member is not None and not member.lost]
+
+    def spares(self) -> list[Member]:
+        """Those who could take a seat."""
+        training = set(self.node_ranks.values())
+        return [member for member in self._usable() if member.node not in training]
+
+    def _usable(self) -> list[Member]:
+        """Those who can be relied on: they have been examined and nothing was found."""
+        return [member for member in self.members.values() if member.usable and member.faults == []]
+
+    def enough(self) -> bool:
+        """Whether as many nodes have joined as are needed, the leader among them."""
+        return assign_node_ranks_to(self._wanted, [member.node for member in self.present()])[0] is not None
+
+    def can_train(self) -> bool:
+        """Whether enough fit nodes are there for all seats, the leader among them."""
+        return assign_node_ranks_to(self._wanted, [member.node for member in self._usable()])[0] is not None
+
+    def could_train(self) -> bool:
+        """The same, if all that is still to be heard were good."""
+        gone = {node for node, member in self.members.items() if not member.usable or member.faults}
+        return assign_node_ranks_to(self._wanted, set(range(self._nodes)) - gone)[0] is not None
+
+    def assign_node_ranks(self) -> str:
+        """Give out the seats, if there are nodes enough, and tell who has one; returns how that went."""
+        node_ranks, reason = assign_node_ranks_to(self._wanted, [member.node for member in self._usable()])
+        if node_ranks is None:
+            return reason
+        self.node_ranks, self._assigned = node_ranks, True
+        for node_rank, node in sorted(node_ranks.items()):
+            self.members[node].peer.send("seat", seat=node_rank)
+        return reason
+
+    def replace_nodes(self) -> tuple[tuple[Replacement, ...], str]:
+        """Let spares take the seats of nodes that are lost or unfit; no moves, and why, when there is no such way."""
+        fit = [member.node for member in self._usable()]
+        moves, reason = replacements(self.node_ranks, fit, [node for node in fit if self.members[node].ready])
+        for move in moves:
+            self.node_ranks[move.node_rank] = move.node
+            self.members[move.node].peer.send("seat", seat=move.node_rank)
+        return moves, reason
+
+    def is_needed(self, node: int) -> bool:
+        """Whether the job cannot go on as it is when this node is lost."""
+        return node in self.node_ranks.values() if self._assigned else not self.could_train()
+
+    def node_of(self, name: str | None) -> int | None:
+        """The node of this name among those that are there."""
+        return next((member.node for member in self.present() if member.name == name), None)
+
+    def missing(self) -> list[int]:
+        """Nodes whose agent has never joined."""
+        return [node for node in range(self._nodes) if node not in self.members]
+
+    def complete(self) -> bool:
+        return not self.missing()
+
+    def all_examined(self) -> bool:
+        """Whether all who have joined have been examined."""
+        return all(member.faults is not None for member in self.present())
+
+    def unexamined(self) -> list[str]:
+        return [member.name for member in self.present() if member.faults is None]
+
+    def unready(self) -> list[str]:
+        return [member.name for member in self.training_members() if not member.ready]
+
+    def all_ready(self) -> bool:
+        """Whether every seat has a fork server that can start ranks."""
+        return len(self.training_members()) == len(self.node_ranks) and all(
+            member.ready for member in self.training_members()
+        )
+
+    def all_gone(self, generation: int, *, but: Collection[str] = ()) -> bool:
+        """Whether nothing of this generation is left on any node that had a seat and still answers.
+
+        `but`: of these nodes it does not matter.
+        """
+        training_members = (self.members.get(node) for node in self.node_ranks.values())
+        training = [member for member in training_members if member is None or member.name not in but]
+        return all(member.gone >= generation for member in training if member is not None and not member.lost)
+
+    def tick(self, now: float) -> None:
+        """Once a second. After a pause of the coordinator itself all begin anew: the whole job may have had it."""
+        if self._last_tick is not None and now - self._last_tick > LOOK_SECONDS + LATE_SECONDS:
+            for member in self.members.values():
+                member.last_message_at = now
+            self._moved = None if self._moved is None else now
+        self._last_tick = now
+
+    def find_timed_out(self, now: float) -> tuple[Member, str] | None:
+        """An agent that should have spoken long ago, and for how long it has not; sooner when nothing moves."""
+        # Measured by the last word of any agent: a coordinator that was stopped itself must not take all for lost.
+        latest = min(now, max((member.last_message_at for member in self.present()), default=now))
+        standing = self._moved is not None and now - self._moved > STALLED_TIMEOUT_SECONDS
+        patience = STALLED_TIMEOUT_SECONDS if standing else AGENT_TIMEOUT_SECONDS
+        quiet = next((member for member in self.present() if latest - member.last_message_at > patience), None)
+        if quiet is None:
+            return None
+        also = " while no rank moved" if standing else ""
+        return quiet, f"it has been silent for {now - quiet.last_message_at:.0f} s{also}"
+
+    def broadcast(self, say: str, **fields: Any) -> None:
+        """Send one message to every agent that is there."""
+        for member in self.present():
+            member.peer.send(say, **fields)
+
+    def start_generation(self, **fields: Any) -> None:
+        """Tell everyone who has a seat to start its ranks."""
+        self._moved = time.monotonic()
+        for node_rank, node in self.node_ranks.items():
+            if not self.members[node].lost:
+                self.members[node].peer.send("start", seat=node_rank, **fields)
+
+    def names(self) -> list[str]:
+        """Of all nodes that have joined: those with a seat in its order, then the others that are still there."""
+        order = [node for _, node in sorted(self.node_ranks.items())]
+        order += sorted({member.node for member in self.present()} - set(order))
+        return [self.members[node].name for node in order if node in self.members]
+
+    async def wait_until_disconnected(self, seconds: float) -> None:
+        """Wait until every agent has hung up, but not longer than `seconds`."""
+        give_up = time.monotonic() + seconds
+        while any(not member.peer.hung_up() for member in self.present()) and time.monotonic() < give_up:
+            await asyncio.sleep(0.01)

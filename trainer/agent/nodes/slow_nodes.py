@@ -1,0 +1,118 @@
+"""PURE: which node is unfit, from what all ranks have measured before their first step."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from trainer.contract.monitoring_config import PreflightConfig
+from trainer.contract.outcome import Failure, FailureKind
+
+_WORDS = {"matmul": "matrix multiplication", "memory": "memory bandwidth"}
+_FEWEST = 3
+"""Nodes from which on one of them can be held against the others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMeasurement:
+    """What one rank has measured; speeds, so that more is better."""
+
+    rank: int
+    matmul: float  # floating-point operations a second
+    memory: float  # bytes a second
+    pairs: tuple[tuple[int, float], ...] = ()  # rank it exchanged data with, seconds
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> "RankMeasurement":
+        """Raises KeyError, TypeError or ValueError when `message` is none."""
+        pairs = tuple((int(peer), float(seconds)) for peer, seconds in message["pairs"])
+        matmul, memory = float(message["matmul"]), float(message["memory"])
+        if not all(value > 0 for value in (matmul, memory, *(seconds for _, seconds in pairs))):
+            raise ValueError("measured nothing")
+        return cls(rank=int(message["rank"]), matmul=matmul, memory=memory, pairs=pairs)
+
+
+def speeds(measured: Iterable[RankMeasurement], nodes: Sequence[str]) -> dict[str, dict[str, float]]:
+    """By node, then by what was measured: the speed of its slowest rank; `nodes` is each rank's node."""
+    found: dict[str, dict[str, float]] = {}
+    for one in measured:
+        node = found.setdefault(nodes[one.rank], {})
+        for name in _WORDS:
+            node[name] = min(node.get(name, float("inf")), getattr(one, name))
+    return found
+
+
+def median_speeds_of_nodes(measured: Iterable[RankMeasurement], nodes: Sequence[str]) -> dict[str, float]:
+    """The median of the nodes: what later attempts of this run are held against."""
+    by_node = speeds(measured, nodes).values()
+    return {name: median(node[name] for node in by_node) for name in _WORDS} if by_node else {}
+
+
+def find_slow_node(
+    measured: Sequence[RankMeasurement],
+    nodes: Sequence[str],
+    config: PreflightConfig,
+    history: Mapping[str, float] | None = None,
+) -> Failure | None:
+    """The node to blame, the slowest one first; None when all are fit, or nothing speaks against one of them.
+
+    `history`: usual speeds, by what was measured, for nodes of the same kind.
+    """
+    return _slow(speeds(measured, nodes), config, history or {}) or _cut_off(measured, nodes, config)
+
+
+def _slow(
+    by_node: Mapping[str, Mapping[str, float]], config: PreflightConfig, history: Mapping[str, float]
+) -> Failure | None:
+    found = []
+    for node, own in by_node.items():
+        for name, speed in own.items():
+            others = [each[name] for other, each in by_node.items() if other != node]
+            usual = [(median(others), f"the median of the {len(others)} others")] if len(others) >= _FEWEST - 1 else []
+            if name in history:
+                usual.append((history[name], "the median of earlier attempts"))
+            for normal, whose in usual:
+                found.append((speed / normal, node, f"{_WORDS[name]} at {speed / normal:.2f} x {whose}"))
+    share, node, words = min(found, default=(1.0, "", ""))
+    if share >= config.slowest:
+        return None
+    return _suspect(node, f"{words}, below recovery.preflight.slowest={config.slowest:g}")
+
+
+def _cut_off(measured: Sequence[RankMeasurement], nodes: Sequence[str], config: PreflightConfig) -> Failure | None:
+    """A node that was slow with every partner, and whose partners were not with others."""
+    seconds: dict[frozenset[str], float] = {}
+    for one in measured:
+        for peer, took in one.pairs:
+            pair = frozenset((nodes[one.rank], nodes[peer]))
+            if len(pair) == 2:
+                seconds[pair] = max(seconds.get(pair, 0.0), took)
+    if len({node for pair in seconds for node in pair}) < _FEWEST:
+        return None
+    # Of a small ring one bad node spoils half of the pairs or more: what a third of them can do is usual.
+    usual = sorted(seconds.values())[(len(seconds) - 1) // 3]
+    bad = {pair for pair, took in seconds.items() if took * config.slowest > usual}
+    for node in sorted({node for pair in bad for node in pair}, key=lambda node: -_longest(node, seconds)):
+        own = [pair for pair in seconds if node in pair]
+        if bad.issuperset(own) and all(_well_elsewhere(pair - {node}, own, seconds, bad) for pair in own):
+            times = ", ".join(f"{seconds[pair]:.3f} s with {min(pair - {node})}" for pair in own)
+            return _suspect(node, f"exchanges data slowly with every partner: {times}; usual are {usual:.3f} s")
+    return None
+
+
+def _longest(node: str, seconds: Mapping[frozenset[str], float]) -> float:
+    return max(took for pair, took in seconds.items() if node in pair)
+
+
+def _well_elsewhere(
+    partner: frozenset[str],
+    but: Sequence[frozenset[str]],
+    seconds: Mapping[frozenset[str], float],
+    bad: set[frozenset[str]],
+) -> bool:
+    """Whether the partner was fast with somebody else."""
+    return any(partner < pair and pair not in but and pair not in bad for pair in seconds)
+
+
+def _suspect(node: str, reason: str) -> Failure:
+    return Failure(kind=FailureKind.NODE_SUSPECT, reason=f"{node}: {reason}", node=node)

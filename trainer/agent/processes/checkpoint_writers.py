@@ -1,0 +1,139 @@
+"""The checkpoint writers of one node: for each local rank a process and a memory, both kept over generations.
+
+The agent owns them because a rank's copies of its state must outlive the rank: a restart in place finds them there.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+
+from trainer.agent.control import unix_transport
+from trainer.agent.processes.process_tree import block_slurm_signals
+
+_LEAVE_SECONDS = 1.0
+
+
+class CheckpointWriter:
+    """The writer of one rank; a dead one is replaced, over the same memory, when the next generation asks for it."""
+
+    def __init__(self, rank: int, environ: Mapping[str, str], output: int) -> None:
+        """Must be called in the main thread: the kernel ties the parent-death signal to the starting thread."""
+        self._rank, self._environ, self._output = rank, environ, output
+        self._memory = os.memfd_create(f"orch-arena-{rank}", os.MFD_CLOEXEC)
+        self._start()
+
+    def _start(self) -> None:
+        self._control, theirs = unix_transport.pair()
+        self._control.setblocking(False)
+        self._untaken = 0  # connections that the writer has not taken over yet
+        # Its module is named, not imported: agents do without what it needs.
+        command = [sys.executable, "-P", "-m", "checkpointing.engine.writer_process", "many"]
+        command += [str(theirs.fileno()), str(self._memory), str(os.getpid()), str(self._rank)]
+        with theirs, block_slurm_signals():
+            self._process = subprocess.Popen(
+                command,
+                env=dict(self._environ),
+                pass_fds=[theirs.fileno(), self._memory],
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=self._output,
+            )
+
+    @property
+    def pid(self) -> int | None:
+        """Of the writer process while it lives."""
+        return self._process.pid if self._process.poll() is None else None
+
+    @contextlib.contextmanager
+    def connection(self) -> Iterator[list[int]]:
+        """Descriptors for this generation's rank: memory, and its end of a new connection; closed here afterwards.
+
+        The connection of an earlier generation ends with it. No writer to be had: no descriptors, ranks make their own.
+        """
+        theirs = self._connected()
+        if theirs is None:
+            yield []
+            return
+        with theirs:
+            yield [self._memory, theirs.fileno()]
+
+    def _connected(self) -> socket.socket | None:
+        with contextlib.suppress(OSError):
+            if self._listens():
+                return self._connect()
+        with contextlib.suppress(OSError):
+            self._end()
+            self._start()
+            return self._connect()
+        return None
+
+    def _connect(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        with ours:
+            try:
+                socket.send_fds(self._control, [b"c"], [ours.fileno()])
+            except OSError:
+                theirs.close()
+                raise
+        self._untaken += 1
+        return theirs
+
+    def _listens(self) -> bool:
+        """Whether it lives and has taken every connection so far: one that is stopped has not."""
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            while self._untaken and self._control.recv(1):
+                self._untaken -= 1
+        return self.pid is not None and not self._untaken
+
+    def _end(self) -> None:
+        self._control.close()
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the kernel, on a dead disk
+                self._process.wait(_LEAVE_SECONDS)
+
+    def dismiss(self) -> None:
+        """Let it go: it leaves when it sees the end of its socket."""
+        self._control.close()
+
+    def close(self) -> None:
+        """End what did not leave, and give up the memory."""
+        self._end()
+        os.close(self._memory)
+
+
+class CheckpointWriters:
+    """The writers of all local ranks."""
+
+    def __init__(self, ranks: range, environ: Mapping[str, str], output: int) -> None:
+        """`output`: where the writers print to."""
+        self._writers = [CheckpointWriter(rank, environ, output) for rank in ranks]
+        self._first = ranks.start
+
+    def connection(self, local_rank: int) -> "contextlib.AbstractContextManager[list[int]]":
+        """As Scribe.connection, for one of the node's ranks."""
+        return self._writers[local_rank].connection()
+
+    def pid_of(self, rank: int) -> int | None:
+        """Of this rank's writer while it lives."""
+        return self._writers[rank - self._first].pid
+
+    def pids(self) -> set[int]:
+        """Of all writers that live."""
+        return {checkpoint_writer.pid for checkpoint_writer in self._writers if checkpoint_writer.pid is not None}
+
+    async def close(self) -> None:
+        """End them all, and the memory of their ranks with them."""
+        for checkpoint_writer in self._writers:
+            checkpoint_writer.dismiss()
+        for _ in range(int(_LEAVE_SECONDS * 100)):
+            if not self.pids():
+                break
+            await asyncio.sleep(0.01)
+        for checkpoint_writer in self._writers:
+            checkpoint_writer.close()

@@ -1,0 +1,83 @@
+"""Who dies with whom, and who listens to Slurm: parent-death signals, orphans that come back, deafness."""
+
+import ctypes
+import os
+import signal
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from trainer.contract.outcome import ExitCode
+
+SLURM_SIGNALS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGCONT)
+"""What Slurm sends to every process of a step; only the agent listens."""
+
+AGENT_DIED_SIGNAL = signal.SIGRTMIN + 5
+"""Parent-death signal of a fork server that has ranks: it kills their process groups before it goes."""
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def set_pdeathsig(parent: int, number: int = signal.SIGKILL) -> None:
+    """Ask the kernel for `number` when the process `parent` dies; exits at once when it is dead already."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+    # The parent may have died before the kernel heard the wish.
+    if os.getppid() != parent:
+        os._exit(ExitCode.RETRY)
+
+
+def become_subreaper() -> None:
+    """Descendants whose parent dies become children of this process, so that it can wait for them."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+@contextmanager
+def block_slurm_signals() -> Iterator[None]:
+    """Hold Slurm's signals back while a child is started: it inherits the mask and is deaf from birth."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SLURM_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore_slurm_signals() -> None:
+    """Ignore Slurm's signals from now on, across exec too; ends what `unheard` began."""
+    for number in SLURM_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SLURM_SIGNALS)
+
+
+def kill_group(group: int, number: int = signal.SIGKILL) -> bool:
+    """Signal a process group; False when nobody is left in it."""
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # a member has changed its user: it is there, and not ours to kill
+        return True
+    return True
+
+
+def kill_children(exclude: Collection[int] = ()) -> bool:
+    """Kill every child of this process, adopted orphans included, but those to `spare`; False when there are none."""
+    children = [int(pid) for task in os.listdir("/proc/self/task") for pid in _children_of(task)]
+    children = [pid for pid in children if pid not in exclude]
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+    return bool(children)
+
+
+def _children_of(task: str) -> list[str]:
+    try:
+        return Path(f"/proc/self/task/{task}/children").read_text().split()
+    except FileNotFoundError:  # the thread has ended; its children have become another's
+        return []
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

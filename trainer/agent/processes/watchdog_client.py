@@ -1,0 +1,45 @@
+"""The agent's end of its watchdog: starts it, and moves while the event loop does."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from trainer.agent.processes import watchdog
+from trainer.agent.processes.process_tree import block_slurm_signals
+
+BEAT_SECONDS = 0.5
+
+
+class WatchdogClient:
+    """To be made in the event loop; the watchdog goes when this process does."""
+
+    def __init__(self, *, seconds: float, report: Path, node: int, name: str) -> None:
+        theirs, self._ours = os.pipe()
+        os.set_blocking(self._ours, False)
+        words = [str(theirs), str(os.getpid()), str(seconds), str(report), str(node), name]
+        command = [sys.executable, "-I", "-S", watchdog.__file__, *words]
+        with block_slurm_signals():  # Slurm signals every process of a step
+            self._process = subprocess.Popen(command, pass_fds=[theirs], stdin=subprocess.DEVNULL)
+        os.close(theirs)
+        self._task = asyncio.get_running_loop().create_task(self._beat())
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def _beat(self) -> None:
+        while True:
+            # A watchdog that does not read is suspended, or gone: neither ends this agent.
+            with suppress(BlockingIOError, BrokenPipeError):
+                os.write(self._ours, b".")
+            await asyncio.sleep(BEAT_SECONDS)
+
+    def close(self) -> None:
+        """The agent leaves in good order: nobody has to watch it."""
+        self._task.cancel()
+        os.close(self._ours)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(2.0)

@@ -1,0 +1,58 @@
+"""Faults on purpose in a live job: what a drill request orders, and how an agent brings it about."""
+
+import os
+import signal
+from typing import Any
+
+from trainer.agent.control.tcp_transport import Message
+from trainer.agent.processes.process_tree import kill_group
+from trainer.agent.ranks.local_ranks import LocalRanks
+from trainer.contract.config import ClusterShape
+from trainer.contract.drill_config import KINDS
+from trainer.contract.requests import REFUSED, Request
+
+AGENT_KINDS = {
+    "kill-agent": "SIGKILL to the agent of a node",
+    "kill-node": "SIGKILL to the agent of a node and to everything that it has started",
+}
+"""Faults that an agent brings upon its own node; those in `KINDS` are brought about by the rank that they hit."""
+
+_BY_SIGNAL = {"kill-rank": signal.SIGKILL, "stop-rank": signal.SIGSTOP}
+"""Kinds for which no step has to come: the agent does it itself."""
+
+
+def drill_order(request: Request, cluster: ClusterShape) -> tuple[dict[str, Any] | None, str]:
+    """What all agents are told of a drill request, or None when it cannot be; and the answer."""
+    kind, at = request.detail, 0 if request.value is None else int(request.value)
+    node = kind in AGENT_KINDS
+    if not node and kind not in KINDS:
+        return None, f"{REFUSED}no such drill: {kind}; there are {', '.join([*KINDS, *AGENT_KINDS])}"
+    what, most = ("node", cluster.nodes) if node else ("rank", cluster.world_size)
+    if not 0 <= at < most:
+        return None, f"{REFUSED}there is no {what} {at}, only 0 to {most - 1}"
+    return {"kind": kind, "at": at, "value": _VALUES.get(kind, 0.0)}, f"{kind} strikes {what} {at}"
+
+
+_VALUES = {"slow-rank": 0.3}
+"""Seconds of work that a slow rank does in every step beyond its own."""
+
+
+def is_here(message: Message, ranks: LocalRanks, node_rank: int | None) -> bool:
+    """Whether this node is the one that is hit."""
+    return message["at"] == node_rank if message["kind"] in AGENT_KINDS else message["at"] in ranks.by_rank
+
+
+def inject(message: Message, ranks: LocalRanks) -> None:
+    """Bring it about; of a fault that ends the agent nothing returns."""
+    kind = message["kind"]
+    if kind == "kill-node":
+        for local in ranks.by_rank.values():
+            if local.pid is not None:
+                kill_group(local.pid)
+    if kind in AGENT_KINDS:
+        os.kill(os.getpid(), signal.SIGKILL)  # what it has started dies with it
+    local = ranks.by_rank[message["at"]]
+    if kind not in _BY_SIGNAL:
+        local.cell.order_drill(list(KINDS).index(kind), message["serial"], message["value"])
+    elif local.pid is not None and not local.ended:
+        os.kill(local.pid, _BY_SIGNAL[kind])

@@ -1,0 +1,66 @@
+"""The end of ranks whose fork server is dead: they have become the agent's own children."""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Collection
+
+from trainer.agent.processes.process_tree import kill_children, kill_group
+from trainer.agent.ranks.local_ranks import LocalRank, LocalRanks
+
+_LONGEST = 30.0
+
+
+async def kill_all(
+    ranks: LocalRanks,
+    exited: Callable[[int, int | None, int | None], None],
+    gone: Callable[[int], None],
+    exclude: Collection[int] = (),
+) -> None:
+    """Kill the process groups of all ranks that are left, and what had left those groups; report each end.
+
+    `spare` are children of this process that are no rank's: the checkpoint writers.
+
+    A process that cannot be killed (it hangs in the kernel) is given up after half a minute and not reported gone.
+    """
+    give_up = time.monotonic() + _LONGEST
+    left = True
+    while (left or not ranks.all_gone()) and time.monotonic() < give_up:
+        ranks.kill_directly()
+        for local in ranks.by_rank.values():
+            if not local.gone:
+                _collect(local, exited)
+        _collect_other_children(ranks)
+        for local in ranks.by_rank.values():
+            if not local.gone and (local.pid is None or not kill_group(local.pid, 0)):
+                if not local.ended:
+                    local.ended = True
+                    exited(local.rank, None, None)
+                local.gone = True
+                gone(local.rank)
+        # There is no fork server now, so every other child of this process is a rank or was started by one.
+        left = kill_children(exclude)
+        await asyncio.sleep(0.01)
+
+
+def _collect(local: LocalRank, exited: Callable[[int, int | None, int | None], None]) -> None:
+    if local.pid is None or local.ended:
+        return
+    try:
+        pid, status = os.waitpid(local.pid, os.WNOHANG)
+    except ChildProcessError:  # the fork server had collected it before it died
+        return
+    if pid:
+        local.ended = True
+        code = os.waitstatus_to_exitcode(status)
+        exited(local.rank, code if code >= 0 else None, -code if code < 0 else None)
+
+
+def _collect_other_children(ranks: LocalRanks) -> None:
+    """Collect processes that ranks had started; the ranks themselves are left to `_collect`, which reports them."""
+    own = {local.pid for local in ranks.by_rank.values() if not local.ended}
+    try:
+        while (info := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and info.si_pid not in own:
+            os.waitpid(info.si_pid, 0)
+    except ChildProcessError:
+        return

@@ -1,0 +1,78 @@
+"""What a user's own program said last: the end of its log, and the exception that ended it."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.agent.ranks.last_cpp_exception import uncaught
+from trainer.contract.log_files import read_tail
+from trainer.contract.rank_messages import generation_mark
+
+LINES, WIDTH = 20, 200
+"""So much of a log travels and is shown."""
+_MOST = 1 << 20
+"""Bytes of a log that are looked at; of a program that wrote more, only so much is known."""
+_ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(\x07|\x1b\\)|\x1b.")
+_CONTROLS = {number: None for number in (*range(9), *range(11, 32), *range(127, 160))} | {9: " "}
+_RANK = re.compile(r"^\[rank\d+\]: ?")
+"""What torch puts before every line of a traceback."""
+_TRACEBACK = "Traceback (most recent call last):"
+_RAISED = re.compile(r"^(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w*)(?:: (.*))?$")
+_NOT_COMPILED = re.compile(r"^(SyntaxError|IndentationError|TabError): (.*)$")
+"""Of a main script Python says so without a traceback."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastOutput:
+    """The last lines, without escape sequences; the bytes of this generation; class and words of what it raised."""
+
+    lines: tuple[str, ...] = ()
+    written: int = 0
+    exception: str | None = None
+    message: str | None = None
+    uncaught: str | None = None  # C++ exception
+
+
+def last_output(log: Path, generation: int, error_file: Path) -> LastOutput:
+    """What is in this generation's part of a rank's log, and in the error file that torch's `@record` writes."""
+    try:
+        raw = read_tail(log, _MOST).rpartition(f"{generation_mark(generation)}\n".encode())[2]
+    except OSError:
+        raw = b""
+    text = raw.decode(errors="replace")
+    lines = [_plain(line) for line in text.split("\n")]
+    exception, message = _recorded(error_file) or _raised(lines) or (None, None)
+    shown = [line[:WIDTH] for line in lines if line.strip()][-LINES:]
+    return LastOutput(
+        lines=tuple(shown), written=len(raw), exception=exception, message=message, uncaught=uncaught(text)
+    )
+
+
+def _plain(line: str) -> str:
+    """One line as it stands on a terminal at last: without escapes, and of a progress bar the last state."""
+    return _ESCAPES.sub("", line.rstrip("\r").rpartition("\r")[2]).translate(_CONTROLS).rstrip()
+
+
+def _raised(lines: list[str]) -> tuple[str, str | None] | None:
+    """The final line of the last traceback."""
+    lines = [_RANK.sub("", line) for line in lines]
+    starts = [at for at, line in enumerate(lines) if line.startswith(_TRACEBACK)]
+    for line in lines[starts[-1] + 1 :] if starts else ():
+        if line and not line[0].isspace():
+            found = _RAISED.match(line)
+            return (found[1], found[2]) if found else None
+    late = [found for line in lines if (found := _NOT_COMPILED.match(line))]
+    return (late[-1][1], late[-1][2]) if late and not starts else None
+
+
+def _recorded(path: Path) -> tuple[str, str | None] | None:
+    """What `torch.distributed.elastic.multiprocessing.errors.record` left there."""
+    try:
+        found: Any = json.loads(path.read_bytes()[:_MOST])["message"]
+        text = str(found["message"] if isinstance(found, dict) else found)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    match = _RAISED.match(_plain(text.strip().split("\n")[0]))
+    return (match[1], match[2]) if match else None

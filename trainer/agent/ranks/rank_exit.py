@@ -1,0 +1,104 @@
+"""How a rank ended: by what the kernel says, by its own last words, or by what it left in its log."""
+
+import signal
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from trainer.agent.processes.detached_thread import run_detached
+from trainer.agent.processes.log_pipes import LogPipes
+from trainer.agent.ranks.last_cpp_exception import last_cpp_exception
+from trainer.agent.ranks.last_output import LastOutput, last_output
+from trainer.agent.ranks.local_ranks import LocalRank
+from trainer.contract.outcome import RankOutcome
+from trainer.contract.peer_loss import PEER_GONE
+from trainer.contract.run_dir import AttemptDir
+
+_KEYS = ("exit_code", "step", "exception", "message", "echo")
+_LONGEST = 4000
+_READ_SECONDS = 2.0
+"""A file system that shows a file later than this must not keep the coordinator waiting for the news."""
+
+
+def decode_shell_exit(exit_code: int | None, number: int | None) -> tuple[int | None, int | None]:
+    """Exit code and signal, with a shell's way to say that its child was killed taken for what it means."""
+    if exit_code is not None and 128 < exit_code <= 128 + signal.SIGRTMAX:
+        return None, exit_code - 128
+    return exit_code, number
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExitInfo:
+    """What a rank has left to its agent alone: no file system has a part in it."""
+
+    rank: int
+    step: int
+    stepped: bool
+    word: dict[str, Any] | None
+
+    @classmethod
+    def of(cls, local: LocalRank) -> "ExitInfo":
+        while local.receive_message() is not None:
+            pass
+        step = local.read_progress().step
+        return cls(rank=local.rank, step=step, stepped=local.stepped(), word=local.exit_message)
+
+
+async def exit_report(
+    attempt: AttemptDir, generation: int, info: ExitInfo, exit_code: int | None, number: int | None, *, command: bool,
+    logs: LogPipes,
+) -> dict[str, Any]:  # fmt: skip
+    """All that is known of the end of this rank, as the coordinator wants to hear it.
+
+    `command`: it was a user's own program, which leaves its exit and its log. What it left in files is done
+    without where the file system does not show them at once: a rank of ours has said the same over its socket.
+    """
+    with suppress(TimeoutError, RuntimeError):  # the latter: the node has no thread left to give
+        await run_detached(lambda: logs.settle(attempt.rank_log(info.rank), _READ_SECONDS), _READ_SECONDS)
+    if command:
+        return await _command_exit_report(attempt, generation, info.rank, exit_code, number)
+    end: dict[str, Any] = {"exit_code": exit_code, "signal": number, "step": info.step}
+    word, cpp_exception = info.word, None
+    with suppress(TimeoutError, RuntimeError):
+        read = partial(_left_in_files, attempt, generation, info.rank, aborted=number == signal.SIGABRT)
+        written, cpp_exception = await run_detached(read, _READ_SECONDS)
+        word = written or word
+    said = {key: word.get(key) for key in (*_KEYS, "position")} if word and set(_KEYS) <= word.keys() else None
+    if said is not None:
+        # It had said all when it died: dying in the interpreter's teardown changes nothing.
+        end = {**said, "signal": None, "message": (said["message"] or "")[:_LONGEST]}
+    elif number == signal.SIGABRT:
+        end["message"] = cpp_exception
+    return {**end, "word": said is not None, "stepped": info.stepped}
+
+
+async def _command_exit_report(
+    attempt: AttemptDir, generation: int, rank: int, exit_code: int | None, number: int | None
+) -> dict[str, Any]:
+    """No step is known of it; what it raised stands in its log."""
+    end: dict[str, Any] = {"exit_code": exit_code, "signal": number, "word": True, "stepped": False}
+    if exit_code == 0:
+        return end
+    log, output = attempt.rank_log(rank), LastOutput()
+    with suppress(TimeoutError, RuntimeError):
+        output = await run_detached(
+            lambda: last_output(log, generation, attempt.error_file(rank, generation)), _READ_SECONDS
+        )
+    end |= {"lines": output.lines, "written": output.written}
+    if number is None and output.exception is not None:
+        message = (output.message or "")[:_LONGEST]
+        end |= {"exception": output.exception, "message": message, "echo": bool(PEER_GONE.search(message))}
+    elif number == signal.SIGABRT:
+        end["message"] = output.uncaught
+    return end
+
+
+def _left_in_files(
+    attempt: AttemptDir, generation: int, rank: int, *, aborted: bool
+) -> tuple[dict[str, Any] | None, str | None]:
+    """What is in its outcome file, or, of one that was aborted and wrote none, the last cry in its log."""
+    try:
+        return asdict(RankOutcome.read(attempt.rank_outcome(rank, generation))), None
+    except (OSError, ValueError, TypeError):
+        return None, last_cpp_exception(attempt.rank_log(rank), generation) if aborted else None

@@ -1,0 +1,1 @@
+"""A user's own program (`command:`) over generations and attempts: its failures, progress and checkpoints."""

@@ -1,0 +1,230 @@
+"""Checkpoints that a user's own program writes: which there are, which cannot be whole, and setting one aside."""
+
+import os
+import re
+import struct
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from json import JSONDecoder
+from pathlib import Path
+
+from checkpointing.durable import fsync_dir, open_regular, read_json
+from checkpointing.safetensors import Malformed, check_length
+from trainer.contract.command_checkpoints import SET_ASIDE, CommandCheckpointsConfig
+from trainer.contract.outcome import legible
+
+MOST = 20
+"""Checkpoints that are looked into; of older ones only the names are known."""
+_MOST_FILES, _DEEPEST = 2000, 3
+_LARGEST_JSON = 64 << 20
+_ARCHIVES = frozenset({".pt", ".pth", ".bin", ".ckpt", ".npz"})
+_WEIGHTS = frozenset({".safetensors", ".distcp", ".json", ".pkl", ".npy", *_ARCHIVES})
+"""Endings of files that are never empty in a whole checkpoint."""
+_NUMBER = re.compile(r"\d+")
+_INCOMPLETE = "checkpoint-is-incomplete.txt"
+"""Hugging Face's Trainer leaves it in a checkpoint that it had no time to finish, and does not look for it later."""
+
+Files = dict[str, tuple[int, int]]
+"""Name within the checkpoint -> bytes and time of the last change (ns)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandCheckpoint:
+    """One checkpoint; `identity` tells it from another that got its name later, `damage` says why it is not whole."""
+
+    step: int
+    path: Path
+    identity: str
+    files: Files
+    cut: bool = False  # there are more files than are listed
+    damage: str = ""
+    lacking: bool = False  # `damage` is only that it lacks a file, which says little by itself
+
+    @property
+    def bytes(self) -> int:
+        return sum(size for size, _ in self.files.values())
+
+
+def find(folder: Path, config: CommandCheckpointsConfig) -> tuple[list[CommandCheckpoint], set[str]]:
+    """The newest ones, newest step first, and the identities of all; none where the folder is missing.
+
+    Raises OSError when it cannot be read.
+    """
+    try:
+        entries = list(os.scandir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return [], set()
+    named = [(step, entry) for entry in entries if (step := config.step_of(entry.name)) is not None]
+    named.sort(key=lambda each: (each[0], each[1].name), reverse=True)
+    known = [(step, entry, f"{entry.name}.{entry.inode():x}") for step, entry in named]
+    found = [_read(folder / entry.name, step, identity) for step, entry, identity in known[:MOST]]
+    return [one for one in found if one is not None], {identity for _, _, identity in known}
+
+
+def _read(path: Path, step: int, identity: str) -> CommandCheckpoint | None:
+    try:
+        found = list(_files(path)) if path.is_dir() else [path]
+        states = [(file, _state(file)) for file in found[:_MOST_FILES]]
+    except OSError:  # deleted by the program while it was looked at
+        return None
+    files = {"" if file == path else str(file.relative_to(path)): state for file, state in states if state is not None}
+    if path in found and not files:
+        return None
+    return CommandCheckpoint(step=step, path=path, identity=identity, files=files, cut=len(found) > _MOST_FILES)
+
+
+def _state(file: Path) -> tuple[int, int] | None:
+    """None of a symbolic link that leads nowhere; raises OSError when the file is gone."""
+    try:
+        known = file.stat()
+    except OSError:
+        if file.is_symlink():
+            return None
+        raise
+    return known.st_size, known.st_mtime_ns
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """At most one more than are looked at."""
+    count = 0
+    for at, folders, names in os.walk(folder):
+        if len(Path(at).relative_to(folder).parts) >= _DEEPEST:
+            folders.clear()
+        for name in names:
+            yield Path(at) / name
+            count += 1
+            if count > _MOST_FILES:
+                return
+
+
+def examined(found: list[CommandCheckpoint], most: int = 4) -> list[CommandCheckpoint]:
+    """The newest so many with what is wrong with them, the others as they are."""
+    judged = [replace(one, damage=damage(one)) for one in found[:most]]
+    whole = [one for one in judged if not one.damage]
+    for at, one in enumerate(judged):
+        if reason := "" if one.damage else _lacks(one, [other for other in whole if other in judged[at + 1 :]]):
+            judged[at] = replace(one, damage=reason, lacking=True)
+    return [*judged, *found[most:]]
+
+
+def damage(one: CommandCheckpoint) -> str:
+    """Why this checkpoint cannot be whole, by signs in itself that are cheap to see; empty when there is none."""
+    if _INCOMPLETE in one.files:
+        return f"is marked as incomplete by {_INCOMPLETE}"
+    if not one.files:
+        return "is an empty folder"
+    for name in sorted(one.files):
+        if reason := _torn(one.path / name if name else one.path, one.files[name][0]):
+            return legible(f"is damaged: {name or one.path.name} {reason}")
+    return ""
+
+
+def _lacks(one: CommandCheckpoint, older: Sequence[CommandCheckpoint]) -> str:
+    """What the two newest of the whole older ones both have and this one does not; empty when that is nothing.
+
+    What only one of them has was put there later: an export, the results of an evaluation.
+    """
+    if len(older) < 2 or one.cut or older[0].cut or older[1].cut:
+        return ""
+    here, first, second = map(_kinds, (one, older[0], older[1]))
+    missing = sorted(first[kind] for kind in first.keys() & second.keys() - here.keys())
+    if not missing:
+        return ""
+    return legible(f"lacks {missing[0]}, which {older[0].path.name} and {older[1].path.name} have")
+
+
+def _kinds(one: CommandCheckpoint) -> dict[str, str]:
+    """Names by what they have in common: numbers are of ranks and shards, of which there may be fewer."""
+    return {_NUMBER.sub("#", name): name for name in sorted(one.files)}
+
+
+def _torn(file: Path, size: int) -> str:
+    if size == 0:
+        return "is empty" if file.suffix in _WEIGHTS else ""
+    try:
+        if file.suffix == ".safetensors":
+            with open_regular(file) as stream:
+                check_length(stream, size)
+        elif file.suffix in _ARCHIVES:
+            return _cut_archive(file)
+        elif file.suffix == ".json" and size <= _LARGEST_JSON:
+            return _cut_json(file)
+    except Malformed as error:
+        return f"is no whole safetensors file: {error}"
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
+    return ""
+
+
+def _cut_json(file: Path) -> str:
+    try:
+        read_json(file, _LARGEST_JSON)
+    except ValueError:
+        return "" if _is_json_lines(file) else "is no whole JSON file"
+    except (RecursionError, MemoryError) as error:
+        return f"is no JSON file that can be read: {type(error).__name__}"
+    return ""
+
+
+def _is_json_lines(file: Path) -> bool:
+    """Whether its first line is whole by itself: of one document that was cut off, no line before the end is."""
+    with open_regular(file) as stream:
+        first = stream.readline()
+    try:
+        JSONDecoder().decode(first.decode())
+    except (ValueError, RecursionError):
+        return False
+    return first.endswith(b"\n")
+
+
+def _cut_archive(file: Path) -> str:
+    """torch.save writes a zip archive, whose directory comes last; older formats cannot be told."""
+    with open_regular(file) as stream:
+        if stream.read(4) != b"PK\x03\x04":
+            return ""
+        try:
+            zipfile.ZipFile(stream).close()
+        except zipfile.BadZipFile:
+            return "is no whole archive of torch.save: its directory is missing, it was cut off"
+        # What zipfile raises for a directory whose numbers are garbled.
+        except (
+            NotImplementedError,
+            struct.error,
+            ValueError,
+            OverflowError,
+            EOFError,
+            LookupError,
+            MemoryError,
+        ) as error:
+            return f"is no whole archive of torch.save: its directory cannot be read: {type(error).__name__}"
+    return ""
+
+
+def set_aside_path(one: CommandCheckpoint, attempt: int, generation: int) -> Path:
+    """Where it is set aside: within its folder, by a name that no program looks for."""
+    return one.path.with_name(f"{SET_ASIDE}.{one.step}.{attempt:03d}-{generation:03d}")
+
+
+def set_aside(one: CommandCheckpoint, target: Path) -> bool:
+    """Rename it so that no program finds it; False when somebody has changed it, or it cannot be renamed."""
+    now = _read(one.path, one.step, one.identity)
+    if now is None or now.files != one.files or os.path.lexists(target):
+        return False
+    try:
+        os.rename(one.path, target)
+    except OSError:
+        return False
+    with suppress(OSError):
+        fsync_dir(target.parent)
+    return True
+
+
+def put_back(aside: Path, original: Path) -> bool:
+    """Give it its name again, if nobody has taken that meanwhile. Raises OSError."""
+    if original.exists() or not aside.exists():
+        return False
+    os.rename(aside, original)
+    fsync_dir(original.parent)
+    return True

@@ -1,0 +1,163 @@
+"""What the coordinator knows of a user's own program: its failures in a row, and its own checkpoints."""
+
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from trainer.agent.attempt_state.generation import Generation
+from trainer.agent.attempt_state.heartbeat import AttemptProgress
+from trainer.agent.fork_server.torchrun_command import working_directory
+from trainer.agent.ladder.in_job_policy import Action, Decision
+from trainer.agent.user_command.checkpoints import put_back, set_aside, set_aside_path
+from trainer.agent.user_command.command_memory import CommandMemory, MemoryFile, SetAsideCheckpoint
+from trainer.agent.user_command.progress import CommandProgress, run_bounded
+from trainer.agent.watch.command_errors import START_SECONDS, CommandPast, NewestCheckpoint
+from trainer.contract.config import JobConfig
+from trainer.contract.events import EventKind, EventLog
+from trainer.contract.outcome import FailureKind
+from trainer.contract.run_dir import AttemptDir, RunDir
+
+
+class CommandRun:
+    """Remembers from one generation to the next; of a workload of orch nothing is done here."""
+
+    def __init__(
+        self, run: RunDir, attempt: AttemptDir, config: JobConfig, events: EventLog, progress: AttemptProgress
+    ) -> None:
+        self._run, self._attempt, self._config, self._events = run, attempt, config, events
+        self._on, self._trained = bool(config.command), False
+        own = config.checkpoints
+        self._command_progress = (
+            CommandProgress(lambda: working_directory(run, config) / own.path, own, events, progress)
+            if own.path
+            else None
+        )
+        self._memory, self._file = CommandMemory(), MemoryFile(attempt.command_memory)
+        self._recalled = self._progress_kept = False
+
+    def past(self) -> CommandPast | None:
+        """What a `rungs.Situation` asks for; None of a workload of orch."""
+        if not self._on:
+            return None
+        known, newest = None, self._command_progress.began_from if self._command_progress else None
+        if newest is not None:
+            known = NewestCheckpoint(
+                identity=newest.identity, name=newest.path.name, damage=newest.damage, lacking=newest.lacking
+            )
+        aside = self._memory.aside
+        return CommandPast(
+            failures=tuple(self._memory.failures), newest=known, saved=self._saved(), trained=self._trained,
+            aside=tuple(one.name for one in aside), doubtful=any(not one.damage for one in aside),
+        )  # fmt: skip
+
+    async def start_generation(self, generation: int) -> None:
+        """No rank runs: what is there now is what the program starts from."""
+        self._progress_kept = False
+        if self._on and not self._recalled:
+            self._trained = self._trained or bool(await run_bounded(self._earlier_trained))
+            await self._recall()
+        if self._on and self._command_progress is not None:
+            await self._command_progress.start_generation()
+
+    async def check(self, now: Generation) -> None:
+        """While the program runs: now and then, and at once when a rank has failed."""
+        if self._on and self._command_progress is not None:
+            await self._command_progress.check(now.first_failure)
+        if self._on and not self._progress_kept and self._worked(now):
+            # Whatever ends this attempt, the next one need not know of failures before it.
+            self._progress_kept = True
+            if self._memory != CommandMemory():
+                await self._keep(CommandMemory())
+
+    async def end_generation(self, decision: Decision, now: Generation, *, cleared: bool) -> None:
+        """A generation is over; `cleared`: nothing of it is left that could write."""
+        if not self._on:
+            return
+        if self._command_progress is not None and cleared:
+            await self._command_progress.check_settled()
+        self._remember(decision, now)
+        if decision.set_aside and cleared:
+            await self._set_aside(decision.set_aside, now.number)
+        # A person has to look: what was tried in vain is undone, and the next attempt begins with a clean slate.
+        failure = decision.failure if decision.action is Action.END else None
+        if failure is not None and failure.kind in (FailureKind.USER_ERROR, FailureKind.STORAGE):
+            await self._put_back()
+            self._memory.failures.clear()
+        # However the attempt ends, and if its coordinator dies at once.
+        await self._keep(self._memory)
+
+    async def _recall(self) -> None:
+        """What earlier attempts left; asked for again in the next generation where the file system is late."""
+        found = await run_bounded(partial(CommandMemory.before, self._run, self._attempt.number))
+        if found is not None:
+            self._memory.failures[:0], self._memory.aside[:0] = found.failures, found.aside
+            self._recalled = True
+
+    async def _keep(self, memory: CommandMemory) -> bool:
+        """Whether it is on the disk; nothing is written over what earlier attempts left before that was read."""
+        return self._recalled and bool(await run_bounded(self._file.keep(memory)))
+
+    def _worked(self, now: Generation) -> bool:
+        return self._saved() or (now.first_failure or time.monotonic()) - now.started > START_SECONDS
+
+    def _remember(self, decision: Decision, now: Generation) -> None:
+        worked = self._worked(now)
+        self._trained = self._trained or worked
+        if worked:  # what was set aside before that is past
+            self._memory.aside.clear()
+        if decision.own is not None:
+            saved, trained = self._saved(), decision.own.trained or worked
+            self._memory.failures.append(replace(decision.own, saved=saved, trained=trained))
+        elif worked or decision.action is Action.REPLACE:
+            self._memory.failures.clear()
+
+    def _saved(self) -> bool:
+        return self._command_progress is not None and self._command_progress.saved()
+
+    def _earlier_trained(self) -> bool:
+        """Whether an attempt before this one ran for longer than a start takes."""
+        earlier = [one for one in self._run.all_attempts() if one.number < self._attempt.number]
+        return any(_lasted(one) > START_SECONDS for one in earlier)
+
+    async def _set_aside(self, reason: str, generation: int) -> None:
+        assert self._command_progress is not None
+        newest = self._command_progress.began_from
+        assert newest is not None
+        target = set_aside_path(newest, self._attempt.number, generation)
+        aside = SetAsideCheckpoint(
+            step=newest.step, identity=newest.identity, original=str(newest.path), path=str(target), bytes=newest.bytes,
+            damage=newest.damage,
+        )  # fmt: skip
+        # Written down first: whenever this coordinator dies, somebody knows what to put back.
+        self._memory.aside.append(aside)
+        renamed = await run_bounded(lambda: set_aside(newest, target)) if await self._keep(self._memory) else False
+        if not renamed:  # it was written to since, or cannot be renamed: the program gets it again
+            if renamed is False:  # else it is late, and may be renamed yet
+                self._memory.aside.remove(aside)
+            return
+        self._command_progress.forget(newest)
+        self._events.write(
+            EventKind.CHECKPOINT_SET_ASIDE, step=newest.step, name=newest.identity, path=str(target), reason=reason,
+            damaged=bool(newest.damage),
+        )  # fmt: skip
+
+    async def _put_back(self) -> None:
+        """An older one made no difference: none of them was the cause."""
+        for one in list(self._memory.aside):
+            done = await run_bounded(partial(put_back, Path(one.path), Path(one.original)))
+            if done is not None:  # else it is tried again at the next such end
+                self._memory.aside.remove(one)
+            if done:
+                self._events.write(
+                    EventKind.CHECKPOINT_SEEN, step=one.step, name=f"{one.identity}.back", path=one.original,
+                    bytes=one.bytes, new=False,
+                )  # fmt: skip
+
+
+def _lasted(attempt: AttemptDir) -> float:
+    """Seconds from the coordinator's beginning to its last heartbeat; 0 where nothing tells."""
+    try:
+        return attempt.heartbeat.stat().st_mtime - attempt.coordinator.stat().st_mtime
+    except OSError:
+        return 0.0

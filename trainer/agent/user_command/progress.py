@@ -1,0 +1,118 @@
+"""The progress of a user's own program, as its own checkpoints show it: events, the heartbeat, and what it saved."""
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from trainer.agent.attempt_state.heartbeat import AttemptProgress
+from trainer.agent.processes.detached_thread import run_detached, start_detached
+from trainer.agent.user_command.checkpoints import CommandCheckpoint, examined, find
+from trainer.contract.command_checkpoints import CommandCheckpointsConfig
+from trainer.contract.events import EventKind, EventLog
+
+LOOK_SECONDS = 5.0
+"""How often the checkpoints are looked at while the program runs."""
+WAIT_SECONDS = 10.0
+"""How long a slow file system may hold up a decision, or the next generation."""
+
+T = TypeVar("T")
+Found = tuple[list[CommandCheckpoint], set[str]]
+"""The newest ones, and the identities of all."""
+
+
+async def run_bounded(work: Callable[[], T]) -> T | None:
+    """The value of `work`; None, with a word in the log, when the file system is late or refuses.
+
+    What programs leave in files has no bound: no look at it may end the coordinator.
+    """
+    try:
+        return await run_detached(work, WAIT_SECONDS)
+    except Exception as error:  # noqa: BLE001  # outermost edge of the thread that `work` ran in
+        _log_error(error)
+        return None
+
+
+def _log_error(error: BaseException) -> None:
+    sys.stderr.write(f"orch-agent: cannot look at the program's checkpoints: {ascii(error)}\n")
+
+
+class CommandProgress:
+    """Looks at the folder of the checkpoints; a look that fails changes nothing that is known."""
+
+    def __init__(
+        self, folder: Callable[[], Path], config: CommandCheckpointsConfig, events: EventLog, progress: AttemptProgress
+    ) -> None:
+        self._folder, self._config, self._events, self._progress = folder, config, events, progress
+        self.began_from: CommandCheckpoint | None = None
+        self._latest: list[CommandCheckpoint] = []
+        self._told: dict[str, int] = {}  # identity -> step of those that events have told of
+        self._first, self._looked_at = True, 0.0
+        self._looking: asyncio.Future[Found] | None = None
+
+    async def start_generation(self) -> None:
+        """What is there now is what the program starts from."""
+        await self.check_settled()
+        self.began_from = self._latest[0] if self._latest else None
+        self._first = False
+
+    async def check(self, failed_at: float | None) -> None:
+        """Now and then without waiting, and once when a rank has failed (`failed_at`, monotonic)."""
+        if failed_at is not None and self._looked_at < failed_at:
+            await self._check_now(settled=False)
+        elif self._looking is not None and self._looking.done():
+            looked, self._looking = self._looking, None
+            if (error := looked.exception()) is not None:
+                _log_error(error)
+            else:
+                self._take(*looked.result(), settled=False)
+        elif self._looking is None and time.monotonic() - self._looked_at >= LOOK_SECONDS:
+            self._looking, self._looked_at = start_detached(self._find), time.monotonic()
+
+    async def check_settled(self) -> None:
+        """Nobody writes any more: what is there is all that will be."""
+        self._looking = None
+        await self._check_now(settled=True)
+
+    def saved(self) -> bool:
+        """Whether there is a whole checkpoint that is newer than what the program started from."""
+        step = -1 if self.began_from is None else self.began_from.step
+        return any(one.step > step and not one.damage for one in self._latest)
+
+    def forget(self, one: CommandCheckpoint) -> None:
+        """It was set aside: that it is gone is no news."""
+        self._told.pop(one.identity, None)
+        self._latest = [other for other in self._latest if other.identity != one.identity]
+
+    def _find(self) -> Found:
+        found, there = find(self._folder(), self._config)
+        return examined(found), there
+
+    async def _check_now(self, *, settled: bool) -> None:
+        self._looked_at = time.monotonic()
+        found = await run_bounded(self._find)
+        if found is not None:
+            self._take(*found, settled=settled)
+
+    def _take(self, found: list[CommandCheckpoint], there: set[str], *, settled: bool) -> None:
+        before = {one.identity: one.files for one in self._latest}
+        for at, one in reversed(list(enumerate(found))):
+            # The newest one may still be written: it counts once it has stayed the same from look to look.
+            whole = not one.damage and (settled or at > 0 or before.get(one.identity) == one.files)
+            if whole and one.identity not in self._told:
+                self._write_event(one)
+        # A folder that is empty all at once is more likely out of sight than emptied.
+        for identity in [name for name in self._told if found and name not in there]:
+            self._events.write(EventKind.CHECKPOINT_DELETED, step=self._told.pop(identity), name=identity)
+        self._latest = found
+        if steps := [one.step for one in found if one.identity in self._told]:
+            self._progress.saved = self._progress.step = max(steps)
+
+    def _write_event(self, one: CommandCheckpoint) -> None:
+        self._told[one.identity] = one.step
+        self._events.write(
+            EventKind.CHECKPOINT_SEEN, step=one.step, name=one.identity, path=str(one.path), bytes=one.bytes,
+            new=not self._first,
+        )  # fmt: skip

@@ -1,0 +1,201 @@
+"""The coordinator's watch over one generation: sees that nobody moves, has it looked into, keeps the evidence.
+
+Nothing here decides: `hangs.judge` does, and what comes of a verdict is for `rungs.decide`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer.agent.flight.analysis import Finding, analyse
+from trainer.agent.flight.flight_record import FlightRecord
+from trainer.agent.nodes.roster import Roster
+from trainer.agent.watch.hang_limits import HALTED, Limits
+from trainer.agent.watch.hangs import Judgement, Verdict, judge
+from trainer.agent.watch.job_snapshot import JobSnapshot
+from trainer.agent.watch.rank_sample import RankSample
+from trainer.agent.watch.report_gaps import LONGEST, ReportGaps
+from trainer.agent.watch.sampling import report_seconds
+from trainer.contract.monitoring_config import HangConfig
+
+QUIET_SECONDS = 1.0
+"""Seconds without any movement before anybody thinks about it: most steps are shorter."""
+_ANSWER_SECONDS, _NODES_A_SECOND = 2.0, 300.0
+"""How long agents may take to fetch their ranks' flight records, and how many of them are heard in a second."""
+_QUERY_AGAIN_SECONDS = 4.0
+"""Seconds between two inquiries; `hangs.FRESH` says how old an answer may be."""
+_LOCK_HELD_SECONDS = 3.0
+"""Seconds without Python's lock that are no accident."""
+_HEALTHY_RANKS = 2
+_MAX_FULL_EVIDENCE = 16
+"""Culprits of whom everything is kept."""
+
+
+@dataclass(kw_only=True)
+class _FlightQuery:
+    """Flight records that were asked for at `asked`; `waits`: nodes that have not answered."""
+
+    serial: int
+    asked: float
+    seconds: float  # for which the answers are waited for
+    waits: set[int]
+    flights: dict[int, FlightRecord] = field(default_factory=dict)
+    unanswered: set[int] = field(default_factory=set)
+    finding: Finding | None = None
+
+    def over(self, now: float) -> bool:
+        return not self.waits or now - self.asked >= self.seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Incident:
+    """What was found: evidence is being collected until `until`, from the nodes in `waits`."""
+
+    name: str
+    judgement: Judgement
+    began: float  # when it was declared, on the coordinator's clock
+    quiet: float  # for how long nobody had moved by then
+    until: float
+    waits: set[int]
+    missing: dict[str, Any] = field(default_factory=dict)
+
+
+class HangDetector:
+    """One generation's watch; all times are on the coordinator's monotonic clock."""
+
+    def __init__(
+        self, config: HangConfig, roster: Roster, generation: int, started: float, *, world: int, seen: bool = True,
+        on_gpus: bool = False,
+    ) -> None:  # fmt: skip
+        """`seen` is False for ranks of which no step is known: nothing is judged then."""
+        self._config, self._roster, self._generation = config, roster, generation
+        self._on, self._on_gpus = config.on and seen, on_gpus
+        self.snapshot = JobSnapshot(started, world)
+        self._query: _FlightQuery | None = None
+        self._serial = self._incidents = 0
+        self._report_gaps = ReportGaps(max(LONGEST, 3 * report_seconds(len(roster.members))))
+        self._halted: dict[int, float] = {}  # since when a rank's process has been seen halted
+        self.incident: Incident | None = None
+
+    # -- what is heard
+
+    def add_report(self, node: int, report: Mapping[str, Any], now: float) -> None:
+        """An agent's report; raises TypeError or ValueError when its rows are none."""
+        self._report_gaps.add_report(self._roster.members[node].name, now)
+        self.snapshot.add_report(report, self._roster.members[node].name, now)
+
+    def add_flight_records(self, node: int, message: Mapping[str, Any]) -> None:
+        """An agent's answer to `flight`."""
+        query = self._query
+        if query is None or message["serial"] != query.serial:
+            return
+        for text in message["flights"]:
+            flight = FlightRecord.from_json(text)
+            query.flights[flight.rank] = flight
+        query.unanswered.update(int(rank) for rank in message["unanswered"])
+        if message["last"]:
+            query.waits.discard(node)
+
+    def evidence_collected(self, node: int, message: Mapping[str, Any]) -> None:
+        """An agent has written its part of the evidence, as far as it could."""
+        if self.incident is not None and message["incident"] == self.incident.name:
+            self.incident.waits.discard(node)
+            if message.get("missing"):
+                self.incident.missing[self._roster.members[node].name] = message["missing"]
+
+    # -- what is done about it
+
+    def look(self, now: float) -> Incident | None:
+        """Judge, and do what the judgement asks for; an Incident once its evidence is there or late."""
+        if self.incident is not None:
+            return self.incident if not self.incident.waits or now >= self.incident.until else None
+        if not self._on or now - self.snapshot.moved < QUIET_SECONDS or not len(self.snapshot):
+            return None
+        seen = self.snapshot.at(now)
+        judgement = self._judge(seen, now)
+        if judgement.verdict is Verdict.LOOK:
+            self._query_flights(now)
+        elif judgement.verdict is Verdict.HUNG:
+            self._declare(judgement, seen, now)
+        return None
+
+    def moved_since(self, incident: Incident) -> bool:
+        """Whether some rank moved after the incident was declared: then it was none."""
+        return self.snapshot.moved > incident.began
+
+    def withdraw(self) -> None:
+        """It moves again: nothing is killed, and the watch goes on."""
+        self.incident = self._query = None
+
+    def _judge(self, seen: list[RankSample], now: float) -> Judgement:
+        limits = Limits(self._config, self.snapshot.p99())
+        locked = frozenset(one.rank for one in seen if one.lock > _LOCK_HELD_SECONDS and one.state not in "TtDZX")
+        self._halted = {rank: since for rank, since in self._halted.items() if since > self.snapshot.moved}
+        for one in seen:
+            if one.state in HALTED and not one.ended:
+                self._halted.setdefault(one.rank, now)
+            else:
+                self._halted.pop(one.rank, None)
+        query = self._query
+        return judge(
+            seen,
+            self._finding(seen, now),
+            limits,
+            lock_held=locked,
+            found=now - query.asked if query is not None else 0.0,
+            halted_for={rank: now - since for rank, since in self._halted.items()},
+            report_gaps=self._report_gaps.at(now),
+            on_gpus=self._on_gpus,
+        )
+
+    def _finding(self, seen: list[RankSample], now: float) -> Finding | None:
+        query = self._query
+        if query is None or not query.over(now) or query.asked < self.snapshot.moved:
+            return None
+        if query.finding is None:
+            query.finding = self._analysed(query, seen)
+        return query.finding
+
+    @staticmethod
+    def _analysed(query: _FlightQuery, seen: list[RankSample]) -> Finding:
+        # Whose node has not answered would look like one that never came.
+        if query.waits:
+            return Finding(kind="none", reason=f"{len(query.waits)} nodes have not told their ranks' flight records")
+        expected = [one.rank for one in seen if not one.ended]
+        return analyse(list(query.flights.values()), expected, sorted(query.unanswered))
+
+    def _query_flights(self, now: float) -> None:
+        query = self._query
+        if query is not None and now - query.asked < _QUERY_AGAIN_SECONDS:
+            return
+        self._serial += 1
+        waits = {member.node for member in self._roster.training_members()}
+        seconds = max(_ANSWER_SECONDS, len(waits) / _NODES_A_SECOND)
+        self._query = _FlightQuery(serial=self._serial, asked=now, seconds=seconds, waits=waits)
+        self._roster.broadcast(
+            "flight", generation=self._generation, serial=self._serial, seconds=_ANSWER_SECONDS * 0.75
+        )
+
+    def _declare(self, judgement: Judgement, seen: list[RankSample], now: float) -> None:
+        self._incidents += 1
+        # A name of its own: what a withdrawn one has left, or still writes, is not this one's.
+        again = f"-{self._incidents}" if self._incidents > 1 else ""
+        name = f"g{self._generation:03d}-{judgement.kind}{again}"
+        waits = {member.node for member in self._roster.training_members()}
+        self.incident = Incident(
+            name=name, judgement=judgement, began=now, quiet=now - self.snapshot.moved,
+            until=now + self._config.evidence, waits=waits,
+        )  # fmt: skip
+        named = dict.fromkeys([judgement.culprit, *(one.rank for one in judgement.culprits[:_MAX_FULL_EVIDENCE])])
+        full = [rank for rank in (*named, *_comparison_ranks(judgement, seen)) if rank is not None]
+        self._roster.broadcast(
+            "evidence", generation=self._generation, incident=name, full=full, seconds=self._config.evidence * 0.9
+        )
+
+
+def _comparison_ranks(judgement: Judgement, seen: list[RankSample]) -> list[int]:
+    """A few waiting ranks to compare with, of another node than the culprit's where there is one."""
+    wanted = set(judgement.waiting)
+    waiting = [one for one in seen if one.rank in wanted]
+    waiting.sort(key=lambda one: one.node == judgement.node)
+    return [one.rank for one in waiting[:_HEALTHY_RANKS]]

@@ -1,0 +1,49 @@
+"""What the coordinator knows of all ranks of a generation: agents tell changes, and time makes them older."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.agent.watch.rank_sample import RankSample
+
+
+class JobSnapshot:
+    """The coordinator's picture of one generation: the newest sighting of every rank, made as old as it is."""
+
+    def __init__(self, started: float, world: int) -> None:
+        self._world = world
+        self._seen: dict[int, tuple[float, RankSample]] = {}
+        self.moved = started
+        """When any rank moved last, on the coordinator's clock."""
+        self._p99: dict[str, dict[str, float]] = {}  # phase -> node -> seconds
+
+    def add_report(self, report: Mapping[str, Any], node: str, now: float) -> None:
+        """Take in one agent's report; raises TypeError or ValueError when it is none."""
+        for row in report.get("sightings", ()):
+            sample = RankSample.from_row(row, node)
+            if not 0 <= sample.rank < self._world:
+                raise ValueError(f"there is no rank {sample.rank}")
+            self._seen[sample.rank] = (now, sample)
+            if not sample.ended:
+                self.moved = max(self.moved, now - sample.age)
+        for phase, seconds in report.get("p99", {}).items():
+            self._p99.setdefault(str(phase), {})[node] = float(seconds)
+
+    def at(self, now: float) -> list[RankSample]:
+        """Every rank that has been seen, by number."""
+        return [_aged(sample, max(0.0, now - heard)) for _, (heard, sample) in sorted(self._seen.items())]
+
+    def p99(self) -> dict[str, float]:
+        """Seconds of each phase's 99th percentile, on the slowest node."""
+        return {phase: max(by_node.values()) for phase, by_node in self._p99.items()}
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+
+def _aged(sample: RankSample, seconds: float) -> RankSample:
+    """What is still believed of a rank so long after it was seen."""
+    return RankSample(
+        rank=sample.rank, node=sample.node, step=sample.step, phase=sample.phase, first=sample.first,
+        collective=sample.collective, age=sample.age + seconds, alive=sample.alive + seconds,
+        state=sample.state, lock=sample.lock + seconds if sample.lock else 0.0, ended=sample.ended,
+    )  # fmt: skip

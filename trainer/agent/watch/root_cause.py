@@ -1,0 +1,194 @@
+"""PURE: which end of which rank is the cause of a failed generation, and what kind of failure it was."""
+
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.contract.outcome import ExitCode, Failure, FailureKind
+
+_STORAGE = re.compile(
+    r"\[Errno (5|28|30|122)\]|No space left on device|Disk quota exceeded|Input/output error|Read-only file system"
+    # torch's archive writer on a full disk does not name the errno
+    r"|inline_container\.cc.{0,500}unexpected pos",
+    re.IGNORECASE,
+)
+_CHECKPOINTS = frozenset({"SaveFailed", "NothingVerifies"})
+"""Exceptions that say: the run's checkpoints cannot be written, or none of them can be trusted."""
+_RENDEZVOUS = re.compile(
+    r"DistNetworkError|DistStoreError|Address already in use|clients joined|client socket has (timed out|failed)"
+    r"|connectFullMesh|Timed out waiting \d+ms",
+)
+_MISMATCH = re.compile(r"Is there a distributed collective mismatch|Detected mismatch between collectives on ranks")
+"""What gloo says before it aborts the process, and torch with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+_BAD_STEP = "BadStep"
+"""The exception of all ranks alike when they have read a loss that is none to go on from."""
+_RESERVED = (ExitCode.RETRY, ExitCode.NODE_SUSPECT, ExitCode.NEVER_RETRY)
+GOOD = (ExitCode.FINISHED, ExitCode.STOPPED_AFTER_SAVE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankEnd:
+    """How one rank ended; `exception`, `message` and `echo` are what it said itself, if it still could.
+
+    `word`: it said how it ends, or is a command, which cannot.
+    """
+
+    rank: int
+    node: str
+    at: float  # seconds, on the coordinator's clock
+    exit_code: int | None = None
+    signal: int | None = None
+    step: int | None = 0  # None: not known, of a command
+    exception: str | None = None
+    message: str | None = None
+    echo: bool = False
+    word: bool = True
+    position: int | None = None  # in the data, of the batch of a bad step
+    lines: tuple[str, ...] = ()  # the last ones that a command wrote
+    written: int = 0  # bytes that a command wrote to its log in this generation
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any], node: str, at: float) -> "RankEnd":
+        """As an agent tells it; raises LookupError, TypeError or ValueError for what is no such message."""
+        fields = {key: message.get(key) for key in ("step", "exit_code", "signal", "exception", "message", "position")}
+        return cls(
+            rank=int(message["rank"]), node=node, at=at, echo=bool(message.get("echo")), word=bool(message["word"]),
+            lines=tuple(message.get("lines", ())), written=int(message.get("written", 0)), **fields,
+        )  # fmt: skip
+
+    @property
+    def good(self) -> bool:
+        # Training code can leave with 0 in many ways; only a rank that says so has trained all its steps.
+        return self.exit_code in GOOD and self.word
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandFailure:
+    """How one generation of a command ended by itself, and what it had done until then."""
+
+    mark: str  # what it has in common with another of the same cause
+    seconds: float  # since it was started
+    written: int  # bytes in the log of the rank that failed first
+    exception: str | None = None
+    crashed: bool = False  # by a signal
+    saved: bool = False  # a checkpoint of its own since it was started, as far as is known
+    trained: bool = False  # as far as anybody can tell: it saved, or ran for longer than a start takes
+    loading: bool = False  # it failed while it loaded something
+    began_from: str = ""  # identity of the newest checkpoint when it was started; empty: none, or not known
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """The root failure; `retry` says whether the same nodes may try again, `mark` names it for comparison."""
+
+    failure: Failure
+    retry: bool
+    mark: str
+    position: int | None = None  # of the batch that is to be left out
+    own: CommandFailure | None = None  # of a command: how it ended by itself
+    set_aside: str = ""  # of a command: why its newest checkpoint is not to be loaded again
+
+
+def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "") -> Cause:
+    """The cause among `ends`, of which at least one is bad.
+
+    `trained`: the run has trained at least one step, as far as is known; `last_mark`: the `mark` of the failure
+    before this one.
+    """
+    root = root_of(ends)
+    kind, retry, what = _classify(root)
+    mark = f"{root.exception or root.signal or root.exit_code}@{root.step}"
+    own_exception = kind is FailureKind.USER_ERROR and retry
+    # Nothing worked yet, so nothing suggests that it would work the next time.
+    if own_exception and not trained:
+        retry, what = False, f"{what}, before the first step"
+    # A deterministic bug comes back at the same place.
+    elif own_exception and mark == last_mark:
+        retry, what = False, f"{what}, for the second time at step {root.step}"
+    # All ranks read the same sums: who says so first is not to blame.
+    nobody = kind is FailureKind.NUMERIC
+    failure = Failure(
+        kind=kind,
+        reason=what if nobody else f"rank {root.rank} on {root.node} {what}",
+        rank=None if nobody else root.rank,
+        node=None if nobody else root.node,
+        step=root.step,
+        exit_code=root.exit_code,
+        signal=root.signal,
+        exception=root.exception,
+    )
+    return Cause(failure=failure, retry=retry, mark=mark, position=root.position)
+
+
+def root_of(ends: Sequence[RankEnd]) -> RankEnd:
+    """The bad end that the others follow from: the one least in doubt, then the earliest."""
+    return min((end for end in ends if not end.good), key=lambda end: (secondary_order(end), end.at))
+
+
+def secondary_order(end: RankEnd) -> int:
+    """0: this end explains itself; 1: it may follow from another; 2: it says so."""
+    if end.echo:
+        return 2
+    if end.signal is not None:
+        # Communication libraries abort the process when a peer is gone.
+        return 1 if end.signal == signal.SIGABRT and not _mismatch(end) else 0
+    return 0 if end.exception is not None or end.exit_code in _RESERVED else 1
+
+
+def _classify(end: RankEnd) -> tuple[FailureKind, bool, str]:
+    """Kind, whether to try again, and the words after "rank N on NODE"."""
+    said = f"{end.exception}: {end.message}" if end.exception else ""
+    if _mismatch(end):
+        return FailureKind.DESYNC, False, f"met another collective than its own: {_short(end.message or '')}"
+    if end.signal is not None:
+        return FailureKind.RANK_KILLED, True, f"was killed by {signal_name(end.signal)}"
+    if end.exit_code == ExitCode.NEVER_RETRY:
+        return FailureKind.USER_ERROR, False, f"asked never to be retried (exit code 78){_after(said)}"
+    if end.exit_code == ExitCode.NODE_SUSPECT:
+        return FailureKind.NODE_SUSPECT, False, f"suspects its node (exit code 77){_after(said)}"
+    if end.exception == _BAD_STEP and end.position is not None:
+        return FailureKind.NUMERIC, True, _short(end.message or "")
+    if end.exception in _CHECKPOINTS:
+        return FailureKind.STORAGE, False, f"could not use its checkpoints: {_short(said)}"
+    if _STORAGE.search(said):
+        return FailureKind.STORAGE, False, f"could not use its storage: {_short(said)}"
+    if end.echo:
+        return FailureKind.UNKNOWN, True, f"only saw a peer go away: {_short(said)}"
+    if end.exit_code == ExitCode.RETRY:
+        return FailureKind.UNKNOWN, True, f"asked to be restarted (exit code 75){_after(said)}"
+    if _RENDEZVOUS.search(said):
+        return FailureKind.UNKNOWN, True, f"could not meet its peers: {_short(said)}"
+    if end.exception is not None:
+        return FailureKind.USER_ERROR, True, f"raised {_short(said)}"
+    if end.exit_code in GOOD:
+        return FailureKind.USER_ERROR, True, f"left without a word (exit code {end.exit_code})"
+    return FailureKind.USER_ERROR, True, f"ended with exit code {end.exit_code}"
+
+
+def _mismatch(end: RankEnd) -> bool:
+    """Whether it says that ranks called different collectives, which no new start mends."""
+    return bool(end.message) and not end.echo and bool(_MISMATCH.search(end.message or ""))
+
+
+def exit_words(exit_code: int | None, number: int | None) -> str:
+    """How a process ended, for people."""
+    return f"killed by {signal_name(number)}" if number is not None else f"exit code {exit_code}"
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL for 9; real-time signals by number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _after(said: str) -> str:
+    return f": {_short(said)}" if said else ""
+
+
+def _short(said: str) -> str:
+    line = " ".join(said.split())
+    return line if len(line) <= 300 else line[:297] + "..."

@@ -1,0 +1,295 @@
+"""How fast every rank does its own work, window by window: rows of cumulative work in, verdicts on stragglers out."""
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from operator import sub, truediv
+from statistics import median
+
+from trainer.agent.watch import stragglers
+from trainer.agent.watch.stragglers import LONG, SHORT, WINDOW, Level, Verdict
+from trainer.contract.monitoring_config import StragglerConfig
+from trainer.contract.progress import SECTIONS
+
+_TOTAL, _STEPS = len(SECTIONS), len(SECTIONS) + 1
+_MEMORY = 60  # windows of which noise is the median
+_FEW = 3  # in groups up to this size a straggler makes the noise, so its newest windows do not count
+_FADING = 0.98  # of what is remembered about hiccups, after every window
+_OWN = 20  # windows of a rank that its own earlier pace is the median of
+_RECENT = 3 * LONG.span  # windows that are too new for that: the rank may have become slow in them
+_FEWEST_OWN = 5
+_SOME = 500
+
+
+@dataclass(kw_only=True)
+class _Case:
+    """A rank that was named."""
+
+    level: Level
+    ratio: float
+    section: str
+    reason: str
+    steps: int
+    lost: float  # nanoseconds that every rank of the world has waited for it
+    recent: list[float] = field(default_factory=list)
+    well: int = 0
+
+
+@dataclass(kw_only=True)
+class _Streak:
+    """Windows in a row in which a rank was raised."""
+
+    begin: int  # step
+    ratios: list[float] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class _Found:
+    """What one window of a group has shown: the places of ranks within the group."""
+
+    named: list[int] = field(default_factory=list)
+    over: list[tuple[int, _Case]] = field(default_factory=list)
+
+
+class _Group:
+    """Ranks that do the same work. A window ends when all of them have reported its last step, or one beyond it.
+
+    What a rank has done is taken from reports as they are, and never cut between two of them: so no hiccup falls into
+    two windows, however far apart reports are.
+    """
+
+    def __init__(self, ranks: Sequence[int], config: StragglerConfig) -> None:
+        size = len(ranks)
+        self.ranks, self._config = ranks, config
+        self._steps = array("q", [-1]) * size
+        self._start, self._mark, self._block = ([array("d", [0.0]) * size for _ in range(_STEPS + 1)] for _ in range(3))
+        self._waiting, self._closed, self._furthest = size, 0, 0
+        self.begin = self.end = 0
+        self._noises: deque[float] = deque(maxlen=_MEMORY)
+        self._recent: deque[tuple[Sequence[float], float]] = deque(maxlen=LONG.span)
+        self._past: list[deque[float]] = [deque(maxlen=_OWN + _RECENT) for _ in ranks] if size == 2 else []
+        self._hiccups = self._looked = 0.0
+        self._streaks: dict[Level, dict[int, _Streak]] = {SHORT: {}, LONG: {}}
+        self.cases: dict[int, _Case] = {}
+
+    def add_report(self, place: int, steps: int, sections: Sequence[float]) -> _Found | None:
+        """A rank's work so far; what the window has shown that this report has completed."""
+        before = self._steps[place]
+        if steps <= before:
+            return None
+        if before < self.end <= steps:
+            for mark, value in zip(self._mark, (*sections, sum(sections), steps), strict=True):
+                mark[place] = value
+            self._waiting -= 1
+        self._steps[place] = steps
+        self._furthest = max(self._furthest, steps)
+        return None if self._waiting else self._close()
+
+    def _close(self) -> _Found:
+        # Before the first report of each rank nothing is known, and what it has done until then (first steps compile
+        # and allocate) is no measure of the rest: windows begin after that.
+        found = self._judge() if self._closed >= 2 else _Found()
+        self._start, self._mark = self._mark, self._start
+        if self._closed < 2 or (self._closed - 1) % LONG.span == 0:
+            self._block = [array("d", column) for column in self._start]
+        self._closed += 1
+        # Beyond all that is reported, so that windows share no report when reports are rarer than windows.
+        self.begin, self.end = self.end, (max(self.end, self._furthest) // WINDOW + 1) * WINDOW
+        self._waiting = len(self.ranks)
+        return found
+
+    # -- one window ---------------------------------------------------------------------------------------------------
+
+    def _judge(self) -> _Found:
+        steps = self.end - self.begin
+        values = self._each_step(self._start, _TOTAL)
+        ordered = sorted(values)
+        normal = stragglers.reference(ordered)
+        if normal <= 0:
+            return _Found()  # nothing was measured
+        if self._past and not all(map(self._earlier, range(len(self._past)))):
+            self._remember(values)
+            return _Found()
+        self._noises.append(stragglers.spread(self._evened(values) if self._past else ordered))
+        noise = self._noise()
+        self._recent.append((values, normal))
+        found = _Found(over=self._follow(values, normal, noise, steps))
+        self._remember(values)
+        self._extend(SHORT, self._raised(noise), noise, found)
+        if (self._closed - 1) % LONG.span == 0:
+            self._extend(LONG, self._raised_for_long(noise), noise, found)
+        return found
+
+    def _evened(self, values: Sequence[float]) -> list[float]:
+        """Of two, a lasting difference is no noise: each is held against what it has been."""
+        return sorted(value / self._earlier(place) for place, value in enumerate(values))
+
+    def _earlier(self, place: int) -> float:
+        """The pace of one of two ranks before it can have become slow; 0 when it is not known yet."""
+        earlier = list(self._past[place])[:-_RECENT]
+        return median(earlier) if len(earlier) >= _FEWEST_OWN else 0.0
+
+    def _noise(self) -> float:
+        noises = list(self._noises)
+        if len(self.ranks) <= _FEW:
+            noises = noises[: max(_FEWEST_OWN, len(noises) - _RECENT)]
+        return median(noises)
+
+    def _raised(self, noise: float) -> dict[int, float]:
+        """Those whose newest window is raised, with its ratio."""
+        values, normal = self._recent[-1]
+        bar = stragglers.raised(SHORT, noise, self._config)
+        over = [place for place, value in enumerate(values) if value > bar * normal]
+        ratios = {place: self._ratio(place, 1, noise) for place in over}
+        return {place: ratio for place, ratio in ratios.items() if ratio > bar}
+
+    def _raised_for_long(self, noise: float) -> dict[int, float]:
+        """Those whose long window is raised without its hiccups; only those with a raised mean are looked at."""
+        block = self._each_step(self._block, _TOTAL)
+        bar = stragglers.raised(LONG, noise, self._config)
+        least = bar * stragglers.reference(sorted(block))
+        ratios = {place: self._ratio(place, LONG.span, noise) for place, spent in enumerate(block) if spent > least}
+        return {place: ratio for place, ratio in ratios.items() if ratio > bar}
+
+    def _ratio(self, place: int, span: int, noise: float) -> float:
+        """How much slower than its peer or peers; of two, no more than it is slower than it was itself."""
+        windows = list(self._recent)[-span:]
+        against = stragglers.steady([values[place] / normal for values, normal in windows], noise)
+        if not self._past:
+            return against
+        usual = self._earlier(place)
+        return min(against, stragglers.steady([values[place] / usual for values, _ in windows], noise))
+
+    def _each_step(self, since: "list[array[float]]", column: int) -> list[float]:
+        """Nanoseconds per step of every rank since then."""
+        spent = map(sub, self._mark[column], since[column])
+        return list(map(truediv, spent, map(sub, self._mark[_STEPS], since[_STEPS])))
+
+    def _remember(self, values: Sequence[float]) -> None:
+        """Of two ranks: their own pace, while they are not known to be slow."""
+        for place, past in enumerate(self._past):
+            if place not in self.cases:
+                past.append(values[place])
+
+    def _extend(self, level: Level, raised: dict[int, float], noise: float, found: _Found) -> None:
+        """Streaks go on where a rank was raised again and are broken elsewhere; long enough ones become cases."""
+        streaks = self._streaks[level]
+        broken = [place for place in streaks if place not in raised]
+        gone = sum(len(streaks.pop(place).ratios) for place in broken)
+        if level is SHORT:  # what came to nothing is what a healthy group looks like
+            self._hiccups = self._hiccups * _FADING + gone
+            self._looked = self._looked * _FADING + len(self.ranks)
+        hiccups = self._hiccups / self._looked
+        for place, ratio in raised.items():
+            if place in self.cases:
+                continue
+            since = self.begin if level is SHORT else int(self._block[_STEPS][place])
+            streak = streaks.setdefault(place, _Streak(begin=since))
+            streak.ratios.append(ratio)
+            slow, reason = stragglers.is_slow(
+                level, streak.ratios, noise=noise, hiccups=hiccups, ranks=len(self.ranks), config=self._config
+            )
+            if slow:
+                self._open(level, place, streak, reason)
+                found.named.append(place)
+
+    def _open(self, level: Level, place: int, streak: _Streak, reason: str) -> None:
+        section, most = self._section(level, place)
+        steps, ratio = self.end - streak.begin, median(streak.ratios)
+        normal = self._recent[-1][1]
+        self.cases[place] = _Case(
+            level=level,
+            ratio=ratio,
+            section=section,
+            reason=f"{reason}, {steps} steps, most in {section} ({most:.2f} x)",
+            steps=steps,
+            lost=(ratio - 1) * normal * steps,
+        )
+        for streaks in self._streaks.values():
+            streaks.pop(place, None)
+        if self._past:  # its newest windows may have been slow already: they are no measure of it
+            usual, past = self._earlier(place), self._past[place]
+            for at in range(max(0, len(past) - _RECENT), len(past)):
+                past[at] = usual
+
+    def _section(self, level: Level, place: int) -> tuple[str, float]:
+        """Where most of the excess arises; of a large group some peers are enough for that."""
+        since, size = self._start if level is SHORT else self._block, len(self.ranks)
+        some = range(0, size, max(1, size // _SOME))
+        columns = [self._each_step(since, column) for column in range(_TOTAL)]
+        others = [median(spent[at] for at in some if at != place) for spent in columns]
+        return stragglers.section([spent[place] for spent in columns], others)
+
+    def _follow(self, values: Sequence[float], normal: float, noise: float, steps: int) -> list[tuple[int, _Case]]:
+        """What those that were named have cost since, and which of them are well again."""
+        over = []
+        for place, case in self.cases.items():
+            case.lost += max(0.0, values[place] - normal) * steps
+            case.steps += steps
+            case.recent.append(values[place] / normal)
+            if len(case.recent) < case.level.span:
+                continue
+            well = stragglers.is_over(stragglers.steady(case.recent, noise), case.ratio)
+            case.recent, case.well = [], case.well + 1 if well else 0
+            if case.well >= self._config.windows:
+                over.append((place, case))
+        for place, _ in over:
+            del self.cases[place]
+        return over
+
+
+class WorkWindows:
+    """One generation's ranks; a new generation begins with a new one."""
+
+    def __init__(
+        self, world: int, coordinate: Callable[[int], Hashable], nodes: Sequence[str], config: StragglerConfig
+    ) -> None:
+        """`nodes`: the name of each rank's node; ranks with the same `coordinate` are compared."""
+        together: dict[Hashable, list[int]] = {}
+        for rank in range(world):
+            together.setdefault(coordinate(rank), []).append(rank)
+        self._world, self._nodes = world, nodes
+        self._places: dict[int, tuple[_Group, int]] = {}
+        for ranks in together.values():
+            if len(ranks) > 1:  # alone, a rank has nobody to be slower than
+                group = _Group(ranks, config)
+                self._places.update({rank: (group, place) for place, rank in enumerate(ranks)})
+
+    def add_report(self, rows: Iterable[Sequence[int]]) -> list[Verdict]:
+        """Rows of [rank, steps, nanoseconds in each of `SECTIONS`], the latter since it began; who is slow."""
+        verdicts = []
+        for rank, steps, *sections in rows:
+            if rank not in self._places or len(sections) != _TOTAL:
+                continue
+            group, place = self._places[rank]
+            found = group.add_report(place, steps, sections)
+            if found is not None:
+                verdicts += [self._verdict(group, at, case, over=True) for at, case in found.over]
+                verdicts += [self._verdict(group, at, group.cases[at], over=False) for at in found.named]
+        return verdicts
+
+    def slow(self) -> list[Verdict]:
+        """Those that are slow now, with what they have cost until now."""
+        groups = {id(group): group for group, _ in self._places.values()}
+        return [
+            self._verdict(group, place, case, over=False)
+            for group in groups.values()
+            for place, case in group.cases.items()
+        ]
+
+    def _verdict(self, group: _Group, place: int, case: _Case, *, over: bool) -> Verdict:
+        rank = group.ranks[place]
+        hours = case.lost * 1e-9 * self._world / 3600
+        reason = f"as fast as its peers again after {case.steps} steps" if over else case.reason
+        return Verdict(
+            rank=rank,
+            node=self._nodes[rank],
+            section=case.section,
+            ratio=round(case.ratio, 3),
+            step=group.begin,
+            steps=case.steps,
+            gpu_hours=hours,
+            reason=f"rank {rank} on {self._nodes[rank]}: {reason}",
+            over=over,
+        )

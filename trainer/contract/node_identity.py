@@ -1,0 +1,47 @@
+"""Where an agent finds itself: its job, its node's index and name, read from the scheduler's environment."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeIdentity:
+    """One agent's place in its job; `node` counts from 0."""
+
+    kind: str  # slurm or local
+    job_id: str
+    node: int
+    nodes: int
+    name: str
+    restarts: int = 0
+
+
+def local_job_id(pid: int) -> str:
+    """Identity of a local job: pid and start time (clock ticks since boot), because pids come back."""
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    return f"{pid}-{stat.rpartition(')')[2].split()[19]}"
+
+
+def discover(environ: Mapping[str, str] = os.environ) -> NodeIdentity:
+    """The calling agent's place; raises RuntimeError outside a job."""
+    if "SUBMITIT_LOCAL_JOB_ID" in environ:
+        node = int(environ["SUBMITIT_LOCAL_GLOBALID"])
+        return NodeIdentity(
+            kind="local",
+            job_id=local_job_id(int(environ["SUBMITIT_LOCAL_JOB_ID"])),
+            node=node,
+            nodes=int(environ["SUBMITIT_LOCAL_NTASKS"]),
+            name=f"local-{node}",
+        )
+    if "SLURM_JOB_ID" in environ and "SLURM_NODEID" in environ:
+        return NodeIdentity(
+            kind="slurm",
+            job_id=environ["SLURM_JOB_ID"],
+            node=int(environ["SLURM_NODEID"]),
+            nodes=int(environ.get("SLURM_NNODES", "1")),
+            name=environ.get("SLURMD_NODENAME", f"node-{environ['SLURM_NODEID']}"),
+            restarts=int(environ.get("SLURM_RESTART_COUNT") or 0),
+        )
+    raise RuntimeError("not inside a job: neither SLURM_JOB_ID nor SUBMITIT_LOCAL_JOB_ID is set")

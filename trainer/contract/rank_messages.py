@@ -1,0 +1,70 @@
+"""What an agent tells a rank when it starts it, and the few words they say over their control socket."""
+
+import json
+import signal
+import socket
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from checkpointing.durable import dump_line
+
+STACKS = signal.SIGRTMIN + 6
+"""The signal on which a rank writes the stacks of all its threads; NCCL and users take SIGUSR1."""
+
+SPEC_VARIABLE = "ORCH_RANK_SPEC"
+"""Environment variable with the RankSpec of a rank that was started cold (exec instead of fork)."""
+
+
+def generation_mark(generation: int) -> str:
+    """The line that opens a generation's part of a rank's log, which goes on over generations."""
+    return f"--- generation {generation} ---"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSpec:
+    """One rank of one generation. Descriptors are those of the started process."""
+
+    run_dir: str
+    attempt: int
+    generation: int
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    node: int
+    node_name: str
+    cell_fd: int  # progress cell (memfd)
+    control_fd: int  # SOCK_SEQPACKET pair to the agent
+    host: str  # address of this node that peers can reach
+    stacks_fd: int = -1  # where faulthandler writes stacks on STACKS (memfd of the agent); -1: nowhere
+    flight: str = ""  # path of the Unix socket on which torch's worker server answers; empty: none
+    arena_fd: int = -1  # memory of the checkpoints' copies (memfd); -1: the rank makes its own
+    writer_fd: int = -1  # stream socket to the checkpoint writer that the agent owns; -1: the rank starts its own
+    suspects: tuple[int, ...] = ()  # steps whose checkpoints must not be loaded
+    skip: tuple[int, ...] = ()  # positions in the data that are left out
+    fit: bool = True  # whether ranks measure their nodes before they train
+    env: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "RankSpec":
+        fields = json.loads(text)
+        return cls(**{**fields, "suspects": tuple(fields["suspects"]), "skip": tuple(fields["skip"])})
+
+
+def send_message(control: socket.socket, word: str, **data: Any) -> None:
+    """Send one message.
+
+    Rank 0 says `store` {host, port, key}; the agent tells every other rank the same. A rank says `last` {exit_code,
+    exception, message, echo, step, position} when it ends by itself: its word reaches the agent when no file can be
+    written.
+    """
+    control.send(dump_line({"word": word, **data}).encode(errors="backslashreplace"))
+
+
+def receive_message(control: socket.socket) -> dict[str, Any] | None:
+    """Receive one message; None when the other side is gone."""
+    packet = control.recv(65536)
+    return json.loads(packet) if packet else None

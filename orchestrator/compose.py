@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.config import RUN, TierConfig
-from checkpointing.durable import canonical
+from checkpointing.storage.durable import canonical
 from orchestrator import checks, keys, layers
 from orchestrator.config import RunConfig
 from orchestrator.errors import ConfigError

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from checkpointing.durable import canonical, fsync_dir, read_json
+from checkpointing.storage.durable import canonical, fsync_dir, read_json
 from orchestrator.config import RunConfig
 from orchestrator.controller.ingest import ingest
 from orchestrator.controller.lease import Holder, host_of, shown

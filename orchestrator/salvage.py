@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from checkpointing.durable import read_json
+from checkpointing.storage.durable import read_json
 from orchestrator.registry.recording import Record
 from orchestrator.registry.records import Attempt, Run, Transition
 from orchestrator.states import AttemptState, RunState

@@ -37,12 +37,12 @@ AGENT_ROOMS = (
 BANNED_NAMES = ("utils", "helpers", "common", "misc", "manager")
 PICKLE_MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing"}
 UNPICKLERS = {
-    "checkpointing/frame.py": "reads one saved tensor, with stand-ins for every class",
-    "checkpointing/engine/given.py": "reads files that users name: names the errors of torch.load(weights_only=True)",
-    "checkpointing/engine/importing.py": "writes `.metadata`",
-    "checkpointing/engine/reader.py": "reads `.metadata` by an allow-list, after its digest matched",
-    "checkpointing/engine/planning.py": "writes `.metadata`",
-    "checkpointing/engine/failure.py": "names the error",
+    "checkpointing/format/torch_record.py": "reads one saved tensor, with stand-ins for every class",
+    "checkpointing/engine/interchange/external_tensors.py": "reads users' files: names the errors of torch.load",
+    "checkpointing/engine/interchange/importer.py": "writes `.metadata`",
+    "checkpointing/engine/restore/metadata_reader.py": "reads `.metadata` by an allow-list, after its digest matched",
+    "checkpointing/engine/state/save_plan.py": "writes `.metadata`",
+    "checkpointing/engine/ranks/failure.py": "names the error",
 }
 """Who may import pickle, and why: files are read by allow-lists; processes never send it to each other."""
 EDGE = "# outermost edge"

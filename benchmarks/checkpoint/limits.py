@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.checkpoint.cold import drop
 from benchmarks.checkpoint.contest import LIMIT
-from checkpointing import mapping
+from checkpointing.storage import shared_memory
 
 BLOCK = 8 << 20
 """Bytes of one write or read; the engine's own chunks are of the same size."""
@@ -25,10 +25,10 @@ def room(nbytes: int, *, shared: bool = False) -> memoryview:
     else:
         descriptor = os.memfd_create("limit")
         os.ftruncate(descriptor, nbytes)
-        view = mapping.shared(descriptor, nbytes)
+        view = shared_memory.map_shared(descriptor, nbytes)
         os.close(descriptor)
-        mapping.populate(view)
-        mapping.collapse(view)
+        shared_memory.populate(view)
+        shared_memory.use_huge_pages(view)
     for start in range(0, nbytes, BLOCK):
         # Random, because some disks and file systems treat zeros and repetitions differently.
         view[start : start + BLOCK] = os.urandom(len(view[start : start + BLOCK]))

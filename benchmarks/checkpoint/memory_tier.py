@@ -13,7 +13,7 @@ from benchmarks.checkpoint.contest import LIMIT, OURS, interleaved
 from benchmarks.checkpoint.ours import Ours, files_of
 from benchmarks.checkpoint.rows import Measured, Setting
 from benchmarks.checkpoint.states import State, state
-from checkpointing.engine.link import WriterLink
+from checkpointing.writer.link import WriterLink
 from trainer.agent.processes.checkpoint_writers import CheckpointWriter
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.checkpoint.states import State
 from checkpointing.config import CheckpointConfig, StagingConfig
 from checkpointing.engine.checkpointer import Checkpointer
-from checkpointing.manifest import Manifest, parse
+from checkpointing.format.manifest import Manifest, parse
 
 
 @dataclass(frozen=True)

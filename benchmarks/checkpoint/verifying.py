@@ -10,7 +10,7 @@ from benchmarks.checkpoint.contest import LIMIT, OURS, interleaved
 from benchmarks.checkpoint.ours import Ours, files_of
 from benchmarks.checkpoint.rows import Measured, Setting
 from benchmarks.checkpoint.states import state
-from checkpointing.verify import verify
+from checkpointing.verification.verify import verify
 
 
 def level_2(setting: Setting, cold: bool) -> Measured:

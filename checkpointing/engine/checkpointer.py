@@ -13,28 +13,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checkpointing.config import CheckpointConfig
-from checkpointing.digests import digest
-from checkpointing.durable import canonical
-from checkpointing.engine.confirming import Agreed, Standing, agree
-from checkpointing.engine.failure import Failed, attempt, explain
-from checkpointing.engine.flushing import Flusher
-from checkpointing.engine.group import Ranks
-from checkpointing.engine.judging import Judge
-from checkpointing.engine.lane import PAUSES, Lane
-from checkpointing.engine.link import InProcessWriter, WriterLink
-from checkpointing.engine.looking_back import look_back
-from checkpointing.engine.memory import Memory
-from checkpointing.engine.planning import Plan, agree_on_plan, budgeted
-from checkpointing.engine.restoring import Restored, Restorer
-from checkpointing.engine.saving import Job, Owner, Saved, Saver, Tell, Writer
-from checkpointing.engine.sources import MayLack
-from checkpointing.engine.staging import Stager, Structure
-from checkpointing.engine.targets import Targets, TensorsFor
-from checkpointing.engine.telling import Teller
-from checkpointing.engine.tidying import Tidying
-from checkpointing.retention import Metrics, Policy, retain
-from checkpointing.storage import Storage, storage_at
-from checkpointing.tiers import TierPlace, only_place
+from checkpointing.engine.event_sink import EventSink
+from checkpointing.engine.ranks.failure import Failed, explain, result_or_failed
+from checkpointing.engine.ranks.group import RankGroup
+from checkpointing.engine.restore.memory_tier import Memory
+from checkpointing.engine.restore.restore_baseline import set_restore_baseline
+from checkpointing.engine.restore.restorer import Restored, Restorer
+from checkpointing.engine.restore.source import OptionalKeys
+from checkpointing.engine.restore.targets import Targets, TensorsFor
+from checkpointing.engine.save.save_agreement import SaveAgreement, SaveReadiness, agree_on_save
+from checkpointing.engine.save.save_queue import RETRY_PAUSES, SaveQueue
+from checkpointing.engine.save.saver import EmitEvent, Job, Owner, Saved, Saver, Writer
+from checkpointing.engine.state.plausibility_judge import PlausibilityJudge
+from checkpointing.engine.state.save_plan import Plan, agree_on_plan, budgeted
+from checkpointing.engine.state.staging import Stager, Structure
+from checkpointing.engine.tiers.debris_gc import DebrisCollector
+from checkpointing.engine.tiers.flusher import Flusher
+from checkpointing.retention.policy import Metrics, Policy, apply_retention
+from checkpointing.storage.backends import Storage, storage_at
+from checkpointing.storage.digests import digest
+from checkpointing.storage.durable import canonical
+from checkpointing.tiers.tier import ResolvedTier, single_tier
+from checkpointing.writer.link import InProcessWriter, WriterLink
 
 __all__ = ["Checkpointer", "Restored"]
 
@@ -68,40 +68,40 @@ class Checkpointer:
         storage: Storage | None = None,
         config: CheckpointConfig | None = None,
         link: Writer | None = None,
-        tiers: Sequence[TierPlace] = (),
+        tiers: Sequence[ResolvedTier] = (),
         suspects: Collection[int] = (),
         leads_node: bool = True,
         trust_foreign: bool = False,
-        perhaps: Collection[str] = (),
-        over: Sequence[str] = (),
-        pauses: Sequence[float] = PAUSES,
+        optional_names: Collection[str] = (),
+        ended_attempts: Sequence[str] = (),
+        pauses: Sequence[float] = RETRY_PAUSES,
         key: bytes = b"",
     ) -> None:
         """Create the process groups of the saves: collective, on the caller's thread, before any training step.
 
         `link` goes to the writer that the agent owns; without one, a writer of one's own is started when needed (in
         threads of this process when `storage` is given, which another process could not see). `pauses` are the seconds
-        before a failed save is tried again. `perhaps` are those of `inherit` that need not be there, `over` the
-        attempts that write no more, as `<attempt>-<nonce>`. `key` authenticates ranks to each other.
+        before a failed save is tried again. `optional_names` are those of `inherit` that need not be there,
+        `ended_attempts` those that write no more, as `<attempt>-<nonce>`. `key` authenticates ranks to each other.
         """
         self._config = config or CheckpointConfig(keep=keep)
-        self._places = tuple(tiers) or (only_place(root, storage, keep),)
+        self._places = tuple(tiers) or (single_tier(root, storage, keep),)
         self._storage, self._link = storage, link
-        self._owner = Owner(token_attempt, nonce, tuple(inherit), fence, tuple(over))
+        self._owner = Owner(token_attempt, nonce, tuple(inherit), fence, tuple(ended_attempts))
         self._world, self._leads_node, self._pauses = _plain(world, "world"), leads_node, pauses
-        self._teller = Teller(on_event)
+        self._events = EventSink(on_event)
         # A disk may keep a rank in its save for long; a dead peer shows at once all the same.
-        self._ranks, self._lane_ranks, self._flush_ranks = _groups(process_group, key, len(self._places) > 1)
+        self._ranks, self._save_ranks, self._flush_ranks = _groups(process_group, key, len(self._places) > 1)
         self._restorer = Restorer(
-            self._places, self._ranks, self._owner, self._teller.tell, None, suspects, trust_foreign, perhaps
+            self._places, self._ranks, self._owner, self._events.emit, None, suspects, trust_foreign, optional_names
         )
-        self._judge = Judge(self._config.plausibility)
+        self._judge = PlausibilityJudge(self._config.plausibility)
         self._flusher: Flusher | None = None
-        self._pins, self._tidying = storage_at(root) if tiers else self._places[0].storage, Tidying()
+        self._pins, self._debris = storage_at(root) if tiers else self._places[0].storage, DebrisCollector()
         self._metrics: Metrics = {}
         self._stager: Stager | None = None
         self._saver: Saver | None = None
-        self._lane: Lane | None = None
+        self._queue: SaveQueue | None = None
         self.committed_step: int | None = None
         """Step of the newest checkpoint that this object has committed or restored; settled after `wait`."""
         self.agreed_committed_step: int | None = None
@@ -115,7 +115,7 @@ class Checkpointer:
         """How long the last saves took, from the naming to COMMIT."""
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
-        """Do all that is to be done once: plan, memory, frames, writer; collective.
+        """Do all that is to be done once: plan, memory, record templates, writer; collective.
 
         Raises ValueError on every rank for state that cannot be saved, OSError when there is no memory for it.
         """
@@ -123,7 +123,7 @@ class Checkpointer:
             self._plan(tensors)
         assert self._saver is not None
         assert self._stager is not None
-        self._judge.inspection().look(*self._stager.some())  # its tables are made once
+        self._judge.inspection().inspect(*self._stager.sample())  # its tables are made once
         # What the writer cannot do now it will say at the first save.
         concurrent.futures.wait([self._saver.writer.warm()], _WARM_SECONDS)
 
@@ -150,10 +150,10 @@ class Checkpointer:
             parts = self._admitted(step, tensors, facts, own)
         except OSError as error:  # no memory for a new plan, by agreement
             parts, self._newest, self.failure = None, step, explain(error)
-            self._lead("checkpoint.failed", step=step, reason=self.failure)
+            self._emit_on_leader("checkpoint.failed", step=step, reason=self.failure)
         except RuntimeError as error:  # a broken group: training finds out about its peers by itself
             parts, self._newest, self.failure = None, step, f"rank {self._ranks.rank}: {explain(error)}"
-            self._teller.tell("checkpoint.failed", {"step": step, "reason": self.failure})
+            self._events.emit("checkpoint.failed", {"step": step, "reason": self.failure})
         if parts is not None:
             self._begin(step, parts, facts)
         self.stall_seconds = time.perf_counter() - start
@@ -171,7 +171,7 @@ class Checkpointer:
         self.agreed_committed_step = agreed.committed
         reason = self._reason_to_skip(agreed)
         if reason is not None:
-            self._lead("checkpoint.skipped", step=step, reason=reason)
+            self._emit_on_leader("checkpoint.skipped", step=step, reason=reason)
             return None
         states = [own] if agreed.alike else self._ranks.all_gather(own)
         if any(states):
@@ -181,21 +181,21 @@ class Checkpointer:
     def _match(self, tensors: Mapping[str, Tensor]) -> list[Tensor] | None:
         return self._stager.match(tensors) if self._stager is not None else None
 
-    def _agree(self, step: int, parts: list[Tensor] | None, own: dict[str, Any] | None = None) -> Agreed:
+    def _agree(self, step: int, parts: list[Tensor] | None, own: dict[str, Any] | None = None) -> SaveAgreement:
         stager = self._stager
-        return agree(
+        return agree_on_save(
             self._ranks,
-            Standing(
+            SaveReadiness(
                 plan=stager.plan.number if stager is not None and parts is not None else 0,
                 step=step,
-                has_room=(stager is None or stager.has_room) and (self._lane is None or self._lane.alive),
+                has_room=(stager is None or stager.has_room) and (self._queue is None or self._queue.alive),
                 idle=stager is None or stager.buffers.idle,
                 committed=self.committed_step,
                 rank_state=int(digest(canonical(own or {}))[:15], 16),
             ),
         )
 
-    def _reason_to_skip(self, agreed: Agreed) -> str | None:
+    def _reason_to_skip(self, agreed: SaveAgreement) -> str | None:
         """Training never waits for a disk: without a free copy on every rank there is no save."""
         if not agreed.same and not agreed.idle:
             return "the state has another structure than before, and an earlier save is still being written"
@@ -205,11 +205,11 @@ class Checkpointer:
 
     def _begin(self, step: int, parts: Sequence[Tensor], facts: dict[str, Any]) -> None:
         assert self._stager is not None
-        assert self._lane is not None
+        assert self._queue is not None
         # What became of an earlier save says nothing about this one.
         self._newest, self.failure = step, None
         staged = self._stager.stage(parts)
-        self._lane.submit(Job(step=step, plan=self._stager.plan, staged=staged, extra=facts, world=self._world))
+        self._queue.submit(Job(step=step, plan=self._stager.plan, staged=staged, extra=facts, world=self._world))
         self._stager.stage_buckets(staged, parts)
 
     def _plan(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
@@ -221,14 +221,14 @@ class Checkpointer:
         if self._stager is not None:
             self._stager.close()
             self._stager = None
-        stager = attempt(lambda: self._stager_for(plan, structure))
+        stager = result_or_failed(lambda: self._stager_for(plan, structure))
         told = self._ranks.all_gather(stager if isinstance(stager, Failed) else None)
         failed = [f"rank {rank}: {result.reason}" for rank, result in enumerate(told) if result]
         if failed:
             raise OSError(failed[0])
         assert isinstance(stager, Stager)
         self._stager = stager
-        self._restorer.memory = Memory(self._saver.writer.arena, plan, stager.lay_frames) if plan.whole else None
+        self._restorer.memory = Memory(self._saver.writer.arena, plan, stager.write_templates) if plan.whole else None
         self._open_flusher()
         parts = stager.match(tensors)
         assert parts is not None, "a state does not match its own structure"
@@ -248,11 +248,11 @@ class Checkpointer:
         if self._saver is None:
             link = self._link or (WriterLink.start() if self._storage is None else InProcessWriter(self._storage))
             self._link = link
-            tell = self._teller.tell
+            emit = self._events.emit
             self._saver = Saver(
-                self._places[0], self._lane_ranks, self._owner, link, self._judge, tell, leads_node=self._leads_node
+                self._places[0], self._save_ranks, self._owner, link, self._judge, emit, leads_node=self._leads_node
             )
-            self._lane = Lane(self._saver, self._lane_ranks, tell, self._ended, self._pauses)
+            self._queue = SaveQueue(self._saver, self._save_ranks, emit, self._ended, self._pauses)
         return self._saver.writer
 
     def _open_flusher(self) -> None:
@@ -264,49 +264,49 @@ class Checkpointer:
             self._flush_ranks,
             self._owner,
             lambda: self._saver.writer,
-            self._teller.tell,
+            self._events.emit,
             leads_node=self._leads_node,
             retention=self._config.retention,
-            refused=self._restorer.doubts.of,
+            refused=self._restorer.distrusted.of,
             pins=self._pins,
         )
 
     def _ended(self, job: Job, saved: Saved | None, reason: str) -> None:
-        """On the lane's thread, after every save."""
+        """On the save queue's thread, after every save."""
         if saved is None:
             if job.step == self._newest:
                 self.failure = reason
             return
         self.committed_step = job.step
         self.save_seconds.append(saved.seconds)
-        self._retain(saved.name)
+        self._apply_retention(saved.name)
         if self._flusher is not None:
             self._flusher.committed(saved.name)
 
-    def _retain(self, newest: str) -> None:
-        """Let go in the first tier of what is not kept any more; the flush lane does it in the others."""
+    def _apply_retention(self, newest: str) -> None:
+        """Delete in the first tier what is not kept any more; the flusher does it in the others."""
         place = self._places[0]
         if not self._looks_after(place):
             return
-        with self._tidying.alone:
-            retain(
+        with self._debris.lock:
+            apply_retention(
                 place,
                 Policy.of(place.keep, self._config.retention),
                 self._owner,
                 newest,
                 self._owner.fence,
-                self._restorer.doubts.of(place.path),
-                self._tell_of_deletions(),
+                self._restorer.distrusted.of(place.path),
+                self._emit_deletions(),
                 held=self._flusher.held if self._flusher is not None else (),
                 pins=self._pins,
                 metrics=self._metrics,
             )
 
-    def _looks_after(self, place: TierPlace) -> bool:
+    def _looks_after(self, place: ResolvedTier) -> bool:
         return self._ranks.leads if place.shared else self._leads_node
 
-    def _tell_of_deletions(self) -> Tell:
-        return self._teller.tell if self._ranks.leads else _tell_nobody
+    def _emit_deletions(self) -> EmitEvent:
+        return self._events.emit if self._ranks.leads else _emit_nothing
 
     def before_optimizer_step(self) -> None:
         """Return when the tensors of the last save may change; without lazy staging that is always so."""
@@ -330,22 +330,22 @@ class Checkpointer:
         """
         self.wait()
         targets = Targets(tensors)
-        restored = self._restorer.run(targets, MayLack(alone=optional_prefixes, together=optional_folders))
+        restored = self._restorer.run(targets, OptionalKeys(alone=optional_prefixes, together=optional_folders))
         if self._looks_after(self._places[0]):
-            self._tidying.begin(self._places[0], self._owner, self._tell_of_deletions())
+            self._debris.start(self._places[0], self._owner, self._emit_deletions())
         if restored is None:
             self.committed_step = self.agreed_committed_step = None
             return None
-        beginning = look_back(self._ranks, self._places, self._owner, self._judge, restored, targets.last)
+        beginning = set_restore_baseline(self._ranks, self._places, self._owner, self._judge, restored, targets.last)
         self.committed_step = self.agreed_committed_step = beginning
         return restored
 
     def wait(self) -> None:
         """Return when no save is under way and every event is told."""
         self.before_optimizer_step()
-        if self._lane is not None:
-            self._lane.wait()
-        self._teller.flush()
+        if self._queue is not None:
+            self._queue.wait()
+        self._events.flush()
 
     def close(self, flush_for: Callable[[], float] | None = None) -> None:
         """Wait, then give memory, writer and process groups back; raises what kept an event from being told.
@@ -353,9 +353,9 @@ class Checkpointer:
         With `flush_for`, which says how many seconds are left, the newest checkpoint is first brought to every tier.
         """
         self.wait()
-        if self._lane is not None:
-            self._lane.close()
-        self._tidying.wait()
+        if self._queue is not None:
+            self._queue.close()
+        self._debris.wait()
         if self._flusher is not None:
             if flush_for is not None:
                 self._flusher.drain(flush_for)
@@ -369,24 +369,26 @@ class Checkpointer:
             self._saver.writer.close()
         elif self._link is not None:
             self._link.close()
-        self._saver = self._lane = self._link = None
+        self._saver = self._queue = self._link = None
         self._ranks.close()
-        self._lane_ranks.close()
-        self._teller.close()
+        self._save_ranks.close()
+        self._events.close()
 
-    def _lead(self, kind: str, **data: Any) -> None:
+    def _emit_on_leader(self, kind: str, **data: Any) -> None:
         if self._ranks.leads:
-            self._teller.tell(kind, data)
+            self._events.emit(kind, data)
 
 
-def _tell_nobody(kind: str, data: dict[str, Any]) -> None:
+def _emit_nothing(kind: str, data: dict[str, Any]) -> None:
     """One rank tells for all."""
 
 
-def _groups(process_group: dist.ProcessGroup | None, key: bytes, flushes: bool) -> tuple[Ranks, Ranks, Ranks | None]:
+def _groups(
+    process_group: dist.ProcessGroup | None, key: bytes, flushes: bool
+) -> tuple[RankGroup, RankGroup, RankGroup | None]:
     """One group each for the caller's thread, for saves, and for copies to further tiers."""
-    ranks, lane = Ranks(process_group, key=key), Ranks(process_group, _LONG, key=key)
-    return ranks, lane, Ranks(process_group, _LONG, key=key) if flushes else None
+    ranks, saves = RankGroup(process_group, key=key), RankGroup(process_group, _LONG, key=key)
+    return ranks, saves, RankGroup(process_group, _LONG, key=key) if flushes else None
 
 
 def _plain(value: dict[str, Any], what: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from checkpointing.durable import read_json
+from checkpointing.storage.durable import read_json
 from orchestrator.cli.live import Live, await_answer, live
 from orchestrator.cli.options import Verb
 from orchestrator.cli.render import Screen

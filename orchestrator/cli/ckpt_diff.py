@@ -11,7 +11,7 @@ from orchestrator.cli.render import Column, Screen, count
 from orchestrator.errors import CheckpointInvalid
 
 if TYPE_CHECKING:
-    from checkpointing.difference import TensorDiff
+    from checkpointing.verification.tensor_diff import TensorDiff
 
 SHOWN = 40
 """Tensors that a terminal shows without --all."""
@@ -51,7 +51,7 @@ def diff(screen: Screen, first: str, second: str, everything: bool) -> None:
 
 def _compared(screen: Screen, left: Target, right: Target) -> "list[TensorDiff]":
     back_room.enter()
-    from checkpointing.engine.diff import compare, open_side  # torch: seconds to import
+    from checkpointing.engine.verification.diff import compare, open_side  # torch: seconds to import
     from checkpointing.errors import Refused
 
     try:
@@ -134,7 +134,7 @@ def _settings(left: Target, right: Target) -> list[dict[str, Any]]:
     """Keys in which the configurations of the two runs differ, where both are known."""
     if left.run_dir is None or right.run_dir is None or left.run_dir == right.run_dir:
         return []
-    from checkpointing.durable import read_json
+    from checkpointing.storage.durable import read_json
     from orchestrator import compose
 
     try:
@@ -146,7 +146,7 @@ def _settings(left: Target, right: Target) -> list[dict[str, Any]]:
 
 
 def _show_settings(screen: Screen, settings: list[dict[str, Any]]) -> None:
-    from checkpointing.durable import dump_line
+    from checkpointing.storage.durable import dump_line
 
     if settings:
         screen.say("configuration:")

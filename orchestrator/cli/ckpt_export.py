@@ -143,12 +143,12 @@ def _check_config(config: Any, preset: str) -> None:
 @contextmanager
 def _staging(root: str) -> Iterator[Path]:
     """Where the checkpoint is made; its run's folder takes it over from there."""
-    from checkpointing.draft import draft
+    from checkpointing.storage.temporary_folder import temporary_folder
     from orchestrator.controller.launch import writable_root
 
     place = writable_root(root) / STAGING
     place.mkdir(parents=True, exist_ok=True)
-    with draft(place, "import", mode=0o700) as folder:
+    with temporary_folder(place, "import", mode=0o700) as folder:
         yield folder
 
 
@@ -170,7 +170,7 @@ def _brought(screen: Screen, place: Path, config: Any, staging: Path | None, *, 
         raise CheckpointInvalid(f"nothing was imported: {error}", where=str(place)) from error
     except WorkloadError as error:
         raise ConfigError(str(error), where=config.workload.target) from error
-    proved = sum(item.told is not None for item in found.tensors.values())
+    proved = sum(item.expected_fingerprint is not None for item in found.tensors.values())
     return {
         "source": str(place.absolute()), "step": step, "optimizer": found.optimizer, "tensors": len(found.tensors),
         "compared": proved, "notes": found.notes, "checkpoint": made,
@@ -192,9 +192,9 @@ SHOWN = 12
 
 
 def _made(screen: Screen, staging: Path, step: int, tensors: dict[str, Any], extra: dict[str, Any]) -> str:
-    from checkpointing.commit import Name
-    from checkpointing.engine.importing import write_checkpoint
-    from checkpointing.storage import LocalStorage
+    from checkpointing.engine.interchange.importer import write_checkpoint
+    from checkpointing.format.commit import Name
+    from checkpointing.storage.backends import LocalStorage
 
     # Attempt 0: before any that trains, so that the first one inherits it.
     name = Name(step=step, attempt=0, nonce=token_hex(4))

@@ -107,15 +107,15 @@ def loose_in(store: "Store", run: "Run", tier: Tier, *, refused: bool = False) -
 
 
 def _half_written(store: "Store", run: "Run", tier: Tier) -> Iterator[Loose]:
-    from checkpointing.collect import plan, survey
+    from checkpointing.retention.garbage import decide_debris, find_debris
 
     # First what lies there, then who lives: an attempt that began in between is seen.
-    folders = survey(tier.catalog)
+    folders = find_debris(tier.catalog)
     attempts = store.attempts(run.name)
     ended = {(attempt.number, attempt.nonce) for attempt in attempts if attempt.state not in LIVE_ATTEMPTS}
-    for verdict in plan(folders, ended=ended):
+    for verdict in decide_debris(folders, ended=ended):
         folder = verdict.folder
-        busy = _busy(store, run.name, tier, folder.epoch[0], folder.epoch[1])
+        busy = _busy(store, run.name, tier, folder.attempt_id[0], folder.attempt_id[1])
         yield Loose(
             run=run.name, tier=tier, name=folder.name, bytes=folder.bytes, what=folder.state.value,
             goes=verdict.collect and not busy, reason=busy or verdict.reason,
@@ -139,11 +139,11 @@ def _busy(store: "Store", run: str, tier: Tier, number: int, nonce: str) -> str:
 
 
 def _corrupt(store: "Store", run: "Run", tier: Tier, refused: bool) -> Iterator[Loose]:
-    from checkpointing.pins import pinned_names
-    from checkpointing.verdicts import condemned
+    from checkpointing.retention.pins import pinned_names
+    from checkpointing.verification.verdicts import known_bad
 
     own = tiers_of(RunDir(Path(run.run_dir)))[0].storage
-    bad = condemned(own, tier.catalog.place, tier.storage)
+    bad = known_bad(own, tier.catalog.place, tier.storage)
     bad.update({row.name: row.reason for row in store.checkpoints(run.name) if row.trust is Trust.CORRUPT})
     if not bad:
         return
@@ -177,7 +177,7 @@ def _may_live(store: "Store", run: "Run") -> bool:
 
 def _still_good(tier: Tier, name: str) -> str:
     """Why a refused copy stays all the same: what was bad is another copy, or a disk for a moment."""
-    from checkpointing.verify import verify_in
+    from checkpointing.verification.verify import verify_in
 
     bad = {fault.file for fault in verify_in(tier.storage, name, 2).faults}
     if not bad:
@@ -188,7 +188,7 @@ def _still_good(tier: Tier, name: str) -> str:
 
 def _take(screen: Screen, store: "Store", lease: "Lease | None", item: Loose) -> bool:
     """Delete one folder, then write that down; False when it could not be deleted."""
-    from checkpointing.collect import delete
+    from checkpointing.retention.garbage import delete
 
     try:
         gone = delete(item.tier.storage, item.name, _fence(store, lease, item))
@@ -206,7 +206,7 @@ def _take(screen: Screen, store: "Store", lease: "Lease | None", item: Loose) ->
 
 def _fence(store: "Store", lease: "Lease | None", item: Loose) -> Callable[[], bool]:
     """What allows each step: debris must be nobody's still; for what is committed the lease must be ours still."""
-    from checkpointing.commit import parse_name
+    from checkpointing.format.commit import parse_name
 
     if item.what != REFUSED:
         parts = parse_name(item.name)

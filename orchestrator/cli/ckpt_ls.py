@@ -20,7 +20,7 @@ from trainer.contract.run_dir import RunDir
 @click.pass_obj
 def ls(screen: Screen, run: str, everything: bool) -> None:
     """Checkpoints of a run, newest first, and how far each is trusted."""
-    from checkpointing.pins import read_pins
+    from checkpointing.retention.pins import read_pins
 
     now = time.time()
     found = known_run(run)
@@ -65,7 +65,7 @@ def _add_places(screen: Screen, rows: dict[str, dict[str, Any]], tiers: list[Tie
 
 def _add_verdicts(rows: dict[str, dict[str, Any]], tiers: list[Tier]) -> None:
     """What `orch ckpt verify` found of copies that are there."""
-    from checkpointing.verdicts import read_verdicts
+    from checkpointing.verification.verdicts import read_verdicts
 
     labels = {tier.catalog.place: tier.label for tier in tiers}
     for verdict in sorted(read_verdicts(tiers[0].storage), key=lambda verdict: verdict.at):

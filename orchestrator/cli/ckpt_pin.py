@@ -13,7 +13,7 @@ from orchestrator.errors import ConfigError, NotFound
 from trainer.contract.run_dir import RunDir
 
 if TYPE_CHECKING:
-    from checkpointing.storage import Storage
+    from checkpointing.storage.backends import Storage
 
 
 @click.command("pin", cls=Verb)
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @click.pass_obj
 def pin(screen: Screen, target: str, note: str) -> None:
     """Keep a checkpoint, whatever retention says, until `orch ckpt unpin`."""
-    from checkpointing import pins
+    from checkpointing.retention import pins
 
     copies = find(target, screen.warn)
     found = copies[0]
@@ -41,7 +41,7 @@ def pin(screen: Screen, target: str, note: str) -> None:
 @click.pass_obj
 def unpin(screen: Screen, target: str) -> None:
     """Leave a checkpoint to retention again."""
-    from checkpointing import pins
+    from checkpointing.retention import pins
 
     storage, names = _pinned(target)
     if not names:
@@ -54,7 +54,7 @@ def unpin(screen: Screen, target: str) -> None:
 
 
 def _pins(target: Target, words: str) -> "Storage":
-    from checkpointing.storage import LocalStorage
+    from checkpointing.storage.backends import LocalStorage
 
     if target.run_dir is None:
         raise ConfigError("only a checkpoint of a run can be pinned", where=words, hint="write RUN@STEP")
@@ -62,16 +62,16 @@ def _pins(target: Target, words: str) -> "Storage":
 
 
 def _is_there(target: Target) -> bool:
-    from checkpointing.catalog import Catalog
+    from checkpointing.tiers.catalog import Catalog
 
     return Catalog(target.path.rpartition("/")[0], target.storage).is_committed(target.name)
 
 
 def _pinned(words: str) -> "tuple[Storage, list[str]]":
     """The pins that are meant: also of a checkpoint that is not there any more."""
-    from checkpointing.commit import parse_name
-    from checkpointing.pins import pinned_names
-    from checkpointing.storage import LocalStorage
+    from checkpointing.format.commit import parse_name
+    from checkpointing.retention.pins import pinned_names
+    from checkpointing.storage.backends import LocalStorage
 
     if is_place(words):
         target = at_place(words)

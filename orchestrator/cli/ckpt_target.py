@@ -11,7 +11,7 @@ from orchestrator.errors import ConfigError, NotFound
 from trainer.contract.run_dir import RunDir
 
 if TYPE_CHECKING:
-    from checkpointing.storage import Storage
+    from checkpointing.storage.backends import Storage
     from orchestrator.registry.records import Run
 
 Warn = Callable[[str, str], None]
@@ -38,7 +38,7 @@ class Target:
 
     @property
     def step(self) -> int | None:
-        from checkpointing.commit import parse_name
+        from checkpointing.format.commit import parse_name
 
         parts = parse_name(self.name)
         return parts.step if parts else None
@@ -86,8 +86,8 @@ def is_place(words: str) -> bool:
 
 def at_place(words: str) -> Target:
     """A checkpoint by its folder's path or URL; of the run whose folder it lies in."""
-    from checkpointing.commit import parse_name
-    from checkpointing.storage import LocalStorage, storage_at, without_secrets
+    from checkpointing.format.commit import parse_name
+    from checkpointing.storage.backends import LocalStorage, storage_at, without_secrets
 
     if "://" in words and not words.startswith("file://"):
         above, _, name = words.rstrip("/").rpartition("/")
@@ -113,7 +113,7 @@ def _run_above(folder: Path) -> RunDir | None:
 
 def listing(place: RunDir, run: str, warn: Warn) -> list[Target]:
     """All committed checkpoints of a run, newest first; copies together, the nearest complete one first."""
-    from checkpointing.commit import parse_name
+    from checkpointing.format.commit import parse_name
 
     found: dict[str, list[Target]] = {}
     unread: OSError | None = None

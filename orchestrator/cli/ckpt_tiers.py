@@ -11,10 +11,10 @@ from trainer.contract import config as job_config
 from trainer.contract.run_dir import RunDir
 
 if TYPE_CHECKING:
-    from checkpointing.catalog import Catalog
     from checkpointing.config import TierConfig
-    from checkpointing.storage import Storage
-    from checkpointing.tiers import TierPlace
+    from checkpointing.storage.backends import Storage
+    from checkpointing.tiers.catalog import Catalog
+    from checkpointing.tiers.tier import ResolvedTier
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ def tiers_of(place: RunDir) -> list[Tier]:
 
     One that cannot be spoken to from here is listed too, and raises OSError when it is.
     """
-    from checkpointing.catalog import Catalog
     from checkpointing.config import RUN
+    from checkpointing.tiers.catalog import Catalog
 
     config = read_config(place)
     if config is None:
@@ -89,11 +89,11 @@ def tiers_of(place: RunDir) -> list[Tier]:
 
 def _configured(place: RunDir, said: "TierConfig", *, fed: bool) -> list[Tier]:
     """One configured tier as it is seen from here: of nodes' own disks those folders that this machine has."""
-    from checkpointing.catalog import Catalog
-    from checkpointing.tiers import place_of
+    from checkpointing.tiers.catalog import Catalog
+    from checkpointing.tiers.tier import resolve_tier
 
     try:
-        tier = place_of(said, place.checkpoints, place.name, socket.gethostname())
+        tier = resolve_tier(said, place.checkpoints, place.name, socket.gethostname())
     except ImportError as error:
         reason = f"a library is missing ({error}); for s3:// places: pip install 'orch[s3]'"
     except ValueError as error:
@@ -106,8 +106,8 @@ def _configured(place: RunDir, said: "TierConfig", *, fed: bool) -> list[Tier]:
     return [Tier(said.path, Catalog(said.path, Unusable(reason)), said.shared, fed)]
 
 
-def _on_this_machine(tier: "TierPlace", label: str) -> "list[tuple[str, Catalog]]":
-    from checkpointing.catalog import Catalog
+def _on_this_machine(tier: "ResolvedTier", label: str) -> "list[tuple[str, Catalog]]":
+    from checkpointing.tiers.catalog import Catalog
 
     if tier.shared:
         return [(label, tier.catalog)]
@@ -121,7 +121,7 @@ def lacking(storage: "Storage", name: str) -> tuple[frozenset[str], int]:
 
     None are lacking when the manifest cannot be believed: that is for a verification to tell.
     """
-    from checkpointing.verify import read_sealed
+    from checkpointing.verification.verify import read_sealed
 
     manifest, _ = read_sealed(storage, name)
     if manifest is None:

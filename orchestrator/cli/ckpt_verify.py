@@ -16,7 +16,7 @@ from orchestrator.cli.render import Screen, size
 from orchestrator.errors import CheckpointInvalid
 
 if TYPE_CHECKING:
-    from checkpointing.verify import Fault, Report
+    from checkpointing.verification.verify import Fault, Report
 
 LEAST_KEPT = 2
 """Level from which on what was found is written down: below it most bytes were not looked at."""
@@ -75,8 +75,8 @@ def _report(target: Target, level: int, meter: Any) -> "Report":
 
 def _reach(target: Target) -> None:
     """Raise the OSError of a place that gives no answer: that is no fault of the checkpoint."""
-    from checkpointing.commit import read_commit
     from checkpointing.errors import ManifestError
+    from checkpointing.format.commit import read_commit
 
     # Whatever else is wrong with COMMIT is for the verification to tell.
     with suppress(ManifestError, FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -85,7 +85,7 @@ def _reach(target: Target) -> None:
 
 def _part(target: Target, level: int, meter: Any, absent: Collection[str], count: int) -> "Report":
     """What a node has of a checkpoint: the files that are there. Structure and values need all of them."""
-    from checkpointing.verify import verify_in
+    from checkpointing.verification.verify import verify_in
 
     report = verify_in(target.storage, target.name, min(level, 2), meter)
     faults = tuple(fault for fault in report.faults if fault.file not in absent)
@@ -96,12 +96,12 @@ def _part(target: Target, level: int, meter: Any, absent: Collection[str], count
 
 def _whole(target: Target, level: int, meter: Any) -> "Report":
     if level < 3:
-        from checkpointing.verify import verify_in
+        from checkpointing.verification.verify import verify_in
 
         return verify_in(target.storage, target.name, level, meter)
     back_room.enter()
     # The only levels that need torch, which takes seconds to import.
-    from checkpointing.engine.audit import audit_in
+    from checkpointing.engine.verification.audit import audit_in
     from trainer.worker.expectations import expected
 
     config = target.config
@@ -113,9 +113,9 @@ def _keep(screen: Screen, target: Target, report: "Report") -> None:
     """Write down what was found of a run's checkpoint: retention must not rely on a bad copy."""
     if target.run_dir is None or report.level < LEAST_KEPT:
         return
-    from checkpointing import verdicts
-    from checkpointing.catalog import Catalog
-    from checkpointing.storage import LocalStorage
+    from checkpointing.storage.backends import LocalStorage
+    from checkpointing.tiers.catalog import Catalog
+    from checkpointing.verification import verdicts
 
     own = LocalStorage(target.run_dir.checkpoints)
     place = target.path.rpartition("/")[0]

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from checkpointing.durable import dump_line
+from checkpointing.storage.durable import dump_line
 from orchestrator.cli.options import Noun
 from orchestrator.cli.render import Column, Screen
 from orchestrator.errors import ConfigError, NotFound

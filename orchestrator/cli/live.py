@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpointing.durable import read_json
+from checkpointing.storage.durable import read_json
 from orchestrator.cli.status import one_row
 from orchestrator.errors import Precondition, WaitTimeout
 from orchestrator.states import ENDED_RUNS, RunState

@@ -115,7 +115,7 @@ def _usage(screen: Screen, error: click.ClickException) -> int:
 
 def shown(words: Sequence[str]) -> str:
     """A command line as it may be kept: what is secret stands in values of `env`, and in URLs."""
-    from checkpointing.storage import without_secrets
+    from checkpointing.storage.backends import without_secrets
 
     return without_secrets(" ".join(re.sub(r"(?s)^(\+?env(?:\.[^=]*)?=).*", r"\1***", word) for word in words))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from checkpointing.catalog import Catalog, Entry
+from checkpointing.tiers.catalog import Catalog, Entry
 from orchestrator.errors import Precondition
 from trainer.contract.run_dir import RunDir
 

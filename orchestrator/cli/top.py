@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from checkpointing.durable import read_json
+from checkpointing.storage.durable import read_json
 from orchestrator.cli.feed import Beat, Feed, sentence
 from orchestrator.cli.options import Verb
 from orchestrator.cli.render import Column, Screen, count, decimal, iso, one_line, progress, span

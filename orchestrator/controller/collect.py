@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from checkpointing.durable import NotAFile, number, open_regular, read_json
+from checkpointing.storage.durable import NotAFile, number, open_regular, read_json
 from orchestrator.controller.run_files import DirectFiles, Files
 from orchestrator.controller.sight import Sight
 from orchestrator.controller.view import RunView

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpointing.durable import NotAFile
+from checkpointing.storage.durable import NotAFile
 from orchestrator.controller.view import RunView
 from orchestrator.registry.store import Store
 from trainer.contract.events import Event, EventKind, read_events
@@ -84,9 +84,9 @@ def _first_tier(view: RunView, node: str) -> str:
         return ""
     try:
         # Late: it brings fsspec, which runs without tiers do not need here.
-        from checkpointing.tiers import places
+        from checkpointing.tiers.tier import resolve_tiers
 
-        path = places(config, folder.checkpoints, folder.name, node)[0].path
+        path = resolve_tiers(config, folder.checkpoints, folder.name, node)[0].path
     except (ImportError, ValueError, OSError):
         return f"{config.tiers[0].path}/{folder.name}"
     return "" if _real_path(path) == _real_path(str(folder.checkpoints)) else path

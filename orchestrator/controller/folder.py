@@ -7,7 +7,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from checkpointing.durable import canonical, dump_line, fsync_dir, fsync_file, read_json, write_durably
+from checkpointing.storage.durable import canonical, dump_line, fsync_dir, fsync_file, read_json, write_durably
 from orchestrator.controller import failpoints
 from orchestrator.errors import Precondition
 from orchestrator.registry.records import Attempt, Run

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from checkpointing.durable import number, open_regular
+from checkpointing.storage.durable import number, open_regular
 from orchestrator.controller.collect import Heartbeat
 from orchestrator.controller.event_files import (
     Fresh,

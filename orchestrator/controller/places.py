@@ -5,9 +5,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from checkpointing.catalog import Catalog, Entry
 from checkpointing.config import CheckpointConfig
-from checkpointing.tiers import TierPlace, places
+from checkpointing.tiers.catalog import Catalog, Entry
+from checkpointing.tiers.tier import ResolvedTier, resolve_tiers
 from orchestrator.registry.records import Attempt, Checkpoint, Copy, Run
 from orchestrator.states import Trust
 from trainer.contract.run_dir import RunDir
@@ -17,15 +17,15 @@ log = logging.getLogger("orch.controller")
 _NOT_AGAIN = frozenset({Trust.SUSPECT, Trust.CORRUPT, Trust.DELETED})
 
 
-def shared_places(config: CheckpointConfig, folder: RunDir) -> tuple[TierPlace, ...]:
+def shared_places(config: CheckpointConfig, folder: RunDir) -> tuple[ResolvedTier, ...]:
     """The tiers that every node and this machine see; the run's own folder stands for those that cannot be opened."""
     if config.tiers:
         try:
-            found = places(config, folder.checkpoints, folder.name, "this-machine")
+            found = resolve_tiers(config, folder.checkpoints, folder.name, "this-machine")
             return tuple(place for place in found if place.shared)
         except (ImportError, ValueError, OSError) as error:
             log.warning("%s: its tiers cannot be looked at: %s", folder.name, error)
-    return places(CheckpointConfig(), folder.checkpoints, folder.name, "this-machine")
+    return resolve_tiers(CheckpointConfig(), folder.checkpoints, folder.name, "this-machine")
 
 
 def committed(config: CheckpointConfig, folder: RunDir) -> list[Entry]:
@@ -45,7 +45,7 @@ def of_run(seen: Iterable[Entry], run: Run, attempts: Iterable[Attempt]) -> list
     return [entry for entry in seen if (entry.attempt, entry.nonce) in writers or entry.name == begun]
 
 
-def expected(places: Iterable[TierPlace], known: Iterable[Checkpoint], copies: Iterable[Copy]) -> set[str]:
+def expected(places: Iterable[ResolvedTier], known: Iterable[Checkpoint], copies: Iterable[Copy]) -> set[str]:
     """Names that must be in one of these places by what the registry knows."""
     paths = {"", *(place.path for place in places)}
     places_of: list[Checkpoint | Copy] = [*known, *copies]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpointing.durable import dump_line, write_atomically
+from checkpointing.storage.durable import dump_line, write_atomically
 
 LOOK = 20.0
 """Seconds between two looks up to which the whole time counts as watched: passes are at most 15 s apart."""

@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import Connection, Integer, cast, func, insert, select
 from sqlalchemy.dialects.sqlite import insert as insert_or
 
-from checkpointing.durable import canonical
+from checkpointing.storage.durable import canonical
 from orchestrator.registry.database import Verbs, writes
 from orchestrator.registry.records import Attempt, Run
 from orchestrator.registry.rows import note_transition, the_attempt, the_run

@@ -5,7 +5,7 @@ import secrets
 import sqlite3
 from pathlib import Path
 
-from checkpointing.durable import fsync_dir
+from checkpointing.storage.durable import fsync_dir
 from orchestrator.errors import RegistryError
 from orchestrator.registry import faults
 

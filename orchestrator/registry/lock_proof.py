@@ -5,7 +5,7 @@ import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from checkpointing.durable import dump_line, write_durably
+from checkpointing.storage.durable import dump_line, write_durably
 from orchestrator.registry.filesystem import Mount
 from orchestrator.registry.lock_peer import Half
 from orchestrator.registry.lock_probe import Say, locks_fault, other_half, probe_file

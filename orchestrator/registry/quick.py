@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from checkpointing.durable import number
+from checkpointing.storage.durable import number
 from orchestrator.errors import RegistryError
 from orchestrator.registry import faults
 from orchestrator.registry.records import Lease

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpointing.durable import dump_line, read_json, write_durably
+from checkpointing.storage.durable import dump_line, read_json, write_durably
 from orchestrator.errors import NotFound
 from orchestrator.registry.reading import Reading
 from orchestrator.registry.records import (

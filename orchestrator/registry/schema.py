@@ -10,7 +10,7 @@ from sqlalchemy import Dialect, Float, ForeignKey, ForeignKeyConstraint, Index, 
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator
 
-from checkpointing.durable import dump_line, number
+from checkpointing.storage.durable import dump_line, number
 from orchestrator.states import AttemptState, RunState, Trust
 
 

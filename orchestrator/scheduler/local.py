@@ -17,7 +17,7 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from checkpointing.durable import write_durably
+from checkpointing.storage.durable import write_durably
 from orchestrator.errors import ConfigError, SlurmUnreachable, SubmitAmbiguous, SubmitRejected
 from orchestrator.home import state_home
 from orchestrator.scheduler import local_records as records

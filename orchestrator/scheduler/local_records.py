@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from checkpointing.durable import canonical, read_json, write_durably
+from checkpointing.storage.durable import canonical, read_json, write_durably
 from orchestrator.process_space import is_visible, process_space
 from trainer.contract.node_identity import local_job_id
 from trainer.contract.run_dir import AttemptDir

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from checkpointing.durable import fsync_dir, write_durably
+from checkpointing.storage.durable import fsync_dir, write_durably
 from orchestrator.errors import Precondition
 from orchestrator.scheduler.base import JobSpec
 

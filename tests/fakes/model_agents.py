@@ -2,7 +2,7 @@
 
 import json
 
-from checkpointing.commit import checkpoint_name
+from checkpointing.format.commit import checkpoint_name
 from orchestrator.scheduler.base import JobSpec
 from tests.fakes.model_clock import FakeClock
 from trainer.contract.config import load

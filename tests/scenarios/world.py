@@ -6,7 +6,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from checkpointing.durable import canonical
+from checkpointing.storage.durable import canonical
 from orchestrator.controller import failpoints
 from orchestrator.controller.lease import LEASE_TTL, observed
 from orchestrator.controller.reconcile import Controller, TickReport

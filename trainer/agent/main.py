@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from setproctitle import setproctitle
 
-from checkpointing.durable import read_json
+from checkpointing.storage.durable import read_json
 from trainer.agent.control import address
 from trainer.agent.control.tcp_transport import Peer, WireError, connect
 from trainer.agent.coordination.coordinator import Coordinator

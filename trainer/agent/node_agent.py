@@ -8,7 +8,7 @@ from collections.abc import Coroutine, Mapping
 from functools import partial
 from typing import Any
 
-from checkpointing.durable import dump_line
+from checkpointing.storage.durable import dump_line
 from trainer.agent.control.peer_timeout import POLL_SECONDS, PeerTimeout
 from trainer.agent.control.tcp_transport import Message, Peer, WireError
 from trainer.agent.evidence.collector import EvidenceCollector

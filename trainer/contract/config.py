@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.config import CheckpointConfig
-from checkpointing.durable import read_json
+from checkpointing.storage.durable import read_json
 from trainer.contract.command_checkpoints import CommandCheckpointsConfig
 from trainer.contract.drill_config import DrillConfig
 from trainer.contract.log_files import LogsConfig

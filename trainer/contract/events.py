@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from checkpointing.durable import dump_line
+from checkpointing.storage.durable import dump_line
 from trainer.contract.line_file import LineFile, Lines, read_new_lines
 
 

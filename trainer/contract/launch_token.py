@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpointing.durable import dump_line, read_json, write_durably
+from checkpointing.storage.durable import dump_line, read_json, write_durably
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Protocol
 
-from checkpointing.durable import open_regular
+from checkpointing.storage.durable import open_regular
 
 
 class Lines(Protocol):

@@ -5,7 +5,7 @@ from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import Any
 
-from checkpointing.durable import dump_line, read_json, write_durably
+from checkpointing.storage.durable import dump_line, read_json, write_durably
 
 MOST_BYTES = 16 << 20
 """Beyond this nothing is an outcome."""

@@ -6,7 +6,7 @@ import socket
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from checkpointing.durable import dump_line
+from checkpointing.storage.durable import dump_line
 
 STACKS = signal.SIGRTMIN + 6
 """The signal on which a rank writes the stacks of all its threads; NCCL and users take SIGUSR1."""

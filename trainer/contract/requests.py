@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from checkpointing.durable import dump_line, read_json, write_durably
+from checkpointing.storage.durable import dump_line, read_json, write_durably
 
 
 class RequestKind(StrEnum):

@@ -6,7 +6,7 @@ The coordinator writes `attempts/NNN/skipped.json` before the generation that ha
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-from checkpointing.durable import dump_line, read_json, write_durably
+from checkpointing.storage.durable import dump_line, read_json, write_durably
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 _SCHEMA = "orch.skipped/1"

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from checkpointing.durable import canonical, dump_line, fsync_dir, read_json, write_durably
+from checkpointing.storage.durable import canonical, dump_line, fsync_dir, read_json, write_durably
 
 SCHEMA = "orch.tokens/1"
 INDEX_NAME = "index.json"

@@ -1,13 +1,13 @@
-"""What a checkpoint of a run must hold besides sound bytes: for `checkpointing.engine.audit`."""
+"""What a checkpoint of a run must hold besides sound bytes: for `checkpointing.engine.verification.audit`."""
 
 import random
 
 import torch
 from torch import Tensor
 
-from checkpointing.engine.audit import Expected
-from checkpointing.engine.plausibility import Watched
-from checkpointing.manifest import Manifest
+from checkpointing.engine.verification.audit import Expected
+from checkpointing.format.manifest import Manifest
+from checkpointing.verification.plausibility import TrainedKeys
 from trainer.contract.config import JobConfig, WorkloadConfig
 from trainer.worker.state import rng_name
 
@@ -34,7 +34,7 @@ def expected(manifest: Manifest, config: JobConfig | None) -> Expected:
         steps=_STEPS,
         required=tuple(rng_name(rank) for rank in range(ranks if isinstance(ranks, int) else 0)),
         readable={_GENERATORS: generators_fault},
-        finite=Watched().prefixes,
+        finite=TrainedKeys().prefixes,
     )
 
 

@@ -8,19 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpointing.digests import digest
-from checkpointing.engine.exporting import (
+from checkpointing.engine.interchange.exporter import (
     LARGEST_FILE,
     Exported,
-    Wanted,
+    ExportedTensor,
     new_folder,
     write_json,
     write_safetensors,
     write_torch,
 )
-from checkpointing.engine.opened import Opened
+from checkpointing.engine.interchange.sealed_checkpoint import SealedCheckpoint
 from checkpointing.errors import Refused
-from checkpointing.storage import Storage
+from checkpointing.storage.backends import Storage
+from checkpointing.storage.digests import digest
 from trainer.contract.config import JobConfig, WorkloadConfig
 from trainer.worker import hugging_face
 from trainer.worker.imported import PROVENANCE, PROVENANCE_SCHEMA, TORCH_FILE
@@ -60,7 +60,7 @@ def export(
 
     Raises Refused when a byte is not as it was written, FileExistsError when the folder holds something, OSError.
     """
-    with Opened(storage, name) as source, new_folder(order.folder) as draft:
+    with SealedCheckpoint(storage, name) as source, new_folder(order.folder) as draft:
         if order.to == "torch":
             wanted = _torch_names(source, order)
             nest = _nested(source, order)
@@ -79,12 +79,12 @@ def export(
     return done, provenance
 
 
-def _dtype(source: Opened, key: str, order: Order) -> torch.dtype:
+def _dtype(source: SealedCheckpoint, key: str, order: Order) -> torch.dtype:
     found = source.dtype(key)
     return getattr(torch, order.dtype) if order.dtype and found.is_floating_point else found
 
 
-def _model(source: Opened) -> dict[str, str]:
+def _model(source: SealedCheckpoint) -> dict[str, str]:
     """The model's own names -> keys; of buffers that differ between ranks those of the first one."""
     found = {}
     for prefix in (_MODEL, _BUFFERS):
@@ -95,7 +95,7 @@ def _model(source: Opened) -> dict[str, str]:
     return found
 
 
-def _outside_names(source: Opened, order: Order) -> list[Wanted]:
+def _outside_names(source: SealedCheckpoint, order: Order) -> list[ExportedTensor]:
     """Hugging Face's names for the built-in model, the model's own for any other."""
     model = _model(source)
     if order.built_in:
@@ -105,20 +105,22 @@ def _outside_names(source: Opened, order: Order) -> list[Wanted]:
             odd = sorted(theirs.keys() ^ model.keys())[0]
             raise Refused(source.manifest.name, f"does not hold the built-in model of its configuration: {odd}")
         model = {theirs[name]: model[name] for name in theirs}
-    return [Wanted(key=key, name=name, dtype=_dtype(source, key, order)) for name, key in model.items()]
+    return [ExportedTensor(key=key, name=name, dtype=_dtype(source, key, order)) for name, key in model.items()]
 
 
-def _torch_names(source: Opened, order: Order) -> list[Wanted]:
+def _torch_names(source: SealedCheckpoint, order: Order) -> list[ExportedTensor]:
     model = _model(source)
-    wanted = [Wanted(key=key, name=f"{_MODEL}{name}", dtype=_dtype(source, key, order)) for name, key in model.items()]
+    wanted = [
+        ExportedTensor(key=key, name=f"{_MODEL}{name}", dtype=_dtype(source, key, order)) for name, key in model.items()
+    ]
     if order.with_optimizer:
         keys = sorted(key for key in source.index.tensors if key.startswith(PREFIXES))
         # The moments stay as exact as they are: a rounded second moment is another optimizer.
-        wanted += [Wanted(key=key, name=key, dtype=source.dtype(key)) for key in keys]
+        wanted += [ExportedTensor(key=key, name=key, dtype=source.dtype(key)) for key in keys]
     return wanted
 
 
-def _nested(source: Opened, order: Order) -> Callable[[Mapping[str, Tensor]], dict[str, Any]]:
+def _nested(source: SealedCheckpoint, order: Order) -> Callable[[Mapping[str, Tensor]], dict[str, Any]]:
     def nest(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         model = {name.removeprefix(_MODEL): t for name, t in tensors.items() if name.startswith(_MODEL)}
         if order.built_in and "output.weight" not in model and "embedding.weight" in model:
@@ -138,7 +140,7 @@ def _nested(source: Opened, order: Order) -> Callable[[Mapping[str, Tensor]], di
     return nest
 
 
-def _provenance(source: Opened, order: Order, wanted: list[Wanted], done: Exported) -> dict[str, Any]:
+def _provenance(source: SealedCheckpoint, order: Order, wanted: list[ExportedTensor], done: Exported) -> dict[str, Any]:
     """Enough to prove later, without the checkpoint at hand, that nothing was lost."""
     manifest = source.manifest
     own = _MODEL if order.to == "torch" else ""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from checkpointing.digests import digest
+from checkpointing.storage.digests import digest
 from trainer.worker import nested_state
 from trainer.worker.contents import contents
 from trainer.worker.nested_state import Names, Unsavable

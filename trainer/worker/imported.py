@@ -8,11 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpointing.durable import read_json
-from checkpointing.engine.given import Given, TorchTensors, flat, info_of, load_torch, safetensors_in
-from checkpointing.engine.importing import Brought
+from checkpointing.engine.interchange.external_tensors import (
+    ExternalTensors,
+    TorchTensors,
+    flat,
+    info_of,
+    load_torch,
+    safetensors_in,
+)
+from checkpointing.engine.interchange.importer import ImportedTensor
 from checkpointing.errors import Refused
-from checkpointing.index import TensorInfo
+from checkpointing.format.index import TensorInfo
+from checkpointing.storage.durable import read_json
 from trainer.contract.config import JobConfig, ModelConfig, WorkloadConfig
 from trainer.worker import hugging_face, workload
 from trainer.worker.state import buffers_name, model_tensors, shared_tensors
@@ -35,7 +42,7 @@ class Source:
     """What somebody gives: tensors of a model by their names there, tensors of an optimizer, plain facts."""
 
     place: Path
-    model: Given
+    model: ExternalTensors
     optimizer: Mapping[str, Tensor] = field(default_factory=dict)
     more: Mapping[str, Tensor] = field(default_factory=dict)
     """Tensors of the optimizer that belong to no parameter, by their keys."""
@@ -51,7 +58,7 @@ class Source:
 class Fit:
     """The new checkpoint's tensors; what does not fit in words, each with the override that mends it or nothing."""
 
-    tensors: dict[str, Brought] = field(default_factory=dict)
+    tensors: dict[str, ImportedTensor] = field(default_factory=dict)
     complaints: list[tuple[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     optimizer: bool = False
@@ -181,7 +188,7 @@ def _pair(found: Fit, source: Source, theirs: str, key: str, info: TensorInfo, c
     if given.dtype != info.dtype and getattr(torch, given.dtype).itemsize > getattr(torch, info.dtype).itemsize:
         found.notes.append(f"{theirs}: {given.dtype} is rounded to {info.dtype}")
     told = source.told.get(theirs)
-    found.tensors[key] = Brought(given=source.model, name=theirs, info=info, told=told)
+    found.tensors[key] = ImportedTensor(external=source.model, name=theirs, info=info, expected_fingerprint=told)
 
 
 def _padding(name: str, given: TensorInfo, info: TensorInfo, config: ModelConfig | None) -> int:
@@ -205,14 +212,20 @@ def _add_optimizer(found: Fit, source: Source, wanted: Mapping[str, TensorInfo],
             found.complaints.append((f"the optimizer's {name} is {_shown(info)}", "--weights-only"))
         else:
             told = source.told.get(f"optimizer/{name}")
-            found.tensors[f"optimizer/{name}"] = Brought(given=state, name=name, info=info, told=told)
+            found.tensors[f"optimizer/{name}"] = ImportedTensor(
+                external=state, name=name, info=info, expected_fingerprint=told
+            )
     found.optimizer = bool(state.tensors) or (not weights_only and bool(_rank_state(source)))
     more = TorchTensors(source.more if found.optimizer else {})
     for key, info in more.tensors.items():
-        found.tensors[key] = Brought(given=more, name=key, info=info, told=source.told.get(key))
+        found.tensors[key] = ImportedTensor(
+            external=more, name=key, info=info, expected_fingerprint=source.told.get(key)
+        )
     if not state.tensors:
         nothing = torch.zeros(1, dtype=torch.uint8)
-        found.tensors[FRESH] = Brought(given=TorchTensors({"none": nothing}), name="none", info=info_of(nothing))
+        found.tensors[FRESH] = ImportedTensor(
+            external=TorchTensors({"none": nothing}), name="none", info=info_of(nothing)
+        )
 
 
 def _check_position(found: Fit, source: Source, config: JobConfig) -> None:

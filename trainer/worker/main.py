@@ -13,8 +13,8 @@ import setproctitle
 import torch
 import torch.distributed as dist
 
-from checkpointing.durable import canonical, read_json
-from checkpointing.tiers import places
+from checkpointing.storage.durable import canonical, read_json
+from checkpointing.tiers.tier import resolve_tiers
 from trainer.contract import skipped_batches
 from trainer.contract.config import JobConfig, load
 from trainer.contract.events import EventKind
@@ -39,7 +39,7 @@ from trainer.worker.spikes import Losses
 from trainer.worker.ticker import Ticker
 
 if TYPE_CHECKING:
-    from checkpointing.engine.link import WriterLink
+    from checkpointing.writer.link import WriterLink
 
 
 def warm(config: JobConfig) -> None:
@@ -211,8 +211,8 @@ def _checkpointer(
         token_attempt=token.attempt,
         nonce=token.nonce,
         inherit=(*token.checkpoints, *token.perhaps),
-        perhaps=token.perhaps,
-        over=token.over,
+        optional_names=token.perhaps,
+        ended_attempts=token.over,
         process_group=None,
         fence=lambda: holds(go, token),
         keep=config.checkpoint.keep,
@@ -226,7 +226,7 @@ def _checkpointer(
         },
         config=config.checkpoint,
         link=_writer(spec),
-        tiers=places(config.checkpoint, run_dir.checkpoints, run_dir.name, spec.node_name),
+        tiers=resolve_tiers(config.checkpoint, run_dir.checkpoints, run_dir.name, spec.node_name),
         suspects=spec.suspects,
         leads_node=spec.local_rank == 0,
         key=key,
@@ -235,7 +235,7 @@ def _checkpointer(
 
 def _writer(spec: RankSpec) -> "WriterLink | None":
     """The writer and the memory that the agent keeps for this rank; without them the checkpointer makes its own."""
-    from checkpointing.engine.link import WriterLink, WriterLost
+    from checkpointing.writer.link import WriterLink, WriterLost
 
     if spec.writer_fd < 0 or spec.arena_fd < 0:
         return None

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from checkpointing.durable import dump_line, write_durably
+from checkpointing.storage.durable import dump_line, write_durably
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.line_file import LineFile
 from trainer.contract.rank_messages import RankSpec

@@ -5,8 +5,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 
-from checkpointing.cadence import Measured, changes, hold_back, interval, quantile, retry_after
 from checkpointing.config import AUTO, CheckpointConfig
+from checkpointing.save_interval import SaveCosts, differs_enough, interval, quantile, retry_after, skip_before_stop
 
 _SAMPLES = 64
 _HUNG = 8.0
@@ -97,7 +97,7 @@ class Rhythm:
         if self._failures and not self._open:
             return Wish.SAVE if since >= retry_after(self.steps, self._failures) else Wish.NONE
         length = self.steps * quantile(self._quiet, 0.5) if self._auto else 0.0
-        if stop_due and hold_back(stop_due - self._clock(), interval=length, save=self.save_seconds):
+        if stop_due and skip_before_stop(stop_due - self._clock(), interval=length, save=self.save_seconds):
             return Wish.HOLD_BACK
         # Never faster than a save takes; one that does not end is given up some time, the saver says then what it is.
         pause = self._most() if self._open else self.steps
@@ -107,11 +107,11 @@ class Rhythm:
         step = quantile(self._quiet, 0.5) or quantile(self._busy, 0.5)
         if step <= 0:
             return
-        measured = Measured(
+        measured = SaveCosts(
             step=step, stall=quantile(self._stalls, 0.5), slowdown=self._slowdown(step), save=self.save_seconds
         )
         found = interval(measured, self._mtbf, least=self._config.auto.least, most=self._most())
-        if changes(self.steps, found.steps):
+        if differs_enough(self.steps, found.steps):
             self.steps = found.steps
             self._tell(found.steps, found.steps * step, found.reason)
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from checkpointing.durable import number
+from checkpointing.storage.durable import number
 from trainer.worker import optimizer as optimizers
 from trainer.worker import state
 from trainer.worker.attributes import Attributes

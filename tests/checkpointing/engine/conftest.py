@@ -15,10 +15,10 @@ with warnings.catch_warnings():
     import torch.distributed.tensor
 
     from checkpointing.engine.checkpointer import Checkpointer
-    from checkpointing.engine.link import InProcessWriter
+    from checkpointing.writer.link import InProcessWriter
 
 from checkpointing.config import CheckpointConfig
-from checkpointing.storage import Storage
+from checkpointing.storage.backends import Storage
 
 NONCE = "ab12cd34"
 
@@ -59,7 +59,7 @@ class Bench:
         attempt: int = 1,
         nonce: str = NONCE,
         inherit: tuple[str, ...] = (),
-        perhaps: tuple[str, ...] = (),
+        optional_names: tuple[str, ...] = (),
         fence: Callable[[], bool] = lambda: True,
         keep: int = 3,
         storage: Storage | None = None,
@@ -73,7 +73,7 @@ class Bench:
             token_attempt=attempt,
             nonce=nonce,
             inherit=inherit,
-            perhaps=perhaps,
+            optional_names=optional_names,
             process_group=None,
             fence=fence,
             keep=keep,

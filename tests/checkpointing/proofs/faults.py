@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from checkpointing.index import INDEX, parse_index
-from checkpointing.manifest import COMMIT, MANIFEST
+from checkpointing.format.index import INDEX, parse_index
+from checkpointing.format.manifest import COMMIT, MANIFEST
 
 T = TypeVar("T")
 

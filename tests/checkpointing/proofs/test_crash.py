@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from checkpointing.catalog import Catalog
-from checkpointing.commit import parse_name
-from checkpointing.verify import verify
-from tests.checkpointing.proofs.crash_nursery import DIED, KEEP, SAVES, Case
+from checkpointing.format.commit import parse_name
+from checkpointing.tiers.catalog import Catalog
+from checkpointing.verification.verify import verify
+from tests.checkpointing.proofs.crash_fork_server import DIED, KEEP, SAVES, Case
 
 ROOT = Path(__file__).resolve().parents[3]
 SAMPLE, ALL, PART, ENOUGH = 20, 600, 150, 500
@@ -23,12 +23,12 @@ RANK_OPERATIONS, WRITER_OPERATIONS = 450, 350
 MISSED = "nothing, it had ended"
 
 
-class Nursery:
+class ForkServer:
     """Asks for one generation at a time."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.checkpointing.proofs.crash_nursery"],
+            [sys.executable, "-m", "tests.checkpointing.proofs.crash_fork_server"],
             cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
@@ -46,8 +46,8 @@ class Nursery:
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    made = Nursery()
+def fork_server() -> Iterator[ForkServer]:
+    made = ForkServer()
     yield made
     made.close()
 
@@ -77,19 +77,19 @@ def names(folder: Path) -> set[str]:
     return {entry.name for entry in Catalog(folder).committed()}
 
 
-def crash(nursery: Nursery, seed: int, folder: Path) -> str:
+def crash(fork_server: ForkServer, seed: int, folder: Path) -> str:
     """One case with all its promises; says what it was."""
     folder.mkdir()
     this = case(seed, folder)
     context = f"seed {seed}: {this}"
-    first = nursery.run(this, 1)
+    first = fork_server.run(this, 1)
     assert first["orphans"] == 0, f"{context}: a writer outlived its rank"
     assert -1 not in first["ended"], f"{context}: hung: {errors(folder)}"
     kept = assert_nothing_lost(folder, context)
     if this.victim == "writer":
         assert first["ended"] == [0] * this.ranks, f"{context}: {errors(folder)}"
         assert SAVES in [line["step"] for line in told(folder, 1) if line["kind"] == "checkpoint.committed"], context
-    second = nursery.run(this, 2)
+    second = fork_server.run(this, 2)
     assert second["ended"] == [0] * this.ranks, f"{context}: {second} {errors(folder)}"
     started = [line for line in told(folder, 2) if line["kind"] == "started"]
     newest = max((step_of(name) for name in kept), default=0)
@@ -135,17 +135,19 @@ def errors(folder: Path) -> str:
 
 
 @pytest.mark.multi
-def test_a_sample_of_kills_loses_nothing(nursery: Nursery, tmp_path: Path) -> None:
-    killed = Counter(crash(nursery, seed, tmp_path / str(seed)) for seed in range(SAMPLE))
+def test_a_sample_of_kills_loses_nothing(fork_server: ForkServer, tmp_path: Path) -> None:
+    killed = Counter(crash(fork_server, seed, tmp_path / str(seed)) for seed in range(SAMPLE))
     assert killed.total() - killed[MISSED] > SAMPLE // 2, killed
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("first", range(0, ALL, PART))
 def test_hundreds_of_kills_lose_nothing(
-    nursery: Nursery, tmp_path: Path, first: int, record_property: Callable[[str, object], None]
+    fork_server: ForkServer, tmp_path: Path, first: int, record_property: Callable[[str, object], None]
 ) -> None:
-    counts: Counter[str] = Counter(crash(nursery, seed, tmp_path / str(seed)) for seed in range(first, first + PART))
+    counts: Counter[str] = Counter(
+        crash(fork_server, seed, tmp_path / str(seed)) for seed in range(first, first + PART)
+    )
     for victim in ("rank", "writer", "job"):
         record_property(f"times the {victim} was killed", sum(counts[at] for at in counts if at.startswith(victim)))
     assert counts.total() - counts[MISSED] >= PART * ENOUGH // ALL, counts

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from checkpointing.engine.checkpointer import Checkpointer
-from checkpointing.verify import verify
+from checkpointing.verification.verify import verify
+from tests.checkpointing.fake_storages import Faulty
 from tests.checkpointing.proofs.mounts import frozen, loop_ext4, remount, small_tmpfs
 from tests.checkpointing.proofs.world import World, marked, same, state
-from tests.checkpointing.storages import Faulty
 
 PATIENCE_S, LONGEST_CALL_S = 15.0, 0.5
 TROUBLE = ("checkpoint.retried", "checkpoint.failed", "checkpoint.skipped")

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from checkpointing.catalog import Catalog
-from checkpointing.commit import parse_name
-from checkpointing.verify import verify
+from checkpointing.format.commit import parse_name
+from checkpointing.tiers.catalog import Catalog
+from checkpointing.verification.verify import verify
+from tests.checkpointing.fake_storages import Recording, replay
 from tests.checkpointing.proofs.world import World, marked, same, state
-from tests.checkpointing.storages import Recording, replay
 
 KEEP, SAVES = 2, 4
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from checkpointing.durable import dump_line
+from checkpointing.storage.durable import dump_line
 from orchestrator.cli.stacks import Frame, parse, read_stacks
 from tests.orchestrator.cli.conftest import Seeds, Type
 from tests.orchestrator.cli.test_cli_live import Agent, begun

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from checkpointing.durable import dump_line
-from checkpointing.storage import LocalStorage
+from checkpointing.storage.backends import LocalStorage
+from checkpointing.storage.durable import dump_line
 from orchestrator.states import AttemptState, RunState, Trust
-from tests.checkpointing.made import make
+from tests.checkpointing.made_checkpoint import make
 from tests.orchestrator.cli.conftest import Seeds, Type
 
 NONCE = "0123abcd"

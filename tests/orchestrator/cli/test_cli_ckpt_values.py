@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpointing.engine.built import build  # isort: skip  # first: it imports torch quietly
+from tests.checkpointing.engine.built_checkpoint import build  # isort: skip  # first: it imports torch quietly
 
 import torch
 
-from checkpointing.durable import dump_line
+from checkpointing.storage.durable import dump_line
 from tests.orchestrator.cli.conftest import Seeds, Type
 
 WEIGHT = torch.arange(32, dtype=torch.float32).view(8, 4) + 1

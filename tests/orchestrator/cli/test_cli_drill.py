@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from checkpointing.catalog import Catalog
-from checkpointing.durable import dump_line, read_json
-from checkpointing.storage import storage_at
-from checkpointing.verify import verify
+from checkpointing.storage.backends import storage_at
+from checkpointing.storage.durable import dump_line, read_json
+from checkpointing.tiers.catalog import Catalog
+from checkpointing.verification.verify import verify
 from orchestrator.cli import submit, watch
 from orchestrator.cli.sabotage import damage_newest
 from orchestrator.errors import Precondition
 from orchestrator.states import RunState
-from tests.checkpointing.made import make
+from tests.checkpointing.made_checkpoint import make
 from tests.orchestrator.cli.conftest import Seeds, Type
 from tests.orchestrator.cli.test_cli_live import Agent, begun
 from trainer.contract.events import EventKind, EventLog

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from checkpointing.catalog import Catalog
-from checkpointing.verify import verify
+from checkpointing.tiers.catalog import Catalog
+from checkpointing.verification.verify import verify
 from orchestrator.cli import submit
 from orchestrator.controller import service
 from orchestrator.states import RunState
@@ -19,7 +19,7 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
     import torch
 
-    from tests.checkpointing.engine.built import build
+    from tests.checkpointing.engine.built_checkpoint import build
     from trainer.contract.config import ModelConfig
     from trainer.worker.hugging_face import names
     from trainer.worker.llama import Llama

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from checkpointing.durable import dump_line
+from checkpointing.storage.durable import dump_line
 from orchestrator.cli.feed import Feed
 from orchestrator.cli.growing import TAIL
 from orchestrator.cli.story import Steps, read_steps

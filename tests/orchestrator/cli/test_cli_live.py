@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointing.durable import dump_line
+from checkpointing.storage.durable import dump_line
 from orchestrator.cli import live
 from orchestrator.errors import WaitTimeout
 from orchestrator.states import RunState

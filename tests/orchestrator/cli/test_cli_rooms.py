@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from checkpointing.storage import LocalStorage
+from checkpointing.storage.backends import LocalStorage
 from orchestrator.cli import checks, slurm_checks, timetable
 from orchestrator.controller import schedulers, service
 from orchestrator.controller.reconcile import TickReport
 from orchestrator.errors import SlurmUnreachable
 from orchestrator.states import RunState
-from tests.checkpointing.made import make
+from tests.checkpointing.made_checkpoint import make
 from tests.orchestrator.cli.conftest import Seeds, Type
 from trainer.contract.token_shards import Index
 

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpointing.engine.built import build  # isort: skip  # first: it imports torch quietly
+from tests.checkpointing.engine.built_checkpoint import build  # isort: skip  # first: it imports torch quietly
 
 import torch
 
-from checkpointing.durable import dump_line
-from checkpointing.manifest import COMMIT
-from checkpointing.storage import Storage, storage_at
+from checkpointing.format.manifest import COMMIT
+from checkpointing.storage.backends import Storage, storage_at
+from checkpointing.storage.durable import dump_line
 from orchestrator.states import AttemptState
 from tests.orchestrator.cli.conftest import Seeds, Type
 

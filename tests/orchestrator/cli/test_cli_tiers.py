@@ -9,12 +9,13 @@ from typing import NoReturn
 
 import pytest
 
-from checkpointing import collect, pins, tiers
-from checkpointing.durable import dump_line
-from checkpointing.storage import FsspecStorage, LocalStorage, Storage, storage_at
+from checkpointing.retention import garbage, pins
+from checkpointing.storage.backends import FsspecStorage, LocalStorage, Storage, storage_at
+from checkpointing.storage.durable import dump_line
+from checkpointing.tiers import tier
 from orchestrator.cli.main import shown
 from orchestrator.states import AttemptState, RunState, Trust
-from tests.checkpointing.made import make
+from tests.checkpointing.made_checkpoint import make
 from tests.orchestrator.cli.conftest import Seeds, Type
 
 NONCE = "0123abcd"
@@ -105,13 +106,13 @@ def test_gc_stops_when_an_attempt_begins_meanwhile(
     tiered(seeds, run, {"path": "run"}, {"path": str(tmp_path / "slow")})
     copied = half_written(tmp_path / "slow" / run)
     over(seeds, run)
-    delete = collect.delete
+    delete = garbage.delete
 
     def begun(storage: Storage, name: str, fence: Callable[[], bool]) -> bool:
         next_attempt(seeds, run)
         return delete(storage, name, fence)
 
-    monkeypatch.setattr(collect, "delete", begun)
+    monkeypatch.setattr(garbage, "delete", begun)
     done = orch("ckpt", "gc", run, "--json")
     assert (done.code, [row["done"] for row in done.data]) == (4, ["left"])
     assert (copied / "__0_0.distcp").exists()
@@ -181,7 +182,7 @@ def test_a_tier_whose_library_is_missing_is_like_one_that_gives_no_answer(
             raise ImportError("Install s3fs to access S3")
         return make_storage(place)
 
-    monkeypatch.setattr(tiers, "storage_at", without_s3)
+    monkeypatch.setattr(tier, "storage_at", without_s3)
     for verb in ("ls", "du", "gc"):
         done = orch("ckpt", verb, run)
         assert (done.code, "tier s3://far cannot be read" in done.err, "orch[s3]" in done.err) == (0, True, True), verb

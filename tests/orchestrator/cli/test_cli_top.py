@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from checkpointing.durable import dump_line
+from checkpointing.storage.durable import dump_line
 from orchestrator.cli.render import Screen, plain
 from orchestrator.cli.top import Reader, _print, shown, worst
 from orchestrator.states import RunState

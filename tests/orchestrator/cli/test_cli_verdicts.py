@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from checkpointing.storage import LocalStorage
-from checkpointing.verdicts import condemned, read_verdicts
+from checkpointing.storage.backends import LocalStorage
+from checkpointing.verification.verdicts import known_bad, read_verdicts
 from orchestrator.states import AttemptState, RunState
-from tests.checkpointing.made import make
+from tests.checkpointing.made_checkpoint import make
 from tests.orchestrator.cli.conftest import Seeds, Type
 
 NONCE = "0123abcd"
@@ -28,7 +28,7 @@ def root(seeds: Seeds) -> Path:
 
 def test_a_bad_copy_is_written_down_and_shown(orch: Type, root: Path) -> None:
     assert orch("ckpt", "verify", "tiny-1@all").code == 7
-    found = condemned(LocalStorage(root), str(root), LocalStorage(root))
+    found = known_bad(LocalStorage(root), str(root), LocalStorage(root))
     assert found == {f"step-00000050.001-{NONCE}": "__1_0.distcp, chunk 0: digest differs"}
     rows = {row["step"]: row["verified"] for row in orch("ckpt", "ls", "tiny-1", "--json").data}
     told = {step: [(item["tier"], item["ok"], item["level"]) for item in items] for step, items in rows.items()}
@@ -45,7 +45,7 @@ def test_a_look_at_some_bytes_is_no_verdict(orch: Type, root: Path, level: int) 
 
 def test_a_checkpoint_by_its_folder_is_the_run_s(orch: Type, root: Path) -> None:
     orch("ckpt", "verify", root / f"step-00000050.001-{NONCE}")
-    assert list(condemned(LocalStorage(root), str(root), LocalStorage(root))) == [f"step-00000050.001-{NONCE}"]
+    assert list(known_bad(LocalStorage(root), str(root), LocalStorage(root))) == [f"step-00000050.001-{NONCE}"]
 
 
 def test_a_run_s_folder_that_cannot_be_written_to_is_no_reason_to_fail(

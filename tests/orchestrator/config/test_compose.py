@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from checkpointing.durable import canonical
+from checkpointing.storage.durable import canonical
 from orchestrator.compose import Composed, compose, diff
 from orchestrator.errors import ConfigError, NotFound
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from checkpointing.durable import read_json
+from checkpointing.storage.durable import read_json
 from orchestrator.compose import Composed, compose
 from orchestrator.controller import failpoints, launch
 from orchestrator.controller.folder import ensure_run_dir

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpointing.catalog import Entry
 from checkpointing.config import CheckpointConfig, TierConfig
+from checkpointing.tiers.catalog import Entry
 from orchestrator.controller.places import committed, expected, inheritable, of_run, shared_places
 from orchestrator.registry.records import Attempt, Checkpoint, Copy, Run
 from orchestrator.states import AttemptState, RunState, Trust

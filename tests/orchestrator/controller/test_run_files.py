@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from checkpointing.durable import NotAFile, read_json
+from checkpointing.storage.durable import NotAFile, read_json
 from orchestrator.controller import run_files
 from orchestrator.controller.collect import Heartbeat
 from orchestrator.controller.run_files import BoundedFiles, RunDirHangs

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from checkpointing.durable import canonical, dump_line
+from checkpointing.storage.durable import canonical, dump_line
 from orchestrator.controller.folder import ensure_run_dir
 from orchestrator.controller.lease import Holder, host_name, start_time
 from orchestrator.errors import RegistryError

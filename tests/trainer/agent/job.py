@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from checkpointing.durable import dump_line, write_durably
+from checkpointing.storage.durable import dump_line, write_durably
 from trainer.contract.events import Event, EventKind, read_events
 from trainer.contract.launch_token import LaunchToken
 from trainer.contract.node_identity import local_job_id

@@ -5,7 +5,7 @@ import signal
 import sys
 from pathlib import Path
 
-from checkpointing.durable import dump_line
+from checkpointing.storage.durable import dump_line
 from tests.trainer.agent.job import until
 from trainer.contract.events import EventKind
 

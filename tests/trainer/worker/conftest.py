@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from checkpointing.durable import canonical
+from checkpointing.storage.durable import canonical
 from trainer.contract import token_shards
 from trainer.contract.launch_token import LaunchToken
 from trainer.contract.run_dir import AttemptDir, RunDir

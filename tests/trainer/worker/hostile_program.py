@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointing.engine.group import Ranks
+from checkpointing.engine.ranks.group import Ranks
 from trainer.contract.rank_messages import RankSpec, send_message
 from trainer.worker import rendezvous
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointing.catalog import Catalog
-from checkpointing.engine.audit import audit_in, fact_faults
-from checkpointing.manifest import FileEntry, Manifest
+from checkpointing.engine.verification.audit import audit_in, fact_faults
+from checkpointing.format.manifest import FileEntry, Manifest
+from checkpointing.tiers.catalog import Catalog
 from trainer.contract import config as job_config
 from trainer.worker.expectations import expected, generators_fault
 from trainer.worker.state import pack_rng

@@ -16,14 +16,14 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
     import torch
 
-    from checkpointing.engine.exporting import LARGEST_FILE
+    from checkpointing.engine.interchange.exporter import LARGEST_FILE
 
-from checkpointing.commit import Name
-from checkpointing.engine.importing import write_checkpoint
-from checkpointing.engine.opened import Opened
+from checkpointing.engine.interchange.importer import write_checkpoint
+from checkpointing.engine.interchange.sealed_checkpoint import SealedCheckpoint
 from checkpointing.errors import Refused
-from checkpointing.storage import LocalStorage
-from tests.checkpointing.engine.built import build, rows
+from checkpointing.format.commit import Name
+from checkpointing.storage.backends import LocalStorage
+from tests.checkpointing.engine.built_checkpoint import build, rows
 from trainer.contract.config import JobConfig, ModelConfig, TrainConfig, WorkloadConfig
 from trainer.worker import hugging_face, imported
 from trainer.worker.exported import Order, export
@@ -70,7 +70,7 @@ def exported(model: Llama, place: Path, **order: Any) -> Path:
     return place / "hf"
 
 
-def brought_in(source: Path, config: ModelConfig, root: Path) -> Opened:
+def brought_in(source: Path, config: ModelConfig, root: Path) -> SealedCheckpoint:
     """The checkpoint that an import makes."""
     given = imported.open_source(source)
     fit = imported.fit(given, job(config), weights_only=False)
@@ -78,10 +78,10 @@ def brought_in(source: Path, config: ModelConfig, root: Path) -> Opened:
     step, extra = imported.facts(given, fit)
     name = Name(step=step, attempt=0, nonce="cd")
     write_checkpoint(LocalStorage(root), name, fit.tensors, extra=extra, world={"ranks": 1})
-    return Opened(LocalStorage(root), str(name))
+    return SealedCheckpoint(LocalStorage(root), str(name))
 
 
-def whole(source: Opened, key: str) -> torch.Tensor:
+def whole(source: SealedCheckpoint, key: str) -> torch.Tensor:
     parts = [block for block, _ in source.blocks(key)]
     return torch.cat(parts) if source.shape(key) else parts[0]
 
@@ -136,7 +136,7 @@ def test_what_was_exported_comes_back_bit_for_bit(tmp_path: Path, to: str, name:
     model = model_of(MODELS[name])
     folder = exported(model, tmp_path, to=to)
     (origin,) = (tmp_path / "run").iterdir()
-    before = Opened(LocalStorage(tmp_path / "run"), origin.name)
+    before = SealedCheckpoint(LocalStorage(tmp_path / "run"), origin.name)
     with before, brought_in(folder, MODELS[name], tmp_path / "in") as after:
         assert {key: after.fingerprints[key] for key in before.fingerprints} == before.fingerprints
         for key, tensor in model_tensors(model).items():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from checkpointing.durable import read_json
+from checkpointing.storage.durable import read_json
 from trainer.contract.outcome import ExitCode, RankOutcome
 
 pytestmark = pytest.mark.multi

@@ -7,10 +7,10 @@ import pytest
 import schedulefree
 import torch
 
-from checkpointing.commit import Name
-from checkpointing.engine.given import TorchTensors, info_of
-from checkpointing.engine.importing import Brought, write_checkpoint
-from checkpointing.storage import LocalStorage
+from checkpointing.engine.interchange.external_tensors import TorchTensors, info_of
+from checkpointing.engine.interchange.importer import ImportedTensor, write_checkpoint
+from checkpointing.format.commit import Name
+from checkpointing.storage.backends import LocalStorage
 from tests.trainer.worker.test_hugging_face import SMALL, brought_in, job, model_of, whole
 from trainer.worker.exported import Order, export
 from trainer.worker.optimizer_state import OptimizerState
@@ -38,7 +38,9 @@ def test_what_an_optimizer_counts_goes_through_an_export(tmp_path: Path, with_op
         "step": 2, "consumed": 40, "loss": 1.5, "seed": None, "fingerprint": None,
         "rank_state": [{"optimizer": held.facts(of_optimizer), "attributes": {"data.consumed": "40"}}],
     }  # fmt: skip
-    source = {key: Brought(given=TorchTensors(tensors), name=key, info=info_of(tensors[key])) for key in tensors}
+    source = {
+        key: ImportedTensor(external=TorchTensors(tensors), name=key, info=info_of(tensors[key])) for key in tensors
+    }
     made, storage = Name(step=2, attempt=1, nonce="ab"), LocalStorage(tmp_path / "run")
     write_checkpoint(storage, made, source, extra=extra, world={"ranks": 1})
     export(
@@ -68,7 +70,9 @@ def test_what_an_optimizer_counts_goes_through_an_export(tmp_path: Path, with_op
 def test_plain_dcp_still_reads_a_checkpoint_with_them(tmp_path: Path) -> None:
     model, _, held = stepped(1)
     tensors = {key: tensor.detach() for key, tensor in {**model_tensors(model), **held.tensors()}.items()}
-    source = {key: Brought(given=TorchTensors(tensors), name=key, info=info_of(tensors[key])) for key in tensors}
+    source = {
+        key: ImportedTensor(external=TorchTensors(tensors), name=key, info=info_of(tensors[key])) for key in tensors
+    }
     made = Name(step=2, attempt=1, nonce="ab")
     write_checkpoint(LocalStorage(tmp_path), made, source, extra={}, world={"ranks": 1})
     read = {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}

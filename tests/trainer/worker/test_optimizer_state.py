@@ -16,7 +16,7 @@ from lion_pytorch import Lion
 from torch import nn
 from torch.optim.adagrad import Adagrad
 
-from checkpointing.durable import canonical
+from checkpointing.storage.durable import canonical
 from trainer.worker import nested_state
 from trainer.worker import optimizer as optimizers
 from trainer.worker.optimizer_state import OptimizerState

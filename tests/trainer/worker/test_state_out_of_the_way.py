@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from checkpointing.durable import canonical
+from checkpointing.storage.durable import canonical
 from trainer.worker import nested_state
 from trainer.worker import optimizer as optimizers
 from trainer.worker.optimizer_state import OptimizerState

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from checkpointing.commit import parse_name
+from checkpointing.format.commit import parse_name
 from trainer.agent.ladder.in_job_policy import FIXED_BY_RESTART
 from trainer.agent.ladder.suspect_checkpoints import FailedGeneration, failed_generation
 from trainer.agent.watch.root_cause import RankEnd

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from checkpointing.durable import dump_line, write_atomically
+from checkpointing.storage.durable import dump_line, write_atomically
 
 
 @dataclass(frozen=True, kw_only=True)

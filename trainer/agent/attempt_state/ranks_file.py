@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from checkpointing.durable import dump_line, write_atomically
+from checkpointing.storage.durable import dump_line, write_atomically
 from trainer.agent.attempt_state.heartbeat import Heartbeat
 from trainer.agent.watch.rank_sample import RankSample
 from trainer.contract.run_dir import AttemptDir

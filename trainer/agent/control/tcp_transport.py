@@ -8,7 +8,7 @@ import time
 from collections import deque
 from typing import Any, NoReturn
 
-from checkpointing.durable import dump_line
+from checkpointing.storage.durable import dump_line
 
 LONGEST_LINE = 1 << 17
 WELCOME_SECONDS = 10.0

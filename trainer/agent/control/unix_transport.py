@@ -5,7 +5,7 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-from checkpointing.durable import dump_line
+from checkpointing.storage.durable import dump_line
 
 _LARGEST = 1 << 17
 _MOST_DESCRIPTORS = 8

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from checkpointing.cadence import last_save_before
+from checkpointing.save_interval import last_save_before
 from trainer.agent.coordination.deadline import PRESSING, SLURM_EARLY, Bounds, bound, lead, parse_time, reason_of
 from trainer.contract.progress import StopReason
 

@@ -4,7 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from checkpointing.durable import dump_line, write_durably
+from checkpointing.storage.durable import dump_line, write_durably
 from trainer.agent.watch.hang_detector import Incident
 from trainer.agent.watch.hangs import Judgement, Stall
 from trainer.agent.watch.rank_sample import RankSample

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from checkpointing.durable import write_durably
+from checkpointing.storage.durable import write_durably
 from trainer.agent.control import address
 from trainer.agent.nodes import gpu_health
 from trainer.contract.config import JobConfig

@@ -32,7 +32,7 @@ class CheckpointWriter:
         self._control.setblocking(False)
         self._untaken = 0  # connections that the writer has not taken over yet
         # Its module is named, not imported: agents do without what it needs.
-        command = [sys.executable, "-P", "-m", "checkpointing.engine.writer_process", "many"]
+        command = [sys.executable, "-P", "-m", "checkpointing.writer.process", "many"]
         command += [str(theirs.fileno()), str(self._memory), str(os.getpid()), str(self._rank)]
         with theirs, block_slurm_signals():
             self._process = subprocess.Popen(

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from json import JSONDecoder
 from pathlib import Path
 
-from checkpointing.durable import fsync_dir, open_regular, read_json
-from checkpointing.safetensors import Malformed, check_length
+from checkpointing.format.safetensors import Malformed, check_length
+from checkpointing.storage.durable import fsync_dir, open_regular, read_json
 from trainer.contract.command_checkpoints import SET_ASIDE, CommandCheckpointsConfig
 from trainer.contract.outcome import legible
 

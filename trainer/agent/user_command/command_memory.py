@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Lock
 
-from checkpointing.durable import dump_line, read_json, write_durably
+from checkpointing.storage.durable import dump_line, read_json, write_durably
 from trainer.agent.watch.root_cause import CommandFailure
 from trainer.contract.run_dir import RunDir
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpointing.engine.link import WriterLink
-from checkpointing.engine.writing import WriteOrder
+from checkpointing.writer.link import WriterLink
+from checkpointing.writer.write_orders import WriteOrder
 from tests.trainer.agent.job import LocalJob, alive, until
 from tests.trainer.agent.test_node_agent import Alone
 from trainer.agent.processes.checkpoint_writers import CheckpointWriter, CheckpointWriters

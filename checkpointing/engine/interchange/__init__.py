@@ -1,0 +1,1 @@
+"""Checkpoints from and to other formats: safetensors and torch files."""

@@ -1,0 +1,75 @@
+"""What a failed save or load is called: which exceptions count, and what they mean in words."""
+
+import errno
+from collections.abc import Callable
+from dataclasses import dataclass
+from pickle import PickleError
+from typing import TypeVar
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from checkpointing.engine.ranks.peer_codec import peer_message
+from checkpointing.errors import CheckpointError, FencedOff, Refused, SaveFailed, Unsound
+
+T = TypeVar("T")
+
+# Everything that reading, writing, torch and our own code may raise: a rank that fails in a collective act must say so
+# to its peers, or they wait for it. CheckpointException is a BaseException, so that it must be named.
+FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    CheckpointError,
+    CheckpointException,
+    EOFError,
+    LookupError,
+    MemoryError,
+    OSError,
+    PickleError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+# torch says with a RuntimeError that there is no memory, and that a peer is gone.
+_OF_THE_MOMENT = (OSError, MemoryError, RuntimeError)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def explain(error: BaseException) -> str:
+    """One line for people: a full disk is called one, whatever torch made of it."""
+    if isinstance(error, (Refused, SaveFailed)):
+        return error.reason
+    if isinstance(error, OSError):
+        return f"disk full ({error})" if error.errno in _FULL else str(error) or type(error).__name__
+    # torch's zip writer notices that fewer bytes arrived than it wrote, and says only where.
+    if "unexpected pos" in str(error):
+        return f"disk full (torch says: {_first_line(error)})"
+    return f"{type(error).__name__}: {_first_line(error)}"
+
+
+def is_damage(error: BaseException) -> bool:
+    """Whether what a load met says something of the checkpoint, not only of this moment or this machine."""
+    return error.damaged if isinstance(error, Refused) else not isinstance(error, _OF_THE_MOMENT)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0]
+
+
+@peer_message
+@dataclass(frozen=True)
+class Failed:
+    """What a rank sends instead of its result; `final` when trying again cannot help."""
+
+    reason: str
+    fenced: bool = False
+    final: bool = False
+
+
+def result_or_failed(act: Callable[[], T]) -> T | Failed:
+    """Do one rank's part; a failure becomes a message, so that the peers are not left waiting."""
+    try:
+        return act()
+    except FAILURES as error:
+        return Failed(explain(error), fenced=isinstance(error, FencedOff), final=isinstance(error, Unsound))

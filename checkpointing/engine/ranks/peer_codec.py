@@ -1,0 +1,160 @@
+"""What ranks tell each other, as typed JSON: plain values and classes that are registered here. Never code.
+
+Plain JSON stands for itself; everything else is an object with one key, its kind: `{"tuple": [...]}`, or with fields in
+their order, `{"Failed": [...]}`. Decoding makes no class but the registered ones, each of fields of its declared types.
+"""
+
+import base64
+import dataclasses
+import json
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping, Set
+from functools import cache
+from operator import attrgetter
+from typing import Any, TypeVar
+
+import torch
+
+from checkpointing.errors import Refused, UnsafePickle
+from checkpointing.format.commit import Commit
+from checkpointing.format.index import Index, Piece, TensorInfo
+from checkpointing.format.manifest import FileEntry, Manifest
+from checkpointing.format.read_plan import Strip
+from checkpointing.tiers.copy_files import Copied
+from checkpointing.verification.plausibility import Findings
+
+T = TypeVar("T")
+
+_PLAIN = frozenset({str, int, bool, type(None)})
+_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_FIELDS: dict[type, tuple[str, ...]] = {}
+_CLASSES: dict[str, type] = {}
+
+
+class InvalidMessage(ValueError):
+    """Bytes that no rank of this version has sent, or a value that none can send."""
+
+
+def peer_message(kind: type[T]) -> type[T]:
+    """Let ranks send instances of this dataclass or named tuple to each other, field by field."""
+    if dataclasses.is_dataclass(kind):
+        return _register(kind, tuple(field.name for field in dataclasses.fields(kind)))
+    return _register(kind, kind._fields)  # type: ignore[attr-defined]
+
+
+def _register(kind: type[T], fields: tuple[str, ...]) -> type[T]:
+    assert kind.__name__ not in _CLASSES, f"two classes of messages are called {kind.__name__}"
+    _FIELDS[kind], _CLASSES[kind.__name__] = fields, kind
+    return kind
+
+
+for _kind in (Commit, Copied, FileEntry, Findings, Index, Manifest, Piece, Strip, TensorInfo):
+    peer_message(_kind)
+for _error in (Refused, UnsafePickle):
+    _register(_error, ("name", "reason", "damaged"))
+
+
+def encode(value: Any) -> bytes:
+    """The message that says `value`; raises NoMessage for what ranks do not tell each other."""
+    return json.dumps(_encoded(value), allow_nan=False, separators=(",", ":")).encode()
+
+
+def decode(message: bytes | bytearray) -> Any:
+    """The value that `encode` was given; raises NoMessage."""
+    try:
+        return json.loads(message, object_hook=_decoded, parse_constant=_refused)
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise InvalidMessage(f"no message of a rank: {error}") from error
+
+
+def _encoded(value: Any) -> Any:
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is list:
+        return [_encoded(item) for item in value]
+    if kind in _FIELDS:
+        return {kind.__name__: [_encoded(field) for field in _getter(kind)(value)]}
+    for base, encode_kind in _ENCODERS:
+        if isinstance(value, base):
+            return encode_kind(value)
+    raise InvalidMessage(f"a {kind.__qualname__} is nothing that ranks tell each other")
+
+
+@cache
+def _getter(kind: type) -> Callable[[Any], tuple[Any, ...]]:
+    fields = _FIELDS[kind]
+    if len(fields) > 1:
+        return attrgetter(*fields)
+    return lambda value: tuple(getattr(value, field) for field in fields)
+
+
+def _float(value: float) -> Any:
+    return float(value) if math.isfinite(value) else {"float": repr(float(value))}
+
+
+def _pairs(value: Mapping[Any, Any]) -> Any:
+    return {"dict": [[_encoded(key), _encoded(item)] for key, item in value.items()]}
+
+
+_ENCODERS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
+    (float, _float),
+    (str, str),  # what is derived of it, as torch's version is
+    (bytes, lambda value: {"bytes": base64.b64encode(value).decode()}),
+    (tuple, lambda value: {"tuple": [_encoded(item) for item in value]}),
+    (Mapping, _pairs),
+    (Set, lambda value: {"set": [_encoded(item) for item in value]}),
+    (torch.dtype, lambda value: {"dtype": str(value).removeprefix("torch.")}),
+)
+
+
+def _decoded(found: dict[str, Any]) -> Any:
+    """The value of one JSON object, whose parts are made already."""
+    ((kind, value),) = found.items()
+    make = _DECODERS.get(kind)
+    return make(value) if make is not None else _instance(_CLASSES[kind] if kind in _CLASSES else _refused(kind), value)
+
+
+def _instance(kind: Any, values: list[Any]) -> Any:
+    fields, declared = _FIELDS[kind], _declared(kind)
+    for name, value, allowed in zip(fields, values, declared, strict=True):
+        if not isinstance(value, allowed):
+            _refused(f"{kind.__name__}.{name} is a {type(value).__name__}")
+    return kind(**dict(zip(fields, values, strict=True)))
+
+
+@cache
+def _declared(kind: type) -> tuple[tuple[type, ...], ...]:
+    """For every field the classes that its annotation allows, outermost ones only; anything where it has none."""
+    known = typing.get_type_hints(kind)
+    return tuple(_classes(known.get(field, Any)) for field in _FIELDS[kind])
+
+
+def _classes(hint: Any) -> tuple[type, ...]:
+    if hint is Any:
+        return (object,)
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return tuple(one for part in typing.get_args(hint) for one in _classes(part))
+    kind = typing.get_origin(hint) or hint
+    return (float, int) if kind is float else (kind,)
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    return found if isinstance(found, torch.dtype) else _refused(f"dtype {name}")
+
+
+def _refused(what: str) -> typing.NoReturn:
+    raise ValueError(f"{what[:60]} is not known")
+
+
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "float": lambda name: _NON_FINITE[name] if name in _NON_FINITE else _refused(name),
+    "bytes": lambda text: base64.b64decode(text, validate=True),
+    "tuple": tuple,
+    "dict": dict,
+    "set": frozenset,
+    "dtype": _dtype,
+}

@@ -1,0 +1,1 @@
+"""Restores: candidates, who reads what, verified buffers, delivery into tensors."""

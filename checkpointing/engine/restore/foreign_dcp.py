@@ -1,0 +1,131 @@
+"""DCP checkpoints of other makers: nothing vouches for their bytes, so they are read only when somebody says so.
+
+Their `.metadata` is unpickled by the same allow-list, and values are found by way of the records around them, whose
+descriptions are read with stand-ins. A tensor that is not a plain row of values is left to torch.load, weights only.
+"""
+
+import io
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from checkpointing.engine.restore.metadata_reader import AllowList, index_from_metadata, metadata_from
+from checkpointing.engine.restore.source import Source, dtype_of, in_one_row
+from checkpointing.errors import Refused
+from checkpointing.format.commit import parse_name
+from checkpointing.format.index import Index, Piece
+from checkpointing.format.manifest import COMMIT, MANIFEST, METADATA
+from checkpointing.format.torch_record import read_at, read_record
+from checkpointing.storage.backends import Storage
+from checkpointing.storage.digests import CHUNK
+
+_BYTES_ITEM = ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata")
+_PATHS = ("pathlib", "pathlib._local")
+_STEP = re.compile(r"(\d+)$")
+
+
+class ForeignAllowList(AllowList):
+    """Knows items that are no tensors too, so as to leave them out: what they hold is never unpickled."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == _BYTES_ITEM or module in _PATHS:
+            return _Leftover
+        return super().find_class(module, name)
+
+
+class _Leftover:
+    """Stands in for an item that is no tensor, and for the path at which the checkpoint once was."""
+
+    def __init__(self, *_: Any) -> None:
+        return
+
+    def __setstate__(self, state: Any) -> None:
+        return
+
+
+def foreign_names(storage: Storage) -> list[str]:
+    """Folders with `.metadata` that were never ours, the highest number at the end of a name first."""
+    found = []
+    for name, size in storage.list("").items():
+        if size is not None or parse_name(name) is not None:
+            continue
+        files = storage.list(name)
+        if METADATA in files and not {MANIFEST, COMMIT} & files.keys():
+            found.append(name)
+    return sorted(found, key=lambda name: (step_of(name), name), reverse=True)
+
+
+def step_of(name: str) -> int:
+    """The number at the end of a folder's name (`step-1000`, `iter_0001000`), 0 when there is none."""
+    match = _STEP.search(name)
+    return int(match.group(1)) if match else 0
+
+
+@dataclass(frozen=True)
+class Described:
+    """What `.metadata` says, with the sizes of the files that it names."""
+
+    index: Index
+    sizes: Mapping[str, int]
+
+
+def describe(storage: Storage, name: str) -> Described:
+    """Read the `.metadata` of a folder; raises Refused or OSError."""
+    with storage.open(f"{name}/{METADATA}" if name else METADATA) as stream:
+        data = stream.read()
+    index = index_from_metadata(metadata_from(data, name, ForeignAllowList))
+    sizes = {file: size for file, size in storage.list(name).items() if size is not None}
+    for piece in index.pieces:
+        if piece.file not in sizes:
+            raise Refused(name, f"{METADATA} names {piece.file}, which is not there")
+        if piece.start + piece.length > sizes[piece.file]:
+            raise Refused(name, f"{piece.file} has no bytes {piece.start}..{piece.start + piece.length}")
+    return Described(index, {file: sizes[file] for file in sorted({piece.file for piece in index.pieces})})
+
+
+def source_of(storage: Storage, name: str, told: Described) -> Source:
+    """What to load a foreign checkpoint from; its chunks have no digests. Raises Refused or OSError."""
+    pieces, odd = [], dict[int, Callable[[], Tensor]]()
+    for number, piece in enumerate(told.index.pieces):
+        dtype = told.index.tensors[piece.key].dtype
+        located = _located(storage, name, piece, dtype)
+        if located is None:
+            odd[number] = partial(_loaded, storage, name, piece, dtype)
+        pieces.append(located or replace(piece, data=piece.start))
+    return Source(
+        name=name,
+        shards=in_one_row((file, size, CHUNK, None) for file, size in told.sizes.items()),
+        index=Index(told.index.tensors, tuple(pieces)),
+        open=lambda file: storage.open(f"{name}/{file}" if name else file),
+        seen=frozenset(told.sizes),
+        odd=odd,
+    )
+
+
+def _located(storage: Storage, name: str, piece: Piece, dtype: str) -> Piece | None:
+    """The piece with the place of its values; None when they are not one plain row."""
+    try:
+        with storage.open(f"{name}/{piece.file}" if name else piece.file) as stream:
+            record = read_record(read_at(stream), piece.start, piece.length)
+    except ValueError:
+        return None
+    if (record.dtype, record.shape) != (dtype, piece.sizes):
+        return None
+    return replace(piece, data=piece.start + record.data, nbytes=record.nbytes)
+
+
+def _loaded(storage: Storage, name: str, piece: Piece, dtype: str) -> Tensor:
+    """A tensor that is a view, quantised, or in a format of its own; raises Refused when it is none at all."""
+    with storage.open(f"{name}/{piece.file}" if name else piece.file) as stream:
+        stream.seek(piece.start)
+        data = stream.read(piece.length)
+    tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    fits = isinstance(tensor, Tensor) and tensor.dtype == dtype_of(dtype) and tuple(tensor.shape) == piece.sizes
+    if not fits or tensor.layout != torch.strided:
+        raise Refused(name, f"{piece.key}: what {piece.file} holds is not the tensor that {METADATA} describes")
+    return tensor.detach()

@@ -1,0 +1,299 @@
+"""Fills tensors from one checkpoint: land, verify, agree, exchange, and only then deliver.
+
+Every rank reads its share of the chunks into memory of its own and verifies it there. Nothing is copied into a tensor
+before all ranks have agreed that all bytes of all of them matched.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from checkpointing.engine.ranks.failure import FAILURES, explain, is_damage
+from checkpointing.engine.ranks.group import RankGroup
+from checkpointing.engine.ranks.peer_codec import peer_message
+from checkpointing.engine.restore.exchange import Send, exchange, gather
+from checkpointing.engine.restore.read_assignment import Readers, assign
+from checkpointing.engine.restore.read_buffers import Lend, ReadBuffers, Reader, threads
+from checkpointing.engine.restore.source import OptionalKeys, SliceBytes, Source, find_slices, local_part, locate_slice
+from checkpointing.errors import Refused
+from checkpointing.format.read_plan import Slice, Strip, parts
+
+T = TypeVar("T")
+_WORTH_A_THREAD = 4 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What a load did; bytes are sums over all ranks, needed ones counted once however many ranks need them."""
+
+    absent: tuple[str, ...]
+    bytes_read: int
+    bytes_needed: int
+
+
+def on_all_ranks(ranks: RankGroup, name: str, act: Callable[[], T]) -> list[T]:
+    """Do this rank's part, and learn what came of the others'; raises the same Refused on every rank if one failed."""
+    mine: list[T] = []
+    failed = None
+    try:
+        mine.append(act())
+    except FAILURES as error:
+        failed = explain(error), is_damage(error)
+    told = ranks.all_gather((failed, mine))
+    failures = [failure for failure, _ in told if failure is not None]
+    if failures:
+        reasons = dict.fromkeys(reason for reason, _ in failures)
+        raise Refused(name, "; ".join(list(reasons)[:4]), any(damaged for _, damaged in failures))
+    return [value for _, (value,) in told]
+
+
+def load(
+    source: Source, ranks: RankGroup, tensors: Mapping[str, Tensor], optional_keys: OptionalKeys, lend: Lend
+) -> Loaded:
+    """Collective: read and verify everything, then fill `tensors`; raises Refused, and then no tensor has changed."""
+    rank_load = RankLoad(source, ranks, tensors)
+    wanted = on_all_ranks(ranks, source.name, lambda: rank_load.plan(optional_keys))
+
+    def read() -> "ReadResult":
+        _check_present(source, wanted)
+        readers = assign(source.shards, [want.by_chunk for want in wanted], [want.seen for want in wanted])
+        mine = [chunk for chunk, reading in enumerate(readers) if ranks.rank in reading]
+        buffers = ReadBuffers.allocate(source.shards, mine, lend)
+        reader = Reader(source.name, source.shards, source.open, patience=source.patience, pause=source.pause)
+        with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-reading") as pool:
+            reading = pool.submit(reader.read, mine, buffers)
+            requests = rank_load.expect(buffers, readers)
+            reading.result()
+        return ReadResult(bytes_read=reader.bytes_read, requests=requests)
+
+    return rank_load.finish(on_all_ranks(ranks, source.name, read), wanted)
+
+
+def load_own(
+    source: Source,
+    readers: Readers,
+    ranks: RankGroup,
+    tensors: Mapping[str, Tensor],
+    optional_keys: OptionalKeys,
+    lend: Lend,
+) -> Loaded:
+    """As `load`, for a checkpoint of the run's own layout: who reads what is known, so all is planned meanwhile."""
+    rank_load = RankLoad(source, ranks, tensors)
+
+    def read() -> tuple[Wanted, ReadResult]:
+        mine = [chunk for chunk, (owner,) in enumerate(readers) if owner == ranks.rank]
+        buffers = ReadBuffers.allocate(source.shards, mine, lend)
+        reader = Reader(source.name, source.shards, source.open, patience=source.patience, pause=source.pause)
+        with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-reading") as pool:
+            reading = pool.submit(reader.read, mine, buffers)
+            wanted = rank_load.plan(optional_keys)
+            requests = rank_load.expect(buffers, readers)
+            reading.result()
+        return wanted, ReadResult(bytes_read=reader.bytes_read, requests=requests)
+
+    told = on_all_ranks(ranks, source.name, read)
+    return rank_load.finish([held for _, held in told], [wanted for wanted, _ in told])
+
+
+def _check_present(source: Source, wanted: Sequence["Wanted"]) -> None:
+    seen = frozenset[str]().union(*(want.seen for want in wanted))
+    missing = [shard.name for shard in source.shards if shard.name not in seen]
+    if missing:
+        # Files that are nowhere are found missing by their names; these may be on nodes that are not in this job.
+        raise Refused(source.name, "; ".join(f"{name}: missing" for name in missing[:4]), damaged=False)
+
+
+@peer_message
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What a rank tells the others before anything is read."""
+
+    seen: frozenset[str]
+    by_chunk: dict[int, int]  # bytes needed of each chunk
+    unique: int  # bytes needed that no other rank counts
+    plain: dict[tuple[str, int], int]  # bytes needed of values that other ranks may count too, by file and place
+
+
+@peer_message
+@dataclass(frozen=True, kw_only=True)
+class ReadResult:
+    """What a rank tells the others once all it has read is verified: the needs that others must send it parts of."""
+
+    bytes_read: int
+    requests: "Requests"
+
+
+Requests = list[tuple[str, list[Strip]]]
+"""Files, and rows in them."""
+
+
+class RankLoad:
+    """One rank's part of loading `source` into `tensors`: what it needs, has read, passes on and delivers."""
+
+    def __init__(self, source: Source, ranks: RankGroup, tensors: Mapping[str, Tensor]) -> None:
+        self._source, self._ranks, self._tensors = source, ranks, tensors
+        self._slices: list[Slice] = []
+        self._slice_bytes: list[SliceBytes | None] = []  # none of an odd piece
+        self._readers: Readers = ()
+        self._buffers = ReadBuffers()
+        self._goals: list[Tensor] = []  # for every need where its values go, and below where they come from
+        self._sources: list[Tensor] = []
+        self._unfilled: list[tuple[SliceBytes, Tensor]] = []  # memory of values that do not lie in one piece
+        self._absent: tuple[str, ...] = ()
+
+    def plan(self, optional_keys: OptionalKeys) -> Wanted:
+        """Find out what is needed; raises Refused when the checkpoint does not fit."""
+        source = self._source
+        self._slices, self._absent = find_slices(source, self._tensors, optional_keys)
+        self._slice_bytes = [None if need.piece in source.odd else locate_slice(source, need) for need in self._slices]
+        by_chunk: dict[int, int] = {}
+        unique, plain = 0, dict[tuple[str, int], int]()
+        for need, slice_bytes in zip(self._slices, self._slice_bytes, strict=True):
+            if slice_bytes is None:
+                continue
+            for chunk, nbytes in slice_bytes.by_chunk():
+                by_chunk[chunk] = by_chunk.get(chunk, 0) + nbytes
+            tensor = self._tensors[need.key]
+            if isinstance(tensor, DTensor) and tensor.device_mesh.size() == self._ranks.size:
+                unique += slice_bytes.nbytes if _first_replica(tensor) else 0
+            else:
+                plain[slice_bytes.shard.name, slice_bytes.rows[0].offset] = slice_bytes.nbytes
+        return Wanted(seen=source.seen, by_chunk=by_chunk, unique=unique, plain=plain)
+
+    def expect(self, buffers: ReadBuffers, readers: Readers) -> Requests:
+        """Make ready for what is being read; returns the needs of which other ranks read a part.
+
+        `readers` says of every chunk which ranks have it.
+        """
+        self._buffers, self._readers = buffers, readers
+        me, requests = self._ranks.rank, []
+        with torch.no_grad():
+            local = {key: local_part(self._tensors[key]) for key in {need.key for need in self._slices}}
+            for need, slice_bytes in zip(self._slices, self._slice_bytes, strict=True):
+                self._goals.append(_region(local[need.key], need.goal, need.sizes))
+                self._sources.append(self._place_of(need, slice_bytes))
+                if slice_bytes is not None and any(me not in readers[chunk] for chunk in slice_bytes.chunks):
+                    requests.append((slice_bytes.shard.name, slice_bytes.rows))
+        return requests
+
+    def finish(self, held: Sequence[ReadResult], wanted: Sequence[Wanted]) -> Loaded:
+        """Collective, when all ranks have agreed: pass on what others need, then fill the tensors."""
+        receives: list[list[Tensor]] = [[] for _ in held]
+        for slice_bytes, packed in self._unfilled:
+            self._fill(slice_bytes, packed, receives)
+        if any(each.requests for each in held):
+            exchange(self._ranks, self._buffers, [self._sends(rank, each) for rank, each in enumerate(held)], receives)
+        copy(self._goals, self._sources)
+        plain = {place: nbytes for want in wanted for place, nbytes in want.plain.items()}
+        return Loaded(
+            absent=self._absent,
+            bytes_read=sum(each.bytes_read for each in held),
+            bytes_needed=sum(want.unique for want in wanted) + sum(plain.values()),
+        )
+
+    def _place_of(self, need: Slice, slice_bytes: SliceBytes | None) -> Tensor:
+        """The memory that a need's values are or will be in."""
+        if slice_bytes is None:
+            return _region(self._source.odd[need.piece](), need.source, need.sizes)
+        view = self._view(need, slice_bytes)
+        if view is None:
+            packed = torch.empty(slice_bytes.nbytes, dtype=torch.uint8)
+            self._unfilled.append((slice_bytes, packed))
+            view = packed.view(self._tensors[need.key].dtype).view(need.sizes)
+        return view
+
+    def _view(self, need: Slice, slice_bytes: SliceBytes) -> Tensor | None:
+        """A slice as a view of the buffers; None when not all of it lies there in one piece, or at odd addresses."""
+        if not self._buffers.holds(slice_bytes.chunks):
+            return None
+        dtype = self._tensors[need.key].dtype
+        flat, delta = self._buffers.flat(slice_bytes.chunks[0], dtype)
+        start, rest = divmod(slice_bytes.rows[0].offset + delta, dtype.itemsize)
+        if rest:
+            return None
+        return flat.as_strided(need.sizes, _steps(self._source.index.pieces[need.piece].sizes), start)
+
+    def _fill(self, slice_bytes: SliceBytes, packed: Tensor, receives: Sequence[list[Tensor]]) -> None:
+        """Copy what this rank has itself; the rest is to be received from the rank that has it."""
+        for part in parts(slice_bytes.rows, slice_bytes.shard):
+            readers = self._readers[part.chunk]
+            goal = packed[part.low : part.high]
+            if self._ranks.rank in readers:
+                gather(self._buffers, Send(slice_bytes.rows, part.chunk, part.low, part.high), goal)
+            else:
+                receives[readers[0]].append(goal)
+
+    def _sends(self, rank: int, held: ReadResult) -> list[Send]:
+        """What a rank must be sent from here, in the order in which it will receive it."""
+        if rank == self._ranks.rank:
+            return []
+        return [
+            Send(rows, part.chunk, part.low, part.high)
+            for file, rows in held.requests
+            for part in parts(rows, self._source.shard[file])
+            if self._readers[part.chunk][0] == self._ranks.rank and rank not in self._readers[part.chunk]
+        ]
+
+
+def copy(goals: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy all sources into their goals, by a few threads; on CUDA it waits for the copies."""
+    groups = _evenly([goal.nbytes for goal in goals], threads())
+    with ThreadPoolExecutor(max(1, len(groups)), thread_name_prefix="checkpoint-delivery") as pool:
+        work = [pool.submit(_copy_some, goals[group], sources[group]) for group in groups[1:]]
+        if groups:
+            _copy_some(goals[groups[0]], sources[groups[0]])
+        for each in work:
+            each.result()
+    if any(goal.is_cuda for goal in goals):
+        torch.cuda.synchronize()
+
+
+def _copy_some(goals: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    with torch.no_grad():  # every thread has a mode of its own
+        torch._foreach_copy_(list(goals), list(sources), non_blocking=goals[0].is_cuda)
+
+
+def _evenly(sizes: Sequence[int], count: int) -> list[slice]:
+    """Neighbours in groups of about the same number of bytes; one group when there is little to do."""
+    total, groups, start, filled = sum(sizes), list[slice](), 0, 0
+    least = max(_WORTH_A_THREAD, -(-total // count))
+    for at, size in enumerate(sizes):
+        filled += size
+        if filled >= least:
+            groups.append(slice(start, at + 1))
+            start, filled = at + 1, 0
+    return [*groups, slice(start, len(sizes))] if start < len(sizes) else groups
+
+
+def _region(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    if tuple(tensor.shape) == tuple(sizes):
+        return tensor
+    for dimension, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        tensor = tensor.narrow(dimension, offset, size)
+    return tensor
+
+
+@lru_cache(maxsize=4096)
+def _steps(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a row-major array, in values."""
+    steps, step = [], 1
+    for size in reversed(shape):
+        steps.append(step)
+        step *= size
+    return tuple(steps[::-1])
+
+
+def _first_replica(tensor: DTensor) -> bool:
+    """Whether of all ranks that hold the same part of a tensor this is the one that counts it."""
+    coordinate = tensor.device_mesh.get_coordinate() or []
+    return all(
+        at == 0
+        for at, placement in zip(coordinate, tensor.placements, strict=False)
+        if isinstance(placement, Replicate)
+    )

@@ -1,0 +1,118 @@
+"""The fastest tier: what the arena still holds of an earlier generation's saves, if its bytes are as they were.
+
+The arena outlives the rank that filled it. Each rank has its own files in it; all ranks' files together are treated as
+one checkpoint, whose chunks are verified where they lie.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from checkpointing.engine.ranks.group import RankGroup
+from checkpointing.engine.restore.loader import Loaded, RankLoad, ReadResult, on_all_ranks
+from checkpointing.engine.restore.read_buffers import ReadBuffers, Reader
+from checkpointing.engine.restore.saved_layout import PlannedFiles, SavedLayout, owners
+from checkpointing.engine.restore.source import OptionalKeys, Source, in_one_row
+from checkpointing.writer.arena import Arena, Record
+
+TIER = "memory"
+
+_WORTH_IT = 8  # a buffer's templates are not written again for less than this part of it
+
+
+class Memory:
+    """One rank's arena as a place to restore from, and as memory to land in meanwhile.
+
+    `write_templates` writes them into a buffer anew; without it no buffer is lent, since reading into it destroys them.
+    """
+
+    def __init__(self, arena: Arena, plan: PlannedFiles, write_templates: Callable[[int], None] | None = None) -> None:
+        self._arena, self._write_templates = arena, write_templates
+        self.layout = SavedLayout(plan)
+        self._lent: set[int] = set()
+        self._held: dict[str, tuple[int, Record]] = {}  # by the name of the save: buffer, record
+
+    def names(self, ranks: RankGroup) -> list[str]:
+        """Collective: the saves of which every rank holds its part, the newest first."""
+        self._held = {record.name: (at, record) for at, record in self._records()}
+        told = ranks.all_gather(sorted(self._held))
+        common = set(told[0]).intersection(*told[1:])
+        for name in self._held.keys() - common:
+            del self._held[name]
+        return sorted(common, key=lambda name: (self.step(name), name), reverse=True)
+
+    def _records(self) -> list[tuple[int, Record]]:
+        found = ((at, self._arena.record(at)) for at in range(self._arena.buffers))
+        return [(at, record) for at, record in found if record is not None and record.plan == self.layout.plan.hash]
+
+    def step(self, name: str) -> int:
+        return self._held[name][1].step
+
+    def extra(self, name: str) -> dict[str, Any]:
+        """The caller's own facts that were saved with it."""
+        return dict(self._held[name][1].extra)
+
+    def load(self, name: str, ranks: RankGroup, tensors: Mapping[str, Tensor], optional_keys: OptionalKeys) -> Loaded:
+        """Collective: verify what is held of this save and fill `tensors`; raises Refused, then none has changed."""
+        at, record = self._held[name]
+        lacking = on_all_ranks(ranks, record.name, lambda: self.layout.lacking(tensors))
+        facts = self.layout.exchange_facts(ranks, lacking, [entry.name for entry in record.files])
+        files = ranks.all_gather([(entry.name, entry.size, entry.chunk_size) for entry in record.files])
+        digests = {entry.name: entry.chunks for entry in record.files}
+        shards = in_one_row((*file, digests.get(file[0])) for told in files for file in told)
+        source = Source(
+            name=record.name, shards=shards, index=self.layout.index(facts), open=_never, seen=frozenset(digests)
+        )
+        readers = owners(shards, facts)
+        rank_load = RankLoad(source, ranks, tensors)
+        wanted = on_all_ranks(ranks, record.name, lambda: rank_load.plan(optional_keys))
+
+        def check() -> ReadResult:
+            own = [source.shard[entry.name] for entry in record.files]
+            buffers = ReadBuffers.of(self._arena.buffer(at), zip(own, record.places, strict=True))
+            mine = [chunk for chunk, (owner,) in enumerate(readers) if owner == ranks.rank]
+            Reader(record.name, source.shards, source.open).check(mine, buffers)
+            return ReadResult(bytes_read=0, requests=rank_load.expect(buffers, readers))
+
+        return rank_load.finish(on_all_ranks(ranks, record.name, check), wanted)
+
+    def forget(self, name: str) -> None:
+        """What was refused is no candidate any more."""
+        at, _ = self._held.pop(name)
+        self._arena.clear(at)
+
+    def lend(self, size: int) -> list[memoryview]:
+        """A buffer to land in that holds no candidate any more, if there is one; it may be too small for everything."""
+        kept = {at for at, _ in self._held.values()}
+        free = [at for at in range(self._arena.buffers) if at not in kept]
+        if self._write_templates is None or not free or size < self._arena.buffer_bytes // _WORTH_IT:
+            return []
+        self._lent.add(free[0])
+        self._arena.clear(free[0])
+        return [self._arena.buffer(free[0])]
+
+    def take_back(self) -> None:
+        """Make the lent buffers what they were: nothing may land in them any more."""
+        lent, self._lent = self._lent, set()
+        for at in sorted(lent):
+            assert self._write_templates is not None
+            buffer = self._arena.buffer(at)
+            for start, end in _gaps(self.layout.plan):
+                buffer[start:end] = bytes(end - start)
+            self._write_templates(at)
+
+
+def _gaps(plan: PlannedFiles) -> Iterator[tuple[int, int]]:
+    """What pads the files: it is written with them, and no part of any tensor."""
+    at = 0
+    for item in sorted(plan.items, key=lambda item: item.place):
+        start = item.place - (item.piece.data - item.piece.start)
+        if at < start:
+            yield at, start
+        at = start + item.piece.length
+    yield at, max((offset + size for _, offset, size in plan.files), default=at)
+
+
+def _never(file: str) -> None:
+    raise AssertionError(f"{file} is in memory")

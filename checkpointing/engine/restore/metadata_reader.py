@@ -1,0 +1,206 @@
+"""Reads what describes a checkpoint: `index.json`, or the `.metadata` of older ones; verified bytes, known classes."""
+
+import copyreg
+import io
+import pickle
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, BinaryIO
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from checkpointing.engine.restore.source import OptionalKeys
+from checkpointing.errors import ManifestError, Refused, UnsafePickle
+from checkpointing.format.index import INDEX, Index, Piece, TensorInfo, parse_index
+from checkpointing.format.manifest import METADATA, FileEntry, Manifest
+from checkpointing.format.record_values import locate_values
+from checkpointing.storage.backends import Storage
+from checkpointing.storage.digests import digest
+
+__all__ = [
+    "AllowList", "OptionalKeys", "VerifiedFile", "index_from_metadata", "metadata_from", "read_index", "read_metadata",
+    "with_places",
+]  # fmt: skip
+
+_META = "torch.distributed.checkpoint.metadata"
+_ALLOWED = {
+    *((_META, name) for name in ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata")),
+    *((_META, name) for name in ("MetadataIndex", "StorageMeta")),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+}
+_LAYOUT, _FORMAT = ("torch.serialization", "_get_layout"), (_META, "_MEM_FORMAT_ENCODING")
+_HELD = 2
+_MALFORMED = (
+    pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError,
+    MemoryError, ImportError,
+)  # fmt: skip
+
+
+class AllowList(pickle.Unpickler):
+    """Builds DCP's metadata classes and torch dtypes, nothing else: no bytes items, no callables of anyone else.
+
+    A pickle can set attributes of whatever it names, so what it gets is made for it: subclasses of those classes, and
+    stand-ins for the two functions, which keep a layout or memory format as the pickle spells it.
+    """
+
+    def __init__(self, data: bytes, name: str) -> None:
+        super().__init__(io.BytesIO(data))
+        self._name = name
+        self._made: dict[str, type] = {}
+        self._format = lambda value: value
+        # What an extension code stood for once is taken from this cache without asking `find_class`.
+        copyreg.clear_extension_cache()
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            # How Python before 3.11.4 pickles the members of an enum.
+            return lambda kind, member: self._enum_member(kind, member)
+        if (module, name) in _ALLOWED:
+            if name not in self._made:
+                self._made[name] = _made_of(super().find_class(module, name))
+            return self._made[name]
+        if (module, name) == _FORMAT:
+            return self._format
+        if (module, name) == _LAYOUT:
+            return lambda layout: layout
+        found = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(found, torch.dtype) or found is torch.Size:
+            return found
+        raise UnsafePickle(self._name, f"{METADATA} asks for {module}.{name}, which no checkpoint needs")
+
+    def _enum_member(self, kind: Any, member: Any) -> Any:
+        if kind is not self._format or member not in _MEM_FORMAT_ENCODING.__members__:
+            raise UnsafePickle(self._name, f"{METADATA} asks for an attribute {member!r}, which no checkpoint needs")
+        return member
+
+
+def _made_of(kind: type) -> type:
+    """A subclass whose instances take their state up as those of the class do, as far as we read it."""
+
+    def take(self: Any, state: Any) -> None:
+        if issubclass(kind, TensorProperties):
+            state = {"dtype": state[0]}
+        vars(self).update(state)
+
+    return type(kind.__name__, (kind,), {"__setstate__": take})
+
+
+class VerifiedFile:
+    """Ranges of one file, every chunk compared with its digest as it is read; keeps the last chunks."""
+
+    def __init__(self, stream: BinaryIO, entry: FileEntry, name: str) -> None:
+        self._stream, self._entry, self._name = stream, entry, name
+        self._held: dict[int, bytes] = {}
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly these bytes; raises Refused when the file has others, or fewer."""
+        size = self._entry.chunk_size
+        if offset < 0 or length < 0 or offset + length > self._entry.size:
+            raise Refused(self._name, f"{self._entry.name} has no bytes {offset}..{offset + length}")
+        pieces = []
+        while length > 0:
+            start = offset % size
+            piece = self._chunk(offset // size)[start : start + length]
+            pieces.append(piece)
+            offset, length = offset + len(piece), length - len(piece)
+        return b"".join(pieces)
+
+    def _chunk(self, index: int) -> bytes:
+        if index not in self._held:
+            start = index * self._entry.chunk_size
+            self._stream.seek(start)
+            data = self._stream.read(min(self._entry.chunk_size, self._entry.size - start))
+            if digest(data) != self._entry.chunks[index]:
+                raise Refused(self._name, f"{self._entry.name} chunk {index}: digest differs")
+            while len(self._held) >= _HELD:
+                self._held.pop(next(iter(self._held)))
+            self._held[index] = data
+        return self._held[index]
+
+
+def _read(storage: Storage, manifest: Manifest, file: str) -> bytes:
+    entry = manifest.file(file)
+    assert entry is not None
+    with storage.open(f"{manifest.name}/{file}") as stream:
+        return VerifiedFile(stream, entry, manifest.name).read(0, entry.size)
+
+
+def read_index(storage: Storage, manifest: Manifest) -> Index:
+    """`index.json` from verified bytes; raises Refused or OSError."""
+    try:
+        return parse_index(_read(storage, manifest, INDEX))
+    except ManifestError as error:
+        raise Refused(manifest.name, str(error)) from error
+
+
+def read_metadata(storage: Storage, manifest: Manifest) -> Metadata:
+    """Unpickle `.metadata` from verified bytes through the allow-list; raises Refused (UnsafePickle) or OSError."""
+    return metadata_from(_read(storage, manifest, METADATA), manifest.name)
+
+
+def metadata_from(data: bytes, name: str, kind: type[AllowList] = AllowList) -> Metadata:
+    """Unpickle a `.metadata` through an allow-list, fit for `index_from_metadata`; raises Refused (UnsafePickle)."""
+    try:
+        metadata = kind(data, name).load()
+        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+            raise Refused(name, f"{METADATA} does not describe a checkpoint")
+        index_from_metadata(metadata)
+    except _MALFORMED as error:
+        raise Refused(name, f"{METADATA} is malformed: {error}") from error
+    return metadata
+
+
+def index_from_metadata(metadata: Metadata) -> Index:
+    """The tensors and torch.save records that `.metadata` lists; it does not say where in a record the values lie."""
+    tensors = {
+        key: TensorInfo(str(saved.properties.dtype).removeprefix("torch."), _whole(saved.size))
+        for key, saved in metadata.state_dict_metadata.items()
+        if isinstance(saved, TensorStorageMetadata)
+    }
+    sizes = {
+        (key, _whole(chunk.offsets, len(info.shape))): _whole(chunk.sizes, len(info.shape))
+        for key, info in tensors.items()
+        for chunk in metadata.state_dict_metadata[key].chunks
+    }
+    pieces = []
+    for at, place in metadata.storage_data.items():
+        key, offsets = at.fqn, tuple(at.offset or ())
+        if (key, offsets) in sizes:
+            start, length = _whole((place.offset, place.length))
+            pieces.append(Piece(key, str(place.relative_path), offsets, sizes[key, offsets], start, length, 0, 0))
+    return Index(tensors, tuple(sorted(pieces, key=lambda piece: (piece.file, piece.start))))
+
+
+def _whole(numbers: Iterable[Any], count: int | None = None) -> tuple[int, ...]:
+    """The numbers, when they are whole, none below 0, and so many."""
+    found = tuple(numbers)
+    if any(type(number) is not int or number < 0 for number in found) or count not in (None, len(found)):
+        raise ValueError(f"{found} is no place or size")
+    return found
+
+
+def with_places(storage: Storage, manifest: Manifest, index: Index, files: Iterable[str]) -> list[Piece]:
+    """The pieces in `files` with the places of their values, by way of verified records; raises Refused or OSError."""
+    found = []
+    for file in files:
+        entry = manifest.file(file)
+        if entry is None:
+            raise Refused(manifest.name, f"{METADATA} names {file}, which the manifest does not list")
+        with storage.open(f"{manifest.name}/{file}") as stream:
+            verified = VerifiedFile(stream, entry, manifest.name)
+            found += [_placed(verified, manifest.name, piece) for piece in index.pieces if piece.file == file]
+    return found
+
+
+def _placed(verified: VerifiedFile, name: str, piece: Piece) -> Piece:
+    try:
+        data, nbytes = locate_values(verified.read, piece.start, piece.length)
+    except ValueError as error:
+        raise Refused(name, f"{piece.file} has no whole frame of {piece.key} at {piece.start}: {error}") from error
+    return replace(piece, data=data, nbytes=nbytes)

@@ -1,0 +1,398 @@
+"""The ladder of restore: the newest checkpoint that all ranks together can verify, from the fastest tier with it."""
+
+import gc
+import sys
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from checkpointing.engine.ranks.failure import FAILURES, explain, is_damage
+from checkpointing.engine.ranks.group import RankGroup
+from checkpointing.engine.ranks.peer_codec import peer_message
+from checkpointing.engine.restore.distrusted import DistrustedCheckpoints
+from checkpointing.engine.restore.foreign_dcp import describe, foreign_names, source_of, step_of
+from checkpointing.engine.restore.loader import Loaded, load, load_own, on_all_ranks
+from checkpointing.engine.restore.memory_tier import TIER, Memory
+from checkpointing.engine.restore.metadata_reader import index_from_metadata, read_index, read_metadata, with_places
+from checkpointing.engine.restore.saved_layout import owners
+from checkpointing.engine.restore.source import OptionalKeys, Source, shards_of
+from checkpointing.engine.restore.targets import Targets
+from checkpointing.engine.save.saver import EmitEvent, Owner
+from checkpointing.errors import NothingVerifies, Refused
+from checkpointing.format.commit import parse_name
+from checkpointing.format.index import INDEX, Index
+from checkpointing.format.manifest import Manifest
+from checkpointing.tiers.catalog import Catalog
+from checkpointing.tiers.tier import ResolvedTier
+from checkpointing.verification.verify import read_sealed
+
+LATE_S = 30.0
+"""How long to wait for what must be there by what others have seen: shared file systems show names late."""
+
+_PATIENCE_S = 0.2
+_PROMPT_S = 0.0002
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What was loaded; `absent` are optional keys of this rank that the checkpoint does not have.
+
+    `tier` is `memory` or the path of the tier. `bytes_read` is what all ranks together have read from it,
+    `bytes_needed` what they needed, every byte counted once. Nothing vouches for what is not `verified`.
+    """
+
+    step: int
+    extra: dict[str, Any]
+    name: str
+    absent: tuple[str, ...] = ()
+    tier: str = ""
+    bytes_read: int = 0
+    bytes_needed: int = 0
+    verified: bool = True
+
+
+@peer_message
+@dataclass(frozen=True)
+class Candidate:
+    """A checkpoint in a tier: `place` is the tier's number, -1 for memory."""
+
+    step: int
+    name: str
+    place: int
+    foreign: bool = False
+
+
+class Restorer:
+    """Tries checkpoints in turn; every decision is taken by all ranks together, so all load the same one.
+
+    `memory` may be set at any time before `run`.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[ResolvedTier] | Catalog,
+        ranks: RankGroup,
+        owner: Owner,
+        emit: EmitEvent,
+        memory: Memory | None = None,
+        suspects: Collection[int] = (),
+        trust_foreign: bool = False,
+        optional_names: Collection[str] = (),
+    ) -> None:
+        """`optional_names` are inherited names that need not be there: nodes that are not in this job may hold them."""
+        self._places = (_place(places),) if isinstance(places, Catalog) else tuple(places)
+        self._ranks, self._owner, self._emit = ranks, owner, emit
+        self._suspects, self._trust_foreign = frozenset(suspects), trust_foreign
+        self._required_names = tuple(name for name in owner.inherit if name not in optional_names)
+        self._optional_names = tuple(optional_names)
+        self.memory = memory
+        self.distrusted = DistrustedCheckpoints()
+        """What must not be relied on from now on."""
+
+    def run(self, tensors: Mapping[str, Tensor] | Targets, optional_keys: OptionalKeys) -> Restored | None:
+        """Load the newest checkpoint that can be trusted; None when there is none; raises NothingVerifies."""
+        with _without_gc():
+            return self._try_candidates(tensors if isinstance(tensors, Targets) else Targets(tensors), optional_keys)
+
+    def _try_candidates(self, targets: Targets, optional_keys: OptionalKeys) -> Restored | None:
+        refusals: list[Refused] = []
+        found, missing = self._candidates()
+        for name in missing:
+            refusals.append(Refused(name, "not there, although this attempt is to inherit it", damaged=False))
+            self._refuse(refusals[-1], None)
+        for name in _newer(self._optional_names, found):
+            self._refuse(Refused(name, "not found: another node may have it on its own disk", damaged=False), None)
+        for candidate in self._without_suspects(found):
+            start = time.monotonic()
+            try:
+                restored = self._load(candidate, targets, optional_keys)
+            except Refused as refusal:
+                refusals.append(refusal)
+                self._refuse(refusal, candidate)
+                continue
+            self._emit_restored(restored, time.monotonic() - start)
+            doubted = (each for each in found if each.step > restored.step or each.step in self._suspects)
+            self.distrusted.pass_over(each.name for each in doubted if each.name != restored.name)
+            return restored
+        if refusals:
+            raise NothingVerifies(refusals, touched=False)
+        return None
+
+    # ---- what there is
+
+    def _candidates(self) -> tuple[list[Candidate], list[str]]:
+        """What there is to load, best first, and what should be there and be newer than all of it, but is not."""
+        listed = [_tried(self._listed)] if self._ranks.leads or self._some_places_are_of_a_node() else [None]
+        told = [each for (each,) in self._ranks.all_gather(listed) if each is not None]
+        for each in told:
+            if isinstance(each, Refused):
+                # Not knowing what there is must never look like a fresh start.
+                raise NothingVerifies([Refused("the checkpoint folder", each.reason)], touched=False)
+        names = {each for listing in told if not isinstance(listing, Refused) for each in listing}
+        found = [candidate for candidate in names if not candidate.foreign]
+        if self.memory is not None:
+            memory = self.memory
+            found += [Candidate(memory.step(name), name, -1) for name in memory.names(self._ranks)]
+        foreign = [candidate for candidate in names if candidate.foreign]
+        return [*sorted(found, key=_rank), *sorted(foreign, key=_rank)], _newer(self._required_names, found)
+
+    def _some_places_are_of_a_node(self) -> bool:
+        return any(not place.shared for place in self._places)
+
+    def _listed(self) -> list[Candidate]:
+        """What this rank is to look for: everything below its node's places, and on rank 0 below the shared ones."""
+        owner, deadline = self._owner, time.monotonic() + LATE_S
+        while True:
+            found = [
+                Candidate(entry.step, entry.name, number)
+                for number, place in enumerate(self._places)
+                if self._ranks.leads or not place.shared
+                for entry in place.catalog.accepted(owner.attempt, owner.nonce, owner.inherit)
+            ]
+            # Only what lies in a shared place can be late; the others' nodes tell for themselves.
+            late = self._ranks.leads and not self._some_places_are_of_a_node() and _newer(self._required_names, found)
+            if not late or time.monotonic() >= deadline:
+                return found + self._listed_foreign()
+            time.sleep(_PATIENCE_S)
+
+    def _listed_foreign(self) -> list[Candidate]:
+        if not (self._trust_foreign and self._ranks.leads):
+            return []
+        return [
+            Candidate(step_of(name), name, number, foreign=True)
+            for number, place in enumerate(self._places)
+            if place.shared
+            for name in foreign_names(place.storage)
+        ]
+
+    def _without_suspects(self, found: Sequence[Candidate]) -> list[Candidate]:
+        """Suspects come last: they are loaded only when nothing else can be."""
+        trusted = [candidate for candidate in found if candidate.step not in self._suspects]
+        doubted = [candidate for candidate in found if candidate.step in self._suspects]
+        if trusted:
+            for step in sorted({candidate.step for candidate in doubted}, reverse=True):
+                self._emit_event(
+                    "checkpoint.suspect", step=step, reason="left out: the same failure came twice after loading it"
+                )
+        return [*trusted, *doubted]
+
+    # ---- one of them
+
+    def _load(self, candidate: Candidate, targets: Targets, optional_keys: OptionalKeys) -> Restored:
+        if candidate.place < 0:
+            return self._from_memory(candidate, targets, optional_keys)
+        place = self._places[candidate.place]
+        if candidate.foreign:
+            return self._from_foreign(place, candidate, targets.of({}), optional_keys)
+        manifest, index = self._sealed(place, candidate.name)
+        tensors = targets.of(manifest.extra)
+        if index is None:
+            loaded = self._filled_as_laid(place, manifest, tensors, optional_keys)
+        else:
+            loaded = self._filled(self._source(place, manifest, index), tensors, optional_keys)
+        return _restored(candidate, place.path, manifest.extra, loaded)
+
+    def _from_memory(self, candidate: Candidate, targets: Targets, optional_keys: OptionalKeys) -> Restored:
+        assert self.memory is not None
+        extra = self._ranks.broadcast(self.memory.extra(candidate.name))
+        try:
+            loaded = self.memory.load(candidate.name, self._ranks, targets.of(extra), optional_keys)
+        except Refused:
+            self.memory.forget(candidate.name)
+            raise
+        return _restored(candidate, TIER, extra, loaded)
+
+    def _from_foreign(
+        self, place: ResolvedTier, candidate: Candidate, tensors: Mapping[str, Tensor], optional_keys: OptionalKeys
+    ) -> Restored:
+        def open_it() -> Source:
+            return source_of(place.storage, candidate.name, describe(place.storage, candidate.name))
+
+        source = self._local_result(candidate.name, open_it)
+        loaded = self._filled(source, tensors, optional_keys)
+        return replace(_restored(candidate, place.path, {}, loaded), verified=False)
+
+    def _filled(self, source: Source, tensors: Mapping[str, Tensor], optional_keys: OptionalKeys) -> Loaded:
+        memory = self.memory
+        if memory is None:
+            return load(source, self._ranks, tensors, optional_keys, lambda _: [])
+        try:
+            return load(source, self._ranks, tensors, optional_keys, memory.lend)
+        finally:
+            memory.take_back()
+
+    def _filled_as_laid(
+        self, place: ResolvedTier, manifest: Manifest, tensors: Mapping[str, Tensor], optional_keys: OptionalKeys
+    ) -> Loaded:
+        """Of a checkpoint in the run's own layout each rank reads what it would write."""
+        memory, ranks, name = self.memory, self._ranks, manifest.name
+        assert memory is not None
+        layout = memory.layout
+        lacking = on_all_ranks(ranks, name, lambda: layout.lacking(tensors, alone=ranks.size == 1))
+        facts = layout.exchange_facts(ranks, lacking, [file for file, *_ in layout.plan.files])
+        fits = on_all_ranks(ranks, name, lambda: layout.holds_nearly_all(tensors))
+        if not all(fits) or layout.unknown(lacking, facts):
+            index = self._local_result(name, lambda: read_index(place.storage, manifest))
+            return self._filled(self._source(place, manifest, index), tensors, optional_keys)
+        source = self._source(place, manifest, layout.index(facts))
+        try:
+            return load_own(source, owners(source.shards, facts), ranks, tensors, optional_keys, memory.lend)
+        finally:
+            memory.take_back()
+
+    def _local_result(self, name: str, act: Any) -> Any:
+        """This rank's result of what all ranks do; raises Refused on all of them when one failed."""
+        kept: list[Any] = []
+        on_all_ranks(self._ranks, name, lambda: kept.append(act()))
+        return kept[0]
+
+    def _sealed(self, place: ResolvedTier, name: str) -> tuple[Manifest, Index | None]:
+        """The manifest and the index as one rank reads them, the same on all; raises Refused on all of them.
+
+        There is no index of a checkpoint that has the run's own layout: that one is known already.
+        """
+        ranks = self._ranks
+        if place.shared:
+            mine = _tried(lambda: self._read_sealed(place, name)) if ranks.leads else None
+            found = ranks.broadcast(mine)
+            if isinstance(found, Refused):
+                raise Refused(name, found.reason, found.damaged)
+        else:
+            told = ranks.all_gather(_tried(lambda: self._read_sealed(place, name)))
+            found = next((each for each in told if not isinstance(each, Refused)), None)
+            if found is None:
+                refused = [each for each in told if isinstance(each, Refused)]
+                raise Refused(name, refused[0].reason, any(each.damaged for each in refused))
+        assert found is not None
+        manifest, index = found
+        return manifest, index and self._resolved(place, manifest, index)
+
+    def _read_sealed(self, place: ResolvedTier, name: str) -> tuple[Manifest, Index | None]:
+        manifest, faults = read_sealed(place.storage, name)
+        if manifest is None or (faults and place.shared):
+            raise Refused(name, "; ".join(map(str, faults)), any(fault.is_damage for fault in faults))
+        if self.memory is not None and place.shared and self.memory.layout.matches(manifest):
+            return manifest, None
+        if manifest.file(INDEX) is not None:
+            return manifest, read_index(place.storage, manifest)
+        return manifest, index_from_metadata(read_metadata(place.storage, manifest))
+
+    def _resolved(self, place: ResolvedTier, manifest: Manifest, index: Index) -> Index:
+        """With the places of all values; in older checkpoints only the files tell, of which each rank looks at some."""
+        if manifest.file(INDEX) is not None:
+            return index
+        ranks = self._ranks
+        files = sorted({piece.file for piece in index.pieces})[ranks.rank :: ranks.size]
+        found = on_all_ranks(ranks, manifest.name, lambda: with_places(place.storage, manifest, index, files))
+        return Index(index.tensors, tuple(piece for part in found for piece in part))
+
+    def _source(self, place: ResolvedTier, manifest: Manifest, index: Index) -> Source:
+        storage, name = place.storage, manifest.name
+        seen = {entry.name: entry.size for entry in manifest.files}
+        if not place.shared:
+            present = self._local_result(name, lambda: storage.list(name))
+            seen = {file: size for file, size in seen.items() if present.get(file) == size}
+        return Source(
+            name=name,
+            shards=shards_of(manifest.files),
+            index=index,
+            open=lambda file: storage.open(f"{name}/{file}"),
+            seen=frozenset(seen),
+            patience=LATE_S if place.shared else 0.0,
+            pause=_PATIENCE_S,
+        )
+
+    # ---- events
+
+    def _refuse(self, refusal: Refused, candidate: Candidate | None) -> None:
+        if candidate is not None and refusal.damaged:
+            tier = TIER if candidate.place < 0 else self._places[candidate.place].path
+            self.distrusted.refuse(tier, refusal.name)
+        parts = parse_name(refusal.name)
+        step = candidate.step if candidate is not None else parts.step if parts is not None else 0
+        where = {} if candidate is None else self._where(candidate.place)
+        self._emit_event(
+            "checkpoint.refused", step=step, name=refusal.name, reason=refusal.reason, damaged=refusal.damaged, **where
+        )
+
+    def _where(self, place: int) -> dict[str, str]:
+        """The tier, when there is more than one that it could be."""
+        if place < 0:
+            return {"tier": TIER}
+        return {"tier": self._places[place].path} if len(self._places) > 1 or self.memory is not None else {}
+
+    def _emit_restored(self, restored: Restored, seconds: float) -> None:
+        more = {} if restored.verified else {"verified": False}
+        self._emit_event(
+            "checkpoint.restored",
+            step=restored.step,
+            name=restored.name,
+            seconds=seconds,
+            tier=restored.tier,
+            **more,
+        )
+
+    def _emit_event(self, kind: str, **data: Any) -> None:
+        if self._ranks.leads:
+            self._emit(kind, data)
+
+
+def _place(catalog: Catalog) -> ResolvedTier:
+    return ResolvedTier(path=str(catalog.root), storage=catalog.storage, catalog=catalog)
+
+
+def _restored(candidate: Candidate, tier: str, extra: dict[str, Any], loaded: Loaded) -> Restored:
+    return Restored(
+        step=candidate.step,
+        extra=extra,
+        name=candidate.name,
+        absent=loaded.absent,
+        tier=tier,
+        bytes_read=loaded.bytes_read,
+        bytes_needed=loaded.bytes_needed,
+    )
+
+
+def _rank(candidate: Candidate) -> tuple[Any, ...]:
+    """The newest step first, at the same step the fastest tier, there the latest attempt and take."""
+    parts = parse_name(candidate.name)
+    latest = (-parts.attempt, -parts.take, parts.nonce) if parts is not None else (0, 0, candidate.name)
+    return -candidate.step, candidate.place, *latest
+
+
+def _newer(names: Sequence[str], found: Sequence[Candidate]) -> list[str]:
+    """Those of `names` that are newer than everything in `found`, newest first."""
+    known = [parts for candidate in found if (parts := parse_name(candidate.name)) is not None]
+    newest = max(known, default=None)
+    parsed = [parts for name in names if (parts := parse_name(name)) is not None]
+    return [str(parts) for parts in sorted(parsed, reverse=True) if newest is None or parts > newest]
+
+
+@contextmanager
+def _without_gc() -> Iterator[None]:
+    """No garbage collection, which takes longer than a restore does, and a lock that readers get as soon as they ask.
+
+    They ask twice for every chunk; Python's usual interval, while another thread computes, is longer than a read.
+    """
+    enabled, interval = gc.isenabled(), sys.getswitchinterval()
+    gc.disable()
+    sys.setswitchinterval(_PROMPT_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
+        if enabled:
+            gc.enable()
+
+
+def _tried(act: Any) -> Any:
+    try:
+        return act()
+    except Refused as refusal:
+        return refusal
+    except FAILURES as error:
+        return Refused("", explain(error), is_damage(error))

@@ -1,0 +1,127 @@
+"""The layout that this run saves in: a checkpoint with the same one needs no planning before it is read.
+
+Each rank has, or reads, the files that it would write itself, and gets from others what they wrote for all of them
+(replicated tensors).
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from checkpointing.engine.ranks.group import RankGroup
+from checkpointing.engine.ranks.peer_codec import peer_message
+from checkpointing.engine.restore.read_assignment import Readers
+from checkpointing.engine.restore.source import local_box
+from checkpointing.format.index import INDEX, Index, Piece, TensorInfo
+from checkpointing.format.manifest import Manifest
+from checkpointing.format.read_plan import Shard, intersect
+from checkpointing.storage.digests import digest
+
+if TYPE_CHECKING:
+    from checkpointing.engine.state.layout import Item
+
+_FEW = 16
+
+
+class PlannedFiles(Protocol):
+    """The part of a rank's plan that is needed here; `index` is rank 0's."""
+
+    @property
+    def hash(self) -> str: ...
+
+    @property
+    def index(self) -> bytes | None: ...
+
+    @property
+    def files(self) -> "tuple[tuple[str, int, int], ...]": ...
+
+    @property
+    def items(self) -> "tuple[Item, ...]": ...
+
+
+@peer_message
+@dataclass(frozen=True)
+class Facts:
+    """What ranks tell each other: the names of their files, and pieces that others lack."""
+
+    files: tuple[str, ...]
+    pieces: tuple[tuple[Piece, TensorInfo], ...]
+
+
+class SavedLayout:
+    """One rank's plan, as far as reading goes."""
+
+    def __init__(self, plan: PlannedFiles) -> None:
+        self.plan = plan
+        self._digests: dict[int, tuple[str, ...]] = {}  # of the index, by chunk size
+        self._own = {item.piece: _info(item) for item in plan.items}
+        self._alone = Index({piece.key: info for piece, info in self._own.items()}, tuple(self._own))
+
+    def matches(self, manifest: Manifest) -> bool:
+        """Whether a checkpoint has this very layout; rank 0 knows."""
+        entry, index = manifest.file(INDEX), self.plan.index
+        if entry is None or index is None or entry.size != len(index):
+            return False
+        if entry.chunk_size not in self._digests:
+            pieces = (index[at : at + entry.chunk_size] for at in range(0, len(index), entry.chunk_size))
+            self._digests[entry.chunk_size] = tuple(map(digest, pieces))
+        return self._digests[entry.chunk_size] == entry.chunks
+
+    def holds_nearly_all(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether this rank's files hold nearly all that it needs: the rest is small enough to be sent."""
+        needed = sum(_nbytes(tensor) for tensor in tensors.values())
+        held = sum(item.piece.nbytes for item in self.plan.items)
+        return (needed - held) * _FEW <= needed
+
+    def lacking(self, tensors: Mapping[str, Tensor], alone: bool = False) -> list[str]:
+        """Keys of which this rank does not write all of its part itself; a lone rank writes whatever it knows."""
+        if alone:
+            return sorted(tensors.keys() - self._alone.tensors.keys())
+        own: dict[str, list[Item]] = {}
+        for item in self.plan.items:
+            own.setdefault(item.key, []).append(item)
+        return [key for key, tensor in tensors.items() if not _served(tensor, own.get(key, ()))]
+
+    def exchange_facts(self, ranks: RankGroup, lacking: Iterable[Sequence[str]], files: Sequence[str]) -> list[Facts]:
+        """Collective: every rank's files, and the pieces that any rank lacks."""
+        asked = set[str]().union(*lacking)
+        pieces = tuple((item.piece, _info(item)) for item in self.plan.items if item.key in asked)
+        return ranks.all_gather(Facts(tuple(files), pieces))
+
+    def unknown(self, lacking: Iterable[Sequence[str]], facts: Iterable[Facts]) -> set[str]:
+        """Keys that some rank lacks and nobody has."""
+        return set[str]().union(*lacking) - {piece.key for told in facts for piece, _ in told.pieces}
+
+    def index(self, facts: Sequence[Facts]) -> Index:
+        """What this rank needs to know of where tensors lie: its own pieces, and those that any rank lacks."""
+        if not any(told.pieces for told in facts):
+            return self._alone
+        pieces = dict(self._own)
+        for told in facts:
+            pieces.update(told.pieces)
+        return Index({piece.key: info for piece, info in pieces.items()}, tuple(pieces))
+
+
+def owners(shards: Iterable[Shard], facts: Sequence[Facts]) -> Readers:
+    """For every chunk the rank whose file it is in; files that are nobody's belong to rank 0."""
+    of = {file: rank for rank, told in enumerate(facts) for file in told.files}
+    return [(of.get(shard.name, 0),) for shard in shards for _ in range(shard.count)]
+
+
+def _info(item: "Item") -> TensorInfo:
+    return TensorInfo(str(item.dtype).removeprefix("torch."), item.share.whole)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor._local_tensor.nbytes if isinstance(tensor, DTensor) else tensor.nbytes
+
+
+def _served(tensor: Tensor, items: Sequence["Item"]) -> bool:
+    """Whether the rank's own items hold all of its part; an empty part needs one too, or nobody tells of the tensor."""
+    local = local_box(tensor)
+    needs = [intersect(item.piece, 0, local) for item in items if item.share.whole == tuple(tensor.shape)]
+    return bool(items) and sum(math.prod(need.sizes) for need in needs if need is not None) == local.volume

@@ -1,0 +1,202 @@
+"""What a restore reads from: files with their digests, an index of what lies in them, and what of it a rank needs."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from checkpointing.engine.restore.read_buffers import Open
+from checkpointing.errors import Refused
+from checkpointing.format.index import Index
+from checkpointing.format.manifest import FileEntry
+from checkpointing.format.read_plan import Box, Shard, Slice, Strip, intersect, overlap, parts, strips
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptionalKeys:
+    """Which keys a checkpoint may be without: those below `alone`, and whole folders directly below `together`.
+
+    A folder is a key up to its last slash: the state that an optimizer keeps for one parameter. A checkpoint that has
+    nothing at all below a prefix of `together` lacks more than a folder.
+    """
+
+    alone: tuple[str, ...] = ("rng/",)
+    together: tuple[str, ...] = ()
+
+    def needed(self, absent: Iterable[str], known: Iterable[str]) -> list[str]:
+        """The keys among `absent` that must not be."""
+        whole = tuple(prefix for prefix in self.together if any(key.startswith(prefix) for key in known))
+        folders = {_folder(key) for key in known}
+        rest = [key for key in absent if not key.startswith(self.alone)]
+        return [key for key in rest if not key.startswith(whole) or _folder(key) in folders]
+
+
+def _folder(key: str) -> str:
+    return key.rpartition("/")[0]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The memory of a tensor on this rank, detached from autograd."""
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def local_box(tensor: Tensor) -> Box:
+    """Where this rank's part of a tensor lies in the whole."""
+    if not isinstance(tensor, DTensor):
+        return Box((0,) * tensor.dim(), tuple(tensor.shape))
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    # A rank outside of the mesh has nothing, and no offsets.
+    return Box(
+        tuple(offsets) or (0,) * tensor.dim(), tuple(sizes) if offsets or not tensor.dim() else (0,) * tensor.dim()
+    )
+
+
+@lru_cache(maxsize=256)
+def dtype_of(name: str) -> torch.dtype | None:
+    """The dtype that torch calls so; None when there is none."""
+    found = getattr(torch, name, None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+def in_one_row(files: Iterable[tuple[str, int, int, tuple[str, ...] | None]]) -> tuple[Shard, ...]:
+    """Files (name, size, chunk size, digests) with their chunks numbered through."""
+    shards, first = [], 0
+    for name, size, chunk_size, digests in files:
+        shards.append(Shard(name, size, chunk_size, digests, first))
+        first += shards[-1].count
+    return tuple(shards)
+
+
+def shards_of(files: Iterable[FileEntry]) -> tuple[Shard, ...]:
+    """The files of a manifest."""
+    return in_one_row((entry.name, entry.size, entry.chunk_size, entry.chunks) for entry in files)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What is to be loaded: all files with their digests, where the tensors lie in them, and how to open one."""
+
+    name: str
+    shards: tuple[Shard, ...]
+    index: Index
+    open: Open
+    seen: frozenset[str]  # files that this rank can read
+    patience: float = 0.0
+    pause: float = 0.2
+    odd: Mapping[int, Callable[[], Tensor]] = field(default_factory=dict)  # pieces that are not plain rows of values
+
+    @cached_property
+    def shard(self) -> dict[str, Shard]:
+        return {shard.name: shard for shard in self.shards}
+
+    @cached_property
+    def pieces(self) -> dict[str, list[int]]:
+        """Numbers of a tensor's pieces."""
+        numbers: dict[str, list[int]] = {}
+        for number, piece in enumerate(self.index.pieces):
+            numbers.setdefault(piece.key, []).append(number)
+        return numbers
+
+
+# ---- what is needed
+
+
+class SliceBytes(NamedTuple):
+    """The bytes of a need: file, rows, how many they are, and the chunks between the first and the last of them."""
+
+    shard: Shard
+    rows: list[Strip]
+    nbytes: int
+    chunks: range
+
+    def by_chunk(self) -> Iterator[tuple[int, int]]:
+        """How many of the bytes lie in which chunk."""
+        if len(self.chunks) == 1:
+            yield self.chunks[0], self.nbytes
+        else:
+            yield from ((part.chunk, part.high - part.low) for part in parts(self.rows, self.shard))
+
+
+def find_slices(
+    source: Source, tensors: Mapping[str, Tensor], optional_keys: OptionalKeys
+) -> tuple[list[Slice], tuple[str, ...]]:
+    """What this rank needs, and the optional keys that are absent; raises Refused when it does not fit."""
+    known = source.index.tensors
+    absent = sorted(key for key in tensors if key not in known)
+    needed = optional_keys.needed(absent, known)
+    if needed:
+        more = f" and {len(needed) - 1} more" if len(needed) > 1 else ""
+        raise Refused(source.name, f"has no tensor {needed[0]}{more}", damaged=False)
+    needs: list[Slice] = []
+    boxes = Boxes()
+    for key in sorted(tensors.keys() & known.keys()):
+        _check_fit(source, key, tensors[key])
+        local = boxes.of(tensors[key])
+        found = [
+            need
+            for number in source.pieces.get(key, ())
+            if (need := intersect(source.index.pieces[number], number, local)) is not None
+        ]
+        if len(found) != 1 or found[0].sizes != local.sizes:
+            _check_cover(source.name, key, local, found)
+        needs += found
+    return needs, tuple(absent)
+
+
+class Boxes:
+    """Boxes of tensors; equal ones of DTensors are found out once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], Box] = {}
+
+    def of(self, tensor: Tensor) -> Box:
+        if not isinstance(tensor, DTensor):
+            return Box((0,) * tensor.dim(), tuple(tensor.shape))
+        form = (tuple(tensor.shape), id(tensor.device_mesh), tensor.placements)
+        if form not in self._known:
+            self._known[form] = local_box(tensor)
+        return self._known[form]
+
+
+def _check_fit(source: Source, key: str, tensor: Tensor) -> None:
+    saved = source.index.tensors[key]
+    if saved.shape != tuple(tensor.shape):
+        raise Refused(source.name, f"{key} has shape {saved.shape} in it, {tuple(tensor.shape)} here", damaged=False)
+    if dtype_of(saved.dtype) != tensor.dtype:
+        raise Refused(source.name, f"{key} is torch.{saved.dtype} in it, {tensor.dtype} here", damaged=False)
+
+
+def _check_cover(name: str, key: str, local: Box, needs: Sequence[Slice]) -> None:
+    """A hole between saved shards would leave old values in a tensor, silently."""
+    boxes = [Box(need.goal, need.sizes) for need in needs]
+    covered = sum(box.volume for box in boxes)
+    if covered != local.volume:
+        raise Refused(name, f"{key}: its shards hold {covered} of the {local.volume} values needed here")
+    if len(boxes) > 1 and overlap(boxes):
+        raise Refused(name, f"{key}: its shards overlap")
+
+
+def locate_slice(source: Source, need: Slice) -> SliceBytes:
+    """Which bytes of which file a need is; raises Refused when the file has no such bytes."""
+    piece = source.index.pieces[need.piece]
+    shard = source.shard.get(piece.file)
+    dtype = dtype_of(source.index.tensors[piece.key].dtype)
+    assert dtype is not None  # it fits a tensor that is here
+    if shard is None:
+        raise Refused(source.name, f"{piece.key} is in {piece.file}, which the manifest does not list")
+    if piece.data + piece.nbytes > shard.size:
+        raise Refused(source.name, f"{piece.file} has no bytes {piece.data}..{piece.data + piece.nbytes}")
+    if piece.nbytes != math.prod(piece.sizes) * dtype.itemsize:
+        raise Refused(source.name, f"{piece.key}: {piece.nbytes} bytes are not its values")
+    if need.sizes == piece.sizes:
+        rows = [Strip(piece.data, 1, piece.nbytes, piece.nbytes)]
+        return SliceBytes(shard, rows, piece.nbytes, shard.chunks(piece.data, piece.data + piece.nbytes))
+    rows = strips(piece.sizes, need, dtype.itemsize, piece.data)
+    nbytes = sum(strip.nbytes for strip in rows)
+    return SliceBytes(shard, rows, nbytes, shard.chunks(rows[0].offset, rows[-1].end))

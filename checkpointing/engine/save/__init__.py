@@ -1,0 +1,1 @@
+"""Saves in the background: agreed, queued, written, committed."""

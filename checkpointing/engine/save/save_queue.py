@@ -1,0 +1,161 @@
+"""The save queue: one save after the other, in a thread of its own, each tried again as long as nothing newer waits."""
+
+import collections
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from checkpointing.engine.ranks.background_thread import start_background_thread
+from checkpointing.engine.ranks.failure import FAILURES, Failed, explain, result_or_failed
+from checkpointing.engine.ranks.group import RankGroup
+from checkpointing.engine.save.saver import EmitEvent, Job, Saved, Saver
+from checkpointing.errors import FencedOff, SaveFailed, Unsound
+
+RETRY_PAUSES = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0)
+"""Seconds before a failed save is tried again."""
+
+_WAITED_TRIES, _WAITED_PAUSE = 2, 1.0
+
+_log = logging.getLogger(__name__)
+
+
+class SaveQueue:
+    """All ranks submit the same jobs in the same order; rank 0 decides whether one that failed is tried again."""
+
+    def __init__(
+        self,
+        saver: Saver,
+        ranks: RankGroup,
+        emit: EmitEvent,
+        ended: Callable[[Job, Saved | None, str], None],
+        pauses: Sequence[float] = RETRY_PAUSES,
+    ) -> None:
+        """`ended` is called with each job, what became of it, and why it failed; then its buffers are free."""
+        self._saver, self._ranks, self._emit, self._ended, self._pauses = saver, ranks, emit, ended, pauses
+        self._jobs: collections.deque[Job] = collections.deque()
+        self._changed = threading.Condition()
+        self._busy = self._waited = self._closed = self._dead = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def alive(self) -> bool:
+        """False when the thread ended by what nobody expected: no save of this rank comes to an end any more."""
+        return not self._dead
+
+    def submit(self, job: Job) -> None:
+        with self._changed:
+            self._jobs.append(job)
+            self._changed.notify_all()
+        if self._thread is None:
+            self._thread = start_background_thread(self._serve, "checkpoint-saves")
+
+    def wait(self) -> None:
+        """Return when no save is under way; one that fails meanwhile is not tried again for long."""
+        with self._changed:
+            self._waited = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._dead or (not self._jobs and not self._busy))
+            self._waited = False
+
+    def close(self) -> None:
+        """Wait, then end the thread."""
+        self.wait()
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _serve(self) -> None:
+        while (job := self._next()) is not None:
+            try:
+                self._serve_one(job)
+            except Exception as error:  # noqa: BLE001  # outermost edge
+                self._die(job, error)
+                return
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+
+    def _serve_one(self, job: Job) -> None:
+        saved, reason = self._work(job)
+        job.staged.drain()
+        # What it is worth is decided by now: nothing that follows it may change that, or keep the next one from coming.
+        ended = result_or_failed(lambda: self._ended(job, saved, reason))
+        if isinstance(ended, Failed):
+            _log.error("after the save of step %d: %s", job.step, ended.reason)
+
+    def _die(self, job: Job, error: Exception) -> None:
+        """Leave nobody waiting: not who waits here, not training on its way into buckets, not the other ranks."""
+        _log.error("the thread that saves has ended", exc_info=error)
+        with self._changed:
+            self._dead = True
+            jobs = [job, *self._jobs]
+            self._jobs.clear()
+            self._changed.notify_all()
+        result_or_failed(lambda: self._broken(job, error))
+        result_or_failed(self._ranks.close)
+        for left in jobs:
+            left.staged.drain()
+
+    def _next(self) -> Job | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._jobs or self._closed)
+            if not self._jobs:
+                return None
+            self._busy = True
+            return self._jobs.popleft()
+
+    def _work(self, job: Job) -> tuple[Saved | None, str]:
+        """Try until it is saved or given up; the reason of the last failure."""
+        tries = 0
+        while True:
+            try:
+                return self._saver.run(job), ""
+            except SaveFailed as failure:
+                try:
+                    again = self._ranks.broadcast(self._decided(job, failure, tries) if self._ranks.leads else None)
+                except FAILURES as error:
+                    return None, self._broken(job, error)
+                if not again:
+                    self._emit_failed(job, failure.reason)
+                    return None, failure.reason
+            except FAILURES as error:
+                return None, self._broken(job, error)
+            tries += 1
+
+    def _broken(self, job: Job, error: BaseException) -> str:
+        """The group itself broke: nobody can speak for the others any more."""
+        reason = f"rank {self._ranks.rank}: {explain(error)}"
+        self._emit("checkpoint.failed", {"step": job.step, "reason": reason})
+        return reason
+
+    def _emit_failed(self, job: Job, reason: str) -> None:
+        if self._ranks.leads:
+            self._emit("checkpoint.failed", {"step": job.step, "reason": reason})
+
+    def _decided(self, job: Job, failure: SaveFailed, tries: int) -> bool:
+        """On rank 0, for all: what keeps it from deciding, or from telling, decides against it."""
+        return result_or_failed(lambda: self._again(job, failure, tries)) is True
+
+    def _again(self, job: Job, failure: SaveFailed, tries: int) -> bool:
+        """Whether to write these bytes once more, after a pause; a newer save is always the better one."""
+        if isinstance(failure, (FencedOff, Unsound)) or not job.staged.kept or tries >= len(self._pauses):
+            return False
+        if self._jobs or (self._waited and tries >= _WAITED_TRIES):
+            return False
+        self._emit("checkpoint.retried", {"step": job.step, "reason": failure.reason})
+        return self._pause(self._pauses[tries])
+
+    def _pause(self, seconds: float) -> bool:
+        """False as soon as a newer save waits; short while somebody waits for this one."""
+        start = time.monotonic()
+        with self._changed:
+            while not self._jobs:
+                left = start + (min(seconds, _WAITED_PAUSE) if self._waited else seconds) - time.monotonic()
+                if left <= 0:
+                    return True
+                self._changed.wait(left)
+            return False

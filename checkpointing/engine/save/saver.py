@@ -1,0 +1,346 @@
+"""One save, agreed between ranks: name, write, inspect, seal. Runs on the queue's thread, over a group of its own."""
+
+import concurrent.futures
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from checkpointing.engine.ranks.failure import Failed, result_or_failed
+from checkpointing.engine.ranks.group import RankGroup
+from checkpointing.engine.state.inspection import InspectionReport
+from checkpointing.engine.state.plausibility_judge import Judgement, PlausibilityJudge
+from checkpointing.engine.state.save_plan import Plan
+from checkpointing.engine.state.staging import Bucket, Staged
+from checkpointing.errors import FencedOff, SaveFailed, Unsound
+from checkpointing.format.commit import fresh_name, seal
+from checkpointing.format.index import FINGERPRINTS, INDEX, encode_fingerprints
+from checkpointing.format.manifest import METADATA, FileEntry, Manifest
+from checkpointing.retention.policy import delete
+from checkpointing.tiers.lustre_striping import make_folder
+from checkpointing.tiers.tier import ResolvedTier
+from checkpointing.writer.arena import Arena
+from checkpointing.writer.write_orders import WriteOrder, WriteResult
+
+T = TypeVar("T")
+EmitEvent = Callable[[str, dict[str, Any]], None]
+
+STUCK_SECONDS = 30.0
+"""A write that takes so much longer than a slow disk would is told as stuck."""
+
+_SLOW_DISK = 32 << 20  # bytes per second
+_POLL_SECONDS = 1.0
+_HEAD_START = 0.001
+_NAMED_RANKS = 2
+"""Ranks whose failures are told one by one: a disk that is full is full for all of them."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Whose checkpoints these are; `fence` says whether the owner may still commit and delete.
+
+    `ended_attempts` are earlier attempts, as `<attempt>-<nonce>`: what they left half-written is debris.
+    """
+
+    attempt: int
+    nonce: str
+    inherit: tuple[str, ...]
+    fence: Callable[[], bool]
+    ended_attempts: tuple[str, ...] = ()
+
+
+class Writer(Protocol):
+    """The part of a link to the writer that a save uses."""
+
+    arena: Arena
+
+    @property
+    def alive(self) -> bool: ...
+
+    def write(self, order: WriteOrder) -> "Future[WriteResult]": ...
+
+    def put(self, place: str, folder: str, name: str, blob: bytes) -> "Future[FileEntry]": ...
+
+    def warm(self) -> "Future[None]": ...
+
+    def replacement(self) -> "Writer": ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that one save needs; the state is copied, or being copied."""
+
+    step: int
+    plan: Plan
+    staged: Staged
+    extra: dict[str, Any]
+    world: dict[str, Any]
+
+
+@dataclass
+class _Submitted:
+    """What the writer was given, and what this rank has seen of it."""
+
+    writes: "list[tuple[Bucket, Future[WriteResult]]]" = field(default_factory=list)
+    described: "list[Future[FileEntry]]" = field(default_factory=list)
+    report: InspectionReport | Failed = field(default_factory=lambda: Failed("nothing was handed over"))
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A committed checkpoint; `manifest` is known to rank 0 only."""
+
+    name: str
+    size: int
+    seconds: float
+    manifest: Manifest | None = None
+
+
+class Saver:
+    """Runs one save at a time; every rank of the group calls `run` for the same step."""
+
+    def __init__(
+        self,
+        place: ResolvedTier,
+        ranks: RankGroup,
+        owner: Owner,
+        writer: Writer,
+        judge: PlausibilityJudge,
+        emit: EmitEvent,
+        *,
+        leads_node: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`place` is the first tier; when it is a node's own, the rank that leads its node seals there."""
+        self._place, self._storage, self._ranks, self._owner = place, place.storage, ranks, owner
+        self._judge, self._emit, self._clock = judge, emit, clock
+        self._seals = ranks.leads if place.shared else leads_node
+        self.writer = writer
+
+    def run(self, job: Job) -> Saved:
+        """Write, seal and name one checkpoint; raises SaveFailed on every rank when any of them failed."""
+        start = self._clock()
+        name = self._agreed_name(job)
+        submitted = _Submitted()
+        submitted.report = result_or_failed(lambda: self._submit_parts(job, name, submitted))
+        described = submitted.described
+        reports = self._ranks.gather(submitted.report)
+        judgement = None if reports is None else result_or_failed(lambda: self._checked(job, name, reports, described))
+        if self._ranks.broadcast(_refusal(judgement) is not None):
+            self._forget(job)  # at once: the disk may take long, and who restarts meanwhile prefers what is in memory
+        everything = self._ranks.gather(result_or_failed(lambda: self._written(job, submitted)))
+        manifest: Manifest | Failed | None = None
+        if everything is not None:
+            concurrent.futures.wait(described)
+            manifest = (
+                _refusal(judgement)
+                or _failures(everything)
+                or _first_failure(judgement)
+                or result_or_failed(lambda: self._manifest(job, name, described, everything))
+            )
+        told = self._sealed(manifest)
+        if isinstance(told, Failed):
+            self._undo(job, name, told)
+            raise _error(told)(job.step, told.reason)
+        saved = Saved(name, told, self._clock() - start, manifest if isinstance(manifest, Manifest) else None)
+        if isinstance(judgement, Judgement):
+            accepted = judgement
+            # It is committed: who cannot hear of it must not make it look as if it were not, on one rank of all.
+            not_emitted = result_or_failed(lambda: self._emit_saved(job, saved, accepted))
+            if isinstance(not_emitted, Failed):
+                _log.error("%s is committed, which could not be told: %s", name, not_emitted.reason)
+        return saved
+
+    # ---- a name
+
+    def _agreed_name(self, job: Job) -> str:
+        """A fresh name from rank 0; raises SaveFailed everywhere when there is none to be had."""
+        there = None if self._place.shared else self._ranks.gather(result_or_failed(self._place.catalog.names))
+        name: str | Failed | None = None
+        if self._ranks.leads:
+            name = (_failures(there) if there else None) or result_or_failed(lambda: self._named(job, there))
+        name = self._ranks.broadcast(name)
+        if isinstance(name, Failed):
+            raise SaveFailed(job.step, name.reason)
+        return name
+
+    def _named(self, job: Job, there: Sequence[Any] | None) -> str:
+        owner, step = self._owner, job.step
+        taken = self._place.catalog.names() if there is None else [each for names in there for each in names]
+        # Steps grow within a generation: no name comes twice, though retention has let its first bearer go.
+        name = fresh_name(step, owner.attempt, owner.nonce, taken, first=int(job.world.get("generation") or 1))
+        self._emit("checkpoint.saving", {"step": step, "name": name})
+        warning = make_folder(self._place, name)
+        if warning:
+            _log.warning("%s", warning)
+        return name
+
+    # ---- the bytes
+
+    def _ensure_writer(self) -> None:
+        if not self.writer.alive:
+            _log.warning("the checkpoint writer is gone; another one is started")
+            self.writer = self.writer.replacement()
+
+    def _submit_parts(self, job: Job, name: str, submitted: _Submitted) -> InspectionReport:
+        """Hand every part to the writer as soon as it is copied, and look at it while it is being written."""
+        self._ensure_writer()
+        inspection = self._judge.inspection()
+        for bucket in job.staged.buckets():
+            bucket.copy.wait()
+            if bucket.copy.failure is not None:
+                raise _error(bucket.copy.failure)(job.step, bucket.copy.failure.reason)
+            submitted.writes.append((bucket, self.writer.write(self._order(job, name, bucket))))
+            if not submitted.described:
+                submitted.described += self._describe(job, name)
+            # The writer was woken on this core, and is not nice enough to be given it while this thread computes.
+            time.sleep(_HEAD_START)
+            inspection.inspect(bucket.memory, bucket.part.items)
+            if not job.staged.kept:
+                self._await_write(submitted.writes[-1][1], job, bucket)
+                job.staged.empty(bucket)
+        return inspection.report()
+
+    def _describe(self, job: Job, name: str) -> "list[Future[FileEntry]]":
+        """Have rank 0's writer put the two files that describe the layout beside the data, which takes longer."""
+        blobs = ((METADATA, job.plan.metadata), (INDEX, job.plan.index))
+        return [self.writer.put(self._place.path, name, file, blob) for file, blob in blobs if blob is not None]
+
+    def _order(self, job: Job, name: str, bucket: Bucket) -> WriteOrder:
+        return WriteOrder(
+            place=self._place.path,
+            folder=name,
+            buffer=bucket.buffer,
+            files=bucket.part.files,
+            step=job.step,
+            extra=job.extra,
+            plan=job.plan.hash,
+            publish=job.plan.whole,
+        )
+
+    def _written(self, job: Job, submitted: _Submitted) -> tuple[FileEntry, ...]:
+        """Wait until nothing reads the buffers any more; raises what went wrong."""
+        for bucket, write in submitted.writes:
+            self._await_write(write, job, bucket)
+            bucket.copy.certify()
+            if bucket.copy.failure is not None:
+                raise _error(bucket.copy.failure)(job.step, bucket.copy.failure.reason)
+        files = [entry for _, write in submitted.writes for entry in write.result().files]
+        if isinstance(submitted.report, Failed):
+            raise _error(submitted.report)(job.step, submitted.report.reason)
+        return tuple(files)
+
+    def _await_write(self, write: "Future[WriteResult]", job: Job, bucket: Bucket) -> None:
+        """Wait as long as it takes; one that takes far too long is reported, once."""
+        size = sum(size for _, _, size in bucket.part.files)
+        late = self._clock() + STUCK_SECONDS + size / _SLOW_DISK
+        told = False
+        while not concurrent.futures.wait([write], _POLL_SECONDS).done:
+            if not told and self._clock() >= late:
+                told = True
+                reason = f"rank {self._ranks.rank}: {size} bytes are still not written to {self._place.path}"
+                self._emit("checkpoint.stuck", {"step": job.step, "reason": reason})
+
+    # ---- the verdict
+
+    def _checked(self, job: Job, name: str, reports: Sequence[Any], described: "list[Future[FileEntry]]") -> Judgement:
+        """Rank 0: put the fingerprints beside the rest, all while the data is being written; raises Unsound."""
+        failed = _failures(reports)
+        if failed is not None:
+            raise _error(failed)(job.step, failed.reason)
+        judgement = self._judge.judge(job.step, job.plan.everything, reports)
+        if judgement.refused:
+            self._judge.reject(judgement)
+            raise Unsound(job.step, f"implausible: {'; '.join(judgement.implausible_reasons)}")
+        blob = encode_fingerprints(judgement.fingerprints)
+        described.append(self.writer.put(self._place.path, name, FINGERPRINTS, blob))
+        return judgement
+
+    def _manifest(
+        self, job: Job, name: str, described: "Sequence[Future[FileEntry]]", everything: Sequence[Any]
+    ) -> Manifest:
+        return Manifest(
+            name=name,
+            step=job.step,
+            attempt=self._owner.attempt,
+            nonce=self._owner.nonce,
+            created_at=time.time(),
+            torch=torch.__version__,
+            world={**job.world, "ranks": self._ranks.size},
+            files=(*(put.result() for put in described), *(entry for part in everything for entry in part)),
+            extra=job.extra,
+        )
+
+    def _sealed(self, manifest: Manifest | Failed | None) -> int | Failed:
+        """Seal wherever a checkpoint of this place needs it; its size, or why there is none. The same on every rank."""
+        if not self._place.shared:
+            manifest = self._ranks.broadcast(manifest)
+        done: Any = manifest if isinstance(manifest, Failed) else None
+        if isinstance(manifest, Manifest) and self._seals:
+            sealing = manifest
+            done = result_or_failed(lambda: seal(self._storage, sealing, self._owner.fence, sealing.created_at).size)
+        if self._place.shared:
+            return self._ranks.broadcast(done)
+        ends = self._ranks.gather(done)
+        verdict = None if ends is None else (_failures(ends) or next(end for end in ends if end is not None))
+        return self._ranks.broadcast(verdict)
+
+    def _undo(self, job: Job, name: str, failed: Failed) -> None:
+        """Take a half-written folder away: all ranks have stopped writing to it, and nobody else ever will."""
+        if failed.final:
+            self._forget(job)
+        if failed.fenced or not self._seals:
+            return
+        try:
+            delete(self._storage, name, self._owner.fence)
+        except OSError as error:
+            _log.warning("half-written %s could not be removed yet: %s", name, error)
+
+    def _forget(self, job: Job) -> None:
+        """It must not be loaded from memory either; the writer vouches for it as soon as it has seen all of it."""
+        for bucket in job.staged.buckets() if job.staged.kept else ():
+            self.writer.arena.clear(bucket.buffer)
+
+    def _emit_saved(self, job: Job, saved: Saved, judgement: Judgement) -> None:
+        """On rank 0."""
+        self._judge.accept(judgement)
+        facts = {"step": job.step, "name": saved.name, "bytes": saved.size, "seconds": saved.seconds}
+        self._emit("checkpoint.committed", facts)
+        if judgement.implausible_reasons:
+            self._emit("checkpoint.doubted", {"step": job.step, "reason": "; ".join(judgement.implausible_reasons)})
+
+
+def _failures(everything: Sequence[Any]) -> Failed | None:
+    failed = [(rank, part) for rank, part in enumerate(everything) if isinstance(part, Failed)]
+    if not failed:
+        return None
+    told = [f"rank {rank}: {part.reason}" for rank, part in failed[:_NAMED_RANKS]]
+    more = len(failed) - len(told)
+    return Failed(
+        "; ".join([*told, f"and {more} more rank(s)"] if more else told),
+        fenced=any(part.fenced for _, part in failed),
+        final=any(part.final for _, part in failed),
+    )
+
+
+def _first_failure(result: Any) -> Failed | None:
+    return result if isinstance(result, Failed) else None
+
+
+def _refusal(result: Any) -> Failed | None:
+    """What no further try can change, and so outweighs whatever went wrong with the disk."""
+    return result if isinstance(result, Failed) and result.final else None
+
+
+def _error(failed: Failed) -> type[SaveFailed]:
+    if failed.fenced:
+        return FencedOff
+    return Unsound if failed.final else SaveFailed

@@ -1,0 +1,121 @@
+"""An inspection of staged bytes while they are being written: fingerprints, and what would make them implausible."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from checkpointing.engine.ranks.peer_codec import peer_message
+from checkpointing.engine.state.fingerprints import Form, blocks, weighted, word_type
+from checkpointing.engine.state.layout import Item
+from checkpointing.verification.plausibility import Findings, TrainedKeys
+
+_ROUNDED_SUM = (torch.float16,)
+"""Types whose own sums overflow early."""
+
+
+@peer_message
+@dataclass(frozen=True)
+class InspectionReport:
+    """What a rank sends: two 32-bit numbers for each of its items, in their order, and its findings."""
+
+    partials: bytes
+    findings: Findings
+
+
+class Inspection:
+    """Fingerprint parts and findings of one rank, collected part by part."""
+
+    def __init__(self, trained_keys: TrainedKeys | None) -> None:
+        """Without `watched`, nothing is judged; the fingerprints are taken all the same."""
+        self._trained_keys = trained_keys
+        self._partials = bytearray()
+        self._broken: list[tuple[str, int]] = []
+        self._step: float | None = None
+
+    def inspect(self, memory: Tensor, items: Sequence[Item]) -> None:
+        """Inspect items whose values lie in `memory`, a buffer as bytes."""
+        for batch in _batches(items):
+            self._partials += self._inspect_batch(memory, batch)
+
+    def report(self) -> InspectionReport:
+        return InspectionReport(bytes(self._partials), Findings(broken=tuple(self._broken), optimizer_step=self._step))
+
+    def _inspect_batch(self, memory: Tensor, batch: Sequence[Item]) -> bytes:
+        form = form_of(batch[0])
+        words = _words(memory, batch, form)
+        room = bytearray(8 * len(batch))
+        sums = torch.frombuffer(room, dtype=torch.int32).view(len(batch), 2)
+        finite = self._trains(batch)
+        for item, row, column in blocks(*words.shape):
+            block = words[item, row, column]
+            by_row, by_column = weighted(block, form, row.start, column.start)
+            sums[item, 0] += by_row
+            sums[item, 1] += by_column
+            if finite and not _sum_is_finite(block, form.dtype):
+                self._name_broken(block, form.dtype, batch[item])
+        self._count(batch, words, form.dtype)
+        return bytes(room)
+
+    def _trains(self, batch: Sequence[Item]) -> bool:
+        dtype = batch[0].dtype
+        floats = dtype.is_floating_point or dtype.is_complex
+        return self._trained_keys is not None and floats and any(self._trained_keys.trains(item.key) for item in batch)
+
+    def _name_broken(self, block: Tensor, dtype: torch.dtype, items: Sequence[Item]) -> None:
+        assert self._trained_keys is not None
+        for words, item in zip(block, items, strict=True):
+            values = _values(words, dtype)
+            count = values.numel() - int(torch.isfinite(values).sum())
+            if count and self._trained_keys.trains(item.key):
+                self._broken.append((item.key, count))
+
+    def _count(self, batch: Sequence[Item], words: Tensor, dtype: torch.dtype) -> None:
+        if self._trained_keys is None or batch[0].piece.nbytes != dtype.itemsize or dtype.is_complex:
+            return
+        counters = [at for at, item in enumerate(batch) if self._trained_keys.counts(item.key)]
+        if counters:
+            values = _values(words.reshape(len(batch), -1), dtype).reshape(-1)[counters]
+            top = float(values.max())
+            self._step = top if self._step is None else max(self._step, top)
+
+
+def form_of(item: Item) -> Form:
+    return Form.of(item.dtype, item.shape, item.share.offsets, item.share.whole)
+
+
+def _batches(items: Sequence[Item]) -> Iterator[list[Item]]:
+    """Neighbours of one form, as long as they lie at a constant distance."""
+    for _, alike in groupby(items, form_of):
+        batch: list[Item] = []
+        for item in alike:
+            if len(batch) > 1 and item.place - batch[-1].place != batch[1].place - batch[0].place:
+                yield batch
+                batch = []
+            batch.append(item)
+        yield batch
+
+
+def _words(memory: Tensor, batch: Sequence[Item], form: Form) -> Tensor:
+    """The values of a batch: items x rows x columns of integers, without a copy."""
+    kind = word_type(form.dtype)
+    distance = batch[1].place - batch[0].place if len(batch) > 1 else 0
+    size = (len(batch), form.rows if batch[0].piece.nbytes else 0, form.columns)
+    strides = (distance // kind.itemsize, form.columns, 1)
+    return torch.as_strided(memory.view(kind), size, strides, batch[0].place // kind.itemsize)
+
+
+def _values(words: Tensor, dtype: torch.dtype) -> Tensor:
+    values = words.contiguous().view(dtype)
+    return values if dtype.itemsize > 1 else values.to(torch.float32)  # eight-bit floats know few operations
+
+
+def _sum_is_finite(block: Tensor, dtype: torch.dtype) -> bool:
+    """One number tells that there is nothing to look for: NaN and infinities survive every sum."""
+    if dtype.itemsize == 1:
+        return bool(torch.isfinite(_values(block, dtype)).all())
+    values = block.view(dtype)
+    total = values.sum(dtype=torch.float32) if dtype in _ROUNDED_SUM else values.sum()
+    return bool(torch.isfinite(total))

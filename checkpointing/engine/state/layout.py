@@ -1,0 +1,201 @@
+"""Where a rank's tensors lie: the image of its files, which is also the image of its buffer in the arena.
+
+A file begins at a page of the buffer and is padded to whole pages, so that it can be written past the page cache; a
+record begins at a multiple of 64 bytes, so that its values are aligned. Equal tensors lie beside each other at a
+constant distance, which lets one operation work on many of them.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from checkpointing.engine.ranks.peer_codec import peer_message
+from checkpointing.engine.state.record_template import ALIGNMENT, RecordTemplate, template
+from checkpointing.format.index import Piece
+
+PAGE = 4096
+"""Alignment of files in the buffer, and of their sizes."""
+
+FileSpan = tuple[str, int, int]
+"""Name, offset in the buffer, size."""
+
+
+@peer_message
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank is to write of a tensor: `shape` values from `offsets` on of a tensor of shape `whole`.
+
+    `within` is where they begin in the rank's own part of the tensor.
+    """
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    whole: tuple[int, ...]
+    within: tuple[int, ...]
+
+    @property
+    def template(self) -> RecordTemplate:
+        return template(self.dtype, self.shape)
+
+
+@peer_message
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A share with its place: `place` is the offset of its values in the buffer, `piece` the entry in the index."""
+
+    share: Share
+    place: int
+    piece: Piece
+
+    @property
+    def key(self) -> str:
+        return self.share.key
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.share.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.share.shape
+
+
+@dataclass(frozen=True)
+class Part:
+    """What lies in a buffer at one time: everything, or one bucket when there is less memory than that."""
+
+    files: tuple[FileSpan, ...]
+    items: tuple[Item, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All parts of one rank, in the order in which they are written."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Size of a buffer that holds the largest part; a rank that writes nothing still has a page."""
+        return max([PAGE, *(offset + size for part in self.parts for _, offset, size in part.files)])
+
+    @property
+    def items(self) -> tuple[Item, ...]:
+        return tuple(item for part in self.parts for item in part.items)
+
+    @property
+    def files(self) -> tuple[FileSpan, ...]:
+        return tuple(span for part in self.parts for span in part.files)
+
+
+def file_name(rank: int, number: int) -> str:
+    """DCP's own name for the files of a rank."""
+    return f"__{rank}_{number}.distcp"
+
+
+def lay_out(shares: Iterable[Share], rank: int, files: int) -> Layout:
+    """All shares in one buffer, as `files` files of about the same size (fewer when there are fewer tensors)."""
+    ordered = _grouped(shares)
+    spans, items, offset = [], [], 0
+    for number, group in enumerate(_divided(ordered, files)):
+        placed, size = _placed(group, file_name(rank, number), offset)
+        items += placed
+        spans.append((file_name(rank, number), offset, size))
+        offset += size
+    return Layout((Part(tuple(spans), tuple(items)),))
+
+
+def lay_out_in_buckets(shares: Iterable[Share], rank: int, window: int) -> Layout:
+    """Shares in as many parts of one file each as fit a buffer of `window` bytes; what is larger is split."""
+    pieces = [piece for share in shares for piece in split(share, window)]
+    parts = []
+    for number, group in enumerate(_filled(_grouped(pieces), window)):
+        placed, size = _placed(group, file_name(rank, number), 0)
+        parts.append(Part(((file_name(rank, number), 0, size),), tuple(placed)))
+    return Layout(tuple(parts) or (Part((), ()),))
+
+
+def split(share: Share, window: int) -> Iterator[Share]:
+    """The share, or pieces of it along its first dimensions whose records fit a window."""
+    if _room(share) <= window or math.prod(share.shape) <= 1:
+        yield share
+        return
+    axis = next(at for at, length in enumerate(share.shape) if length > 1)
+    length = share.shape[axis]
+    step = max(1, length * (window - 2 * PAGE) // max(1, share.template.nbytes))
+    for start in range(0, length, min(step, length - 1)):
+        yield from split(_cut(share, axis, start, min(step, length - 1, length - start)), window)
+
+
+def _cut(share: Share, axis: int, start: int, length: int) -> Share:
+    def moved(numbers: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(number + (start if at == axis else 0) for at, number in enumerate(numbers))
+
+    shape = tuple(length if at == axis else size for at, size in enumerate(share.shape))
+    return replace(share, shape=shape, offsets=moved(share.offsets), within=moved(share.within))
+
+
+def _grouped(shares: Iterable[Share]) -> list[Share]:
+    """Large tensors first; equal ones of equal place beside each other, in the order of their names."""
+    return sorted(shares, key=lambda share: (-share.template.nbytes, str(share.dtype), _form(share), share.key))
+
+
+def _form(share: Share) -> tuple[tuple[int, ...], ...]:
+    return share.shape, share.whole, share.offsets
+
+
+def _room(share: Share) -> int:
+    return -(-share.template.length // ALIGNMENT) * ALIGNMENT
+
+
+def _divided(shares: Sequence[Share], files: int) -> Iterator[list[Share]]:
+    """Neighbours together, about the same number of bytes each."""
+    total = sum(map(_room, shares))
+    group: list[Share] = []
+    passed, number = 0, 1
+    for share in shares:
+        group.append(share)
+        passed += _room(share)
+        if passed * files >= total * number:
+            yield group
+            group = []
+            number = passed * files // max(1, total) + 1
+    assert not group, "the last share completes the last file"
+
+
+def _filled(shares: Iterable[Share], window: int) -> Iterator[list[Share]]:
+    group: list[Share] = []
+    filled = 0
+    for share in shares:
+        if group and filled + _room(share) > window:
+            yield group
+            group, filled = [], 0
+        group.append(share)
+        filled += _room(share)
+    if group:
+        yield group
+
+
+def _placed(shares: Iterable[Share], name: str, offset: int) -> tuple[list[Item], int]:
+    """The items of one file that begins at `offset` of the buffer, and the file's size."""
+    items, start = [], 0
+    for share in shares:
+        around = share.template
+        values = start + len(around.head)
+        piece = Piece(
+            key=share.key,
+            file=name,
+            offsets=share.offsets,
+            sizes=share.shape,
+            start=start,
+            length=around.length,
+            data=values,
+            nbytes=around.nbytes,
+        )
+        items.append(Item(share, offset + values, piece))
+        start += _room(share)
+    return items, -(-start // PAGE) * PAGE

@@ -1,0 +1,106 @@
+"""What the ranks' looks at their parts add up to: the fingerprints of a save, and whether it is to be believed."""
+
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from checkpointing.engine.state.fingerprints import combine
+from checkpointing.engine.state.inspection import Inspection, InspectionReport
+from checkpointing.engine.state.layout import Item
+from checkpointing.verification.plausibility import (
+    OFF,
+    REFUSE,
+    StateSummary,
+    TrainedKeys,
+    highest,
+    implausible_reasons,
+    miscounted,
+    skipped,
+)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Of one state: fingerprints by key, and reasons to doubt it."""
+
+    fingerprints: dict[str, str]
+    summary: StateSummary
+    implausible_reasons: tuple[str, ...]
+    refused: bool = False
+    miscounted: bool = False
+    """Whether the optimizer's count is all there is to doubt."""
+
+
+class PlausibilityJudge:
+    """Compares every state with the one that was saved or restored before it; decides on rank 0."""
+
+    def __init__(self, mode: str = REFUSE, trained_keys: TrainedKeys | None = None) -> None:
+        """`mode`: `refuse`, `warn` or `off`."""
+        self._mode, self.trained_keys = mode, trained_keys or TrainedKeys()
+        self._before: StateSummary | None = None
+
+    def inspection(self) -> Inspection:
+        """A fresh look at one rank's part of one state."""
+        return Inspection(None if self._mode == OFF else self.trained_keys)
+
+    def judge(self, step: int, everything: Sequence[Sequence[Item]], reports: Sequence[InspectionReport]) -> Judgement:
+        """`everything` are the items of all ranks, as their reports count them."""
+        fingerprints = _added_up(everything, [report.partials for report in reports])
+        findings = [report.findings for report in reports]
+        summary = StateSummary(
+            step=step,
+            optimizer_step=highest([each.optimizer_step for each in findings]),
+            fingerprints=self._of_training(fingerprints),
+        )
+        broken = [found for each in findings for found in each.broken]
+        found = [] if self._mode == OFF else implausible_reasons(summary, self._before, broken)
+        counted = found == [miscounted(summary, self._before)]
+        # A gradient scaler skips steps by right: the state is sound, and its owner should hear of it, not lose it.
+        refused = self._mode == REFUSE and bool(found) and not (counted and skipped(summary, self._before))
+        return Judgement(fingerprints, summary, tuple(found), refused, counted)
+
+    def accept(self, judgement: Judgement) -> None:
+        """This state was saved: the next one is compared with it."""
+        self._before = judgement.summary
+
+    def reject(self, judgement: Judgement) -> None:
+        """This state was refused: if only for its count, the next one is counted from here, not doubted for ever.
+
+        It is still compared with the values of the last good one.
+        """
+        if judgement.miscounted and self._before is not None:
+            summary = judgement.summary
+            self._before = replace(self._before, step=summary.step, optimizer_step=summary.optimizer_step)
+
+    def set_baseline(self, step: int, optimizer_step: float | None, fingerprints: dict[str, str]) -> None:
+        """This state was restored: the next one is compared with it."""
+        known = self._of_training(fingerprints)
+        self._before = StateSummary(step=step, optimizer_step=optimizer_step, fingerprints=known)
+
+    def _of_training(self, fingerprints: dict[str, str]) -> dict[str, str]:
+        return {key: value for key, value in fingerprints.items() if self.trained_keys.trains(key)}
+
+
+def _added_up(everything: Sequence[Sequence[Item]], partials: Sequence[bytes]) -> dict[str, str]:
+    """Fingerprints by key. It holds the interpreter that trains: most keys have one part, and those are cheap."""
+    found: dict[str, str] = {}
+    several: dict[str, list[str]] = {}
+    for items, numbers in zip(everything, partials, strict=True):
+        text = _big_endian(numbers).hex()
+        for at, item in enumerate(items):
+            part = text[16 * at : 16 * at + 16]
+            if item.key in found:
+                several.setdefault(item.key, [found[item.key]]).append(part)
+            else:
+                found[item.key] = part
+    for key, texts in several.items():
+        found[key] = combine((int(text[:8], 16), int(text[8:], 16)) for text in texts)
+    return found
+
+
+def _big_endian(numbers: bytes) -> bytes:
+    words = array("I", numbers)
+    if sys.byteorder == "little":
+        words.byteswap()
+    return words.tobytes()

@@ -1,0 +1,209 @@
+"""Who writes what, and where: agreed once by all ranks, then only confirmed.
+
+torch's own planner decides (replicated tensors once, balanced by bytes); rank 0 also makes the two files that describe
+every checkpoint of this plan, DCP's `.metadata` and our `index.json`: nothing in them changes from save to save.
+"""
+
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.tensor import DTensor
+
+from checkpointing.engine.ranks.failure import Failed, result_or_failed
+from checkpointing.engine.ranks.group import RankGroup
+from checkpointing.engine.state.layout import PAGE, FileSpan, Item, Layout, Part, Share, lay_out, lay_out_in_buckets
+from checkpointing.engine.state.local_plan import LocalPlan, kept, plan_message, save_plan
+from checkpointing.format.index import Index, Piece, TensorInfo, parse_index
+from checkpointing.storage.digests import digest
+
+LEAST_WINDOW = 64 * PAGE
+"""Bytes of the smallest bucket, whatever the memory cap says."""
+
+Lay = Callable[[Sequence[Share], int], Layout]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One rank's part of the agreed layout; `hash` is the same on all ranks, the files' contents are rank 0's."""
+
+    hash: str
+    layout: Layout
+    buffers: int
+    whole: bool
+    """Whether a buffer holds all that a rank writes, on every rank: then it can be written again and remembered."""
+    metadata: bytes | None = None
+    index: bytes | None = None
+    everything: tuple[tuple[Item, ...], ...] = ()
+    """On rank 0: the items of every rank."""
+
+    @property
+    def number(self) -> int:
+        """The hash as a number that fits a tensor of int64; never 0."""
+        return int(self.hash[:15], 16) + 1
+
+    @property
+    def files(self) -> tuple[FileSpan, ...]:
+        return self.layout.files
+
+    @property
+    def items(self) -> tuple[Item, ...]:
+        return self.layout.items
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return self.layout.parts
+
+    @property
+    def buffer_bytes(self) -> int:
+        return self.layout.buffer_bytes
+
+    def index_of(self) -> Index:
+        """The index of every checkpoint of this plan; rank 0 only."""
+        assert self.index is not None
+        return parse_index(self.index)
+
+
+def budgeted(files: int, host_memory: float) -> Lay:
+    """How a rank lays its shares out with at most `host_memory` GiB for its copies; 0 is as much as it takes."""
+
+    def lay(shares: Sequence[Share], rank: int) -> Layout:
+        whole = lay_out(shares, rank, files)
+        most = int(host_memory * (1 << 30))
+        if not most or whole.buffer_bytes <= most:
+            return whole
+        return lay_out_in_buckets(shares, rank, max(LEAST_WINDOW, most // 2 // PAGE * PAGE))
+
+    return lay
+
+
+def agree_on_plan(ranks: RankGroup, tensors: Mapping[str, Tensor], lay: Lay, most: int = 0) -> Plan:
+    """Plan together; collective. Raises ValueError on every rank when any rank's state cannot be saved.
+
+    `most` bytes of host memory (0: no limit) allow a second buffer or not.
+    """
+    planned = _distribute(ranks, result_or_failed(lambda: local_plan(tensors)))
+    layout = result_or_failed(lambda: lay([_share(item) for item in planned.plan.items], ranks.rank))
+    layouts = ranks.gather(layout if isinstance(layout, Failed) else (layout.items, len(layout.parts) == 1))
+    everything: tuple[tuple[Item, ...], ...] = ()
+    described: tuple[str, bytes, bytes] | Failed | None = None
+    agreed: tuple[str, bool] | Failed | None = None
+    if layouts is not None:
+        everything = tuple(found[0] for found in layouts if not isinstance(found, Failed))
+        described = _combined_failure(layouts) or result_or_failed(lambda: _described(planned.metadata, everything))
+        # One rank with buckets makes them all forgetful: who retries or remembers alone is out of step with the others.
+        whole = all(found[1] for found in layouts if not isinstance(found, Failed))
+        agreed = described if isinstance(described, Failed) else (described[0], whole)
+    told = ranks.broadcast(agreed)
+    if isinstance(told, Failed):
+        raise ValueError(told.reason)
+    assert isinstance(layout, Layout)
+    buffers = 1 if most and len(layout.parts) == 1 and 2 * layout.buffer_bytes > most else 2
+    if not isinstance(described, tuple):
+        return Plan(told[0], layout, buffers, told[1])
+    return Plan(told[0], layout, buffers, told[1], described[1], described[2], everything)
+
+
+@dataclass(frozen=True)
+class _Planned:
+    plan: SavePlan
+    metadata: Metadata | None = None
+
+
+def _distribute(ranks: RankGroup, plan: SavePlan | Failed) -> _Planned:
+    """Rank 0 lets torch's planner decide and tells each rank which items are its; raises ValueError everywhere."""
+    plans = ranks.gather(plan if isinstance(plan, Failed) else result_or_failed(lambda: plan_message(plan)))
+    shares: list[Any] | None = None
+    metadata = None
+    if plans is not None:
+        agreed = _combined_failure(plans) or result_or_failed(lambda: _decided(plans))
+        if isinstance(agreed, Failed):
+            shares = [agreed] * ranks.size
+        else:
+            shares, metadata = agreed
+    share = ranks.scatter(shares)
+    if isinstance(share, Failed):
+        raise ValueError(share.reason)
+    assert isinstance(plan, SavePlan)
+    return _Planned(replace(plan, items=[plan.items[number] for number in share]), metadata)
+
+
+def _decided(told: Sequence[LocalPlan]) -> tuple[list[tuple[int, ...]], Metadata]:
+    """For each rank the numbers of those of its items that it writes, and what they all are."""
+    plans = [save_plan(each) for each in told]
+    agreed, metadata = DefaultSavePlanner().create_global_plan(plans)
+    return [kept(before, after) for before, after in zip(plans, agreed, strict=True)], metadata
+
+
+def _combined_failure(results: Sequence[Any]) -> Failed | None:
+    """One failure that says what every rank that failed has said."""
+    reasons = [
+        result.reason if len(results) == 1 else f"rank {rank}: {result.reason}"
+        for rank, result in enumerate(results)
+        if isinstance(result, Failed)
+    ]
+    return Failed("; ".join(reasons[:4])) if reasons else None
+
+
+def local_plan(tensors: Mapping[str, Tensor]) -> SavePlan:
+    """What this rank would write if it were alone; raises ValueError for what has no well-defined content."""
+    with torch.no_grad():
+        checked = {key: _checked(key, tensor).detach() for key, tensor in sorted(tensors.items())}
+        plan = create_default_local_save_plan(checked, is_coordinator=False)
+    # As DCP does for a flat state dict: tools that rebuild a nested one look the key's path up here.
+    return replace(plan, planner_data={key: (key,) for key in checked})
+
+
+def _checked(key: str, tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{key}: a {type(tensor).__name__} is no tensor; put it into `extra`")
+    if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
+        raise ValueError(f"{key}: a partial DTensor has no value before it is reduced")
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise ValueError(f"{key}: layout {tensor.layout} cannot be saved, only dense tensors can")
+    return tensor
+
+
+def _share(item: WriteItem) -> Share:
+    data = item.tensor_data
+    assert data is not None
+    chunk = data.chunk
+    return Share(
+        key=item.index.fqn,
+        dtype=data.properties.dtype,
+        shape=tuple(chunk.sizes),
+        offsets=tuple(chunk.offsets),
+        whole=tuple(data.size),
+        within=(0,) * len(chunk.sizes),
+    )
+
+
+def _described(metadata: Metadata | None, everything: Sequence[Sequence[Item]]) -> tuple[str, bytes, bytes]:
+    """The plan's hash, `.metadata` and `index.json`."""
+    assert metadata is not None
+    items = [item for part in everything for item in part]
+    tensors = {item.key: TensorInfo(str(item.dtype).removeprefix("torch."), item.share.whole) for item in items}
+    index = Index(tensors, tuple(item.piece for item in items)).encode()
+    # Not of `.metadata`: the same content may be pickled in other words by another process.
+    name = f"{torch.__version__} {len(everything)} ".encode()
+    return digest(name + index), _metadata_bytes(metadata, [item.piece for item in items]), index
+
+
+def _metadata_bytes(metadata: Metadata, pieces: Sequence[Piece]) -> bytes:
+    """DCP's own description of these files; nothing in it tells one save from another."""
+    tensors = {key: replace(info, chunks=[]) for key, info in metadata.state_dict_metadata.items()}
+    places = {}
+    for piece in pieces:
+        offsets, chunks = torch.Size(piece.offsets), tensors[piece.key].chunks
+        places[MetadataIndex(piece.key, offsets, len(chunks))] = _StorageInfo(piece.file, piece.start, piece.length)
+        chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(piece.sizes)))
+    metadata = replace(metadata, state_dict_metadata=tensors, storage_data=places, storage_meta=StorageMeta())
+    metadata.version = CURRENT_DCP_VERSION
+    return pickle.dumps(metadata)

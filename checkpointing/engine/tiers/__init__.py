@@ -1,0 +1,1 @@
+"""Copies from tier to tier beside training, and the removal of debris."""

@@ -1,0 +1,164 @@
+"""Two checkpoints tensor by tensor: what is equal is told from fingerprints, the rest is read, little at a time."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from checkpointing.engine.verification.structure import index_of
+from checkpointing.engine.verification.values import BLOCK, Values
+from checkpointing.errors import ManifestError, Refused
+from checkpointing.format.index import FINGERPRINTS, Index, parse_fingerprints
+from checkpointing.format.manifest import Manifest
+from checkpointing.storage.backends import Storage
+from checkpointing.verification.tensor_diff import TensorDiff
+from checkpointing.verification.verify import Progress, read_listed, read_sealed
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Side:
+    """One checkpoint of a comparison, its seal and its index already believed."""
+
+    storage: Storage
+    manifest: Manifest
+    index: Index
+    fingerprints: Mapping[str, str]
+
+
+def open_side(storage: Storage, name: str) -> Side:
+    """Check the seal and read what is needed to compare; raises Refused or OSError."""
+    manifest, faults = read_sealed(storage, name)
+    if manifest is None or faults:
+        raise Refused(name, "; ".join(map(str, faults)))
+    try:
+        index = index_of(storage, manifest)
+        listed = manifest.file(FINGERPRINTS) is not None
+        known = parse_fingerprints(read_listed(storage, manifest, FINGERPRINTS)) if listed else {}
+    except ManifestError as error:
+        raise Refused(name, str(error)) from error
+    return Side(storage, manifest, index, known)
+
+
+def compare(first: Side, second: Side, progress: Progress | None = None) -> list[TensorDiff]:
+    """Every tensor of either checkpoint, the largest relative difference first; raises Refused or OSError.
+
+    Only tensors that their fingerprints do not show to be equal are read, and verified while they are. `progress` is
+    told bytes of values compared.
+    """
+    keys = sorted(first.index.tensors.keys() | second.index.tensors.keys())
+    found = [_told(first, second, key) for key in keys]
+    unknown = {diff.key for diff in found if diff.comparable and not diff.equal}
+    reader = _Reader(first, second, unknown, progress)
+    found = [diff for diff in found if diff.key not in unknown] + reader.compared()
+    return sorted(found, key=lambda diff: (-diff.weight, diff.key))
+
+
+def _told(first: Side, second: Side, key: str) -> TensorDiff:
+    """What is known of a tensor before its values are read."""
+    here, there = first.index.tensors.get(key), second.index.tensors.get(key)
+    mark = first.fingerprints.get(key)
+    equal = here is not None and here == there and mark is not None and mark == second.fingerprints.get(key)
+    if not equal:
+        return TensorDiff(key=key, first=here, second=there)
+    return TensorDiff(
+        key=key, first=here, second=there, equal=True, by_fingerprint=True, largest=0.0, relative=0.0, changed=0.0
+    )
+
+
+class _Reader:
+    """Reads the same rows of both sides."""
+
+    def __init__(self, first: Side, second: Side, keys: set[str], progress: Progress | None) -> None:
+        self._first = Values(first.storage, first.manifest, first.index)
+        self._second = Values(second.storage, second.manifest, second.index)
+        self._keys, self._progress, self._done = keys, progress, 0
+        self._total = sum(self._first.row_bytes(key) * self._first.row_count(key) for key in keys)
+
+    def compared(self) -> list[TensorDiff]:
+        """The differences of all those tensors, in the order in which the first side's file holds them."""
+        with self._first as first, self._second as second:
+            return [self._difference(key, first, second) for key in first.in_file_order() if key in self._keys]
+
+    def _difference(self, key: str, first: Values, second: Values) -> TensorDiff:
+        sums, info = _Sums(), first.index.tensors[key]
+        for start, stop in _spans(first, key):
+            left = first.rows(key, start, stop)
+            sums.add(left, second.rows(key, start, stop))
+            self._done += left.nbytes
+            if self._progress:
+                self._progress(self._done, self._total)
+        return TensorDiff(
+            key=key, first=info, second=info, equal=sums.different == 0, largest=sums.largest,
+            relative=sums.relative, changed=sums.different / sums.count if sums.count else 0.0,
+        )  # fmt: skip
+
+
+def _spans(values: Values, key: str) -> Iterator[tuple[int, int]]:
+    """Row spans small enough for several copies in double precision to be held at once."""
+    step = max(1, BLOCK // 16 // max(1, values.row_bytes(key)))
+    count = values.row_count(key)
+    for start in range(0, count, step):
+        yield start, min(count, start + step)
+
+
+class _Sums:
+    """Sums over the blocks of one tensor, in double precision."""
+
+    def __init__(self) -> None:
+        self.count = self.different = 0
+        self.largest = 0.0
+        self._norms = [0.0, 0.0, 0.0]  # of the difference, of the first, of the second
+
+    def add(self, first: Tensor, second: Tensor) -> None:
+        if not first.numel():
+            return
+        self.count += first.numel()
+        left, same = _wide(first), _same(first, second)
+        different = first.numel() - int(same.sum())
+        if not different:
+            self._add_squares(0.0, left, left)
+            return
+        self.different += different
+        right = _wide(second)
+        # Equal bits are no difference, infinities and NaN included.
+        apart = torch.where(same, torch.zeros((), dtype=left.dtype), left - right)
+        largest = float(apart.abs().max())
+        self.largest = math.nan if math.isnan(largest) or math.isnan(self.largest) else max(self.largest, largest)
+        self._add_squares(_squares(apart), left, right)
+
+    def _add_squares(self, apart: float, left: Tensor, right: Tensor) -> None:
+        first = _squares(left)
+        parts = (apart, first, first if right is left else _squares(right))
+        self._norms = [old + new for old, new in zip(self._norms, parts, strict=True)]
+
+    @property
+    def relative(self) -> float:
+        if not self.different:
+            return 0.0
+        apart, larger = math.sqrt(self._norms[0]), math.sqrt(max(self._norms[1:]))
+        return math.nan if math.isnan(apart) else (apart / larger if larger else math.inf)
+
+
+def _same(first: Tensor, second: Tensor) -> Tensor:
+    """Where two tensors of one form have equal bits."""
+    equal = _words(first) == _words(second)
+    return equal.view(first.numel(), -1).all(dim=-1).view(first.shape) if equal.numel() > first.numel() else equal
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The values as integers; two for each of the widest complex ones."""
+    word = _WORDS[min(8, tensor.itemsize)]
+    return tensor.view(-1).view(word) if tensor.itemsize > 8 else tensor.view(word)
+
+
+def _squares(values: Tensor) -> float:
+    flat = torch.view_as_real(values).reshape(-1) if values.is_complex() else values.reshape(-1)
+    return float(torch.dot(flat, flat))
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)

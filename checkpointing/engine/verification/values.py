@@ -1,0 +1,133 @@
+"""The values of a checkpoint's tensors, some rows at a time: whole checkpoints pass through little memory."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from types import TracebackType
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from checkpointing.engine.restore.metadata_reader import VerifiedFile
+from checkpointing.errors import Refused
+from checkpointing.format.index import Index, Piece
+from checkpointing.format.manifest import Manifest
+from checkpointing.storage.backends import Storage
+
+BLOCK = 64 << 20
+"""Bytes of one shard that are held at once; a single row that is longer is held whole."""
+_OPEN = 16
+
+
+class Values:
+    """Reads rows of tensors and of their shards, every chunk compared with its digest; raises Refused or OSError.
+
+    A row is what one index of the first dimension longer than 1 selects.
+    """
+
+    def __init__(self, storage: Storage, manifest: Manifest, index: Index) -> None:
+        self._storage, self._manifest, self.index = storage, manifest, index
+        self._pieces: dict[str, list[Piece]] = defaultdict(list)
+        for piece in index.pieces:
+            self._pieces[piece.key].append(piece)
+        self._open: dict[str, tuple[BinaryIO, VerifiedFile]] = {}
+
+    def __enter__(self) -> "Values":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def pieces(self, key: str) -> list[Piece]:
+        """The shards of one tensor, in the order of their places in files."""
+        return sorted(self._pieces[key], key=lambda piece: (piece.file, piece.start))
+
+    def in_file_order(self) -> list[str]:
+        """All tensors as their first shards lie in the files: read so, every chunk is fetched about once."""
+        places = {key: min((p.file, p.start) for p in pieces) for key, pieces in self._pieces.items()}
+        return sorted(self.index.tensors, key=lambda key: (places.get(key, ("", 0)), key))
+
+    def blocks(self, piece: Piece) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+        """The shard in parts of about BLOCK bytes, each with its offsets in the whole tensor; none when empty."""
+        if not piece.nbytes:
+            return
+        lead, dtype = self._lead(piece.key), self._dtype(piece.key)
+        if lead is None:
+            yield self._read(piece.file, piece.data, piece.nbytes, dtype).view(piece.sizes), piece.offsets
+            return
+        row, rows = piece.nbytes // piece.sizes[lead], piece.sizes[lead]
+        step = max(1, BLOCK // row)
+        for first in range(0, rows, step):
+            count = min(step, rows - first)
+            block = self._read(piece.file, piece.data + first * row, count * row, dtype)
+            sizes, offsets = list(piece.sizes), list(piece.offsets)
+            sizes[lead], offsets[lead] = count, offsets[lead] + first
+            yield block.view(sizes), tuple(offsets)
+
+    def row_count(self, key: str) -> int:
+        lead = self._lead(key)
+        return 1 if lead is None else self.index.tensors[key].shape[lead]
+
+    def row_bytes(self, key: str) -> int:
+        """Bytes of one row of the whole tensor."""
+        numel = math.prod(self.index.tensors[key].shape)
+        return numel // max(1, self.row_count(key)) * self._dtype(key).itemsize
+
+    def rows(self, key: str, start: int, stop: int) -> Tensor:
+        """Rows `start` to `stop` of the whole tensor, put together from its shards, with all its dimensions."""
+        lead, dtype = self._lead(key), self._dtype(key)
+        shape = list(self.index.tensors[key].shape)
+        if lead is None:
+            (piece,) = self._pieces[key]
+            return self._read(piece.file, piece.data, piece.nbytes, dtype).view(shape)
+        shape[lead] = stop - start
+        found = torch.zeros(shape, dtype=dtype)
+        for piece in self.pieces(key):
+            first, last = max(start, piece.offsets[lead]), min(stop, piece.offsets[lead] + piece.sizes[lead])
+            if first >= last or not piece.nbytes:
+                continue
+            row, sizes = piece.nbytes // piece.sizes[lead], list(piece.sizes)
+            sizes[lead] = last - first
+            place = piece.data + (first - piece.offsets[lead]) * row
+            target = found.narrow(lead, first - start, last - first)
+            for dimension in range(lead + 1, len(shape)):
+                target = target.narrow(dimension, piece.offsets[dimension], piece.sizes[dimension])
+            target.copy_(self._read(piece.file, place, (last - first) * row, dtype).view(sizes))
+        return found
+
+    def _lead(self, key: str) -> int | None:
+        """The dimension whose indices are rows; None for a scalar."""
+        shape = self.index.tensors[key].shape
+        if not shape:
+            return None
+        return next((at for at, size in enumerate(shape) if size != 1), 0)
+
+    def _dtype(self, key: str) -> torch.dtype:
+        dtype = getattr(torch, self.index.tensors[key].dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    def _read(self, file: str, offset: int, length: int, dtype: torch.dtype) -> Tensor:
+        held = bytearray(self._file(file).read(offset, length))
+        return torch.frombuffer(held, dtype=torch.uint8).view(dtype) if held else torch.empty(0, dtype=dtype)
+
+    def _file(self, name: str) -> VerifiedFile:
+        """Of the files that were read last some stay open: the shards of one row may lie in several."""
+        if name in self._open:
+            self._open[name] = self._open.pop(name)
+            return self._open[name][1]
+        while len(self._open) >= _OPEN:
+            self._open.pop(next(iter(self._open)))[0].close()
+        entry = self._manifest.file(name)
+        if entry is None:
+            raise Refused(self._manifest.name, f"{name} holds values, but the manifest does not list it")
+        stream = self._storage.open(f"{self._manifest.name}/{name}")
+        self._open[name] = stream, VerifiedFile(stream, entry, self._manifest.name)
+        return self._open[name][1]
+
+    def close(self) -> None:
+        while self._open:
+            self._open.popitem()[1][0].close()

@@ -1,0 +1,130 @@
+"""Names of checkpoints and the one commit point: data first, marker last."""
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+
+from checkpointing.errors import FencedOff, ManifestError
+from checkpointing.format.manifest import COMMIT, MANIFEST, Manifest
+from checkpointing.storage.backends import Storage
+from checkpointing.storage.digests import DigestSink, digest
+from checkpointing.storage.durable import canonical
+
+SCHEMA = "orch.commit/1"
+DELETED = "DELETED"
+"""The tombstone: published before COMMIT is taken away, the last file to go; a folder with one is no checkpoint."""
+
+_NAME = re.compile(r"step-(\d{8,})\.(\d{3,})-([0-9a-z]{1,32})(?:-(\d{1,4}))?")
+_HEX = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Name:
+    """The parts of a checkpoint's name; `take` counts from 1 and grows with the attempt's restarts."""
+
+    step: int
+    attempt: int
+    take: int = 1
+    nonce: str
+
+    def __str__(self) -> str:
+        return checkpoint_name(self.step, self.attempt, self.nonce, self.take)
+
+
+def checkpoint_name(step: int, attempt: int, nonce: str, take: int = 1) -> str:
+    """`step-00000500.001-ab12cd34`; what an attempt saves after its first restart ends in `-2`, then in `-3`, ..."""
+    again = f"-{take}" if take > 1 else ""
+    return f"step-{step:08d}.{attempt:03d}-{nonce}{again}"
+
+
+def parse_name(name: str) -> Name | None:
+    """The parts of a name, None when it is not one that `checkpoint_name` makes."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    step, attempt, nonce, take = match.groups()
+    parts = Name(step=int(step), attempt=int(attempt), nonce=nonce, take=int(take or 1))
+    return parts if str(parts) == name else None
+
+
+def fresh_name(step: int, attempt: int, nonce: str, taken: Iterable[str], first: int = 1) -> str:
+    """The first name for this step, from take `first` on, that no folder bears: a folder is never written to twice."""
+    bearers, take = set(taken), first
+    while checkpoint_name(step, attempt, nonce, take) in bearers:
+        take += 1
+    return checkpoint_name(step, attempt, nonce, take)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit:
+    """The marker that makes a checkpoint exist: `manifest` is the digest of the bytes of its manifest."""
+
+    manifest: str
+    size: int
+    committed_at: float
+
+    def encode(self) -> bytes:
+        """Canonical JSON with a digest of its own: the marker must not be able to rot unseen either."""
+        fields = {"schema": SCHEMA, **asdict(self)}
+        return canonical({**fields, "digest": digest(canonical(fields))})
+
+
+def read_commit(storage: Storage, name: str) -> Commit:
+    """Parse a COMMIT; raises OSError when it cannot be read, ManifestError when it is none."""
+    with storage.open(f"{name}/{COMMIT}") as stream:
+        data = stream.read()
+    try:
+        fields = json.loads(data)
+        commit = Commit(**{key: value for key, value in fields.items() if key not in ("schema", "digest")})
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ManifestError(f"{COMMIT} is damaged: {error}") from error
+    if not _HEX.fullmatch(str(commit.manifest)) or commit.encode() != data:
+        raise ManifestError(f"{COMMIT} is damaged: it is not what a commit writes")
+    return commit
+
+
+def write_file(storage: Storage, folder: str, name: str, data: bytes) -> DigestSink:
+    """Write one whole file durably; the sink that comes back knows the digests of these very bytes."""
+    with DigestSink(storage.create(f"{folder}/{name}")) as sink:
+        sink.write(data)
+    return sink
+
+
+def seal(storage: Storage, manifest: Manifest, fence: Callable[[], bool], now: float) -> Commit:
+    """Publish the manifest, then COMMIT: the checkpoint exists from then on. Raises FencedOff before COMMIT.
+
+    Sealing again with the same manifest changes nothing, whoever did it first (node leaders that share a folder, or an
+    earlier try); with another one, or when its deletion was begun, it raises FileExistsError.
+    WARNING: every file that the manifest lists must be durable before this is called.
+    """
+    data = manifest.encode()
+    commit = Commit(manifest=digest(data), size=manifest.size, committed_at=now)
+    earlier = _sealed_earlier(storage, manifest.name)
+    if _is_there(storage, f"{manifest.name}/{DELETED}"):
+        raise FileExistsError(f"{manifest.name} is half-deleted; collect its remains first")
+    if earlier is not None:
+        if earlier.manifest != commit.manifest:
+            raise FileExistsError(f"{manifest.name} is committed already, with another manifest")
+        return earlier
+    storage.publish(f"{manifest.name}/{MANIFEST}", data)
+    # The fence is read as late as possible: whoever revoked it in the meantime must not see a new checkpoint.
+    if not fence():
+        raise FencedOff(manifest.step, "fenced off: the launch token of this attempt was revoked before COMMIT")
+    storage.publish(f"{manifest.name}/{COMMIT}", commit.encode())
+    return commit
+
+
+def _sealed_earlier(storage: Storage, name: str) -> Commit | None:
+    try:
+        return read_commit(storage, name)
+    except FileNotFoundError:
+        return None
+
+
+def _is_there(storage: Storage, path: str) -> bool:
+    try:
+        storage.open(path).close()
+    except FileNotFoundError:
+        return False
+    return True

@@ -1,0 +1,168 @@
+"""What a rank needs of a checkpoint: boxes of saved pieces, and which bytes of a file they are. Pure, without torch.
+
+A box of a row-major array is a few strips: rows of equal length at a constant stride. Its bytes in the order of the
+file are also its bytes in the order of a packed box, so that what lies between two places of a file is always one
+interval of the packed box.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from checkpointing.format.index import Piece
+
+Numbers = tuple[int, ...]
+
+
+class Box(NamedTuple):
+    """A part of a tensor: where it begins and how long it is, in every dimension."""
+
+    offsets: Numbers
+    sizes: Numbers
+
+    @property
+    def volume(self) -> int:
+        return math.prod(self.sizes)
+
+
+class Slice(NamedTuple):
+    """One box of one piece: `source` is where it begins in the piece, `goal` where it begins in the local tensor."""
+
+    key: str
+    piece: int  # its number in the index
+    source: Numbers
+    goal: Numbers
+    sizes: Numbers
+
+
+class Strip(NamedTuple):
+    """`repeats` rows of `length` bytes, `stride` bytes apart; `offset` is where the first one begins."""
+
+    offset: int
+    repeats: int
+    stride: int
+    length: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.repeats * self.length
+
+    @property
+    def end(self) -> int:
+        return self.offset + (self.repeats - 1) * self.stride + self.length
+
+    def before(self, place: int) -> int:
+        """How many of its bytes lie before `place`."""
+        if place <= self.offset:
+            return 0
+        rows, rest = divmod(place - self.offset, self.stride)
+        return min(rows * self.length + min(rest, self.length), self.nbytes)
+
+
+def intersect(piece: Piece, number: int, local: Box) -> Slice | None:
+    """What of a piece lies in a local box; None when nothing does."""
+    if piece.offsets == local.offsets and piece.sizes == local.sizes:
+        nothing = (0,) * len(piece.sizes)
+        return Slice(piece.key, number, nothing, nothing, piece.sizes) if local.volume else None
+    source, goal, sizes = [], [], []
+    for start, size, here, room in zip(piece.offsets, piece.sizes, local.offsets, local.sizes, strict=True):
+        first, end = max(start, here), min(start + size, here + room)
+        if first >= end:
+            return None
+        source.append(first - start)
+        goal.append(first - here)
+        sizes.append(end - first)
+    return Slice(piece.key, number, tuple(source), tuple(goal), tuple(sizes))
+
+
+def strips(whole: Sequence[int], need: Slice, itemsize: int, base: int) -> list[Strip]:
+    """The bytes of a need in its file, in order; `whole` is the piece's shape, `base` where its values begin."""
+    steps = list(itertools.accumulate(reversed(whole), lambda step, size: step * size, initial=itemsize))
+    steps = steps[-2::-1]  # bytes between neighbours, in every dimension
+    start = base + sum(at * step for at, step in zip(need.source, steps, strict=True))
+    dimension, length, inner_whole = len(whole), itemsize, True
+    while dimension and inner_whole:
+        # All dimensions further in are whole: their rows lie one behind the other.
+        dimension -= 1
+        length *= need.sizes[dimension]
+        inner_whole = need.sizes[dimension] == whole[dimension]
+    if dimension == 0:
+        return [Strip(start, 1, length, length)]
+    outer = [range(0, size * step, step) for size, step in zip(need.sizes[: dimension - 1], steps, strict=False)]
+    count, stride = need.sizes[dimension - 1], steps[dimension - 1]
+    return [Strip(start + sum(places), count, stride, length) for places in itertools.product(*outer)]
+
+
+def before(rows: Iterable[Strip], place: int) -> int:
+    """How many bytes of all strips lie before `place`."""
+    return sum(strip.before(place) for strip in rows)
+
+
+def overlap(boxes: Iterable[Box]) -> bool:
+    """Whether any two boxes share a value; sweeps along the first dimension."""
+    ordered = sorted((box for box in boxes if box.volume), key=lambda box: box.offsets)
+    active: list[Box] = []
+    for box in ordered:
+        if not box.offsets:
+            if active:
+                return True
+        else:
+            active = [other for other in active if other.offsets[0] + other.sizes[0] > box.offsets[0]]
+        if any(_meet(box, other) for other in active):
+            return True
+        active.append(box)
+    return False
+
+
+def _meet(one: Box, other: Box) -> bool:
+    ends = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    return all(a < b + m and b < a + n for a, n, b, m in ends)
+
+
+# ---- chunks: the unit that is read and compared with a digest
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A file to read from: its size, and its chunks' digests; None for a file that nobody vouches for."""
+
+    name: str
+    size: int
+    chunk_size: int
+    digests: tuple[str, ...] | None
+    first: int  # number of its first chunk among the chunks of all files
+
+    @property
+    def count(self) -> int:
+        return -(-self.size // self.chunk_size)
+
+    def span(self, chunk: int) -> tuple[int, int]:
+        """First byte and end of a chunk, by its number among all chunks."""
+        start = (chunk - self.first) * self.chunk_size
+        return start, min(start + self.chunk_size, self.size)
+
+    def chunks(self, start: int, end: int) -> range:
+        """Numbers of the chunks that hold these bytes."""
+        if start >= end:
+            return range(0)
+        return range(self.first + start // self.chunk_size, self.first + (end - 1) // self.chunk_size + 1)
+
+
+class Part(NamedTuple):
+    """Bytes `low` to `high` of a packed need, which lie in one chunk."""
+
+    chunk: int
+    low: int
+    high: int
+
+
+def parts(rows: Sequence[Strip], shard: Shard) -> Iterator[Part]:
+    """A need's bytes chunk by chunk; chunks that hold none of them are left out."""
+    low = 0
+    for chunk in shard.chunks(rows[0].offset, rows[-1].end):
+        high = before(rows, shard.span(chunk)[1])
+        if high > low:
+            yield Part(chunk, low, high)
+            low = high

@@ -1,0 +1,142 @@
+"""The safetensors format: 8 bytes of length, a JSON header, then the values of all tensors without a gap.
+
+Written here rather than by the library because whole models pass through a few rows at a time, and because the
+library's PyTorch side needs NumPy. Format: https://github.com/huggingface/safetensors, section "Format".
+"""
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from checkpointing.format.index import TensorInfo
+
+DTYPES = {
+    "F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2),
+    "I64": ("int64", 8), "I32": ("int32", 4), "I16": ("int16", 2), "I8": ("int8", 1),
+    "U64": ("uint64", 8), "U32": ("uint32", 4), "U16": ("uint16", 2), "U8": ("uint8", 1), "BOOL": ("bool", 1),
+    "F8_E4M3": ("float8_e4m3fn", 1), "F8_E5M2": ("float8_e5m2", 1), "C64": ("complex64", 8),
+}  # fmt: skip
+"""The format's word for a dtype: torch's name of it, and its bytes."""
+
+_WORDS = {name: (word, size) for word, (name, size) in DTYPES.items()}
+_LONGEST_HEADER = 100_000_000  # as the library refuses more
+_METADATA = "__metadata__"
+
+
+class Malformed(ValueError):
+    """A file that is not in the format; the message says what is wrong."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One tensor and where its values lie, in bytes of the file."""
+
+    info: TensorInfo
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """The beginning of a file as bytes, and the tensors that follow."""
+
+    encoded: bytes
+    tensors: dict[str, Place]
+    size: int
+    """Bytes of the whole file."""
+
+
+def lay_out(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> Header:
+    """A header for these tensors, values in this order; raises ValueError for a dtype that the format lacks."""
+    described: dict[str, Any] = {_METADATA: dict(metadata)}
+    spans, end = {}, 0
+    for name, info in tensors.items():
+        if info.dtype not in _WORDS:
+            raise ValueError(f"{name} is {info.dtype}, which safetensors has no word for")
+        word, size = _WORDS[info.dtype]
+        start, end = end, end + math.prod(info.shape) * size
+        described[name] = {"dtype": word, "shape": list(info.shape), "data_offsets": [start, end]}
+        spans[name] = (info, start, end - start)
+    text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # values begin at a multiple of 8
+    encoded = struct.pack("<Q", len(text)) + text
+    places = {name: Place(info, len(encoded) + start, nbytes) for name, (info, start, nbytes) in spans.items()}
+    return Header(encoded, places, len(encoded) + end)
+
+
+def read_header(stream: BinaryIO, size: int) -> Header:
+    """The header of a file of `size` bytes; raises Malformed when it does not describe exactly these bytes."""
+    encoded, described = _described(stream, size)
+    try:
+        places = {name: _place(entry, len(encoded)) for name, entry in described.items()}
+    except Malformed:
+        raise
+    except (ValueError, TypeError, KeyError) as error:
+        raise Malformed(f"its header is none: {type(error).__name__}: {error}") from error
+    _check_whole(places, len(encoded), size)
+    return Header(encoded, places, size)
+
+
+def check_length(stream: BinaryIO, size: int) -> None:
+    """Raises Malformed when the values do not end where the file of `size` bytes does; any dtype will do."""
+    encoded, described = _described(stream, size)
+    try:
+        end = max((int(entry["data_offsets"][1]) for entry in described.values()), default=0)
+    except (ValueError, TypeError, KeyError, IndexError, OverflowError) as error:
+        raise Malformed(f"its header is none: {type(error).__name__}: {error}") from error
+    if len(encoded) + end != size:
+        raise Malformed(_ENDS.format(len(encoded) + end, size))
+
+
+_ENDS = "its values end at byte {}, the file at {} (cut off, or something is appended)"
+
+
+def _described(stream: BinaryIO, size: int) -> tuple[bytes, dict[str, Any]]:
+    """The file's beginning up to its values, and the entries of its header."""
+    begin = stream.read(8)
+    if len(begin) < 8:
+        raise Malformed("it is shorter than 8 bytes")
+    (length,) = struct.unpack("<Q", begin)
+    if length > min(_LONGEST_HEADER, size - 8):
+        raise Malformed(f"its header is said to have {length} bytes")
+    text = stream.read(length)
+    try:
+        described = json.loads(text, object_pairs_hook=_unique)
+        described.pop(_METADATA, None)
+        described.items()
+    except Malformed:
+        raise
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise Malformed(f"its header is none: {type(error).__name__}: {error}") from error
+    return begin + text, described
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise Malformed("its header has a name twice")
+    return found
+
+
+def _place(entry: dict[str, Any], base: int) -> Place:
+    dtype, size = DTYPES[entry["dtype"]]
+    shape, (start, end) = tuple(entry["shape"]), entry["data_offsets"]
+    if any(type(number) is not int or number < 0 for number in (*shape, start, end)):
+        raise Malformed("its header has a size or place that is no whole number")
+    if end - start != math.prod(shape) * size:
+        raise Malformed(f"its header gives {end - start} bytes to a {dtype} tensor of shape {shape}")
+    return Place(TensorInfo(dtype, shape), base + start, end - start)
+
+
+def _check_whole(places: Mapping[str, Place], start: int, size: int) -> None:
+    """Values follow each other without gap or overlap, up to the end of the file."""
+    at = start
+    for name, place in sorted(places.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+        if place.start != at:
+            raise Malformed(f"the values of {name} begin at byte {place.start}, those before end at {at}")
+        at += place.nbytes
+    if at != size:
+        raise Malformed(_ENDS.format(at, size))

@@ -1,0 +1,153 @@
+"""What a saved tensor says about itself: the zip archive that torch.save makes of one, read without torch.
+
+Nothing in it is executed: the description of the tensor is unpickled with stand-ins for the few names that it uses.
+"""
+
+import collections
+import copyreg
+import errno
+import io
+import math
+import pickle
+import struct
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+_STORAGES = {
+    "FloatStorage": "float32", "DoubleStorage": "float64", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
+    "ByteStorage": "uint8", "BoolStorage": "bool", "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
+}  # fmt: skip
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
+_MARK = b"PK\x03\x04"
+_LONGEST = 1 << 20
+MALFORMED = (
+    zipfile.BadZipFile, pickle.UnpicklingError, ValueError, KeyError, EOFError, TypeError, AttributeError, IndexError,
+    struct.error, NotImplementedError, RuntimeError, RecursionError,
+)  # fmt: skip
+"""What reading an archive raises when it is none."""
+
+ReadAt = Callable[[int, int], bytes]
+"""Bytes of a file, given a place and a length; fewer where the file ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchRecord:
+    """What torch.save made of one tensor; `data` is where its `nbytes` of values begin, row by row, from its start."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: int
+    nbytes: int
+
+
+def read_record(read: ReadAt, start: int, length: int) -> TorchRecord:
+    """The record that takes these bytes of a file; raises ValueError when it is none of a whole plain tensor."""
+    try:
+        with zipfile.ZipFile(FileSection(read, start, length)) as archive:
+            members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+            described, values = members["data.pkl"], members["data/0"]
+            if described.compress_type or values.compress_type or described.file_size > _LONGEST:
+                raise ValueError("it is packed in another way")
+        # Not by way of the archive, which would compare checksums: torch may have been told to leave them out.
+        place = start + offset_of(read, start, length, described)
+        dtype, shape = _describe(read(place, described.file_size))
+        return TorchRecord(dtype, shape, offset_of(read, start, length, values), values.file_size)
+    except MALFORMED as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def read_at(stream: BinaryIO) -> ReadAt:
+    """Reads places of a stream."""
+
+    def read(place: int, length: int) -> bytes:
+        stream.seek(place)
+        return stream.read(length)
+
+    return read
+
+
+def offset_of(read: ReadAt, start: int, length: int, member: zipfile.ZipInfo) -> int:
+    """Where the bytes of a member begin, from the start of the record: behind a header of its own."""
+    mark, name, extra = _LOCAL_HEADER.unpack(read(start + member.header_offset, _LOCAL_HEADER.size))
+    place = member.header_offset + _LOCAL_HEADER.size + int(name) + int(extra)
+    if mark != _MARK or place + member.file_size > length:
+        raise ValueError("its values are not where it says")
+    return place
+
+
+class FileSection(io.RawIOBase):
+    """A part of a file as a file of its own."""
+
+    def __init__(self, read: ReadAt, start: int, length: int) -> None:
+        self._read, self._start, self._length, self._at = read, start, length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        if place < 0:
+            raise OSError(errno.EINVAL, "a place before the beginning")  # as a file would, which zipfile expects
+        self._at = place
+        return place
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._length - self._at)
+        data = self._read(self._start + self._at, left if size < 0 else min(size, left))
+        self._at += len(data)
+        return data
+
+
+def _describe(data: bytes) -> tuple[str, tuple[int, ...]]:
+    dtype, numel, offset, shape, stride = _TensorUnpickler(io.BytesIO(data)).load()
+    dense = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
+    # The stride of a dimension that has one value, and any of an empty tensor, means nothing.
+    loose = any(size > 1 and step != want for size, step, want in zip(shape, stride, dense, strict=True))
+    if offset or math.prod(shape) != numel or (numel and loose):
+        raise ValueError("it is a view into other values")
+    return dtype, tuple(shape)
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    """Turns the pickle of a tensor into (dtype, number of values, offset, shape, stride)."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        super().__init__(stream)
+        # What an extension code stood for once is taken from this cache without asking `find_class`.
+        copyreg.clear_extension_cache()
+
+    def persistent_load(self, pid: Any) -> Any:
+        kind, dtype, _key, _place, numel = pid
+        if kind != "storage":
+            raise pickle.UnpicklingError(f"it refers to a {kind}")
+        return dtype, numel
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
+            return _rebuilt
+        if (module, name) == ("collections", "OrderedDict"):
+            return collections.OrderedDict
+        if (module, name) == ("torch.storage", "UntypedStorage"):
+            return ""
+        if module == "torch" and name.isidentifier():
+            return _STORAGES.get(name, name)  # a type of storage, or a dtype by its own name
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+
+def _rebuilt(
+    storage: Any, offset: int, shape: Any, stride: Any, _grad: bool, _hooks: Any, dtype: str = "", *_more: Any
+) -> tuple[str, int, int, tuple[int, ...], tuple[int, ...]]:
+    named, numel = storage
+    if named:
+        return named, numel, offset, tuple(shape), tuple(stride)
+    return dtype, math.prod(shape), offset, tuple(shape), tuple(stride)  # an untyped storage counts bytes

@@ -1,0 +1,298 @@
+"""Where checkpoints lie: a seam of five methods, on a local (or mounted) file system and on anything fsspec speaks."""
+
+import contextlib
+import io
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, cast
+
+from checkpointing.storage.digests import Bytes, Sink
+from checkpointing.storage.durable import fsync_dir, fsync_file, write_durably
+from checkpointing.storage.remote_errors import as_oserror
+
+_BUFFER_BYTES = 1 << 20
+_OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci", "oss", "r2"})
+_SECRET = re.compile(r"(\w+)://[^/@]*:[^/@]*@")
+_SECRET_ANYWHERE = re.compile(r"(\w+)://[^\s@]*:[^\s@]*@")
+
+
+class Storage(Protocol):
+    """Files below one root, named by relative paths such as `step-00000500.001-ab12cd34/COMMIT`."""
+
+    def create(self, path: str) -> Sink:
+        """Start a new file (FileExistsError when there is one); after `close` it and its name survive a power loss."""
+
+    def publish(self, path: str, data: bytes) -> None:
+        """Make a small file appear whole, at once and durably."""
+
+    def open(self, path: str) -> BinaryIO:
+        """Open a file for reading, seekable; raises OSError."""
+
+    def list(self, path: str) -> dict[str, int | None]:
+        """Names directly below a folder with their sizes, None for folders; empty when there is no such folder."""
+
+    def delete(self, path: str) -> None:
+        """Remove one file or one empty folder durably; nothing happens when it is not there."""
+
+
+class _DurableFile:
+    """A new local file: small writes are gathered, `close` waits for the disk and for the folder's entry."""
+
+    def __init__(self, path: Path) -> None:
+        self._folder = path.parent
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._held = bytearray()
+        self._written = self._begun = 0
+
+    def write(self, data: Bytes) -> int:
+        view = memoryview(data).cast("B")
+        if len(self._held) + len(view) > _BUFFER_BYTES:
+            self._drain()
+        if len(view) > _BUFFER_BYTES:
+            self._write_all(view)
+        else:
+            self._held += view
+        return len(view)
+
+    def _drain(self) -> None:
+        held, self._held = self._held, bytearray()
+        self._write_all(memoryview(held))
+
+    def _write_all(self, view: memoryview) -> None:
+        while len(view):
+            size = os.write(self._descriptor, view)
+            self._written += size
+            view = view[size:]
+        # Asking to forget what was written before makes the disk begin with it now, and not only at the fsync; and a
+        # checkpoint does not push out of memory what training reads.
+        if self._written - self._begun > 2 * _BUFFER_BYTES:
+            os.posix_fadvise(self._descriptor, 0, self._written - _BUFFER_BYTES, os.POSIX_FADV_DONTNEED)
+            self._begun = self._written
+
+    def close(self) -> None:
+        try:
+            self._drain()
+            os.fsync(self._descriptor)
+        finally:
+            os.close(self._descriptor)
+        fsync_dir(self._folder)
+
+    def abort(self) -> None:
+        os.close(self._descriptor)
+
+
+class LocalStorage:
+    """A folder of a mounted file system; every promise of durability is kept with fsync of files and folders."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def create(self, path: str) -> Sink:
+        target = self.root / path
+        self._make(target.parent)
+        return _DurableFile(target)
+
+    def publish(self, path: str, data: bytes) -> None:
+        target = self.root / path
+        self._make(target.parent)
+        write_durably(target, data)
+
+    def open(self, path: str) -> BinaryIO:
+        return (self.root / path).open("rb")
+
+    def list(self, path: str) -> dict[str, int | None]:
+        return dict(self._entries(self.root / path))
+
+    def _entries(self, folder: Path) -> Iterator[tuple[str, int | None]]:
+        try:
+            names = os.listdir(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        for name in sorted(names):
+            # An entry may go away while we look: another rank's retention is at work.
+            with contextlib.suppress(FileNotFoundError):
+                status = os.stat(folder / name)
+                yield name, None if stat.S_ISDIR(status.st_mode) else status.st_size
+
+    def delete(self, path: str) -> None:
+        target = self.root / path
+        try:
+            status = target.lstat()
+            if stat.S_ISDIR(status.st_mode):
+                target.rmdir()
+            else:
+                target.unlink()
+        except FileNotFoundError:
+            return
+        fsync_dir(target.parent)
+
+    def make_folder(self, path: str) -> None:
+        """Make a folder and those above it, durably; nothing happens when it is there."""
+        self._make(self.root / path)
+
+    def _make(self, folder: Path) -> None:
+        missing = [folder, *folder.parents]
+        missing = missing[: next(at for at, path in enumerate(missing) if path.is_dir())]
+        for path in reversed(missing):
+            path.mkdir(mode=0o700, exist_ok=True)  # two ranks may get here at once
+            fsync_dir(path.parent)
+
+
+class _RemoteFile:
+    """A new object: it comes into being when it is closed."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, data: Bytes) -> int:
+        with as_oserror():
+            self._stream.write(bytes(data))
+        return len(data)
+
+    def close(self) -> None:
+        with as_oserror():
+            self._stream.close()
+
+    def abort(self) -> None:
+        from fsspec.spec import AbstractBufferedFile  # loaded by whoever opened the stream
+
+        with as_oserror():
+            if isinstance(self._stream, AbstractBufferedFile):
+                self._stream.closed = True  # else the garbage collector would close, and so upload, the torn object
+                self._stream.discard()
+            else:
+                self._stream.close()  # a torn object without COMMIT harms nobody
+
+
+class _RemoteReader(io.RawIOBase):
+    """An object being read; what goes wrong on the way is an OSError."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+
+    def read(self, size: int = -1) -> bytes:
+        with as_oserror():
+            return self._stream.read(size)
+
+    def readinto(self, room: Any) -> int:
+        view = memoryview(room).cast("B")
+        data = self.read(len(view))
+        view[: len(data)] = data
+        return len(data)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._stream.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._stream.tell()
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
+
+
+class FsspecStorage:
+    """Anything fsspec speaks; durability is what the store promises for a closed object, nothing is renamed.
+
+    What others wrote is seen at once: make the file system with `use_listings_cache=False`, as `storage_at` does.
+    """
+
+    def __init__(self, filesystem: Any, root: str) -> None:
+        self._fs, self._root = filesystem, root.rstrip("/")
+        spoken = filesystem.protocol
+        # An object store has no folders: asking it to make one costs requests, and may ask for rights on the bucket.
+        self._folders = _OBJECT_STORES.isdisjoint((spoken,) if isinstance(spoken, str) else spoken)
+
+    def _at(self, path: str) -> str:
+        return f"{self._root}/{path}" if path else self._root
+
+    def _make_folder_of(self, target: str) -> None:
+        if self._folders:
+            self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+
+    def create(self, path: str) -> Sink:
+        target = self._at(path)
+        with as_oserror():
+            self._fs.invalidate_cache(target.rpartition("/")[0])
+            if self._fs.exists(target):
+                raise FileExistsError(f"{target} exists already")
+            self._make_folder_of(target)
+            return _RemoteFile(self._fs.open(target, "wb"))
+
+    def publish(self, path: str, data: bytes) -> None:
+        target = self._at(path)
+        with as_oserror():
+            self._make_folder_of(target)
+            self._fs.pipe_file(target, data)
+
+    def open(self, path: str) -> BinaryIO:
+        target = self._at(path)
+        with as_oserror():
+            self._fs.invalidate_cache(target.rpartition("/")[0])
+            # Checkpoints are read in chunks of several MiB: reading ahead would fetch most bytes twice.
+            stream: BinaryIO = self._fs.open(target, "rb", cache_type="none")
+        return stream if self._folders else cast(BinaryIO, _RemoteReader(stream))
+
+    def list(self, path: str) -> dict[str, int | None]:
+        target = self._at(path)
+        with as_oserror():
+            self._fs.invalidate_cache(target)
+            try:
+                found = self._fs.ls(target, detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                return {}
+        entries = {item["name"].rstrip("/").rpartition("/")[2]: item for item in found}
+        return {
+            name: None if item["type"] == "directory" else int(item["size"]) for name, item in sorted(entries.items())
+        }
+
+    def delete(self, path: str) -> None:
+        target = self._at(path)
+        with as_oserror(), contextlib.suppress(FileNotFoundError):
+            if self._folders and self._fs.isdir(target):
+                self._fs.rmdir(target)
+            else:
+                self._fs.rm_file(target)
+
+
+def make_durable(storage: Storage, path: str) -> None:
+    """Make a file durable that somebody else has written, so that what is read next is what the disk has.
+
+    A closed object of a store is durable already. Raises OSError.
+    """
+    if isinstance(storage, LocalStorage):
+        fsync_file(storage.root / path)
+        fsync_dir((storage.root / path).parent)
+
+
+def without_secrets(text: str) -> str:
+    """Text with the credentials masked that stand in its URLs; rather too much of it than too little."""
+    return _SECRET_ANYWHERE.sub(r"\1://***@", text)
+
+
+def storage_at(place: str | Path) -> Storage:
+    """The storage for a path or URL: local for paths and `file://`, else through fsspec (`s3://`, `memory://`).
+
+    Credentials come from the environment alone. Raises ValueError for a URL that has some, ImportError when the library
+    for its kind is not installed (`pip install "orch[s3]"`).
+    """
+    text = str(place)
+    if "://" not in text:
+        return LocalStorage(Path(text))
+    if text.startswith("file://"):
+        return LocalStorage(Path(text.removeprefix("file://")))
+    if _SECRET.match(text):
+        raise ValueError(f"{without_secrets(text)}: credentials belong into the environment, not into a URL")
+    import fsspec  # only for remote places: most readers never need it
+
+    filesystem, root = fsspec.core.url_to_fs(text, use_listings_cache=False)
+    return FsspecStorage(filesystem, root)

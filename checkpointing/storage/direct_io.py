@@ -1,0 +1,115 @@
+"""New files written past the page cache (O_DIRECT) in large blocks, or through it where the file system insists."""
+
+import errno
+import fcntl
+import itertools
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from checkpointing.storage import shared_memory
+from checkpointing.storage.durable import fsync_dir
+
+BLOCK = 16 << 20
+
+_THREADS = 4
+_SMALL = 64 << 20  # up to this size a second thread costs more than it brings
+
+Cancelled = Callable[[], bool]
+
+
+def write_direct(
+    path: Path, data: memoryview, *, block: int = BLOCK, cancelled: Cancelled = lambda: False, threads: int = 0
+) -> bool:
+    """Write a new file and make its bytes durable; its name is so after an fsync of the folder.
+
+    True when no byte went through the page cache: `data` must begin at a page, its length be a multiple of 4096.
+    Raises OSError: FileExistsError for a taken name, ENOSPC before anything is written where space can be claimed,
+    ECANCELED when `cancelled` becomes true between two blocks. What is written by then stays.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        shared_memory.allocate(descriptor, len(data))
+        file = _DirectFile(descriptor, data, block, cancelled)
+        file.write_all(threads or (_THREADS if len(data) > _SMALL else 1))
+        os.fsync(descriptor)
+    except OSError as error:
+        raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
+    finally:
+        os.close(descriptor)
+    return file.direct
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder and what is missing above it, durably; others may be creating it at the same time."""
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        return
+    except FileNotFoundError:
+        make_folder(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+    fsync_dir(folder.parent)
+
+
+class _DirectFile:
+    """One open file into which one or several threads write the blocks of one memory."""
+
+    def __init__(self, descriptor: int, data: memoryview, block: int, cancelled: Cancelled) -> None:
+        self._descriptor, self._data, self._block, self._cancelled = descriptor, data, block, cancelled
+        self._starts = itertools.count(0, block)
+        self._error: OSError | None = None
+        self._written: list[int] = []
+        # Not asked for when the file is opened: an open that is refused for it may leave the file behind.
+        self.direct = self._switch(direct=True)
+
+    def _switch(self, *, direct: bool) -> bool:
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL) & ~os.O_DIRECT
+        try:
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | (os.O_DIRECT if direct else 0))
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return False
+        return direct
+
+    def write_all(self, threads: int) -> None:
+        """Write everything; raises the first OSError that any thread met, when all have stopped."""
+        others = [threading.Thread(target=self._write_blocks, name=f"lane-{number}") for number in range(1, threads)]
+        for other in others:
+            other.start()
+        self._write_blocks()
+        for other in others:
+            other.join()
+        if self._error is not None:
+            raise self._error
+        # A thread that was ended by anything else, by too little memory say, leaves zeros where its block should be.
+        if sum(self._written) != len(self._data):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def _write_blocks(self) -> None:
+        try:
+            # `next` of a count is atomic: every block is taken once, and in order.
+            while self._error is None and (start := next(self._starts)) < len(self._data):
+                if self._cancelled():
+                    raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+                self._write(start, min(start + self._block, len(self._data)))
+        except OSError as error:
+            self._error = self._error or error
+
+    def _write(self, at: int, end: int) -> None:
+        while at < end:
+            direct = self.direct
+            try:
+                count = os.pwrite(self._descriptor, self._data[at:end], at)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not direct:
+                    raise
+                # This file system wants another alignment, or none of it after all: the page cache takes anything.
+                self.direct = self._switch(direct=False)
+                continue
+            if count == 0:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            self._written.append(count)
+            at += count

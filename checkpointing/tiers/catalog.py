@@ -1,0 +1,99 @@
+"""Which checkpoints exist: committed folders below one root, newest first."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpointing.errors import ManifestError
+from checkpointing.format.commit import DELETED, Commit, Name, parse_name, read_commit
+from checkpointing.format.manifest import COMMIT
+from checkpointing.storage.backends import Storage, storage_at
+
+_UNREADABLE = Commit(manifest="", size=0, committed_at=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One committed checkpoint; `bytes` and `committed_at` are 0 when its COMMIT is damaged (verifying says so).
+
+    `place` is where it lies, a path or a URL; `path` is the same as a path, of use on mounted file systems only.
+    """
+
+    name: str
+    path: Path
+    step: int
+    attempt: int
+    nonce: str
+    bytes: int
+    committed_at: float
+    place: str = ""
+
+
+class Catalog:
+    """Reads names and COMMIT markers only; folders it does not know and half-written ones are never listed."""
+
+    def __init__(self, root: Path | str, storage: Storage | None = None) -> None:
+        self.root, self.place = Path(root), str(root).rstrip("/")
+        self.storage = storage or storage_at(root)
+
+    def names(self) -> list[str]:
+        """Every folder with a checkpoint's name, committed or not, newest first."""
+        known = [parts for name, size in self.storage.list("").items() if size is None and (parts := parse_name(name))]
+        return [str(parts) for parts in sorted(known, reverse=True)]
+
+    def is_committed(self, name: str) -> bool:
+        """Whether the marker is there and no tombstone is.
+
+        A marker that cannot be read counts, so it is reported and never deleted as debris; such a tombstone does not.
+        """
+        return self._has(name, COMMIT, unreadable=True) and not self.is_tombstoned(name)
+
+    def is_tombstoned(self, name: str) -> bool:
+        """Whether its deletion was begun: whoever comes by may finish it."""
+        return self._has(name, DELETED, unreadable=False)
+
+    def _has(self, name: str, file: str, *, unreadable: bool) -> bool:
+        try:
+            self.storage.open(f"{name}/{file}").close()
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return unreadable
+        return True
+
+    def committed(self) -> list[Entry]:
+        """All committed checkpoints, the highest step first, at the same step the latest attempt first."""
+        return [self._entry(name) for name in self.names() if self.is_committed(name)]
+
+    def inheritable(self, names: Iterable[str]) -> list[Entry]:
+        """Committed checkpoints among `names`, newest first."""
+        listed = set(names)
+        return [self._entry(name) for name in self.names() if name in listed and self.is_committed(name)]
+
+    def accepted(self, attempt: int, nonce: str, inherit: Iterable[str]) -> list[Entry]:
+        """What an attempt may load or delete: its own checkpoints and those its launch token lists."""
+        own = [name for name in self.names() if _is_of(name, attempt, nonce)]
+        return self.inheritable({*own, *inherit})
+
+    def _entry(self, name: str) -> Entry:
+        parts = parse_name(name)
+        assert parts is not None
+        try:
+            commit = read_commit(self.storage, name)
+        except (OSError, ManifestError):
+            commit = _UNREADABLE
+        return Entry(
+            name=name,
+            path=self.root / name,
+            step=parts.step,
+            attempt=parts.attempt,
+            nonce=parts.nonce,
+            bytes=commit.size,
+            committed_at=commit.committed_at,
+            place=f"{self.place}/{name}",
+        )
+
+
+def _is_of(name: str, attempt: int, nonce: str) -> bool:
+    parts: Name | None = parse_name(name)
+    return parts is not None and (parts.attempt, parts.nonce) == (attempt, nonce)

@@ -1,0 +1,242 @@
+"""Copying files of a checkpoint to another storage: every chunk is verified before it is passed on."""
+
+import contextlib
+import errno
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, TypeVar
+
+from checkpointing.errors import Refused
+from checkpointing.format.manifest import FileEntry
+from checkpointing.storage.backends import Storage, make_durable, storage_at
+from checkpointing.storage.digests import CHUNK, Sink, digest
+
+T = TypeVar("T")
+
+MIB = float(1 << 20)
+
+_PERMANENT = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ECANCELED)
+"""Errors that trying again within a minute does not mend."""
+
+
+class Throttle:
+    """A token bucket: `take` sleeps until so many bytes may be written; for one thread."""
+
+    def __init__(
+        self,
+        rate: float,
+        *,
+        burst: int = CHUNK,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Any] = time.sleep,
+    ) -> None:
+        """`rate` in bytes per second, 0 sets no limit; `burst` bytes may go at once after a pause."""
+        self._rate, self._burst, self._clock, self._sleep = rate, float(burst), clock, sleep
+        self._tokens, self._at = float(burst), clock()
+
+    def take(self, size: int) -> None:
+        """Pay for `size` bytes; one larger than the bucket is paid for afterwards, by the next one's wait."""
+        if not self._rate:
+            return
+        self._refill()
+        if self._tokens < 0:
+            self._sleep(-self._tokens / self._rate)
+            self._refill()
+        self._tokens -= size
+
+    def _refill(self) -> None:
+        now = self._clock()
+        self._tokens = min(self._burst, self._tokens + (now - self._at) * self._rate)
+        self._at = now
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retry:
+    """How often a transient error is tried again: exponential backoff with full jitter, in seconds."""
+
+    attempts: int = 5
+    first: float = 0.5
+    most: float = 30.0
+    sleep: Callable[[float], Any] = field(default=time.sleep)
+    draw: Callable[[], float] = field(default=random.random)
+
+    def run(self, act: Callable[[], T]) -> T:
+        """Do `act` until it succeeds; raises the last OSError, one that lasts (a full disk) at once."""
+        for attempt in range(self.attempts):
+            try:
+                return act()
+            except OSError as error:
+                if error.errno in _PERMANENT or attempt + 1 >= self.attempts:
+                    raise
+            self.sleep(self.draw() * min(self.most, self.first * 2**attempt))
+        raise AssertionError("attempts must be 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyOrder:
+    """What one rank copies of one checkpoint: `source` and `target` are root paths or URLs, `bandwidth` in MiB/s."""
+
+    source: str
+    target: str
+    folder: str
+    files: tuple[FileEntry, ...]
+    bandwidth: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copied:
+    """What came of it: bytes written (files already there cost none); `bad` says what is wrong at the source."""
+
+    bytes: int
+    seconds: float
+    bad: str = ""
+
+
+def copy_files(
+    order: CopyOrder,
+    *,
+    source: Storage | None = None,
+    target: Storage | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+    sleep: Callable[[float], Any] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> Copied:
+    """Carry out an order, in this thread; ends at the first bad source, which is reported and not raised.
+
+    Raises OSError as `copy_file` does. A `sleep` that can be woken makes a throttled copy stop sooner.
+    """
+    start, done = clock(), 0
+    origin, goal = source or storage_at(order.source), target or storage_at(order.target)
+    throttle = Throttle(order.bandwidth * MIB, clock=clock, sleep=sleep)
+    retry = Retry(sleep=sleep)
+    try:
+        for entry in order.files:
+            done += copy_file(origin, goal, order.folder, entry, throttle=throttle, retry=retry, stopped=stopped)
+    except Refused as refusal:
+        return Copied(bytes=done, seconds=clock() - start, bad=refusal.reason)
+    return Copied(bytes=done, seconds=clock() - start)
+
+
+def copy_file(
+    source: Storage,
+    target: Storage,
+    folder: str,
+    entry: FileEntry,
+    *,
+    throttle: Throttle | None = None,
+    retry: Retry | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> int:
+    """Copy `folder/entry.name` durably; returns the bytes written, 0 when the target has the very file already.
+
+    Raises Refused (with the chunk) when the source is not what `entry` says: no such byte is passed on, and it is not
+    tried again. Raises OSError when retries do not help, with errno ECANCELED once `stopped` says so, which is asked
+    before every chunk. A file that failed half-way is taken away, or replaced by the next try; what was given up is
+    left as it is, since by now it may be somebody else's who goes on with it.
+    """
+    job = _Copy(source, target, folder, entry, throttle or Throttle(0.0), stopped)
+    tries = itertools.count()
+    # What an earlier try of our own has left is never taken over: after a failed fsync it may only look right.
+    return (retry or Retry()).run(lambda: job.run(adopt=next(tries) == 0))
+
+
+@dataclass(frozen=True)
+class _Copy:
+    source: Storage
+    target: Storage
+    folder: str
+    entry: FileEntry
+    throttle: Throttle
+    stopped: Callable[[], bool]
+
+    @property
+    def path(self) -> str:
+        return f"{self.folder}/{self.entry.name}"
+
+    def run(self, *, adopt: bool) -> int:
+        with _doing("reading", self.path):
+            stream = self.source.open(self.path)
+        with stream:
+            try:
+                sink = self.target.create(self.path)
+            except FileExistsError:
+                if adopt and self._is_complete():
+                    return 0
+                self._check_stopped()
+                self.target.delete(self.path)
+                sink = self.target.create(self.path)
+            self._fill(sink, stream)
+        try:
+            sink.close()
+        except OSError:
+            self._delete_target()
+            raise
+        return self.entry.size
+
+    def _fill(self, sink: Sink, stream: BinaryIO) -> None:
+        try:
+            for piece in self._chunks(stream):
+                self.throttle.take(len(piece))
+                sink.write(piece)
+        except (OSError, Refused):
+            with contextlib.suppress(OSError):
+                sink.abort()
+            self._delete_target()
+            raise
+
+    def _delete_target(self) -> None:
+        if self.stopped():  # whoever came after this process may have made a new file under the same name
+            return
+        with contextlib.suppress(OSError):
+            self.target.delete(self.path)
+
+    def _check_stopped(self) -> None:
+        if self.stopped():
+            raise OSError(errno.ECANCELED, f"copying {self.path} was given up")
+
+    def _is_complete(self) -> bool:
+        """Whether an earlier process has finished this file; it is made durable first, which that one may not have."""
+        make_durable(self.target, self.path)
+        with self.target.open(self.path) as stream:
+            try:
+                for _ in self._chunks(stream):
+                    pass
+            except Refused:
+                return False
+        return True
+
+    def _chunks(self, stream: BinaryIO) -> Iterator[memoryview]:
+        """Verified chunks, each valid until the next one is asked for."""
+        entry = self.entry
+        room = memoryview(bytearray(min(entry.chunk_size, entry.size)))
+        for index, expected in enumerate(entry.chunks):
+            self._check_stopped()
+            piece = room[: min(entry.chunk_size, entry.size - index * entry.chunk_size)]
+            with _doing("reading", self.path):
+                filled = _read_full(stream, piece)
+            if filled < len(piece):
+                raise Refused(self.folder, f"{entry.name} chunk {index}: the file is too short")
+            if digest(piece) != expected:
+                raise Refused(self.folder, f"{entry.name} chunk {index}: digest differs")
+            yield piece
+        if stream.read(1):
+            raise Refused(self.folder, f"{entry.name}: the file is longer than {entry.size} bytes")
+
+
+def _read_full(stream: Any, room: memoryview) -> int:
+    filled = 0
+    while filled < len(room) and (got := stream.readinto(room[filled:])):
+        filled += got
+    return filled
+
+
+@contextlib.contextmanager
+def _doing(what: str, path: str) -> Iterator[None]:
+    """Say in the error which side of the copy failed; the error's number stays."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, f"{what} {path}: {error.strerror or error}") from error

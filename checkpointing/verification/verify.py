@@ -1,0 +1,242 @@
+"""Whether a checkpoint can be believed: COMMIT, manifest, sizes, chunk digests."""
+
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from checkpointing.errors import ManifestError
+from checkpointing.format.commit import DELETED, parse_name, read_commit
+from checkpointing.format.index import INDEX, Index, parse_index
+from checkpointing.format.manifest import COMMIT, MANIFEST, FileEntry, Manifest, parse
+from checkpointing.storage.backends import LocalStorage, Storage
+from checkpointing.storage.digests import digest
+from checkpointing.verification.digest_scan import DigestScan, PageCacheState, digester_of
+
+Progress = Callable[[int, int], None]
+
+LEVELS = {0: "committed, sizes", 1: "sampled chunks", 2: "all chunks"}
+_SAMPLE_ONE_IN = 16
+_NAMED = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One thing that is wrong, in one file; `chunk` counts from 0; `tensors` are those whose values it touches."""
+
+    file: str
+    chunk: int | None
+    reason: str
+    tensors: tuple[str, ...] = ()
+
+    @property
+    def tensor(self) -> str | None:
+        """The tensors as people want to read them: the first ones, and how many more."""
+        if not self.tensors:
+            return None
+        more = len(self.tensors) - _NAMED
+        return ", ".join(self.tensors[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+    @property
+    def is_damage(self) -> bool:
+        """Whether bytes are wrong or gone; what cannot be read now may be read later."""
+        return not self.reason.startswith("unreadable: ")
+
+    def __str__(self) -> str:
+        place = self.file if self.chunk is None else f"{self.file} chunk {self.chunk}"
+        return f"{place}: {self.reason}" + (f" ({self.tensor})" if self.tensors else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a verification found; `bytes` is what was read and compared, `seconds` the time it took.
+
+    `notes` tell what could not be looked at, because the checkpoint does not have it.
+    """
+
+    ok: bool
+    level: int
+    bytes: int
+    seconds: float
+    faults: tuple[Fault, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One piece of work for a verifier."""
+
+    file: FileEntry
+    index: int
+
+    @property
+    def name(self) -> str:
+        return self.file.name
+
+    @property
+    def offset(self) -> int:
+        return self.index * self.file.chunk_size
+
+    @property
+    def length(self) -> int:
+        return min(self.file.chunk_size, self.file.size - self.offset)
+
+
+def verify(path: Path, level: int, progress: Progress | None = None) -> Report:
+    """Verify the checkpoint in the folder `path` at level 0 (committed, sizes), 1 (sampled chunks) or 2 (all)."""
+    return verify_in(LocalStorage(path.parent), path.name, level, progress)
+
+
+def verify_in(
+    storage: Storage, name: str, level: int, progress: Progress | None = None, before: PageCacheState | None = None
+) -> Report:
+    """Like `verify`, on any storage; `progress` is told (bytes done, bytes in all) after every chunk.
+
+    `before` is told what was in the page cache, and may keep what is read for somebody who reads it again.
+    """
+    if level not in LEVELS:
+        raise ValueError(f"verify level {level}: must be one of {sorted(LEVELS)}")
+    start = time.monotonic()
+    sealed, faults = read_sealed(storage, name)
+    done = 0
+    if sealed is not None:
+        bad = {fault.file for fault in faults}
+        wanted = [chunk for chunk in _chosen(sealed, level) if chunk.file.name not in bad]
+        faults = named(storage, sealed, faults + check_chunks(storage, name, wanted, progress, before))
+        done = sum(chunk.length for chunk in wanted)
+    return Report(ok=not faults, level=level, bytes=done, seconds=time.monotonic() - start, faults=tuple(faults))
+
+
+def read_sealed(storage: Storage, name: str) -> tuple[Manifest | None, list[Fault]]:
+    """The manifest that COMMIT vouches for, and what is wrong with files by name and size; None when unbelievable."""
+    try:
+        manifest = _manifest_of(storage, name)
+        present = storage.list(name)
+    except ManifestError as error:
+        file, _, reason = str(error).partition(" ")
+        return None, [Fault(file=file, chunk=None, reason=reason)]
+    except OSError as error:
+        return None, [Fault(file=_named(error), chunk=None, reason=f"unreadable: {error}")]
+    gone = [Fault(file=DELETED, chunk=None, reason="its deletion was begun")] if DELETED in present else []
+    return manifest, gone + [fault for entry in manifest.files if (fault := _size_fault(entry, present))]
+
+
+def _manifest_of(storage: Storage, name: str) -> Manifest:
+    commit = read_commit(storage, name)
+    with storage.open(f"{name}/{MANIFEST}") as stream:
+        data = stream.read()
+    if digest(data) != commit.manifest:
+        raise ManifestError(f"{MANIFEST} is not the one that {COMMIT} vouches for (digest differs)")
+    manifest = parse(data)
+    if manifest.size != commit.size:
+        raise ManifestError(f"{MANIFEST} lists {manifest.size} bytes, {COMMIT} says {commit.size}")
+    parts = parse_name(name)
+    if manifest.name != name or parts is None:
+        raise ManifestError(f"{MANIFEST} belongs to {manifest.name}, not to this folder (renamed or copied)")
+    if (parts.step, parts.attempt, parts.nonce) != (manifest.step, manifest.attempt, manifest.nonce):
+        raise ManifestError(f"{MANIFEST} names another step or attempt than its folder")
+    return manifest
+
+
+def _named(error: OSError) -> str:
+    return Path(str(error.filename)).name if error.filename else COMMIT
+
+
+def _size_fault(entry: FileEntry, present: dict[str, int | None]) -> Fault | None:
+    if entry.name not in present:
+        return Fault(file=entry.name, chunk=None, reason="missing")
+    found = present[entry.name]
+    if found != entry.size:
+        return Fault(file=entry.name, chunk=None, reason=f"has {found} bytes instead of {entry.size}")
+    return None
+
+
+def all_chunks(manifest: Manifest) -> list[Chunk]:
+    """Every chunk of every file, in file order."""
+    return [Chunk(entry, index) for entry in manifest.files for index in range(len(entry.chunks))]
+
+
+def _chosen(manifest: Manifest, level: int) -> list[Chunk]:
+    if level == 0:
+        return []
+    chunks = all_chunks(manifest)
+    return chunks if level == 2 else _sampled(chunks, manifest.digest)
+
+
+def _sampled(chunks: Sequence[Chunk], seed: str) -> list[Chunk]:
+    """Both ends of every file and one chunk in sixteen; the same ones every time for the same checkpoint."""
+    draw = random.Random(seed)
+    return [
+        chunk
+        for chunk in chunks
+        if chunk.index in (0, len(chunk.file.chunks) - 1) or draw.randrange(_SAMPLE_ONE_IN) == 0
+    ]
+
+
+def check_chunks(
+    storage: Storage,
+    name: str,
+    chunks: Iterable[Chunk],
+    progress: Progress | None = None,
+    before: PageCacheState | None = None,
+) -> list[Fault]:
+    """Read `chunks`, several at a time, and compare their digests; faults come in the order of the chunks."""
+    wanted = list(chunks)
+    order = {(chunk.file.name, chunk.index): at for at, chunk in enumerate(wanted)}
+    found: dict[int, Fault] = {}
+    total, done = sum(chunk.length for chunk in wanted), 0
+
+    def on_digest(chunk: Chunk, result: str | OSError) -> None:
+        nonlocal done
+        fault = _compared(chunk, result)
+        if fault is not None:
+            found[order[chunk.file.name, chunk.index]] = fault
+        done += chunk.length
+        if progress:
+            progress(done, total)
+
+    DigestScan(digester_of(storage, name, before), on_digest).run(wanted)
+    return [found[at] for at in sorted(found)]
+
+
+def _compared(chunk: Chunk, result: str | OSError) -> Fault | None:
+    if result == chunk.file.chunks[chunk.index]:
+        return None
+    reason = f"unreadable: {result}" if isinstance(result, OSError) else "digest differs"
+    return Fault(file=chunk.file.name, chunk=chunk.index, reason=reason)
+
+
+def read_listed(storage: Storage, manifest: Manifest, file: str) -> bytes:
+    """The bytes of a small file that the manifest lists, verified; raises ManifestError or OSError."""
+    entry = manifest.file(file)
+    if entry is None:
+        raise ManifestError(f"{file} is not listed in {MANIFEST}")
+    with storage.open(f"{manifest.name}/{file}") as stream:
+        data = stream.read()
+    pieces = (data[at : at + entry.chunk_size] for at in range(0, max(len(data), entry.size), entry.chunk_size))
+    if len(data) != entry.size or tuple(map(digest, pieces)) != entry.chunks:
+        raise ManifestError(f"{file} does not match its digest")
+    return data
+
+
+def named(storage: Storage, manifest: Manifest, faults: list[Fault]) -> list[Fault]:
+    """The faults with the tensors that they touch, as far as the index of the checkpoint can still be believed."""
+    if not faults or manifest.file(INDEX) is None:
+        return faults
+    try:
+        index = parse_index(read_listed(storage, manifest, INDEX))
+    except (ManifestError, OSError):
+        return faults
+    places = {entry.name: entry for entry in manifest.files}
+    return [replace(fault, tensors=_touched(index, places, fault)) for fault in faults]
+
+
+def _touched(index: Index, places: Mapping[str, FileEntry], fault: Fault) -> tuple[str, ...]:
+    entry = places.get(fault.file)
+    if entry is None:
+        return fault.tensors
+    start = 0 if fault.chunk is None else fault.chunk * entry.chunk_size
+    end = entry.size if fault.chunk is None else start + entry.chunk_size
+    hit = (p for p in index.pieces if p.file == fault.file and p.start < end and p.start + p.length > start)
+    return tuple(dict.fromkeys(piece.key for piece in hit))

@@ -1,0 +1,1 @@
+"""The writer process, which never imports torch: its orders, its IPC, and the memory it shares with a rank."""

@@ -1,0 +1,207 @@
+"""The arena: one memory of a rank (a memfd) with its copies of the state, and a record of what each copy holds.
+
+Layout of the memory: a page that says its shape, then one *record* area and one buffer after the other, all beginning
+at a page. Rank and writer process map it both. A record is believed only when it is whole and of the arena's plan.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import xxhash
+
+from checkpointing.format.manifest import FileEntry
+from checkpointing.storage import shared_memory
+from checkpointing.storage.digests import CHUNK
+
+PAGE = 4096
+
+_SHAPE_MARK, _RECORD_MARK = b"orchare1", b"orchrec1"
+_SEAL = struct.Struct("<8sQ16s")  # mark, length of the payload, its xxh3-128
+_DIGEST_ROOM = 40  # a chunk's digest in JSON
+_FILE_ROOM = 512  # a file's name, sizes and one shorter last chunk
+_MOST_FILES = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What a buffer holds: the files of one rank at one step, with digests, and where in the buffer each begins."""
+
+    step: int
+    plan: str
+    name: str
+    extra: dict[str, Any] = field(default_factory=dict)
+    files: tuple[FileEntry, ...]
+    places: tuple[int, ...]
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self), separators=(",", ":")).encode()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shape:
+    """`stamp` differs for every shape that one arena is given."""
+
+    plan: str = ""
+    buffer_bytes: int = 0
+    buffers: int = 0
+    record_bytes: int = 0
+    stamp: str = ""
+
+    def record_at(self, index: int) -> int:
+        return PAGE + index * (self.record_bytes + self.buffer_bytes)
+
+    def buffer_at(self, index: int) -> int:
+        return self.record_at(index) + self.record_bytes
+
+    @property
+    def size(self) -> int:
+        return self.record_at(self.buffers)
+
+
+class Arena:
+    """One side's view of the memory behind `descriptor`, which the arena owns; views of it stay valid as long as kept.
+
+    WARNING: shape it only while no order for it is in flight: what is being read then would change.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._shape, self._memory = _Shape(), memoryview(b"")
+        self.reload()
+
+    @classmethod
+    def create(cls, name: str = "orch-arena") -> "Arena":
+        """A new memory without a shape; nothing of it shows in any folder, and it goes with its last descriptor."""
+        return cls(os.memfd_create(name, os.MFD_CLOEXEC))
+
+    @property
+    def plan(self) -> str:
+        """Hash of the plan that the buffers are laid out for; empty when they have no shape."""
+        return self._shape.plan
+
+    @property
+    def buffer_bytes(self) -> int:
+        return self._shape.buffer_bytes
+
+    @property
+    def buffers(self) -> int:
+        return self._shape.buffers
+
+    @property
+    def stamp(self) -> str:
+        """Names this shape: the other side maps the memory again when it hears of another one."""
+        return self._shape.stamp
+
+    def shape(self, buffer_bytes: int, buffers: int, plan: str, extra_room: int = 0) -> None:
+        """Give it new buffers of zeros and no records; raises OSError when there is not so much memory.
+
+        A record has room for `extra_room` bytes of the caller's own facts. `buffer_bytes` is rounded up to pages.
+        """
+        assert plan, "an arena without a plan has no shape"
+        whole = _pages(buffer_bytes)
+        room = _SEAL.size + PAGE + extra_room + _MOST_FILES * _FILE_ROOM + -(-whole // CHUNK) * _DIGEST_ROOM
+        shape = _Shape(
+            plan=plan, buffer_bytes=whole, buffers=buffers, record_bytes=_pages(room), stamp=os.urandom(8).hex()
+        )
+        self._forget()
+        shared_memory.reserve(self.descriptor, shape.size)
+        self._map(shape)
+        shared_memory.populate(self._memory)
+        _seal(self._memory[:PAGE], _SHAPE_MARK, json.dumps(asdict(shape)).encode())
+
+    def _forget(self) -> None:
+        """Give all pages back; the file never shrinks, since reading past its end would kill the other side."""
+        size = os.fstat(self.descriptor).st_size
+        if size:
+            shared_memory.punch_hole(self.descriptor, size)
+        self._shape, self._memory = _Shape(), memoryview(b"")
+
+    def reload(self) -> None:
+        """Map the shape that the memory has by now."""
+        shape = self._shape_found()
+        if shape.stamp != self._shape.stamp:
+            self._map(shape)
+
+    def _shape_found(self) -> _Shape:
+        if os.fstat(self.descriptor).st_size < PAGE:
+            return _Shape()
+        payload = _sealed(memoryview(os.pread(self.descriptor, PAGE, 0)), _SHAPE_MARK)
+        return _Shape(**json.loads(payload)) if payload is not None else _Shape()
+
+    def _map(self, shape: _Shape) -> None:
+        self._memory = shared_memory.map_shared(self.descriptor, shape.size) if shape.buffers else memoryview(b"")
+        self._shape = shape
+
+    def populate(self) -> None:
+        """Let the kernel enter all pages into this process's table now, not one by one at the first use."""
+        shared_memory.populate(self._memory)
+
+    def use_huge_pages(self, stopped: Callable[[], bool]) -> None:
+        """Let the kernel keep the memory in huge pages, where it can; takes seconds per GiB, and both sides gain."""
+        memory = self._memory  # stays mapped meanwhile, whatever shape comes next
+        shared_memory.use_huge_pages(memory, stopped)
+
+    def buffer(self, index: int) -> memoryview:
+        """The bytes of one buffer, writable, beginning at a page."""
+        assert 0 <= index < self.buffers, f"buffer {index} of {self.buffers}"
+        start = self._shape.buffer_at(index)
+        return self._memory[start : start + self.buffer_bytes]
+
+    def _record_area(self, index: int) -> memoryview:
+        assert 0 <= index < self.buffers, f"record {index} of {self.buffers}"
+        start = self._shape.record_at(index)
+        return self._memory[start : start + self._shape.record_bytes]
+
+    def clear(self, index: int) -> None:
+        """From now on this buffer holds nothing that is vouched for: call it before writing into the buffer."""
+        self._record_area(index)[: _SEAL.size] = bytes(_SEAL.size)
+
+    def publish(self, index: int, record: Record) -> None:
+        """Vouch for a buffer's bytes; raises ValueError when the record's area is too small for it."""
+        assert record.plan == self.plan, "a record of another plan"
+        self.clear(index)
+        _seal(self._record_area(index), _RECORD_MARK, record.encode())
+
+    def record(self, index: int) -> Record | None:
+        """What this buffer holds; None when nobody vouches for it, or the record is torn."""
+        if index >= self.buffers:
+            return None
+        payload = _sealed(self._record_area(index), _RECORD_MARK)
+        if payload is None:
+            return None
+        fields = json.loads(payload)
+        files = tuple(FileEntry(**{**entry, "chunks": tuple(entry["chunks"])}) for entry in fields["files"])
+        record = Record(**{**fields, "files": files, "places": tuple(fields["places"])})
+        return record if record.plan == self.plan else None
+
+    def close(self) -> None:
+        """Give the descriptor up; the memory goes when no view of it is left on any side."""
+        self._shape, self._memory = _Shape(), memoryview(b"")
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+def _pages(size: int) -> int:
+    return -(-size // PAGE) * PAGE
+
+
+def _seal(area: memoryview, mark: bytes, payload: bytes) -> None:
+    """Payload first, seal last: whoever dies in between leaves something that nobody believes."""
+    if _SEAL.size + len(payload) > len(area):
+        raise ValueError(f"{len(payload)} bytes do not fit into {len(area) - _SEAL.size}")
+    area[_SEAL.size : _SEAL.size + len(payload)] = payload
+    area[: _SEAL.size] = _SEAL.pack(mark, len(payload), xxhash.xxh3_128_digest(payload))
+
+
+def _sealed(area: memoryview, mark: bytes) -> bytes | None:
+    """The payload below a seal; None when there is none or it is torn."""
+    found, length, claimed = _SEAL.unpack(area[: _SEAL.size])
+    if found != mark or length > len(area) - _SEAL.size:
+        return None
+    payload = bytes(area[_SEAL.size : _SEAL.size + length])
+    return payload if xxhash.xxh3_128_digest(payload) == claimed else None

@@ -1,0 +1,225 @@
+"""A rank's end of its writer: orders become futures. The writer is a process, or threads of this one."""
+
+import contextlib
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+from checkpointing.format.manifest import FileEntry
+from checkpointing.storage.backends import Storage, storage_at
+from checkpointing.tiers.copy_files import Copied, CopyOrder, copy_files
+from checkpointing.writer.arena import Arena
+from checkpointing.writer.ipc_codec import MessageStream, decode_entry, decode_error, decode_write_result
+from checkpointing.writer.order_threads import OrderThreads
+from checkpointing.writer.write_orders import WriteOrder, WriteResult, put_file, write_files
+
+T = TypeVar("T")
+
+_PATIENCE = 10.0
+_LEAVE_SECONDS = 2.0
+
+
+class WriterLost(ConnectionError):
+    """The writer process is gone: what it had not reported is not durable, and nobody reads the buffers any more."""
+
+
+class WriterLink:
+    """A writer process over a stream socket; two descriptors in all: the socket's and the arena's.
+
+    Every future ends: with its result, with an OSError (errno kept), or with WriterLost when the process is gone. When
+    a `write` has ended in any of these ways, nothing reads its buffer any more.
+    """
+
+    def __init__(self, stream: socket.socket, arena: Arena, process: "subprocess.Popen[bytes] | None" = None) -> None:
+        self.arena = arena
+        self._messages, self._process = MessageStream(stream), process
+        self._numbers, self._lock = itertools.count(1), threading.Lock()
+        self._waiting: dict[int, tuple[Future[Any], Callable[[dict[str, Any]], Any]]] = {}
+        self._lost = False
+        self._reader = threading.Thread(target=self._read, name="writer-link", daemon=True)
+        self._reader.start()
+
+    @classmethod
+    def start(cls, arena: Arena | None = None, label: str = "") -> "WriterLink":
+        """Start a writer of one's own, over a new arena or the given one; it dies with this process.
+
+        Returns while the process is still starting: what cannot start at all shows as WriterLost.
+        """
+        arena = arena if arena is not None else Arena.create()
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-P", "-m", "checkpointing.writer.process", "one"]
+        command += [str(theirs.fileno()), str(arena.descriptor), str(os.getpid()), label]
+        with theirs:
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno(), arena.descriptor], stdin=subprocess.DEVNULL)
+        return cls(ours, arena, process)
+
+    @classmethod
+    def attach(cls, socket_fd: int, arena_fd: int, patience: float = _PATIENCE) -> "WriterLink":
+        """Take over a writer that somebody else owns; both descriptors become the link's.
+
+        Returns when whatever an earlier generation had ordered has ceased to touch the arena. A writer that has just
+        died is replaced by one of one's own, over the same memory. Raises WriterLost when it does not answer: then it
+        may touch that memory at any time.
+        """
+        link = cls(socket.socket(fileno=socket_fd), Arena(arena_fd))
+        try:
+            link.ping().result(patience)
+        except WriterLost:
+            return link.replacement()
+        except TimeoutError:
+            link.close()
+            raise WriterLost(f"the writer did not answer within {patience:.0f} s") from None
+        return link
+
+    def replacement(self) -> "WriterLink":
+        """A writer of one's own in the place of a lost one, over the same arena; this link is closed."""
+        self._disconnect()
+        return WriterLink.start(self.arena)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the writer still is there, as far as is known."""
+        return not self._lost
+
+    def write(self, order: WriteOrder) -> "Future[WriteResult]":
+        """Write files out of a buffer; the buffer must not change before the future has ended."""
+        return self._request({"do": "write", "order": asdict(order), "stamp": self.arena.stamp}, decode_write_result)
+
+    def put(self, place: str, folder: str, name: str, blob: bytes) -> "Future[FileEntry]":
+        """Write one small file durably, beside whatever else is going on."""
+        return self._request({"do": "put", "place": place, "folder": folder, "name": name}, decode_entry, blob)
+
+    def copy(self, order: CopyOrder) -> "Future[Copied]":
+        """Copy files of a checkpoint to another tier, beside whatever else is going on."""
+        return self._request({"do": "copy", "order": asdict(order)}, lambda fields: Copied(**fields))
+
+    def ping(self) -> "Future[None]":
+        """Ends when the writer listens, whatever its disks do."""
+        return self._request({"do": "ping"}, lambda _: None)
+
+    def warm(self) -> "Future[None]":
+        """Have the writer map the arena's newest shape with all its pages, ahead of the first order."""
+        return self._request({"do": "warm", "stamp": self.arena.stamp}, lambda _: None)
+
+    def cancel(self) -> None:
+        """Give up what is in flight, between two blocks: those futures end with OSError (ECANCELED)."""
+        self._request({"do": "cancel"}, lambda _: None)
+
+    def _request(self, header: dict[str, Any], decode: Callable[[dict[str, Any]], T], blob: bytes = b"") -> "Future[T]":
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()
+        with self._lock:
+            if self._lost:
+                future.set_exception(WriterLost("the checkpoint writer is gone"))
+                return future
+            number = next(self._numbers)
+            self._waiting[number] = (future, decode)
+        try:
+            self._messages.send({"id": number, **header}, blob)
+        except OSError:
+            # Whatever it has answered is still to be read; the reader sees the end, and ends the futures.
+            self._messages.disconnect()
+        return future
+
+    def _read(self) -> None:
+        try:
+            while (message := self._messages.receive()) is not None:
+                self._settle(message[0])
+        except (LookupError, TypeError, ValueError):
+            self._messages.disconnect()  # one that speaks nonsense is as good as gone
+        with self._lock:
+            self._lost, orphans = True, list(self._waiting.values())
+            self._waiting.clear()
+        for future, _ in orphans:
+            future.set_exception(WriterLost("the checkpoint writer is gone"))
+
+    def _settle(self, header: dict[str, Any]) -> None:
+        with self._lock:
+            future, decode = self._waiting[header["id"]]
+        error = decode_error(header["fault"]) if "fault" in header else None
+        result = None if error else decode(header["result"])
+        with self._lock:
+            del self._waiting[header["id"]]
+        if error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    def close(self) -> None:
+        """Abandon what is in flight and end the connection; a process of one's own ends with it."""
+        try:
+            self._disconnect()
+        finally:
+            self.arena.close()
+
+    def _disconnect(self) -> None:
+        self._messages.disconnect()
+        if threading.current_thread() is not self._reader:
+            self._reader.join()
+        self._messages.close()
+        if self._process is not None:
+            try:
+                self._process.wait(_LEAVE_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                # One that hangs in the kernel, on a dead disk, is not even killed: it has to be left behind.
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_LEAVE_SECONDS)
+
+
+class InProcessWriter:
+    """The same orders in threads of this process, onto one storage (or wherever each order says)."""
+
+    alive = True
+
+    def __init__(self, storage: Storage | None = None, arena: Arena | None = None) -> None:
+        self.arena = arena if arena is not None else Arena.create()
+        self._storage, self._orders = storage, OrderThreads()
+
+    def write(self, order: WriteOrder) -> "Future[WriteResult]":
+        """Write files out of a buffer; the buffer must not change before the future has ended."""
+        return self._orders.start(
+            lambda cancel_token: write_files(order, self.arena, cancel_token, self._storage),
+            reads_memory_for=order.place,
+        )
+
+    def put(self, place: str, folder: str, name: str, blob: bytes) -> "Future[FileEntry]":
+        """Write one small file durably, beside whatever else is going on."""
+        return self._orders.start(lambda _: put_file(self._at(place), folder, name, blob))
+
+    def copy(self, order: CopyOrder) -> "Future[Copied]":
+        """Copy files of a checkpoint to another tier, between the places that the order names."""
+        return self._orders.start(
+            lambda cancel_token: copy_files(order, stopped=cancel_token.cancelled, sleep=cancel_token.sleep)
+        )
+
+    def ping(self) -> "Future[None]":
+        """Ends at once."""
+        return self._orders.start(lambda _: None)
+
+    def warm(self) -> "Future[None]":
+        """Ends when all pages are in this process's table."""
+        return self._orders.start(lambda _: self.arena.populate())
+
+    def replacement(self) -> "InProcessWriter":
+        """Itself: threads are not lost."""
+        return self
+
+    def cancel(self) -> None:
+        """Give up what is in flight, between two blocks: those futures end with OSError (ECANCELED)."""
+        self._orders.cancel()
+
+    def close(self) -> None:
+        """Abandon what is in flight."""
+        self._orders.quiesce(_LEAVE_SECONDS)
+        self.arena.close()
+
+    def _at(self, place: str) -> Storage:
+        return self._storage if self._storage is not None else storage_at(place)

@@ -1,0 +1,150 @@
+"""The writer: a process without torch that writes a rank's checkpoints, and outlives the rank when the agent owns it.
+
+Started as `python -P -m checkpointing.writer.process one|many SOCKET ARENA PARENT LABEL`: `one` serves the rank
+at the other end of SOCKET and ends with it; `many` receives connections over SOCKET, one generation after the other,
+and ends with its owner. ARENA is the descriptor of the memory, PARENT the pid of whoever started this process.
+"""
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict
+from typing import Any
+
+from setproctitle import setproctitle
+
+from checkpointing.storage.backends import storage_at
+from checkpointing.tiers.copy_files import copy_files
+from checkpointing.writer import process_priority
+from checkpointing.writer.arena import Arena
+from checkpointing.writer.ipc_codec import MessageStream, decode_copy_order, decode_write_order, encode_error
+from checkpointing.writer.order_threads import OrderThreads
+from checkpointing.writer.write_orders import put_file, write_files
+
+_PATIENCE = 5.0
+
+
+class Session:
+    """One rank's connection: reads orders and answers each when it is done."""
+
+    def __init__(self, stream: socket.socket, arena: Arena) -> None:
+        self._messages, self._arena, self._orders = MessageStream(stream), arena, OrderThreads()
+        self._thread = threading.Thread(target=self.serve, name="session", daemon=True)
+
+    def start(self) -> None:
+        """Serve in the background."""
+        self._thread.start()
+
+    def serve(self) -> None:
+        """Serve until the rank is gone; what it had ordered is abandoned, except for what makes its memory useful."""
+        try:
+            while (message := self._messages.receive()) is not None:
+                header, blob = message
+                try:
+                    self._execute(header, blob)
+                except (OSError, LookupError, RuntimeError, TypeError) as error:
+                    self._answer(header["id"], {"fault": encode_error(error)})
+        finally:
+            # One that speaks nonsense is to learn that nobody listens any more.
+            self._messages.disconnect()
+            self._orders.cancel()
+
+    def end(self) -> None:
+        """Make way for the next connection: when this returns, nothing of this one touches the arena."""
+        self._messages.disconnect()
+        self._thread.join()
+        self._orders.quiesce(_PATIENCE)
+        self._messages.close()
+
+    def _execute(self, header: dict[str, Any], blob: bytes) -> None:
+        number = header["id"]
+        match header["do"]:
+            case "write":
+                self._reload_arena(header["stamp"])
+                order = decode_write_order(header["order"])
+                write = self._orders.start(
+                    lambda cancel_token: write_files(order, self._arena, cancel_token), reads_memory_for=order.place
+                )
+                self._answer_when_done(number, write, asdict)
+            case "put":
+                place, folder, name = header["place"], header["folder"], header["name"]
+                put = self._orders.start(
+                    lambda _: put_file(storage_at(place), folder, name, blob, lambda: self._orders.until_unread(place))
+                )
+                self._answer_when_done(number, put, asdict)
+            case "copy":
+                flush = decode_copy_order(header["order"])
+                copied = self._orders.start(
+                    lambda cancel_token: copy_files(flush, stopped=cancel_token.cancelled, sleep=cancel_token.sleep)
+                )
+                self._answer_when_done(number, copied, asdict)
+            case "warm":
+                self._reload_arena(header["stamp"])
+                self._answer_when_done(number, self._orders.start(lambda _: self._arena.populate()), lambda _: {})
+                self._orders.start(lambda cancel_token: self._arena.use_huge_pages(cancel_token.cancelled))
+            case "cancel":
+                self._orders.cancel()
+                self._answer(number, {"result": {}})
+            case "ping":
+                self._answer(number, {"result": {}})
+
+    def _reload_arena(self, stamp: str) -> None:
+        """Map the shape that the rank has given to the arena in the meantime."""
+        if self._arena.stamp != stamp:
+            self._arena.reload()
+
+    def _answer_when_done(self, number: int, future: "Future[Any]", encode: Callable[[Any], dict[str, Any]]) -> None:
+        def tell(done: "Future[Any]") -> None:
+            error = done.exception()
+            self._answer(number, {"fault": encode_error(error)} if error else {"result": encode(done.result())})
+
+        future.add_done_callback(tell)
+
+    def _answer(self, number: int, answer: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # the rank is gone, and does not want to know any more
+            self._messages.send({"id": number, **answer})
+
+
+def _serve_many(control: socket.socket, arena: Arena) -> None:
+    """One connection after the other, each handed over by the owner; a new one ends the one before."""
+    session: Session | None = None
+    while True:
+        try:
+            _, descriptors, _, _ = socket.recv_fds(control, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        except ConnectionError:  # the owner has left without hearing all that it was told
+            return
+        if not descriptors:
+            return
+        if session is not None:
+            session.end()
+        session = Session(socket.socket(fileno=descriptors[0]), arena)
+        session.start()
+        with contextlib.suppress(ConnectionError):
+            control.send(b"t")  # taken: an owner who misses this replaces a writer that is stopped or stuck
+
+
+def main(arguments: list[str]) -> None:
+    """Become the writer of whoever started this process."""
+    kind, entrance, memory, parent, label = arguments
+    process_priority.ignore_slurm_signals()
+    process_priority.lower_priority()
+    process_priority.exit_with_parent(int(parent), by_signal=kind == "many")
+    setproctitle(f"orch-writer-{label}".rstrip("-"))
+    link = socket.socket(fileno=int(entrance))
+    for descriptor in (link.fileno(), int(memory)):
+        os.set_inheritable(descriptor, False)
+    arena = Arena(int(memory))
+    if kind == "many":
+        _serve_many(link, arena)
+    else:
+        Session(link, arena).serve()
+    # Not by way of the interpreter's end: a thread that hangs in the kernel must not keep the others here.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,218 @@
+"""Every layout saved, and every one restored from all of them: `layout_program.py save|load|memory FOLDER`; JSON lines.
+
+One process imports torch and forks the ranks of one layout after the other, which is ten times faster than starting
+them all.
+"""
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+warnings.simplefilter("error")
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+
+import torch  # noqa: E402  warnings become errors before torch is imported
+import torch.distributed as dist  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor  # noqa: E402
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: E402
+
+from checkpointing.engine.checkpointer import Checkpointer  # noqa: E402
+from checkpointing.engine.ranks.group import RankGroup  # noqa: E402
+from checkpointing.engine.restore.source import local_box  # noqa: E402
+from checkpointing.engine.state.fingerprints import combine, fingerprint, of_state  # noqa: E402
+from checkpointing.writer.link import InProcessWriter  # noqa: E402
+
+NONCE = "ab12cd34"
+LAYOUTS = {"1": 1, "dp2": 2, "dp4": 4, "tp2": 2, "dp2xtp2": 4, "hsdp": 4}
+
+
+class Net(nn.Module):
+    """Even and uneven shapes, one weight larger than a chunk, a norm that every tensor-parallel rank has whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.odd = nn.Linear(12, 20), nn.Linear(20, 12), nn.Linear(7, 5)
+        self.norm, self.large = nn.LayerNorm(7), nn.Linear(1024, 2304, bias=False)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values  # never trained
+
+
+def model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def loose(seed: int) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        "loose/uneven": torch.randn(9, 5, generator=draw),
+        "loose/half": torch.randn(3, 10, 4, generator=draw).to(torch.bfloat16),
+        "loose/tiny": torch.randn(1, 3, generator=draw),
+        "loose/flags": torch.randint(0, 2, (13,), generator=draw).to(torch.bool),
+        "loose/none": torch.empty(0, 4),
+        "step": torch.tensor(float(seed)),
+    }
+
+
+LOOSE = {"loose/uneven": 0, "loose/half": 1, "loose/tiny": 0, "loose/flags": 0}
+
+
+def whole(seed: int) -> dict[str, Tensor]:
+    return {**{key: value.detach() for key, value in model(seed).named_parameters()}, **loose(seed)}
+
+
+def placed(layout: str, seed: int) -> dict[str, Tensor]:
+    """The state of `seed` in a layout, as a trainer would have it."""
+    net, rest = model(seed), loose(seed)
+    size = LAYOUTS[layout]
+    if size > 1:
+        if layout in ("dp2xtp2", "hsdp"):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        else:
+            mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("inner",))
+        tp = mesh["inner"] if "tp" in layout else None
+        if tp is not None:
+            parallelize_module(
+                net, tp, {"up": ColwiseParallel(), "down": RowwiseParallel(), "large": RowwiseParallel()}
+            )
+        if layout != "tp2":
+            fully_shard(net, mesh=mesh["outer"] if layout == "dp2xtp2" else mesh)
+        rest = {key: _spread(key, tensor, layout, mesh) for key, tensor in rest.items()}
+    return {**dict(net.named_parameters()), **rest}
+
+
+def _spread(key: str, tensor: Tensor, layout: str, mesh: DeviceMesh) -> Tensor:
+    if key not in LOOSE:
+        return tensor
+    dimension = LOOSE[key]
+    if layout == "hsdp":
+        return distribute_tensor(tensor, mesh, [Replicate(), Shard(dimension)])
+    if layout == "dp2xtp2":
+        return distribute_tensor(tensor, mesh, [Shard(dimension), Shard((dimension + 1) % tensor.dim())])
+    return distribute_tensor(tensor, mesh, [Shard((dimension + (layout == "tp2")) % tensor.dim())])
+
+
+def checkpointer(folder: Path, told: list[Any]) -> Checkpointer:
+    return Checkpointer(
+        folder, token_attempt=1, nonce=NONCE, inherit=(), process_group=None, fence=lambda: True, keep=3, world={},
+        on_event=lambda kind, data: told.append((kind, data)), link=InProcessWriter(),
+    )  # fmt: skip
+
+
+def save(layout: str, folder: Path) -> dict[str, Any]:
+    made = checkpointer(folder / f"saved-{layout}", told := [])
+    made.save(7, placed(layout, 7), {"layout": layout})
+    made.close()
+    return {"committed": made.committed_step, "told": told}
+
+
+def load(layout: str, folder: Path) -> dict[str, Any]:
+    """Restore this layout from all of them; what was found, read and needed."""
+    expected = whole(7)
+    words = {key: fingerprint(tensor) for key, tensor in expected.items()}
+    tensors, found = placed(layout, 0), {}
+    for source in LAYOUTS:
+        with torch.no_grad():
+            for tensor in tensors.values():
+                tensor.zero_()
+        made = checkpointer(folder / f"saved-{source}", [])
+        restored = made.restore(tensors)
+        made.close()
+        assert restored is not None
+        found[source] = {
+            "step": restored.step,
+            "layout": restored.extra["layout"],
+            "differing": _differing(tensors, expected),
+            "fingerprints": [key for key, word in _words(tensors).items() if word != words[key]],
+            "read": restored.bytes_read,
+            "needed": restored.bytes_needed,
+        }
+    return {"found": found}
+
+
+def memory(layout: str, folder: Path) -> dict[str, Any]:
+    """Restore this layout from its own files and from memory, as ranks do that have made their plan before."""
+    expected, tensors, found = whole(7), placed(layout, 0), []
+    made = checkpointer(folder / f"saved-{layout}", told := [])
+    made.prepare(tensors)
+    for step in (7, 8):
+        restored = made.restore(tensors)
+        assert restored is not None
+        found.append((restored.step, restored.tier == "memory", _differing(tensors, expected)))
+        made.save(step + 1, tensors, {"layout": layout})
+        made.wait()
+        with torch.no_grad():
+            for tensor in tensors.values():
+                tensor.zero_()
+    made.close()
+    return {"found": found, "refused": [data for kind, data in told if kind == "checkpoint.refused"]}
+
+
+def _differing(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    full = {key: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for key, tensor in tensors.items()}
+    return [key for key in expected if not torch.equal(full[key].detach(), expected[key])]
+
+
+def _words(tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Fingerprints put together from the ranks' parts; ranks that hold the same part of a tensor count as one."""
+    mine = {key: (local_box(tensors[key]).offsets, part) for key, part in of_state(tensors).items()}
+    parts: dict[str, dict[Any, Any]] = {key: {} for key in tensors}
+    for told in _gathered(mine):
+        for key, (offsets, part) in told.items():
+            if part != (0, 0):
+                parts[key][offsets] = part
+    return {key: combine(found.values()) for key, found in parts.items()}
+
+
+def _gathered(mine: dict[str, Any]) -> list[dict[str, Any]]:
+    ranks = RankGroup(None)
+    found = ranks.all_gather(mine)
+    ranks.close()
+    return found
+
+
+MODES: dict[str, Callable[[str, Path], dict[str, Any]]] = {"save": save, "load": load, "memory": memory}
+
+
+def rank_main(mode: str, layout: str, rank: int, folder: Path) -> None:
+    size = LAYOUTS[layout]
+    if size > 1:
+        meeting = f"file://{folder}/meeting-{mode}-{layout}"
+        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    result = MODES[mode](layout, folder)
+    (folder / f"{mode}-{layout}-{rank}.json").write_text(json.dumps(result))
+
+
+def main() -> None:
+    mode, folder = sys.argv[1], Path(sys.argv[2])
+    torch.set_num_threads(1)
+    for layout, size in LAYOUTS.items():
+        children = []
+        for rank in range(size):
+            child = os.fork()
+            if child == 0:
+                code = 1
+                try:
+                    rank_main(mode, layout, rank, folder)
+                    code = 0
+                finally:
+                    sys.excepthook(*sys.exc_info()) if code else None  # type: ignore[arg-type]
+                    sys.stderr.flush()
+                    os._exit(code)
+            children.append(child)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        if any(codes):
+            sys.exit(f"{mode} {layout}: ranks ended with {codes}")
+
+
+if __name__ == "__main__":
+    main()

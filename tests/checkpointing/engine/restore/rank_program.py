@@ -1,0 +1,364 @@
+"""One real rank of a scenario: `rank_program.py SCENARIO RANK SIZE FOLDER`; prints one JSON line at its end."""
+
+import errno
+import json
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+warnings.simplefilter("error")
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+
+import torch  # noqa: E402  warnings become errors before torch is imported
+import torch.distributed as dist  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor  # noqa: E402
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: E402
+
+from checkpointing.config import CheckpointConfig, StagingConfig  # noqa: E402
+from checkpointing.engine.checkpointer import Checkpointer  # noqa: E402
+from checkpointing.storage.backends import LocalStorage, Storage  # noqa: E402
+from checkpointing.tiers.catalog import Catalog  # noqa: E402
+from checkpointing.tiers.tier import ResolvedTier  # noqa: E402
+from tests.checkpointing.fake_storages import Faulty  # noqa: E402
+
+NONCE = "ab12cd34"
+Placed = dict[str, Tensor]
+Told = list[tuple[str, dict[str, Any]]]
+
+
+def whole(seed: int) -> Placed:
+    """The state as one piece: even and uneven shapes, a scalar, a replicated tensor, one too short for all ranks."""
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        "rows": torch.randn(8, 6, generator=draw),
+        "uneven": torch.randn(7, 5, generator=draw),
+        "columns": torch.randn(6, 9, generator=draw),
+        "tiny": torch.randn(1, 3, generator=draw),
+        "replicated": torch.randn(11, generator=draw),
+        "step": torch.tensor(float(seed)),
+    }
+
+
+PLACES = {"rows": Shard(0), "uneven": Shard(0), "columns": Shard(1), "tiny": Shard(0), "replicated": Replicate()}
+
+
+def placed(state: Placed) -> Placed:
+    """`state` over all ranks, and this rank's own random state beside it."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    tensors = {
+        key: distribute_tensor(tensor, mesh, [PLACES[key]]) if key in PLACES else tensor.clone()
+        for key, tensor in state.items()
+    }
+    rank = dist.get_rank()
+    return {**tensors, f"rng/rank-{rank:05d}": torch.full((4,), rank + 1.0)}
+
+
+def empty() -> Placed:
+    tensors = placed({key: torch.zeros_like(tensor) for key, tensor in whole(0).items()})
+    return {key: tensor.zero_() if key.startswith("rng/") else tensor for key, tensor in tensors.items()}
+
+
+def equal(tensors: Placed, state: Placed) -> bool:
+    full = {key: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for key, tensor in tensors.items()}
+    return all(torch.equal(full[key], state[key]) for key in state)
+
+
+def checkpointer(folder: Path, told: Told, **options: Any) -> Checkpointer:
+    fixed = {
+        "token_attempt": 1,
+        "nonce": NONCE,
+        "inherit": (),
+        "process_group": None,
+        "keep": 3,
+        "world": {},
+        "pauses": (),
+    }
+    fixed["fence"] = lambda: True
+    return Checkpointer(folder, on_event=lambda kind, data: told.append((kind, data)), **{**fixed, **options})
+
+
+# ---- scenarios: each returns what the test asserts on
+
+
+def save(folder: Path, told: Told) -> dict[str, Any]:
+    """Two saves with changing state and a busy main thread in between."""
+    made = checkpointer(folder, told)
+    for seed in (1, 2):
+        tensors = placed(whole(seed))
+        assert made.save(seed, tensors, {"seed": seed})
+        for tensor in tensors.values():
+            tensor.mul_(0)
+        for _ in range(50):  # the training group works on while the saver's group does
+            dist.all_reduce(torch.ones(10))
+    made.wait()
+    made.close()
+    return {"committed": made.committed_step}
+
+
+def load(folder: Path, told: Told) -> dict[str, Any]:
+    made, tensors = checkpointer(folder, told), empty()
+    restored = made.restore(tensors)
+    made.close()
+    assert restored is not None
+    rng = tensors[f"rng/rank-{dist.get_rank():05d}"].tolist()
+    return {
+        "step": restored.step,
+        "exact": equal(tensors, whole(restored.extra["seed"])),
+        "rng": rng,
+        "absent": restored.absent,
+    }
+
+
+def disk_full_on_one_rank(folder: Path, told: Told) -> dict[str, Any]:
+    storage = Faulty(folder)
+    made = checkpointer(folder, told, storage=storage)
+    steps = []
+    for seed in (1, 2, 3):
+        broken = dist.get_rank() == 1 and seed == 2
+        storage.broken = lambda act, _, broken=broken: errno.ENOSPC if broken and act.startswith("write") else 0
+        made.save(seed, placed(whole(seed)), {"seed": seed})
+        made.wait()
+        steps.append(made.committed_step)
+    made.close()
+    return {"committed": steps}
+
+
+class OneSidedRot(LocalStorage):
+    """A node whose view of one checkpoint is damaged, while the other nodes read good bytes."""
+
+    def open(self, path: str) -> Any:
+        if dist.get_rank() == 1 and path.startswith("step-00000002") and path.endswith(".distcp"):
+            raise OSError(errno.EIO, "Input/output error")
+        return super().open(path)
+
+
+def one_rank_cannot_read(folder: Path, told: Told) -> dict[str, Any]:
+    storage: Storage = OneSidedRot(folder)
+    made, tensors = checkpointer(folder, told, storage=storage), empty()
+    restored = made.restore(tensors)
+    made.close()
+    assert restored is not None
+    return {"step": restored.step, "exact": equal(tensors, whole(restored.step))}
+
+
+def a_peer_dies_in_mid_save(folder: Path, told: Told) -> dict[str, Any]:
+    made = checkpointer(folder, told)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os._exit(9)
+    made.save(1, placed_alone(), {"seed": 1})
+    made.wait()
+    return {"committed": made.committed_step}
+
+
+def a_peer_dies_while_it_writes(folder: Path, told: Told) -> dict[str, Any]:
+    storage = Faulty(folder)
+    if dist.get_rank() == 1:
+        storage.broken = lambda act, _: os._exit(9) if act.startswith("write") else 0
+    made = checkpointer(folder, told, storage=storage)
+    begun = made.save(1, placed(whole(1)), {"seed": 1})
+    made.wait()
+    return {"begun": begun, "committed": made.committed_step}
+
+
+def raised(act: Callable[[], Any]) -> str:
+    try:
+        act()
+    except (OSError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+class Hung(LocalStorage):
+    """Rank 1's view of a disk that does not answer until it is told to."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.answers = threading.Event()
+
+    def create(self, path: str) -> Any:
+        if dist.get_rank() == 1:
+            self.answers.wait(60)
+        return super().create(path)
+
+
+def agreement(folder: Path, told: Told) -> dict[str, Any]:
+    """What only one rank sees is everybody's: a bad state, another structure, a NaN, a hung disk."""
+    storage = Hung(folder)
+    storage.answers.set()
+    made, second = checkpointer(folder, told, storage=storage), dist.get_rank() == 1
+    found: dict[str, Any] = {}
+    found["unsavable"] = raised(lambda: made.prepare({"x": 5 if second else torch.ones(2)}))
+    state = {"model/w": torch.ones(5), f"rng/{dist.get_rank()}": torch.ones(2)}
+    made.prepare(state)
+    found["steps"] = raised(lambda: made.save(7 + second, state, {}))
+    saved = []
+    for step in (1, 2):
+        state["model/w"] += 1
+        if step == 2 and second:
+            state["rng/more"] = torch.ones(3)
+        saved.append(made.save(step, state, {}))
+        made.wait()
+    made.save(3, {**state, f"model/{dist.get_rank()}": torch.tensor([torch.nan if second else 1.0])}, {})
+    made.wait()
+    found["refused"] = made.failure
+    storage.answers.clear()
+    good = {"model/w": torch.ones(5), f"rng/{dist.get_rank()}": torch.ones(2)}  # so that rank 1 writes a file
+    made.prepare(good)
+    hung = []
+    for step in (4, 5, 6):
+        good["model/w"] += 1
+        hung.append(made.save(step, good, {}))
+    storage.answers.set()
+    made.wait()
+    made.close()
+    return {**found, "saved": saved, "hung": hung, "committed": made.committed_step}
+
+
+def disks_of_their_own(folder: Path, told: Told) -> dict[str, Any]:
+    """Every rank is a node with a disk that the other cannot see."""
+    mine = folder / f"node{dist.get_rank()}"
+
+    def one() -> Checkpointer:
+        storage = LocalStorage(mine)
+        place = ResolvedTier(str(mine), storage, Catalog(mine, storage), keep=2, shared=False)
+        return checkpointer(folder, told, tiers=(place,))
+
+    made = one()
+    for seed in (1, 2, 3):
+        made.save(seed, placed(whole(seed)), {"seed": seed})
+        made.wait()
+    made.close()
+    reader, tensors = one(), empty()
+    restored = reader.restore(tensors)
+    reader.close()
+    assert restored is not None
+    return {
+        "step": restored.step,
+        "exact": equal(tensors, whole(3)),
+        "folders": sorted(path.name for path in mine.iterdir()),
+        "manifest": (mine / restored.name / "manifest.json").read_text(),
+        "committed": made.committed_step,
+    }
+
+
+def buckets_on_one_rank(folder: Path, told: Told) -> dict[str, Any]:
+    """Rank 1 has more than the memory that it may take for copies; rank 0's disk fails once."""
+    rank, left = dist.get_rank(), [1 - dist.get_rank()]
+
+    def broken(act: str, _: int) -> int:
+        if left[0] and act.startswith("create") and act.endswith(".distcp"):
+            left[0] -= 1
+            return errno.EIO
+        return 0
+
+    def state(value: float) -> Placed:
+        return {f"model/{rank}/{n}": torch.full((256, 1024), value + n) for n in range(5 if rank else 1)}
+
+    config = CheckpointConfig(staging=StagingConfig(host_memory=2.5 / 1024))
+    made = checkpointer(folder, told, storage=Faulty(folder, broken), config=config, pauses=(0.0, 0.0))
+    made.prepare(state(0.0))
+    assert made.restore(state(0.0)) is None
+    failures = []
+    for step in (1, 2):
+        assert made.save(step, state(100.0 * step), {})
+        made.wait()
+        failures.append(made.failure)
+    made.close()
+    again, target = checkpointer(folder, told, config=config), state(0.0)
+    again.prepare(target)
+    restored = again.restore(target)
+    again.close()
+    exact = equal(target, state(200.0))
+    return {"failures": failures, "committed": made.committed_step, "step": restored and restored.step, "exact": exact}
+
+
+class Odd(Exception):
+    """Of a kind that nobody has heard of."""
+
+
+def a_lane_dies(folder: Path, told: Told) -> dict[str, Any]:
+    """Something unheard of ends rank 1's saves; training goes on, and the end of the run is reached."""
+
+    class Unheard(LocalStorage):
+        def create(self, path: str) -> Any:
+            if dist.get_rank() == 1:
+                raise Odd("what is this?")
+            return super().create(path)
+
+    made = checkpointer(folder, told, storage=Unheard(folder))
+    begun = []
+    for step in (1, 2):
+        begun.append(made.save(step, placed(whole(step)), {}))
+        made.wait()
+    dist.barrier()
+    made.close()
+    return {"begun": begun, "committed": made.committed_step, "failure": made.failure}
+
+
+def placed_alone() -> Placed:
+    return {"x": torch.ones(3)}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 12))
+
+
+def fsdp_and_tensor_parallel(folder: Path, told: Told) -> dict[str, Any]:
+    """FSDP2 over tensor parallelism, both cutting the same dimension, as the trainer does it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    net = model()
+    parallelize_module(net, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(net, mesh=mesh["dp"])
+    made = checkpointer(folder, told)
+    made.save(1, dict(net.named_parameters()), {})
+    made.wait()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.zero_()
+    restored = made.restore(dict(net.named_parameters()))
+    made.close()
+    reference = dict(model().named_parameters())
+    return {
+        "step": restored and restored.step,
+        "exact": equal({key: value.detach() for key, value in net.named_parameters()}, reference),
+    }
+
+
+SCENARIOS: dict[str, Callable[[Path, Told], dict[str, Any]]] = {
+    scenario.__name__: scenario
+    for scenario in (
+        save, load, disk_full_on_one_rank, one_rank_cannot_read, a_peer_dies_in_mid_save,
+        a_peer_dies_while_it_writes, agreement,
+        disks_of_their_own, a_lane_dies, buckets_on_one_rank, fsdp_and_tensor_parallel,
+    )
+}  # fmt: skip
+
+
+def main() -> None:
+    name, rank, size, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    torch.set_num_threads(1)
+    meeting = folder.parent / f"meeting-{name}-{size}"
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
+    told: Told = []
+    result = SCENARIOS[name](folder, told)
+    sys.stdout.write(json.dumps({**result, "told": told, "threads": threading.active_count()}) + "\n")
+    sys.stdout.flush()
+    # As real ranks end: gloo's threads may still be letting go of tensors, and an interpreter that is being taken down
+    # ends them with "terminate called without an active exception".
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""Two real ranks of a scenario of reading: `reading_program.py FOLDER SCENARIO ...`, one JSON file for each rank.
+
+One process imports torch and forks the ranks of all scenarios.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+warnings.simplefilter("error")
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+
+import torch  # noqa: E402  warnings become errors before torch is imported
+import torch.distributed as dist  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor  # noqa: E402
+
+from checkpointing.engine.checkpointer import Checkpointer  # noqa: E402
+from checkpointing.engine.ranks.group import RankGroup  # noqa: E402
+from checkpointing.engine.restore import exchange as exchange_module  # noqa: E402
+from checkpointing.engine.restore.exchange import Send, exchange  # noqa: E402
+from checkpointing.engine.restore.read_buffers import ReadBuffers  # noqa: E402
+from checkpointing.engine.restore.restorer import Restorer  # noqa: E402
+from checkpointing.engine.restore.source import OptionalKeys, in_one_row  # noqa: E402
+from checkpointing.engine.save.saver import Owner  # noqa: E402
+from checkpointing.errors import NothingVerifies  # noqa: E402
+from checkpointing.format.read_plan import Strip  # noqa: E402
+from checkpointing.storage.backends import LocalStorage  # noqa: E402
+from checkpointing.tiers.catalog import Catalog  # noqa: E402
+from checkpointing.tiers.tier import ResolvedTier  # noqa: E402
+from checkpointing.writer.arena import Arena  # noqa: E402
+from checkpointing.writer.link import InProcessWriter  # noqa: E402
+
+NONCE = "ab12cd34"
+SIZE = 2
+PLACES = {"rows": Shard(0), "columns": Shard(1), "both": Replicate()}
+
+
+def whole(seed: int) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        "rows": torch.randn(7, 6, generator=draw),
+        "columns": torch.randn(5, 9, generator=draw),
+        "both": torch.randn(300, generator=draw),
+        "step": torch.tensor(float(seed)),
+    }
+
+
+def placed(seed: int) -> dict[str, Tensor]:
+    mesh = init_device_mesh("cpu", (SIZE,))
+    return {
+        key: distribute_tensor(tensor, mesh, [PLACES[key]]) if key in PLACES else tensor
+        for key, tensor in whole(seed).items()
+    }
+
+
+def right(tensors: dict[str, Tensor], seed: int) -> bool:
+    full = {key: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for key, tensor in tensors.items()}
+    return all(torch.equal(full[key], value) for key, value in whole(seed).items())
+
+
+def untouched(tensors: dict[str, Tensor]) -> bool:
+    return all(not (value.to_local() if isinstance(value, DTensor) else value).any() for value in tensors.values())
+
+
+def zeroed() -> dict[str, Tensor]:
+    tensors = placed(1)
+    with torch.no_grad():
+        for tensor in tensors.values():
+            tensor.zero_()
+    return tensors
+
+
+def checkpointer(root: Path, told: list[Any], link: Any = None) -> Checkpointer:
+    return Checkpointer(
+        root, token_attempt=1, nonce=NONCE, inherit=(), process_group=None, fence=lambda: True, keep=3, world={},
+        on_event=lambda kind, data: told.append((kind, data)), link=link or InProcessWriter(),
+    )  # fmt: skip
+
+
+# ---- scenarios
+
+
+def rounds(folder: Path) -> dict[str, Any]:
+    """Bytes of uneven strips both ways, in rounds of very few bytes."""
+    exchange_module.ROUND, exchange_module._SMALLEST = 2 * 13, 13
+    rank, ranks = dist.get_rank(), RankGroup(None)
+    memory = bytearray((7 * at + rank) % 256 for at in range(8192))
+    shards = in_one_row([("a", 4096, 4096, None), ("b", 4096, 4096, None)])
+    buffers = ReadBuffers.of(memoryview(memory), [(shards[0], 0), (shards[1], 4096)])
+    rows = [Strip(10, 9, 50, 7), Strip(600, 1, 100, 100)]
+    sends = [Send(rows, 0, 3, 70), Send(rows, 1, 60, 140 + 20 * rank)]
+    coming = [torch.zeros(67, dtype=torch.uint8), torch.zeros(100 - 20 * rank, dtype=torch.uint8)]
+    peer = 1 - rank
+    exchange(
+        ranks,
+        buffers,
+        [sends if to == peer else [] for to in range(2)],
+        [coming if at == peer else [] for at in range(2)],
+    )
+    packed = [10 + 50 * row + byte for row in range(9) for byte in range(7)] + list(range(600, 700))
+    expected = [
+        [(7 * at + peer) % 256 for at in packed[3:70]],
+        [(7 * (at + 4096) + peer) % 256 for at in packed[60 : 140 + 20 * peer]],
+    ]
+    return {"exact": [goal.tolist() for goal in coming] == expected}
+
+
+def memory(folder: Path) -> dict[str, Any]:
+    """Both ranks are new, their arenas are not; replicated tensors lie in one of them only. Then one goes bad."""
+    told: list[Any] = []
+    link = InProcessWriter(arena=Arena.create())
+    first = checkpointer(folder, [], link)
+    for seed in (4, 5):
+        first.save(seed, placed(seed), {"seed": seed})
+        first.wait()
+    results: dict[str, Any] = {"held": link.arena.record(0) is not None and link.arena.record(1) is not None}
+    second = checkpointer(folder, told, InProcessWriter(arena=link.arena))
+    target = zeroed()
+    second.prepare(target)
+    found = second.restore(target)
+    results["first"] = [found and found.step, found and found.tier, right(target, 5)]
+    if dist.get_rank() == 1:
+        newest = next(at for at in (0, 1) if link.arena.record(at).step == 5)  # type: ignore[union-attr]
+        link.arena.buffer(newest)[800] ^= 1
+    target = zeroed()
+    found = second.restore(target)
+    results["second"] = [found and found.step, found and found.tier, right(target, found.step if found else 0)]
+    return {**results, "told": [data for kind, data in told if kind == "checkpoint.refused"]}
+
+
+def the_last_chunk(folder: Path) -> dict[str, Any]:
+    """One bit of the last page of the last rank's file: no tensor of any rank changes."""
+    made = checkpointer(folder, [])
+    made.save(1, placed(1), {})
+    made.close()
+    if dist.get_rank() == 1:
+        (shard,) = folder.glob("step-*/__1_0.distcp")
+        data = bytearray(shard.read_bytes())
+        data[-1] ^= 128
+        shard.write_bytes(data)
+    dist.barrier()
+    target, again = zeroed(), checkpointer(folder, [])
+    try:
+        again.restore(target)
+    except NothingVerifies as error:
+        return {"reason": str(error), "untouched": untouched(target)}
+    return {"reason": "", "untouched": False}
+
+
+def disks_of_nodes(folder: Path) -> dict[str, Any]:
+    """Each rank's files lie on its node's own disk, and the ranks come back on each other's node."""
+    shared, rank = folder / "shared", dist.get_rank()
+    made = checkpointer(shared, [])
+    made.save(1, placed(1), {"seed": 1})
+    made.close()
+    dist.barrier()
+    (saved,) = shared.glob("step-*")
+    mine = folder / f"node-{1 - rank}"
+    shutil.copytree(saved, mine / saved.name, ignore=shutil.ignore_patterns(f"__{rank}_*"))
+    dist.barrier()
+    storage = LocalStorage(mine)
+    place = ResolvedTier(str(mine), storage, Catalog(mine, storage), shared=False)
+    told: list[Any] = []
+    owner = Owner(1, NONCE, (), lambda: True)
+    restorer = Restorer([place], RankGroup(None), owner, lambda kind, data: told.append((kind, data)))
+    target = zeroed()
+    found = restorer.run(target, OptionalKeys())
+    results: dict[str, Any] = {"found": [found and found.step, right(target, 1)]}
+    for file in mine.glob("step-*/__0_0.distcp"):
+        file.unlink()
+    dist.barrier()
+    target = zeroed()
+    with contextlib.suppress(NothingVerifies):
+        restorer.run(target, OptionalKeys())
+        told.append(("loaded", {}))
+    return {**results, "untouched": untouched(target), "last": told[-1] if told else None}
+
+
+def replicated(folder: Path) -> dict[str, Any]:
+    """A tensor of several chunks, all of which one rank has written: both need all of it, or each needs its half."""
+    values = torch.arange(3 << 20, dtype=torch.int64).view(1 << 10, 3 << 10)
+    mesh = init_device_mesh("cpu", (SIZE,))
+    told: list[Any] = []
+    made = checkpointer(folder, told)
+    made.save(1, {"x": distribute_tensor(values, mesh, [Replicate()]), "y": torch.ones(3)}, {})
+    made.close()
+    results = {}
+    for name, placement in (("whole", Replicate()), ("rows", Shard(0)), ("columns", Shard(1))):
+        target = distribute_tensor(torch.zeros_like(values), mesh, [placement])
+        again = checkpointer(folder, [])
+        found = again.restore({"x": target, "y": torch.zeros(3)})
+        again.close()
+        assert found is not None, told
+        exact = torch.equal(target.full_tensor(), values)
+        results[name] = [exact, found.bytes_read / values.nbytes, found.bytes_needed / values.nbytes]
+    return results
+
+
+SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    scenario.__name__: scenario for scenario in (rounds, memory, the_last_chunk, disks_of_nodes, replicated)
+}
+
+
+@contextlib.contextmanager
+def one_rank(name: str, rank: int, folder: Path) -> Iterator[None]:
+    meeting = f"file://{folder}/meeting"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=SIZE, timeout=timedelta(seconds=40))
+    yield
+
+
+def main() -> None:
+    root = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    for name in sys.argv[2:]:
+        folder = root / name
+        (folder / "data").mkdir(parents=True)
+        children = []
+        for rank in range(SIZE):
+            child = os.fork()
+            if child:
+                children.append(child)
+                continue
+            code = 1
+            try:
+                with one_rank(name, rank, folder):
+                    result = SCENARIOS[name](folder / "data")
+                (folder / f"{rank}.json").write_text(json.dumps(result))
+                code = 0
+            finally:
+                if code:
+                    sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+                sys.stderr.flush()
+                os._exit(code)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        if any(codes):
+            sys.exit(f"{name}: ranks ended with {codes}")
+
+
+if __name__ == "__main__":
+    main()

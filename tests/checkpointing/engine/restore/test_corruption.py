@@ -1,0 +1,418 @@
+"""Damaged and malicious checkpoints: refused before anything in them is unpickled, and an older one is taken."""
+
+import io
+import pickle
+import random
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+
+from checkpointing.engine.restore.metadata_reader import AllowList, read_metadata
+from checkpointing.engine.restore.restorer import Candidate
+from checkpointing.errors import NothingVerifies, Refused, UnsafePickle
+from checkpointing.format.commit import Commit
+from checkpointing.format.index import FINGERPRINTS, INDEX
+from checkpointing.format.manifest import FileEntry, parse
+from checkpointing.storage.backends import LocalStorage
+from checkpointing.storage.digests import CHUNK, digest
+from checkpointing.verification.verify import verify
+from tests.checkpointing.engine.conftest import Bench, blank, same, state
+
+SEED = 20240607
+CANARY: list[str] = []
+
+
+class Canary:
+    """Sings when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CANARY.append, ("unpickled",)
+
+
+class _Watch:
+    """An audit hook cannot be taken away again: there is one, and it counts only while it is asked to."""
+
+    def __init__(self) -> None:
+        self.found: list[str] | None = None
+        sys.addaudithook(self)
+
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.found is not None and event == "pickle.find_class":
+            self.found.append(".".join(map(str, arguments)))
+
+
+@pytest.fixture(scope="session")
+def watch() -> _Watch:
+    return _Watch()
+
+
+@contextmanager
+def nothing_unpickled(watch: _Watch, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fails when any byte below `folder` reached an unpickler; other checkpoints may be read."""
+    reached: list[str] = []
+    true_load, true_init = torch.load, AllowList.__init__
+    names = {digest(file.read_bytes()): file.name for file in folder.iterdir() if file.is_file()}
+
+    def load(stream: Any, **options: Any) -> Any:
+        reached.append("torch.load")
+        return true_load(stream, **options)
+
+    def init(self: AllowList, data: bytes, name: str) -> None:
+        if name == folder.name:
+            reached.append(names.get(digest(data), "bytes from nowhere"))
+        true_init(self, data, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "load", load)
+        patch.setattr(AllowList, "__init__", init)
+        yield
+    assert reached == []
+
+
+# ---- one fault at a time; each makes it in the folder of the newest checkpoint
+
+Fault = Callable[[Path, random.Random], str]
+
+
+def some_file(folder: Path, draw: random.Random) -> Path:
+    return draw.choice(sorted(file for file in folder.iterdir()))
+
+
+def data_file(folder: Path, draw: random.Random) -> Path:
+    return draw.choice(sorted(folder.glob("*.distcp")) + [folder / ".metadata"])
+
+
+def bit_flip(folder: Path, draw: random.Random) -> str:
+    file = some_file(folder, draw)
+    data = bytearray(file.read_bytes())
+    at = draw.randrange(len(data))
+    data[at] ^= 1 << draw.randrange(8)
+    file.write_bytes(data)
+    return f"bit {at} of {file.name}"
+
+
+def truncation(folder: Path, draw: random.Random) -> str:
+    file = some_file(folder, draw)
+    size = draw.randrange(file.stat().st_size)
+    with file.open("r+b") as stream:
+        stream.truncate(size)
+    return f"{file.name} cut to {size}"
+
+
+def longer(folder: Path, draw: random.Random) -> str:
+    file = some_file(folder, draw)
+    with file.open("ab") as stream:
+        stream.write(draw.randbytes(draw.randrange(1, 100)))
+    return f"{file.name} grew"
+
+
+def zero_page(folder: Path, draw: random.Random) -> str:
+    file = folder / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    page = draw.randrange(len(data) // 4096) * 4096
+    data[page : page + 4096] = bytes(4096)
+    file.write_bytes(data)
+    return f"page at {page}"
+
+
+def missing(folder: Path, draw: random.Random) -> str:
+    file = draw.choice([*sorted(folder.glob("*.distcp")), folder / ".metadata", folder / "manifest.json"])
+    file.unlink()
+    return f"{file.name} missing"
+
+
+def stale_shard(folder: Path, draw: random.Random) -> str:
+    file = data_file(folder, draw)
+    shutil.copy(older(folder) / "__0_0.distcp", file)
+    return f"{file.name} is an older one"
+
+
+def swapped(folder: Path, draw: random.Random) -> str:
+    shard, other = folder / "__0_0.distcp", folder / ".metadata"
+    data = shard.read_bytes()
+    shard.write_bytes(other.read_bytes())
+    other.write_bytes(data)
+    return "swapped"
+
+
+def old_manifest(folder: Path, draw: random.Random) -> str:
+    shutil.copy(older(folder) / "manifest.json", folder / "manifest.json")
+    if draw.random() < 0.5:
+        shutil.copy(older(folder) / "COMMIT", folder / "COMMIT")
+    return "manifest of an older one"
+
+
+def new_data_under_old_name(folder: Path, draw: random.Random) -> str:
+    shutil.rmtree(folder)
+    shutil.copytree(older(folder), folder)
+    return "a copy of the older one"
+
+
+def torn_commit(folder: Path, draw: random.Random) -> str:
+    data = (folder / "COMMIT").read_bytes()
+    (folder / "COMMIT").write_bytes(draw.choice([b"", data[: len(data) // 2], bytes(len(data)), b"null"]))
+    return "COMMIT torn"
+
+
+def wrong_commit_digest(folder: Path, draw: random.Random) -> str:
+    commit = Commit(manifest=digest(draw.randbytes(8)), size=1, committed_at=1.0)
+    (folder / "COMMIT").write_bytes(commit.encode())
+    return "COMMIT of something else"
+
+
+def malicious_metadata(folder: Path, draw: random.Random) -> str:
+    (folder / ".metadata").write_bytes(pickle.dumps(Canary()))
+    return "malicious .metadata"
+
+
+def malicious_shard(folder: Path, draw: random.Random) -> str:
+    stream = io.BytesIO()
+    torch.save({"x": Canary()}, stream)
+    (folder / "__0_0.distcp").write_bytes(stream.getvalue())
+    return "malicious shard"
+
+
+FAULTS: list[Fault] = [
+    *([bit_flip] * 12), *([truncation] * 6), longer, longer, zero_page, zero_page, missing, missing, missing,
+    stale_shard, stale_shard, swapped, old_manifest, old_manifest, new_data_under_old_name, torn_commit, torn_commit,
+    wrong_commit_digest, malicious_metadata, malicious_shard,
+]  # fmt: skip
+
+
+def older(folder: Path) -> Path:
+    return folder.with_name(folder.name.replace("00000002", "00000001"))
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two committed checkpoints, of steps 1 and 2, whose shards have the same names and sizes."""
+    bench = Bench(tmp_path_factory.mktemp("healthy"))
+    bench.saved(1, 2).close()
+    return bench.root
+
+
+@pytest.mark.parametrize("number", range(len(FAULTS)))
+def test_a_fault_is_refused_unread_and_the_older_one_is_taken(
+    bench: Bench, healthy: Path, number: int, watch: _Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(healthy, bench.root, dirs_exist_ok=True)
+    folder = bench.folder(2)
+    what = FAULTS[number](folder, random.Random(SEED + number))
+    assert not verify(folder, 2).ok, what
+    made, target = bench.checkpointer(), blank()
+    with monkeypatch.context() as patch:
+        only = [Candidate(2, folder.name, 0)]
+        patch.setattr("checkpointing.engine.restore.restorer.Restorer._candidates", lambda self: (only, []))
+        watch.found = []
+        with nothing_unpickled(watch, folder, monkeypatch), pytest.raises(NothingVerifies) as raised:
+            made.restore(target)
+        found, watch.found = watch.found, None
+    assert found == [], f"{what}: something was unpickled"
+    assert not raised.value.touched
+    assert all(not tensor.any() for tensor in target.values()), what
+    restored = made.restore(target)
+    assert restored is not None
+    assert restored.step == 1
+    assert same(target, state(1))
+    assert CANARY == []
+    refusal = bench.told("checkpoint.refused")[-1]
+    assert (refusal["step"], refusal["name"]) == (2, folder.name)
+    assert refusal["reason"], what
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("seed", range(1000))
+def test_a_thousand_faults(bench: Bench, healthy: Path, seed: int) -> None:
+    shutil.copytree(healthy, bench.root, dirs_exist_ok=True)
+    draw = random.Random(seed)
+    what = draw.choice(FAULTS)(bench.folder(2), draw)
+    target = blank()
+    restored = bench.checkpointer().restore(target)
+    assert restored is not None
+    assert restored.step == 1, what
+    assert same(target, state(1)), what
+
+
+def test_healthy_ones_are_never_refused(bench: Bench) -> None:
+    for step in range(1, 21):
+        target = blank()
+        restored = bench.saved(step).restore(target)
+        assert restored is not None
+        assert restored.step == step
+        assert same(target, state(step))
+    assert bench.told("checkpoint.refused") == []
+
+
+def test_when_all_are_damaged_nothing_is_started_over(bench: Bench) -> None:
+    bench.saved(1, 2)
+    for step in (1, 2):
+        (bench.folder(step) / "__0_0.distcp").write_bytes(b"")
+    with pytest.raises(NothingVerifies) as raised:
+        bench.checkpointer().restore(blank())
+    assert [refusal.name for refusal in raised.value.refusals] == [bench.folder(2).name, bench.folder(1).name]
+    assert "__0_0.distcp: has 0 bytes" in str(raised.value)
+
+
+# ---- the reader on its own: even a well-sealed checkpoint of an enemy runs no code
+
+
+def resealed(folder: Path, metadata: bytes) -> None:
+    """Replace `.metadata` as somebody would who can also redo every digest, and take away the index beside it."""
+    (folder / ".metadata").write_bytes(metadata)
+    old = parse((folder / "manifest.json").read_bytes())
+    entry = FileEntry(name=".metadata", size=len(metadata), chunks=(digest(metadata),))
+    kept = [file for file in old.files if file.name.endswith(".distcp")]
+    for file in old.files:
+        if file.name in (INDEX, FINGERPRINTS):
+            (folder / file.name).unlink()
+    new = replace(old, files=(entry, *kept))
+    (folder / "manifest.json").write_bytes(new.encode())
+    commit = Commit(manifest=digest(new.encode()), size=new.size, committed_at=1.0)
+    (folder / "COMMIT").write_bytes(commit.encode())
+
+
+class _Calls:
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = (function, arguments)
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def with_bytes_item(folder: Path) -> bytes:
+    metadata: Metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.state_dict_metadata["model.weight"] = BytesStorageMetadata()
+    return pickle.dumps(metadata)
+
+
+def with_foreign_file(folder: Path) -> bytes:
+    metadata: Metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for place in metadata.storage_data.values():
+        place.relative_path = "../../../../etc/passwd"
+    return pickle.dumps(metadata)
+
+
+def with_a_hole(folder: Path) -> bytes:
+    metadata: Metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.state_dict_metadata["model.weight"].chunks[0].sizes = torch.Size([63, 33])
+    return pickle.dumps(metadata)
+
+
+def with_a_wrong_place(folder: Path) -> bytes:
+    metadata: Metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for place in metadata.storage_data.values():
+        place.offset += 10**9
+    return pickle.dumps(metadata)
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        (lambda folder: pickle.dumps(Canary()), "asks for"),
+        (lambda folder: pickle.dumps(_Calls(print, "x")), "asks for builtins.print"),
+        (lambda folder: pickle.dumps(_Calls(eval, "1")), "asks for builtins.eval"),
+        (lambda folder: pickle.dumps(torch.load), "asks for torch.serialization.load"),
+        (lambda folder: b"cos\nsystem\n(S'true'\ntR.", "asks for os.system"),
+        (lambda folder: b"ctorch\nload\n.", "asks for torch.load"),
+        (lambda folder: pickle.dumps({"state_dict_metadata": {}}), "does not describe a checkpoint"),
+        (lambda folder: b"\x80\x04.", "malformed"),
+        (with_bytes_item, "BytesStorageMetadata"),
+        (with_foreign_file, "which the manifest does not list"),
+        (with_a_hole, "its shards hold 2079 of the 2112 values"),
+        (with_a_wrong_place, "has no bytes"),
+    ],
+)
+def test_a_well_sealed_enemy_runs_nothing(bench: Bench, made: Callable[[Path], bytes], reason: str) -> None:
+    bench.saved(1)
+    resealed(bench.folder(1), made(bench.folder(1)))
+    assert verify(bench.folder(1), 2).ok, "the seal itself is in order"
+    with pytest.raises(NothingVerifies, match=reason):
+        bench.checkpointer().restore(blank())
+    assert CANARY == []
+
+
+class Rotting(LocalStorage):
+    """A disk that gives good bytes so often, and other ones from then on."""
+
+    def __init__(self, root: Path, good: int) -> None:
+        super().__init__(root)
+        self.good, self.opened = good, 0
+
+    def open(self, path: str) -> Any:
+        if not path.endswith(".distcp"):
+            return super().open(path)
+        self.opened += 1
+        data = bytearray((self.root / path).read_bytes())
+        data[len(data) // 2] ^= self.opened > self.good
+        return io.BytesIO(data)
+
+
+def test_bytes_that_rot_between_check_and_read_are_caught(bench: Bench) -> None:
+    """The seal is in order, then the disk gives other bytes to the reader."""
+    bench.saved(1, 2)
+    assert verify(bench.folder(2), 2).ok
+    target = blank()
+    storage = Rotting(bench.root, good=0)
+    with pytest.raises(NothingVerifies) as raised:
+        bench.checkpointer(storage=storage).restore(target)
+    assert [refusal.reason for refusal in raised.value.refusals] == ["__0_0.distcp chunk 0: digest differs"] * 2
+    assert all(not tensor.any() for tensor in target.values())
+
+
+def test_what_was_verified_is_what_is_delivered(bench: Bench) -> None:
+    """No byte is read a second time: what the disk would give by then reaches nobody."""
+    bench.saved(1)
+    target, storage = blank(), Rotting(bench.root, good=1)
+    restored = bench.checkpointer(storage=storage).restore(target)
+    assert restored is not None
+    assert storage.opened == 1
+    assert same(target, state(1))
+
+
+def test_large_tensors_cross_chunks(bench: Bench) -> None:
+    big = torch.arange(3 * CHUNK // 4, dtype=torch.int32)
+    made = bench.checkpointer()
+    made.save(1, {"a": torch.ones(3), "big": big, "z": torch.ones(5)}, {})
+    target = {"a": torch.zeros(3), "big": torch.zeros_like(big), "z": torch.zeros(5)}
+    made.restore(target)
+    assert torch.equal(target["big"], big)
+    assert torch.equal(target["z"], torch.ones(5))
+    shard = parse((bench.folder(1) / "manifest.json").read_bytes()).file("__0_0.distcp")
+    assert shard is not None
+    assert len(shard.chunks) == 4
+
+
+@pytest.mark.parametrize("chunk", range(4))
+def test_whichever_chunk_is_bad_no_tensor_changes(bench: Bench, chunk: int) -> None:
+    made = bench.checkpointer()
+    made.save(1, {"a": torch.ones(3), "big": torch.ones(3 * CHUNK // 4), "z": torch.ones(5)}, {})
+    made.wait()
+    with (bench.folder(1) / "__0_0.distcp").open("r+b") as stream:
+        stream.seek((chunk + 1) * CHUNK - 1 if chunk < 3 else -1, 0 if chunk < 3 else 2)
+        byte = stream.read(1)
+        stream.seek(-1, 1)
+        stream.write(bytes([byte[0] ^ 4]))
+    target = {"a": torch.zeros(3), "big": torch.zeros(3 * CHUNK // 4), "z": torch.zeros(5)}
+    with pytest.raises(NothingVerifies, match=f"__0_0.distcp chunk {chunk}: digest differs"):
+        bench.checkpointer().restore(target)
+    assert all(not tensor.any() for tensor in target.values())
+
+
+def test_the_allow_list_takes_what_dcp_writes_and_nothing_of_torch_besides(bench: Bench) -> None:
+    bench.saved(1)
+    manifest = parse((bench.folder(1) / "manifest.json").read_bytes())
+    metadata = read_metadata(LocalStorage(bench.root), manifest)
+    assert set(metadata.state_dict_metadata) == set(state(1))
+    for name in ("load", "compile", "_C", "Tensor", "nonsense"):
+        with pytest.raises(UnsafePickle):
+            AllowList(b"", "x").find_class("torch", name)
+    with pytest.raises(Refused):
+        AllowList(b"", "x").find_class("torch.distributed.checkpoint.metadata", "BytesStorageMetadata")

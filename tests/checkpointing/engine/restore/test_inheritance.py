@@ -1,0 +1,169 @@
+"""Names that an attempt is to inherit: another node has seen them, so they are waited for and missed."""
+
+import errno
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpointing.engine.checkpointer import Checkpointer
+from checkpointing.engine.ranks.group import RankGroup
+from checkpointing.engine.restore import restorer
+from checkpointing.engine.restore.restorer import Restored, Restorer
+from checkpointing.engine.restore.source import OptionalKeys
+from checkpointing.engine.save.saver import Owner
+from checkpointing.errors import NothingVerifies
+from checkpointing.storage.backends import LocalStorage
+from checkpointing.tiers.catalog import Catalog
+from checkpointing.tiers.tier import ResolvedTier
+from tests.checkpointing.engine.conftest import NONCE, Bench, blank, same, state
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restorer, "LATE_S", 0.3)
+    monkeypatch.setattr(restorer, "_PATIENCE_S", 0.01)
+
+
+def heir(bench: Bench, *steps: int) -> Checkpointer:
+    return bench.checkpointer(attempt=2, nonce="22222222", inherit=tuple(bench.folder(step).name for step in steps))
+
+
+@pytest.mark.usefixtures("impatient")
+def test_an_inheritance_that_is_gone_is_not_a_fresh_start(bench: Bench) -> None:
+    with pytest.raises(NothingVerifies, match="step-00000005.*not there"):
+        heir(bench, 5).restore(blank())
+
+
+@pytest.mark.usefixtures("impatient")
+def test_what_is_perhaps_there_is_taken_and_only_told_of_when_it_is_not(bench: Bench) -> None:
+    bench.saved(5, 10)
+    names = {step: bench.folder(step).name for step in (5, 10, 15)}
+    given = {"attempt": 2, "nonce": "22222222", "inherit": (names[5], names[15], names[10])}
+    restored = bench.checkpointer(**given, optional_names=(names[15], names[10])).restore(blank())
+    assert restored is not None
+    assert restored.step == 10
+    (refusal,) = bench.told("checkpoint.refused")
+    assert (refusal["name"], refusal["damaged"]) == (names[15], False)
+    for step in (5, 10):
+        shutil.rmtree(bench.folder(step))
+    alone = {**given, "inherit": (names[10],)}
+    assert bench.checkpointer(**alone, optional_names=(names[10],)).restore(blank()) is None
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_newer_one_that_is_gone_is_told_and_the_older_one_taken(bench: Bench) -> None:
+    bench.saved(5)
+    restored = heir(bench, 10, 5).restore(blank())
+    assert restored is not None
+    assert restored.step == 5
+    (refusal,) = bench.told("checkpoint.refused")
+    assert (refusal["step"], refusal["name"]) == (10, bench.folder(10).name)
+    assert "not there" in refusal["reason"]
+    assert refusal["damaged"] is False
+
+
+def test_what_does_not_fit_or_cannot_be_read_is_not_called_damaged(bench: Bench, monkeypatch: Any) -> None:
+    bench.saved(5)
+    for target in (
+        {**blank(), "model.more": torch.zeros(2)},
+        {key: torch.zeros(77) for key in blank()},
+        {key: value.to(torch.complex64) for key, value in blank().items()},
+    ):
+        with pytest.raises(NothingVerifies):
+            bench.checkpointer().restore(target)
+        assert bench.told("checkpoint.refused")[-1]["damaged"] is False
+
+    def broken(*_: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(LocalStorage, "open", broken)
+    monkeypatch.setattr(Catalog, "is_committed", lambda *_: True)
+    with pytest.raises(NothingVerifies, match="Input/output error"):
+        bench.checkpointer().restore(blank())
+    assert bench.told("checkpoint.refused")[-1]["damaged"] is False
+
+
+def test_bytes_that_differ_are_called_damaged(bench: Bench) -> None:
+    bench.saved(5)
+    file = bench.folder(5) / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(NothingVerifies, match="digest differs"):
+        bench.checkpointer().restore(blank())
+    assert bench.told("checkpoint.refused")[-1]["damaged"] is True
+
+
+def test_a_name_that_comes_late_is_waited_for(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.saved(5, 10)
+    away = bench.folder(10).rename(bench.root.parent / "away")
+    monkeypatch.setattr(restorer.time, "sleep", lambda _: away.exists() and away.rename(bench.folder(10)))
+    restored = heir(bench, 10, 5).restore(blank())
+    assert restored is not None
+    assert restored.step == 10
+    assert bench.told("checkpoint.refused") == []
+
+
+def test_an_older_one_that_is_gone_is_nobodys_business(bench: Bench) -> None:
+    bench.saved(10)
+    restored = heir(bench, 10, 5).restore(blank())
+    assert restored is not None
+    assert restored.step == 10
+
+
+# ---- several tiers
+
+
+def tier(root: Path) -> ResolvedTier:
+    storage = LocalStorage(root)
+    return ResolvedTier(str(root), storage, Catalog(root, storage))
+
+
+@pytest.fixture
+def two(bench: Bench, tmp_path: Path) -> tuple[ResolvedTier, ResolvedTier]:
+    """The same two checkpoints, and a newer one that only the slower tier has."""
+    bench.saved(5, 10, 15)
+    shutil.copytree(bench.root, tmp_path / "slow")
+    shutil.rmtree(bench.folder(15))
+    return tier(bench.root), tier(tmp_path / "slow")
+
+
+def restore(bench: Bench, tiers: tuple[ResolvedTier, ...], target: dict[str, Any], **options: Any) -> Restored | None:
+    owner = Owner(1, NONCE, (), lambda: True)
+    made = Restorer(tiers, RankGroup(None), owner, lambda kind, data: bench.events.append((kind, data)), **options)
+    return made.run(target, OptionalKeys())
+
+
+def test_the_newest_of_all_tiers_is_taken_and_of_equal_ones_the_faster(bench: Bench, two: Any) -> None:
+    fast, slow = two
+    restored = restore(bench, two, blank())
+    assert restored is not None
+    assert (restored.step, restored.tier) == (15, slow.path)
+    shutil.rmtree(Path(slow.path) / bench.folder(15).name)
+    restored = restore(bench, two, blank())
+    assert restored is not None
+    assert (restored.step, restored.tier) == (10, fast.path)
+
+
+def test_a_bad_copy_in_one_tier_is_refused_there_and_the_other_one_taken(bench: Bench, two: Any) -> None:
+    fast, slow = two
+    shutil.rmtree(Path(slow.path) / bench.folder(15).name)
+    (bench.folder(10) / "__0_0.distcp").write_bytes(b"rot")
+    target = blank()
+    restored = restore(bench, two, target)
+    assert restored is not None
+    assert (restored.step, restored.tier) == (10, slow.path)
+    assert same(target, state(10))
+    (refusal,) = bench.told("checkpoint.refused")
+    assert (refusal["step"], refusal["tier"]) == (10, fast.path)
+    assert refusal["reason"].startswith("__0_0.distcp: has 3 bytes instead of")
+
+
+def test_a_suspect_step_is_left_out_in_every_tier_and_told_once(bench: Bench, two: Any) -> None:
+    restored = restore(bench, two, blank(), suspects={15, 10, 99})
+    assert restored is not None
+    assert restored.step == 5
+    assert [told["step"] for told in bench.told("checkpoint.suspect")] == [15, 10]

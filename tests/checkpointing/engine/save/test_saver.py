@@ -1,0 +1,373 @@
+"""The save queue: disks that fail, hang and recover, a writer that dies, and training that never waits for them."""
+
+import concurrent.futures
+import errno
+import os
+import signal
+import threading
+import time
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+
+from checkpointing.engine.ranks.failure import Failed
+from checkpointing.engine.ranks.group import RankGroup
+from checkpointing.engine.save import saver as saver_module
+from checkpointing.engine.save.saver import Job, Owner, Saver, _failures
+from checkpointing.engine.state.plausibility_judge import PlausibilityJudge
+from checkpointing.engine.state.save_plan import agree_on_plan, budgeted
+from checkpointing.engine.state.staging import Stager, Structure
+from checkpointing.format.index import INDEX
+from checkpointing.format.manifest import METADATA
+from checkpointing.storage.backends import LocalStorage
+from checkpointing.tiers.catalog import Catalog
+from checkpointing.tiers.tier import ResolvedTier
+from checkpointing.writer.link import InProcessWriter, WriterLink
+from tests.checkpointing.engine.conftest import NONCE, Bench, blank, same, state
+from tests.checkpointing.fake_storages import Faulty
+
+
+class Gated(LocalStorage):
+    """A disk that hangs while the gate is closed."""
+
+    def __init__(self, root: Any) -> None:
+        super().__init__(root)
+        self.gate, self.full = threading.Event(), False
+
+    def create(self, path: str) -> Any:
+        self.gate.wait(30)
+        if self.full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().create(path)
+
+
+def failing(bench: Bench, times: int, number: int = errno.EIO) -> Faulty:
+    """A storage whose shard files cannot be made for the first `times` times."""
+    left = [times]
+
+    def broken(operation: str, written: int) -> int:
+        if operation.startswith("create") and operation.endswith(".distcp") and left[0] > 0:
+            left[0] -= 1
+            return number
+        return 0
+
+    return Faulty(bench.root, broken)
+
+
+def test_the_two_descriptions_are_the_same_for_every_save(bench: Bench) -> None:
+    bench.saved(1, 2)
+    for file in (METADATA, INDEX):
+        assert (bench.folder(1) / file).read_bytes() == (bench.folder(2) / file).read_bytes()
+
+
+def test_the_same_state_gives_the_same_plan_in_another_process_life(bench: Bench) -> None:
+    plans = [
+        agree_on_plan(RankGroup(None), tensors, budgeted(1, 0))
+        for tensors in (state(1), dict(reversed(state(2).items())))
+    ]
+    assert plans[0].hash == plans[1].hash
+    assert plans[0].hash != agree_on_plan(RankGroup(None), {"x": torch.ones(1)}, budgeted(1, 0)).hash
+
+
+# ---- tried again
+
+
+def test_a_save_that_failed_is_told_and_tried_again_from_its_copy(bench: Bench) -> None:
+    made = bench.checkpointer(storage=failing(bench, 2), pauses=(0.0, 0.0))
+    tensors = state(1)
+    made.save(1, tensors, {})
+    for tensor in tensors.values():
+        tensor.zero_()
+    made.wait()
+    assert bench.kinds() == [
+        "checkpoint.saving", "checkpoint.retried", "checkpoint.saving", "checkpoint.retried", "checkpoint.saving",
+        "checkpoint.committed",
+    ]  # fmt: skip
+    assert "Input/output error" in bench.told("checkpoint.retried")[0]["reason"]
+    assert made.failure is None
+    target = blank()
+    assert bench.checkpointer().restore(target) is not None
+    assert same(target, state(1))
+
+
+def test_it_is_given_up_after_the_last_pause(bench: Bench) -> None:
+    made = bench.checkpointer(storage=failing(bench, 9), pauses=(0.0,))
+    made.save(1, state(1), {})
+    made.wait()
+    assert bench.kinds()[-3:] == ["checkpoint.retried", "checkpoint.saving", "checkpoint.failed"]
+    assert list(bench.root.iterdir()) == []
+
+
+def test_a_newer_save_is_better_than_another_try(bench: Bench) -> None:
+    made = bench.checkpointer(storage=failing(bench, 1), pauses=(60.0,))
+    made.save(1, state(1), {})
+    while "checkpoint.retried" not in bench.kinds():
+        time.sleep(0.001)
+    assert made.save(2, state(2), {})
+    made.wait()
+    assert [data["step"] for data in bench.told("checkpoint.failed")] == [1]
+    assert made.committed_step == 2
+
+
+def test_who_waits_does_not_wait_through_long_pauses(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("checkpointing.engine.save.save_queue._WAITED_PAUSE", 0.01)
+    made = bench.checkpointer(storage=failing(bench, 99), pauses=(600.0,) * 9)
+    made.save(1, state(1), {})
+    made.wait()
+    assert len(bench.told("checkpoint.retried")) == 2
+    assert bench.kinds()[-1] == "checkpoint.failed"
+
+
+def test_an_earlier_failure_is_not_held_against_the_save_that_was_begun_since(bench: Bench) -> None:
+    storage = Gated(bench.root)
+    made = bench.checkpointer(storage=storage)
+    storage.full = True
+    storage.gate.set()
+    made.save(1, state(1), {})
+    made.wait()
+    assert made.failure is not None
+    storage.gate.clear()
+    made.save(2, state(2), {})
+    made.save(3, state(3), {})
+    assert made.failure is None
+    storage.gate.set()
+    while len(bench.told("checkpoint.failed")) < 2:
+        time.sleep(0.001)
+    storage.full = False
+    made.wait()
+    assert [data["step"] for data in bench.told("checkpoint.failed")][:2] == [1, 2]
+
+
+def test_too_little_memory_for_a_new_plan_is_told_once_with_its_time(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = InProcessWriter()
+    made = bench.saved(1, link=link)
+    made.stall_seconds = 0.0
+
+    def none_left(*_: Any) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(link.arena, "shape", none_left)
+        assert not made.save(2, {"other": torch.ones(5)}, {})
+    assert made.failure == "rank 0: [Errno 12] Cannot allocate memory"
+    assert bench.told("checkpoint.failed") == [{"step": 2, "reason": made.failure}]
+    assert made.stall_seconds > 0
+    assert made.save(3, {"other": torch.ones(5)}, {})
+    made.wait()
+    assert (made.committed_step, made.failure) == (3, None)
+
+
+# ---- a disk that hangs
+
+
+def test_a_hung_disk_never_holds_training_up(bench: Bench) -> None:
+    storage = Gated(bench.root)
+    made = bench.checkpointer(storage=storage)
+    start = time.monotonic()
+    assert [made.save(step, state(step), {}) for step in (1, 2, 3, 4)] == [True, True, False, False]
+    assert time.monotonic() - start < 5
+    assert [data["step"] for data in bench.told("checkpoint.skipped")] == [3, 4]
+    assert made.agreed_committed_step is None
+    storage.gate.set()
+    made.wait()
+    assert made.save(5, state(5), {})
+    assert made.agreed_committed_step == 2
+    made.wait()
+    assert [entry.step for entry in Catalog(bench.root).committed()] == [5, 2, 1]
+    for step in (1, 2):
+        reader, target = bench.checkpointer(attempt=2, nonce="22222222", inherit=(bench.folder(step).name,)), blank()
+        assert reader.restore(target) is not None
+        assert same(target, state(step)), "a later save must not reach into an earlier copy"
+
+
+def test_another_structure_waits_for_no_disk_either(bench: Bench) -> None:
+    storage = Gated(bench.root)
+    made = bench.checkpointer(storage=storage)
+    made.save(1, {"a": torch.ones(3)}, {})
+    assert not made.save(2, {"a": torch.ones(3), "b": torch.ones(3)}, {})
+    (skipped,) = bench.told("checkpoint.skipped")
+    assert "another structure" in skipped["reason"]
+    storage.gate.set()
+    made.wait()
+    assert made.save(3, {"a": torch.ones(3), "b": torch.ones(3)}, {})
+    made.wait()
+    assert made.committed_step == 3
+
+
+class Slow(InProcessWriter):
+    """A writer whose writes end when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+
+    def write(self, order: Any) -> Any:
+        ended: Future[Any] = Future()
+
+        def later() -> None:
+            self.gate.wait(30)
+            ended.set_result(super(Slow, self).write(order).result())
+
+        threading.Thread(target=later, daemon=True).start()
+        return ended
+
+
+def test_a_write_that_does_not_end_is_told_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saver_module, "_POLL_SECONDS", 0.001)
+    writer, now, told = Slow(), [0.0], []
+    plan = agree_on_plan(RankGroup(None), state(1), budgeted(1, 0))
+    writer.arena.shape(plan.buffer_bytes, 2, plan.hash)
+    structure = Structure(state(1))
+    stager = Stager(writer.arena, plan, structure, "block")
+    storage = LocalStorage(bench.root)
+    place = ResolvedTier(str(bench.root), storage, Catalog(bench.root, storage))
+
+    def clock() -> float:
+        now[0] += 7.0
+        return now[0]
+
+    def tell(kind: str, data: dict[str, Any]) -> None:
+        told.append((kind, now[0]))
+        if kind == "checkpoint.stuck":
+            threading.Timer(0.05, writer.gate.set).start()  # time for many more looks
+
+    owner = Owner(1, NONCE, (), lambda: True)
+    saver = Saver(place, RankGroup(None), owner, writer, PlausibilityJudge(), tell, clock=clock)
+    parts = stager.match(state(1))
+    assert parts is not None
+    saver.run(Job(step=1, plan=plan, staged=stager.stage(parts), extra={}, world={}))
+    stuck = [at for kind, at in told if kind == "checkpoint.stuck"]
+    assert len(stuck) == 1
+    assert stuck[0] >= saver_module.STUCK_SECONDS
+    assert [kind for kind, _ in told][-1] == "checkpoint.committed"
+    stager.close()
+
+
+# ---- the writer process
+
+
+def test_a_real_writer_process_writes_what_is_read_back(bench: Bench) -> None:
+    made = bench.saved(1, 2, link=WriterLink.start())
+    assert made.committed_step == 2
+    target = blank()
+    assert bench.checkpointer().restore(target) is not None
+    assert same(target, state(2))
+
+
+def writer_pid(link: WriterLink) -> int:
+    assert link._process is not None
+    return link._process.pid
+
+
+def test_a_killed_writer_is_replaced_and_the_save_tried_again(bench: Bench) -> None:
+    link = WriterLink.start()
+    made = bench.saved(1, link=link, pauses=(0.0,))
+    os.kill(writer_pid(link), signal.SIGSTOP)
+    made.save(2, state(2), {})
+    give_up = time.monotonic() + 30
+    while not link._waiting and time.monotonic() < give_up:  # the order is to be with a writer that does not answer
+        time.sleep(0.001)
+    os.kill(writer_pid(link), signal.SIGKILL)
+    made.wait()
+    assert "writer is gone" in bench.told("checkpoint.retried")[0]["reason"]
+    assert made.committed_step == 2
+    target = blank()
+    assert bench.checkpointer().restore(target).step == 2  # type: ignore[union-attr]
+    assert same(target, state(2))
+
+
+def test_a_writer_that_died_between_saves_is_no_matter(bench: Bench) -> None:
+    link = WriterLink.start()
+    made = bench.saved(1, link=link)
+    os.kill(writer_pid(link), signal.SIGKILL)
+    with pytest.raises(ConnectionError):
+        link.ping().result(20)
+    assert made.save(2, state(2), {})
+    made.wait()
+    assert bench.told("checkpoint.failed") == []
+    assert made.committed_step == 2
+
+
+def test_a_writer_that_cannot_be_started_again_fails_the_save_and_no_more(bench: Bench) -> None:
+    class Starved(InProcessWriter):
+        alive, starts = True, 0
+
+        def replacement(self) -> "Starved":
+            self.starts += 1
+            if self.starts <= 2:
+                raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+            self.alive = True
+            return self
+
+    link = Starved()
+    made = bench.saved(1, link=link, pauses=(0.0,))
+    link.alive = False
+    assert made.save(2, state(2), {})
+    made.wait()
+    assert made.failure == "rank 0: [Errno 11] Resource temporarily unavailable"
+    assert bench.kinds()[-4:] == ["checkpoint.saving", "checkpoint.retried", "checkpoint.saving", "checkpoint.failed"]
+    assert made.save(3, state(3), {})
+    made.wait()
+    assert made.committed_step == 3
+
+
+def test_a_writer_that_cannot_even_be_killed_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("checkpointing.writer.link._LEAVE_SECONDS", 0.01)
+    link = WriterLink.start()
+    process = link._process
+    assert process is not None
+    link.ping().result(20)
+    os.kill(process.pid, signal.SIGSTOP)
+    monkeypatch.setattr(process, "kill", lambda: None)
+    link.close()
+    assert link.arena.descriptor == -1
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(10)
+
+
+def test_prepare_leaves_nothing_for_the_first_save(bench: Bench) -> None:
+    link = InProcessWriter()
+    made = bench.checkpointer(link=link)
+    made.prepare(state(0))
+    stamp = link.arena.stamp
+    assert stamp
+    made.save(1, state(1), {})
+    made.wait()
+    assert link.arena.stamp == stamp
+    made.prepare(state(0))
+    assert link.arena.stamp == stamp
+    assert link.arena.record(0) or link.arena.record(1)
+    assert len(made.save_seconds) == 1
+    assert made.stall_seconds > 0
+
+
+def test_a_later_life_with_the_same_memory_goes_on_from_it(bench: Bench) -> None:
+    """What a restart in place does: the arena outlives the rank, the disk's copy is older."""
+    arena = InProcessWriter().arena
+    first = bench.checkpointer(link=InProcessWriter(arena=arena))
+    first.prepare(state(0))
+    first.save(1, state(1), {"position": 8})
+    first.wait()
+    (bench.folder(1) / "COMMIT").unlink()
+    again, target = bench.checkpointer(link=InProcessWriter(arena=arena)), blank()
+    again.prepare(target)
+    restored = again.restore(target)
+    assert restored is not None
+    assert (restored.step, restored.tier, restored.extra) == (1, "memory", {"position": 8})
+    assert same(target, state(1))
+    assert again.committed_step is None, "no disk has it"
+    concurrent.futures.wait([again._link.ping()], 5)  # type: ignore[union-attr]
+
+
+def test_a_failure_of_many_ranks_is_told_of_two() -> None:
+    failed = [None, *(Failed(f"[Errno 28] No space left on rank {rank}'s disk") for rank in range(1, 64))]
+    found = _failures(failed)
+    assert found is not None
+    assert found.reason.startswith("rank 1: [Errno 28]")
+    assert "; rank 2: [Errno 28]" in found.reason
+    assert found.reason.endswith("; and 61 more rank(s)")
+    assert _failures([None, None]) is None

@@ -1,0 +1,101 @@
+"""Two or more tiers below one folder, and the flushers of all ranks over them."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from checkpointing.engine.save.saver import Owner
+from checkpointing.engine.tiers.flusher import Flusher, TransferTimeouts
+from checkpointing.tiers.catalog import Catalog
+from checkpointing.tiers.tier import ResolvedTier
+from tests.checkpointing.engine.thread_ranks import ThreadedWriter, ThreadGroup, together
+from tests.checkpointing.fake_storages import Faulty
+from tests.checkpointing.made_checkpoint import NONCE, make
+
+SECONDS = 20.0
+FOUR = {
+    ".metadata": b"metadata",
+    "index.json": b"index",
+    **{f"__{rank}_0.distcp": b"%d" % rank * 999 for rank in range(4)},
+}
+
+
+@dataclass
+class Tiers:
+    """Two or more tiers below one folder, and the flushers of all ranks over them."""
+
+    root: Path
+    names: tuple[str, ...] = ("fast", "slow")
+    size: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+    changes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    alive: bool = True
+    told: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    flushers: list[Flusher] = field(default_factory=list)
+    thread_group: ThreadGroup = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.storages = {name: Faulty(self.root / name) for name in self.names}
+        self.writer = ThreadedWriter({str(storage.root): storage for storage in self.storages.values()})
+        self.heard = threading.Condition()
+
+    def place(self, name: str) -> ResolvedTier:
+        storage = self.storages[name]
+        place = ResolvedTier(path=str(storage.root), storage=storage, catalog=Catalog(storage.root, storage))
+        return replace(place, **self.changes.get(name, {}))
+
+    def start(self, places: Callable[[int], list[ResolvedTier]] | None = None, **options: Any) -> None:
+        self.thread_group = ThreadGroup(self.size)
+        owner = Owner(1, NONCE, (), lambda: self.alive)
+        for member in self.thread_group.members():
+            known = places(member.rank) if places else [self.place(name) for name in self.names]
+            arguments = {"patience": TransferTimeouts(look=0.02), **self.options, **options}
+            self.flushers.append(Flusher(known, member, owner, lambda: self.writer, self.tell, **arguments))
+        self.idle()  # what was there before is dealt with
+
+    def tell(self, kind: str, data: dict[str, Any]) -> None:
+        with self.heard:
+            self.told.append((kind, data))
+            self.heard.notify_all()
+
+    def commit(self, step: int, **options: Any) -> str:
+        name = make(self.storages[self.names[0]], step, **options)
+        for flusher in self.flushers:
+            flusher.committed(name)
+        return name
+
+    def drain(self, seconds: float = SECONDS) -> bool:
+        results = together([lambda flusher=flusher: flusher.drain(seconds) for flusher in self.flushers])
+        assert len(set(results)) == 1
+        return results[0]
+
+    def idle(self) -> None:
+        """Wait until everything that was signalled is dealt with."""
+        deadline = time.monotonic() + SECONDS
+        while any(flusher._done < flusher._signals for flusher in self.flushers):
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+
+    def steps(self, name: str) -> list[int]:
+        return [entry.step for entry in Catalog(self.root / name).committed()]
+
+    def kinds(self) -> list[str]:
+        return [kind for kind, _ in self.told]
+
+    def wait_for(self, kind: str) -> dict[str, Any]:
+        with self.heard:
+            assert self.heard.wait_for(lambda: kind in self.kinds(), SECONDS), self.told
+            return next(data for told, data in self.told if told == kind)
+
+    def close(self) -> None:
+        for storage in self.storages.values():
+            if isinstance(storage, Faulty):
+                storage.healed.set()
+        together([flusher.close for flusher in self.flushers])
+
+
+def tiers_of(tmp_path: Path, *names: str, size: int = 1, **changes: dict[str, Any]) -> Tiers:
+    return Tiers(tmp_path, names or ("fast", "slow"), size, changes=changes)

@@ -1,0 +1,59 @@
+"""One real rank of a flush between tiers, started by test_flushing: commits twice, then drains and closes."""
+
+import json
+import sys
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
+    import torch.distributed as dist
+
+from checkpointing.engine.ranks.group import RankGroup  # noqa: E402
+from checkpointing.engine.save.saver import Owner  # noqa: E402
+from checkpointing.engine.tiers.flusher import Flusher, TransferTimeouts  # noqa: E402
+from checkpointing.storage.backends import LocalStorage  # noqa: E402
+from checkpointing.tiers.catalog import Catalog  # noqa: E402
+from checkpointing.tiers.tier import ResolvedTier  # noqa: E402
+from checkpointing.writer.link import WriterLink  # noqa: E402
+from tests.checkpointing.made_checkpoint import NONCE, make  # noqa: E402
+
+SIZE = 3 << 20
+
+
+def place(root: Path, **options: Any) -> ResolvedTier:
+    storage = LocalStorage(root)
+    return ResolvedTier(path=str(root), storage=storage, catalog=Catalog(root, storage), **options)
+
+
+def main(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    store = dist.FileStore(str(folder / "store"), size)
+    dist.init_process_group("gloo", rank=rank, world_size=size, store=store, timeout=timedelta(seconds=60))
+    places = [place(folder / "fast"), place(folder / "slow", bandwidth=20.0)]
+    link, told = WriterLink.start(), []
+    flusher = Flusher(
+        places,
+        RankGroup(None),
+        Owner(1, NONCE, (), lambda: True),
+        lambda: link,
+        lambda kind, data: told.append([kind, data["step"]]),
+        patience=TransferTimeouts(look=0.05),
+    )
+    for step in (10, 20):
+        names = [None]
+        if rank == 0:
+            files = {".metadata": b"m", **{f"__{at}_0.distcp": bytes([step + at]) * SIZE for at in range(size)}}
+            names = [make(places[0].storage, step, files=files)]
+        dist.barrier()
+        flusher.committed(names[0] or "")
+    drained = flusher.drain(60.0)
+    flusher.close()
+    link.close()
+    dist.destroy_process_group()
+    return {"told": told, "drained": drained}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))))  # noqa: T201

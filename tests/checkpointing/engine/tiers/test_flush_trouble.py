@@ -1,0 +1,242 @@
+"""Trouble in one tier stays there: what is damaged, full, hung, revoked or not relied on."""
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from checkpointing.engine.tiers.flusher import TransferTimeouts
+from checkpointing.tiers.catalog import Catalog
+from tests.checkpointing.engine.thread_ranks import together
+from tests.checkpointing.engine.tier_set import FOUR, SECONDS, Tiers, tiers_of
+from tests.checkpointing.fake_storages import full_after
+from tests.checkpointing.made_checkpoint import make
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting_for_disks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy disk must not look like a hung one here; what is waited for in which order others test."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> Iterator[Tiers]:
+    made = Tiers(tmp_path)
+    yield made
+    made.close()
+
+
+def test_a_bad_source_is_told_with_its_chunk_and_never_passed_on(tiers: Tiers) -> None:
+    old = make(tiers.storages["fast"], 10)
+    made = make(tiers.storages["fast"], 20)
+    (tiers.root / "fast" / made / "__0_0.distcp").write_bytes(b"x" * 999 + b"y")
+    tiers.start()
+    tiers.idle()
+    told = tiers.wait_for("checkpoint.failed")
+    assert "the source is damaged: __0_0.distcp chunk 0: digest differs" in told["reason"]
+    assert told["tier"] == str(tiers.root / "slow")
+    assert tiers.steps("slow") == []
+    assert tiers.drain(), "the next older one is good"
+    assert Catalog(tiers.root / "slow").names()[-1] == old
+    assert tiers.steps("slow") == [10]
+
+
+def test_a_full_tier_is_told_and_the_next_commit_tries_again(tiers: Tiers) -> None:
+    tiers.storages["slow"].broken = full_after(100)
+    tiers.start()
+    tiers.commit(10)
+    assert "disk full" in tiers.wait_for("checkpoint.failed")["reason"]
+    tiers.idle()
+    tiers.storages["slow"].broken = lambda operation, written: 0
+    tiers.commit(20)
+    assert tiers.drain()
+    assert tiers.steps("slow") == [20]
+
+
+def test_a_tier_that_cannot_be_listed_leaves_the_others_alone(tmp_path: Path) -> None:
+    tiers = tiers_of(tmp_path, "fast", "slow", "far")
+    tiers.storages["slow"].broken = lambda operation, _: errno.EIO if operation.startswith("list") else 0
+    tiers.start()
+    tiers.commit(10)
+    tiers.idle()
+    assert tiers.steps("far") == [10]
+    assert tiers.wait_for("checkpoint.failed")["tier"] == str(tmp_path / "slow")
+    assert not tiers.drain(), "the slow tier has not received it"
+    tiers.close()
+
+
+@pytest.mark.parametrize("operation", ["list", "create", "write", "publish", "delete"])
+def test_a_hung_tier_is_told_and_holds_up_nobody(tmp_path: Path, operation: str) -> None:
+    tiers = tiers_of(tmp_path, "fast", "slow", "far", slow={"keep": 2})
+    hung, slow = threading.Event(), tiers.storages["slow"]
+    for step in (1, 2):
+        make(slow, step)
+    slow.hung = lambda met: hung.is_set() and met.startswith(operation)
+    tiers.start(patience=TransferTimeouts(access=0.3, copy=0.3, look=0.02))
+    tiers.idle()
+    hung.set()
+    start = time.monotonic()
+    tiers.commit(10)
+    assert time.monotonic() - start < 0.2, "telling the flusher does not wait for it"
+    tiers.idle()
+    assert tiers.steps("far")[0] == 10, "the other tier goes on"
+    if operation != "delete":  # retention's own trouble is no flush's
+        assert tiers.wait_for("checkpoint.stuck")["tier"] == str(tmp_path / "slow")
+    tiers.commit(20)
+    tiers.idle()
+    assert tiers.steps("far")[0] == 20
+    hung.clear()
+    slow.healed.set()
+    deadline = time.monotonic() + SECONDS
+    while tiers.steps("slow")[0] != 30 and time.monotonic() < deadline:
+        tiers.commit(30) if 30 not in tiers.steps("fast") else tiers.flushers[0].drain(SECONDS)
+    assert tiers.steps("slow")[0] == 30, "once it answers again, it is used again"
+    tiers.close()
+
+
+def test_a_copy_that_takes_far_too_long_is_told_while_it_is_under_way(tiers: Tiers) -> None:
+    tiers.storages["slow"].hung = lambda met: met.startswith("write")
+    tiers.start(patience=TransferTimeouts(access=0.05, look=0.02))
+    tiers.commit(10)
+    told = tiers.wait_for("checkpoint.stuck")
+    assert (told["tier"], told["step"]) == (str(tiers.root / "slow"), 10)
+    assert told["reason"].endswith("still under way (rank 0)")
+    time.sleep(0.1)
+    assert tiers.kinds().count("checkpoint.stuck") == 1, "once is enough"
+    tiers.storages["slow"].healed.set()
+    tiers.idle()
+    assert tiers.steps("slow") == [10], "it was waited for all the same"
+
+
+def test_a_tier_that_was_stuck_is_served_after_the_others(tmp_path: Path) -> None:
+    tiers = tiers_of(tmp_path, "fast", "slow", "far", size=2)
+    slow = tiers.storages["slow"]
+    slow.hung = lambda met: met.startswith("write") and not slow.healed.is_set()
+    tiers.start(patience=TransferTimeouts(access=SECONDS, copy=0.1, look=0.02))
+    tiers.commit(10)
+    tiers.wait_for("checkpoint.stuck")
+    tiers.idle()
+    slow.healed.set()
+    deadline = time.monotonic() + SECONDS
+    while any(flusher._bounded_io[1].stuck for flusher in tiers.flushers) and time.monotonic() < deadline:
+        time.sleep(0.002)
+    for step, order in ((20, ["far", "far", "slow", "slow"]), (30, ["slow", "slow", "far", "far"])):
+        made = tiers.commit(step)
+        tiers.idle()
+        assert [Path(each.target).name for each in tiers.writer.orders if each.folder == made] == order
+    tiers.close()
+
+
+def test_a_hung_tier_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    tiers = tiers_of(tmp_path)
+    tiers.storages["slow"].hung = lambda met: met.startswith("write")
+    tiers.start()
+    tiers.commit(10)
+    assert tiers.storages["slow"].met.wait(SECONDS)
+    start = time.monotonic()
+    assert not tiers.drain(0.1)
+    together([flusher.close for flusher in tiers.flushers])
+    assert time.monotonic() - start < 5.0
+    tiers.close()
+
+
+def test_an_end_that_cannot_wait_for_a_tier_says_so(tmp_path: Path) -> None:
+    tiers = tiers_of(tmp_path, "fast", "slow", "far", size=2)
+    tiers.storages["far"].hung = lambda met: met.startswith("write")
+    tiers.start()
+    tiers.commit(10, files=FOUR)
+    assert tiers.storages["far"].met.wait(SECONDS)
+    patience = iter([5.0, 0.01])
+    results = together(
+        [lambda: tiers.flushers[0].drain(lambda: next(patience, -1.0)) or tiers.flushers[0].close(),
+         lambda: tiers.flushers[1].drain(0.0)]
+    )  # fmt: skip
+    assert results == [None, False], "only the time of rank 0 counts, and it takes the others along"
+    (told,) = [data for kind, data in tiers.told if kind == "checkpoint.failed"]
+    assert (told["step"], told["tier"]) == (10, str(tmp_path / "far"))
+    assert f"no time left to copy it from {tmp_path / 'fast'}" in told["reason"]
+    assert tiers.steps("slow") == [10]
+    tiers.close()
+
+
+def test_a_revoked_attempt_copies_nothing(tiers: Tiers) -> None:
+    make(tiers.storages["fast"], 10)
+    tiers.alive = False
+    tiers.start()
+    tiers.idle()
+    assert tiers.steps("slow") == []
+    assert tiers.writer.orders == []
+
+
+def test_an_attempt_that_is_revoked_while_it_copies_does_not_commit(tiers: Tiers) -> None:
+    def revoke(order: object) -> None:
+        tiers.alive = False
+
+    tiers.writer.before = revoke
+    tiers.start()
+    tiers.commit(10)
+    assert "fenced off" in tiers.wait_for("checkpoint.failed")["reason"]
+    assert tiers.steps("slow") == []
+
+
+@pytest.mark.parametrize("lost", [os.unlink, lambda path: path.write_bytes(b"short")], ids=["gone", "short"])
+def test_a_copy_that_lost_a_file_on_the_way_is_not_sealed(tiers: Tiers, lost: Callable[[Path], object]) -> None:
+    slow = tiers.storages["slow"]
+
+    def lose(operation: str, written: int) -> int:
+        for path in slow.root.glob("*/__0_0.distcp"):
+            if operation.startswith("list"):
+                lost(path)
+        return 0
+
+    tiers.start(patience=TransferTimeouts(look=0.02, late=0.1))
+    slow.broken = lose
+    tiers.commit(10)
+    assert "__0_0.distcp is not there" in tiers.wait_for("checkpoint.failed")["reason"]
+    assert tiers.steps("slow") == []
+
+
+def test_refused_checkpoints_are_not_passed_on(tiers: Tiers) -> None:
+    make(tiers.storages["fast"], 10)
+    suspect = make(tiers.storages["fast"], 20)
+    tiers.start(refused=lambda tier: {suspect} if tier == str(tiers.root / "fast") else {})
+    tiers.idle()
+    assert tiers.steps("slow") == [10]
+
+
+def test_a_copy_that_was_refused_in_one_tier_is_passed_on_from_another(tmp_path: Path) -> None:
+    tiers = tiers_of(tmp_path, "fast", "slow", "far")
+    for tier in ("fast", "slow"):
+        made = make(tiers.storages[tier], 20)
+    tiers.start(refused=lambda tier: {made} if tier == str(tmp_path / "fast") else {})
+    tiers.idle()
+    assert tiers.steps("far") == [20]
+    assert {order.source for order in tiers.writer.orders} == {str(tmp_path / "slow")}
+    tiers.close()
+
+
+def test_a_source_that_is_bad_in_one_tier_is_read_from_another(tmp_path: Path) -> None:
+    tiers = tiers_of(tmp_path, "fast", "slow", "far")
+    for tier in ("fast", "slow"):
+        made = make(tiers.storages[tier], 20)
+    (tmp_path / "fast" / made / "__0_0.distcp").write_bytes(b"x" * 999 + b"y")
+    tiers.start()
+    tiers.idle()
+    assert tiers.drain()
+    assert tiers.steps("far") == [20]
+    tiers.close()
+
+
+def test_one_tier_alone_needs_no_lane(tmp_path: Path) -> None:
+    tiers = tiers_of(tmp_path, "fast")
+    before = threading.active_count()
+    tiers.start()
+    assert threading.active_count() == before
+    tiers.commit(10)
+    assert tiers.drain(0.0)
+    tiers.close()
+    assert tiers.flushers[0]._ranks.closed

@@ -1,0 +1,81 @@
+"""A run whose far tier is an object store: saved, flushed by the writer process, restored from there alone."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from checkpointing.config import CheckpointConfig, TierConfig
+from checkpointing.engine.checkpointer import Checkpointer
+from checkpointing.tiers.catalog import Catalog
+from checkpointing.tiers.tier import resolve_tiers
+from tests.checkpointing.engine.conftest import NONCE, blank, same, state
+
+
+def checkpointer(run: Path, url: str, told: list[tuple[str, dict[str, Any]]]) -> Checkpointer:
+    config = CheckpointConfig(tiers=(TierConfig(), TierConfig(path=url)))
+    return Checkpointer(
+        run / "checkpoints",
+        token_attempt=1,
+        nonce=NONCE,
+        inherit=(),
+        process_group=None,
+        fence=lambda: True,
+        keep=3,
+        on_event=lambda kind, data: told.append((kind, data)),
+        world={},
+        config=config,
+        tiers=resolve_tiers(config, run / "checkpoints", "my-run", "node-0"),
+    )
+
+
+def test_a_run_comes_back_from_the_object_store_alone(tmp_path: Path, s3_url: str) -> None:
+    told: list[tuple[str, dict[str, Any]]] = []
+    first = checkpointer(tmp_path, s3_url, told)
+    for step in (1, 2):
+        first.prepare(state(step))
+        first.save(step, state(step), {"position": step * 8})
+        first.wait()
+    assert first._flusher is not None
+    assert first._flusher.drain(20.0)
+    first.close()
+    assert [kind for kind, data in told if data.get("tier") == f"{s3_url}/my-run"].count("checkpoint.flushed") >= 1
+    assert Catalog(f"{s3_url}/my-run").committed()[0].step == 2
+
+    shutil.rmtree(tmp_path / "checkpoints")
+    second, tensors = checkpointer(tmp_path, s3_url, told), blank()
+    second.prepare(tensors)
+    restored = second.restore(tensors)
+    assert restored is not None
+    assert (restored.step, restored.extra, restored.tier) == (2, {"position": 16}, f"{s3_url}/my-run")
+    assert same(tensors, state(2))
+    second.close()
+
+
+def test_an_object_store_may_be_the_only_tier(tmp_path: Path, s3_url: str) -> None:
+    told: list[tuple[str, dict[str, Any]]] = []
+    config = CheckpointConfig(tiers=(TierConfig(path=s3_url, keep=2),))
+    only = resolve_tiers(config, tmp_path / "checkpoints", "my-run", "node-0")
+    made = Checkpointer(
+        tmp_path / "checkpoints",
+        token_attempt=1,
+        nonce=NONCE,
+        inherit=(),
+        process_group=None,
+        fence=lambda: True,
+        keep=2,
+        on_event=lambda kind, data: told.append((kind, data)),
+        world={},
+        config=config,
+        tiers=only,
+    )
+    for step in (1, 2, 3):
+        made.save(step, state(step), {})
+        made.wait()
+    tensors = blank()
+    restored = made.restore(tensors)
+    made.close()
+    assert restored is not None
+    assert restored.step == 3
+    assert same(tensors, state(3))
+    assert [entry.step for entry in only[0].catalog.committed()] == [3, 2]
+    assert [data["step"] for kind, data in told if kind == "checkpoint.deleted"] == [1]

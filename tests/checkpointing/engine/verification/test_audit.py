@@ -1,0 +1,318 @@
+"""Levels 3 and 4: a sound checkpoint has no fault; every lie and every impossible value is found and named."""
+
+import io
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+
+from tests.checkpointing.engine.built_checkpoint import Built, build, columns, rows  # isort: skip  # first: it imports torch quietly
+
+import torch
+
+from checkpointing.engine.verification import audit as audit_module
+from checkpointing.engine.verification import values
+from checkpointing.engine.verification.audit import Expected, audit_in, step_reasons
+from checkpointing.engine.verification.structure import structure_faults
+from checkpointing.format.index import Index, Piece, TensorInfo
+from checkpointing.storage.backends import LocalStorage
+from checkpointing.verification.digest_scan import _resident
+from checkpointing.verification.verify import Report
+from tests.checkpointing.engine.conftest import Bench
+from tests.checkpointing.verification.test_verify import drop_cache
+
+STEP = 5
+
+
+def state() -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return {
+        "model/wide": torch.randn(12, 8, generator=draw),
+        "model/tall": torch.randn(40, 6, generator=draw).to(torch.bfloat16),
+        "model/flat": torch.randn(1, 30, generator=draw),
+        "model/none": torch.empty(0, 4),
+        "model/mask": torch.tensor([True, False, True]),
+        "optimizer/wide/step": torch.tensor(float(STEP)),
+        "rng/rank-00000": torch.arange(64, dtype=torch.uint8),
+    }
+
+
+@pytest.fixture
+def built() -> Built:
+    return build(state(), {"model/wide": columns((12, 8), 2), "model/tall": rows((40, 6), 3)})
+
+
+def audit(path: Path, level: int = 3, expected: Expected | None = None) -> Report:
+    return audit_in(LocalStorage(path.parent), path.name, level, None, (lambda _: expected) if expected else None)
+
+
+def reasons(report: Report) -> list[str]:
+    assert report.ok == (not report.faults)
+    return [str(fault) for fault in report.faults]
+
+
+@pytest.mark.parametrize("level", [3, 4])
+def test_a_sound_checkpoint_has_no_faults(built: Built, tmp_path: Path, level: int) -> None:
+    assert reasons(audit(built.write(tmp_path), level)) == []
+
+
+def test_a_shard_passes_in_parts_where_memory_is_small(
+    built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(values, "BLOCK", 40)
+    assert reasons(audit(built.write(tmp_path), 4)) == []
+
+
+def test_one_of_an_older_version_has_no_index_and_no_fingerprints(built: Built, tmp_path: Path) -> None:
+    built.indexed, built.fingerprints = False, None
+    report = audit(built.write(tmp_path), 4)
+    assert reasons(report) == []
+    assert report.notes == ("it has no index.json", "it has no fingerprints.json")
+
+
+def test_bytes_come_first(built: Built, tmp_path: Path) -> None:
+    path = built.write(tmp_path)
+    data = (path / "__0_0.distcp").read_bytes()
+    (path / "__0_0.distcp").write_bytes(data[:800] + bytes([data[800] ^ 1]) + data[801:])
+    (fault,) = audit(path, 4).faults
+    assert (fault.chunk, fault.reason) == (0, "digest differs")
+    assert "model/wide" in fault.tensors
+
+
+def test_a_file_that_nobody_listed_is_named(built: Built, tmp_path: Path) -> None:
+    path = built.write(tmp_path)
+    (path / "notes.txt").write_text("hello")
+    assert reasons(audit(path)) == ["notes.txt: is not listed in manifest.json"]
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("memory", [1 << 40, 0])
+def test_files_stay_in_the_page_cache_from_one_reading_to_the_next_if_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool, memory: int
+) -> None:
+    path = build({"model/large": torch.rand(3 << 20)}).write(tmp_path)
+    looked = []
+
+    def resident() -> set[bool]:
+        with (path / "__0_0.distcp").open("rb") as stream:
+            return {_resident(stream.fileno(), place) for place in range(0, 12 << 20, 1 << 20)}
+
+    def structure(*arguments: Any) -> Any:
+        looked.append(resident())
+        return structure_faults(*arguments)
+
+    monkeypatch.setattr(audit_module, "structure_faults", structure)
+    monkeypatch.setattr(audit_module, "_available", lambda: memory)
+    drop_cache(path / "__0_0.distcp")
+    if cached:
+        (path / "__0_0.distcp").read_bytes()
+    assert audit(path, 3).ok
+    # What the kernel was still reading ahead cannot be let go of: a page or two may stay.
+    assert (looked == [{True}]) == (cached or memory > 0)
+    assert resident() == {cached}
+
+
+def test_what_the_engine_writes_is_sound(bench: Bench) -> None:
+    bench.saved(3, 4)
+    path = bench.folder(4)
+    expected = Expected(
+        facts={"position": 32}, counts=("position",), steps=r"optim\..+\.step", required=("model.half",)
+    )
+    report = audit(path, 4, expected)
+    assert (reasons(report), report.notes) == ([], ())
+
+
+# -- level 3: what describes the tensors
+
+
+def hole(piece: Piece) -> Piece | None:
+    return None if (piece.key, piece.offsets) == ("model/tall", (14, 0)) else piece
+
+
+def overlap(piece: Piece) -> Piece:
+    return replace(piece, offsets=(0, 3)) if (piece.key, piece.offsets) == ("model/wide", (0, 4)) else piece
+
+
+def short(piece: Piece) -> Piece:
+    return replace(piece, nbytes=piece.nbytes // 2) if piece.key == "model/mask" else piece
+
+
+def beyond(piece: Piece) -> Piece:
+    return replace(piece, length=1 << 30) if piece.key == "rng/rank-00000" else piece
+
+
+def elsewhere(piece: Piece) -> Piece:
+    return replace(piece, file="__9_0.distcp") if piece.key == "model/flat" else piece
+
+
+def misplaced(piece: Piece) -> Piece:
+    return replace(piece, data=piece.data + 4) if piece.key == "model/flat" else piece
+
+
+@pytest.mark.parametrize(
+    ("lie", "key", "words"),
+    [
+        (hole, "model/tall", "its shards hold 156 of 240 values"),
+        (overlap, "model/wide", "the shards at (0, 0) and (0, 3) overlap"),
+        (beyond, "rng/rank-00000", "a shard takes bytes"),
+        (elsewhere, "model/flat", "is not listed in manifest.json, but holds shards"),
+        (misplaced, "model/flat", "the frame at"),
+    ],
+)
+def test_a_lie_of_the_index_is_found(
+    built: Built, tmp_path: Path, lie: Callable[[Piece], Piece | None], key: str, words: str
+) -> None:
+    built.pieces(lie)
+    found = [fault for fault in audit(built.write(tmp_path)).faults if fault.tensors == (key,)]
+    assert any(words in fault.reason for fault in found), found
+
+
+def test_a_shard_with_too_few_bytes_is_found(built: Built, tmp_path: Path) -> None:
+    # One that the index itself would not refuse: half the rows of a shard, with bytes for half.
+    info = TensorInfo("float32", (12, 8))
+    built.index = Index(
+        {**built.index.tensors, "model/wide": replace(info, dtype="float64")},
+        built.index.pieces,
+    )
+    found = [fault.reason for fault in audit(built.write(tmp_path)).faults if fault.file.startswith("__")]
+    assert "the shard at (0, 0) has 192 bytes for (12, 4) of float64" in found
+
+
+def test_metadata_and_index_must_tell_the_same(built: Built, tmp_path: Path) -> None:
+    del built.metadata.state_dict_metadata["model/mask"]
+    place = next(at for at in built.metadata.storage_data if at.fqn == "model/flat")
+    info = built.metadata.storage_data[place]
+    built.metadata.storage_data[place] = replace(info, offset=info.offset + 1)
+    found = reasons(audit(built.write(tmp_path)))
+    assert ".metadata: model/flat has its shard at (0, 0) elsewhere than index.json says (model/flat)" in found
+    assert any(text.startswith(".metadata: model/mask is absent in it, bool (3,) in index.json") for text in found)
+
+
+def test_a_frame_of_another_tensor_is_found(built: Built, tmp_path: Path) -> None:
+    """Bytes, index and `.metadata` agree, but plain torch.load would return another shape than they say."""
+    other = build({**state(), "model/flat": state()["model/flat"].view(30, 1)})
+    sound = build(state())
+    sound.files = other.files
+    found = [fault for fault in audit(sound.write(tmp_path)).faults if fault.tensors == ("model/flat",)]
+    assert "(30, 1)" in found[0].reason
+
+
+class Counting(LocalStorage):
+    """Counts what is asked of a file, as a store far away would be."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.reads: list[str] = []
+
+    def open(self, path: str) -> BinaryIO:
+        stream, reads = super().open(path), self.reads
+
+        class Counted(io.BytesIO):
+            def read(self, size: int | None = -1) -> bytes:
+                reads.append(path.rpartition("/")[2])
+                return super().read(size)
+
+        with stream:
+            return Counted(stream.read())
+
+
+def test_frames_are_looked_at_by_whole_chunks(tmp_path: Path) -> None:
+    """A request for every header of every tensor would be tens of thousands of them."""
+    path = build({f"model/{number}": torch.ones(3) for number in range(50)}).write(tmp_path)
+    storage = Counting(tmp_path)
+    assert audit_in(storage, path.name, 3).ok
+    assert storage.reads.count("__0_0.distcp") == 2, "once for its digest, once for its frames"
+
+
+def test_code_in_metadata_is_refused_and_not_run(built: Built, tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return (print, ("run",))
+
+    built.metadata.planner_data = Evil()
+    (text,) = reasons(audit(built.write(tmp_path)))
+    assert text.startswith(".metadata: .metadata asks for builtins.print")
+    assert pickle.dumps(built.metadata)
+
+
+# -- level 4: values
+
+
+def test_values_that_are_not_those_of_the_save_are_found(tmp_path: Path) -> None:
+    built = build(state())
+    changed = {**state(), "model/tall": state()["model/tall"].flip(0)}
+    built.files = build(changed).files
+    (fault,) = audit(built.write(tmp_path), 4).faults
+    assert fault.tensors == ("model/tall",)
+    assert fault.reason.startswith("fingerprint is")
+
+
+@pytest.mark.parametrize(("value", "count"), [(float("nan"), 1), (float("inf"), 2)])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_values_that_are_no_numbers_are_counted_and_named(
+    tmp_path: Path, value: float, count: int, kind: torch.dtype
+) -> None:
+    tensors = state()
+    tensors["model/tall"] = tensors["model/tall"].to(kind)
+    tensors["model/tall"].view(-1)[100 : 100 + count] = value
+    built = build(tensors, {"model/tall": rows((40, 6), 4)})
+    (fault,) = audit(built.write(tmp_path), 4).faults
+    assert (fault.file, fault.tensors) == ("__1_0.distcp", ("model/tall",))
+    assert fault.reason == f"{count} values are NaN or infinite"
+
+
+def test_infinities_in_a_tensor_that_does_not_train_are_only_told(tmp_path: Path) -> None:
+    mask = torch.zeros(4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), float("-inf"))
+    report = audit(build({**state(), "buffers/rank-00000/mask": mask}).write(tmp_path), 4, Expected(finite=("model/",)))
+    assert reasons(report) == []
+    assert report.notes == ("buffers/rank-00000/mask: 6 values are NaN or infinite, in a tensor that does not train",)
+
+
+def test_a_tensor_without_a_fingerprint_is_a_fault(built: Built, tmp_path: Path) -> None:
+    assert built.fingerprints is not None
+    del built.fingerprints["model/mask"]
+    built.fingerprints["model/gone"] = "0" * 16
+    found = {fault.tensors: fault.reason for fault in audit(built.write(tmp_path), 4).faults}
+    assert found[("model/mask",)].endswith("at save it was None")
+    assert "there is no such tensor" in found[("model/gone",)]
+
+
+def test_what_the_owner_expects(built: Built, tmp_path: Path) -> None:
+    built.extra = {"step": 6, "consumed": 40.0}
+    expected = Expected(
+        facts={"step": STEP, "seed": 1},
+        counts=("consumed",),
+        steps=r"optimizer/.+/step",
+        required=("rng/rank-00000", "rng/rank-00001"),
+        readable={"rng/": lambda tensor: f"has {len(tensor)} bytes"},
+    )
+    found = reasons(audit(built.write(tmp_path), 4, expected))
+    assert found == [
+        "manifest.json: `consumed` is 40.0, not a whole number",
+        "manifest.json: `step` is 6, where step 5 should have 5",
+        "manifest.json: `seed` is None, where step 5 should have 1",
+        "index.json: there is no tensor rng/rank-00001 (rng/rank-00001)",
+        "__0_0.distcp chunk 0: has 64 bytes (rng/rank-00000)",
+    ]
+
+
+def test_the_optimizer_must_have_made_the_steps_of_the_checkpoint(built: Built, tmp_path: Path) -> None:
+    path = built.write(tmp_path, step=6)
+    (fault,) = audit(path, 4, Expected(steps=r"optimizer/.+/step")).faults
+    assert fault.tensors == ("optimizer/wide/step",)
+    assert fault.reason == "no parameter has had more than 5 optimizer steps, the checkpoint is of step 6"
+
+
+def test_counters_of_steps() -> None:
+    assert step_reasons({}, 5) == []
+    assert step_reasons({"a": 5.0, "b": 3.0}, 5) == []
+    assert step_reasons({"a": 5.0, "b": 6.0}, 5) == [("b", "counts 6 optimizer steps in a checkpoint of step 5")]
+    assert step_reasons({"a": float("nan"), "b": 5.0}, 5)[0][0] == "a"
+
+
+def test_an_unknown_level_is_a_mistake(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="level 2"):
+        audit_in(LocalStorage(tmp_path), "step-00000005.001-ab12cd34", 2)

@@ -1,0 +1,62 @@
+"""The safetensors format: what is laid out is read back, and a file that is anything else is refused."""
+
+import io
+import json
+import struct
+from typing import Any
+
+import pytest
+
+from checkpointing.format.index import TensorInfo
+from checkpointing.format.safetensors import Malformed, lay_out, read_header
+
+TENSORS = {"a": TensorInfo("float32", (2, 3)), "none": TensorInfo("int64", (0,)), "scalar": TensorInfo("bfloat16", ())}
+
+
+def file_of(described: Any, values: bytes) -> bytes:
+    text = described if isinstance(described, bytes) else json.dumps(described).encode()
+    return struct.pack("<Q", len(text)) + text + values
+
+
+def entry(dtype: str = "U8", shape: list[Any] | None = None, start: Any = 0, end: Any = 4) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": [4] if shape is None else shape, "data_offsets": [start, end]}
+
+
+def test_a_header_is_read_as_it_was_laid_out() -> None:
+    made = lay_out(TENSORS, {"format": "pt"})
+    assert len(made.encoded) % 8 == 0
+    assert made.size == len(made.encoded) + 24 + 0 + 2
+    read = read_header(io.BytesIO(made.encoded + bytes(26)), made.size)
+    assert read.tensors == made.tensors
+    assert {name: place.info for name, place in read.tensors.items()} == TENSORS
+
+
+def test_a_dtype_without_a_word_is_told() -> None:
+    with pytest.raises(ValueError, match="a is complex128"):
+        lay_out({"a": TensorInfo("complex128", (1,))}, {})
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (b"", "shorter"),
+        (struct.pack("<Q", 1 << 60), "header is said"),
+        (file_of(b"\xff\xfe", b""), "its header is none"),
+        (file_of([1], b""), "its header is none"),
+        (file_of({"a": 3}, b""), "its header is none"),
+        (file_of({"a": entry("Q4")}, bytes(4)), "Q4"),
+        (file_of({"a": entry()}, bytes(3)), "file at"),
+        (file_of({"a": entry()}, bytes(5)), "appended"),
+        (file_of({"a": entry(shape=[5])}, bytes(4)), "4 bytes to a uint8 tensor of shape"),
+        (file_of({"a": entry(shape=[-4], end=-4)}, bytes(4)), "no whole number"),
+        (file_of({"a": entry(shape=[2.0, 2])}, bytes(4)), "no whole number"),
+        (file_of({"a": entry(shape=[True, 4])}, bytes(4)), "no whole number"),
+        (file_of({"a": entry(), "b": entry()}, bytes(4)), "those before end at"),
+        (file_of({"a": entry(start=2, end=6)}, bytes(6)), "those before end at"),
+        (file_of(b'{"a":%b,"a":%b}' % ((json.dumps(entry()).encode(),) * 2), bytes(4)), "a name twice"),
+        (file_of(b"[" * 100_000, b""), "its header is none"),
+    ],
+)
+def test_anything_else_is_refused(data: bytes, told: str) -> None:
+    with pytest.raises(Malformed, match=told):
+        read_header(io.BytesIO(data), len(data))

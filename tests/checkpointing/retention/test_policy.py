@@ -1,0 +1,336 @@
+"""Which checkpoints may go."""
+
+import errno
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpointing.config import RetentionConfig
+from checkpointing.format.commit import DELETED
+from checkpointing.format.manifest import parse
+from checkpointing.retention.pins import pin
+from checkpointing.retention.policy import FLOOR, Policy, apply_retention, decide_retention, expired, metric_of
+from checkpointing.storage.backends import LocalStorage, Storage
+from checkpointing.tiers.catalog import Catalog, Entry
+from checkpointing.tiers.tier import ResolvedTier
+from tests.checkpointing.fake_storages import Faulty
+from tests.checkpointing.made_checkpoint import NONCE, make
+
+
+def entry(step: int) -> Entry:
+    name = f"step-{step:08d}.001-ab12cd34"
+    return Entry(name=name, path=Path(name), step=step, attempt=1, nonce="ab12cd34", bytes=1, committed_at=0.0)
+
+
+newest_first = st.lists(st.integers(0, 1000), unique=True, max_size=20).map(
+    lambda steps: [entry(step) for step in sorted(steps, reverse=True)]
+)
+policies = st.builds(
+    Policy,
+    keep=st.integers(-1, 8),
+    every=st.sampled_from([0, 1, 7, 100]),
+    best=st.integers(0, 4),
+    mode=st.sampled_from(["min", "max"]),
+)
+ratings = st.one_of(st.none(), st.floats(allow_nan=True, allow_infinity=True))
+
+
+@dataclass(frozen=True)
+class Case:
+    """Some checkpoints and everything that is known of them."""
+
+    entries: list[Entry]
+    policy: Policy
+    facts: dict[str, Any]
+
+    def judged(self) -> dict[str, bool]:
+        return {judged.entry.name: judged.stays for judged in decide_retention(self.entries, self.policy, **self.facts)}
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    entries = draw(newest_first)
+    names = [entry.name for entry in entries]
+    some = st.sets(st.sampled_from(names)) if names else st.just(set())
+    facts = {
+        "metrics": {name: draw(ratings) for name in names},
+        "pinned": draw(some),
+        "refused": draw(some),
+        "held": draw(some),
+        "newest": draw(st.sampled_from(names)) if names else None,
+    }
+    return Case(entries, draw(policies), facts)
+
+
+@given(cases())
+def test_what_goes_is_trusted_and_nobodys(case: Case) -> None:
+    gone = {entry.name for entry, _ in expired(case.entries, case.policy, **case.facts)}
+    assert not gone & (case.facts["pinned"] | case.facts["refused"] | case.facts["held"] | {case.facts["newest"]})
+
+
+@given(cases())
+def test_never_fewer_than_two_trusted_ones_stay_and_they_are_the_newest(case: Case) -> None:
+    trusted = [entry.name for entry in case.entries if entry.name not in case.facts["refused"]]
+    stays = case.judged()
+    assert all(stays[name] for name in trusted[: max(case.policy.keep, FLOOR)])
+
+
+@given(cases())
+def test_multiples_and_the_best_stay(case: Case) -> None:
+    trusted = [entry for entry in case.entries if entry.name not in case.facts["refused"]]
+    stays, policy = case.judged(), case.policy
+    if policy.every:
+        assert all(stays[entry.name] for entry in trusted if entry.step % policy.every == 0)
+    rated = [case.facts["metrics"][entry.name] for entry in trusted]
+    finite = sorted(value for value in rated if value is not None and abs(value) < float("inf"))
+    best = finite[: policy.best] if policy.mode == "min" else finite[::-1][: policy.best]
+    kept = [case.facts["metrics"][entry.name] for entry in trusted if stays[entry.name]]
+    assert all(value in kept for value in best)
+
+
+@given(cases())
+def test_a_second_pass_finds_nothing_more(case: Case) -> None:
+    gone = {entry.name for entry, _ in expired(case.entries, case.policy, **case.facts)}
+    left = [entry for entry in case.entries if entry.name not in gone]
+    assert expired(left, case.policy, **case.facts) == []
+
+
+@given(cases())
+def test_the_oldest_goes_first_and_everything_has_a_reason(case: Case) -> None:
+    gone = expired(case.entries, case.policy, **case.facts)
+    assert [entry.step for entry, _ in gone] == sorted(entry.step for entry, _ in gone)
+    assert all(judged.reason for judged in decide_retention(case.entries, case.policy, **case.facts))
+
+
+@given(cases(), st.data())
+def test_an_untrusted_checkpoint_is_no_substitute(case: Case, data: st.DataObject) -> None:
+    """Whatever is refused, exactly what would happen without it happens to the others."""
+    refused = case.facts["refused"]
+    without = Case([entry for entry in case.entries if entry.name not in refused], case.policy, case.facts)
+    others = {name: stays for name, stays in case.judged().items() if name not in refused}
+    assert others == without.judged()
+
+
+def reasons(policy: Policy, *steps: int, **facts: Any) -> dict[int, str]:
+    return {
+        judged.entry.step: judged.reason
+        for judged in decide_retention([entry(step) for step in steps], policy, **facts)
+    }
+
+
+def test_every_verdict_says_why() -> None:
+    told = reasons(
+        Policy(keep=2, every=100, best=1),
+        800, 700, 650, 600, 550, 520, 510, 505,
+        metrics={entry(520).name: 0.5, entry(650).name: 0.7, entry(510).name: float("nan")},
+        pinned=[entry(650).name], refused=[entry(800).name], held=[entry(510).name], newest=entry(550).name,
+    )  # fmt: skip
+    assert told == {
+        800: "it is not trusted, and stays as evidence",
+        700: "it is one of the newest 2",
+        650: "it is pinned",
+        600: "its step is a multiple of 100",
+        550: "it was just committed",
+        520: "it is one of the best 1 by loss",
+        510: "it is being copied",
+        505: "not one of the newest 2, no multiple of 100 steps, not one of the best 1 by loss",
+    }
+
+
+def test_of_two_equally_good_ones_the_newer_stays() -> None:
+    metrics = {entry(step).name: 1.0 for step in (1, 2, 3, 4)}
+    policy = Policy(keep=2, best=1)
+    gone = expired([entry(step) for step in (4, 3, 2, 1)], policy, metrics=metrics)
+    assert [entry.step for entry, _ in gone] == [1, 2], "4 is the best one, and one of the newest"
+
+
+# ---- a pass over a real folder
+
+
+@dataclass(frozen=True)
+class Whose:
+    attempt: int = 1
+    nonce: str = NONCE
+    inherit: tuple[str, ...] = ()
+    ended_attempts: tuple[str, ...] = ()
+
+
+class Tier:
+    """One folder with checkpoints, and what retention tells of it."""
+
+    def __init__(self, root: Path, storage: Storage | None = None) -> None:
+        self.root, self.storage = root, storage or LocalStorage(root)
+        self.place = ResolvedTier(path=str(root), storage=self.storage, catalog=Catalog(root, self.storage))
+        self.told: list[tuple[str, dict[str, Any]]] = []
+
+    def make(self, *steps: int, losses: dict[int, Any] | None = None, **options: Any) -> list[str]:
+        extra = {step: {"loss": loss} for step, loss in (losses or {}).items()}
+        return [make(self.storage, step, extra=extra.get(step), **options) for step in steps]
+
+    def steps(self) -> list[int]:
+        return [entry.step for entry in self.place.catalog.committed()]
+
+    def apply_retention(
+        self, newest: str, policy: Policy | None = None, owner: Whose | None = None, **options: Any
+    ) -> None:
+        arguments = {"fence": lambda: True, "refused": (), **options}
+        tell = lambda kind, data: self.told.append((kind, data))  # noqa: E731
+        fence, refused = arguments.pop("fence"), arguments.pop("refused")
+        apply_retention(
+            self.place, policy or Policy(keep=2), owner or Whose(), newest, fence, refused, tell, **arguments
+        )
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Tier:
+    return Tier(tmp_path / "tier")
+
+
+def test_a_pass_deletes_the_oldest_and_tells(tier: Tier) -> None:
+    names = tier.make(1, 2, 3, 4)
+    tier.apply_retention(names[-1])
+    assert tier.steps() == [4, 3]
+    assert tier.told == [
+        ("checkpoint.deleted", {"step": step, "name": names[step - 1], "tier": str(tier.root)}) for step in (1, 2)
+    ]
+
+
+def test_pins_are_read_where_people_pin(tier: Tier, tmp_path: Path) -> None:
+    names = tier.make(1, 2, 3, 4, 5)
+    run = LocalStorage(tmp_path / "run")
+    pin(tier.storage, names[0], "", 0.0)
+    pin(run, names[1], "for the paper", 0.0)
+    tier.apply_retention(names[-1], pins=run)
+    assert tier.steps() == [5, 4, 2]
+
+
+def test_pins_that_cannot_be_read_stop_all_deletion(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tier = Tier(tmp_path, storage := Faulty(tmp_path))
+    names = tier.make(1, 2, 3, 4)
+    storage.broken = lambda delete_debris, _: errno.EIO if delete_debris == "list pins" else 0
+    with caplog.at_level(logging.WARNING):
+        tier.apply_retention(names[-1])
+    assert tier.steps() == [4, 3, 2, 1]
+    assert "could not be deleted yet" in caplog.text
+
+
+def test_a_checkpoint_that_is_pinned_during_the_pass_stays(tier: Tier) -> None:
+    names = tier.make(1, 2, 3, 4)
+    tier.apply_retention(names[-1], fence=lambda: pin(tier.storage, names[1], "quick", 0.0) is None)
+    assert tier.steps() == [4, 3, 2]
+
+
+def test_the_best_are_found_by_what_the_checkpoints_say(tier: Tier) -> None:
+    names = tier.make(1, 2, 3, 4, 5, losses={1: 0.5, 2: 0.1, 3: "nan", 4: 0.9, 5: 0.9})
+    cache: dict[str, float | None] = {}
+    tier.apply_retention(names[-1], Policy.of(2, RetentionConfig(best=1)), metrics=cache)
+    assert tier.steps() == [5, 4, 2]
+    assert cache[names[1]] == 0.1
+
+
+def test_one_whose_file_is_gone_counts_for_nothing_and_stays(tier: Tier) -> None:
+    names = tier.make(1, 2, 3, 4)
+    (tier.root / names[2] / "__0_0.distcp").unlink()
+    tier.apply_retention(names[-1])
+    assert tier.steps() == [4, 3, 2], "2 is the substitute that 3 cannot be"
+
+
+def test_refused_and_foreign_ones_are_left_alone(tier: Tier) -> None:
+    (foreign,) = tier.make(1, attempt=7, nonce="77777777")
+    names = tier.make(2, 3, 4, 5)
+    tier.apply_retention(names[-1], refused=[names[2]])
+    assert tier.steps() == [5, 4, 3, 1]
+    assert (tier.root / foreign / "COMMIT").exists()
+
+
+def test_what_was_just_committed_stays_although_older_work_has_higher_steps(tier: Tier) -> None:
+    names = tier.make(8, 9, 10, 3)
+    tier.apply_retention(names[-1])
+    assert tier.steps() == [10, 9, 3]
+
+
+def test_a_lost_fence_stops_the_pass(tier: Tier) -> None:
+    names = tier.make(1, 2, 3, 4)
+    tier.apply_retention(names[-1], fence=lambda: False)
+    assert tier.steps() == [4, 3, 2, 1]
+    assert tier.told == []
+
+
+def test_debris_of_its_own_and_of_ended_attempts_goes_with_it(tier: Tier) -> None:
+    names = tier.make(1, 2)
+    half_own, half_held = tier.make(3, 4)
+    (handed,) = tier.make(5, attempt=1, nonce="00000001")
+    (half_ended,) = tier.make(6, attempt=1, nonce="00000001")
+    (half_foreign,) = tier.make(7, attempt=2, nonce="22222222")
+    (buried,) = tier.make(8, attempt=2, nonce="22222222")
+    for name in (half_own, half_held, half_ended, half_foreign):
+        (tier.root / name / "COMMIT").unlink()
+    (tier.root / buried / DELETED).write_text("")
+    tier.apply_retention(names[-1], Policy(keep=3), Whose(inherit=(handed,)), held=[half_held])
+    assert {path.name for path in tier.root.iterdir()} == {*names, half_held, handed, half_foreign}
+
+
+def test_debris_of_attempts_that_left_nothing_else_goes_by_name_and_nonce(tier: Tier) -> None:
+    names = tier.make(1, 2)
+    (half,) = tier.make(3, attempt=1, nonce="00000001")
+    (half_foreign,) = tier.make(4, attempt=1, nonce="99999999")
+    for name in (half, half_foreign):
+        (tier.root / name / "COMMIT").unlink()
+    tier.apply_retention(names[-1], owner=Whose(ended_attempts=("1-00000001", "2", "x-99999999", "")))
+    assert {path.name for path in tier.root.iterdir()} == {*names, half_foreign}
+
+
+def test_a_deletion_that_is_finished_for_somebody_is_told(tier: Tier) -> None:
+    names = tier.make(1, 2)
+    own, handed, foreign = *tier.make(3), *tier.make(4, nonce="00000001"), *tier.make(5, nonce="99999999")
+    for name in (own, handed, foreign):
+        (tier.root / name / DELETED).write_text("")
+    tier.apply_retention(names[-1], owner=Whose(ended_attempts=("1-00000001",)))
+    assert {path.name for path in tier.root.iterdir()} == set(names)
+    assert [data["name"] for kind, data in tier.told if kind == "checkpoint.deleted"] == [handed, own]
+
+
+def test_one_folder_that_cannot_go_keeps_no_other_one(tier: Tier, caplog: pytest.LogCaptureFixture) -> None:
+    names = tier.make(1, 2, 3, 4)
+    half, other = tier.make(6, 5)
+    for name in (half, other):
+        (tier.root / name / "COMMIT").unlink()
+    for name in (half, names[0]):
+        (tier.root / name / "mine").mkdir()
+        (tier.root / name / "mine" / "notes").write_text("keep me")
+    with caplog.at_level(logging.WARNING):
+        tier.apply_retention(names[-1])
+    assert {path.name for path in tier.root.iterdir()} == {*names[2:], names[0], half}
+    assert [data["name"] for _, data in tier.told] == [names[1]]
+    assert caplog.text.count("not empty") == 2
+
+
+def test_a_nodes_own_disk_is_rid_of_what_no_attempt_inherits(tier: Tier) -> None:
+    gone, handed, pinned = tier.make(1, 2, 3, nonce="00000001")
+    tier.make(4, nonce="99999999")
+    owner = Whose(inherit=(handed,), ended_attempts=("1-00000001",))
+    pin(tier.storage, pinned, "", 0.0)
+    tier.apply_retention(*tier.make(10), Policy(keep=9), owner)
+    assert tier.steps() == [10, 4, 3, 2, 1], "a shared tier is the next attempt's business"
+    tier.place = replace(tier.place, shared=False)
+    tier.apply_retention(tier.place.catalog.names()[0], Policy(keep=9), owner)
+    assert tier.steps() == [10, 4, 3, 2, 1], "one of its own is not enough"
+    tier.apply_retention(*tier.make(11), Policy(keep=9), owner)
+    assert tier.steps() == [11, 10, 4, 3, 2]
+    assert [data["name"] for _, data in tier.told] == [gone]
+
+
+@pytest.mark.parametrize(
+    ("metric", "value"),
+    [("loss", 0.25), ("eval.loss", 0.5), ("a.b", 7.0), ("word", None), ("none", None), ("flag", None), ("eval", None)],
+)
+def test_a_metric_is_a_number_among_the_facts(tier: Tier, metric: str, value: float | None) -> None:
+    facts = {"loss": 0.25, "eval": {"loss": 0.5}, "a.b": 7, "word": "yes", "flag": True}
+    name = make(tier.storage, 1, extra=facts)
+    manifest = parse((tier.root / name / "manifest.json").read_bytes())
+    assert metric_of(manifest, metric) == value

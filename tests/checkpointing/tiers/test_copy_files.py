@@ -1,0 +1,254 @@
+"""Copying a checkpoint's file: only verified bytes, no faster than allowed, again after a transient error."""
+
+import errno
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpointing.errors import Refused
+from checkpointing.format.manifest import FileEntry
+from checkpointing.storage.backends import LocalStorage
+from checkpointing.storage.digests import digest
+from checkpointing.tiers.copy_files import CopyOrder, Retry, Throttle, copy_file, copy_files
+from tests.checkpointing.fake_storages import Faulty, failing_at, full_after, read_only
+
+DATA = bytes(range(256)) * 41  # 10,496 bytes: ten chunks of 1 KiB and a bit
+PATH = "step-00000005.001-ab12cd34/__0_0.distcp"
+FOLDER, _, FILE = PATH.partition("/")
+
+
+def described(data: bytes, chunk: int = 1024) -> FileEntry:
+    chunks = tuple(digest(data[at : at + chunk]) for at in range(0, len(data), chunk))
+    return FileEntry(name=FILE, size=len(data), chunks=chunks, chunk_size=chunk)
+
+
+@dataclass
+class Clock:
+    """Time that passes only while somebody sleeps."""
+
+    now: float = 100.0
+    naps: list[float] = field(default_factory=list)
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.naps.append(seconds)
+        self.now += seconds
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Faulty:
+    storage = Faulty(tmp_path / "source")
+    put(storage, DATA)
+    return storage
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Iterator[Faulty]:
+    return Faulty(tmp_path / "target")
+
+
+def put(storage: LocalStorage, data: bytes) -> None:
+    path = storage.root / PATH
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+
+
+def quick(clock: Clock, attempts: int = 5) -> Retry:
+    return Retry(attempts=attempts, sleep=clock.sleep, draw=lambda: 1.0)
+
+
+def test_a_copy_is_the_same_bytes(source: Faulty, target: Faulty) -> None:
+    assert copy_file(source, target, FOLDER, described(DATA)) == len(DATA)
+    assert (target.root / PATH).read_bytes() == DATA
+
+
+def test_an_empty_file_is_copied_too(source: Faulty, target: Faulty) -> None:
+    put(source, b"")
+    assert copy_file(source, target, FOLDER, described(b"")) == 0
+    assert (target.root / PATH).read_bytes() == b""
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda data: data[:5000] + bytes([data[5000] ^ 1]) + data[5001:], "chunk 4: digest differs"),
+        (lambda data: data[:-1], "chunk 10: the file is too short"),
+        (lambda data: data[:3000], "chunk 2: the file is too short"),
+        (lambda data: data + b"x", "the file is longer than 10496 bytes"),
+    ],
+)
+def test_a_bad_source_is_never_copied_on(source: Faulty, target: Faulty, damage, told: str) -> None:
+    put(source, damage(DATA))
+    clock = Clock()
+    with pytest.raises(Refused, match=told):
+        copy_file(source, target, FOLDER, described(DATA), retry=quick(clock))
+    assert target.list(FOLDER) == {}
+    assert clock.naps == [], "bytes that are wrong do not get right by waiting"
+
+
+def test_a_transient_error_is_tried_again_with_backoff(source: Faulty, target: Faulty) -> None:
+    clock = Clock()
+    target.broken = failing_at(3)
+    assert copy_file(source, target, FOLDER, described(DATA), retry=quick(clock)) == len(DATA)
+    assert (target.root / PATH).read_bytes() == DATA
+    assert clock.naps == [0.5]
+
+
+def test_a_lasting_transient_error_ends_after_all_tries(source: Faulty, target: Faulty) -> None:
+    clock = Clock()
+    source.broken = lambda operation, _: errno.EIO if operation.startswith("open") else 0
+    with pytest.raises(OSError, match=f"reading {FOLDER}"):
+        copy_file(source, target, FOLDER, described(DATA), retry=quick(clock, attempts=4))
+    assert clock.naps == [0.5, 1.0, 2.0]
+
+
+@given(st.integers(0, 12), st.floats(0, 1))
+def test_waits_grow_and_stay_bounded(attempt: int, draw: float) -> None:
+    clock = Clock()
+
+    def fail() -> None:
+        raise OSError(errno.EIO, "no")
+
+    with pytest.raises(OSError, match="no"):
+        Retry(attempts=attempt + 1, sleep=clock.sleep, draw=lambda: draw, most=30.0).run(fail)
+    assert len(clock.naps) == attempt
+    assert all(0 <= nap <= 30.0 for nap in clock.naps)
+    assert all(left <= right for left, right in pairwise(clock.naps))
+
+
+@pytest.mark.parametrize(("broken", "number"), [(full_after(3000), errno.ENOSPC), (read_only, errno.EROFS)])
+def test_a_full_or_read_only_disk_is_told_at_once(source: Faulty, target: Faulty, broken, number: int) -> None:
+    clock = Clock()
+    target.broken = broken
+    with pytest.raises(OSError, match=os.strerror(number)) as caught:
+        copy_file(source, target, FOLDER, described(DATA), retry=quick(clock))
+    assert (caught.value.errno, clock.naps) == (number, [])
+    target.broken = lambda operation, written: 0
+    assert target.list(FOLDER) == {}, "what was half copied is gone"
+
+
+def test_a_finished_file_is_not_copied_again(source: Faulty, target: Faulty) -> None:
+    copy_file(source, target, FOLDER, described(DATA))
+    before = target.written
+    assert copy_file(source, target, FOLDER, described(DATA)) == 0
+    assert target.written == before
+
+
+@pytest.mark.parametrize(
+    "left", [b"", DATA[:4096], b"y" * len(DATA), DATA + b"z"], ids=["empty", "half", "other", "long"]
+)
+def test_a_half_copied_or_foreign_file_is_replaced(source: Faulty, target: Faulty, left: bytes) -> None:
+    put(target, left)
+    assert copy_file(source, target, FOLDER, described(DATA)) == len(DATA)
+    assert (target.root / PATH).read_bytes() == DATA
+
+
+def test_a_file_whose_fsync_failed_is_written_again_although_it_looks_right(source: Faulty, target: Faulty) -> None:
+    target.broken = failing_at(1, operation="fsync")
+    target.delete = lambda path: LocalStorage.delete(target, path) if target.healed.is_set() else None
+    clock = Clock()
+    retry = Retry(sleep=lambda seconds: (clock.sleep(seconds), target.healed.set()), draw=lambda: 1.0)
+    put_after_abort = target.root / PATH
+    assert copy_file(source, target, FOLDER, described(DATA), retry=retry) == len(DATA)
+    assert put_after_abort.read_bytes() == DATA
+    assert target.written == 2 * len(DATA)
+
+
+def test_a_copy_that_is_no_longer_wanted_ends_before_the_next_chunk(source: Faulty, target: Faulty) -> None:
+    asked = iter([False] * 4 + [True] * 9)
+    clock = Clock()
+    with pytest.raises(OSError, match="given up") as caught:
+        copy_file(source, target, FOLDER, described(DATA), retry=quick(clock), stopped=lambda: next(asked))
+    assert (caught.value.errno, clock.naps) == (errno.ECANCELED, [])
+    assert target.written == 4 * 1024
+
+
+def test_a_copy_that_was_given_up_leaves_its_successors_file_alone(source: Faulty, target: Faulty) -> None:
+    """The disk hung, the writer's rank is gone, and the next one's writer has taken over before it answers again."""
+    left = [False] * 4
+
+    def stopped() -> bool:
+        if not left:
+            target.delete(PATH)
+            copy_file(source, target, FOLDER, described(DATA))
+            return True
+        return left.pop()
+
+    asked: list[bool] = []
+    with pytest.raises(OSError, match="given up"):
+        copy_file(
+            source,
+            target,
+            FOLDER,
+            described(DATA),
+            stopped=lambda: any(asked) or (asked.append(stopped()), asked[-1])[1],
+        )
+    assert (target.root / PATH).read_bytes() == DATA
+
+
+def test_a_copy_keeps_to_its_bandwidth(source: Faulty, target: Faulty) -> None:
+    clock = Clock()
+    throttle = Throttle(1000.0, burst=1024, clock=clock, sleep=clock.sleep)
+    copy_file(source, target, FOLDER, described(DATA), throttle=throttle)
+    paid = len(DATA) - 1024 - 256  # all but the first burst; the last piece is paid for by whoever comes next
+    assert clock.now - 100.0 == pytest.approx(paid / 1000.0, abs=1.1)
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=40), st.integers(1, 4096), st.floats(1.0, 1e6))
+def test_no_stretch_of_time_gets_more_than_the_rate_and_one_burst(sizes: list[int], burst: int, rate: float) -> None:
+    clock = Clock()
+    throttle = Throttle(rate, burst=burst, clock=clock, sleep=clock.sleep)
+    passed = []
+    for size in sizes:
+        throttle.take(size)
+        passed.append((clock.now, size))
+    for first in range(len(passed)):
+        sent = sum(size for _, size in passed[first:])
+        stretch = passed[-1][0] - passed[first][0]
+        # The last piece is still being paid for, and so is what was taken on credit before it.
+        assert sent <= stretch * rate * (1 + 1e-9) + burst + 2 * max(sizes) + 1
+
+
+def order(source: Faulty, target: Faulty, *files: FileEntry, bandwidth: float = 0.0) -> CopyOrder:
+    return CopyOrder(source=str(source.root), target=str(target.root), folder=FOLDER, files=files, bandwidth=bandwidth)
+
+
+def test_an_order_copies_all_its_files_and_says_how_much(source: Faulty, target: Faulty) -> None:
+    other = replace(described(DATA), name="other")
+    (source.root / FOLDER / "other").write_bytes(DATA)
+    copied = copy_files(order(source, target, described(DATA), other))
+    assert (copied.bytes, copied.bad) == (2 * len(DATA), "")
+    assert target.list(FOLDER) == {FILE: len(DATA), "other": len(DATA)}
+    assert copy_files(order(source, target, described(DATA), other)).bytes == 0
+
+
+def test_an_order_says_what_is_wrong_at_its_source(source: Faulty, target: Faulty) -> None:
+    put(source, DATA[:-5] + b"fault")
+    copied = copy_files(order(source, target, described(DATA)))
+    assert (copied.bytes, copied.bad) == (0, "__0_0.distcp chunk 10: digest differs")
+
+
+def test_an_orders_files_share_its_bandwidth(source: Faulty, target: Faulty) -> None:
+    big = bytes(9 << 20)
+    for name in ("a", "b", "c"):
+        (source.root / FOLDER / name).write_bytes(big)
+    files = [replace(described(big, 1 << 20), name=name) for name in ("a", "b", "c")]
+    clock = Clock()
+    copied = copy_files(order(source, target, *files, bandwidth=2.0), sleep=clock.sleep, clock=clock)
+    assert copied.seconds == pytest.approx((27 - 8 - 1) / 2.0, abs=0.51), "all but the first burst of 8 MiB"
+
+
+def test_no_limit_never_sleeps() -> None:
+    clock = Clock()
+    throttle = Throttle(0.0, clock=clock, sleep=clock.sleep)
+    throttle.take(1 << 40)
+    throttle.take(1 << 40)
+    assert clock.naps == []

@@ -1,0 +1,70 @@
+"""Where the tiers of a run lie."""
+
+from pathlib import Path
+
+import pytest
+
+from checkpointing.config import CheckpointConfig, TierConfig
+from checkpointing.storage.backends import FsspecStorage, LocalStorage
+from checkpointing.tiers.tier import ResolvedTier, resolve_tiers
+
+
+def found(run: Path, *tiers: TierConfig, keep: int = 3) -> tuple[ResolvedTier, ...]:
+    return resolve_tiers(CheckpointConfig(tiers=tiers, keep=keep), run / "checkpoints", "my-run", "node-7")
+
+
+def test_no_tiers_are_the_runs_own_folder(tmp_path: Path) -> None:
+    (only,) = found(tmp_path, keep=5)
+    assert (only.path, only.keep, only.every, only.shared) == (str(tmp_path / "checkpoints"), 5, 0, True)
+    assert isinstance(only.storage, LocalStorage)
+    assert only.catalog.storage is only.storage
+
+
+def test_the_runs_name_is_added_and_on_a_nodes_own_disk_the_nodes(tmp_path: Path) -> None:
+    tiers = found(
+        tmp_path,
+        TierConfig(path="/local/nvme", shared=False),
+        TierConfig(every=50, keep=4, bandwidth=20.0, stripes=8),
+        TierConfig(path="memory://bucket/prefix/"),
+    )
+    assert [tier.path for tier in tiers] == [
+        "/local/nvme/my-run/node-7",
+        str(tmp_path / "checkpoints"),
+        "memory://bucket/prefix/my-run",
+    ]
+    assert [tier.shared for tier in tiers] == [False, True, True]
+    run = tiers[1]
+    assert (run.every, run.keep, run.bandwidth, run.stripes) == (50, 4, 20.0, 8)
+    assert isinstance(tiers[2].storage, FsspecStorage)
+
+
+def test_relative_and_home_paths_mean_the_same_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    tiers = (TierConfig(path="fast"), TierConfig(path="~/slow"))
+    expected = [str(tmp_path / "fast/my-run"), "/home/ada/slow/my-run"]
+    assert [tier.path for tier in found(tmp_path, *tiers)] == expected
+    monkeypatch.chdir("/")
+    assert [tier.path for tier in found(tmp_path, *tiers)] == expected
+
+
+def test_entries_of_a_remote_tier_say_their_url(tmp_path: Path) -> None:
+    from tests.checkpointing.made_checkpoint import make
+
+    (tier,) = found(tmp_path, TierConfig(path="memory://place-of-entries"))
+    name = make(tier.storage, 5)
+    (entry,) = tier.catalog.committed()
+    assert entry.place == f"memory://place-of-entries/my-run/{name}"
+
+
+def test_nothing_is_made_by_looking(tmp_path: Path) -> None:
+    found(tmp_path, TierConfig(path="fast"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_is_refused_with_a_reason(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="shared folder; leave `shared` out"):
+        found(tmp_path, TierConfig(shared=False), TierConfig(path="/shared"))
+    with pytest.raises(ValueError, match="cannot be the name of a folder"):
+        resolve_tiers(CheckpointConfig(), tmp_path, "..", "node")
+    with pytest.raises(ValueError, match="write the whole path"):
+        found(tmp_path, TierConfig(path="~nobody-of-that-name/x"))

@@ -1,0 +1,213 @@
+"""What each level of verification sees, and how it says so."""
+
+import errno
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+
+from checkpointing.format.index import Index, Piece, TensorInfo
+from checkpointing.storage.backends import LocalStorage
+from checkpointing.storage.digests import CHUNK
+from checkpointing.verification.digest_scan import _resident
+from checkpointing.verification.verify import all_chunks, check_chunks, read_sealed, verify, verify_in
+from tests.checkpointing.made_checkpoint import make
+
+BIG = {".metadata": b"metadata", "__0_0.distcp": random.Random(3).randbytes(2 * CHUNK + 77)}
+
+
+class Streaming(LocalStorage):
+    """Opens files in a way of its own, as storages do that are no plain folder."""
+
+    def open(self, path: str) -> BinaryIO:
+        return super().open(path)
+
+
+def drop_cache(path: Path) -> None:
+    """Whatever the file system keeps of this file in memory is given up."""
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return tmp_path / make(LocalStorage(tmp_path), 5)
+
+
+def faults(path: Path, level: int) -> list[str]:
+    report = verify(path, level)
+    assert report.ok == (not report.faults)
+    return [str(fault) for fault in report.faults]
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_a_healthy_one_has_no_faults(checkpoint: Path, level: int) -> None:
+    assert faults(checkpoint, level) == []
+
+
+def test_progress_counts_every_byte(tmp_path: Path) -> None:
+    path = tmp_path / make(LocalStorage(tmp_path), 5, files=BIG)
+    told: list[tuple[int, int]] = []
+    report = verify(path, 2, lambda done, total: told.append((done, total)))
+    size = sum(map(len, BIG.values()))
+    assert told[-1] == (size, size)
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert len(told) == 4
+    assert report.bytes == size
+
+
+def test_a_fault_names_its_file_and_chunk(tmp_path: Path) -> None:
+    path = tmp_path / make(LocalStorage(tmp_path), 5, files=BIG)
+    with (path / "__0_0.distcp").open("r+b") as stream:
+        stream.seek(CHUNK + 5)
+        stream.write(b"?")
+    assert faults(path, 0) == []
+    (fault,) = verify(path, 2).faults
+    assert (fault.file, fault.chunk, fault.reason) == ("__0_0.distcp", 1, "digest differs")
+    assert str(fault) == "__0_0.distcp chunk 1: digest differs"
+
+
+def test_level_one_sees_both_ends_of_every_file(tmp_path: Path) -> None:
+    path = tmp_path / make(LocalStorage(tmp_path), 5, files=BIG)
+    with (path / "__0_0.distcp").open("r+b") as stream:
+        stream.seek(-1, 2)
+        stream.write(b"?")
+    assert faults(path, 1) == ["__0_0.distcp chunk 2: digest differs"]
+
+
+def test_missing_and_resized_files_show_at_every_level(checkpoint: Path) -> None:
+    (checkpoint / "__0_0.distcp").unlink()
+    with (checkpoint / "__1_0.distcp").open("ab") as stream:
+        stream.write(b"tail")
+    for level in (0, 1, 2):
+        assert faults(checkpoint, level) == ["__0_0.distcp: missing", "__1_0.distcp: has 504 bytes instead of 500"]
+
+
+def test_no_checkpoint_at_all(tmp_path: Path) -> None:
+    (found,) = faults(tmp_path / "step-00000005.001-ab12cd34", 0)
+    assert found.startswith("COMMIT: unreadable: [Errno 2]")
+
+
+def test_a_manifest_that_commit_does_not_know(checkpoint: Path) -> None:
+    path = checkpoint / "manifest.json"
+    path.write_bytes(path.read_bytes().replace(b"2.13.0", b"2.13.1"))
+    assert faults(checkpoint, 0) == ["manifest.json: is not the one that COMMIT vouches for (digest differs)"]
+
+
+def test_a_missing_manifest(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").unlink()
+    (found,) = faults(checkpoint, 0)
+    assert found.startswith("manifest.json: unreadable")
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_one_whose_deletion_was_begun_is_none(checkpoint: Path, level: int) -> None:
+    (checkpoint / "DELETED").write_bytes(b"{}")
+    assert faults(checkpoint, level) == ["DELETED: its deletion was begun"]
+
+
+def test_a_copied_folder_is_not_another_checkpoint(checkpoint: Path) -> None:
+    copy = checkpoint.with_name("step-00000009.001-ab12cd34")
+    shutil.copytree(checkpoint, copy)
+    (found,) = faults(copy, 0)
+    assert "renamed or copied" in found
+
+
+def test_a_shard_that_cannot_be_read_is_a_fault(checkpoint: Path) -> None:
+    (checkpoint / "__0_0.distcp").unlink()
+    (checkpoint / "__0_0.distcp").mkdir()
+    (found,) = faults(checkpoint, 2)
+    assert found == "__0_0.distcp: has None bytes instead of 1000"
+
+
+def test_an_unknown_level_is_a_mistake(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="level 7"):
+        verify(checkpoint, 7)
+
+
+def test_a_chunk_is_read_the_same_way_from_the_cache_past_it_and_through_streams(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    path = tmp_path / make(storage, 5, files=BIG)
+    drop_cache(path / "__0_0.distcp")
+    assert faults(path, 2) == []
+    assert (path / "__0_0.distcp").read_bytes() == BIG["__0_0.distcp"]
+    assert faults(path, 2) == []
+    assert verify_in(Streaming(tmp_path), path.name, 2).faults == ()
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_file_that_ends_early_is_a_fault_of_its_last_chunk(tmp_path: Path, cached: bool) -> None:
+    storage = LocalStorage(tmp_path)
+    path = tmp_path / make(storage, 5, files=BIG)
+    manifest, _ = read_sealed(storage, path.name)
+    assert manifest is not None
+    os.truncate(path / "__0_0.distcp", 2 * CHUNK + 70)
+    if not cached:
+        drop_cache(path / "__0_0.distcp")
+    (fault,) = check_chunks(storage, path.name, all_chunks(manifest))
+    assert (fault.chunk, fault.reason) == (2, "digest differs")
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_the_page_cache_is_as_it_was_before(tmp_path: Path, cached: bool) -> None:
+    path = tmp_path / make(LocalStorage(tmp_path), 5, files=BIG)
+    shard = path / "__0_0.distcp"
+    drop_cache(shard)
+    if cached:
+        shard.read_bytes()
+    with shard.open("rb") as stream:
+        before = [_resident(stream.fileno(), place) for place in range(0, 2 * CHUNK, 1 << 20)]
+        assert faults(path, 2) == []
+        after = [_resident(stream.fileno(), place) for place in range(0, 2 * CHUNK, 1 << 20)]
+    assert after == before
+    assert set(before) == {cached}
+
+
+def test_a_chunk_that_cannot_be_read_is_named_and_the_others_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / make(LocalStorage(tmp_path), 5, files=BIG)
+    read = os.preadv
+
+    def failing(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        if CHUNK <= offset < 2 * CHUNK:
+            raise OSError(errno.EIO, "bad sector")
+        return read(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    (fault,) = verify(path, 2).faults
+    assert (fault.file, fault.chunk) == ("__0_0.distcp", 1)
+    assert "bad sector" in fault.reason
+
+
+def test_a_bad_chunk_names_the_tensors_that_lie_in_it(tmp_path: Path) -> None:
+    half = CHUNK // 2
+    keys = ["a", "b", "c", "d"]
+    pieces = tuple(Piece(k, "__0_0.distcp", (0,), (half,), i * half, half, i * half, half) for i, k in enumerate(keys))
+    index = Index({key: TensorInfo("uint8", (half,)) for key in keys}, pieces)
+    path = tmp_path / make(LocalStorage(tmp_path), 5, files={**BIG, "index.json": index.encode()})
+    with (path / "__0_0.distcp").open("r+b") as stream:
+        stream.seek(CHUNK + 5)
+        stream.write(b"?")
+    (fault,) = verify(path, 2).faults
+    assert fault.tensors == ("c", "d")
+    assert str(fault) == "__0_0.distcp chunk 1: digest differs (c, d)"
+    with (path / "__0_0.distcp").open("r+b") as stream:
+        stream.write(b"?")
+    assert [fault.tensors for fault in verify(path, 2).faults] == [("a", "b"), ("c", "d")]
+    (path / "__0_0.distcp").unlink()
+    (fault,) = verify(path, 0).faults
+    assert fault.tensor == "a, b and 2 more"
+    (path / "index.json").write_bytes(b"{}")
+    assert {fault.tensors for fault in verify(path, 2).faults} == {()}
+
+
+def test_a_read_that_comes_back_short_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / make(LocalStorage(tmp_path), 5, files=BIG)
+    read = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: read(fd, [buffers[0][:70001]], offset))
+    assert faults(path, 2) == []

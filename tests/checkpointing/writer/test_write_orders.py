@@ -1,0 +1,137 @@
+"""An order that cannot be carried out says so: no file that is missing, and no answer that never comes."""
+
+import errno
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpointing.engine.ranks.failure import Failed
+from checkpointing.engine.save.saver import _error, _failures
+from checkpointing.errors import FencedOff
+from checkpointing.storage import direct_io
+from checkpointing.storage.backends import LocalStorage
+from checkpointing.writer import order_threads
+from checkpointing.writer.arena import PAGE, Arena
+from checkpointing.writer.cancel_token import CancelToken
+from checkpointing.writer.ipc_codec import MessageStream
+from checkpointing.writer.link import InProcessWriter, WriterLink, WriterLost
+from checkpointing.writer.write_orders import WriteOrder, write_files
+
+
+def an_order(root: Path, files: int) -> WriteOrder:
+    spans = tuple((f"__0_{n}.distcp", n * PAGE, PAGE) for n in range(files))
+    return WriteOrder(place=str(root), folder="step", buffer=0, files=spans, step=1, plan="p")
+
+
+@pytest.fixture
+def arena() -> Arena:
+    made = Arena.create()
+    made.shape(4 * PAGE, 1, "p")
+    return made
+
+
+class Gives(LocalStorage):
+    """A storage whose library raises something of its own for one file."""
+
+    def __init__(self, root: Path, error: Exception) -> None:
+        super().__init__(root)
+        self.error = error
+
+    def create(self, path: str) -> Any:
+        if path.endswith("_1.distcp"):
+            raise self.error
+        return super().create(path)
+
+
+@pytest.mark.parametrize("error", [IndexError("list index"), ValueError("no such bucket"), RuntimeError("closed")])
+def test_a_file_that_a_library_did_not_write_is_not_called_written(
+    tmp_path: Path, arena: Arena, error: Exception
+) -> None:
+    (tmp_path / "step").mkdir()
+    with pytest.raises(type(error)):
+        write_files(an_order(tmp_path, 3), arena, CancelToken(), Gives(tmp_path, error))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_block_that_a_dead_lane_left_out_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, names = direct_io._DirectFile._write, []
+
+    def short_of_memory(outlet: Any, at: int, end: int) -> None:
+        name = threading.current_thread().name
+        if name.startswith("lane-"):
+            names.append(name)
+            raise MemoryError
+        write(outlet, at, end)
+        lane_came.wait(10)
+
+    lane_came = threading.Event()
+    monkeypatch.setattr(direct_io._DirectFile, "_write", short_of_memory)
+    threading.Timer(0.05, lane_came.set).start()
+    with pytest.raises(OSError, match="Input/output error"):
+        direct_io.write_direct(tmp_path / "f", memoryview(bytearray(64 * PAGE)), block=PAGE, threads=2)
+    assert names
+
+
+class Uploads(LocalStorage):
+    """A store that shows a file when its sink is closed; somebody cancels while the last block is on its way."""
+
+    def __init__(self, root: Path, cancel_token: CancelToken) -> None:
+        super().__init__(root)
+        self.cancel_token, self.done = cancel_token, ""
+
+    def create(self, path: str) -> Any:
+        return self
+
+    def write(self, data: memoryview) -> None:
+        self.cancel_token.cancel()
+
+    def close(self) -> None:
+        self.done = "shown"
+
+    def abort(self) -> None:
+        self.done = "given up"
+
+
+def test_an_upload_that_was_cancelled_at_its_end_does_not_appear(tmp_path: Path, arena: Arena) -> None:
+    cancel_token = CancelToken()
+    store = Uploads(tmp_path, cancel_token)
+    with pytest.raises(OSError, match="canceled") as raised:
+        write_files(an_order(tmp_path, 1), arena, cancel_token, store)
+    assert raised.value.errno == errno.ECANCELED
+    assert store.done == "given up"
+
+
+def test_a_writer_that_speaks_nonsense_is_lost_and_nobody_waits_for_it() -> None:
+    ours, theirs = socket.socketpair()
+    link = WriterLink(ours, Arena.create())
+    waiting = link.ping()
+    MessageStream(theirs).send({"id": 99, "result": {}})
+    with pytest.raises(WriterLost):
+        waiting.result(10)
+    assert not link.alive
+    link.close()
+    theirs.close()
+
+
+def test_an_order_that_gets_no_thread_is_refused_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = InProcessWriter()
+
+    def none_left(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(order_threads.threading.Thread, "start", none_left)
+        with pytest.raises(RuntimeError):
+            link.write(an_order(Path("/nowhere"), 1))
+    assert not link._orders._running
+    link._orders.until_unread("/nowhere")
+    link.close()
+
+
+def test_a_fence_on_any_rank_counts_for_all() -> None:
+    failed = _failures([None, Failed("no token", fenced=True), Failed("disk full")])
+    assert failed is not None
+    assert _error(failed) is FencedOff

@@ -60,7 +60,7 @@ def rows(kind: type[Any], prefix: str) -> Iterator[str]:
 
 def page() -> str:
     sys.path.insert(0, str(ROOT))
-    from orchestrator.config import RunConfig
+    from orchestrator.config.run_config import RunConfig
 
     table = "\n".join(rows(RunConfig, ""))
     return f"{HEAD}\n## Top level\n\n| key | default | |\n|---|---|---|\n{table}\n"

@@ -20,7 +20,7 @@ OrchError                       1
 from enum import Enum, auto
 
 
-class Heals(Enum):
+class Retryable(Enum):
     """Whether a refused job may be taken later although nobody changes it."""
 
     NEVER = auto()
@@ -59,7 +59,7 @@ class SubmitAmbiguous(SlurmUnreachable):
 
 
 class SubmitRejected(OrchError):
-    """`heals` tells whether a later try may be taken; `unknown_nodes`: nodes orch avoided that Slurm does not know."""
+    """`retryable`: whether a later try may be taken; `unknown_nodes`: nodes orch avoided that Slurm does not know."""
 
     exit_code = 4
 
@@ -69,11 +69,11 @@ class SubmitRejected(OrchError):
         *,
         where: str = "",
         hint: str = "",
-        heals: Heals = Heals.NEVER,
+        retryable: Retryable = Retryable.NEVER,
         unknown_nodes: tuple[str, ...] = (),
     ) -> None:
         super().__init__(what, where=where, hint=hint)
-        self.heals, self.unknown_nodes = heals, unknown_nodes
+        self.retryable, self.unknown_nodes = retryable, unknown_nodes
 
 
 class RegistryError(OrchError):

@@ -7,8 +7,8 @@ from typing import Any
 import click
 
 from checkpointing.storage.durable import dump_line
-from orchestrator.cli.options import Noun
-from orchestrator.cli.render import Column, Screen
+from orchestrator.cli.terminal.command_classes import Noun
+from orchestrator.cli.terminal.render import Column, Screen
 from orchestrator.errors import ConfigError, NotFound
 
 SOURCE = click.argument("source", metavar="CONFIG")
@@ -42,7 +42,7 @@ def show(screen: Screen, source: str, overrides: tuple[str, ...], origin: bool) 
 
 def print_config(screen: Screen, data: dict[str, Any], origins: dict[str, str]) -> None:
     """One `key = value  # origin` line for each value."""
-    from orchestrator.compose import flat
+    from orchestrator.config.compose import flat
 
     lines = [(f"{key} = {dump_line(value)}", origins.get(key, "")) for key, value in flat(data).items()]
     width = min(60, max(len(line) for line, _ in lines))
@@ -72,7 +72,7 @@ def diff(screen: Screen, first: str, second: str) -> None:
 
     Each is a preset, a YAML file, a run, or the digest of a stored configuration (or its first 6 or more digits).
     """
-    from orchestrator import compose
+    from orchestrator.config import compose
 
     changed = compose.diff(find_config(first), find_config(second))
     if screen.json:
@@ -86,7 +86,7 @@ def diff(screen: Screen, first: str, second: str) -> None:
 
 
 def _compose(source: str, overrides: tuple[str, ...]) -> Any:
-    from orchestrator.compose import compose  # omegaconf: only for the verbs that read configurations
+    from orchestrator.config.compose import compose  # omegaconf: only for the verbs that read configurations
 
     return compose(source, overrides, environ=os.environ)
 

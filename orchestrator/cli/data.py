@@ -5,8 +5,8 @@ from pathlib import Path
 
 import click
 
-from orchestrator.cli.options import Noun
-from orchestrator.cli.render import Screen, count, span
+from orchestrator.cli.terminal.command_classes import Noun
+from orchestrator.cli.terminal.render import Screen, count, span
 from orchestrator.errors import ConfigError, NotFound
 
 

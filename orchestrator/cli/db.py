@@ -4,9 +4,9 @@ from pathlib import Path
 
 import click
 
-from orchestrator.cli.options import Noun
-from orchestrator.cli.registry import require_registry
-from orchestrator.cli.render import Screen, size
+from orchestrator.cli.access.registry import require_registry
+from orchestrator.cli.terminal.command_classes import Noun
+from orchestrator.cli.terminal.render import Screen, size
 from orchestrator.errors import ConfigError, NotFound
 from orchestrator.home import registry_path
 
@@ -65,7 +65,7 @@ def rebuild(screen: Screen, roots: tuple[Path, ...], more: tuple[Path, ...]) -> 
             where="command line: orch db rebuild",
             hint="name every `cluster.root`:  orch db rebuild --root ~/orch-runs",
         )
-    from orchestrator.rebuild import rebuild as make  # sqlalchemy: after the roots have been checked
+    from orchestrator.registry_rebuild.rebuild import rebuild as make  # sqlalchemy: after the roots have been checked
 
     found = make(registry_path(), [root.resolve() for root in roots])
     screen.note(f"registry {registry_path()}")

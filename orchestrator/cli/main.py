@@ -8,30 +8,39 @@ from collections.abc import Sequence
 
 import click
 
-from orchestrator.cli.options import LazyGroup
-from orchestrator.cli.render import Screen
+from orchestrator.cli.terminal.command_classes import LazyGroup
+from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import NotFound, OrchError, Precondition
 
 VERBS = {
-    "submit": ("orchestrator.cli.submit:submit", "Submit a run and let it finish, whatever dies in between."),
-    "status": ("orchestrator.cli.status:status", "The newest runs: state, step, loss, last checkpoint, why."),
-    "show": ("orchestrator.cli.show:show", "One run in full: attempts, decisions, checkpoints, identity."),
-    "wait": ("orchestrator.cli.wait:wait", "Wait until a run ends; the exit code says how."),
-    "logs": ("orchestrator.cli.logs:logs", "What ranks, agents and the controller printed."),
-    "top": ("orchestrator.cli.top:top", "A live run at a glance: step, tokens/s, loss, where every rank stands."),
-    "attach": ("orchestrator.cli.attach:attach", "Look inside a live job: where every thread of its ranks stands."),
-    "save": ("orchestrator.cli.save:save", "Save a checkpoint now; training goes on."),
-    "cancel": ("orchestrator.cli.ask:cancel", "Save a checkpoint, then stop the runs for good."),
-    "resume": ("orchestrator.cli.ask:resume", "Go on with a run that is held, failed or cancelled."),
-    "ckpt": ("orchestrator.cli.ckpt:ckpt", "Checkpoints: list, verify, compare, export, import, pin, clean up."),
-    "nodes": ("orchestrator.cli.nodes:nodes", "Nodes that runs have used, and those kept away from."),
+    "submit": ("orchestrator.cli.runs.submit:submit", "Submit a run and let it finish, whatever dies in between."),
+    "status": ("orchestrator.cli.runs.status:status", "The newest runs: state, step, loss, last checkpoint, why."),
+    "show": ("orchestrator.cli.runs.show:show", "One run in full: attempts, decisions, checkpoints, identity."),
+    "wait": ("orchestrator.cli.runs.wait:wait", "Wait until a run ends; the exit code says how."),
+    "logs": ("orchestrator.cli.live_jobs.logs:logs", "What ranks, agents and the controller printed."),
+    "top": (
+        "orchestrator.cli.live_jobs.top:top",
+        "A live run at a glance: step, tokens/s, loss, where every rank stands.",
+    ),
+    "attach": (
+        "orchestrator.cli.live_jobs.attach:attach",
+        "Look inside a live job: where every thread of its ranks stands.",
+    ),
+    "save": ("orchestrator.cli.live_jobs.save:save", "Save a checkpoint now; training goes on."),
+    "cancel": ("orchestrator.cli.runs.cancel_resume:cancel", "Save a checkpoint, then stop the runs for good."),
+    "resume": ("orchestrator.cli.runs.cancel_resume:resume", "Go on with a run that is held, failed or cancelled."),
+    "ckpt": (
+        "orchestrator.cli.checkpoints.group:ckpt",
+        "Checkpoints: list, verify, compare, export, import, pin, clean up.",
+    ),
+    "nodes": ("orchestrator.cli.cluster.nodes:nodes", "Nodes that runs have used, and those kept away from."),
     "config": ("orchestrator.cli.config:config", "Configurations: show with origins, validate, compare."),
     "data": ("orchestrator.cli.data:data", "Training data: turn text into token shards."),
     "db": ("orchestrator.cli.db:db", "The registry: where it is, back it up, rebuild it."),
-    "controller": ("orchestrator.cli.controller:controller", "The process that keeps runs going."),
-    "doctor": ("orchestrator.cli.doctor:doctor", "What works on this machine and cluster, and what to mend."),
-    "drill": ("orchestrator.cli.drill:drill", "Bring a fault about on purpose, and score what came of it."),
-    "demo": ("orchestrator.cli.demo:demo", "A small run on this machine that is killed and recovers."),
+    "controller": ("orchestrator.cli.cluster.controller:controller", "The process that keeps runs going."),
+    "doctor": ("orchestrator.cli.cluster.doctor:doctor", "What works on this machine and cluster, and what to mend."),
+    "drill": ("orchestrator.cli.drills.drill:drill", "Bring a fault about on purpose, and score what came of it."),
+    "demo": ("orchestrator.cli.drills.demo:demo", "A small run on this machine that is killed and recovers."),
 }
 
 
@@ -45,7 +54,7 @@ VERBS = {
 def orch(context: click.Context) -> None:
     """A fault-tolerant training orchestrator for Slurm clusters."""
     if context.invoked_subcommand is None:
-        from orchestrator.cli.status import overview  # the verb's module is loaded only when it is used
+        from orchestrator.cli.runs.status import overview  # the verb's module is loaded only when it is used
 
         overview(context.find_object(Screen) or Screen())
 
@@ -71,7 +80,7 @@ def run(args: Sequence[str] | None = None) -> int:
         result = orch.main(words, prog_name="orch", obj=screen, standalone_mode=False)
         screen.flush()
     except OrchError as error:
-        return _tell(screen, error)
+        return _report_error(screen, error)
     except click.exceptions.NoArgsIsHelpError as error:
         screen.note(error.ctx.get_help() if error.ctx else error.format_message())
         return 2
@@ -85,13 +94,15 @@ def run(args: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
-        return _tell(screen, Precondition(*_os_words(error), hint="mend that, then type the same command again"))
+        return _report_error(
+            screen, Precondition(*_os_words(error), hint="mend that, then type the same command again")
+        )
     except Exception as error:  # outermost edge: recorded, and told  # noqa: BLE001
         return _internal(screen, error, words)
     return result if isinstance(result, int) else 0
 
 
-def _tell(screen: Screen, error: OrchError) -> int:
+def _report_error(screen: Screen, error: OrchError) -> int:
     if screen.debug:
         screen.note(traceback.format_exc())
     screen.error(type(error).__name__, error.what, error.where, error.hint)
@@ -113,7 +124,7 @@ def _usage(screen: Screen, error: click.ClickException) -> int:
     return NotFound.exit_code if code == "NotFound" else 2
 
 
-def shown(words: Sequence[str]) -> str:
+def redacted(words: Sequence[str]) -> str:
     """A command line as it may be kept: what is secret stands in values of `env`, and in URLs."""
     from checkpointing.storage.backends import without_secrets
 
@@ -130,7 +141,7 @@ def _internal(screen: Screen, error: Exception, words: Sequence[str]) -> int:
         descriptor = os.open(saved, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w", errors="backslashreplace") as stream:
             os.fchmod(descriptor, 0o600)  # one that was there keeps its mode
-            stream.write(f"orch {shown(words)}\n\n{text}")
+            stream.write(f"orch {redacted(words)}\n\n{text}")
         where = f"the traceback is in {saved}"
     except OSError:
         where = "the traceback could not be saved; --debug prints it"

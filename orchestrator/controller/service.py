@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from orchestrator.controller import lease as leases
-from orchestrator.controller.lease import Holder, host_name, shown
-from orchestrator.controller.reconcile import Controller, TickReport
-from orchestrator.controller.run_files import BoundedFiles
-from orchestrator.controller.run_records import RunRecords
-from orchestrator.controller.schedulers import Partitions, usable
-from orchestrator.controller.waiting import SLACK, only_one_waits, own_file, take_once, wait_for_lease
-from orchestrator.controller.watch import Clock, Watch, boot_id
+from orchestrator.controller.jobs.usable_schedulers import PartitionSizes, usable
+from orchestrator.controller.leasing import lease as leases
+from orchestrator.controller.leasing.lease import Holder, displayed_state, host_name
+from orchestrator.controller.leasing.lease_wait import SLACK, acquire_once, host_file, single_waiter, wait_for_lease
+from orchestrator.controller.leasing.observed_since import Clock, ObservedSince, boot_id
+from orchestrator.controller.reconciler.reconcile import Controller, TickReport
+from orchestrator.controller.run_dirs.bounded_files import BoundedFiles
+from orchestrator.controller.run_dirs.record_writer import RecordWriter
 from orchestrator.errors import Fenced, OrchError, Precondition, RegistryError, SchedulerChanged
 from orchestrator.home import state_home
-from orchestrator.registry import quick
+from orchestrator.registry import fast_queries
 from orchestrator.registry.records import Lease
 from orchestrator.registry.store import Store
 from orchestrator.registry.versions import HEAD
@@ -64,17 +64,17 @@ class Health:
 
 def status(store_path: Path, scheduler: str | None = None) -> Health:
     """Who holds the lease for a scheduler's runs, or held any of them last; reads only, without the ORM."""
-    return _health(quick.lease(store_path, scheduler))
+    return _health(fast_queries.lease(store_path, scheduler))
 
 
 def statuses(store_path: Path) -> list[Health]:
     """The same for every scheduler that a controller was here for, the newest sign of life first."""
-    found = quick.leases(store_path)
+    found = fast_queries.leases(store_path)
     return [_health(held) for held in found if held.holder or is_known(held.scheduler)]
 
 
 def _health(held: Lease | None) -> Health:
-    holder, state = Holder.parse(held.holder) if held is not None else None, shown(held, time.time())
+    holder, state = Holder.parse(held.holder) if held is not None else None, displayed_state(held, time.time())
     return Health(
         alive=state.alive,
         host=holder.host if holder else None,
@@ -101,7 +101,7 @@ def lease_key(kind: str) -> str:
 
 def _upgrade(store_path: Path) -> None:
     """Bring the registry of an older version up to date: it cannot be read before. A newer one is refused later."""
-    if quick.version(store_path) not in (None, HEAD):
+    if fast_queries.version(store_path) not in (None, HEAD):
         Store.open(store_path).close()
 
 
@@ -142,7 +142,7 @@ def _places(store_path: Path) -> dict[str, str]:
 
 def stop(store_path: Path) -> bool:
     """End this host's controllers; whether there was one. Raises Precondition when none of them can be reached."""
-    held = [(lease, Holder.parse(lease.holder)) for lease in quick.leases(store_path)]
+    held = [(lease, Holder.parse(lease.holder)) for lease in fast_queries.leases(store_path)]
     live = [holder for lease, holder in held if holder and not holder.once and _can_end(lease, holder)]
     for holder in [holder for holder in live if holder.is_here] or live[:1]:
         _stop(holder)
@@ -151,7 +151,7 @@ def stop(store_path: Path) -> bool:
 
 def _can_end(lease: Lease, holder: Holder) -> bool:
     """Whether there is something to end: one that stalls on another host is left to whoever takes over."""
-    return holder.lives is not False and (holder.is_here or shown(lease, time.time()).alive)
+    return holder.lives is not False and (holder.is_here or displayed_state(lease, time.time()).alive)
 
 
 def _stop(holder: Holder) -> None:
@@ -178,14 +178,14 @@ def _stop(holder: Holder) -> None:
 def _controller(store_path: Path, kind: str, key: str) -> Iterator[Controller]:
     clock = Clock()
     with Store.open(store_path) as store:
-        watch = Watch(clock.mono, own_file(store_path, "watch", key), boot_id())
+        observed = ObservedSince(clock.mono, host_file(store_path, "watch", key), boot_id())
         files = BoundedFiles()
         controller = Controller(
-            store, usable(kind), clock=clock, watch=watch, pool_size=Partitions(), files=files,
+            store, usable(kind), clock=clock, observed=observed, pool_size=PartitionSizes(), files=files,
             instance=instance_of(kind),
         )  # fmt: skip
-        files.between = controller.actor.keep_lease
-        store.database.after_commit = RunRecords(store, files)
+        files.between = controller.actor.renew_lease_if_due
+        store.database.after_commit = RecordWriter(store, files)
         yield controller
 
 
@@ -200,11 +200,11 @@ def tick_once(store_path: Path, kind: str = "local", *, patience: float | None =
     if status(store_path, key).alive and not _is_mine(store_path, key):
         return None
     with _controller(store_path, kind, key) as controller:
-        lease = take_once(
-            controller.store, controller.watch, key, leases.LEASE_TTL + SLACK if patience is None else patience
+        lease = acquire_once(
+            controller.store, controller.observed, key, leases.LEASE_TTL + SLACK if patience is None else patience
         )
         if lease is None:
-            controller.watch.save()
+            controller.observed.save()
             return None
         try:
             return controller.tick(lease)
@@ -254,9 +254,9 @@ class Daemon:
         """The lease; None when another controller shows signs of life, or another one waits for it already."""
         instance = self.controller.domain.instance
         key = (instance() or unknown_instance(self.kind)) if instance is not None else ""
-        store, watch = self.controller.store, self.controller.watch
-        with only_one_waits(store.database.path, key) as only:
-            return wait_for_lease(store, watch, key, lambda: self.stopping) if only else None
+        store, observed = self.controller.store, self.controller.observed
+        with single_waiter(store.database.path, key) as only:
+            return wait_for_lease(store, observed, key, lambda: self.stopping) if only else None
 
     def _turn(self) -> bool:
         """One pass and the rest after it; whether there is to be another. Raises nothing expected."""
@@ -315,7 +315,7 @@ class Daemon:
         """Whether live runs of a scheduler that was served here have no controller: commands may reach it again."""
         store, now = self.controller.store, time.time()
         owners = {run.scheduler for run in store.runs(LIVE_RUNS)} & (self._served - {""})
-        return any(not shown(store.lease(owner), now).alive for owner in owners)
+        return any(not displayed_state(store.lease(owner), now).alive for owner in owners)
 
     def _tick(self, lease: Lease) -> TickReport:
         report = self.controller.tick(lease)

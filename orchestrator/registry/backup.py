@@ -7,7 +7,7 @@ from pathlib import Path
 
 from checkpointing.storage.durable import fsync_dir
 from orchestrator.errors import RegistryError
-from orchestrator.registry import faults
+from orchestrator.registry import sqlite_errors
 
 
 def backup(path: Path, to: Path) -> Path:
@@ -28,7 +28,7 @@ def backup(path: Path, to: Path) -> Path:
     except OSError as error:
         raise RegistryError(f"the backup cannot be written: {error.strerror}", where=str(to)) from error
     except sqlite3.Error as error:
-        raise faults.explain(error, path) from error
+        raise sqlite_errors.explain(error, path) from error
     finally:
         for left in (temporary, temporary.with_name(temporary.name + "-journal")):
             left.unlink(missing_ok=True)

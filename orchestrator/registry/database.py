@@ -13,13 +13,13 @@ import sqlalchemy
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
-from orchestrator.registry.faults import explain, is_busy
-from orchestrator.registry.link_lock import LinkLock
+from orchestrator.registry.locks.link_lock import LinkLock
 from orchestrator.registry.rows import TOUCHED
+from orchestrator.registry.sqlite_errors import explain, is_busy
 
 P = ParamSpec("P")
 T = TypeVar("T")
-S = TypeVar("S", bound="Verbs")
+S = TypeVar("S", bound="StoreOperations")
 
 _BUSY_SECONDS = 5.0
 """SQLite's own waiting for a lock, within one statement."""
@@ -96,7 +96,7 @@ class Database:
         self._engine.dispose()
 
 
-class Verbs:
+class StoreOperations:
     """What every group of the store's verbs stands on."""
 
     def __init__(self, database: Database) -> None:

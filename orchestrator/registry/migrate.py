@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator.registry import backup, faults, quick
+from orchestrator.registry import backup, fast_queries, sqlite_errors
 from orchestrator.registry.database import connect
 from orchestrator.registry.versions import HEAD, KNOWN
 
@@ -30,8 +30,8 @@ def set_journal(path: Path, mode: str) -> None:
                 connection.close()
         except sqlite3.Error as error:
             # Changing the mode needs the file alone and does not wait for it, whatever the timeout.
-            if not faults.is_busy(error) or time.monotonic() > give_up:
-                raise faults.explain(error, path) from error
+            if not sqlite_errors.is_busy(error) or time.monotonic() > give_up:
+                raise sqlite_errors.explain(error, path) from error
             time.sleep(random.uniform(0.01, 0.1))
 
 
@@ -44,7 +44,7 @@ def upgrade(path: Path) -> None:
     from alembic import command
     from alembic.config import Config
 
-    before = quick.version(path)
+    before = fast_queries.version(path)
     if before is not None:
         backup.backup(path, path.with_name(f"{path.name}.{before}.bak"))
     # Migrations rebuild tables, which needs foreign keys off; this switch does nothing inside a transaction.
@@ -54,13 +54,13 @@ def upgrade(path: Path) -> None:
     config.set_main_option("script_location", str(FOLDER).replace("%", "%%"))
     try:
         with engine.begin() as connection:
-            _refuse_strangers(connection, path)
+            _refuse_foreign_tables(connection, path)
             config.attributes["connection"] = connection
             command.upgrade(config, "head")
             broken = connection.exec_driver_sql("PRAGMA foreign_key_check").first()
             assert broken is None, f"the migration to {HEAD} broke a reference: {broken}"
     except sqlalchemy.exc.DBAPIError as error:
-        raise faults.explain(error.orig, path) from error
+        raise sqlite_errors.explain(error.orig, path) from error
     finally:
         engine.dispose()
 
@@ -71,12 +71,12 @@ def _without_keys(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _refuse_strangers(connection: "sqlalchemy.Connection", path: Path) -> None:
+def _refuse_foreign_tables(connection: "sqlalchemy.Connection", path: Path) -> None:
     tables = {row[0] for row in connection.exec_driver_sql("SELECT name FROM sqlite_master WHERE type = 'table'")}
     if not tables:
         return
     if "alembic_version" not in tables or "configs" not in tables:
-        raise faults.foreign(path)
+        raise sqlite_errors.foreign(path)
     version = connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar()
     if version not in KNOWN:
-        raise faults.newer(str(version), path)
+        raise sqlite_errors.newer(str(version), path)

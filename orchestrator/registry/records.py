@@ -180,7 +180,7 @@ class Lease:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask:
+class UserRequest:
     """A request of a person to the controller; verb is `cancel`, `resume` or `release` (a node)."""
 
     id: int

@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection, RowMapping, insert, select, update
 
 from orchestrator.errors import NotFound
+from orchestrator.registry.models import AttemptRow, Base, CheckpointRow, GenerationRow, RunRow, TransitionRow
 from orchestrator.registry.records import Attempt, Checkpoint, Generation, Run
-from orchestrator.registry.schema import AttemptRow, Base, CheckpointRow, GenerationRow, RunRow, TransitionRow
 
 R = TypeVar("R")
 TOUCHED = "orch_touched"

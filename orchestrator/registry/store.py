@@ -8,24 +8,24 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from orchestrator.errors import RegistryError
-from orchestrator.registry import faults, migrate, quick
-from orchestrator.registry.asking import Asking
+from orchestrator.registry import fast_queries, migrate, sqlite_errors
 from orchestrator.registry.database import Database
-from orchestrator.registry.deciding import Deciding
-from orchestrator.registry.filesystem import mounted
-from orchestrator.registry.leasing import Leasing
-from orchestrator.registry.link_lock import LinkLock
-from orchestrator.registry.locking import Locking, locking_for
-from orchestrator.registry.reading import Reading
-from orchestrator.registry.recording import write_records
-from orchestrator.registry.restoring import Restoring
-from orchestrator.registry.submitting import Submitting
+from orchestrator.registry.locks.filesystem import mounted
+from orchestrator.registry.locks.link_lock import LinkLock
+from orchestrator.registry.locks.lock_mode import LockMode, lock_mode_for
+from orchestrator.registry.operations.controller_writes import ControllerWrites
+from orchestrator.registry.operations.lease_writes import LeaseWrites
+from orchestrator.registry.operations.reads import Reads
+from orchestrator.registry.operations.rebuild_writes import RebuildWrites
+from orchestrator.registry.operations.run_record import write_records
+from orchestrator.registry.operations.submission_writes import SubmissionWrites
+from orchestrator.registry.operations.user_writes import UserWrites
 from orchestrator.registry.versions import HEAD, KNOWN
 
 T = TypeVar("T")
 
 
-class Store(Reading, Asking, Leasing, Deciding, Submitting, Restoring):
+class Store(Reads, UserWrites, LeaseWrites, ControllerWrites, SubmissionWrites, RebuildWrites):
     """The open registry. Each write is one durable transaction, tried again while another process writes."""
 
     @classmethod
@@ -40,12 +40,12 @@ class Store(Reading, Asking, Leasing, Deciding, Submitting, Restoring):
                 migrate.set_journal(path, locking.journal)
         elif not path.exists():
             raise RegistryError("there is no registry yet", where=str(path), hint="orch submit makes one")
-        found = quick.version(path)
+        found = fast_queries.version(path)
         if found is not None and found not in KNOWN:
-            raise faults.newer(found, path)
+            raise sqlite_errors.newer(found, path)
         if found != HEAD:
             if readonly:
-                raise faults.older(str(found), path)
+                raise sqlite_errors.older(str(found), path)
             with lock.hold() if lock else nullcontext():
                 migrate.upgrade(path)
         store = cls(Database(path, readonly=readonly, lock=lock))
@@ -68,14 +68,14 @@ class Store(Reading, Asking, Leasing, Deciding, Submitting, Restoring):
         self.close()
 
 
-def _made_ready(path: Path) -> Locking:
+def _made_ready(path: Path) -> LockMode:
     """Make the file where it may be, readable by its owner alone, before SQLite makes it with the ambient umask."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        locking = locking_for(path, mounted(path.parent))
+        locking = lock_mode_for(path, mounted(path.parent))
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     except OSError as error:
         raise RegistryError(
-            f"the registry cannot be written: {error.strerror}", where=str(path), hint=f"set {faults.ELSEWHERE}"
+            f"the registry cannot be written: {error.strerror}", where=str(path), hint=f"set {sqlite_errors.ELSEWHERE}"
         ) from error
     return locking

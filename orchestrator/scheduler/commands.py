@@ -21,7 +21,7 @@ NO_CONTACT = (
 _OWN_OPTIONS = ("SQUEUE_", "SACCT_", "SCANCEL_", "SBATCH_")
 
 
-def question_environment(environ: Mapping[str, str]) -> dict[str, str]:
+def query_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment of look-ups: no options that a user's shell adds, times in UTC, words in English."""
     kept = {key: value for key, value in environ.items() if not key.startswith(_OWN_OPTIONS)}
     return {**kept, "TZ": "UTC", "LC_ALL": "C", "SLURM_TIME_FORMAT": "standard"}
@@ -36,7 +36,7 @@ def require(program: str) -> None:
         )
 
 
-def ask(command: list[str], timeout: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
+def run_command(command: list[str], timeout: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
     """Run a command to its end; raises SlurmUnreachable when it is missing, takes too long or got no answer."""
     if shutil.which(command[0]) is None:
         hint = "load Slurm's module, or work on a login node of the cluster"
@@ -44,7 +44,7 @@ def ask(command: list[str], timeout: float = TIMEOUT_S) -> subprocess.CompletedP
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=timeout, check=False,
-            stdin=subprocess.DEVNULL, env=question_environment(os.environ),
+            stdin=subprocess.DEVNULL, env=query_environment(os.environ),
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise SlurmUnreachable(

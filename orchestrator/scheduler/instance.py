@@ -13,7 +13,7 @@ from collections.abc import Callable
 from subprocess import CompletedProcess
 
 from orchestrator.errors import SlurmUnreachable
-from orchestrator.scheduler.commands import ask
+from orchestrator.scheduler.commands import run_command
 
 ANSWER_WITHIN = 10.0
 KEEP_FOR = 10.0
@@ -22,7 +22,7 @@ _FIELD = re.compile(r"^(\w+(?:\[\d+\])?)\s*=\s?(.*)$", re.MULTILINE)
 _NAMING = ("ClusterName", "SlurmctldHost[0]", "SlurmctldPort", "StateSaveLocation")
 """What stays the same over a restart, a fail-over, and a backup controller that is added."""
 
-Asking = Callable[[list[str]], CompletedProcess[str]]
+CommandRunner = Callable[[list[str]], CompletedProcess[str]]
 
 
 def local_instance() -> str:
@@ -40,7 +40,7 @@ def is_known(instance: str) -> bool:
     return bool(instance) and not instance.endswith("?")
 
 
-def is_kin(one: str, other: str) -> bool:
+def same_cluster_name(one: str, other: str) -> bool:
     """Whether both are Slurms of one ClusterName: perhaps one Slurm whose head node, port or state has moved."""
     cluster = one.partition("@")[0]
     local = local_instance().partition("@")[0]
@@ -59,13 +59,13 @@ def read_instance(text: str) -> str:
 
 
 def _ask_shortly(command: list[str]) -> CompletedProcess[str]:
-    return ask(command, ANSWER_WITHIN)
+    return run_command(command, ANSWER_WITHIN)
 
 
 class SlurmInstance:
     """The Slurm that this process reaches now; `silence` says why it is not known."""
 
-    def __init__(self, asking: Asking = _ask_shortly, mono: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, asking: CommandRunner = _ask_shortly, mono: Callable[[], float] = time.monotonic) -> None:
         self._ask, self._mono = asking, mono
         self._known, self._until, self._source = "", 0.0, ""
         self.silence = ""

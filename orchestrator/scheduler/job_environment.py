@@ -30,7 +30,7 @@ _PREFIXES = ("LC_", "LMOD_", "__LMOD_", "ORCH_", "BASH_FUNC_module", "BASH_FUNC_
 
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CRED|AUTH|JWT", re.IGNORECASE)
 """Names that sound like a secret: never written down."""
-_OF_THE_ASKER = frozenset({"SLURM_CONF", "SLURM_CLUSTERS"})
+_OF_THE_CONTROLLER = frozenset({"SLURM_CONF", "SLURM_CLUSTERS"})
 """Which Slurm is meant: jobs must go to the one where the controller looks for them."""
 
 
@@ -53,7 +53,7 @@ def package_root() -> str:
 
 def is_recorded(name: str) -> bool:
     """Whether a run keeps its submitter's value of this variable; for the others a job sees the controller's own."""
-    return passes(name) and name not in _OF_THE_ASKER and not SECRET.search(name)
+    return passes(name) and name not in _OF_THE_CONTROLLER and not SECRET.search(name)
 
 
 @dataclass(frozen=True, kw_only=True)

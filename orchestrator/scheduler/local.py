@@ -21,10 +21,10 @@ from checkpointing.storage.durable import write_durably
 from orchestrator.errors import ConfigError, SlurmUnreachable, SubmitAmbiguous, SubmitRejected
 from orchestrator.home import state_home
 from orchestrator.scheduler import local_records as records
-from orchestrator.scheduler import payload
+from orchestrator.scheduler import submitit_payload
 from orchestrator.scheduler.base import UNREADABLE, JobSpec, JobStatus
 from orchestrator.scheduler.job_environment import package_root
-from orchestrator.scheduler.local_records import End, Host, Intent
+from orchestrator.scheduler.local_records import End, Intent, JobProcess
 from orchestrator.scheduler.sbatch_values import check_field, minutes
 
 _START_TIMEOUT_S = 60.0
@@ -38,7 +38,7 @@ class LocalScheduler:
 
     kind = "local"
 
-    def __init__(self, *, entry: str = payload.AGENT, index: Path | None = None) -> None:
+    def __init__(self, *, entry: str = submitit_payload.AGENT, index: Path | None = None) -> None:
         self._entry, self._given = entry, index
 
     @property
@@ -64,7 +64,7 @@ class LocalScheduler:
         found = {}
         for intent in self._intents():
             try:
-                host = records.read_host(intent.folder)
+                host = records.read_job_process(intent.folder)
                 if host is None or host.job_id not in wanted:
                     continue
                 if (status := _known(intent, host)) is not None:
@@ -81,13 +81,13 @@ class LocalScheduler:
     def cancel(self, job_id: str) -> None:
         for intent in self._intents():
             try:
-                host = records.read_host(intent.folder)
+                host = records.read_job_process(intent.folder)
             except (OSError, ValueError):
                 continue  # nobody could have told this id
             if host is None or host.job_id != job_id or records.read_end(intent.folder) is not None:
                 continue
             if (alive := records.is_alive(host)) is True:
-                records.signal_host(host, signal.SIGTERM)
+                records.signal_job_process(host, signal.SIGTERM)
             elif alive is False:
                 records.end_marked(intent.name, _ORPHAN_GRACE_S)
             elif host.boot == records.boot_id():
@@ -111,9 +111,9 @@ class LocalScheduler:
     def _status(self, intent: Intent) -> JobStatus | None:
         """What is known of a job; one that is just being started is waited for."""
         deadline = time.monotonic() + _START_TIMEOUT_S
-        while (host := records.read_host(intent.folder)) is None:
+        while (host := records.read_job_process(intent.folder)) is None:
             if not records.marked(intent.name):
-                host = records.read_host(intent.folder)  # it may have come and gone since
+                host = records.read_job_process(intent.folder)  # it may have come and gone since
                 return None if host is None else _known(intent, host)
             if time.monotonic() > deadline:
                 raise SlurmUnreachable(f"local job {intent.name} is neither up nor gone", where=intent.submission)
@@ -138,7 +138,7 @@ def _intent(spec: JobSpec, entry: str) -> Intent:
         lines.append(f"export PYTHONPATH={shlex.quote(root)}" if root else "unset PYTHONPATH")
     return Intent(
         name=check_field("name", "name", spec.name), comment=spec.comment, submission=str(spec.submission.absolute()),
-        run_dir=str(spec.run_dir), entry=entry, arguments=payload.arguments(spec), nodes=spec.resources.nodes,
+        run_dir=str(spec.run_dir), entry=entry, arguments=submitit_payload.arguments(spec), nodes=spec.resources.nodes,
         limit_s=60 * minutes("cluster.time", spec.resources.time), signal_lead=spec.resources.signal_lead,
         command=("bash", "-c", "\n".join([*lines, f"exec {prepared.python}"])), devices=_devices(spec),
         asked_at=time.time(), host=socket.gethostname(),
@@ -199,7 +199,7 @@ def _last_words(said: str, submission: Path) -> str:
     return lines[-1][:300] if lines else "no message"
 
 
-def _known(intent: Intent, host: Host) -> JobStatus | None:
+def _known(intent: Intent, host: JobProcess) -> JobStatus | None:
     """The state of a job whose process has written itself down; None when nothing can be known of it from here."""
     end = records.read_end(intent.folder)
     alive = records.is_alive(host) if end is None else False
@@ -228,7 +228,7 @@ def _unreadable(intent: Intent, why: str) -> JobStatus:
     return JobStatus(job_id="", name=intent.name, state=UNREADABLE, comment=intent.comment, reason=why)
 
 
-def _without_end(intent: Intent, host: Host) -> End | None:
+def _without_end(intent: Intent, host: JobProcess) -> End | None:
     """A job whose process is gone without a word: its tasks may live on."""
     if records.marked(intent.name):
         return None
@@ -236,7 +236,7 @@ def _without_end(intent: Intent, host: Host) -> End | None:
     return End(state="FAILED", reason=reason, ended_at=host.started_at or intent.asked_at)
 
 
-def _seems_alive(intent: Intent, host: Host) -> bool:
+def _seems_alive(intent: Intent, host: JobProcess) -> bool:
     """Whether a job whose process cannot be looked at lives: in a container of its own, or on a machine of one name.
 
     Without a sign of life it is not *known*, which is no end: the controller watches the heartbeat before it judges.
@@ -244,12 +244,12 @@ def _seems_alive(intent: Intent, host: Host) -> bool:
     return bool(records.marked(intent.name)) or time.time() - _last_sign(intent, host) < _SILENT_S
 
 
-def _rebooted(intent: Intent, host: Host) -> End | None:
+def _rebooted(intent: Intent, host: JobProcess) -> End | None:
     """The end that a restart of this machine was to the job; None for a job of this boot, or of another machine."""
     if host.boot == records.boot_id() or _last_sign(intent, host) >= records.booted_at():
         return None
     return End(state="NODE_FAIL", reason="the machine was started anew", ended_at=host.started_at or intent.asked_at)
 
 
-def _last_sign(intent: Intent, host: Host) -> float:
+def _last_sign(intent: Intent, host: JobProcess) -> float:
     return max(intent.asked_at, host.started_at or 0.0, records.last_beat(intent.folder))

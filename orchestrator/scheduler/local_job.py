@@ -20,8 +20,8 @@ from submitit.core.utils import JobPaths
 from submitit.local.local import Controller, LocalExecutor, LocalJob
 
 from orchestrator.scheduler import local_records as records
-from orchestrator.scheduler.local_records import End, Host, Intent
-from orchestrator.scheduler.payload import load_entry
+from orchestrator.scheduler.local_records import End, Intent, JobProcess
+from orchestrator.scheduler.submitit_payload import load_entry
 
 KILL_WAIT_S = 30.0
 """Seconds between SIGTERM and SIGKILL, as Slurm's default KillWait."""
@@ -93,7 +93,7 @@ class _Tasks(Controller):  # type: ignore[misc]  # submitit is not type-checked 
 class Job:
     """The life of one local job: held, running, ended."""
 
-    def __init__(self, intent: Intent, host: Host) -> None:
+    def __init__(self, intent: Intent, host: JobProcess) -> None:
         self._intent, self._host = intent, host
         self._cancelled = False
         self._tasks: _Tasks | None = None
@@ -126,7 +126,7 @@ class Job:
         if not self._released():
             return self._end("CANCELLED", "cancelled while held")
         self._tasks = tasks
-        records.write_host(self._intent.folder, replace(self._host, started_at=time.time()))
+        records.write_job_process(self._intent.folder, replace(self._host, started_at=time.time()))
         try:
             tasks.start_tasks()
             if self._cancelled:

@@ -51,7 +51,7 @@ class Intent:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Host:
+class JobProcess:
     """The process that is the job: it starts the tasks, waits for them and says how they ended."""
 
     pid: int
@@ -89,7 +89,7 @@ def released_file(submission: Path) -> Path:
     return submission / "local-release"
 
 
-def _host_file(submission: Path) -> Path:
+def _job_process_file(submission: Path) -> Path:
     return submission / "local-job.json"
 
 
@@ -132,13 +132,13 @@ def forget_old(index: Path, now: float) -> None:
                 intent_file(index, intent.name).unlink(missing_ok=True)
 
 
-def claim(submission: Path) -> Host | None:
+def claim(submission: Path) -> JobProcess | None:
     """Make the calling process the job of this folder; None when it has one already."""
-    host = Host(pid=os.getpid(), job_id=local_job_id(os.getpid()), boot=boot_id(), space=process_space())
+    host = JobProcess(pid=os.getpid(), job_id=local_job_id(os.getpid()), boot=boot_id(), space=process_space())
     own = submission / f".local-job.{host.job_id}"
     write_durably(own, canonical(asdict(host)))
     try:
-        os.link(own, _host_file(submission))  # one step, and only for the first
+        os.link(own, _job_process_file(submission))  # one step, and only for the first
     except FileExistsError:
         return None
     finally:
@@ -146,17 +146,17 @@ def claim(submission: Path) -> Host | None:
     return host
 
 
-def write_host(submission: Path, host: Host) -> None:
-    write_durably(_host_file(submission), canonical(asdict(host)))
+def write_job_process(submission: Path, host: JobProcess) -> None:
+    write_durably(_job_process_file(submission), canonical(asdict(host)))
 
 
-def read_host(submission: Path) -> Host | None:
+def read_job_process(submission: Path) -> JobProcess | None:
     """The job's process; None while it has not written itself down. Raises OSError or ValueError."""
-    fields = _read(_host_file(submission))
+    fields = _read(_job_process_file(submission))
     try:
-        return None if fields is None else Host(**fields)
+        return None if fields is None else JobProcess(**fields)
     except TypeError as error:
-        raise ValueError(f"{_host_file(submission)}: {error}") from error
+        raise ValueError(f"{_job_process_file(submission)}: {error}") from error
 
 
 def write_end(submission: Path, end: End) -> None:
@@ -180,7 +180,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     return fields
 
 
-def is_alive(host: Host) -> bool | None:
+def is_alive(host: JobProcess) -> bool | None:
     """Whether that very process still runs: same boot, pid and start time, and no zombie; None: it cannot be seen."""
     if host.boot != boot_id() or not is_visible(host.space):
         return None
@@ -195,7 +195,7 @@ def last_beat(submission: Path) -> float:
         return 0.0
 
 
-def _is(host: Host) -> bool:
+def _is(host: JobProcess) -> bool:
     try:
         return local_job_id(host.pid) == host.job_id
     except OSError:
@@ -223,7 +223,7 @@ def marked(name: str) -> list[int]:
     return found
 
 
-def signal_host(host: Host, number: int) -> None:
+def signal_job_process(host: JobProcess, number: int) -> None:
     """Signal that very process; a later one with the same pid is not hit."""
     try:
         handle = os.pidfd_open(host.pid)

@@ -8,7 +8,7 @@ start-up (src/common/read_config.c).
 import re
 from dataclasses import dataclass
 
-from orchestrator.errors import Heals, SubmitAmbiguous, SubmitRejected
+from orchestrator.errors import Retryable, SubmitAmbiguous, SubmitRejected
 from orchestrator.scheduler.commands import no_contact
 
 
@@ -16,7 +16,7 @@ from orchestrator.scheduler.commands import no_contact
 class Refusal:
     """One row of the table: `words` are patterns for what sbatch prints, `hint` is what to type or to expect."""
 
-    heals: Heals
+    retryable: Retryable
     hint: str
     words: tuple[str, ...]
 
@@ -31,15 +31,15 @@ _OPTION = "change the `cluster` part of the configuration; `orch submit --print-
 
 REFUSALS = (
     # Limits: slurmctld prints the limit's name in a line before its general words.
-    Refusal(Heals.NEVER, _PER_JOB, (
+    Refusal(Retryable.NEVER, _PER_JOB, (
         r"(QOS|Assoc)(Max|Min)\w*(PerJob|PerNode)", r"(QOS|Assoc)MaxWall", r"(QOS|Assoc)Min", "QOSTimeLimit",
     )),
-    Refusal(Heals.YES, _LIMIT, (
+    Refusal(Retryable.YES, _LIMIT, (
         r"(QOS|Assoc)(Max|Grp)\w+", "QOSUsageThreshold", "violates accounting/qos policy",
         "breached requested qos usage threshold", "maxjobcount limit", "job queue full",
     )),
     # The site's doing: downtime, maintenance, upgrades, load.
-    Refusal(Heals.YES, _SITE, (
+    Refusal(Retryable.YES, _SITE, (
         "temporarily unable to accept", "resource temporarily unavailable", "creation temporarily disabled",
         "rate limit exceeded", "requested nodes are busy", "required ports are in use", "submissions disabled",
         "requested operation is presently disabled", "in standby", r"partition (configuration )?not available",
@@ -49,23 +49,23 @@ REFUSALS = (
         "incompatible versions", "plugin initialization failed", "unable to open file",
     )),
     # What a directory or slurmdbd that is away makes of a good job; in a new run it is a typo.
-    Refusal(Heals.ONCE_ACCEPTED, _ACCOUNT, (
+    Refusal(Retryable.ONCE_ACCEPTED, _ACCOUNT, (
         r"invalid (account|qos|wckey)", "user's group not permitted", "permission denied", "access denied",
         r"invalid (user|group) id",
     )),
-    Refusal(Heals.ONCE_ACCEPTED, _SIZE, (
+    Refusal(Retryable.ONCE_ACCEPTED, _SIZE, (
         "requested node configuration is not available", "requested nodes not in this", "invalid generic resource",
         r"invalid (gres|tres|trackable)",
     )),
     # Nobody's outage.
-    Refusal(Heals.NEVER, _PARTITION, ("invalid partition", "no partition specified")),
-    Refusal(Heals.NEVER, "`sinfo -N` lists nodes: change cluster.exclude", ("invalid node name",)),
-    Refusal(Heals.NEVER, _PER_JOB, ("time limit is invalid", r"invalid (job )?time", "time limit specification")),
-    Refusal(Heals.NEVER, _SIZE, (
+    Refusal(Retryable.NEVER, _PARTITION, ("invalid partition", "no partition specified")),
+    Refusal(Retryable.NEVER, "`sinfo -N` lists nodes: change cluster.exclude", ("invalid node name",)),
+    Refusal(Retryable.NEVER, _PER_JOB, ("time limit is invalid", r"invalid (job )?time", "time limit specification")),
+    Refusal(Retryable.NEVER, _SIZE, (
         "more processors requested", r"count (specification )?(invalid|(per node )?can ?not be satisfied)",
         r"memory (required by task|specification)", r"too many (tasks|nodes|cpus)", "size specification",
     )),
-    Refusal(Heals.NEVER, _OPTION, (
+    Refusal(Retryable.NEVER, _OPTION, (
         r"invalid (preferred )?(feature|license|constraint)", r"(reservation is invalid|invalid reservation)",
         r"(unrecognized|invalid) .*(option|value|argument|specification)", "requires an argument",
         r"invalid (--?\S+ spec|job array|number of|memory|gpu|exclude|nodelist)", "pathname .* too long",
@@ -73,7 +73,7 @@ REFUSALS = (
 )  # fmt: skip
 """The first row that matches decides."""
 
-UNKNOWN = Refusal(Heals.YES, "orch does not know these words of Slurm's; ask your site what they mean", ())
+UNKNOWN = Refusal(Retryable.YES, "orch does not know these words of Slurm's; ask your site what they mean", ())
 
 _ANSWERED = re.compile(r"batch job submission failed", re.IGNORECASE)
 """Words with which sbatch passes on slurmctld's own no."""
@@ -98,7 +98,7 @@ def submit_error(said: str) -> SubmitRejected | SubmitAmbiguous:
             f"sbatch failed, and the job may exist all the same: {words or 'no message'}",
             hint="nothing is submitted again until look-ups have told",
         )
-    return SubmitRejected(f"Slurm refused the job: {words}", hint=row.hint, heals=row.heals)
+    return SubmitRejected(f"Slurm refused the job: {words}", hint=row.hint, retryable=row.retryable)
 
 
 def _row(said: str) -> Refusal | None:

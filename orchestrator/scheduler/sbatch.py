@@ -11,10 +11,10 @@ from typing import Any
 from submitit.core.utils import FailedJobError
 from submitit.slurm.slurm import SlurmExecutor
 
-from orchestrator.errors import ConfigError, Heals, SubmitAmbiguous, SubmitRejected
-from orchestrator.scheduler import payload
+from orchestrator.errors import ConfigError, Retryable, SubmitAmbiguous, SubmitRejected
+from orchestrator.scheduler import submitit_payload
 from orchestrator.scheduler.base import JobSpec, Resources
-from orchestrator.scheduler.commands import ask, require
+from orchestrator.scheduler.commands import require, run_command
 from orchestrator.scheduler.job_environment import Submitter
 from orchestrator.scheduler.job_tags import TAG_VARIABLE
 from orchestrator.scheduler.refusals import submit_error
@@ -136,10 +136,10 @@ def submit(spec: JobSpec, entry: str) -> str:
     """Submit the job held, return its id; raises SubmitRejected, SubmitAmbiguous, or Precondition without sbatch."""
     made = executor(spec)
     require("sbatch")
-    function = payload.load_entry(entry)
+    function = submitit_payload.load_entry(entry)
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it then raises
-            return str(made.submit(function, *payload.arguments(spec)).job_id)
+            return str(made.submit(function, *submitit_payload.arguments(spec)).job_id)
     except FailedJobError as error:
         raise named(submit_error(str(error)), spec.resources) from error
     except (OSError, RuntimeError) as error:  # submitit could not read sbatch's answer, or the files behind it
@@ -156,14 +156,14 @@ def named(error: SubmitRejected | SubmitAmbiguous, resources: Resources) -> Subm
     ours = tuple(node for node in resources.avoided if node in unknown)
     if ours:
         what = f"Slurm does not know {', '.join(ours)} any more, which orch avoided; the next try does without that"
-        return SubmitRejected(what, heals=Heals.YES, unknown_nodes=ours)
+        return SubmitRejected(what, retryable=Retryable.YES, unknown_nodes=ours)
     if unknown:
         error.what += f"; cluster.exclude names {', '.join(sorted(unknown))}, which Slurm does not know"
     return error
 
 
 def _unknown_nodes(resources: Resources) -> set[str]:
-    done = ask(["sinfo", "-h", "-a", "-N", "-o", "%N"])
+    done = run_command(["sinfo", "-h", "-a", "-N", "-o", "%N"])
     if done.returncode != 0 or not done.stdout.strip():
         return set()
     wanted = {name for text in resources.exclude for name in expand_nodes(text)}

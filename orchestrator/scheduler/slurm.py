@@ -6,17 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from orchestrator.errors import SlurmUnreachable
-from orchestrator.scheduler import payload
+from orchestrator.scheduler import submitit_payload
 from orchestrator.scheduler.base import ENDED_STATES, LEAVING_STATES, UNREADABLE, JobSpec, JobStatus
-from orchestrator.scheduler.commands import TIMEOUT_S, ask, unreachable
+from orchestrator.scheduler.commands import TIMEOUT_S, run_command, unreachable
 from orchestrator.scheduler.job_tags import is_marked, tag_in, tags
 from orchestrator.scheduler.slurm_text import (
     SACCT_FORMAT,
     SEPARATOR,
     SQUEUE_FORMAT,
-    Garbage,
     Listing,
     Mine,
+    UnreadableField,
     fold_nodes,
     join_resized,
     read_accounting,
@@ -37,7 +37,7 @@ class SlurmScheduler:
 
     kind = "slurm"
 
-    def __init__(self, *, entry: str = payload.AGENT, timeout: float = TIMEOUT_S) -> None:
+    def __init__(self, *, entry: str = submitit_payload.AGENT, timeout: float = TIMEOUT_S) -> None:
         self._entry, self._timeout = entry, timeout
         self._script_tags: dict[tuple[str, str], str] = {}
 
@@ -81,7 +81,7 @@ class SlurmScheduler:
         return self._with_down_nodes(found)
 
     def release(self, job_id: str, submission: Path) -> None:
-        payload.adopt_payload(submission, job_id)
+        submitit_payload.adopt_payload(submission, job_id)
         self._change(["scontrol", "release", job_id], job_id, lambda job: not job.held)
 
     def cancel(self, job_id: str) -> None:
@@ -103,7 +103,7 @@ class SlurmScheduler:
 
     def _queue(self, mine: Mine, which: Sequence[str] = ()) -> Listing:
         """This user's jobs that are `mine`, those that ended within MinJobAge included."""
-        done = ask(["squeue", "-h", "-a", "--me", "-t", "all", *which, "-O", SQUEUE_FORMAT], self._timeout)
+        done = run_command(["squeue", "-h", "-a", "--me", "-t", "all", *which, "-O", SQUEUE_FORMAT], self._timeout)
         if done.returncode != 0:
             # Asked for one id alone that it does not know, squeue fails: a definite answer.
             if which and _NO_SUCH_JOB in done.stderr.lower():
@@ -111,7 +111,7 @@ class SlurmScheduler:
             raise unreachable("squeue", done.stderr)
         try:
             jobs, whole = read_queue(done.stdout, mine)
-        except Garbage as error:
+        except UnreadableField as error:
             raise unreachable("squeue", str(error)) from error
         return Listing([self._with_script_tag(job) for job in jobs], whole)
 
@@ -122,7 +122,7 @@ class SlurmScheduler:
         key = job.job_id, job.submit_time
         if key not in self._script_tags:
             try:
-                done = ask(["scontrol", "write", "batch_script", job.job_id, "-"], self._timeout)
+                done = run_command(["scontrol", "write", "batch_script", job.job_id, "-"], self._timeout)
             except SlurmUnreachable:
                 return job
             if done.returncode != 0:
@@ -147,18 +147,18 @@ class SlurmScheduler:
         }
 
     def _down_nodes(self, nodes: frozenset[str]) -> frozenset[str]:
-        done = ask(["sinfo", "-h", "-N", "-n", fold_nodes(tuple(sorted(nodes))), "-o", "%N %T"], self._timeout)
+        done = run_command(["sinfo", "-h", "-N", "-n", fold_nodes(tuple(sorted(nodes))), "-o", "%N %T"], self._timeout)
         if done.returncode != 0:
             raise unreachable("sinfo", done.stderr)
         try:
             return read_down_nodes(done.stdout, nodes)
-        except Garbage as error:
+        except UnreadableField as error:
             raise unreachable("sinfo", str(error)) from error
 
     def _accounting(self, which: list[str], mine: Mine = lambda job: True) -> list[JobStatus] | None:
         """Rows of accounting that are `mine`; None where the site keeps none. Raises SlurmUnreachable."""
         shape = ["-X", "-D", "-n", "-p", "--delimiter", SEPARATOR, "-o", SACCT_FORMAT, "-u", str(os.getuid())]
-        done = ask(["sacct", *shape, *which], self._timeout)
+        done = run_command(["sacct", *shape, *which], self._timeout)
         if _NO_ACCOUNTING in done.stderr.lower():
             return None
         # WARNING: sacct may exit 0 with an empty answer when slurmdbd is away, and say so on stderr only
@@ -166,7 +166,7 @@ class SlurmScheduler:
             raise unreachable("sacct", done.stderr)
         try:
             recorded, whole = read_accounting(done.stdout, mine)
-        except Garbage as error:
+        except UnreadableField as error:
             raise unreachable("sacct", str(error)) from error
         if not whole:
             raise unreachable("sacct", "its answer was cut short")
@@ -177,7 +177,7 @@ class SlurmScheduler:
 
         `scontrol release` fails on a released job whose nodes are not there now, and `scancel` on one that has ended.
         """
-        said = ask(command, self._timeout)
+        said = run_command(command, self._timeout)
         if said.returncode == 0:
             return
         job = self.poll([job_id]).get(job_id)

@@ -35,7 +35,7 @@ Mine = Callable[[JobStatus], bool]
 """Whether a row is of interest, told by its id, name, comment and files alone; the others are not read any further."""
 
 
-class Garbage(ValueError):
+class UnreadableField(ValueError):
     """The text is not what the command prints; nothing may be concluded from it."""
 
 
@@ -87,7 +87,7 @@ def _read(text: str, names: tuple[str, ...], status: Callable[[Row], JobStatus |
         row = {name: value.strip(_BLANK) for name, value in zip(names, fields[:-1], strict=True)}
         found += _own(row, job_id, status, mine)
     if text.strip(_BLANK) and not readable:
-        raise Garbage(f"expected records of {len(names)} fields, got {text[:200]!r}")
+        raise UnreadableField(f"expected records of {len(names)} fields, got {text[:200]!r}")
     return Listing(found, whole)
 
 
@@ -154,7 +154,7 @@ def _nodes(row: Row) -> tuple[str, ...]:
     text, width = row["NodeList"], dict(SQUEUE_FIELDS)["NodeList"]
     try:
         return () if "Name" in row and len(text) >= width else expand_nodes(text)
-    except Garbage:
+    except UnreadableField:
         return ()
 
 
@@ -186,7 +186,7 @@ def read_down_nodes(text: str, asked: frozenset[str]) -> frozenset[str]:
     rows = [line.split() for line in text.splitlines() if line.strip()]
     told = {row[0]: row[1] for row in rows if len(row) == 2 and row[0] in asked}
     if set(told) != asked and any(len(row) != 2 for row in rows):
-        raise Garbage(f"expected a node and a state in every line, got {text[:200]!r}")
+        raise UnreadableField(f"expected a node and a state in every line, got {text[:200]!r}")
     return frozenset(node for node, state in told.items() if plain_state(state) in _DOWN)
 
 
@@ -234,7 +234,7 @@ def expand_nodes(text: str) -> tuple[str, ...]:
     try:
         return tuple(NodeSet(text, resolver=_no_groups()))
     except NodeSetException as error:
-        raise Garbage(f"not a host list: {text[:80]!r}") from error
+        raise UnreadableField(f"not a host list: {text[:80]!r}") from error
 
 
 def fold_nodes(names: tuple[str, ...]) -> str:

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from orchestrator.errors import Fenced, ForeignRun, NotFound
-from orchestrator.registry.leasing import is_live
-from orchestrator.registry.quick import lease_for
+from orchestrator.registry.fast_queries import lease_for
+from orchestrator.registry.operations.lease_writes import is_live
 from orchestrator.registry.records import (
-    Ask,
     Attempt,
     Checkpoint,
     Copy,
@@ -21,6 +20,7 @@ from orchestrator.registry.records import (
     Run,
     Submission,
     Transition,
+    UserRequest,
 )
 from orchestrator.states import AttemptState, RunState, Trust, may_move
 
@@ -41,7 +41,7 @@ class MemoryStore:
         self._cursors: dict[tuple[str, str], int] = {}
         self._notices: dict[tuple[str, int, str, int], Notice] = {}
         self._submissions: dict[tuple[str, int, int], Submission] = {}
-        self._asks: list[Ask] = []
+        self._user_requests: list[UserRequest] = []
         self._transitions: list[Transition] = []
         self._leases: dict[str, Lease] = {}
 
@@ -130,8 +130,8 @@ class MemoryStore:
     def lease(self, scheduler: str | None = None) -> Lease | None:
         return next(iter(self.leases()), None) if scheduler is None else lease_for(self.leases(), scheduler)
 
-    def asks(self, pending: bool = True) -> list[Ask]:
-        return [ask for ask in self._asks if not pending or ask.answered_at is None]
+    def user_requests(self, pending: bool = True) -> list[UserRequest]:
+        return [ask for ask in self._user_requests if not pending or ask.answered_at is None]
 
     def cursor(self, run: str, file: str) -> int:
         return self._cursors.get((run, file), 0)
@@ -161,9 +161,11 @@ class MemoryStore:
         )  # fmt: skip
         return self._attempts[run, n]
 
-    def ask(self, run: str, verb: str, args: dict[str, Any], now: float) -> int:
-        self._asks.append(Ask(id=len(self._asks) + 1, run=run, verb=verb, args=args, asked_at=now))
-        return len(self._asks)
+    def add_user_request(self, run: str, verb: str, args: dict[str, Any], now: float) -> int:
+        self._user_requests.append(
+            UserRequest(id=len(self._user_requests) + 1, run=run, verb=verb, args=args, asked_at=now)
+        )
+        return len(self._user_requests)
 
     def take_lease(
         self, holder: str, now: float, ttl: float, scheduler: str = "", over: Sequence[Lease] | None = None
@@ -313,6 +315,8 @@ class MemoryStore:
         self._check(epoch, run)
         self._cursors[run, file] = offset
 
-    def answer(self, ask_id: int, answer: str, *, epoch: int, now: float) -> None:
-        self._check(epoch, self._asks[ask_id - 1].run)
-        self._asks[ask_id - 1] = replace(self._asks[ask_id - 1], answered_at=now, answer=answer)
+    def answer(self, request_id: int, answer: str, *, epoch: int, now: float) -> None:
+        self._check(epoch, self._user_requests[request_id - 1].run)
+        self._user_requests[request_id - 1] = replace(
+            self._user_requests[request_id - 1], answered_at=now, answer=answer
+        )

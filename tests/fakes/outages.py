@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from orchestrator.errors import Heals, SubmitRejected
+from orchestrator.errors import Retryable, SubmitRejected
 from orchestrator.scheduler.base import JobSpec
 from orchestrator.scheduler.refusals import submit_error
 from tests.fakes.model_slurm import ModelJob, ModelSlurm
@@ -56,8 +56,8 @@ class OutageSlurm(ModelSlurm):
         gone = self.outages.decommissioned & set(spec.resources.exclude)
         if gone:
             ours = tuple(sorted(gone & set(spec.resources.avoided)))
-            heals = Heals.YES if ours else Heals.NEVER
-            raise SubmitRejected(f"{_FAILED}Invalid node name specified", heals=heals, unknown_nodes=ours)
+            retryable = Retryable.YES if ours else Retryable.NEVER
+            raise SubmitRejected(f"{_FAILED}Invalid node name specified", retryable=retryable, unknown_nodes=ours)
         return super().submit(spec)
 
     def decommission(self, node: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.controller.reconcile import Controller
+from orchestrator.controller.reconciler.reconcile import Controller
 from orchestrator.errors import Fenced, Precondition, RegistryError
 from orchestrator.scheduler.base import UNREADABLE, JobStatus
 from orchestrator.states import AttemptState, RunState

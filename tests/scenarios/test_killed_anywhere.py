@@ -36,7 +36,7 @@ def story(root: Path, monkeypatch: pytest.MonkeyPatch, victim: str, nth: int = 1
     world.turns(200, 2.0, lambda: world.run.step >= 10)
     world.slurm.preempt(world.slurm.running()[0])
     world.turns(200, 2.0, lambda: len(world.attempts) == 2 and world.run.step >= 16)
-    world.store.ask(world.name, "cancel", {}, world.clock.now)
+    world.store.add_user_request(world.name, "cancel", {}, world.clock.now)
     return world.finish(300, 2.0), set(seen), world
 
 

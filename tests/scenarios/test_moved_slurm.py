@@ -38,14 +38,14 @@ def test_the_controller_of_a_slurm_that_has_moved_takes_its_live_runs_over_by_th
     two.turns(6)
     job = two.a.slurm.running()[0]
     move(two, MOVED)
-    two.store.ask(name, "cancel", {}, two.clock.now)
+    two.store.add_user_request(name, "cancel", {}, two.clock.now)
     follow(two, 12)
     assert two.run(name).scheduler == MOVED
     assert two.run(theirs).scheduler == B
     follow(two, 60)
     assert (two.run(name).state, two.run(theirs).state) == (RunState.CANCELLED, RunState.SUCCEEDED)
     assert [attempt.job_id for attempt in two.store.attempts(name)] == [job.job_id]
-    assert not two.store.asks()
+    assert not two.store.user_requests()
 
 
 def test_a_run_whose_job_ends_after_the_move_goes_on(two: Clusters) -> None:
@@ -87,7 +87,7 @@ def test_a_run_that_was_never_submitted_goes_on_where_a_person_says(two: Cluster
     move(two, RENAMED)
     follow(two, 10)
     assert two.run(name).scheduler == A
-    two.store.ask(name, "resume", {"here": RENAMED}, two.clock.now)
+    two.store.add_user_request(name, "resume", {"here": RENAMED}, two.clock.now)
     follow(two, 60)
     assert (two.run(name).scheduler, two.run(name).state) == (RENAMED, RunState.SUCCEEDED)
-    assert not two.store.asks()
+    assert not two.store.user_requests()

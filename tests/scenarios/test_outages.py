@@ -177,10 +177,10 @@ def test_a_released_node_is_used_again(root: Path) -> None:
     training(world, 12)
     node, stamp = world.attempts[0].nodes[0], {"epoch": world.lease.epoch, "now": world.clock.now}
     for _ in range(2):
-        world.store.ask(world.name, "release", {"node": node}, world.clock.now)
+        world.store.add_user_request(world.name, "release", {"node": node}, world.clock.now)
         world.tick()
         world.store.saw_node(node, "slurm", **stamp, excluded_until=world.clock.now + HOUR)
-    first, second = world.store.asks(pending=False)
+    first, second = world.store.user_requests(pending=False)
     assert (first.answer, second.answer) == (f"{node} is not excluded", f"{node} may be used again")
 
 
@@ -192,9 +192,9 @@ def test_a_node_of_a_known_cluster_is_released_and_its_failures_count_no_more(ro
     stamp = {"epoch": two.a.lease.epoch, "now": two.clock.now}
     for cluster in (A, B):
         two.store.saw_node("n9", cluster, **stamp, failure="it hung", excluded_until=two.clock.now + HOUR)
-    two.store.ask(name, "release", {"node": "n9"}, two.clock.now)
+    two.store.add_user_request(name, "release", {"node": "n9"}, two.clock.now)
     two.turns(2)
-    (ask,) = two.store.asks(pending=False)
+    (ask,) = two.store.user_requests(pending=False)
     assert ask.answer == "n9 may be used again"
     known = {node.cluster: node for node in two.store.nodes() if node.name == "n9"}
     assert (known[A].failures, known[B].failures) == (0, 1)
@@ -207,6 +207,6 @@ def test_a_failed_attempt_that_waits_is_over(root: Path) -> None:
     world.slurm.outages.refused_until = world.clock.now + 600.0
     world.turns(2)
     assert world.attempts[0].state is AttemptState.ENDED
-    world.store.ask(world.name, "cancel", {}, world.clock.now)
+    world.store.add_user_request(world.name, "cancel", {}, world.clock.now)
     world.turns(2)
     assert world.run.state is RunState.CANCELLED

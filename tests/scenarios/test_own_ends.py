@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.controller.reconcile import Controller
+from orchestrator.controller.reconciler.reconcile import Controller
 from orchestrator.scheduler.base import JobStatus
 from orchestrator.states import RunState
 from tests.fakes.memory_store import MemoryStore
@@ -36,7 +36,7 @@ def test_a_job_without_its_leader_is_ended_although_its_run_needs_nobody_any_mor
 ) -> None:
     world, job = without_leader(tmp_path, max_failures=1, no_progress_hours=0)
     if cancelled:
-        world.store.ask(world.name, "cancel", {"limit": 1e9}, world.clock.now)
+        world.store.add_user_request(world.name, "cancel", {"limit": 1e9}, world.clock.now)
     for _ in range(60):
         world.controller.tick(world.lease)
         world.slurm.step(5.0)
@@ -79,7 +79,7 @@ def test_the_job_of_another_registry_s_run_of_that_name_is_left_alone(tmp_path: 
         theirs.tick(lease)
         ours.slurm.step(2.0)
     (tmp_path / "theirs" / run.name).rename(tmp_path / "away")
-    store.ask(run.name, "cancel", {}, ours.clock.now)
+    store.add_user_request(run.name, "cancel", {}, ours.clock.now)
     for _ in range(8):
         theirs.tick(lease)
         ours.slurm.step(2.0)

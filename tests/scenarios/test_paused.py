@@ -6,9 +6,9 @@ from random import Random
 import pytest
 
 from orchestrator.controller import failpoints
-from orchestrator.controller.lease import LEASE_TTL
+from orchestrator.controller.leasing.lease import LEASE_TTL
 from orchestrator.errors import Fenced
-from orchestrator.recovery.silence import ASKED
+from orchestrator.recovery.silent_coordinator import GRACE
 from orchestrator.states import RunState
 from tests.fakes.hung_files import HungFiles
 from tests.scenarios.world import World, training
@@ -72,7 +72,7 @@ def test_a_coordinator_that_stands_still_is_told_of_asked_and_cancelled(tmp_path
     assert world.run.state is RunState.RUNNING
     began = world.clock.now
     world.turns(400, 5.0, lambda: "cancel 1" in world.slurm.calls)
-    assert 800.0 <= world.clock.now - began <= 900.0 + ASKED + 60.0
+    assert 800.0 <= world.clock.now - began <= 900.0 + GRACE + 60.0
     assert world.finish().state is RunState.SUCCEEDED
     first = world.attempts[0].failure
     assert first is not None
@@ -88,7 +88,7 @@ def test_with_the_word_of_its_peers_it_takes_minutes_and_its_node_is_named(tmp_p
     frozen.lose_coordinator()
     began = world.clock.now
     world.turns(200, 5.0, lambda: "cancel 1" in world.slurm.calls)
-    assert world.clock.now - began <= 60.0 + 120.0 + ASKED + 30.0
+    assert world.clock.now - began <= 60.0 + 120.0 + GRACE + 30.0
     assert world.finish().state is RunState.SUCCEEDED
     first = world.attempts[0].failure
     assert first is not None

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from orchestrator.controller import failpoints
-from orchestrator.controller.submission_limits import MOST_FOR_ATTEMPT, MOST_IN_AN_HOUR
+from orchestrator.controller.jobs.submission_limits import MOST_FOR_ATTEMPT, MOST_IN_AN_HOUR
 from orchestrator.errors import SubmitAmbiguous
 from orchestrator.states import ENDED_RUNS, AttemptState, RunState
 from tests.fakes.model_slurm import REWRITES, Weather
@@ -128,7 +128,7 @@ def test_what_turns_up_later_is_ended_by_its_id(tmp_path: Path) -> None:
     invisible(world)
     world.turns(2000, until=lambda: world.run.state is RunState.HELD)
     world.slurm.hidden = set()
-    world.store.ask(world.name, "resume", {}, world.clock.now)
+    world.store.add_user_request(world.name, "resume", {}, world.clock.now)
     world.turns(1)
     assert world.finish().state is RunState.SUCCEEDED
     assert [job.job_id for job in world.slurm.jobs if job.state == "CANCELLED"] == ["1", "2", "3"]

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.controller.conclude import pool_of
-from orchestrator.controller.view import RunView
-from orchestrator.recovery.failures import LEAVING_LIMIT
+from orchestrator.controller.reconciler.conclude import pool_of
+from orchestrator.controller.run_view import RunView
+from orchestrator.recovery.classify_failure import LEAVING_LIMIT
 from orchestrator.registry.records import Notice
 from orchestrator.states import AttemptState, RunState, Trust
 from tests.scenarios.world import World, config, moves, training

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.controller.actor import AMBIGUOUS_FOR
+from orchestrator.controller.reconciler.actor import AMBIGUOUS_FOR
 from orchestrator.errors import ConfigError, Precondition
 from orchestrator.states import AttemptState, RunState
 from tests.fakes.model_slurm import Weather
@@ -91,7 +91,7 @@ def test_a_refused_job_holds_the_run_with_slurm_s_words(tmp_path: Path) -> None:
     assert "Invalid account" in world.run.reason
     assert f"orch resume {world.name}" in world.run.reason
     world.slurm.weather = Weather()
-    world.store.ask(world.name, "resume", {}, world.clock.now)
+    world.store.add_user_request(world.name, "resume", {}, world.clock.now)
     world.turns(1)
     assert world.finish().state is RunState.SUCCEEDED
     assert world.run.fresh_from == 2

@@ -25,7 +25,7 @@ def live(seed: int, monkeypatch: pytest.MonkeyPatch, store: Any = None) -> None:
             raise AssertionError(f"seed {seed} after {trace.told}: {error}") from error
         allowed = {RunState.SUCCEEDED} if trace.cancel_at is None else {RunState.SUCCEEDED, RunState.CANCELLED}
         assert run.state in allowed, f"seed {seed} after {trace.told}: {run.state}, {run.reason}"
-        assert not trace.world.store.asks(), f"seed {seed} after {trace.told}: an ask was never answered"
+        assert not trace.world.store.user_requests(), f"seed {seed} after {trace.told}: an ask was never answered"
     finally:
         trace.close()
         shutil.rmtree(root)

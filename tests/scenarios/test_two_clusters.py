@@ -88,11 +88,11 @@ def test_a_run_whose_folder_is_gone_for_good_can_be_cancelled(two: Clusters) -> 
     two.turns(10)
     shutil.rmtree(two.folder(name).path)
     two.a.slurm.agents_of[name][0].dead = True
-    two.store.ask(name, "cancel", {}, two.clock.now)
+    two.store.add_user_request(name, "cancel", {}, two.clock.now)
     two.turns(60)
     assert two.run(name).state is RunState.CANCELLED
     assert not two.live(name)
-    assert not two.store.asks()
+    assert not two.store.user_requests()
 
 
 def test_a_controller_whose_commands_reach_another_slurm_stops_and_gives_back(two: Clusters) -> None:
@@ -173,7 +173,7 @@ def test_what_was_submitted_in_silence_waits_for_its_own_login_node(two: Cluster
     two.turns(20)
     assert (two.run(name).scheduler, two.a.slurm.jobs + two.b.slurm.jobs) == ("", [])
     assert "submitted on another-login-node" in two.run(name).reason
-    two.store.ask(name, "resume", {"here": B}, two.clock.now)
+    two.store.add_user_request(name, "resume", {"here": B}, two.clock.now)
     two.turns(20)
     assert two.run(name).scheduler == B
 
@@ -182,9 +182,9 @@ def test_a_request_is_answered_by_the_run_s_own_controller(two: Clusters) -> Non
     name = two.submit(A, steps=4000)
     two.turns(10)
     two.a.up = False
-    two.store.ask(name, "cancel", {}, two.clock.now)
+    two.store.add_user_request(name, "cancel", {}, two.clock.now)
     two.turns(20)
-    assert len(two.store.asks()) == 1
+    assert len(two.store.user_requests()) == 1
     two.a.up = True
     two.turns(20)
     assert two.run(name).state is RunState.CANCELLED
@@ -193,14 +193,14 @@ def test_a_request_is_answered_by_the_run_s_own_controller(two: Clusters) -> Non
 def test_a_person_takes_an_ended_run_over_but_never_a_live_one(two: Clusters) -> None:
     name = two.submit(A, steps=4000)
     two.turns(10)
-    two.store.ask(name, "resume", {"here": B}, two.clock.now)
+    two.store.add_user_request(name, "resume", {"here": B}, two.clock.now)
     two.b.tick()
     assert two.run(name).scheduler == A
-    two.store.ask(name, "cancel", {}, two.clock.now)
+    two.store.add_user_request(name, "cancel", {}, two.clock.now)
     two.turns(20)
     assert two.run(name).state is RunState.CANCELLED
     two.a.up = False
-    two.store.ask(name, "resume", {"here": B}, two.clock.now)
+    two.store.add_user_request(name, "resume", {"here": B}, two.clock.now)
     two.turns(20)
     assert two.run(name).scheduler == B
     assert [attempt.scheduler for attempt in two.store.attempts(name)] == [A, B]

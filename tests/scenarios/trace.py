@@ -4,7 +4,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from orchestrator.controller import failpoints, folder, reconcile
+from orchestrator.controller import failpoints
+from orchestrator.controller.reconciler import reconcile
+from orchestrator.controller.run_dirs import run_folder
 from orchestrator.registry.records import Attempt, Run
 from orchestrator.states import ENDED_RUNS, RunState
 from tests.fakes.model_slurm import REWRITES, ModelJob, Weather
@@ -101,7 +103,7 @@ class Trace:
 
     def _ask(self, verb: str) -> None:
         self.told.append(verb)
-        self.world.store.ask(self.world.name, verb, {}, self.world.clock.now)
+        self.world.store.add_user_request(self.world.name, verb, {}, self.world.clock.now)
 
     def _clear(self) -> None:
         self.deadly, self.slurm.weather = 0.0, Weather()
@@ -178,7 +180,7 @@ class Trace:
 
     def _hidden(self, run: Run, first: Attempt) -> str:
         """Stands in for `folder.hidden`: what the host of the controller sees."""
-        return f"the run directory is not visible: {run.run_dir}" if self.hidden else folder.hidden(run, first)
+        return f"the run directory is not visible: {run.run_dir}" if self.hidden else run_folder.hidden(run, first)
 
     def _reach(self, point: str) -> None:
         """Stands in for `failpoints.reach`: the controller is stopped here, and goes on behind its successor's back."""

@@ -8,11 +8,11 @@ from typing import Any
 
 from checkpointing.storage.durable import canonical
 from orchestrator.controller import failpoints
-from orchestrator.controller.lease import LEASE_TTL, observed
-from orchestrator.controller.reconcile import Controller, TickReport
-from orchestrator.controller.watch import Watch
+from orchestrator.controller.leasing.lease import LEASE_TTL, observed_state
+from orchestrator.controller.leasing.observed_since import ObservedSince
+from orchestrator.controller.reconciler.reconcile import Controller, TickReport
 from orchestrator.errors import Fenced, RegistryError
-from orchestrator.recovery.failures import LEAVING_LIMIT
+from orchestrator.recovery.classify_failure import LEAVING_LIMIT
 from orchestrator.registry.records import Attempt, Lease, Run
 from orchestrator.states import ENDED_RUNS, AttemptState, RunState
 from tests.fakes.hung_files import HungFiles
@@ -73,9 +73,9 @@ class World:
 
     def take_over(self) -> None:
         """Another controller watches the lease, as the first one does nothing, and takes it when it has expired."""
-        watch, before = Watch(self.clock), self.store.lease()
+        observed, before = ObservedSince(self.clock), self.store.lease()
         assert before is not None
-        while not observed(self.store.lease(), watch).may_take:
+        while not observed_state(self.store.lease(), observed).may_take:
             self.slurm.step(5.0)
         self.lives += 1
         holder = f"login:{self.lives}:0"

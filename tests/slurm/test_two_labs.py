@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.recovery.failures import LOST_AFTER
+from orchestrator.recovery.classify_failure import LOST_AFTER
 from tests.end_to_end.user import User
 from tests.slurm.lab import SlurmLab
 

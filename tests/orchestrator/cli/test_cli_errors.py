@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import compose
-from orchestrator.cli import main, status
+from orchestrator.cli import main
+from orchestrator.cli.runs import status
+from orchestrator.config import compose
 from tests.orchestrator.cli.conftest import Seeds, Type
 
 BAD_CONFIGS = {
@@ -58,7 +59,7 @@ def test_a_file_that_is_no_yaml(orch: Type, tmp_path: Path) -> None:
 
 
 def test_no_slurm(orch: Type, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("orchestrator.controller.launch", reason="the launch room is not there yet")
+    pytest.importorskip("orchestrator.submission.create_run", reason="the launch room is not there yet")
     monkeypatch.setenv("PATH", str(tmp_path))
     refused = orch("submit", "tiny-gpt", "--cluster", "slurm", f"cluster.root={tmp_path}")
     assert refused.code == 4

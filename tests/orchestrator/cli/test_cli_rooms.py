@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from checkpointing.storage.backends import LocalStorage
-from orchestrator.cli import checks, slurm_checks, timetable
-from orchestrator.controller import schedulers, service
-from orchestrator.controller.reconcile import TickReport
+from orchestrator.cli.cluster import crontab, machine_checks, slurm_checks
+from orchestrator.controller import service
+from orchestrator.controller.jobs import usable_schedulers
+from orchestrator.controller.reconciler.reconcile import TickReport
 from orchestrator.errors import SlurmUnreachable
 from orchestrator.states import RunState
 from tests.checkpointing.made_checkpoint import make
@@ -211,7 +212,7 @@ def test_install_into_scrontab_brings_its_options(orch: Type, home: Path, tables
     text = (tables / "scrontab.table").read_text()
     assert "#SCRON --time" in text
     assert (home / "controller-tick.log").stat().st_mode & 0o077 == 0
-    assert timetable.without(text.splitlines()) == []
+    assert crontab.without(text.splitlines()) == []
 
 
 @pytest.mark.parametrize("via", ["cron", "scrontab"])
@@ -270,10 +271,10 @@ def test_what_a_site_means_for_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = slurm_checks.parse_config(CONFIG)
     said = {check.name: check for check in slurm_checks.promises(settings)}
     assert "SlurmdTimeout 20 s" in said["node failure"].text
-    assert said["stop"].level == checks.WARN
+    assert said["stop"].level == machine_checks.WARN
     assert "saves and goes on in a new job" in said["preemption"].text
     suspended = {check.name: check for check in slurm_checks.promises({**settings, "PreemptMode": "SUSPEND,GANG"})}
-    assert suspended["preemption"].level == checks.WARN
+    assert suspended["preemption"].level == machine_checks.WARN
 
 
 def test_no_accounting_is_known_not_mended() -> None:
@@ -282,7 +283,7 @@ def test_no_accounting_is_known_not_mended() -> None:
 
     for settings in ({"AccountingStorageType": "accounting_storage/none"}, {"AccountingStorageType": "x/slurmdbd"}):
         found = slurm_checks.accounting(settings, silent)
-        assert found.level == checks.WARN
+        assert found.level == machine_checks.WARN
         assert "heartbeats" in found.text
 
 
@@ -309,8 +310,8 @@ def test_doctor_names_what_must_be_mended(orch: Type, tmp_path: Path, monkeypatc
     wanted = tmp_path / "mine.yaml"
     wanted.write_text("includes: [tiny-gpt]\ncluster: {kind: slurm}\n")
     assert orch("doctor", "--config", wanted).code == 4
-    old = checks.python((3, 10, 1))
-    assert (old.level, "3.11" in old.hint) == (checks.FAIL, True)
+    old = machine_checks.python((3, 10, 1))
+    assert (old.level, "3.11" in old.hint) == (machine_checks.FAIL, True)
 
 
 def test_overview_json(orch: Type, seeds: Seeds) -> None:
@@ -322,7 +323,9 @@ def test_overview_json(orch: Type, seeds: Seeds) -> None:
 
 
 def test_db_rebuild_brings_the_runs_back(orch: Type, seeds: Seeds, home: Path) -> None:
-    pytest.importorskip("orchestrator.rebuild", reason="the room that reads run directories is not there")
+    pytest.importorskip(
+        "orchestrator.registry_rebuild.rebuild", reason="the room that reads run directories is not there"
+    )
     lease = seeds.store.lease()
     assert lease is not None
     seeds.store.drop_lease(lease)
@@ -345,7 +348,7 @@ def test_a_pass_without_an_answer_of_slurm_says_so_by_its_exit_code(
 ) -> None:
     report = TickReport(live=1, changed=False, unreachable=("slurm",))
     monkeypatch.setattr(service, "tick_once", lambda path, kind: report if kind == "slurm" else None)
-    monkeypatch.setattr(schedulers, "kinds", lambda: ("slurm", "local"))
+    monkeypatch.setattr(usable_schedulers, "kinds", lambda: ("slurm", "local"))
     silent = orch("controller", "tick")
     assert silent.code == 5
     assert "slurm does not answer" in silent.out

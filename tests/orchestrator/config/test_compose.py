@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from checkpointing.storage.durable import canonical
-from orchestrator.compose import Composed, compose, diff
+from orchestrator.config.compose import Composed, compose, diff
 from orchestrator.errors import ConfigError, NotFound
 
 Compose = Callable[..., Composed]

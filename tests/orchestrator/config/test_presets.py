@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import presets
-from orchestrator.compose import compose
+from orchestrator.config import presets
+from orchestrator.config.compose import compose
 
 RUNNABLE = [name for name in presets.names() if "/" not in name]
 GROUPS = [name for name in presets.names() if "/" in name]
@@ -47,6 +47,6 @@ def test_every_preset_speaks_to_a_newcomer() -> None:
 def test_a_wheel_carries_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = tmp_path / "orchestrator" / "data" / "configs"
     packed.mkdir(parents=True)
-    monkeypatch.setattr(presets, "__file__", str(tmp_path / "orchestrator" / "presets.py"))
+    monkeypatch.setattr(presets, "__file__", str(tmp_path / "orchestrator" / "config" / "presets.py"))
     assert presets.folder("configs") == packed
     assert presets.folder("sbatch_templates") == tmp_path / "sbatch_templates"

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from orchestrator.config import RunConfig
-from orchestrator.controller.conclude import history
-from orchestrator.controller.view import RunView
+from orchestrator.config.run_config import RunConfig
+from orchestrator.controller.reconciler.conclude import history
+from orchestrator.controller.run_view import RunView
 from orchestrator.registry.records import Attempt, Run
 from orchestrator.states import AttemptState, RunState
 from trainer.contract.outcome import Failure, FailureKind

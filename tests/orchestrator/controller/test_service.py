@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from orchestrator.controller import service
-from orchestrator.controller.lease import Holder, host_name, start_time, this_process
-from orchestrator.controller.reconcile import Controller
-from orchestrator.controller.watch import Clock
+from orchestrator.controller.leasing.lease import Holder, host_name, start_time, this_process
+from orchestrator.controller.leasing.observed_since import Clock
+from orchestrator.controller.reconciler.reconcile import Controller
 from orchestrator.errors import RegistryError
 from orchestrator.home import registry_path, state_home
 from orchestrator.registry.records import Lease

@@ -2,9 +2,9 @@
 
 import pytest
 
-from orchestrator.config import RunConfig
-from orchestrator.controller.conclude import _steps_known
-from orchestrator.controller.view import RunView
+from orchestrator.config.run_config import RunConfig
+from orchestrator.controller.reconciler.conclude import _steps_known
+from orchestrator.controller.run_view import RunView
 from orchestrator.registry.records import Attempt, Run
 from orchestrator.states import AttemptState, RunState
 from trainer.contract.command_checkpoints import CommandCheckpointsConfig

@@ -11,7 +11,7 @@ from alembic.config import Config
 
 from orchestrator.cli import main
 from orchestrator.controller import service
-from orchestrator.registry import migrate, quick
+from orchestrator.registry import fast_queries, migrate
 from orchestrator.registry.store import Store
 from orchestrator.registry.versions import HEAD
 
@@ -41,7 +41,7 @@ def test_a_tick_upgrades_the_registry_as_it_says(path: Path, version: str, capsy
     assert main.run(["controller", "status"]) == 6
     assert "orch controller tick upgrades it" in capsys.readouterr().err
     assert service.tick_once(path) is not None
-    assert quick.version(path) == HEAD
+    assert fast_queries.version(path) == HEAD
     assert main.run(["controller", "status"]) == 0
 
 
@@ -59,7 +59,7 @@ def test_a_controller_of_the_older_version_that_lives_keeps_the_others_out(path:
     values = f"(3, 'old:1:1', {now}, {now + 60}, 0)"
     older(path, "0003", f"INSERT INTO lease (epoch, holder, renewed_at, expires_at, ticked_at) VALUES {values}")
     assert service.tick_once(path, patience=0.0) is None
-    assert quick.version(path) == HEAD
+    assert fast_queries.version(path) == HEAD
     with Store.open(path) as store:
         assert store.take_lease("new:1:1", now, 60.0, "lab@login1:6817/aaaaaaaa") is None
         taken = store.take_lease("new:1:1", now + 61.0, 60.0, "lab@login1:6817/aaaaaaaa")

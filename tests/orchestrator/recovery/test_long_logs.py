@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from orchestrator.cli import first_error, render
+from orchestrator.cli.live_jobs import first_error
+from orchestrator.cli.terminal import render
 from orchestrator.recovery.signatures import signatures
 from trainer.agent.ranks import last_cpp_exception, last_output
 from trainer.agent.watch import command_errors, root_cause

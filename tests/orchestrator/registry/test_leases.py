@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from orchestrator.errors import Fenced, ForeignRun
-from orchestrator.registry import quick
+from orchestrator.registry import fast_queries
 from orchestrator.registry.records import Lease
 from orchestrator.registry.store import Store
 from orchestrator.states import RunState
@@ -46,7 +46,7 @@ def test_controllers_of_two_schedulers_live_side_by_side(store: Store, tmp_path:
     assert store.renew_lease(second, 2.0, 60.0).scheduler == B
     with pytest.raises(Fenced):
         store.renew_lease(first, 2.0, 60.0)
-    assert {lease.scheduler for lease in quick.leases(tmp_path / "registry.db")} == {A, B}
+    assert {lease.scheduler for lease in fast_queries.leases(tmp_path / "registry.db")} == {A, B}
 
 
 def test_the_lease_for_all_runs_excludes_every_other(store: Store) -> None:
@@ -66,7 +66,7 @@ def test_the_lease_for_all_runs_excludes_every_other(store: Store) -> None:
 
 def test_a_controller_never_writes_to_a_run_of_another_scheduler(store: Store, tmp_path: Path) -> None:
     mine, theirs = submitted(store, tmp_path, A), submitted(store, tmp_path, B)
-    epoch, ask = taken(store, A).epoch, store.ask(theirs, "cancel", {}, 0.0)
+    epoch, ask = taken(store, A).epoch, store.add_user_request(theirs, "cancel", {}, 0.0)
     before = (store.run(theirs), store.attempts(theirs), store.transitions(theirs))
     store.note_run(mine, epoch=epoch, now=1.0, step=1)
     for write in (
@@ -80,7 +80,7 @@ def test_a_controller_never_writes_to_a_run_of_another_scheduler(store: Store, t
         with pytest.raises(ForeignRun, match=f"{theirs} belongs to {B}"):
             write()
     assert (store.run(theirs), store.attempts(theirs), store.transitions(theirs)) == before
-    assert [one.id for one in store.asks()] == [ask]
+    assert [one.id for one in store.user_requests()] == [ask]
 
 
 def test_a_run_is_claimed_once_and_its_attempts_follow(store: Store, tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import create_engine
 
 from orchestrator.errors import RegistryError
-from orchestrator.registry import migrate, quick, store, versions
-from orchestrator.registry.schema import Base
+from orchestrator.registry import fast_queries, migrate, store, versions
+from orchestrator.registry.models import Base
 from orchestrator.registry.store import Store
 
 Desk = Any
@@ -69,7 +69,7 @@ def test_a_newer_registry_is_refused_and_left_alone(desk: Desk, readonly: bool) 
     raw = sqlite3.connect(desk.path)
     raw.execute("UPDATE alembic_version SET version_num = '9999'")
     raw.commit()
-    for reads in (lambda: Store.open(desk.path, readonly=readonly), lambda: quick.newest(desk.path)):
+    for reads in (lambda: Store.open(desk.path, readonly=readonly), lambda: fast_queries.newest(desk.path)):
         with pytest.raises(RegistryError, match="version 9999, which is newer than this orch knows") as caught:
             reads()
         assert "upgrade orch" in caught.value.hint
@@ -86,9 +86,9 @@ class Tomorrow:
             (folder / name).write_text((MIGRATIONS / name).read_text())
         (folder / "versions" / f"v{NEXT}_note.py").write_text(SECOND.format(then=then, today=TODAY, next=NEXT))
         monkeypatch.setattr(migrate, "FOLDER", folder)
-        for module in (migrate, store, quick):
+        for module in (migrate, store, fast_queries):
             monkeypatch.setattr(module, "KNOWN", (*versions.KNOWN, NEXT))
-        for module in (store, quick, migrate):
+        for module in (store, fast_queries, migrate):
             monkeypatch.setattr(module, "HEAD", NEXT)
 
 
@@ -98,7 +98,7 @@ def test_an_older_registry_is_upgraded_after_a_backup(
     run, _ = desk.run()
     Tomorrow(tmp_path / "migrations", monkeypatch)
     with pytest.raises(RegistryError, match=f"older version {TODAY}") as caught:
-        quick.newest(desk.path)
+        fast_queries.newest(desk.path)
     assert "orch controller tick" in caught.value.hint
     with Store.open(desk.path) as upgraded:
         assert upgraded.run(run.name) == run
@@ -108,8 +108,8 @@ def test_an_older_registry_is_upgraded_after_a_backup(
     with pytest.raises(sqlite3.IntegrityError, match="never changed"):
         raw.execute("UPDATE configs SET data = ''")
     raw.close()
-    assert quick.version(desk.path) == NEXT
-    assert quick.version(desk.path.with_name(f"registry.db.{TODAY}.bak")) == TODAY
+    assert fast_queries.version(desk.path) == NEXT
+    assert fast_queries.version(desk.path.with_name(f"registry.db.{TODAY}.bak")) == TODAY
 
 
 def test_a_registry_of_the_first_version_gets_what_came_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +122,7 @@ def test_a_registry_of_the_first_version_gets_what_came_later(tmp_path: Path, mo
         patch.setattr(migrate, "FOLDER", first)
         path.touch()
         migrate.upgrade(path)
-    assert quick.version(path) == "0001"
+    assert fast_queries.version(path) == "0001"
     raw = sqlite3.connect(path)
     digest = hashlib.sha256(b"{}").hexdigest()
     raw.execute("INSERT INTO configs VALUES (?, '{}')", (digest,))
@@ -141,7 +141,7 @@ def test_a_registry_of_the_first_version_gets_what_came_later(tmp_path: Path, mo
         assert upgraded.copies("r-1") == []
         assert upgraded.notices("r-1") == []
         assert (upgraded.run("r-1").scheduler, upgraded.run("r-1").slurm_cluster) == ("", None)
-    assert quick.version(path) == versions.HEAD
+    assert fast_queries.version(path) == versions.HEAD
 
 
 def test_a_failed_upgrade_leaves_the_old_registry(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +150,7 @@ def test_a_failed_upgrade_leaves_the_old_registry(desk: Desk, tmp_path: Path, mo
         Tomorrow(tmp_path / "migrations", patch, then="op.execute('this is no SQL')")
         with pytest.raises(RegistryError, match="no SQL|syntax"):
             Store.open(desk.path)
-    assert quick.version(desk.path) == TODAY
+    assert fast_queries.version(desk.path) == TODAY
     with Store.open(desk.path) as old:
         assert old.run(run.name) == run
-    assert "note" not in quick.newest(desk.path)[0]
+    assert "note" not in fast_queries.newest(desk.path)[0]

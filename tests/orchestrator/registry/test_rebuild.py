@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from checkpointing.storage.durable import canonical, dump_line
-from orchestrator.controller.folder import ensure_run_dir
-from orchestrator.controller.lease import Holder, host_name, start_time
+from orchestrator.controller.leasing.lease import Holder, host_name, start_time
+from orchestrator.controller.run_dirs.run_folder import ensure_run_dir
 from orchestrator.errors import RegistryError
-from orchestrator.rebuild import rebuild
 from orchestrator.registry.records import Checkpoint, Copy, Generation, Notice
 from orchestrator.registry.store import Store
+from orchestrator.registry_rebuild.rebuild import rebuild
 from orchestrator.states import AttemptState, RunState, Trust
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.launch_token import LaunchToken

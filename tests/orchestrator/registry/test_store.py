@@ -145,15 +145,15 @@ def test_a_loss_reads_back_exactly(desk: Desk, loss: float | None) -> None:
 
 def test_asks_are_answered_once(desk: Desk) -> None:
     run, _ = desk.run()
-    number = desk.store.ask(run.name, "cancel", {"now": True}, 5.0)
-    (ask,) = desk.store.asks()
+    number = desk.store.add_user_request(run.name, "cancel", {"now": True}, 5.0)
+    (ask,) = desk.store.user_requests()
     assert (ask.id, ask.verb, ask.args) == (number, "cancel", {"now": True})
     desk.store.answer(number, "done", **desk.stamp)
     desk.store.answer(number, "something else", **desk.stamp)
-    assert desk.store.asks() == []
-    assert [item.answer for item in desk.store.asks(pending=False)] == ["done"]
+    assert desk.store.user_requests() == []
+    assert [item.answer for item in desk.store.user_requests(pending=False)] == ["done"]
     with pytest.raises(NotFound):
-        desk.store.ask("nobody-1", "cancel", {}, 5.0)
+        desk.store.add_user_request("nobody-1", "cancel", {}, 5.0)
 
 
 def test_nodes_count_attempts_and_failures(desk: Desk) -> None:
@@ -219,7 +219,7 @@ def test_a_fenced_controller_writes_nothing(desk: Desk) -> None:
     store.take_lease("other", 1.0, 100.0)
     before = (store.run(run.name), store.attempts(run.name), store.transitions(run.name))
     stamp = {"epoch": old, "now": 2.0}
-    number = store.ask(run.name, "cancel", {}, 1.0)
+    number = store.add_user_request(run.name, "cancel", {}, 1.0)
     writes = [
         lambda: store.move_run(run.name, RunState.RUNNING, "x", **stamp),
         lambda: store.move_attempt(run.name, 1, AttemptState.ENDED, "x", **stamp),

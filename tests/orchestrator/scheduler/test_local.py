@@ -245,10 +245,10 @@ def test_of_a_job_elsewhere_its_heartbeat_tells_and_silence_is_no_end(
 
 def test_a_job_that_an_older_version_wrote_down_is_looked_at_as_before(world: World) -> None:
     spec, job = running(world)
-    host = local_records.read_host(spec.submission)
+    host = local_records.read_job_process(spec.submission)
     assert host is not None
     assert host.space
-    local_records.write_host(spec.submission, replace(host, space=""))
+    local_records.write_job_process(spec.submission, replace(host, space=""))
     assert world.state(job) == "RUNNING"
     kill_holder(job)
     world.scheduler.cancel(job.job_id)

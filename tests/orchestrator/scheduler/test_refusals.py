@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.errors import Heals, SubmitAmbiguous, SubmitRejected
+from orchestrator.errors import Retryable, SubmitAmbiguous, SubmitRejected
 from orchestrator.scheduler import sbatch
 from orchestrator.scheduler.base import Resources
 from orchestrator.scheduler.refusals import REFUSALS, submit_error
@@ -35,7 +35,7 @@ POLICY = f"{FAILED}Job violates accounting/QOS policy (job submit limit, user's 
 def test_what_no_outage_explains_is_refused_for_good(said: str) -> None:
     error = submit_error(said)
     assert isinstance(error, SubmitRejected)
-    assert error.heals is not Heals.YES
+    assert error.retryable is not Retryable.YES
     assert error.hint
 
 
@@ -53,7 +53,7 @@ def test_what_no_outage_explains_is_refused_for_good(said: str) -> None:
 def test_what_a_typo_and_an_outage_share_is_judged_by_whether_the_job_was_ever_taken(said: str) -> None:
     error = submit_error(said)
     assert isinstance(error, SubmitRejected)
-    assert error.heals is Heals.ONCE_ACCEPTED
+    assert error.retryable is Retryable.ONCE_ACCEPTED
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_what_a_typo_and_an_outage_share_is_judged_by_whether_the_job_was_ever_t
 def test_what_passes_is_refused_for_now(said: str) -> None:
     error = submit_error(said)
     assert isinstance(error, SubmitRejected)
-    assert error.heals is Heals.YES
+    assert error.retryable is Retryable.YES
     assert error.hint
 
 
@@ -115,16 +115,16 @@ def test_every_row_has_a_hint() -> None:
 
 
 @pytest.mark.parametrize(
-    ("excluded", "avoided", "unknown", "heals", "said"),
+    ("excluded", "avoided", "unknown", "retryable", "said"),
     [
-        (("n1", "n9"), ("n9",), ("n9",), Heals.YES, "Slurm does not know n9 any more, which orch avoided"),
-        (("n[8-9]",), (), (), Heals.NEVER, "cluster.exclude names n8, n9, which Slurm does not know"),
-        (("n8", "n9"), ("n9",), ("n9",), Heals.YES, "n9"),
+        (("n1", "n9"), ("n9",), ("n9",), Retryable.YES, "Slurm does not know n9 any more, which orch avoided"),
+        (("n[8-9]",), (), (), Retryable.NEVER, "cluster.exclude names n8, n9, which Slurm does not know"),
+        (("n8", "n9"), ("n9",), ("n9",), Retryable.YES, "n9"),
     ],
 )
 def test_unknown_nodes_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, excluded: tuple[str, ...], avoided: tuple[str, ...],
-    unknown: tuple[str, ...], heals: Heals, said: str,
+    unknown: tuple[str, ...], retryable: Retryable, said: str,
 ) -> None:  # fmt: skip
     program = tmp_path / "sinfo"
     program.write_text("#!/bin/sh\nprintf 'n1\\nn2\\n'\n")
@@ -133,5 +133,5 @@ def test_unknown_nodes_are_named(
     resources = Resources(nodes=1, exclude=excluded, avoided=avoided)
     error = sbatch.named(submit_error(f"{FAILED}Invalid node name specified"), resources)
     assert isinstance(error, SubmitRejected)
-    assert (error.unknown_nodes, error.heals) == (unknown, heals)
+    assert (error.unknown_nodes, error.retryable) == (unknown, retryable)
     assert said in error.what

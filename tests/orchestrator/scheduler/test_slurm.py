@@ -12,8 +12,8 @@ from orchestrator.errors import ConfigError, Precondition, SlurmUnreachable, Sub
 from orchestrator.scheduler.base import UNREADABLE, JobSpec, Resources
 from orchestrator.scheduler.choose import choose, resolve
 from orchestrator.scheduler.job_environment import Submitter
-from orchestrator.scheduler.payload import adopt_payload, ids_in
 from orchestrator.scheduler.slurm import SlurmScheduler
+from orchestrator.scheduler.submitit_payload import adopt_payload, ids_in
 from tests.orchestrator.scheduler.test_slurm_text import accounting, queue
 
 Program = Callable[[str, str], None]

@@ -11,7 +11,7 @@ from orchestrator.scheduler.slurm_text import (
     SEPARATOR,
     SQUEUE_FIELDS,
     Ending,
-    Garbage,
+    UnreadableField,
     epoch,
     exit_pair,
     expand_nodes,
@@ -81,7 +81,7 @@ def test_a_newline_in_somebodys_job_name_hides_no_other_job() -> None:
     "text", ["slurm_load_jobs error", queue()[:-40], queue(JobID="x"), "x" + queue(), "\x1f\x1f\n", "12 RUNNING"]
 )
 def test_garbage_is_no_answer(text: str) -> None:
-    with pytest.raises(Garbage):
+    with pytest.raises(UnreadableField):
         read_queue(text)
 
 
@@ -227,7 +227,7 @@ def test_host_lists_keep_their_order_and_zeros() -> None:
     assert expand_nodes("gpu[008-010],login") == ("gpu008", "gpu009", "gpu010", "login")
     for text in ("", "(null)", "None assigned"):
         assert expand_nodes(text) == ()
-    with pytest.raises(Garbage):
+    with pytest.raises(UnreadableField):
         expand_nodes("gpu[1-")
 
 

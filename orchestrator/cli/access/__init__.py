@@ -1,0 +1,1 @@
+"""How verbs reach the registry, the controller and a run's cluster."""

@@ -1,0 +1,45 @@
+"""How verbs reach the registry and the controller: opened late, with errors that say what to type."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orchestrator.cli.terminal.render import Screen
+from orchestrator.errors import NotFound
+from orchestrator.home import registry_path
+
+if TYPE_CHECKING:
+    from orchestrator.registry.store import Store
+
+
+@contextmanager
+def open_store(*, readonly: bool = False) -> "Iterator[Store]":
+    """The registry; a read-only one must exist (NotFound)."""
+    from orchestrator.registry.store import Store  # sqlalchemy: only for verbs that need the whole registry
+
+    path = registry_path()
+    if readonly:
+        require_registry(path)
+    with Store.open(path, readonly=readonly) as store:
+        yield store
+
+
+def require_registry(path: Path) -> None:
+    """Raise NotFound when nothing was ever submitted from here."""
+    if not path.exists():
+        raise NotFound(
+            "there is no registry yet: nothing was submitted from here",
+            where=str(path),
+            hint="`orch submit tiny-gpt` makes the first run; ORCH_REGISTRY names another registry",
+        )
+
+
+def wake_controller(screen: Screen, kind: str, *, no_controller: bool) -> None:
+    """Make sure that somebody acts on what was just written: a controller, or this process for one pass."""
+    from orchestrator.controller import service
+
+    if not no_controller:
+        service.ensure_running(registry_path(), kind)
+    elif service.tick_once(registry_path(), kind) is None:
+        screen.note("another controller holds the lease and will act")

@@ -1,0 +1,154 @@
+"""`orch ckpt diff`: where two checkpoints differ, tensor by tensor, and in what their runs were configured."""
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from orchestrator.cli.checkpoints import torch_env
+from orchestrator.cli.checkpoints.target import Target, find_one
+from orchestrator.cli.terminal.command_classes import Verb
+from orchestrator.cli.terminal.render import Column, Screen, count
+from orchestrator.errors import CheckpointInvalid
+
+if TYPE_CHECKING:
+    from checkpointing.verification.tensor_diff import TensorDiff
+
+SHOWN = 40
+"""Tensors that a terminal shows without --all."""
+
+
+@click.command("diff", cls=Verb)
+@click.argument("first", metavar="FIRST")
+@click.argument("second", metavar="SECOND")
+@click.option("-a", "--all", "everything", is_flag=True, help="Equal tensors too, and as many as there are.")
+@click.pass_obj
+def diff(screen: Screen, first: str, second: str, everything: bool) -> None:
+    """Compare two checkpoints: RUN@STEP each, or folders.
+
+    Tensors whose fingerprints are equal are not read. The others: largest difference of a value, norm of the
+    difference relative to the larger norm, share of values that changed; the largest relative difference first. The
+    exit code does not tell whether they differ.
+    """
+    left, right = find_one(first, screen.warn), find_one(second, screen.warn)
+    found = _compared(screen, left, right)
+    changed = [item for item in found if not item.equal]
+    settings = _settings(left, right)
+    if screen.json:
+        rows = [_row(item) for item in (found if everything else changed)]
+        answer = {"first": left.path, "second": right.path, "equal": not changed, "parts": _parts(found)}
+        screen.data("ckpt.diff", {**answer, "tensors": rows, "config": settings})
+        return
+    # Elsewhere than on a terminal lists are complete.
+    shown = changed[:SHOWN] if screen.terminal else changed
+    _show(screen, found if everything else shown, len(changed))
+    for part in _parts(found):
+        screen.say(
+            f"{part['part']}: {part['equal']} of {part['tensors']} tensors equal"
+            + (f", {part['apart']} not comparable" if part["apart"] else "")
+        )
+    _show_settings(screen, settings)
+
+
+def _compared(screen: Screen, left: Target, right: Target) -> "list[TensorDiff]":
+    torch_env.prepare()
+    from checkpointing.engine.verification.diff import compare, open_side  # torch: seconds to import
+    from checkpointing.errors import Refused
+
+    try:
+        sides = open_side(left.storage, left.name), open_side(right.storage, right.name)
+        with screen.bar("compare") as meter:
+            found: list[TensorDiff] = compare(*sides, meter)
+    except Refused as refusal:
+        raise CheckpointInvalid(
+            f"{refusal.name} cannot be compared: {refusal.reason}", hint=f"orch ckpt verify {left.path}"
+            if refusal.name == left.name else f"orch ckpt verify {right.path}",
+        ) from refusal  # fmt: skip
+    return found
+
+
+def _part(key: str) -> str:
+    """Keys of a run begin with `model/`, `optimizer/`, `rng/`; those of others may have dots instead."""
+    return key.replace(".", "/").partition("/")[0]
+
+
+def _parts(found: "list[TensorDiff]") -> list[dict[str, Any]]:
+    """Counts by part of the state: the model and the optimizer differ in kind."""
+    parts: dict[str, dict[str, Any]] = {}
+    for item in found:
+        part = parts.setdefault(_part(item.key), {"part": _part(item.key), "tensors": 0, "equal": 0, "apart": 0})
+        part["tensors"] += 1
+        part["equal"] += item.equal
+        part["apart"] += not item.comparable
+    return sorted(parts.values(), key=lambda part: (part["part"] != "model", part["part"]))
+
+
+def _row(item: "TensorDiff") -> dict[str, Any]:
+    here, there = item.first, item.second
+    return {
+        "tensor": item.key, "part": _part(item.key), "equal": item.equal, "what": _what(item),
+        "largest": item.largest, "relative": item.relative, "changed": item.changed,
+        "dtype": [here.dtype if here else None, there.dtype if there else None],
+        "shape": [list(here.shape) if here else None, list(there.shape) if there else None],
+    }  # fmt: skip
+
+
+def _what(item: "TensorDiff") -> str:
+    """What became of the tensor, in a word or two."""
+    here, there = item.first, item.second
+    if here is None or there is None:
+        return "only in the second" if here is None else "only in the first"
+    if here.shape != there.shape:
+        return f"shape {list(here.shape)} -> {list(there.shape)}"
+    if here.dtype != there.dtype:
+        return f"dtype {here.dtype} -> {there.dtype}"
+    if item.by_fingerprint:
+        return "equal by fingerprint"
+    return "equal" if item.equal else "changed"
+
+
+def _show(screen: Screen, found: "list[TensorDiff]", changed: int) -> None:
+    columns = [
+        Column("RELATIVE", "relative", _number, right=True),
+        Column("LARGEST", "largest", _number, right=True),
+        Column("CHANGED", "changed", _share, right=True),
+        Column("PART", "part"),
+        Column("TENSOR", "tensor"),
+        Column("WHAT", "what"),
+    ]
+    screen.table(columns, [_row(item) for item in found])
+    if not changed:
+        screen.say("every tensor is equal")
+    elif len(found) < changed:
+        screen.note(f"{count(changed - len(found))} more differ; --all lists them")
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.3g}%"
+
+
+def _settings(left: Target, right: Target) -> list[dict[str, Any]]:
+    """Keys in which the configurations of the two runs differ, where both are known."""
+    if left.run_dir is None or right.run_dir is None or left.run_dir == right.run_dir:
+        return []
+    from checkpointing.storage.durable import read_json
+    from orchestrator.config import compose
+
+    try:
+        first, second = read_json(left.run_dir.config), read_json(right.run_dir.config)
+    except (OSError, ValueError):
+        return []
+    changed = compose.diff(first, second)
+    return [{"key": key, "first": old, "second": new} for key, (old, new) in changed.items()]
+
+
+def _show_settings(screen: Screen, settings: list[dict[str, Any]]) -> None:
+    from checkpointing.storage.durable import dump_line
+
+    if settings:
+        screen.say("configuration:")
+    for item in settings:
+        screen.say(f"  {item['key']}  {dump_line(item['first'])} -> {dump_line(item['second'])}")

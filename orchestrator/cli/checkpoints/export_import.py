@@ -1,0 +1,232 @@
+"""`orch ckpt export` and `orch ckpt import`: weights for others, and runs that begin with the weights of others."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+import click
+
+from orchestrator.cli.checkpoints import torch_env
+from orchestrator.cli.checkpoints.target import find_one
+from orchestrator.cli.config import OVERRIDES
+from orchestrator.cli.terminal.command_classes import Verb
+from orchestrator.cli.terminal.render import Screen, count, size
+from orchestrator.errors import CheckpointInvalid, ConfigError, NotFound, Precondition
+
+STAGING = ".imports"
+"""Folder below `cluster.root` where a checkpoint is made before its run has a folder."""
+
+
+@click.command("export", cls=Verb)
+@click.argument("target", metavar="RUN[@STEP]|FOLDER")
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option(
+    "--to", type=click.Choice(["safetensors", "torch"]), default="safetensors", show_default=True,
+    help="safetensors: as `transformers` loads it. torch: one file for torch.load.",
+)  # fmt: skip
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="Convert the model's floating-point values.")
+@click.option("--with-optimizer", is_flag=True, help="The optimizer's state too (with --to torch).")
+@click.pass_obj
+def export(
+    screen: Screen, target: str, folder: Path, to: str, dtype: str | None, with_optimizer: bool
+) -> None:  # fmt: skip
+    """Write a checkpoint's model into DIR, which must be new or empty, as files that others read.
+
+    Every byte is verified as it is read; what was written is read back and compared. DIR is there whole or not at all.
+    """
+    if with_optimizer and to != "torch":
+        raise ConfigError("safetensors has no place for an optimizer", where="--with-optimizer", hint="--to torch")
+    chosen = find_one(target, screen.warn)
+    torch_env.prepare()
+    from checkpointing.errors import CheckpointError
+    from trainer.worker.exported import Order
+    from trainer.worker.exported import export as write
+
+    order = Order(
+        to=to, folder=folder.resolve(), dtype=dtype, with_optimizer=with_optimizer, run=chosen.run, config=chosen.config
+    )
+    try:
+        with screen.bar(f"step {chosen.step}") as meter:
+            done, provenance = write(chosen.storage, chosen.name, order, meter)
+    except CheckpointError as error:
+        raise CheckpointInvalid(
+            f"nothing was exported: {error}", where=chosen.path, hint=f"orch ckpt verify {chosen.path} --level 4"
+        ) from error
+    except FileExistsError as error:
+        raise Precondition(
+            "the folder is not empty", where=str(folder), hint="name a new folder, or empty this one first"
+        ) from error
+    _tell_export(screen, chosen, folder, done, provenance, built_in=order.built_in)
+
+
+def _tell_export(
+    screen: Screen, chosen: Any, folder: Path, done: Any, provenance: dict[str, Any], *, built_in: bool
+) -> None:
+    converted = sum(entry["converted"] for entry in provenance["tensors"].values())
+    tensors = len(done.fingerprints)
+    answer = {
+        "checkpoint": chosen.name, "step": chosen.step, "run": chosen.run, "path": str(folder.absolute()),
+        "files": [{"name": name, "bytes": length} for name, length in done.files.items()], "bytes": done.size,
+        "tensors": tensors, "compared": done.compared, "converted": converted,
+    }  # fmt: skip
+    if "config.json" not in os.listdir(folder) and provenance["tensors"] and not built_in:
+        screen.warn("no_config", "no config.json: only for the built-in model it is known what `transformers` calls it")
+    if screen.json:
+        screen.data("ckpt.export", answer)
+        return
+    files = "1 file" if len(done.files) == 1 else f"{len(done.files)} files"
+    screen.say(f"{chosen.name} -> {folder}: {size(done.size)} in {files}")
+    proof = f"{count(tensors)} tensors read back with the values that were verified in the checkpoint"
+    told = f"; {count(done.compared)} have the fingerprints that it was saved with" if done.compared else ""
+    screen.say(f"  {proof}{told}")
+    if converted:
+        screen.say(f"  {count(converted)} of them converted, which is not lossless where it rounds")
+
+
+@click.command("import", cls=Verb)
+@click.argument("source", metavar="DIR|FILE", type=click.Path(path_type=Path))
+@click.argument("preset", metavar="CONFIG")
+@OVERRIDES
+@click.option("-n", "--name", default=None, help="Name of the run; a number is added.")
+@click.option(
+    "--cluster", type=click.Choice(["auto", "local", "slurm"]), default=None, help="Where; overrides cluster.kind."
+)
+@click.option("--weights-only", is_flag=True, help="Leave the optimizer's state out: step 0, a fresh optimizer.")
+@click.option("--no-controller", is_flag=True, help="Start no controller: launch from here and leave.")
+@click.option("--dry-run", is_flag=True, help="Only see whether it fits; write and send nothing.")
+@click.pass_obj
+def import_(
+    screen: Screen, source: Path, preset: str, overrides: tuple[str, ...], name: str | None, cluster: str | None,
+    weights_only: bool, no_controller: bool, dry_run: bool,
+) -> None:  # fmt: skip
+    """Submit a run that begins with the weights in DIR or FILE: Hugging Face's, an export, or a torch file.
+
+    They become the run's first checkpoint, sealed and verified like any other. Training starts at step 0 with a fresh
+    optimizer; an export with the optimizer's state goes on where it was.
+    """
+    from orchestrator.config.compose import compose  # omegaconf: only for the verbs that read configurations
+
+    if not source.exists():
+        raise NotFound(f"there is nothing at {source}", hint="name a folder or a file with weights")
+    words = [f"cluster.kind={cluster}"] if cluster else []
+    words += [f"name={json.dumps(name, ensure_ascii=False)}"] if name else []
+    composed = compose(preset, (*overrides, *words), environ=os.environ)
+    _check_config(composed.config, preset)
+    with nullcontext() if dry_run else _staging(composed.config.cluster.root) as staging:
+        brought = _brought(screen, source, composed.config, staging, weights_only=weights_only)
+        if staging is None:
+            _tell_import(screen, brought, None)
+            return
+        launched = _launch(screen, composed, cluster, brought, no_controller=no_controller)
+    _tell_import(screen, brought, launched)
+
+
+def _check_config(config: Any, preset: str) -> None:
+    from checkpointing.config import RUN
+
+    if config.command:
+        raise ConfigError(
+            "a run of a torchrun script loads its weights itself", where=preset, hint="give a workload, not a command"
+        )
+    tiers = [tier.path for tier in config.checkpoint.tiers]
+    if tiers and RUN not in tiers:
+        raise ConfigError(
+            "checkpoint.tiers has no `run`: the run would not see the checkpoint that it is to begin with",
+            where=preset, hint="add a tier with path `run`",
+        )  # fmt: skip
+
+
+@contextmanager
+def _staging(root: str) -> Iterator[Path]:
+    """Where the checkpoint is made; its run's folder takes it over from there."""
+    from checkpointing.storage.temporary_folder import temporary_folder
+    from orchestrator.submission.create_run import writable_root
+
+    place = writable_root(root) / STAGING
+    place.mkdir(parents=True, exist_ok=True)
+    with temporary_folder(place, "import", mode=0o700) as folder:
+        yield folder
+
+
+def _brought(screen: Screen, place: Path, config: Any, staging: Path | None, *, weights_only: bool) -> dict[str, Any]:
+    """Check that everything fits; make the checkpoint in `staging`. What to say of it."""
+    torch_env.prepare()
+    from checkpointing.errors import CheckpointError
+    from trainer.worker import imported
+    from trainer.worker.workload import WorkloadError
+
+    try:
+        source = imported.open_source(place.absolute())
+        found = imported.fit(source, config, weights_only=weights_only)
+        if found.complaints:
+            raise _does_not_fit(place, found.complaints)
+        step, extra = imported.facts(source, found)
+        made = None if staging is None else _made(screen, staging, step, found.tensors, extra)
+    except CheckpointError as error:
+        raise CheckpointInvalid(f"nothing was imported: {error}", where=str(place)) from error
+    except WorkloadError as error:
+        raise ConfigError(str(error), where=config.workload.target) from error
+    proved = sum(item.expected_fingerprint is not None for item in found.tensors.values())
+    return {
+        "source": str(place.absolute()), "step": step, "optimizer": found.optimizer, "tensors": len(found.tensors),
+        "compared": proved, "notes": found.notes, "checkpoint": made,
+    }  # fmt: skip
+
+
+def _does_not_fit(place: Path, complaints: list[tuple[str, str]]) -> ConfigError:
+    from trainer.worker.imported import overrides
+
+    lines = [what for what, _ in complaints[:SHOWN]]
+    lines += [f"and {len(complaints) - SHOWN} more"] if len(complaints) > SHOWN else []
+    mends = " ".join(overrides(complaints))
+    hint = f"add {mends}" if mends else "choose a configuration whose model is the one that is given"
+    return ConfigError("it does not fit: " + "; ".join(lines), where=str(place), hint=hint)
+
+
+SHOWN = 12
+"""Misfits that are told one by one."""
+
+
+def _made(screen: Screen, staging: Path, step: int, tensors: dict[str, Any], extra: dict[str, Any]) -> str:
+    from checkpointing.engine.interchange.importer import write_checkpoint
+    from checkpointing.format.commit import Name
+    from checkpointing.storage.backends import LocalStorage
+
+    # Attempt 0: before any that trains, so that the first one inherits it.
+    name = Name(step=step, attempt=0, nonce=token_hex(4))
+    world = {"ranks": 1, "imported": True}
+    with screen.bar("importing") as meter:
+        write_checkpoint(LocalStorage(staging), name, tensors, extra=extra, world=world, progress=meter)
+    return str(staging / str(name))
+
+
+def _launch(
+    screen: Screen, composed: Any, cluster: str | None, brought: dict[str, Any], *, no_controller: bool
+) -> dict[str, Any]:
+    from orchestrator.cli.runs.submit import launch
+
+    kept = {key: brought[key] for key in ("checkpoint", "source", "step", "optimizer")}
+    return launch(screen, composed, cluster, no_controller=no_controller, imported=kept)
+
+
+def _tell_import(screen: Screen, brought: dict[str, Any], launched: dict[str, Any] | None) -> None:
+    name = Path(brought["checkpoint"]).name if brought["checkpoint"] else None
+    if screen.json:
+        screen.data("ckpt.import", {**brought, "checkpoint": name, **(launched or {"run": None})})
+        return
+    how = "the exported optimizer state" if brought["optimizer"] else "a fresh optimizer"
+    begins = f"step {brought['step']} with {how}"
+    for note in brought["notes"]:
+        screen.note(f"  {note}")
+    proof = f", {count(brought['compared'])} with the fingerprints of their export" if brought["compared"] else ""
+    if launched is None:
+        screen.say(f"{brought['source']} fits: {count(brought['tensors'])} tensors; training would begin at {begins}")
+        return
+    job = f"job {launched['job_id']}" if launched["job_id"] else "no job yet"
+    screen.say(f"{launched['run']} submitted ({launched['cluster']}, {job}); it begins at {begins}")
+    screen.say(f"  {name}: {count(brought['tensors'])} tensors of {brought['source']}{proof}")
+    screen.note(f"  status   orch status {launched['run']}\n  wait     orch wait {launched['run']} --follow")

@@ -1,0 +1,250 @@
+"""`orch ckpt gc`: takes away what attempts that have ended left half-written.
+
+The registry decides whose folder is nobody's: an attempt that is over never comes back, nothing that it left
+uncommitted is ever read, and taking it away twice does no harm. So this needs no lease and disturbs no controller.
+Only a tier that jobs copy checkpoints to is left alone as long as any attempt may live: it copies what earlier ones
+have committed, under their names. That is asked again before each file, because an attempt may begin meanwhile.
+A committed checkpoint that was refused is evidence. It goes only when that is asked for, when no attempt of its run
+may still hold it, and under the lease, because the registry must say so too.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from orchestrator.cli.access.registry import open_store
+from orchestrator.cli.checkpoints.tiers import Tier, missing_files, tiers_of
+from orchestrator.cli.terminal.command_classes import Verb
+from orchestrator.cli.terminal.render import Column, Screen, size
+from orchestrator.errors import ConfigError, Precondition
+from orchestrator.states import ENDED_RUNS, LIVE_ATTEMPTS, AttemptState, Trust
+from trainer.contract.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from orchestrator.registry.records import Lease, Run
+    from orchestrator.registry.store import Store
+
+REFUSED = "refused"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GcCandidate:
+    """A folder that is no good checkpoint: what it is, whether it goes, and why or why not."""
+
+    run: str
+    tier: Tier
+    name: str
+    bytes: int
+    what: str
+    deletable: bool
+    reason: str
+
+
+@click.command("gc", cls=Verb)
+@click.argument("runs", metavar="[RUN...]", nargs=-1)
+@click.option("-a", "--all", "everything", is_flag=True, help="Every run.")
+@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+@click.option("--refused", is_flag=True, help="Committed checkpoints that were found corrupt, too.")
+@click.pass_obj
+def gc(screen: Screen, runs: tuple[str, ...], everything: bool, dry_run: bool, refused: bool) -> int:
+    """Take away half-written checkpoints of attempts that have ended.
+
+    What an attempt that has not ended writes is never touched. Corrupt checkpoints are named, and stay as evidence
+    unless --refused says otherwise.
+    """
+    if bool(runs) == everything:
+        raise ConfigError("say which runs", where="command line: orch ckpt gc", hint="orch ckpt gc RUN, or --all")
+    with _opened(locked=refused and not dry_run) as (store, lease):
+        chosen = store.runs() if everything else [store.run(name) for name in runs]
+        found = [item for run in chosen for item in gc_candidates(store, run, screen, refused=refused)]
+        failed = (
+            [] if dry_run else [item for item in found if item.deletable and not _delete(screen, store, lease, item)]
+        )
+    _show(screen, found, failed, dry_run)
+    return Precondition.exit_code if failed else 0
+
+
+@contextmanager
+def _opened(*, locked: bool) -> "Iterator[tuple[Store, Lease | None]]":
+    """The registry, with the lease where committed checkpoints are to be deleted."""
+    with open_store(readonly=not locked) as store:
+        if not locked:
+            yield store, None
+            return
+        from orchestrator.controller.leasing.lease import acquire
+        from orchestrator.controller.leasing.observed_since import Clock, ObservedSince
+
+        lease = acquire(store, ObservedSince(Clock().mono), time.time(), once=True)
+        if lease is None:
+            raise Precondition(
+                "a controller is at work, and only one may delete what is committed",
+                where="orch controller status tells which",
+                hint="orch controller stop, then this again; runs go on meanwhile, and the next submit starts one",
+            )
+        try:
+            yield store, lease
+        finally:
+            store.drop_lease(lease)
+
+
+def gc_candidates(store: "Store", run: "Run", screen: Screen, *, refused: bool = False) -> list[GcCandidate]:
+    """Every folder of a run that is no good checkpoint, judged; a tier that cannot be read is told of and left."""
+    found: list[GcCandidate] = []
+    for tier in tiers_of(RunDir(Path(run.run_dir))):
+        try:
+            found += gc_candidates_in(store, run, tier, refused=refused)
+        except OSError as error:
+            screen.warn("TierUnreadable", f"{run.name}: tier {tier.label} cannot be read: {error}")
+    return found
+
+
+def gc_candidates_in(store: "Store", run: "Run", tier: Tier, *, refused: bool = False) -> list[GcCandidate]:
+    """Every folder of a run in one tier that is no good checkpoint, judged; raises OSError."""
+    return [*_half_written(store, run, tier), *_corrupt(store, run, tier, refused)]
+
+
+def _half_written(store: "Store", run: "Run", tier: Tier) -> Iterator[GcCandidate]:
+    from checkpointing.retention.garbage import decide_debris, find_debris
+
+    # First what lies there, then who lives: an attempt that began in between is seen.
+    folders = find_debris(tier.catalog)
+    attempts = store.attempts(run.name)
+    ended = {(attempt.number, attempt.nonce) for attempt in attempts if attempt.state not in LIVE_ATTEMPTS}
+    for verdict in decide_debris(folders, ended=ended):
+        folder = verdict.folder
+        busy = _blocking_attempt(store, run.name, tier, folder.attempt_id[0], folder.attempt_id[1])
+        yield GcCandidate(
+            run=run.name, tier=tier, name=folder.name, bytes=folder.bytes, what=folder.state.value,
+            deletable=verdict.collect and not busy, reason=busy or verdict.reason,
+        )  # fmt: skip
+
+
+def _blocking_attempt(store: "Store", run: str, tier: Tier, number: int, nonce: str) -> str:
+    """Why what this attempt left in a tier may still be at work on; empty when nobody can be.
+
+    A LOST attempt counts as over: its GO is revoked, so that nothing which it writes is ever committed.
+    """
+    for attempt in store.attempts(run):
+        if attempt.state not in LIVE_ATTEMPTS:
+            continue
+        # Its own attempt finishes what it began, a deletion too.
+        if (attempt.number, attempt.nonce) == (number, nonce):
+            return f"attempt {number} has not ended"
+        if tier.is_copy_target:
+            return f"attempt {attempt.number} has not ended, and may be copying it"
+    return ""
+
+
+def _corrupt(store: "Store", run: "Run", tier: Tier, refused: bool) -> Iterator[GcCandidate]:
+    from checkpointing.retention.pins import pinned_names
+    from checkpointing.verification.verdicts import known_bad
+
+    own = tiers_of(RunDir(Path(run.run_dir)))[0].storage
+    bad = known_bad(own, tier.catalog.place, tier.storage)
+    bad.update({row.name: row.reason for row in store.checkpoints(run.name) if row.trust is Trust.CORRUPT})
+    if not bad:
+        return
+    live = _may_live(store, run)
+    pinned = pinned_names(own)
+    for entry in tier.catalog.committed():
+        if entry.name not in bad:
+            continue
+        if entry.name in pinned:
+            stays = "it is pinned"
+        elif live:
+            stays = "an attempt of the run has not ended"
+        else:
+            stays = _still_good(tier, entry.name) if refused else f"evidence, until --refused: {bad[entry.name]}"
+        yield GcCandidate(
+            run=run.name, tier=tier, name=entry.name, bytes=entry.bytes, what=REFUSED, deletable=not stays,
+            reason=stays or bad[entry.name],
+        )  # fmt: skip
+
+
+def _may_live(store: "Store", run: "Run") -> bool:
+    """Whether an attempt of the run may still read its checkpoints.
+
+    A LOST one may, until a later attempt was allowed or the run is over.
+    """
+    attempts = store.attempts(run.name)
+    if any(attempt.state in LIVE_ATTEMPTS for attempt in attempts):
+        return True
+    return bool(attempts) and attempts[-1].state is AttemptState.LOST and run.state not in ENDED_RUNS
+
+
+def _still_good(tier: Tier, name: str) -> str:
+    """Why a refused copy stays all the same: what was bad is another copy, or a disk for a moment."""
+    from checkpointing.verification.verify import verify_in
+
+    bad = {fault.file for fault in verify_in(tier.storage, name, 2).faults}
+    if not bad:
+        return "its bytes are as they were written"
+    absent, _ = missing_files(tier.storage, name) if not tier.shared else (frozenset(), 0)
+    return "it is a node's own part, whose bytes are as they were written" if bad <= absent else ""
+
+
+def _delete(screen: Screen, store: "Store", lease: "Lease | None", item: GcCandidate) -> bool:
+    """Delete one folder, then write that down; False when it could not be deleted."""
+    from checkpointing.retention.garbage import delete
+
+    try:
+        gone = delete(item.tier.storage, item.name, _fence(store, lease, item))
+    except OSError as error:
+        screen.warn("NotDeleted", f"{item.tier.catalog.place}/{item.name}: {error}")
+        return False
+    if gone and item.what == REFUSED and lease is not None:
+        places = tiers_of(RunDir(Path(store.run(item.run).run_dir)))
+        known = any(row.name == item.name for row in store.checkpoints(item.run))
+        if known and not any(tier.catalog.is_committed(item.name) for tier in places):
+            reason = "deleted by `orch ckpt gc --refused`"
+            store.trust(item.run, item.name, Trust.DELETED, reason, epoch=lease.epoch, now=time.time())
+    return gone
+
+
+def _fence(store: "Store", lease: "Lease | None", item: GcCandidate) -> Callable[[], bool]:
+    """What allows each step: debris must be nobody's still; for what is committed the lease must be ours still."""
+    from checkpointing.format.commit import parse_name
+
+    if item.what != REFUSED:
+        parts = parse_name(item.name)
+        assert parts is not None
+        return lambda: not _blocking_attempt(store, item.run, item.tier, parts.attempt, parts.nonce)
+
+    def held() -> bool:
+        assert lease is not None
+        now = store.lease()
+        return now is not None and (now.epoch, now.holder) == (lease.epoch, lease.holder)
+
+    return held
+
+
+def _show(screen: Screen, found: list[GcCandidate], failed: list[GcCandidate], dry_run: bool) -> None:
+    rows = [_row(item, item in failed, dry_run) for item in found]
+    if screen.json:
+        screen.data("ckpt.gc", rows)
+        return
+    columns = [
+        Column("RUN", "run"),
+        Column("TIER", "tier"),
+        Column("NAME", "name"),
+        Column("SIZE", "bytes", size, right=True),
+        Column("WHAT", "what"),
+        Column("DONE", "done"),
+        Column("WHY", "reason"),
+    ]
+    screen.table(columns, rows)
+    freed = sum(item.bytes for item in found if item.deletable and item not in failed)
+    screen.note(f"{size(freed)} {'would be freed' if dry_run else 'freed'}" if found else "nothing is left over")
+
+
+def _row(item: GcCandidate, failed: bool, dry_run: bool) -> dict[str, Any]:
+    done = "left" if not item.deletable or failed else "would be deleted" if dry_run else "deleted"
+    return {
+        "run": item.run, "tier": item.tier.label, "path": f"{item.tier.catalog.place}/{item.name}", "name": item.name,
+        "bytes": item.bytes, "what": item.what, "done": done, "reason": item.reason,
+    }  # fmt: skip

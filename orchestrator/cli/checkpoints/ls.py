@@ -1,0 +1,106 @@
+"""`orch ckpt ls`: the checkpoints of a run, what the registry thinks of each, and where copies of it lie."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from orchestrator.cli.access.registry import open_store
+from orchestrator.cli.checkpoints.target import known_run
+from orchestrator.cli.checkpoints.tiers import Tier, tiers_of
+from orchestrator.cli.terminal.command_classes import Verb
+from orchestrator.cli.terminal.render import Column, Screen, count, iso, size, span
+from trainer.contract.run_dir import RunDir
+
+
+@click.command("ls", cls=Verb)
+@click.argument("run")
+@click.option("-a", "--all", "everything", is_flag=True, help="Deleted ones too.")
+@click.pass_obj
+def ls(screen: Screen, run: str, everything: bool) -> None:
+    """Checkpoints of a run, newest first, and how far each is trusted."""
+    from checkpointing.retention.pins import read_pins
+
+    now = time.time()
+    found = known_run(run)
+    with open_store(readonly=True) as store:
+        rows = {row.name: _row(row, now) for row in store.checkpoints(found.name)}
+    tiers = tiers_of(RunDir(Path(found.run_dir)))
+    _add_places(screen, rows, tiers, now)
+    _add_verdicts(rows, tiers)
+    pins = read_pins(tiers[0].storage)
+    for name, row in rows.items():
+        row["pin"] = pins[name].note if name in pins else None
+        row["pinned"] = name in pins
+    kept = [row for row in rows.values() if everything or row["trust"] != "DELETED"]
+    _show(screen, found.name, sorted(kept, key=lambda row: (row["step"], row["attempt"], row["name"]), reverse=True))
+
+
+def _row(row: Any, now: float) -> dict[str, Any]:
+    return {
+        "step": row.step, "trust": str(row.trust), "bytes": row.bytes, "path": row.path, "attempt": row.attempt,
+        "name": row.name, "committed_at": iso(row.committed_at), "reason": row.reason, "tiers": [], "verified": [],
+        "age": now - row.committed_at,
+    }  # fmt: skip
+
+
+def _add_places(screen: Screen, rows: dict[str, dict[str, Any]], tiers: list[Tier], now: float) -> None:
+    """Where each checkpoint lies, and those on disk that no controller has read into the registry yet."""
+    for tier in tiers:
+        try:
+            entries = tier.catalog.committed()
+        except OSError as error:
+            screen.warn("TierUnreadable", f"tier {tier.label} cannot be read: {error}")
+            continue
+        for entry in entries:
+            fresh = {
+                "step": entry.step, "trust": "COMMITTED", "bytes": entry.bytes,
+                "path": f"{tier.catalog.place}/{entry.name}", "attempt": entry.attempt, "name": entry.name,
+                "committed_at": iso(entry.committed_at), "reason": "not yet in the registry", "tiers": [],
+                "verified": [], "age": now - entry.committed_at,
+            }  # fmt: skip
+            rows.setdefault(entry.name, fresh)["tiers"].append(tier.label)
+
+
+def _add_verdicts(rows: dict[str, dict[str, Any]], tiers: list[Tier]) -> None:
+    """What `orch ckpt verify` found of copies that are there."""
+    from checkpointing.verification.verdicts import read_verdicts
+
+    labels = {tier.catalog.place: tier.label for tier in tiers}
+    for verdict in sorted(read_verdicts(tiers[0].storage), key=lambda verdict: verdict.at):
+        row, tier = rows.get(verdict.name), labels.get(verdict.place)
+        if row is not None and tier in row["tiers"]:
+            told = {"tier": tier, "ok": verdict.ok, "level": verdict.level, "at": iso(verdict.at)}
+            row["verified"].append({**told, "reason": verdict.reason})
+
+
+def _verified(row: dict[str, Any]) -> str:
+    """The bad copies, or else the newest verification."""
+    bad = [f"INVALID on {found['tier']}" for found in row["verified"] if not found["ok"]]
+    good = [f"level {found['level']}" for found in row["verified"] if found["ok"]]
+    return ", ".join(bad) or (good[-1] if good else "")
+
+
+def _show(screen: Screen, run: str, rows: list[dict[str, Any]]) -> None:
+    if screen.json:
+        screen.data("ckpt.ls", [{key: row[key] for key in row if key != "age"} for row in rows])
+        return
+    columns = [
+        Column("STEP", "step", count, right=True),
+        Column("AGE", "age", span) if screen.terminal else Column("COMMITTED_AT", "committed_at"),
+        Column("SIZE", "bytes", size, right=True),
+        Column("TRUST", "trust"),
+        Column("ATT", "attempt", right=True),
+        Column("TIERS", "tiers", drop_order=1),
+        Column("NAME", "name", drop_order=2),
+        Column("PIN", "pin_words"),
+        Column("VERIFIED", "found"),
+        Column("WHY", "reason"),
+    ]
+    shown = [
+        {**row, "pin_words": (row["pin"] or "pinned") if row["pinned"] else "", "found": _verified(row)} for row in rows
+    ]
+    screen.table(columns, shown)
+    if not rows:
+        screen.note(f"{run} has no checkpoint yet")

@@ -1,0 +1,155 @@
+"""What a command line means by a checkpoint: `RUN@STEP`, a folder, a URL."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.cli.access.registry import open_store
+from orchestrator.cli.checkpoints.tiers import read_config, tiers_of
+from orchestrator.errors import ConfigError, NotFound
+from trainer.contract.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from checkpointing.storage.backends import Storage
+    from orchestrator.registry.records import Run
+
+Warn = Callable[[str, str], None]
+"""Told of what stands in the way, as `Screen.warn` is: a code, and words."""
+
+WAYS_TO_STORES = "credentials come from the environment; s3:// places need: pip install 'orch[s3]'"
+WAYS = "write RUN@500, RUN@latest, RUN@all, or the path or URL of a checkpoint's folder"
+
+
+@dataclass(frozen=True)
+class Target:
+    """One committed checkpoint (or a folder that is said to be one) and where it lies.
+
+    What is not `shared` lies on the disk of a node, which has only the files that its own ranks wrote.
+    """
+
+    storage: "Storage"
+    name: str
+    path: str
+    tier: str = ""
+    shared: bool = True
+    run: str | None = None
+    run_dir: RunDir | None = field(default=None, compare=False)
+
+    @property
+    def step(self) -> int | None:
+        from checkpointing.format.commit import parse_name
+
+        parts = parse_name(self.name)
+        return parts.step if parts else None
+
+    @property
+    def config(self) -> Any:
+        """The configuration of the run that it belongs to (`JobConfig`), None where that is not known."""
+        return None if self.run_dir is None else read_config(self.run_dir)
+
+
+def find(words: str, warn: Warn) -> list[Target]:
+    """The checkpoints that `words` mean, the nearest complete copy first for each; raises NotFound or ConfigError.
+
+    A tier that cannot be read is told to `warn`; when nothing is found in the others, its OSError is raised.
+    """
+    if is_location(words):
+        return [target_at(words)]
+    name, _, step = words.partition("@") if not words.startswith("@") else _after_last(words)
+    run = known_run(name)
+    listed = listing(RunDir(Path(run.run_dir)), run.name, warn)
+    if not listed:
+        raise NotFound(f"{run.name} has no committed checkpoint", where=run.run_dir, hint=f"orch show {run.name}")
+    if step == "all":
+        return listed
+    if step in ("", "latest"):
+        return [target for target in listed if target.name == listed[0].name]
+    return _of_step(run.name, run.run_dir, words, step, listed)
+
+
+def find_one(words: str, warn: Warn) -> Target:
+    """The one checkpoint that `words` mean, its nearest complete copy."""
+    return find(words, warn)[0]
+
+
+def known_run(name: str) -> "Run":
+    """The run of this name, beginning of a name, or `@last`; raises NotFound."""
+    with open_store(readonly=True) as store:
+        return store.run(name)
+
+
+def is_location(words: str) -> bool:
+    """Whether this is a path or URL: names of runs have no slash."""
+    return "/" in words or words in (".", "..") or words.startswith("~")
+
+
+def target_at(words: str) -> Target:
+    """A checkpoint by its folder's path or URL; of the run whose folder it lies in."""
+    from checkpointing.format.commit import parse_name
+    from checkpointing.storage.backends import LocalStorage, storage_at, without_secrets
+
+    if "://" in words and not words.startswith("file://"):
+        above, _, name = words.rstrip("/").rpartition("/")
+        try:
+            target = Target(storage_at(above), name, words.rstrip("/"))
+        except (ValueError, ImportError) as error:
+            raise ConfigError(f"{without_secrets(words)} cannot be read: {error}", hint=WAYS_TO_STORES) from error
+    else:
+        path = Path(words.removeprefix("file://")).expanduser().absolute()
+        path = path.resolve() if path.name in ("", "..") else path
+        if not path.is_dir():
+            raise NotFound(f"there is no folder {words}", hint=WAYS)
+        target = Target(LocalStorage(path.parent), path.name, str(path), run_dir=_run_above(path))
+    if parse_name(target.name) is None:
+        raise ConfigError(f"`{target.name}` is not the name of a checkpoint's folder", where=words, hint=WAYS)
+    return target
+
+
+def _run_above(folder: Path) -> RunDir | None:
+    place = RunDir(folder.parent.parent)
+    return place if folder.parent == place.checkpoints and place.config.exists() else None
+
+
+def listing(place: RunDir, run: str, warn: Warn) -> list[Target]:
+    """All committed checkpoints of a run, newest first; copies together, the nearest complete one first."""
+    from checkpointing.format.commit import parse_name
+
+    found: dict[str, list[Target]] = {}
+    unread: OSError | None = None
+    # Shared tiers first: what a node has of its own may be a part.
+    for tier in sorted(tiers_of(place), key=lambda tier: not tier.shared):
+        try:
+            entries = tier.catalog.committed()
+        except OSError as error:
+            unread = unread or error
+            warn("TierUnreadable", f"{run}: tier {tier.label} cannot be read: {error}")
+            continue
+        for entry in entries:
+            path = f"{tier.catalog.place}/{entry.name}"
+            target = Target(tier.storage, entry.name, path, tier.label, tier.shared, run, place)
+            found.setdefault(entry.name, []).append(target)
+    if unread is not None and not found:
+        raise unread
+    names = sorted((parts, name) for name in found if (parts := parse_name(name)))
+    return [copy for _, name in reversed(names) for copy in found[name]]
+
+
+def _of_step(run: str, run_dir: str, words: str, step: str, listed: list[Target]) -> list[Target]:
+    if step.isdigit():
+        same = [target for target in listed if target.step == int(step)]
+    elif step.startswith("step-"):
+        same = [target for target in listed if target.name == step]
+    else:
+        raise ConfigError(f"`{step}` is not a step", where=words, hint=WAYS)
+    if not same:
+        steps = ", ".join(str(found) for found in list(dict.fromkeys(target.step for target in listed))[:8])
+        what = f"step {step}" if step.isdigit() else step
+        raise NotFound(f"{run} has no checkpoint of {what}", where=run_dir, hint=f"there are: {steps}")
+    return same
+
+
+def _after_last(target: str) -> tuple[str, str, str]:
+    """`@last@500` means step 500 of the last run."""
+    name, mark, step = target[1:].partition("@")
+    return f"@{name}", mark, step

@@ -1,0 +1,130 @@
+"""The places where a run keeps checkpoints, as far as they can be seen from this machine."""
+
+import errno
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
+
+from trainer.contract import config as job_config
+from trainer.contract.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from checkpointing.config import TierConfig
+    from checkpointing.storage.backends import Storage
+    from checkpointing.tiers.catalog import Catalog
+    from checkpointing.tiers.tier import ResolvedTier
+
+
+@dataclass(frozen=True)
+class Tier:
+    """One place where a run keeps checkpoints; `label` is what people call it: `run`, or its path.
+
+    `is_copy_target` tells that jobs copy checkpoints to it from a faster tier, those of earlier attempts too.
+    """
+
+    label: str
+    catalog: "Catalog"
+    shared: bool = True
+    is_copy_target: bool = False
+
+    @property
+    def storage(self) -> "Storage":
+        return self.catalog.storage
+
+
+class UnreachableStorage:
+    """The storage of a tier that this machine has no means to reach; whatever is asked of it is an OSError."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def _fail(self) -> NoReturn:
+        raise OSError(errno.ENOTSUP, self._reason)
+
+    def create(self, path: str) -> NoReturn:
+        self._fail()
+
+    def publish(self, path: str, data: bytes) -> None:
+        self._fail()
+
+    def open(self, path: str) -> BinaryIO:
+        self._fail()
+
+    def list(self, path: str) -> dict[str, int | None]:
+        self._fail()
+
+    def delete(self, path: str) -> None:
+        self._fail()
+
+
+def read_config(place: RunDir) -> Any:
+    """`config.json` of a run; None when there is none that can be read."""
+    try:
+        return job_config.load(place.config)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def tiers_of(place: RunDir) -> list[Tier]:
+    """Every place where the run keeps checkpoints: the run's own folder first, nodes' disks as this machine has them.
+
+    One that cannot be spoken to from here is listed too, and raises OSError when it is.
+    """
+    from checkpointing.config import RUN
+    from checkpointing.tiers.catalog import Catalog
+
+    config = read_config(place)
+    if config is None:
+        # Nobody knows what its jobs copy where.
+        return [Tier("run", Catalog(place.checkpoints), is_copy_target=True)]
+    said = config.checkpoint.tiers
+    found = [Tier("run", Catalog(place.checkpoints), is_copy_target=bool(said) and said[0].path != RUN)]
+    for number, tier in enumerate(said):
+        if tier.path != RUN:
+            found += _configured(place, tier, is_copy_target=number > 0)
+    return found
+
+
+def _configured(place: RunDir, said: "TierConfig", *, is_copy_target: bool) -> list[Tier]:
+    """One configured tier as it is seen from here: of nodes' own disks those folders that this machine has."""
+    from checkpointing.tiers.catalog import Catalog
+    from checkpointing.tiers.tier import resolve_tier
+
+    try:
+        tier = resolve_tier(said, place.checkpoints, place.name, socket.gethostname())
+    except ImportError as error:
+        reason = f"a library is missing ({error}); for s3:// places: pip install 'orch[s3]'"
+    except ValueError as error:
+        reason = str(error)
+    else:
+        if tier.path == str(place.checkpoints.absolute()):
+            return []
+        seen = _on_this_machine(tier, said.path)
+        return [Tier(label, catalog, tier.shared, is_copy_target) for label, catalog in seen]
+    return [Tier(said.path, Catalog(said.path, UnreachableStorage(reason)), said.shared, is_copy_target)]
+
+
+def _on_this_machine(tier: "ResolvedTier", label: str) -> "list[tuple[str, Catalog]]":
+    from checkpointing.tiers.catalog import Catalog
+
+    if tier.shared:
+        return [(label, tier.catalog)]
+    above = Path(tier.path).parent
+    nodes = sorted(os.listdir(above)) if above.is_dir() else []
+    return [(f"{label} ({node})", Catalog(above / node)) for node in nodes if (above / node).is_dir()]
+
+
+def missing_files(storage: "Storage", name: str) -> tuple[frozenset[str], int]:
+    """Files of a checkpoint that this place does not have, and how many there are in all; raises OSError.
+
+    None are lacking when the manifest cannot be believed: that is for a verification to tell.
+    """
+    from checkpointing.verification.verify import read_sealed
+
+    manifest, _ = read_sealed(storage, name)
+    if manifest is None:
+        return frozenset(), 0
+    present = storage.list(name)
+    return frozenset(entry.name for entry in manifest.files if entry.name not in present), len(manifest.files)

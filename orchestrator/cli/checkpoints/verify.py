@@ -1,0 +1,156 @@
+"""`orch ckpt verify`: from a look at the names up to every value."""
+
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from orchestrator.cli.checkpoints import torch_env
+from orchestrator.cli.checkpoints.target import Target, find
+from orchestrator.cli.checkpoints.tiers import missing_files
+from orchestrator.cli.terminal.command_classes import Verb
+from orchestrator.cli.terminal.render import Screen, size
+from orchestrator.errors import CheckpointInvalid
+
+if TYPE_CHECKING:
+    from checkpointing.verification.verify import Fault, Report
+
+LEAST_KEPT = 2
+"""Level from which on what was found is written down: below it most bytes were not looked at."""
+
+SHOWN = 20
+"""Faults of one checkpoint that people are shown; programs get all."""
+
+
+@click.command("verify", cls=Verb)
+@click.argument("target", metavar="RUN[@STEP]|FOLDER")
+@click.option(
+    "--level",
+    type=click.IntRange(0, 4),
+    default=2,
+    show_default=True,
+    help="0: committed, complete, right sizes. 1: a sample of the chunks too. 2: every chunk. 3: and its structure. "
+    "4: and every value.",
+)
+@click.option("--copies", is_flag=True, help="Every copy, on every tier; otherwise the nearest one.")
+@click.pass_obj
+def verify(screen: Screen, target: str, level: int, copies: bool) -> int:
+    """Compare a checkpoint's bytes with the digests taken when it was written.
+
+    Without @STEP the newest one; `@all` takes every one. Exit code 7 when any fault is found. From level 2 on what is
+    found is written down: `orch ckpt ls` shows it, and retention takes a bad copy for no substitute.
+    """
+    found = find(target, screen.warn)
+    chosen = found if copies else list({item.name: item for item in reversed(found)}.values())[::-1]
+    answers = [_answer(screen, item, level) for item in chosen]
+    if screen.json:
+        screen.data("ckpt.verify", answers)
+    return 0 if all(answer["ok"] for answer in answers) else CheckpointInvalid.exit_code
+
+
+def _answer(screen: Screen, target: Target, level: int) -> dict[str, Any]:
+    with screen.bar(target.name if target.step is None else f"step {target.step}") as meter:
+        report = _report(target, level, meter)
+    rate = report.bytes / report.seconds / 1024**3 if report.seconds > 0 else 0.0
+    _show(screen, target, report, rate)
+    _record_verdict(screen, target, report)
+    return {
+        "name": target.name, "step": target.step, "path": target.path, "ok": report.ok, "level": report.level,
+        "bytes": report.bytes, "seconds": round(report.seconds, 4), "gib_per_s": round(rate, 3), "tier": target.tier,
+        "faults": [_fault(fault) for fault in report.faults], "notes": list(report.notes),
+    }  # fmt: skip
+
+
+def _report(target: Target, level: int, meter: Any) -> "Report":
+    _check_readable(target)
+    if not target.shared:
+        absent, count = missing_files(target.storage, target.name)
+        if absent:
+            return _part(target, level, meter, absent, count)
+    return _whole(target, level, meter)
+
+
+def _check_readable(target: Target) -> None:
+    """Raise the OSError of a place that gives no answer: that is no fault of the checkpoint."""
+    from checkpointing.errors import ManifestError
+    from checkpointing.format.commit import read_commit
+
+    # Whatever else is wrong with COMMIT is for the verification to tell.
+    with suppress(ManifestError, FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        read_commit(target.storage, target.name)
+
+
+def _part(target: Target, level: int, meter: Any, absent: Collection[str], count: int) -> "Report":
+    """What a node has of a checkpoint: the files that are there. Structure and values need all of them."""
+    from checkpointing.verification.verify import verify_in
+
+    report = verify_in(target.storage, target.name, min(level, 2), meter)
+    faults = tuple(fault for fault in report.faults if fault.file not in absent)
+    notes = [f"{len(absent)} of {count} files, which other nodes have"]
+    notes += ["structure and values (levels 3 and 4), which need every file"] if level > 2 else []
+    return replace(report, ok=not faults, faults=faults, notes=tuple(notes))
+
+
+def _whole(target: Target, level: int, meter: Any) -> "Report":
+    if level < 3:
+        from checkpointing.verification.verify import verify_in
+
+        return verify_in(target.storage, target.name, level, meter)
+    torch_env.prepare()
+    # The only levels that need torch, which takes seconds to import.
+    from checkpointing.engine.verification.audit import audit_in
+    from trainer.worker.expectations import expected
+
+    config = target.config
+    report: Report = audit_in(target.storage, target.name, level, meter, lambda manifest: expected(manifest, config))
+    return report
+
+
+def _record_verdict(screen: Screen, target: Target, report: "Report") -> None:
+    """Write down what was found of a run's checkpoint: retention must not rely on a bad copy."""
+    if target.run_dir is None or report.level < LEAST_KEPT:
+        return
+    from checkpointing.storage.backends import LocalStorage
+    from checkpointing.tiers.catalog import Catalog
+    from checkpointing.verification import verdicts
+
+    own = LocalStorage(target.run_dir.checkpoints)
+    place = target.path.rpartition("/")[0]
+    try:
+        found = verdicts.Verdict(
+            name=target.name, place=place, manifest=verdicts.manifest_of(target.storage, target.name), ok=report.ok,
+            level=report.level, at=time.time(), reason=_line(report.faults[0]) if report.faults else "",
+        )  # fmt: skip
+        verdicts.record(own, found)
+        verdicts.forget(own, place, Catalog(place, target.storage).names())
+    except OSError as error:
+        screen.warn("NotKept", f"what was found of {target.name} could not be written down: {error}")
+
+
+def _show(screen: Screen, target: Target, report: "Report", rate: float) -> None:
+    word = "VALID" if report.ok else "INVALID"
+    read = f"{size(report.bytes)} in {report.seconds:.2f} s, {rate:.2f} GiB/s" if report.level else "sizes only"
+    place = f" on {target.tier}" if target.tier not in ("", "run") else ""
+    screen.say(f"{target.name}{place}: {word}  (level {report.level}; {read})")
+    for note in report.notes:
+        screen.note(f"  {note}: that part was not looked at")
+    for fault in report.faults[:SHOWN]:
+        screen.say(f"  {_line(fault)}")
+    if len(report.faults) > SHOWN:
+        screen.say(f"  and {len(report.faults) - SHOWN} more; --json tells all")
+
+
+def _line(fault: "Fault") -> str:
+    chunk = "" if fault.chunk is None else f", chunk {fault.chunk}"
+    tensor = f", {fault.tensor}" if fault.tensor else ""
+    return f"{fault.file}{chunk}{tensor}: {fault.reason}"
+
+
+def _fault(fault: "Fault") -> dict[str, Any]:
+    return {
+        "file": fault.file, "chunk": fault.chunk, "tensor": fault.tensor, "tensors": list(fault.tensors),
+        "reason": fault.reason,
+    }  # fmt: skip

@@ -1,0 +1,1 @@
+"""Verbs about the machine and the cluster: doctor, nodes, controller."""

@@ -1,0 +1,166 @@
+"""`orch controller`: the process that keeps runs going, as a daemon, as one pass, or from cron."""
+
+import logging
+import sys
+import time
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from orchestrator.cli.access.controller_alive import TAKE_OVER, controller_state
+from orchestrator.cli.terminal.command_classes import Noun
+from orchestrator.cli.terminal.render import Screen, iso, span
+from orchestrator.errors import Precondition, SlurmUnreachable
+from orchestrator.home import registry_path
+
+if TYPE_CHECKING:
+    from orchestrator.controller.reconciler.reconcile import TickReport
+
+
+@click.group(cls=Noun)
+def controller() -> None:
+    """The process that keeps runs going: run it, look at it, install it."""
+
+
+@controller.command("run")
+@click.option("--idle-exit", type=float, default=None, metavar="SECONDS", help="End after so long without live runs.")
+@click.option("--cluster", type=click.Choice(["auto", "local", "slurm"]), default="auto", help="Whose runs.")
+@click.pass_obj
+def run(screen: Screen, idle_exit: float | None, cluster: str) -> None:
+    """Keep runs going until stopped, in the foreground (`orch submit` starts one by itself).
+
+    One controller serves one cluster: the Slurm that this host reaches, or where there is none (or with
+    `--cluster local`) the local jobs of this host.
+    """
+    from orchestrator.controller import service
+    from orchestrator.scheduler.choose import resolve
+
+    # The daemon tells what it does by logging; in the foreground that goes to the terminal.
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    kind = resolve(cluster)
+    screen.note(f"controller for {registry_path()}, {kind}; Ctrl-C ends it, the runs go on")
+    service.run_daemon(registry_path(), idle_exit, kind)
+
+
+@controller.command("tick")
+@click.pass_obj
+def tick(screen: Screen) -> int:
+    """One pass over all runs of this host and of the Slurm it reaches; nothing where another controller is at work.
+
+    A stalled controller is replaced: this waits until its lease has expired, and says why when it cannot (code 4).
+    Exit code 5 when a scheduler gave no answer: what it holds was left as it is.
+    """
+    report, stalled = _pass()
+    if stalled:
+        screen.warn("controller_stalled", f"{stalled}: nothing was done for its runs; {TAKE_OVER}")
+    if screen.json:
+        screen.data("controller.tick", {"acted": report is not None, "report": _plain(report)})
+    elif report is None and not stalled:
+        screen.note("another controller holds the lease and acts")
+    elif report is not None:
+        screen.say(f"{report.live} live runs")
+        for line in (
+            *report.actions,
+            *report.errors,
+            *(f"{kind} does not answer: nothing is assumed" for kind in report.unreachable),
+        ):
+            screen.say(f"  {line}")
+    if report is not None and report.unreachable:
+        return SlurmUnreachable.exit_code
+    return Precondition.exit_code if stalled else 0
+
+
+def _pass() -> "tuple[TickReport | None, str]":
+    """A pass for each kind of scheduler here, as one report; None where others act for all of them.
+
+    With it why nobody acts for one of them.
+    """
+    from orchestrator.controller import service
+    from orchestrator.controller.jobs.usable_schedulers import kinds
+
+    reports = {kind: service.tick_once(registry_path(), kind) for kind in kinds()}
+    acted = [report for report in reports.values() if report is not None]
+    states = [
+        controller_state(time.time(), service.lease_key(kind)) for kind, report in reports.items() if report is None
+    ]
+    idle = [state.reason for state in states if not state.alive]
+    return reduce(lambda first, second: first.plus(second), acted) if acted else None, "; ".join(idle)
+
+
+@controller.command("status")
+@click.pass_obj
+def status(screen: Screen) -> None:
+    """Whether controllers live, for which clusters, and when they last looked at the runs."""
+    from orchestrator.controller import service
+
+    health, every = service.status(registry_path()), service.statuses(registry_path())
+    if screen.json:
+        screen.data("controller.status", {**_plain(health), "controllers": _plain(every)})
+        return
+    for one in every or [health]:
+        looked = f"looked at the runs {span(time.time() - one.ticked_at)} ago" if one.ticked_at else "no look yet"
+        of = f" for {one.scheduler}" if one.scheduler else ""
+        if one.alive:
+            screen.say(f"alive{of}: pid {one.pid} on {one.host}, {looked}")
+        elif one.stalled:
+            screen.say(f"{one.reason}{of}, {looked}; {TAKE_OVER}")
+        else:
+            screen.say(f"none lives{of} ({looked}); the next `orch submit` there starts one, or `orch controller run`")
+    screen.note(f"log {health.log}")
+
+
+@controller.command("stop")
+@click.pass_obj
+def stop(screen: Screen) -> None:
+    """End this host's controllers; runs go on, but nobody restarts them until one is started again."""
+    from orchestrator.controller import service
+
+    stopped = service.stop(registry_path())
+    if screen.json:
+        screen.data("controller.stop", {"stopped": _plain(stopped)})
+    else:
+        screen.say(
+            "stopped; `orch controller run` or the next `orch submit` starts one" if stopped else "none is running"
+        )
+
+
+@controller.command("install")
+@click.option("--via", type=click.Choice(["cron", "scrontab"]), required=True, help="Which table of timed jobs.")
+@click.option("--every", type=click.IntRange(1, 59), default=1, show_default=True, metavar="MINUTES", help="How often.")
+@click.option("--print", "only_print", is_flag=True, help="Only show the line.")
+@click.option("--remove", is_flag=True, help="Take the line out again.")
+@click.pass_obj
+def install(screen: Screen, via: str, every: int, only_print: bool, remove: bool) -> None:
+    """Let cron (or Slurm's scrontab) run `orch controller tick`, so that runs survive a reboot of the login node."""
+    from orchestrator.cli.cluster import crontab
+
+    lines = crontab.lines(via, every)
+    before = [] if only_print else crontab.read(via)
+    after = crontab.without(before) + ([] if remove else lines)
+    changed = not only_print and after != before
+    if screen.json:
+        if changed:
+            crontab.write(via, after)
+        screen.data("controller.install", {"via": via, "lines": lines, "changed": changed})
+        return
+    for line in lines:
+        screen.say(line)
+    if changed:
+        crontab.write(via, after)
+    if only_print:
+        screen.note(f"to install it:  orch controller install --via {via}")
+    else:
+        screen.note(f"{via}: {'removed' if remove else 'installed'}" if changed else f"{via}: nothing to change")
+
+
+def _plain(value: Any) -> Any:
+    """A report as plain JSON data, times as ISO 8601."""
+    from dataclasses import asdict, is_dataclass
+
+    fields = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+    if isinstance(fields, dict):
+        return {key: iso(item) if key.endswith("_at") and item else _plain(item) for key, item in fields.items()}
+    if isinstance(fields, (list, tuple, set, frozenset)):
+        return [_plain(item) for item in fields]
+    return fields

@@ -1,0 +1,102 @@
+"""The user's crontab or scrontab: read it, and replace the two lines that are ours."""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+
+from orchestrator.errors import Precondition, SlurmUnreachable
+from orchestrator.home import registry_path, state_home
+
+MARK = "# orch controller:"
+LOG = "controller-tick.log"
+TIMEOUT = 30.0
+
+
+def lines(via: str, every: int) -> list[str]:
+    """Our lines: a mark by which they are found again, for scrontab its options, and the command."""
+    minute = "*" if every == 1 else f"*/{every}"
+    words = [sys.executable, "-P", "-m", "orchestrator.cli.main", "controller", "tick", "--quiet"]
+    registry = str(registry_path().absolute())
+    places = {"ORCH_HOME": str(state_home().resolve()), "ORCH_REGISTRY": registry, **_search_paths()}
+    variables = [f"{name}={shlex.quote(value)}" for name, value in places.items()]
+    command = " ".join(["umask 077;", *variables, shlex.join(words)])
+    log = shlex.quote(str(state_home().resolve() / LOG))
+    options = ["#SCRON --time=00:10:00", "#SCRON --job-name=orch-controller", f"#SCRON --output={log}"]
+    mark = f"{MARK} keeps the runs of {registry} going; written by `orch controller install`"
+    # In a crontab a bare per cent sign ends the command.
+    entry = f"{minute} * * * * {command} >>{log} 2>&1".replace("%", "\\%")
+    return [mark, *(options if via == "scrontab" else []), entry]
+
+
+def _search_paths() -> dict[str, str]:
+    """What finds Slurm here: cron starts commands with a PATH of two folders and nothing else."""
+    folders = dict.fromkeys(name for name in os.environ.get("PATH", "").split(":") if os.path.isdir(name))
+    others = {
+        name: os.environ[name] for name in ("SLURM_CONF", "SLURM_CLUSTERS", "LD_LIBRARY_PATH") if os.environ.get(name)
+    }
+    # Some crons take no more than 1000 characters: folders that are not there only make the line longer.
+    return {"PATH": ":".join(folders), **others}
+
+
+def read(via: str) -> list[str]:
+    """All lines of the user's table; an empty one when there is none yet."""
+    done = _run(via, "-l")
+    if done.returncode == 0:
+        return done.stdout.splitlines()
+    # Nothing else may count as empty: what is read here is written back in place of the whole table.
+    if "no crontab" in done.stderr.lower():
+        return []
+    raise Precondition(
+        f"{_program(via)} -l failed: {done.stderr.strip() or f'exit code {done.returncode} without a word'}",
+        where=via,
+        hint="the other table may work: --via scrontab" if via == "cron" else "the other table may work: --via cron",
+    )
+
+
+def without(table: list[str]) -> list[str]:
+    """The table without our lines: a mark, the options under it, and the command that follows."""
+    kept: list[str] = []
+    ours = False
+    for line in table:
+        if line.startswith(MARK):
+            ours = True
+        elif ours and not line.startswith("#SCRON"):
+            ours = False
+        elif not ours:
+            kept.append(line)
+    return kept
+
+
+def write(via: str, table: list[str]) -> None:
+    """Put the whole table back."""
+    (state_home() / LOG).touch(mode=0o600)  # Slurm opens a job's `--output` with a umask that is not ours
+    done = _run(via, "-", text="".join(f"{line}\n" for line in table))
+    if done.returncode:
+        raise Precondition(
+            f"{_program(via)} did not take the table: {done.stderr.strip()}",
+            where=via,
+            hint="`orch controller install --print` shows the lines, to be put in by hand",
+        )
+
+
+def _program(via: str) -> str:
+    return "crontab" if via == "cron" else "scrontab"
+
+
+def _run(via: str, argument: str, text: str | None = None) -> "subprocess.CompletedProcess[str]":
+    program = _program(via)
+    if shutil.which(program) is None:
+        other = "scrontab" if via == "cron" else "cron"
+        raise Precondition(
+            f"there is no `{program}` on this machine",
+            where=f"PATH={os.environ.get('PATH', '')}",
+            hint=f"try --via {other}, or leave `orch controller run` in a screen or tmux",
+        )
+    try:
+        return subprocess.run(
+            [program, argument], input=text, capture_output=True, text=True, timeout=TIMEOUT, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise SlurmUnreachable(f"{program} gave no answer in {TIMEOUT:.0f} s", where=via, hint="try again") from error

@@ -1,0 +1,66 @@
+"""`orch doctor`: what works on this machine and cluster, what orch can promise here, and what to mend."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from orchestrator.cli.cluster.lock_checks import registry_locks
+from orchestrator.cli.cluster.machine_checks import FAIL, INFO, OK, WARN, Check, machine
+from orchestrator.cli.cluster.slurm_checks import periodic_passes, slurm
+from orchestrator.cli.terminal.command_classes import Verb
+from orchestrator.cli.terminal.render import Screen
+from orchestrator.errors import OrchError, Precondition
+
+MARKS = {OK: "ok  ", INFO: "note", WARN: "warn", FAIL: "FAIL"}
+
+
+@click.command(cls=Verb)
+@click.option("--root", type=click.Path(path_type=Path), default=None, help="Folder for runs; default: cluster.root.")
+@click.option("--config", "source", default="tiny-gpt", show_default=True, help="Configuration to take cluster.* from.")
+@click.option("--locks", is_flag=True, help="Try the registry's locks with another host too, through srun.")
+@click.option("--peer", metavar="HOST", default="", help="As --locks, with HOST through ssh.")
+@click.pass_obj
+def doctor(screen: Screen, root: Path | None, source: str, locks: bool, peer: str) -> int:
+    """What works on this machine and cluster, and what to mend.
+
+    It also tells what orch can promise here, and changes nothing but with --locks, which keeps beside the registry what
+    it proved: the registry may then lie on a file system whose locks orch does not know. Exit code 4 when something
+    must be mended before runs can go on.
+    """
+    found: list[Check] = []
+    cluster = _cluster(source, found)
+    place = root or (Path(cluster["root"]) if cluster.get("root") else None)
+    place = place.expanduser() if place else None
+    found += registry_locks(peer) if locks or peer else ()
+    found += machine(place)
+    found += slurm(place, wanted=cluster.get("kind") == "slurm")
+    found.append(periodic_passes())
+    failed = [check for check in found if check.level == FAIL]
+    if screen.json:
+        screen.data("doctor", {"ok": not failed, "checks": [check.__dict__ for check in found]})
+    else:
+        _show(screen, found)
+    return Precondition.exit_code if failed else 0
+
+
+def _cluster(source: str, found: list[Check]) -> dict[str, Any]:
+    """The `cluster` part of the user's configuration; what is wrong with it is a finding."""
+    from orchestrator.config.compose import compose  # omegaconf: only for the verbs that read configurations
+
+    try:
+        cluster: dict[str, Any] = compose(source, (), environ=os.environ).data["cluster"]
+    except OrchError as error:
+        found.append(Check("config", FAIL, error.what, error.hint or error.where))
+        return {}
+    return cluster
+
+
+def _show(screen: Screen, found: list[Check]) -> None:
+    for check in found:
+        screen.say(f"{MARKS[check.level]}  {check.text}")
+        if check.hint and check.level != OK:
+            screen.say(f"      -> {check.hint}")
+    count = {level: sum(1 for check in found if check.level == level) for level in MARKS}
+    screen.note(f"{count[OK]} ok, {count[WARN]} to know, {count[FAIL]} to mend")

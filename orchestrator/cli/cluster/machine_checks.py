@@ -1,0 +1,177 @@
+"""What `orch doctor` finds out about this machine: Python, packages, the state folder, the registry, the run folder."""
+
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from orchestrator.cli.terminal.render import size
+from orchestrator.errors import RegistryError
+from orchestrator.home import registry_path, state_home
+
+OK, INFO, WARN, FAIL = "ok", "info", "warn", "fail"
+NEEDED = {
+    "torch": "2.10", "click": "8.2", "sqlalchemy": "2.0", "alembic": "1.13", "omegaconf": "2.3.1", "submitit": "1.5.3",
+    "fsspec": "", "xxhash": "", "psutil": "", "setproctitle": "", "jinja2": "", "ClusterShell": "", "tenacity": "",
+    "rich": "",
+}  # fmt: skip
+_LITTLE = 5 * 1024**3
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding. `fail` must be mended before runs can go on; `warn` should be known."""
+
+    name: str
+    level: str
+    text: str
+    hint: str = ""
+
+
+def machine(root: Path | None) -> Iterator[Check]:
+    """Everything that can be known without Slurm."""
+    yield python()
+    yield from packages()
+    home = state_folder()
+    yield home
+    if home.level != FAIL:
+        yield from registry(registry_path())
+    yield from run_folder(root)
+
+
+def python(version: tuple[int, ...] = sys.version_info[:3]) -> Check:
+    text = ".".join(map(str, version))
+    if version < (3, 11):
+        return Check("python", FAIL, f"Python {text} is too old", "use Python 3.11 or newer")
+    return Check("python", OK, f"Python {text}")
+
+
+def packages() -> Iterator[Check]:
+    """Installed versions, from their metadata: nothing is imported, torch least of all."""
+    missing, found = [], {}
+    for name, least in NEEDED.items():
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            missing.append(name)
+            continue
+        if least and _numbers(found[name]) < _numbers(least):
+            yield Check(name, FAIL, f"{name} {found[name]} is older than {least}", f"pip install '{name}>={least}'")
+    if missing:
+        yield Check("packages", FAIL, f"missing: {', '.join(missing)}", f"pip install {' '.join(missing)}")
+    if "torch" in found:
+        yield Check("torch", OK, f"torch {found['torch']}")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    public = version.partition("+")[0]
+    return tuple(int(part) for part in public.split(".") if part.isdigit())
+
+
+def state_folder() -> Check:
+    """`ORCH_HOME` can be made and written."""
+    try:
+        home = state_home()
+        _write_and_rename(home)
+    except OSError as error:
+        where = error.filename or os.environ.get("ORCH_HOME") or "the state folder"
+        return Check("state", FAIL, f"{where}: {error.strerror}", "set ORCH_HOME to a folder that you may write")
+    if home.stat().st_mode & 0o077:
+        return Check("state", WARN, f"{home} is open to others", f"chmod 700 {home}")
+    return Check("state", OK, f"state folder {home}")
+
+
+def registry(path: Path) -> Iterator[Check]:
+    """Its file system, the journal that is safe there, and its version."""
+    from orchestrator.registry import fast_queries, versions
+    from orchestrator.registry.locks import filesystem, lock_mode
+
+    try:
+        mount = filesystem.mounted(path.absolute().parent)
+        found = lock_mode.lock_mode_for(path.absolute(), mount)
+        version = fast_queries.version(path) if path.exists() else None
+    except RegistryError as error:
+        yield Check("registry", FAIL, error.what, error.hint)
+        return
+    except OSError as error:
+        yield Check("registry", FAIL, f"{path}: {error.strerror}", "set ORCH_REGISTRY to a file on a local disk")
+        return
+    kind = mount.kind if mount else "unknown"
+    if version is not None and version not in versions.KNOWN:
+        newer = f"the registry has version {version}, this orch knows up to {versions.HEAD}"
+        yield Check("registry", FAIL, newer, "upgrade orch, or set ORCH_REGISTRY to another file")
+        return
+    what = "not made yet" if version is None else f"version {version}"
+    if found.journal == "wal":
+        yield Check("registry", OK, f"registry {path} ({kind}, {what}, write-ahead log)")
+    else:
+        how = "rollback journal and a lock by link()" if found.linked else "rollback journal"
+        text = f"registry {path} lies on {kind} ({what}): {found.reason}, the slower {how} is used"
+        yield Check("registry", WARN, text, "a local disk is faster: ORCH_REGISTRY=/local/disk/registry.db")
+
+
+def run_folder(root: Path | None) -> Iterator[Check]:
+    """The folder of all runs can be written and renamed in, and has room."""
+    if root is None:
+        yield Check("root", INFO, "no folder for runs was looked at", "orch doctor --root FOLDER")
+        return
+    there = _nearest(root)
+    try:
+        _write_and_rename(there)
+    except OSError as error:
+        hint = "choose a folder that you may write: cluster.root=FOLDER"
+        yield Check("root", FAIL, f"run folder {root} cannot be written: {error.strerror} ({there})", hint)
+        return
+    disk, inodes = shutil.disk_usage(there), os.statvfs(there)
+    text = f"run folder {root} ({_kind(there)}, {size(disk.free)} free)"
+    yield Check("root", OK, text if there == root else f"{text}; it will be made")
+    if disk.free < _LITTLE:
+        yield Check("root", WARN, f"only {size(disk.free)} free for checkpoints", "free some space or choose another")
+    if inodes.f_files and inodes.f_ffree < inodes.f_files * 0.02:
+        yield Check("root", WARN, f"only {inodes.f_ffree} of {inodes.f_files} inodes are free", "remove small files")
+
+
+def is_local(root: Path) -> bool:
+    """Whether the folder lies on a file system that other hosts cannot see."""
+    from orchestrator.registry.locks.filesystem import mounted
+
+    mount = mounted(_nearest(root))
+    return mount is not None and mount.is_local
+
+
+def _kind(path: Path) -> str:
+    from orchestrator.registry.locks.filesystem import mounted
+
+    mount = mounted(path)
+    return mount.kind if mount else "unknown file system"
+
+
+def _nearest(path: Path) -> Path:
+    """The path, or the nearest folder above it that exists."""
+    path = path.expanduser().absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def _write_and_rename(folder: Path) -> None:
+    """What every commit needs: write, fsync, rename, read under the new name. Leaves nothing; raises OSError."""
+    if not folder.is_dir():
+        raise NotADirectoryError(20, "is not a folder", str(folder))
+    first = folder / f".orch-probe-{secrets.token_hex(6)}"
+    second = first.with_name(first.name + "-renamed")
+    try:
+        with first.open("xb") as stream:
+            stream.write(b"probe")
+            stream.flush()
+            os.fsync(stream.fileno())
+        first.rename(second)
+        if second.read_bytes() != b"probe":
+            raise OSError(5, "a renamed file does not hold what was written", str(second))
+    finally:
+        first.unlink(missing_ok=True)
+        second.unlink(missing_ok=True)

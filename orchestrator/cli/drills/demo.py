@@ -1,0 +1,101 @@
+"""`orch demo`: a small run on this machine that is hit in mid-run, recovers by itself and finishes."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from orchestrator.cli.access.registry import open_store
+from orchestrator.cli.drills.demo_report import DemoReport, read_demo_report
+from orchestrator.cli.runs.follow import end_error, wait_until_end
+from orchestrator.cli.runs.show import attempt_json, attempt_table
+from orchestrator.cli.runs.status import public, status_table
+from orchestrator.cli.runs.submit import launch
+from orchestrator.cli.terminal.command_classes import Verb
+from orchestrator.cli.terminal.render import Screen, decimal
+from orchestrator.errors import RunFailed
+from orchestrator.home import state_home
+
+
+@click.command(cls=Verb)
+@click.argument("overrides", metavar="[KEY=VALUE ...]", nargs=-1)
+@click.option("--root", type=click.Path(path_type=Path), default=None, help="Folder for the demo's runs.")
+@click.option("--timeout", type=click.FloatRange(min=1), default=300.0, show_default=True, metavar="SECONDS")
+@click.pass_obj
+def demo(screen: Screen, overrides: tuple[str, ...], root: Path | None, timeout: float) -> int:
+    """A small run on this machine that is killed and recovers.
+
+    Two simulated nodes with two ranks each: it tokenizes real text, trains, loses a rank to SIGKILL, restarts in
+    place from its newest checkpoint and finishes; then it shows what happened. About a minute on two cores.
+    Exit code 8 when it does not recover.
+    """
+    from orchestrator.config.compose import compose  # omegaconf: only for the verbs that read configurations
+
+    started = time.monotonic()
+    folder = (root or state_home() / "demo-runs").expanduser().absolute()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    words = (f"cluster.root={folder}", "cluster.kind=local", *overrides)
+    composed = compose("demo", words, environ=os.environ)
+    screen.note("demo: 2 simulated nodes x 2 ranks train on real text; a rank is killed on the way")
+    launched = launch(screen, composed, "local", no_controller=False)
+    run = launched["run"]
+    screen.note(f"{run}: job {launched['job_id']}, folder {launched['run_dir']}")
+    row = wait_until_end(screen, run, timeout=timeout, follow=True)
+    report = read_demo_report(Path(launched["run_dir"]))
+    seconds = time.monotonic() - started
+    _show(screen, row, report, seconds)
+    return _judge(screen, row, report)
+
+
+def _show(screen: Screen, row: dict[str, Any], report: DemoReport, seconds: float) -> None:
+    run = row["run"]
+    with open_store(readonly=True) as store:
+        attempts, generations = store.attempts(run), store.generations(run)
+    if screen.json:
+        document = {**public([row])[0], "seconds": round(seconds, 2), "story": report.__dict__}
+        shown = [attempt_json(attempt, generations) for attempt in attempts]
+        screen.data("demo", {**document, "recovered": report.recovered, "attempts": shown})
+        return
+    screen.say("")
+    status_table(screen, [row], aligned=True)
+    screen.say("\nattempts and their generations")
+    attempt_table(screen, attempts, generations)
+    screen.say("")
+    for line in _lines(report):
+        screen.say(line)
+    screen.say(f"\n{seconds:.0f} s in all. Look closer:")
+    for command in (f"orch show {run}", f"orch logs {run} --rank first-error", f"orch logs {run} --rank all --tail 5"):
+        screen.say(f"  {command}")
+    screen.say(f"  orch ckpt ls {run}\n  orch ckpt verify {run}")
+
+
+def _lines(report: DemoReport) -> list[str]:
+    lines = []
+    if report.fault is not None:
+        lines.append(f"hit        {report.fault}")
+    if report.recovery_s is not None:
+        source = "memory, at" if report.tier == "memory" else "the checkpoint of"
+        resumed = "" if report.resumed_from is None else f", from {source} step {report.resumed_from}"
+        lines.append(f"recovered  trained again {report.recovery_s:.1f} s later{resumed}")
+    if report.replayed:
+        lines.append(
+            f"exact      {report.replayed_equal} of {report.replayed} replayed steps had the same loss, bit for bit"
+        )
+    before, after = decimal(report.loss_before), decimal(report.loss_after)
+    first, last = decimal(report.first_loss), decimal(report.last_loss)
+    return [*lines, f"loss       first {first}, before the kill {before}, after it {after}, last {last}"]
+
+
+def _judge(screen: Screen, row: dict[str, Any], report: DemoReport) -> int:
+    """0 when the run was hit, recovered and succeeded; raises what went wrong otherwise."""
+    trouble = end_error(row)
+    if trouble is None and not report.recovered:
+        what = "nothing hit the run" if report.fault is None else "the run ended without having recovered"
+        trouble = RunFailed(what, where=row["run_dir"], hint=f"orch show {row['run']}")
+    if trouble is None:
+        return 0
+    if screen.json:
+        return trouble.exit_code
+    raise trouble

@@ -1,0 +1,267 @@
+"""PURE: what came of a fault that was injected on purpose: noticed, rightly blamed, and how soon it was over."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from orchestrator.states import RunState
+from trainer.contract.events import Event, EventKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What a fault should look like from outside."""
+
+    signs: tuple[EventKind, ...]  # the first of these after it is its being noticed
+    failures: tuple[str, ...]  # kinds of failure it may rightly be called
+    names: str  # who must be named: rank, node, step, or nobody
+    then: str  # restart, hold, or go on
+
+
+_KILLED = Expected(signs=(EventKind.RANK_EXITED,), failures=("rank_killed",), names="rank", then="restart")
+_RAISED = Expected(signs=(EventKind.RANK_EXITED,), failures=("user_error",), names="rank", then="restart")
+_HUNG = Expected(signs=(EventKind.INCIDENT,), failures=("hang",), names="rank", then="restart")
+_DESYNC = Expected(
+    signs=(EventKind.INCIDENT, EventKind.RANK_EXITED), failures=("desync",), names="rank", then="hold"
+)  # fmt: skip
+_BAD_LOSS = Expected(
+    signs=(EventKind.BATCH_SKIPPED, EventKind.RANK_EXITED), failures=("numeric",), names="step", then="restart"
+)  # fmt: skip
+_LOST = Expected(
+    signs=(EventKind.AGENT_LOST, EventKind.ATTEMPT_STARTED), failures=("agent_lost", "node_lost"), names="node",
+    then="restart",
+)  # fmt: skip
+EXPECTED: Mapping[str, Expected] = {
+    "kill-rank": _KILLED,
+    "stop-rank": _HUNG,
+    "slow-rank": Expected(signs=(EventKind.STRAGGLER,), failures=(), names="rank", then="go on"),
+    "kill-agent": _LOST,
+    "kill-node": _LOST,
+    "hang-in-collective": _HUNG,
+    "desync": _DESYNC,
+    "nan": _BAD_LOSS,
+    "full-disk": Expected(
+        signs=(EventKind.CHECKPOINT_FAILED, EventKind.CHECKPOINT_RETRIED), failures=("storage",), names="nobody",
+        then="hold",
+    ),
+    "corrupt-checkpoint": Expected(
+        signs=(EventKind.CHECKPOINT_REFUSED,), failures=("agent_lost", "node_lost"), names="step", then="restart"
+    ),
+    "raise": _RAISED,
+    "hang-in-data": _HUNG,
+    "hang-in-forward": _HUNG,
+    "hang-in-save": _HUNG,
+    "hold-lock": _HUNG,
+    "desync-order": _DESYNC,
+    "spike": _BAD_LOSS,
+}  # fmt: skip
+"""Every kind of fault that can be asked for."""
+
+ALIASES = {"desync": "desync-shape"}
+"""What ranks call some kinds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scorecard:
+    """The score of one drill; None where it did not come to that. Times are seconds since the fault struck."""
+
+    kind: str
+    struck: str  # whom and when; empty when the fault never came about
+    rank: int | None = None
+    node: str | None = None
+    step: int | None = None
+    noticed: str | None = None  # what was seen first
+    detected_s: float | None = None
+    named: str | None = None  # whom the run blames
+    culprit_right: bool | None = None  # None: there is nobody to be named
+    failure: str | None = None  # its kind
+    kind_right: bool | None = None
+    decision: str | None = None
+    back_s: float | None = None
+    back_step: int | None = None
+    steps_lost: int | None = None
+    evidence: str | None = None  # path in the run directory
+    over: bool = False  # nothing more is to be expected
+    passed: bool = False
+    verdict: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def score(
+    kind: str, events: Sequence[Event], steps: Sequence[Mapping[str, Any]], *, state: str = "",
+    failure: Mapping[str, Any] | None = None,
+) -> Scorecard:  # fmt: skip
+    """Judge the newest drill of this kind.
+
+    `events` by time, `steps` the lines of steps.jsonl, `state` the run's; `failure` is what the controller made of
+    the attempt, for faults that leave nobody inside it to say so.
+    """
+    expected = EXPECTED[kind]
+    fault = _fault(kind, events)
+    if fault is None:
+        over = state in (RunState.SUCCEEDED, RunState.FAILED, RunState.CANCELLED, RunState.HELD)
+        return Scorecard(kind=kind, struck="", over=over, verdict="the fault never came about")
+    later = [event for event in events if event.time >= fault.time and event is not fault]
+    sign = next((event for event in later if event.kind in expected.signs and _tells(event, fault)), None)
+    found = _failure(later, fault) or failure
+    named, right = _named(expected, fault, later, found)
+    first = _first_step(later, fault)
+    back = first if expected.then == "restart" else None
+    held = expected.then == "hold" and state == RunState.HELD
+    called = str(found["kind"]) if found else None
+    card = Scorecard(
+        kind=kind,
+        struck=_struck(fault),
+        rank=fault.data.get("rank"),
+        node=_node(fault),
+        step=fault.data.get("step"),
+        noticed=_words(sign) if sign else None,
+        detected_s=_since(fault, sign),
+        named=named,
+        culprit_right=right,
+        failure=called,
+        kind_right=called in expected.failures if expected.failures else None,
+        decision=_decision(later, fault),
+        back_s=_since(fault, back),
+        back_step=back.data.get("step") if back else None,
+        steps_lost=_lost(steps, back, fault),
+        evidence=_evidence(later, found),
+    )
+    over = back is not None or held or (expected.then == "go on" and sign is not None)
+    return _judged(card, expected, over, state)
+
+
+def _judged(card: Scorecard, expected: Expected, over: bool, state: str) -> Scorecard:
+    """The card with its verdict, the first thing that went wrong."""
+    ended = state in (RunState.SUCCEEDED, RunState.FAILED, RunState.CANCELLED, RunState.HELD)
+    if card.noticed is None:
+        wrong = "it was not noticed"
+    elif card.kind_right is False and (over or ended):
+        wrong = f"it was taken for {card.failure or 'nothing'}, not for {' or '.join(expected.failures)}"
+    elif card.culprit_right is False:
+        wrong = f"{card.named or 'nobody'} was blamed"
+    elif not over:
+        wrong = {"restart": "it did not train again", "hold": "the run was not held"}.get(
+            expected.then, "it is not over"
+        )
+    else:
+        wrong = ""
+    good = {"restart": "noticed, rightly named, and training again", "hold": "noticed, and held for a person"}
+    verdict = wrong or good.get(expected.then, "noticed, and training goes on")
+    return Scorecard(**{**asdict(card), "over": over or ended, "passed": not wrong, "verdict": verdict})
+
+
+def _fault(kind: str, events: Sequence[Event]) -> Event | None:
+    names = {kind, ALIASES.get(kind, kind)}
+    drills = [event for event in events if event.kind == EventKind.DRILL and event.data.get("kind") in names]
+    # A slow rank tells of its drill once; others strike once.
+    return drills[-1] if drills else None
+
+
+def _place(event: Event) -> tuple[int, int]:
+    return event.attempt, event.generation
+
+
+def _tells(event: Event, fault: Event) -> bool:
+    """Whether this is about the fault, and no echo of it or something of its own."""
+    if event.kind == EventKind.RANK_EXITED:
+        return event.attempt == fault.attempt and event.data.get("exit_code") != 0
+    if event.kind == EventKind.ATTEMPT_STARTED:
+        return event.attempt > fault.attempt
+    if event.kind == EventKind.INCIDENT:
+        return not event.data.get("withdrawn")
+    if event.kind == EventKind.STRAGGLER:
+        return not event.data.get("over")
+    return True
+
+
+def _failure(later: Sequence[Event], fault: Event) -> Mapping[str, Any] | None:
+    """How the generation that was hit is said to have ended."""
+    for event in later:
+        if event.kind == EventKind.GENERATION_ENDED and event.attempt == fault.attempt and event.data.get("failure"):
+            found: Mapping[str, Any] = event.data["failure"]
+            return found
+    return None
+
+
+def _named(
+    expected: Expected, fault: Event, later: Sequence[Event], failure: Mapping[str, Any] | None
+) -> tuple[str | None, bool | None]:
+    """Who is blamed, and whether rightly."""
+    if expected.names == "nobody":
+        return None, None
+    if expected.names == "step":
+        tell = (EventKind.BATCH_SKIPPED, EventKind.CHECKPOINT_REFUSED)
+        step = next((event.data.get("step") for event in later if event.kind in tell), None)
+        return (None, False) if step is None else (f"step {step}", step == fault.data.get("step"))
+    watchers = (EventKind.INCIDENT, EventKind.STRAGGLER)
+    told = next((event.data for event in later if event.kind in watchers and _tells(event, fault)), failure)
+    if told is None:
+        return None, False
+    if expected.names == "node":
+        return _word("node", told.get("node")), told.get("node") == _node(fault)
+    return _word("rank", told.get("rank")), told.get("rank") == fault.data.get("rank")
+
+
+def _word(what: str, value: Any) -> str | None:
+    return None if value is None else f"{what} {value}"
+
+
+def _node(fault: Event) -> str | None:
+    node = fault.data.get("node")
+    return None if node is None else str(node)
+
+
+def _struck(fault: Event) -> str:
+    who = " on ".join(word for word in (_word("rank", fault.data.get("rank")), _node(fault)) if word)
+    step = "" if fault.data.get("step") is None else f" at step {fault.data['step']}"
+    return f"{who or 'the run'}{step}"
+
+
+def _words(event: Event) -> str:
+    data = event.data
+    if event.kind == EventKind.RANK_EXITED:
+        return f"rank {data.get('rank')} ended: {data.get('reason')}"
+    if event.kind == EventKind.STRAGGLER:
+        ratio = f"{float(data.get('ratio') or 0.0):.2f}"
+        return f"rank {data.get('rank')} is slow: {data.get('section')} takes {ratio} x its peers' time"
+    if event.kind == EventKind.ATTEMPT_STARTED:
+        return f"attempt {event.attempt} began"
+    if event.kind == EventKind.AGENT_LOST:
+        return f"the agent of {data.get('name')} is lost: {data.get('reason')}"
+    return str(data.get("reason") or event.kind)
+
+
+def _since(fault: Event, event: Event | None) -> float | None:
+    return None if event is None else round(event.time - fault.time, 3)
+
+
+def _decision(later: Sequence[Event], fault: Event) -> str | None:
+    for event in later:
+        if event.kind == EventKind.DECISION and event.attempt == fault.attempt:
+            return f"{event.data.get('action')}: {event.data.get('reason')}"
+    return None
+
+
+def _first_step(later: Sequence[Event], fault: Event) -> Event | None:
+    wanted = EventKind.GENERATION_FIRST_STEP
+    return next((event for event in later if event.kind == wanted and _place(event) > _place(fault)), None)
+
+
+def _lost(steps: Sequence[Mapping[str, Any]], back: Event | None, fault: Event) -> int | None:
+    """Steps that had to be trained again."""
+    if back is None:
+        return None
+    trained = [int(line["step"]) for line in steps if (line["attempt"], line["generation"]) <= _place(fault)]
+    # What was trained last may have been lost before it was told.
+    newest = max([*trained, int(fault.data.get("step") or 0)])
+    return max(0, newest - int(back.data["step"]) + 1)
+
+
+def _evidence(later: Sequence[Event], failure: Mapping[str, Any] | None) -> str | None:
+    for event in later:
+        if event.kind == EventKind.INCIDENT and event.data.get("evidence"):
+            return str(event.data["evidence"])
+    return str(failure["evidence"]) if failure and failure.get("evidence") else None

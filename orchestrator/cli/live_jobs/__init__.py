@@ -1,0 +1,1 @@
+"""Verbs that look into jobs: top, attach, save, logs."""

@@ -1,0 +1,121 @@
+"""`orch attach`: a look into a live job without stopping it."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from checkpointing.storage.durable import read_json
+from orchestrator.cli.live_jobs.live_attempt import LiveAttempt, await_answer, find_live_attempt
+from orchestrator.cli.live_jobs.stacks import Thread, read_stacks
+from orchestrator.cli.terminal.command_classes import Verb
+from orchestrator.cli.terminal.render import Screen
+from orchestrator.errors import ConfigError, Precondition
+from trainer.contract.config import ClusterShape
+from trainer.contract.requests import RequestKind
+
+Row = dict[str, Any]
+
+
+@click.command(cls=Verb)
+@click.argument("run")
+@click.option("--stack", is_flag=True, help="Where every thread of the ranks stands.")
+@click.option("--rank", type=click.IntRange(0), default=None, help="Of this rank only.")
+@click.option("--node", type=click.IntRange(0), default=None, help="Of the ranks of the N-th node, from 0.")
+@click.option("--timeout", type=click.FloatRange(min=0), default=60.0, show_default=True, metavar="SECONDS")
+@click.pass_obj
+def attach(screen: Screen, run: str, stack: bool, rank: int | None, node: int | None, timeout: float) -> None:
+    """Look inside a live job without stopping it: where every thread of its ranks stands."""
+    if not stack:
+        raise ConfigError(
+            "attach to what?", where="command line", hint=f"where its ranks stand: orch attach {run} --stack"
+        )
+    if rank is not None and node is not None:
+        raise ConfigError("--rank and --node at once", where="command line", hint="give one of them")
+    found = find_live_attempt(run)
+    detail = "" if node is None else str(node)
+    request = found.send_request(RequestKind.STACKS, "orch attach", value=rank, detail=detail)
+    answer = await_answer(found, request, timeout)
+    folder = found.folder.path / answer
+    threads = read_stacks(folder / "stacks")
+    seen, told = _seen(found, folder), {thread.rank for thread in threads}
+    missing = [
+        {"rank": one, "node": seen.get(one, {}).get("node"), "why": _why(seen.get(one, {}))}
+        for one in _asked(found.cluster, rank, node)
+        if one not in told
+    ]
+    if not threads:
+        raise Precondition(
+            f"{found.run}: no rank told where it stands: {'; '.join(_silence(row) for row in missing[:_NAMED])}",
+            where=str(folder), hint="a rank that is stopped cannot; what else there is lies in that folder",
+        )  # fmt: skip
+    _show(screen, found, folder, threads, seen, missing)
+
+
+_NAMED = 3
+"""Ranks that an error names one by one."""
+
+
+def _show(
+    screen: Screen, found: LiveAttempt, folder: Path, threads: list[Thread], seen: dict[int, Row], missing: list[Row]
+) -> None:
+    if screen.json:
+        rows = [{"node": seen.get(thread.rank, {}).get("node"), **thread.to_json()} for thread in threads]
+        screen.data("attach", {"run": found.run, "folder": str(folder), "threads": rows, "missing": missing})
+        return
+    for thread in threads:
+        where = _on(seen.get(thread.rank, {}).get("node"))
+        screen.raw(f"rank {thread.rank}{where}, thread {thread.name} (newest call last)")
+        for frame in thread.frames:
+            screen.raw(f"  {frame}")
+    for row in missing:
+        screen.raw(_silence(row))
+    screen.note(f"kept in {folder}")
+
+
+def _asked(cluster: ClusterShape, rank: int | None, node: int | None) -> range:
+    """The ranks that were to answer."""
+    if rank is not None:
+        return range(rank, rank + 1)
+    first = 0 if node is None else node * cluster.ranks_per_node
+    return range(first, cluster.world_size if node is None else first + cluster.ranks_per_node)
+
+
+def _silence(row: Row) -> str:
+    why = f": {row['why']}" if row["why"] else ""
+    return f"rank {row['rank']}{_on(row['node'])} did not answer{why}"
+
+
+def _on(node: str | None) -> str:
+    return f" on {node}" if node else ""
+
+
+def _why(seen: Row) -> str:
+    """What its agent saw of a rank that did not answer; empty when that explains nothing."""
+    return "it has ended" if seen.get("ended") else _STATES.get(str(seen.get("state")), "")
+
+
+_STATES = {
+    "T": "its process is stopped", "t": "a debugger holds its process", "D": "its process waits for a device",
+    "Z": "its process is dead", "X": "its process is gone",
+}  # fmt: skip
+
+
+def _seen(found: LiveAttempt, folder: Path) -> dict[int, Row]:
+    """Node and state of each rank, by what its agent saw when it was asked, else by what the job told last."""
+    rows = _read(found.attempt_dir.ranks).get("ranks")
+    seen = {row["rank"]: row for row in rows if isinstance(row, dict) and "rank" in row} if rows else {}
+    for path in sorted(folder.glob("node-*/cells.json")):
+        for rank, cell in _read(path).items():
+            if rank.isdigit() and isinstance(cell, dict) and isinstance(cell.get("seen"), dict):
+                seen[int(rank)] = cell["seen"]
+    return seen
+
+
+def _read(path: Path) -> Row:
+    """An object that is being replaced, or was never written, counts as empty."""
+    try:
+        found = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,166 @@
+"""The earliest root failure of a run: whose it was, and the text that shows it."""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.cli.terminal.render import plain
+from trainer.contract.events import Event, EventKind, read_events
+from trainer.contract.log_files import read_tail
+from trainer.contract.outcome import AttemptOutcome, ExitCode, Failure, RankOutcome
+from trainer.contract.rank_messages import generation_mark
+from trainer.contract.run_dir import AttemptDir, RunDir
+
+_QUIET_ENDS = (ExitCode.FINISHED, ExitCode.STOPPED_AFTER_SAVE)
+_LOOKS_BAD = re.compile(r"Traceback \(most recent|\b\w*(Error|Exception)\b[:(]|\bFATAL\b|CUDA error|Segmentation fault")
+_BEFORE, _AFTER, _LAST = 5, 40, 30
+_ENOUGH = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class RootFailure:
+    """The failure, the file that shows it and the lines of interest."""
+
+    attempt: int
+    generation: int
+    rank: int | None
+    node: str | None
+    step: int | None
+    time: float | None
+    reason: str
+    path: Path
+    text: str
+
+    @property
+    def headline(self) -> str:
+        who = "" if self.rank is None else f", rank {self.rank}" + (f" on {self.node}" if self.node else "")
+        step = "" if self.step is None else f", step {self.step}"
+        return plain(f"attempt {self.attempt}, generation {self.generation}{who}{step}: {self.reason}")
+
+    def to_json(self) -> dict[str, Any]:
+        return {**{key: getattr(self, key) for key in self.__dataclass_fields__}, "path": str(self.path)}
+
+
+def first_error(place: RunDir, attempt: int | None) -> RootFailure | None:
+    """Of the attempt named, or of the newest one that failed; None when none did."""
+    for folder in reversed(place.all_attempts()):
+        if attempt is None or folder.number == attempt:
+            found = _of_attempt(place, folder)
+            if found is not None:
+                return found
+    return None
+
+
+def _of_attempt(place: RunDir, folder: AttemptDir) -> RootFailure | None:
+    """What the coordinator found to be the root, in the words of the rank itself where it left any.
+
+    Without a coordinator's word: the earliest of what ranks told and agents saw; echoes of others never.
+    """
+    told, seen, judged = _from_rank_outcomes(folder), _from_agents(folder), _from_coordinator(folder)
+    if judged:
+        root = min(judged, key=lambda found: found.generation)
+        own = [found for found in told if (found.generation, found.rank) == (root.generation, root.rank)]
+        return own[0] if own else root
+    if told or seen:
+        return min([*told, *seen], key=lambda found: (found.time or 0.0, not found.text))
+    return _from_attempt_outcome(place, folder)
+
+
+def _from_rank_outcomes(folder: AttemptDir) -> list[RootFailure]:
+    found = []
+    for path in sorted(folder.outcomes.glob("rank-*.json")):
+        try:
+            outcome = RankOutcome.read(path)
+        except (OSError, ValueError, TypeError):
+            continue  # torn by the kill that it tells of
+        if outcome.echo or outcome.exit_code in _QUIET_ENDS:
+            continue
+        found.append(
+            RootFailure(
+                attempt=folder.number,
+                generation=outcome.generation,
+                rank=outcome.rank,
+                node=outcome.node,
+                step=outcome.step,
+                time=outcome.time,
+                path=path,
+                reason=f"{outcome.exception}: {outcome.message}" if outcome.exception else f"exit {outcome.exit_code}",
+                text=outcome.traceback or _around(folder.rank_log(outcome.rank), outcome.generation),
+            )  # fmt: skip
+        )
+    return found
+
+
+def _from_coordinator(folder: AttemptDir) -> list[RootFailure]:
+    """The failures that the coordinator gave as the ends of generations."""
+    return [
+        _from_failure(folder, Failure.from_json(event.data["failure"]), event)
+        for event in _events(folder)
+        if event.kind == EventKind.GENERATION_ENDED and event.data.get("failure")
+    ]
+
+
+def _from_agents(folder: AttemptDir) -> list[RootFailure]:
+    """Ranks that were killed leave no outcome; their agents saw it."""
+    found = []
+    for event in _events(folder):
+        signal = event.data.get("signal") if event.kind == EventKind.RANK_EXITED else None
+        if signal:
+            fields = {"kind": "rank_killed", "reason": f"killed by signal {signal}", **_who(event.data)}
+            found.append(_from_failure(folder, Failure.from_json(fields), event))
+    return found
+
+
+def _who(data: dict[str, Any]) -> dict[str, Any]:
+    return {"rank": data.get("rank"), "node": None if data.get("node") is None else str(data["node"])}
+
+
+def _events(folder: AttemptDir) -> list[Event]:
+    names = sorted(os.listdir(folder.events)) if folder.events.is_dir() else []
+    return [event for name in names for event in read_events(folder.events / name)[0]]
+
+
+def _from_failure(folder: AttemptDir, failure: Failure, event: Event) -> RootFailure:
+    path = folder.rank_log(failure.rank) if failure.rank is not None else folder.agent_log(0)
+    return RootFailure(
+        attempt=folder.number, generation=event.generation, rank=failure.rank, node=failure.node, step=failure.step,
+        time=event.time, reason=failure.reason, path=path, text=_around(path, event.generation),
+    )  # fmt: skip
+
+
+def _from_attempt_outcome(place: RunDir, folder: AttemptDir) -> RootFailure | None:
+    """Neither ranks nor agents told: what the coordinator concluded, with its evidence."""
+    try:
+        outcome = AttemptOutcome.read(folder.outcome)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    failure = outcome.failure
+    if failure is None:
+        return None
+    path = place.path / failure.evidence if failure.evidence else folder.agent_log(0)
+    return RootFailure(
+        attempt=folder.number, generation=outcome.generations, rank=failure.rank, node=failure.node, step=failure.step,
+        time=outcome.ended_at, reason=failure.reason, path=path, text=_around(path, outcome.generations),
+    )  # fmt: skip
+
+
+def _around(path: Path, generation: int) -> str:
+    """Of this generation's part: the lines around the first that looks like an error, or the last lines."""
+    try:
+        lines = read_tail(path, _ENOUGH).decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    lines = _part(lines, generation)
+    for at, line in enumerate(lines):
+        if _LOOKS_BAD.search(line):
+            return "\n".join(lines[max(0, at - _BEFORE) : at + _AFTER])
+    return "\n".join(lines[-_LAST:])
+
+
+def _part(lines: list[str], generation: int) -> list[str]:
+    """What stands between this generation's opening line and the next one's; everything where there is none."""
+    first, after = generation_mark(generation), generation_mark(generation + 1)
+    start = lines.index(first) + 1 if first in lines else 0
+    return lines[start : lines.index(after)] if after in lines else lines[start:]

@@ -1,0 +1,158 @@
+"""A live attempt as a person reaches it: a request goes into the run directory, its answer comes as an event."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from checkpointing.storage.durable import read_json
+from orchestrator.cli.runs.status import one_row
+from orchestrator.errors import Precondition, WaitTimeout
+from orchestrator.states import ENDED_RUNS, RunState
+from trainer.contract.config import ClusterShape, JobConfig, load
+from trainer.contract.events import EventKind, read_events
+from trainer.contract.outcome import AttemptOutcome
+from trainer.contract.requests import REFUSED, Request, RequestKind
+from trainer.contract.run_dir import AttemptDir, RunDir
+
+LOOK_EVERY = 0.2
+STOPPED = 5.0
+"""Seconds without a heartbeat after which an agent that was killed is taken to be dead."""
+SILENT = 90.0
+"""Seconds without a heartbeat after which nobody is taken to listen; clocks of nodes may differ a little."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveAttempt:
+    """The newest attempt of a run, which trains or is about to."""
+
+    run: str
+    folder: RunDir
+    attempt_dir: AttemptDir
+    heartbeat: dict[str, Any]  # its newest one
+
+    def send_request(self, kind: RequestKind, reason: str, *, value: float | None = None, detail: str = "") -> str:
+        """Put a request where agent 0 looks once a second; returns the request's name."""
+        self.folder.requests.mkdir(mode=0o700, exist_ok=True)
+        request = Request(kind=kind, attempt=self.attempt_dir.number, reason=reason, value=value, detail=detail)
+        return request.write(self.folder.requests)
+
+    @property
+    def config(self) -> JobConfig:
+        """What it was submitted with; raises Precondition when that cannot be read."""
+        path = self.folder.config
+        try:
+            return load(path)
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise Precondition(f"the configuration of {self.run} cannot be read: {error}", where=str(path)) from error
+
+    @property
+    def cluster(self) -> ClusterShape:
+        """The nodes and ranks that it was submitted with; raises Precondition when that cannot be read."""
+        return self.config.cluster
+
+    def raise_if_refused(self, request: str) -> None:
+        """Raises Precondition when the attempt has answered a request with a no."""
+        answer = self.answer(request)
+        if answer is not None and answer.startswith(REFUSED):
+            raise Precondition(f"{self.run}: {answer}", where=str(self.folder.path), hint=f"orch show {self.run}")
+
+    def answer(self, request: str) -> str | None:
+        """What the attempt has answered so far."""
+        events, _ = read_events(self.attempt_dir.event_file("coordinator"))
+        answers = (event.data for event in events if event.kind == EventKind.REQUEST_ANSWERED)
+        return next((str(data.get("answer", "")) for data in answers if data.get("name") == request), None)
+
+
+def find_live_attempt(name: str, now: float | None = None) -> LiveAttempt:
+    """The live attempt of a run; raises NotFound, and Precondition when nothing runs that could answer."""
+    row = one_row(name)
+    run, state = row["run"], row["state"]
+    if state in ENDED_RUNS or state == RunState.HELD:
+        raise Precondition(
+            f"{run} is {state}: nothing runs", where=row["reason"], hint=f"go on with it:  orch resume {run}"
+        )
+    folder = RunDir(Path(row["run_dir"]))
+    attempts = folder.all_attempts()
+    heartbeat = _read_heartbeat(attempts[-1]) if attempts else None
+    if heartbeat is None:
+        raise Precondition(
+            f"{run} is {state}: its job has not begun", where=row["reason"], hint=f"wait for it:  orch status {run} -w"
+        )
+    attempt_dir = attempts[-1]
+    over = _end_reason(attempt_dir)
+    if over is not None:
+        raise Precondition(
+            f"attempt {attempt_dir.number} of {run} has ended, the next one has not begun", where=over,
+            hint=f"wait for it:  orch status {run} -w",
+        )  # fmt: skip
+    silent = (time.time() if now is None else now) - float(heartbeat.get("time", 0.0))
+    if silent > SILENT:
+        raise Precondition(
+            f"attempt {attempt_dir.number} of {run} has been silent for {silent:.0f} s: nobody would answer",
+            where=str(attempt_dir.heartbeat), hint=f"orch logs {run} --node 0",
+        )  # fmt: skip
+    return LiveAttempt(run=run, folder=folder, attempt_dir=attempt_dir, heartbeat=heartbeat)
+
+
+def await_answer(found: LiveAttempt, request: str, timeout: float, clock: Callable[[], float] = time.monotonic) -> str:
+    """The answer to a request; raises Precondition when it is a no or the attempt ends before, WaitTimeout."""
+    give_up = clock() + timeout
+    while True:
+        over = _end_reason(found.attempt_dir)
+        found.raise_if_refused(request)
+        answer = found.answer(request)
+        if answer is not None:
+            return answer
+        if over is not None:
+            raise Precondition(
+                f"attempt {found.attempt_dir.number} of {found.run} ended before it answered",
+                where=over, hint=f"orch show {found.run}",
+            )  # fmt: skip
+        if clock() >= give_up:
+            raise WaitTimeout(
+                f"{found.run} has not answered within {timeout:g} s", where=str(found.folder.requests / request),
+                hint=f"the request stands; look:  orch status {found.run}   orch logs {found.run} --node 0",
+            )  # fmt: skip
+        time.sleep(LOOK_EVERY)
+
+
+def await_end(found: LiveAttempt, request: str, timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
+    """Until nothing of the attempt writes any more: it said its last word, or its heart has stopped.
+
+    Raises Precondition when it refuses the request that is to end it, and WaitTimeout.
+    """
+    began = clock()
+    heartbeat, still = _read_heartbeat(found.attempt_dir), began
+    while _end_reason(found.attempt_dir) is None:
+        found.raise_if_refused(request)
+        now, newest = clock(), _read_heartbeat(found.attempt_dir)
+        if newest != heartbeat:
+            heartbeat, still = newest, now
+        elif now - still >= STOPPED:
+            return
+        if now - began >= timeout:
+            raise WaitTimeout(
+                f"attempt {found.attempt_dir.number} of {found.run} goes on", where=str(found.attempt_dir.path),
+                hint=f"orch show {found.run}",
+            )  # fmt: skip
+        time.sleep(LOOK_EVERY)
+
+
+def _read_heartbeat(attempt_dir: AttemptDir) -> dict[str, Any] | None:
+    try:
+        fields = read_json(attempt_dir.heartbeat)
+    except (OSError, ValueError):
+        return None
+    return fields if isinstance(fields, dict) else None
+
+
+def _end_reason(attempt_dir: AttemptDir) -> str | None:
+    """How the attempt ended, by its own last word; None while it has not said any."""
+    try:
+        return AttemptOutcome.read(attempt_dir.outcome).reason
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError):
+        return "its outcome cannot be read"

@@ -1,0 +1,245 @@
+"""`orch logs`: what ranks, agents and the controller printed, of live and of ended runs alike."""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from orchestrator.cli.live_jobs.first_error import first_error
+from orchestrator.cli.runs.follow import end_error
+from orchestrator.cli.runs.status import one_row
+from orchestrator.cli.terminal.command_classes import Verb
+from orchestrator.cli.terminal.render import Screen, plain
+from orchestrator.errors import ConfigError, NotFound
+from orchestrator.home import state_home
+from orchestrator.states import ENDED_RUNS, RunState
+from trainer.contract.log_files import LogReader, log_files, read_tail
+from trainer.contract.run_dir import AttemptDir, RunDir
+
+POLL = 0.5
+_BLOCK = 65536
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """Which logs: exactly one of the fields after `attempt` is set, or none for rank 0."""
+
+    attempt: int | None
+    rank: str | None
+    node: int | None
+    controller: bool
+
+
+@dataclass(frozen=True)
+class Source:
+    """One log file and the name that its lines get when there are several."""
+
+    label: str
+    path: Path
+
+
+@click.command(cls=Verb)
+@click.argument("run")
+@click.option("--rank", default=None, metavar="R|all|first-error", help="A rank's log; the earliest root failure.")
+@click.option("--node", type=click.IntRange(0), default=None, help="The agent's log of this node (0 is the first).")
+@click.option("--attempt", type=click.IntRange(1), default=None, help="Of this attempt; default: the newest.")
+@click.option("-f", "--follow", is_flag=True, help="Go on over generations and attempts until the run ends.")
+@click.option("--tail", type=click.IntRange(0), default=None, metavar="N", help="Only the last N lines.")
+@click.option("--controller", is_flag=True, help="What the controller wrote about this run.")
+@click.option("--path", "only_path", is_flag=True, help="Print the files' names instead of their lines.")
+@click.pass_obj
+def logs(
+    screen: Screen, run: str, rank: str | None, node: int | None, attempt: int | None, follow: bool,
+    tail: int | None, controller: bool, only_path: bool,
+) -> int:  # fmt: skip
+    """What ranks, agents and the controller printed; without options the log of rank 0.
+
+    `--rank first-error` finds the earliest root failure and prints its traceback. Escape sequences and control
+    characters are left out. Exit code with -f: 0, or 8 when the run failed, 10 when it was cancelled.
+    """
+    _check(rank, node, controller, follow and screen.json)
+    row = one_row(run)
+    place = RunDir(Path(row["run_dir"]))
+    wanted = Wanted(attempt=attempt, rank=rank, node=node, controller=controller)
+    if rank == "first-error":
+        return _first_error(screen, place, attempt, only_path)
+    sources = _sources(place, wanted, row["run"])
+    if only_path or (not follow and not sources):
+        return _paths(screen, sources, place, wanted)
+    only = row["run"] if controller else ""
+    if follow:
+        return _follow(screen, place, wanted, row["run"], 20 if tail is None else tail)
+    _dump(screen, sources, tail, only)
+    return 0
+
+
+def _check(rank: str | None, node: int | None, controller: bool, follow_json: bool) -> None:
+    if rank is not None and not rank.isdigit() and rank not in ("all", "first-error"):
+        raise ConfigError(f"`{rank}` is no rank", where="command line: --rank", hint="a number, all or first-error")
+    if sum((rank is not None, node is not None, controller)) > 1:
+        raise ConfigError("--rank, --node and --controller exclude each other", where="command line: orch logs")
+    if follow_json:
+        raise ConfigError("-f has no end, --json is one object", where="command line: orch logs", hint="leave one out")
+
+
+def _first_error(screen: Screen, place: RunDir, attempt: int | None, only_path: bool) -> int:
+    found = first_error(place, attempt)
+    if found is None:
+        raise NotFound(
+            f"no failure is on record for {place.name}" + (f", attempt {attempt}" if attempt else ""),
+            where=str(place.path),
+            hint=f"`orch logs {place.name} --rank all --tail 20` shows the ends of all logs",
+        )
+    if screen.json:
+        screen.data("logs.first-error", found.to_json())
+    elif only_path:
+        screen.say(str(found.path))
+    else:
+        screen.say(found.headline)
+        for line in found.text.splitlines():
+            screen.raw(line)
+        screen.note(f"from {found.path}")
+    return 0
+
+
+def _sources(place: RunDir, wanted: Wanted, run: str) -> list[Source]:
+    """The files that are there and wanted, newest attempt only unless one is named."""
+    if wanted.controller:
+        path = state_home() / "controller.log"
+        return [Source("controller", path)] if path.exists() else []
+    attempts = place.all_attempts()
+    if wanted.attempt is not None:
+        attempts = [item for item in attempts if item.number == wanted.attempt]
+        if not attempts:
+            raise NotFound(f"{run} has no attempt {wanted.attempt}", where=str(place.path), hint=f"orch show {run}")
+    return _of_attempt(attempts[-1], wanted) if attempts else []
+
+
+def _of_attempt(attempt: AttemptDir, wanted: Wanted) -> list[Source]:
+    if wanted.node is not None:
+        return _existing([Source(f"node {wanted.node}", attempt.agent_log(wanted.node))])
+    if wanted.rank == "all":
+        files = sorted(attempt.logs.glob("rank-*.log"))
+        return [Source(f"rank {int(path.stem.rpartition('-')[2])}", path) for path in files]
+    rank = int(wanted.rank or 0)
+    found = _existing([Source(f"rank {rank}", attempt.rank_log(rank))])
+    if found or wanted.rank is not None:
+        return found
+    # No rank has started yet: what the agents say, or else what the scheduler caught.
+    agents = [Source(path.stem, path) for path in sorted(attempt.logs.glob("agent-*.log"))]
+    if agents:
+        return agents
+    caught = [path for pattern in ("*.out", "*.err") for path in sorted(attempt.submission.glob(pattern))]
+    return [Source(path.name, path) for path in caught]
+
+
+def _existing(sources: list[Source]) -> list[Source]:
+    return [source for source in sources if source.path.exists()]
+
+
+def _paths(screen: Screen, sources: list[Source], place: RunDir, wanted: Wanted) -> int:
+    if not sources:
+        where = str(place.path) if not wanted.controller else str(state_home())
+        raise NotFound("there is no such log (yet)", where=where, hint=f"orch logs {place.name} --rank all --path")
+    if screen.json:
+        screen.data("logs.path", [{"source": source.label, "path": str(source.path)} for source in sources])
+    for source in sources if not screen.json else []:
+        screen.say(str(source.path))
+    return 0
+
+
+def _dump(screen: Screen, sources: list[Source], tail: int | None, only: str) -> None:
+    prefix = len(sources) > 1
+    collected: list[dict[str, Any]] = []
+    for source in sources:
+        for line in _lines(source.path, tail, only):
+            if screen.json:
+                collected.append({"source": source.label, "line": plain(line)})
+            else:
+                screen.raw(f"{source.label} | {line}" if prefix else line)
+    if screen.json:
+        screen.data("logs", {"paths": [str(source.path) for source in sources], "lines": collected})
+
+
+def _lines(path: Path, tail: int | None, only: str) -> Iterator[str]:
+    whole = tail is None or bool(only)
+    chosen = (line for line in (_every_line(path) if whole else _last_lines(path, tail or 0)) if only in line)
+    return chosen if tail is None else iter(deque(chosen, maxlen=tail))
+
+
+def _every_line(path: Path) -> Iterator[str]:
+    """Over all files of the log, one file in memory at a time; a line may begin in one and end in the next."""
+    rest = b""
+    for file in log_files(path):
+        try:
+            *lines, rest = (rest + file.read_bytes()).split(b"\n")
+        except FileNotFoundError:  # rotated away meanwhile
+            continue
+        yield from (_text(line) for line in lines)
+    if rest:
+        yield _text(rest)
+
+
+def _last_lines(path: Path, count: int) -> list[str]:
+    """The last lines, without reading the whole of a large log."""
+    size, wanted = sum(file.stat().st_size for file in log_files(path)), _BLOCK
+    found = read_tail(path, wanted)
+    while found.count(b"\n") <= count and wanted < size:
+        wanted *= 4
+        found = read_tail(path, wanted)
+    lines = found.removesuffix(b"\n").split(b"\n") if found else []
+    return [_text(line) for line in lines[-count:]] if count else []
+
+
+def _text(line: bytes) -> str:
+    return line.decode(errors="replace").rstrip("\r")
+
+
+class _Tail:
+    """Whole new lines of one log that grows."""
+
+    def __init__(self, source: Source, lines: int | None) -> None:
+        """Begins `lines` before the end, None with everything that is there."""
+        self.source, self._rest = source, b""
+        self._reader = LogReader(source.path, lines)
+
+    def read(self) -> list[str]:
+        block = self._rest + self._reader.read()
+        whole, mark, self._rest = block.rpartition(b"\n")
+        return (whole + mark).decode(errors="replace").splitlines()
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+def _follow(screen: Screen, place: RunDir, wanted: Wanted, run: str, lines: int) -> int:
+    """Print what is appended, over attempts, until the run ends and its logs are dry."""
+    tails: dict[Path, _Tail] = {}
+    try:
+        while True:
+            row = one_row(run)
+            for source in _sources(place, wanted, run):
+                if source.path not in tails:
+                    # The first look shows the end of what is there; a file that appears later is shown whole.
+                    tails[source.path] = _Tail(source, None if tails else lines)
+            fresh = [(tail.source.label, line) for tail in tails.values() for line in tail.read()]
+            several = len({tail.source.label for tail in tails.values()}) > 1
+            for label, line in fresh:
+                if not wanted.controller or run in line:
+                    screen.raw(f"{label} | {line}" if several else line)
+            screen.flush()
+            if not fresh and (row["state"] in ENDED_RUNS or row["state"] == RunState.HELD):
+                trouble = end_error(row)
+                screen.note(f"{run} is {row['state']}" + (f": {row['reason']}" if row["reason"] else ""))
+                return trouble.exit_code if trouble else 0
+            time.sleep(POLL)
+    except KeyboardInterrupt:
+        screen.note(f"detached: {run} goes on")
+        return 130
+    finally:
+        for tail in tails.values():
+            tail.close()

@@ -1,0 +1,208 @@
+"""`orch top`: a live run at a glance, as far as files tell: step, speed, loss, and where every rank stands."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from checkpointing.storage.durable import read_json
+from orchestrator.cli.runs.event_text import EventFeed, StepMetrics, describe_event
+from orchestrator.cli.runs.follow import is_over
+from orchestrator.cli.runs.status import one_row
+from orchestrator.cli.terminal.command_classes import Verb
+from orchestrator.cli.terminal.render import Column, Screen, count, decimal, iso, one_line, progress, span
+from trainer.contract.run_dir import AttemptDir, RunDir
+
+MOST = 64
+"""Ranks that have a line each; of more, the `WORST` are shown."""
+WORST = 10
+_ABOVE = 3
+"""Lines above the first rank: an empty one, what is shown of all, and the names of the columns."""
+EVENTS = 5
+STILL = 2.0
+"""Seconds without a sign from its cell after which a rank is worth a look."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """All that can be read of a run at one moment; ages in seconds at `at`."""
+
+    at: float
+    row: dict[str, Any]  # of the registry, as `orch status` has it
+    beat: dict[str, Any]  # heartbeat.json
+    metric: StepMetrics | None
+    ranks: list[dict[str, Any]]
+    world: int
+    events: list[tuple[float, str]]
+
+    @property
+    def step(self) -> int:
+        newest = self.metric.step if self.metric is not None else 0
+        return max(newest, int(self.beat.get("step") or 0), int(self.row["step"] or 0))
+
+    def to_json(self) -> dict[str, Any]:
+        metric, last = self.metric, self.row["last_checkpoint"]
+        return {
+            "run": self.row["run"], "state": self.row["state"], "step": self.step,
+            "total_steps": self.row["total_steps"],
+            "loss": metric.loss if metric is not None else self.row["loss"],
+            "tokens_per_s": metric.tokens_per_s if metric is not None else None,
+            "attempt": self.beat.get("attempt"), "generation": self.beat.get("generation"),
+            "phase": self.beat.get("phase"), "silent_s": _since(self.at, self.beat.get("time")),
+            "last_checkpoint": last, "saved_step": self.beat.get("saved_step"), "world": self.world,
+            "ranks": self.ranks, "events": [{"time": iso(when), "text": text} for when, text in self.events],
+        }  # fmt: skip
+
+
+class Reader:
+    """Reads a run again and again; events are read on where it stopped."""
+
+    def __init__(self, run: str, run_dir: Path) -> None:
+        self._run, self._folder, self._feed = run, RunDir(run_dir), EventFeed(run_dir, recent_only=True)
+        self._told: deque[tuple[float, str]] = deque(maxlen=EVENTS)
+
+    def read(self) -> Reading:
+        for event in self._feed.poll():
+            text = describe_event(event)
+            if text is not None:
+                self._told.append((event.time, text))
+        attempts = self._folder.all_attempts()
+        beat = _fields(attempts[-1].heartbeat) if attempts else {}
+        board = _board(attempts[-1], beat) if attempts else {}
+        ranks = [row for row in board.get("ranks", []) if isinstance(row, dict)]
+        return Reading(
+            at=time.time(), row=one_row(self._run), beat=beat, metric=self._feed.latest, ranks=ranks,
+            world=int(board.get("world") or len(ranks)), events=list(self._told),
+        )  # fmt: skip
+
+
+def _board(attempt: AttemptDir, beat: dict[str, Any]) -> dict[str, Any]:
+    """Where the ranks stand; nothing of a generation that is over."""
+    board = _fields(attempt.ranks)
+    return board if board.get("generation") == beat.get("generation") else {}
+
+
+def _fields(path: Path) -> dict[str, Any]:
+    try:
+        found = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _since(now: float, moment: Any) -> float | None:
+    return round(max(0.0, now - float(moment)), 3) if isinstance(moment, (int, float)) else None
+
+
+def worst(ranks: Sequence[dict[str, Any]], most: int = WORST) -> list[dict[str, Any]]:
+    """The ranks that most deserve a look: stopped ones, slow ones, those furthest behind, those that stand still."""
+
+    def badness(row: dict[str, Any]) -> tuple[bool, float, int, float]:
+        stopped = row.get("state") in ("T", "t", "D", "Z", "X") and not row.get("ended")
+        return stopped, float(row.get("ratio") or 0.0), -int(row.get("step") or 0), float(row.get("age") or 0.0)
+
+    return sorted(sorted(ranks, key=badness, reverse=True)[:most], key=lambda row: int(row.get("rank") or 0))
+
+
+@click.command(cls=Verb)
+@click.argument("run")
+@click.option("--once", is_flag=True, help="One picture only, as without a terminal.")
+@click.option("--every", type=click.FloatRange(min=0.2), default=1.0, show_default=True, metavar="SECONDS")
+@click.pass_obj
+def top(screen: Screen, run: str, once: bool, every: float) -> None:
+    """A live run at a glance: step, tokens/s, loss, last checkpoint, and where every rank stands. Ctrl-C leaves it."""
+    row = one_row(run)
+    reader = Reader(row["run"], Path(row["run_dir"]))
+    if screen.json:
+        screen.data("top", reader.read().to_json())
+        return
+    if once or not screen.terminal:
+        _print(screen, reader.read())
+        return
+    with screen.live_page() as draw:
+        while True:
+            reading = reader.read()
+            draw(partial(_print, screen, reading))
+            if is_over(reading.row):
+                return
+            time.sleep(every)
+
+
+def _print(screen: Screen, reading: Reading) -> None:
+    for line in head(reading):
+        screen.say(line)
+    if reading.events:
+        screen.say("")
+    # Above the ranks: what is below the edge of a live picture nobody sees.
+    remaining_space = screen.remaining_space
+    for line in told(reading, screen, remaining_space[1] if remaining_space is not None else None):
+        screen.say(line)
+    remaining_space = screen.remaining_space
+    rows = shown(reading, remaining_space[0] if remaining_space is not None else None)
+    if rows:
+        screen.say(
+            "" if len(rows) == reading.world else f"\nthe {len(rows)} of {count(reading.world)} ranks to look at"
+        )
+        screen.table(RANKS, [_flat(row) for row in rows], aligned=True)
+
+
+def told(reading: Reading, screen: Screen, width: int | None) -> list[str]:
+    """The events, newest last; in a live picture of this width all but the newest are cut to one line each."""
+    lines = [f"{screen.when(when)}  {one_line(text)}" for when, text in reading.events]
+    return lines if width is None else [*(_cut(line, width) for line in lines[:-1]), *lines[-1:]]
+
+
+def _cut(line: str, width: int) -> str:
+    return line if len(line) <= width else line[: width - 1] + "…"
+
+
+def shown(reading: Reading, lines: int | None) -> list[dict[str, Any]]:
+    """The ranks that have a line: all where they fit into so many lines, else those to look at; None: no limit."""
+    rows = reading.ranks if reading.world <= MOST else worst(reading.ranks)
+    if lines is None or len(rows) + _ABOVE <= lines:
+        return rows
+    return worst(rows, max(1, lines - _ABOVE))
+
+
+def head(reading: Reading) -> list[str]:
+    """What holds for the whole run, in lines."""
+    row, beat, metric = reading.row, reading.beat, reading.metric
+    share = f" ({100 * reading.step // row['total_steps']} %)" if row["total_steps"] else ""
+    lines = [f"{row['run']}  {row['state']}" + (f"  {one_line(row['reason'])}" if row["reason"] else "")]
+    speed = metric.tokens_per_s if metric is not None else None
+    loss = metric.loss if metric is not None else row["loss"]
+    words = [f"step {progress(reading.step, row['total_steps'], ' of ')}{share}", f"loss {decimal(loss)}"]
+    words += [f"{count(round(speed))} tokens/s"] if isinstance(speed, (int, float)) else []
+    lines.append("   ".join(words))
+    if beat:
+        silent = _since(reading.at, beat.get("time"))
+        said = f"attempt {beat.get('attempt')} generation {beat.get('generation')}   {beat.get('state')}"
+        lines.append(f"{said}: {beat.get('phase')}   heartbeat {span(silent)} ago")
+    last = row["last_checkpoint"]
+    saved = f"step {count(last['step'])} {last['trust']}, {span(last['age_s'])} ago" if last else "none"
+    return [*lines, f"last checkpoint {saved}"]
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    age = row.get("age")
+    still = f"{age:.1f} s" if isinstance(age, (int, float)) and age >= STILL and not row.get("ended") else ""
+    ratio = row.get("ratio")
+    state = "ended" if row.get("ended") else STATES.get(str(row.get("state")), "")
+    return {**row, "still": still, "doing": state, "work": f"{ratio:.2f} x" if isinstance(ratio, (int, float)) else ""}
+
+
+STATES = {"T": "stopped", "t": "traced", "D": "waits for a device", "Z": "dead", "X": "gone"}
+RANKS = [
+    Column("RANK", "rank", right=True),
+    Column("NODE", "node"),
+    Column("STEP", "step", count, right=True),
+    Column("PHASE", "phase"),
+    Column("STILL FOR", "still", right=True),
+    Column("OWN WORK", "work", right=True),
+    Column("STATE", "doing"),
+]

@@ -1,0 +1,1 @@
+"""Verbs about runs: submit, status, show, wait, cancel, resume."""

@@ -1,0 +1,151 @@
+"""`orch cancel` and `orch resume`: a person's requests, written down for the controller to answer."""
+
+import time
+from typing import Any
+
+import click
+
+from orchestrator.cli.access import run_location
+from orchestrator.cli.access.registry import open_store, wake_controller
+from orchestrator.cli.terminal.command_classes import Verb
+from orchestrator.cli.terminal.render import Screen
+from orchestrator.errors import NotFound, OrchError, Precondition, SlurmUnreachable
+from orchestrator.states import LIVE_ATTEMPTS, LIVE_RUNS, RunState, may_move
+
+NO_CONTROLLER = click.option("--no-controller", is_flag=True, help="Act once from here; start no controller.")
+ANSWER_TIMEOUT = 30.0
+"""Seconds for which a command waits for the controller's answer before it says how to look later."""
+
+
+@click.command(cls=Verb)
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True)
+@NO_CONTROLLER
+@click.pass_obj
+def cancel(screen: Screen, runs: tuple[str, ...], no_controller: bool) -> int:
+    """Save a checkpoint, then stop the runs for good (`orch resume` can take them up again)."""
+    return _request_each(screen, "cancel", runs, RunState.CANCELLED, no_controller)
+
+
+@click.command(cls=Verb)
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True)
+@NO_CONTROLLER
+@click.option("--here", is_flag=True, help="Take a run of another cluster over to the one that this host reaches.")
+@click.pass_obj
+def resume(screen: Screen, runs: tuple[str, ...], no_controller: bool, here: bool) -> int:
+    """Go on with a run that is held, failed or cancelled, from its newest good checkpoint, with a fresh budget."""
+    return _request_each(screen, "resume", runs, RunState.RECOVERING, no_controller, here=here)
+
+
+def _request_each(
+    screen: Screen, verb: str, names: tuple[str, ...], target: RunState, no_controller: bool, *, here: bool = False
+) -> int:
+    """Write one request for each run, let the controller act, and say what it answered.
+
+    Several runs: the ones that can be asked are asked, and the exit code tells of the first that could not.
+    """
+    asked: list[dict[str, Any]] = []
+    refused: OrchError | None = None
+    with open_store() as store:
+        for name in names:
+            try:
+                asked.append(_request(store, verb, name, target, here))
+            except OrchError as error:
+                refused = refused or error
+                if len(names) > 1:
+                    screen.warn(type(error).__name__, error.what)
+        for kind in sorted({item["kind"] for item in asked if item["ask"] and item["where"].reached}):
+            wake_controller(screen, kind, no_controller=no_controller)
+        await_answers(store, [item for item in asked if item["ask"] and _is_answerable(item)], no_controller)
+    if refused is not None and not asked:
+        raise refused
+    _tell(screen, verb, asked)
+    lost = [item["where"] for item in asked if not item["answer"] and not _is_answerable(item)]
+    if lost and refused is None:
+        lost[0].require_answer()
+    return refused.exit_code if refused else 0
+
+
+def _is_answerable(item: dict[str, Any]) -> bool:
+    """Whether somebody is there to answer: a controller that lives, or one that can be started here."""
+    return bool(item["where"].reached or item["where"].lives)
+
+
+def _request(store: Any, verb: str, name: str, target: RunState, here: bool) -> dict[str, Any]:
+    run = store.run(name)
+    if name not in (run.name, "@last"):
+        raise NotFound(f"no run {name}", hint=f"{verb} takes whole names, so that it meets no other run: {run.name}?")
+    key = _key_here(run.cluster, must=here) if here or not run.scheduler else ""
+    where = run_location.locate_run({"run": run.name, "cluster": run.cluster, "scheduler": key or run.scheduler})
+    item = {"run": run.name, "state": str(run.state), "ask": None, "answer": "", "kind": run.cluster, "where": where}
+    item["here"] = key not in ("", run.scheduler)
+    if here and item["here"] and run.scheduler and _may_have_job(store.attempts(run.name)):
+        raise Precondition(
+            f"{run.name} may have a live job on {run.scheduler}, and a controller here has not found it",
+            where=run.reason,
+            hint=f"let it end, or type `orch cancel {run.name}` there",
+        )
+    if verb == "cancel" and run.state is RunState.CANCELLED:
+        return {**item, "answer": "was cancelled already"}
+    if (
+        verb == "resume"
+        and not (here and item["here"])
+        and run.state in (RunState.CREATED, RunState.QUEUED, RunState.RUNNING, RunState.RECOVERING)
+    ):
+        return {**item, "answer": "is going on already"}
+    if not may_move(run.state, target) and run.state not in LIVE_RUNS:
+        raise Precondition(
+            f"{run.name} is {run.state}: it cannot be {'cancelled' if verb == 'cancel' else 'resumed'}",
+            where=run.reason,
+            hint=f"`orch show {run.name}` tells what happened",
+        )
+    return {**item, "ask": store.add_user_request(run.name, verb, {"here": key} if key else {}, now=time.time())}
+
+
+def _may_have_job(attempts: list[Any]) -> bool:
+    from orchestrator.controller.reconciler.ownership import never_submitted
+
+    return attempts[-1].state in LIVE_ATTEMPTS and not never_submitted(attempts)
+
+
+def _key_here(kind: str, *, must: bool) -> str:
+    """The scheduler that this host reaches, to go on with a run there; empty, or an error, while it is silent."""
+    from orchestrator.scheduler.instance import instance_of
+
+    found = instance_of(kind)
+    key = found()
+    if must and not key:
+        raise SlurmUnreachable(f"it is not known which cluster this is: {found.silence}", hint="try again later")
+    return key
+
+
+def await_answers(store: Any, asked: list[dict[str, Any]], no_controller: bool) -> None:
+    """Fill in what the controller answered to each `ask`, and the run's state; comes back without it after a while."""
+    deadline = time.monotonic() + (0.0 if no_controller else ANSWER_TIMEOUT)
+    while True:
+        answers = {ask.id: ask for ask in store.user_requests(pending=False)}
+        for item in asked:
+            ask = answers.get(item["ask"])
+            if ask is not None and ask.answered_at is not None:
+                item["answer"] = ask.answer or "done"
+                item["state"] = str(store.run(item["run"]).state)
+        if all(item["answer"] for item in asked) or time.monotonic() >= deadline:
+            return
+        time.sleep(0.2)
+
+
+def _tell(screen: Screen, verb: str, asked: list[dict[str, Any]]) -> None:
+    if screen.json:
+        screen.data(verb, [{key: item[key] for key in ("run", "state", "answer")} for item in asked])
+        return
+    for item in asked:
+        answer = item["answer"] or _pending(item)
+        said = answer if answer.startswith(item["run"]) else f"{item['run']}: {answer} ({item['state']})"
+        screen.say(said)
+        screen.note(f"  look:  orch status {item['run']}")
+
+
+def _pending(item: dict[str, Any]) -> str:
+    if item["where"].reached and not item["where"].lives:
+        return "asked; the controller has not answered yet"
+    who = f"the controller of {item['where'].scheduler}" if item["where"].scheduler else "the controller"
+    return f"asked; {who} has not answered yet"

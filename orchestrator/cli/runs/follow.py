@@ -1,0 +1,128 @@
+"""Watching a run until it ends: what is shown on the way, who drives it, and what the end means."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from orchestrator.cli.access import run_location
+from orchestrator.cli.access.controller_alive import controller_lives
+from orchestrator.cli.runs.event_text import EventFeed, describe_event, progress_line
+from orchestrator.cli.runs.status import one_row
+from orchestrator.cli.terminal.render import Screen, Ticker, progress
+from orchestrator.errors import Fenced, RunCancelled, RunFailed, WaitTimeout
+from orchestrator.home import registry_path
+from orchestrator.states import ENDED_RUNS, RunState
+from trainer.contract.events import Event
+
+LOOK_EVERY = 0.5
+TICK_EVERY = 2.0
+"""Seconds between two passes of our own, where no controller lives."""
+
+
+def wait_until_end(screen: Screen, run: str, *, timeout: float | None = None, follow: bool = False) -> dict[str, Any]:
+    """Wait until the run has ended or is held; returns its status row.
+
+    Raises WaitTimeout. Ctrl-C ends the watching only, with exit code 130, and says so.
+    """
+    with following(screen, run, follow=follow) as follower:
+        return follower.until(is_over, timeout)
+
+
+@contextmanager
+def following(screen: Screen, run: str, *, follow: bool = True) -> "Iterator[RunFollower]":
+    """Follows one run; Ctrl-C ends it with exit code 130, and says so."""
+    try:
+        with screen.ticker() as ticker:
+            yield RunFollower(screen, ticker, run, follow)
+    except KeyboardInterrupt:
+        screen.note(f"\ndetached: {run} goes on\n  orch status {run}\n  orch wait {run}\n  orch cancel {run}")
+        raise click.exceptions.Exit(130) from None
+
+
+def is_over(row: dict[str, Any]) -> bool:
+    """Whether nothing more happens to a run by itself."""
+    return row["state"] in ENDED_RUNS or row["state"] == RunState.HELD
+
+
+class RunFollower:
+    """Follows one run for one person; `events` are all that were seen, where they are followed."""
+
+    def __init__(self, screen: Screen, ticker: Ticker, run: str, follow: bool) -> None:
+        self._screen, self._ticker, self._run, self._follow = screen, ticker, run, follow
+        self._feed: EventFeed | None = None
+        self._next_tick = 0.0
+        self._unreachable = ""
+        self.events: list[Event] = []
+
+    def skip_existing(self) -> None:
+        """What has happened so far is neither told nor kept."""
+        self._feed = EventFeed(Path(one_row(self._run)["run_dir"]))
+        self._feed.skip_existing()
+
+    def until(self, enough: Callable[[dict[str, Any]], bool], timeout: float | None) -> dict[str, Any]:
+        """The first status row for which it is enough; raises WaitTimeout."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            row = one_row(self._run)
+            self._show(row)
+            if enough(row):
+                return row
+            if deadline is not None and time.monotonic() >= deadline:
+                raise WaitTimeout(
+                    f"{self._run} is still {row['state']} after {timeout:g} s",
+                    where=f"step {progress(row['step'], row['total_steps'], ' of ')}",
+                    hint=f"it goes on; wait again with `orch wait {self._run}`",
+                )
+            self._drive(row)
+            rest = LOOK_EVERY if deadline is None else min(LOOK_EVERY, max(0.0, deadline - time.monotonic()))
+            time.sleep(rest)
+
+    def _show(self, row: dict[str, Any]) -> None:
+        if not self._follow:
+            return
+        if self._feed is None:
+            self._feed = EventFeed(Path(row["run_dir"]))
+        fresh = self._feed.poll()
+        self.events += fresh
+        for event in fresh:
+            text = describe_event(event)
+            if text is not None:
+                self._ticker.print_above(f"{self._screen.when(event.time)}  {text}")
+        self._ticker.update(progress_line(self._run, row["state"], row["total_steps"], self._feed.latest))
+
+    def _drive(self, row: dict[str, Any]) -> None:
+        """Act in the place of a controller that does not live: waiting must not be for ever.
+
+        Raises Precondition when nobody can from this host.
+        """
+        if time.monotonic() < self._next_tick or controller_lives(time.time(), row["scheduler"]):
+            return
+        run_location.locate_run(row).require_answer()
+        from orchestrator.controller import service  # sqlalchemy: only where nobody else drives
+
+        try:
+            # Beside a stalled controller the passes between two looks watch its lease until it may be taken.
+            report = service.tick_once(registry_path(), row["cluster"], patience=0.0)
+            silent = " and ".join(report.unreachable) if report is not None else ""
+            if silent and silent != self._unreachable:
+                self._screen.note(f"{silent} does not answer; nothing is assumed, asking again")
+            self._unreachable = silent
+        except Fenced:
+            pass  # a controller has come to life meanwhile, and acts
+        self._next_tick = time.monotonic() + TICK_EVERY
+
+
+def end_error(row: dict[str, Any]) -> RunFailed | RunCancelled | None:
+    """What the end of a run means to the one who waited: None, or what to raise, with what to type."""
+    run, state = row["run"], row["state"]
+    if state == RunState.SUCCEEDED:
+        return None
+    why = f"{run} is {state}" + (f": {row['reason']}" if row["reason"] else "")
+    if state == RunState.CANCELLED:
+        return RunCancelled(why, where=row["run_dir"], hint=f"go on with it:  orch resume {run}")
+    looks = f"look:  orch show {run}   orch logs {run} --rank first-error"
+    return RunFailed(why, where=row["run_dir"], hint=f"{looks}   then, mended:  orch resume {run}")

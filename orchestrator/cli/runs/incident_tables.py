@@ -1,0 +1,130 @@
+"""What was noticed inside a run's attempts, as `orch show` lists it: incidents, stragglers, batches, spares, nodes."""
+
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from orchestrator.cli.terminal.render import Column, Screen, count, iso
+from orchestrator.registry.records import Generation, Notice, Run
+from trainer.contract.events import EventKind
+
+Row = dict[str, Any]
+Found = dict[str, list[Row]]
+
+
+def incidents_json(run: Run, notices: Sequence[Notice], generations: Sequence[Generation]) -> Found:
+    """Lists by what was noticed, oldest first, as programs see them."""
+    by_kind: dict[str, list[Notice]] = {}
+    for notice in notices:
+        by_kind.setdefault(notice.kind, []).append(notice)
+
+    def rows(kind: EventKind, *keys: str) -> list[Row]:
+        return [{**_when(item), **{key: item.data.get(key) for key in keys}} for item in by_kind.get(kind, ())]
+
+    return {
+        "incidents": [_incident(run, item, generations) for item in by_kind.get(EventKind.INCIDENT, ())],
+        "stragglers": rows(
+            EventKind.STRAGGLER, "rank", "node", "section", "ratio", "step", "steps", "gpu_hours", "over"
+        ),
+        "skipped": rows(EventKind.BATCH_SKIPPED, "step", "position", "reason"),
+        "spares": rows(EventKind.SPARE_USED, "node", "name", "instead", "reason"),
+        "unfit": [_unfit(item) for item in by_kind.get(EventKind.PREFLIGHT, ())],
+    }
+
+
+def _unfit(notice: Notice) -> Row:
+    """By the node's name: what the event calls `node` is a place in the job."""
+    return {**_when(notice), "node": notice.data.get("name"), "reason": notice.data.get("reason")}
+
+
+def _when(notice: Notice) -> Row:
+    return {"time": iso(notice.time), "attempt": notice.attempt, "generation": notice.generation}
+
+
+def _incident(run: Run, notice: Notice, generations: Sequence[Generation]) -> Row:
+    told = notice.data
+    path = Path(run.run_dir) / told["evidence"] if told.get("evidence") else None
+    keys = ("name", "kind", "rank", "node", "phase", "step", "reason", "waiting", "detected")
+    return {
+        **_when(notice),
+        **{key: told.get(key) for key in keys},
+        **{key: told[key] for key in ("culprits", "chain") if key in told},
+        "withdrawn": bool(told.get("withdrawn")),
+        "evidence": str(path) if path is not None else None,
+        "evidence_there": path is not None and path.is_dir(),
+        "done": _done(notice, generations),
+    }
+
+
+def _done(notice: Notice, generations: Sequence[Generation]) -> str:
+    """What came of it, in the words of the generation that it ended."""
+    if notice.data.get("withdrawn"):
+        return "nothing: it went on by itself"
+    place = (notice.attempt, notice.generation)
+    own = next((item for item in generations if (item.attempt, item.number) == place), None)
+    return own.reason if own is not None and own.ended_at is not None else ""
+
+
+def incident_tables(screen: Screen, found: Found) -> None:
+    """One table for each kind of thing that was noticed; nothing where nothing was."""
+    for title, key, columns in TABLES:
+        if found[key]:
+            screen.say(f"\n{title}")
+            screen.table(columns, [_flat(screen, row) for row in found[key]], aligned=True)
+
+
+def _flat(screen: Screen, row: Row) -> Row:
+    """What people read, made of several values."""
+    there = row.get("evidence_there")
+    folder = "/".join(Path(row["evidence"]).parts[-4:]) if row.get("evidence") else "none"
+    culprits = row.get("culprits") or ()
+    return {
+        **row,
+        "ranks": ", ".join(str(one["rank"]) for one in culprits) or row.get("rank"),
+        "nodes": ", ".join(dict.fromkeys(one["node"] for one in culprits)) or row.get("node"),
+        "at": screen.when(datetime.fromisoformat(row["time"]).timestamp()),
+        "place": f"{row['attempt']}.{row['generation']}",
+        "done": row.get("done") or row.get("reason"),
+        "folder": folder if there or there is None else f"{folder} (gone)",
+    }
+
+
+def _ratio(ratio: Any) -> str:
+    return f"{ratio:.2f} x" if isinstance(ratio, (int, float)) else "-"
+
+
+def _hours(hours: Any) -> str:
+    return f"{hours:.3g}" if isinstance(hours, (int, float)) else "-"
+
+
+def _still(over: Any) -> str:
+    return "as fast again" if over else "slow"
+
+
+_WHEN = Column("WHEN", "at", drop_order=2)
+_GENERATION = Column("ATT.GEN", "place")
+_RANK = Column("RANK", "rank", right=True)
+_NODE = Column("NODE", "node")
+_STEP = Column("STEP", "step", count, right=True)
+_REASON = Column("WHY", "reason", wraps=True)
+_INCIDENTS = [
+    _WHEN, _GENERATION, Column("KIND", "kind"), Column("RANK", "ranks", right=True), Column("NODE", "nodes"),
+    Column("PHASE", "phase", drop_order=1), _STEP,
+    Column("WHAT WAS DONE", "done", wraps=True), Column("EVIDENCE", "folder"),
+]  # fmt: skip
+_STRAGGLERS = [
+    _WHEN, _GENERATION, _RANK, _NODE, Column("SECTION", "section"), Column("WORK", "ratio", _ratio, right=True), _STEP,
+    Column("GPU HOURS LOST", "gpu_hours", _hours, right=True), Column("NOW", "over", _still),
+]  # fmt: skip
+_SKIPPED = [_WHEN, _GENERATION, _STEP, Column("POSITION", "position", count, right=True), _REASON]
+_SPARES = [_WHEN, _GENERATION, Column("SPARE", "name"), Column("INSTEAD OF", "instead"), _REASON]
+_UNFIT = [_WHEN, Column("ATT", "attempt", right=True), _NODE, _REASON]
+TABLES = (
+    ("incidents", "incidents", _INCIDENTS),
+    ("stragglers", "stragglers", _STRAGGLERS),
+    ("batches left out", "skipped", _SKIPPED),
+    ("spare nodes used", "spares", _SPARES),
+    ("nodes that failed their checks", "unfit", _UNFIT),
+)
+"""Title, key in the answer, and columns."""

@@ -1,0 +1,284 @@
+"""`orch show`: one run in full."""
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from orchestrator.cli.access.registry import open_store
+from orchestrator.cli.runs.incident_tables import incident_tables, incidents_json
+from orchestrator.cli.runs.status import one_row, public, say_last_lines
+from orchestrator.cli.terminal.command_classes import Verb
+from orchestrator.cli.terminal.render import Column, Screen, count, decimal, host_list, iso, progress, size, span
+from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation, Run, Transition
+
+
+@click.command(cls=Verb)
+@click.argument("run")
+@click.option("--history", is_flag=True, help="Every change of state with its reason.")
+@click.pass_obj
+def show(screen: Screen, run: str, history: bool) -> None:
+    """One run in full: attempts and generations, failures and decisions, incidents, checkpoints, code, data."""
+    with open_store(readonly=True) as store:
+        found = store.run(run)
+        attempts, generations = store.attempts(found.name), store.generations(found.name)
+        checkpoints, transitions = store.checkpoints(found.name), store.transitions(found.name)
+        copies, notices = store.copies(found.name), store.notices(found.name)
+    row = one_row(found.name)
+    if screen.json:
+        document = _document(found, row, attempts, generations, (checkpoints, copies), transitions)
+        screen.data("show", {**document, **incidents_json(found, notices, generations)})
+        return
+    _head(screen, found, row)
+    screen.say("")
+    attempt_table(screen, attempts, generations)
+    say_last_lines(screen, found.name, attempts[-1].failure if attempts else None)
+    incident_tables(screen, incidents_json(found, notices, generations))
+    _checkpoint_table(screen, _kept(checkpoints, copies))
+    if history or screen.verbose:
+        _history(screen, transitions)
+    _next(screen, row)
+
+
+def _document(
+    run: Run, row: dict[str, Any], attempts: list[Attempt], generations: list[Generation],
+    kept: tuple[list[Checkpoint], list[Copy]], transitions: list[Transition],
+) -> dict[str, Any]:  # fmt: skip
+    """What `orch show --json` promises, and more at the end."""
+    identity = run.identity
+    return {
+        **public([row])[0],
+        "config_digest": run.config_digest,
+        "code": identity.get("code"),
+        "env": identity.get("env"),
+        "attempts": [attempt_json(attempt, generations) for attempt in attempts],
+        "checkpoints": _kept(*kept),
+        "data": identity.get("data"),
+        "imported": identity.get("imported"),
+        "run_dir": run.run_dir,
+        "created_at": iso(run.created_at),
+        "transitions": [
+            {
+                "kind": move.kind, "subject": move.subject, "before": move.before, "after": move.after,
+                "reason": move.reason, "time": iso(move.time),
+            }
+            for move in transitions
+        ],
+    }  # fmt: skip
+
+
+_DIGEST = re.compile(r"\b[0-9a-f]{32,64}\b")
+FAILURE_KEYS = ("kind", "reason", "rank", "node", "evidence")
+
+
+def attempt_json(attempt: Attempt, generations: list[Generation]) -> dict[str, Any]:
+    """One attempt as programs see it."""
+    return {
+        "attempt": attempt.number,
+        "state": str(attempt.state),
+        "job_id": attempt.job_id,
+        "nodes": list(attempt.nodes),
+        "excluded": list(attempt.excluded),
+        "started_at": iso(attempt.started_at),
+        "ended_at": iso(attempt.ended_at),
+        "resumed_from": attempt.resumed_from,
+        "last_step": attempt.last_step,
+        "generations": attempt.generations,
+        "failure": _failure(attempt.failure),
+        "decision": attempt.decision,
+        "reason": attempt.reason,
+        "job_state": attempt.job_state,
+        "slurm_cluster": None if attempt.scheduler.startswith("local@") else attempt.scheduler or None,
+        "generation_list": [
+            {
+                "generation": item.number, "started_at": iso(item.started_at), "ended_at": iso(item.ended_at),
+                "resumed_from": item.resumed_from, "tier": item.tier, "last_step": item.last_step,
+                "reason": item.reason, "failure": _failure(item.failure),
+            }
+            for item in generations
+            if item.attempt == attempt.number
+        ],
+    }  # fmt: skip
+
+
+def _failure(failure: dict[str, Any] | None) -> dict[str, Any] | None:
+    if failure is None:
+        return None
+    return {**{key: failure.get(key) for key in FAILURE_KEYS}, **failure}
+
+
+def _kept(checkpoints: list[Checkpoint], copies: list[Copy]) -> list[dict[str, Any]]:
+    """What still exists somewhere: a checkpoint that is gone from its first tier lives on in its copies."""
+    places: dict[str, list[Copy]] = {}
+    for copy in copies:
+        places.setdefault(copy.name, []).append(copy)
+    return [
+        {**checkpoint_json(item), "copies": [copy_json(copy) for copy in places.get(item.name, ())]}
+        for item in checkpoints
+        if item.trust != "DELETED" or item.name in places
+    ]
+
+
+def copy_json(copy: Copy) -> dict[str, Any]:
+    """A copy in a further tier as programs see it."""
+    return {"tier": copy.tier, "path": copy.path, "bytes": copy.bytes, "copied_at": iso(copy.copied_at)}
+
+
+def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
+    """One checkpoint as programs see it."""
+    return {
+        "step": checkpoint.step, "trust": str(checkpoint.trust), "bytes": checkpoint.bytes, "path": checkpoint.path,
+        "attempt": checkpoint.attempt, "name": checkpoint.name, "committed_at": iso(checkpoint.committed_at),
+        "reason": checkpoint.reason, "tier": checkpoint.tier, "seconds": checkpoint.seconds, "stall": checkpoint.stall,
+    }  # fmt: skip
+
+
+def _head(screen: Screen, run: Run, row: dict[str, Any]) -> None:
+    code, env = run.identity.get("code") or {}, run.identity.get("env") or {}
+    lines = {
+        "run": f"{run.name}  {run.state}" + (f"  {run.reason}" if run.reason else ""),
+        "step": f"{progress(run.step, run.total_steps, ' of ')}   loss {decimal(row['loss'])}",
+        "created": f"{screen.when(run.created_at)}   updated {span(row['age_s'])} ago",
+        "config": f"{run.config_digest[:12]}   orch config diff {run.config_digest[:12]} OTHER",
+        "code": _code(code),
+        "env": _words(env),
+        "data": _words(run.identity.get("data") or {}),
+        "begins": _beginning(run.identity.get("imported")),
+        "cluster": run.scheduler or run.cluster,
+        "folder": run.run_dir,
+    }
+    for name, text in lines.items():
+        if text:
+            screen.say(f"{name:<8} {text}")
+
+
+def _beginning(imported: Any) -> str:
+    """Where a run began that did not begin with nothing."""
+    if not isinstance(imported, dict):
+        return ""
+    how = "and its optimizer state" if imported.get("optimizer") else "with a fresh optimizer"
+    return f"at step {imported.get('step')} from {imported.get('source')} {how}"
+
+
+def _words(fields: Any) -> str:
+    """The values of an identity that fit a line; packages, variables and diffs are for --json."""
+    if not isinstance(fields, dict):
+        return _short(fields)
+    return "  ".join(f"{key} {_short(value)}" for key, value in fields.items() if _fits(value))
+
+
+def _code(fields: dict[str, Any]) -> str:
+    """Our own version, then every folder of the user's with its commit or digest."""
+    ours = fields.get("orch")
+    if not isinstance(ours, dict):
+        return _words(fields)
+    words = [f"orch {ours.get('version')} {_short(ours.get('sha256'))}"]
+    for place in fields.get("user") or []:
+        unknown = f" (changes not known: {place['dirty_reason']})" if place.get("dirty_reason") else ""
+        dirty = " with changes" if place.get("dirty") else unknown
+        words.append(f"{place.get('path')} {_short(place.get('git') or place.get('sha256'))}{dirty}")
+    return "   ".join(words)
+
+
+def _short(value: Any) -> str:
+    return _DIGEST.sub(lambda match: match[0][:12], str(value))
+
+
+def _fits(value: Any) -> bool:
+    return value is not None and not isinstance(value, (dict, list)) and "\n" not in str(value)
+
+
+def attempt_table(screen: Screen, attempts: list[Attempt], generations: list[Generation]) -> None:
+    """Every attempt, and under it its generations."""
+    rows = []
+    for attempt in attempts:
+        rows.append(_attempt_row(attempt))
+        mine = [item for item in generations if item.attempt == attempt.number]
+        rows += [_generation_row(item) for item in mine]
+    screen.table(ATTEMPTS, rows, aligned=True)
+
+
+ATTEMPTS = [
+    Column("ATT.GEN", "number"),
+    Column("STATE", "state"),
+    Column("JOB", "job", drop_order=2),
+    Column("NODES", "nodes", lambda names: host_list(names or ()) or "-", drop_order=3),
+    Column("FROM", "resumed_from", count, right=True),
+    Column("TO", "last_step", count, right=True),
+    Column("TOOK", "took", span, right=True, drop_order=1),
+    Column("ENDED BY", "failure", wraps=True),
+    Column("DECISION", "decision", wraps=True),
+]
+
+
+def _attempt_row(attempt: Attempt) -> dict[str, Any]:
+    failure, decision = attempt.failure or {}, attempt.decision or {}
+    return {
+        "number": str(attempt.number),
+        "state": str(attempt.state),
+        "job": attempt.job_id,
+        "nodes": attempt.nodes,
+        "resumed_from": attempt.resumed_from,
+        "last_step": attempt.last_step,
+        "took": _took(attempt.started_at, attempt.ended_at),
+        "failure": f"{failure['kind']}: {failure['reason']}" if failure else attempt.reason,
+        "decision": f"{decision['action']}: {decision['reason']}" if decision else "",
+    }
+
+
+def _generation_row(item: Generation) -> dict[str, Any]:
+    return {
+        "number": f"{item.attempt}.{item.number}",
+        "state": "",
+        "job": "",
+        "nodes": (),
+        "resumed_from": item.resumed_from,
+        "last_step": item.last_step,
+        "took": _took(item.started_at, item.ended_at),
+        "failure": item.failure["reason"] if item.failure else item.reason,
+        "decision": "resumed from memory" if item.tier == "memory" else "",
+    }
+
+
+def _took(start: float | None, end: float | None) -> float | None:
+    return None if start is None else (end if end is not None else time.time()) - start
+
+
+def _checkpoint_table(screen: Screen, kept: list[dict[str, Any]]) -> None:
+    if not kept:
+        screen.say("\nno checkpoint")
+        return
+    columns = [
+        Column("CHECKPOINT", "step", count, right=True),
+        Column("TRUST", "trust"),
+        Column("SIZE", "bytes", size, right=True),
+        Column("TOOK", "seconds", span, right=True, drop_order=1),
+        Column("STALL", "stall", _milliseconds, right=True, drop_order=1),
+        Column("ATT", "attempt", right=True),
+        Column("FOLDER", "path", lambda path: Path(path).name),
+        Column("ALSO IN", "copies", lambda copies: ", ".join(copy["tier"] for copy in copies), wraps=True),
+        Column("WHY", "reason"),
+    ]
+    screen.say("")
+    screen.table(columns, kept, aligned=True)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1000 * seconds:.0f} ms"
+
+
+def _history(screen: Screen, transitions: list[Transition]) -> None:
+    screen.say("")
+    for move in transitions:
+        subject = f"{move.kind} {move.subject}".strip()
+        screen.say(f"{screen.when(move.time)}  {subject}: {move.before or 'new'} -> {move.after}  {move.reason}")
+
+
+def _next(screen: Screen, row: dict[str, Any]) -> None:
+    run = row["run"]
+    if row["state"] in ("HELD", "FAILED"):
+        screen.note(f"\nwhy:      orch logs {run} --rank first-error\nmended?   orch resume {run}")
+    else:
+        screen.note(f"\nlogs:     orch logs {run} -f\nhistory:  orch show {run} --history")

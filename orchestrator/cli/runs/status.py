@@ -1,0 +1,236 @@
+"""`orch status`: the newest runs at a glance; plain read-only SQL, no ORM, never torch."""
+
+import time
+from typing import Any
+
+import click
+
+from orchestrator.cli.access.controller_alive import TAKE_OVER, controller_state
+from orchestrator.cli.access.registry import open_store, require_registry
+from orchestrator.cli.terminal.command_classes import Verb
+from orchestrator.cli.terminal.render import Column, Screen, count, decimal, host_list, iso, plain, progress, span
+from orchestrator.controller.leasing.lease import displayed_state, host_of
+from orchestrator.errors import ConfigError
+from orchestrator.home import registry_path
+from orchestrator.registry.records import Lease
+from orchestrator.states import LIVE_RUNS, RunState
+
+KEYS = (
+    "run", "state", "step", "total_steps", "loss", "attempts", "generations", "job_id", "cluster", "nodes",
+    "last_checkpoint", "reason", "updated_at", "last_lines", "slurm_cluster",
+)  # fmt: skip
+"""What `orch status --json` promises of every run; the golden test holds it."""
+
+
+@click.command(cls=Verb)
+@click.argument("runs", metavar="[RUN ...]", nargs=-1)
+@click.option("-a", "--all", "everything", is_flag=True, help="Every run, not only the newest 50.")
+@click.option("-n", "limit", type=click.IntRange(1), default=50, show_default=True, help="The newest so many runs.")
+@click.option("--state", "states", multiple=True, metavar="STATE", help="Only runs in this state; repeatable.")
+@click.option("-w", "--watch", is_flag=True, help="Draw it again every 2 seconds, until Ctrl-C.")
+@click.pass_obj
+def status(
+    screen: Screen, runs: tuple[str, ...], everything: bool, limit: int, states: tuple[str, ...], watch: bool
+) -> None:
+    """The newest runs: state, step, loss, last checkpoint, why.
+
+    It reads the registry and nothing else, changes nothing, and says how old what it shows is.
+    """
+    chosen = _states(states)
+    while True:
+        rows = _rows(runs, None if everything else limit, chosen)
+        if watch:
+            screen.clear_screen()
+        _show(screen, rows)
+        if runs:
+            for row in rows:
+                say_last_lines(screen, row["run"], row["failure"])
+        if not watch:
+            return
+        screen.flush()
+        time.sleep(2.0)
+
+
+def overview(screen: Screen) -> None:
+    """`orch` alone: what runs, and what needs you."""
+    rows = _rows((), 200, frozenset({*LIVE_RUNS, RunState.HELD, RunState.FAILED}))
+    running = [row for row in rows if row["state"] in LIVE_RUNS]
+    stuck = [row for row in rows if row["state"] == RunState.HELD]
+    stuck += [row for row in rows if row["state"] == RunState.FAILED and row["age_s"] < 7 * 86400]
+    if screen.json:
+        screen.data("overview", {"running": public(running), "needs_you": public(stuck)})
+        return
+    _show(screen, running)
+    for row in stuck:
+        screen.say(f"needs you: {row['run']} is {row['state']}: {row['reason']}")
+        screen.say(
+            f"           orch show {row['run']}   orch logs {row['run']} --rank first-error   orch resume {row['run']}"
+        )
+    if not rows:
+        screen.note(
+            "nothing runs. `orch submit tiny-gpt` starts a run, `orch demo` shows one, `orch -h` lists the verbs."
+        )
+
+
+def _states(words: tuple[str, ...]) -> frozenset[RunState] | None:
+    known = {str(state) for state in RunState}
+    for word in words:
+        if word.upper() not in known:
+            raise ConfigError(
+                f"no such state: {word}", where="command line: --state", hint=f"one of {', '.join(known)}"
+            )
+    return frozenset(RunState(word.upper()) for word in words) or None
+
+
+def _rows(names: tuple[str, ...], limit: int | None, states: frozenset[RunState] | None) -> list[dict[str, Any]]:
+    from orchestrator.registry import fast_queries
+
+    if not names:
+        return [_with_ages(row) for row in fast_queries.newest(registry_path(), limit, states)]
+    rows = [one_row(name) for name in dict.fromkeys(names)]
+    return [row for row in rows if states is None or row["state"] in states]
+
+
+def one_row(name: str) -> dict[str, Any]:
+    """The row of one run, by its name, a unique beginning of it, or `@last`; raises NotFound with near names."""
+    from orchestrator.registry import fast_queries
+
+    require_registry(registry_path())
+    rows = fast_queries.newest(registry_path(), 1) if name == "@last" else fast_queries.named(registry_path(), [name])
+    if not rows:
+        with open_store(readonly=True) as store:  # the slow way, for beginnings of names and for near names
+            rows = fast_queries.named(registry_path(), [store.run(name).name])
+    return _with_ages(rows[0])
+
+
+def _with_ages(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with the ages of what it shows, in seconds."""
+    now = time.time()
+    last = row["last_checkpoint"]
+    if last is not None:
+        last = {"step": last["step"], "trust": last["trust"], "age_s": round(max(0.0, now - last["committed_at"]), 3)}
+    lines = list((row["failure"] or {}).get("lines", ()))
+    return {**row, "last_checkpoint": last, "age_s": max(0.0, now - row["updated_at"]), "last_lines": lines}
+
+
+def public(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What every program sees of a run, in the order and with the keys that are promised."""
+    return [{key: iso(row[key]) if key == "updated_at" else row[key] for key in KEYS} for row in rows]
+
+
+def _show(screen: Screen, rows: list[dict[str, Any]]) -> None:
+    _warn_without_controller(screen, rows)
+    if screen.json:
+        screen.data("status", public(rows))
+        return
+    status_table(screen, rows)
+    screen.note(_footer(rows))
+
+
+def status_table(screen: Screen, rows: list[dict[str, Any]], *, aligned: bool = False) -> None:
+    """The table of `orch status`."""
+    several = len({row["slurm_cluster"] for row in rows}) > 1
+    table = [*TABLE[:-1], SLURM_CLUSTER, TABLE[-1]] if several else TABLE
+    screen.table(table if screen.terminal or aligned else TSV, [_flat(row) for row in rows], aligned=aligned)
+
+
+def say_last_lines(screen: Screen, run: str, failure: dict[str, Any] | None) -> None:
+    """What the rank that failed first wrote last, of a run of a user's own program."""
+    lines = (failure or {}).get("lines", ())
+    if failure is None or not lines or screen.json:
+        return
+    say = screen.say if screen.terminal else screen.note  # a table for programs is not followed by anything
+    say(f"\nlast lines of rank {failure.get('rank')} of {run}, on {failure.get('node')}:")
+    for line in lines:
+        say(f"  {plain(str(line))}")
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    """Columns that people read, made of several values."""
+    last = row["last_checkpoint"]
+    restarts = f"{row['attempts']}" + (f".{row['generations']}" if row["generations"] else "")
+    return {
+        **row,
+        "progress": progress(row["step"], row["total_steps"]),
+        "saved": f"{count(last['step'])} {last['trust']} {span(last['age_s'])} ago" if last else "none",
+        "saved_step": last["step"] if last else None,
+        "saved_trust": last["trust"] if last else None,
+        "tries": restarts,
+        "updated": iso(row["updated_at"]),
+    }
+
+
+TABLE = [
+    Column("RUN", "run"),
+    Column("STATE", "state"),
+    Column("STEP", "progress", right=True),
+    Column("LOSS", "loss", decimal, right=True, drop_order=1),
+    Column("LAST CHECKPOINT", "saved", drop_order=2),
+    Column("ATT.GEN", "tries", right=True, drop_order=3),
+    Column("JOB", "job_id", drop_order=5),
+    Column("NODES", "nodes", lambda names: host_list(names or ()) or "-", drop_order=6),
+    Column("UPDATED", "age_s", lambda age: f"{span(age)} ago", right=True, drop_order=4),
+    Column("WHY", "reason"),
+]
+TSV = [
+    Column("RUN", "run"),
+    Column("STATE", "state"),
+    Column("STEP", "step"),
+    Column("TOTAL_STEPS", "total_steps"),
+    Column("LOSS", "loss"),
+    Column("ATTEMPTS", "attempts"),
+    Column("GENERATIONS", "generations"),
+    Column("JOB_ID", "job_id"),
+    Column("CLUSTER", "cluster"),
+    Column("NODES", "nodes"),
+    Column("CHECKPOINT_STEP", "saved_step"),
+    Column("CHECKPOINT_TRUST", "saved_trust"),
+    Column("UPDATED_AT", "updated"),
+    Column("REASON", "reason"),
+    Column("SLURM_CLUSTER", "slurm_cluster"),
+]
+SLURM_CLUSTER = Column("CLUSTER", "slurm_cluster", lambda name: name or "local", drop_order=7)
+"""Shown to people where the runs are not all of one cluster."""
+
+
+def _warn_without_controller(screen: Screen, rows: list[dict[str, Any]]) -> None:
+    """Every cluster with live runs whose controller stalls or is gone: others' controllers leave those runs alone."""
+    live = {row["scheduler"]: row["cluster"] for row in rows if row["state"] in LIVE_RUNS}
+    for scheduler, kind in sorted(live.items()):
+        state = controller_state(time.time(), scheduler)
+        if state.alive:
+            continue
+        if state.stalled:
+            screen.warn("controller_stalled", f"{state.reason}: nothing is restarted meanwhile; {TAKE_OVER}")
+            continue
+        where = f" on a login node of {scheduler}" if scheduler and kind == "slurm" else ""
+        local = f" --cluster local, on {scheduler.partition('@')[2]}" if scheduler and kind == "local" else ""
+        screen.warn(
+            "no_controller",
+            f"no controller{f' of {scheduler}' if scheduler else ''} lives: runs go on, but nothing is restarted and "
+            f"this table stands still; start one with `orch controller run`{where}{local}, "
+            "or act once with `orch controller tick`",
+        )
+
+
+def _footer(rows: list[dict[str, Any]]) -> str:
+    from orchestrator.registry import fast_queries
+
+    now, found = time.time(), fast_queries.leases(registry_path())
+    listed = {row["scheduler"] for row in rows} | {held.scheduler for held in found if displayed_state(held, now).alive}
+    several = len(listed) > 1
+    words = [_controller(held, now, several) for held in found if held.scheduler in listed] if several else []
+    word = "; ".join(words) or (_controller(found[0], now, False) if found else "controller none")
+    return f"{len(rows)} run{'' if len(rows) == 1 else 's'} · {word} · registry {registry_path()}"
+
+
+def _controller(lease: Lease, now: float, named: bool) -> str:
+    """Whether the holder of a lease lives, and when it looked."""
+    of = f" of {lease.scheduler}" if named and lease.scheduler else ""
+    looked = f"looked {span(now - lease.ticked_at)} ago" if lease.ticked_at else "has not looked yet"
+    state = displayed_state(lease, now)
+    if state.stalled:
+        return f"{state.reason}{of}, {looked}"
+    if state.alive:
+        return f"controller{of} ok ({looked}, {host_of(lease.holder)})"
+    return f"controller{of} none ({looked})"

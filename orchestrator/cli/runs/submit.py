@@ -1,0 +1,224 @@
+"""`orch submit`: from a configuration to a job that is queued, and to a controller that sees it through."""
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from orchestrator.cli.access.controller_alive import TAKE_OVER, controller_state
+from orchestrator.cli.access.registry import open_store
+from orchestrator.cli.config import OVERRIDES, SOURCE, print_config
+from orchestrator.cli.runs.follow import end_error, wait_until_end
+from orchestrator.cli.runs.status import one_row
+from orchestrator.cli.terminal.command_classes import Verb
+from orchestrator.cli.terminal.render import Screen, progress
+from orchestrator.errors import Fenced, Precondition, SlurmUnreachable
+from orchestrator.home import registry_path
+from orchestrator.states import ENDED_RUNS, RunState
+
+JOB_WITHIN = 30.0
+"""Seconds for which submit waits for the job's id; the controller goes on trying afterwards."""
+TAKEN_OVER_WITHIN = 75.0
+"""Seconds more while the controller gives no sign of life: a lease lasts a minute, then its successor launches."""
+JOB_WITHIN_ALONE = 150.0
+"""Without a controller: an unanswered sbatch takes 60 s of look-ups before it may be repeated."""
+LOOK_EVERY = 0.1
+CHECK_CONTROLLER_EVERY = 3.0
+"""Seconds after which submit sees to it again that a controller lives."""
+
+
+@click.command(cls=Verb)
+@SOURCE
+@OVERRIDES
+@click.option("-n", "--name", default=None, help="Name of the run; a number is added.")
+@click.option(
+    "--cluster", type=click.Choice(["auto", "local", "slurm"]), default=None, help="Where; overrides cluster.kind."
+)
+@click.option("--wait", "wait_", is_flag=True, help="Come back when the run has ended; the exit code says how.")
+@click.option("--follow", is_flag=True, help="The same, and show what happens.")
+@click.option("--no-controller", is_flag=True, help="Start no controller: launch from here and leave.")
+@click.option("--dry-run", is_flag=True, help="Show what would be submitted; write and send nothing.")
+@click.option("--print-sbatch", is_flag=True, help="Print the sbatch script; write and send nothing.")
+@click.pass_obj
+def submit(
+    screen: Screen, source: str, overrides: tuple[str, ...], name: str | None, cluster: str | None,
+    wait_: bool, follow: bool, no_controller: bool, dry_run: bool, print_sbatch: bool,
+) -> int:  # fmt: skip
+    """Submit a run and let it finish, whatever dies in between.
+
+    CONFIG is a preset (`tiny-gpt`) or a YAML file; KEY=VALUE overrides a value, +KEY=VALUE adds one to an open map,
+    ~KEY goes back to the default. The first job is queued before this command returns; a controller, started if
+    none lives, restarts what dies.
+    """
+    from orchestrator.config.compose import compose  # omegaconf: only for the verbs that read configurations
+
+    if cluster is not None:
+        overrides = (*overrides, f"cluster.kind={cluster}")
+    if name is not None:
+        overrides = (
+            *overrides,
+            f"name={json.dumps(name, ensure_ascii=False)}",
+        )  # checked like the key; YAML reads JSON's quotes
+    composed = compose(source, overrides, environ=os.environ)
+    if dry_run or print_sbatch:
+        preview(screen, composed, cluster, only_script=print_sbatch and not dry_run)
+        return 0
+    launched = launch(screen, composed, cluster, no_controller=no_controller)
+    if not (wait_ or follow):
+        _tell(screen, launched)
+        return 0
+    if not screen.json:
+        _tell(screen, launched)
+    row = wait_until_end(screen, launched["run"], follow=follow)
+    trouble = end_error(row)
+    if screen.json:
+        screen.data("submit", {**launched, "state": row["state"], "step": row["step"], "reason": row["reason"]})
+        return trouble.exit_code if trouble else 0
+    if trouble:
+        raise trouble
+    screen.say(f"{row['run']} succeeded: step {progress(row['step'], row['total_steps'], ' of ')}")
+    return 0
+
+
+def launch(
+    screen: Screen, composed: Any, cluster: str | None, *, no_controller: bool, imported: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Write the run down, see to it that somebody launches it, and wait for its job; the data of `orch submit`."""
+    from orchestrator.controller import service
+    from orchestrator.submission import create_run as launching
+
+    with open_store() as store, screen.bar("tokenizing") as meter:
+        run, attempt = launching.create_run(
+            store, composed, name=None, cluster=cluster, now=time.time(), progress=meter, imported=imported
+        )
+    if not no_controller:
+        service.ensure_running(registry_path(), run.cluster)
+    row, silent = _await_job(screen, run.name, run.cluster, no_controller=no_controller)
+    if row["state"] in (RunState.HELD, RunState.FAILED) and row["job_id"] is None:
+        trouble = end_error(row)
+        assert trouble is not None
+        raise trouble
+    if row["job_id"] is None and run.cluster in silent:
+        raise SlurmUnreachable(
+            f"{run.cluster} does not answer: {run.name} is written down, and whether it has a job is not known",
+            where=run.run_dir,
+            hint="`orch controller tick` or `orch controller run` goes on with it: do not submit it again",
+        )
+    if row["job_id"] is None and not (state := controller_state(time.time(), run.scheduler)).alive:
+        raise Precondition(
+            f"{run.name} is written down, and nobody drives it: {state.reason}",
+            where=run.run_dir,
+            hint=f"do not submit it again; {TAKE_OVER if state.stalled else '`orch controller run` goes on with it'}",
+        )
+    if row["job_id"] is None:
+        screen.warn("no_job_yet", f"no job yet; whoever drives the run goes on trying: orch status {run.name}")
+    return {
+        "run": run.name, "attempt": attempt.number, "job_id": row["job_id"], "cluster": run.cluster,
+        "run_dir": run.run_dir, "config_digest": run.config_digest,
+    }  # fmt: skip
+
+
+def _await_job(screen: Screen, run: str, kind: str, *, no_controller: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The run's row once its first job is known, or it has stopped before, or the patience is spent.
+
+    With it the schedulers that gave this process no answer in the end.
+    """
+    from orchestrator.registry import fast_queries  # sqlite3: not for `orch --help`
+
+    now = time.monotonic()
+    deadline, check_at = now + (JOB_WITHIN_ALONE if no_controller else JOB_WITHIN), now + CHECK_CONTROLLER_EVERY
+    key = one_row(run)["scheduler"] or None
+    latest, before = deadline + TAKEN_OVER_WITHIN, fast_queries.lease(registry_path(), key)
+    silent: tuple[str, ...] = ()
+    while True:
+        if no_controller:
+            silent = _tick(screen, kind, silent)
+        row = one_row(run)
+        if row["job_id"] is not None or row["state"] in ENDED_RUNS or row["state"] == RunState.HELD:
+            return row, silent
+        now = time.monotonic()
+        # A lease that nobody has renewed meanwhile: its holder stalls, and a successor waits until it expires.
+        if now >= deadline and (no_controller or now >= latest or fast_queries.lease(registry_path(), key) != before):
+            return row, silent
+        if not no_controller and now >= check_at:
+            _ensure_controller(kind)
+            check_at = now + CHECK_CONTROLLER_EVERY
+        time.sleep(LOOK_EVERY if not no_controller else 1.0)
+
+
+def _ensure_controller(kind: str) -> None:
+    """What held the lease may have been a single pass that has ended since, and the daemon beside it has gone."""
+    from orchestrator.controller import service
+
+    service.ensure_running(registry_path(), kind)
+
+
+def _tick(screen: Screen, kind: str, said: tuple[str, ...]) -> tuple[str, ...]:
+    from orchestrator.controller import service
+
+    try:
+        report = service.tick_once(registry_path(), kind)
+    except Fenced:
+        return ()
+    silent: tuple[str, ...] = report.unreachable if report is not None else ()
+    if silent and silent != said:
+        screen.note(f"{' and '.join(silent)} does not answer; the run is written down, asking again")
+    return silent
+
+
+def _tell(screen: Screen, launched: dict[str, Any]) -> None:
+    if screen.json:
+        screen.data("submit", launched)
+        return
+    run, where = launched["run"], launched["run_dir"]
+    job = f"job {launched['job_id']}" if launched["job_id"] else "no job yet"
+    screen.say(f"{run} submitted ({launched['cluster']}, {job}, config {launched['config_digest'][:12]})")
+    screen.note(f"  status   orch status {run}\n  logs     orch logs {run} -f\n  wait     orch wait {run} --follow")
+    screen.note(f"  cancel   orch cancel {run}\n  folder   {where}")
+
+
+def preview(screen: Screen, composed: Any, cluster: str | None, *, only_script: bool) -> None:
+    """What would be submitted: the resolved config with origins and the sbatch text. Nothing is written."""
+    kind = _kind(screen, cluster or composed.config.cluster.kind)
+    script = _script(composed, composed.config.name) if kind == "slurm" else None
+    if screen.json:
+        answer = {"cluster": kind, "config_digest": composed.digest, "config": composed.data}
+        screen.data("submit.preview", {**answer, "origins": composed.origins, "sbatch": script})
+        return
+    if not only_script:
+        print_config(screen, composed.data, composed.origins)
+        screen.say(f"\n# config digest {composed.digest}\n# cluster {kind}\n")
+    for line in (script or "# local: no sbatch script; the agents are processes of this machine").splitlines():
+        screen.say(line)
+    screen.note("nothing was submitted")
+
+
+def _kind(screen: Screen, wanted: str) -> str:
+    """Where the run would go; a script for Slurm can be looked at on a machine without Slurm."""
+    from orchestrator.scheduler.choose import resolve
+
+    kind = resolve(wanted)
+    if kind == "slurm" and shutil.which("sbatch") is None:
+        screen.warn("no_slurm", "there is no Slurm on this machine: submitting from here would be refused")
+    return kind
+
+
+def _script(composed: Any, slug: str) -> str:
+    """The sbatch text of the first attempt, with placeholders where a submitted run has its number and nonce."""
+    from orchestrator.controller.jobs.job_spec import job_spec
+    from orchestrator.registry.records import Attempt, Run
+    from orchestrator.scheduler import slurm
+    from orchestrator.states import AttemptState
+
+    name = f"{slug}-N"
+    root = Path(composed.config.cluster.root).expanduser().absolute()
+    run = Run(
+        name=name, state=RunState.CREATED, reason="", cluster="slurm", run_dir=str(root / name),
+        config_digest=composed.digest, total_steps=0 if composed.config.command else composed.config.train.steps,
+    )  # fmt: skip
+    attempt = Attempt(run=name, number=1, state=AttemptState.INTENT, nonce="0" * 8, job_name=f"orch-{name}-1-00000000")
+    return slurm.render(job_spec(run, attempt, composed.config))

@@ -1,0 +1,118 @@
+"""Commands that understand the global options before and after the verb, and groups that load verbs late."""
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import click
+
+from orchestrator.cli.terminal.render import Screen
+
+
+def _store(name: str) -> Callable[[click.Context, click.Parameter, Any], None]:
+    def callback(context: click.Context, _parameter: click.Parameter, value: Any) -> None:
+        if value:
+            setattr(context.ensure_object(Screen), name, value)
+
+    return callback
+
+
+def _show_version(context: click.Context, _parameter: click.Parameter, value: bool) -> None:
+    if value:
+        from importlib.metadata import version  # not needed by any verb
+
+        context.ensure_object(Screen).say(f"orch {version('orch')}")
+        context.exit()
+
+
+def _flag(words: tuple[str, ...], name: str, text: str, **more: Any) -> click.Option:
+    return click.Option(
+        words, is_flag=True, expose_value=False, is_eager=True, callback=_store(name), help=text, **more
+    )
+
+
+def global_options() -> list[click.Option]:
+    """The options that every verb takes, before or after its name."""
+    return [
+        _flag(("--json",), "json", "Print one JSON object on stdout, for programs."),
+        _flag(("-q", "--quiet"), "quiet", "Only the answer, no notes on stderr."),
+        _flag(("-v", "--verbose"), "verbose", "Say more."),
+        _flag(("--no-color",), "no_color", "No colours (also by the variable NO_COLOR)."),
+        _flag(("--no-progress",), "no_progress", "No progress bars."),
+        _flag(("--utc",), "utc", "Times in UTC instead of local time."),
+        _flag(("--debug",), "debug", "Show the traceback of an error."),
+        click.Option(
+            ("--version",), is_flag=True, expose_value=False, is_eager=True, callback=_show_version,
+            help="Print the version.",
+        ),
+    ]  # fmt: skip
+
+
+_HELP = {"help_option_names": ["-h", "--help"]}
+
+
+class Verb(click.Command):
+    """A command with the global options."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        more.setdefault("context_settings", _HELP)
+        super().__init__(*args, **more)
+        self.params += global_options()
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The verb's own options first, the global ones in a section of their own."""
+        hidden = {option.name for option in global_options()} | {"help"}
+        options = [item for item in self.get_params(ctx) if isinstance(item, click.Option)]
+        own = [item.get_help_record(ctx) for item in options if item.name not in hidden]
+        rest = [item.get_help_record(ctx) for item in options if item.name in hidden]
+        for title, records in (("Options", own), ("Global options", rest)):
+            rows = [record for record in records if record is not None]
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+
+class Noun(click.Group):
+    """A group of verbs about one thing (`orch ckpt ls`)."""
+
+    command_class = Verb
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        more.setdefault("context_settings", _HELP)
+        super().__init__(*args, **more)
+        self.params += global_options()
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        """As click's, with the nearest right name in the message."""
+        word = args[0]
+        if self.get_command(ctx, word) is None and not word.startswith("-"):
+            import difflib  # only for an error
+
+            near = difflib.get_close_matches(word, self.list_commands(ctx), n=1, cutoff=0.6)
+            meant = f", did you mean `{near[0]}`?" if near else ""
+            ctx.fail(f"no such command `{word}`{meant}")
+        return super().resolve_command(ctx, args)
+
+
+class LazyGroup(Noun):
+    """The top group: a verb's module is imported when the verb is used, never for `orch --help`."""
+
+    def __init__(self, *args: Any, table: Mapping[str, tuple[str, str]], **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._table = table
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self._table)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self._table:
+            return None
+        module, _, name = self._table[cmd_name][0].partition(":")
+        command = getattr(importlib.import_module(module), name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The verbs and their purpose, without loading any of them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in self._table.items()])

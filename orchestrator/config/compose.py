@@ -1,0 +1,230 @@
+"""Files and overrides become one RunConfig, its digest, and the origin of every value."""
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from checkpointing.config import RUN, TierConfig
+from checkpointing.storage.durable import canonical
+from orchestrator.config import keys, layers, validation
+from orchestrator.config.layers import Assignment
+from orchestrator.config.run_config import RunConfig
+from orchestrator.errors import ConfigError
+from trainer.contract.config import build
+from trainer.contract.drill_config import DrillEvent
+
+DEFAULT = "default"
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Composed:
+    """A resolved config: as dataclasses, as plain JSON data, its SHA-256, and where each value came from."""
+
+    config: RunConfig
+    data: dict[str, Any]
+    digest: str
+    origins: dict[str, str]
+
+
+def compose(source: str, overrides: Sequence[str] = (), *, environ: Mapping[str, str] = os.environ) -> Composed:
+    """Resolve a preset or file, weakest first: defaults, site, user, the file and its includes, overrides.
+
+    Raises ConfigError that names the key, the place and what to type.
+    """
+    path = layers.locate(source, Path.cwd(), "")
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-.") or "run"
+    found = [Assignment(path=("name",), value=stem, origin=f"name of {path}")]
+    for file in (*layers.standing_files(environ), path):
+        found += layers.from_file(file)
+    values, origins = _applied([*found, *layers.from_overrides(overrides)])
+    data = _absolute(_resolved(values, origins), origins, environ)
+    config = _built(data, origins)
+    validation.check(config, origins)
+    data = _plain(asdict(config))
+    return Composed(
+        config=config,
+        data=data,
+        digest=hashlib.sha256(canonical(data)).hexdigest(),
+        origins={key: _origin(key, origins) for key in flat(data)},
+    )
+
+
+def diff(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Where two resolved configs differ: dotted key -> (before, after), None for a key that is not there."""
+    old, new = flat(before), flat(after)
+    changed = [key for key in dict.fromkeys([*old, *new]) if old.get(key) != new.get(key)]
+    return {key: (old.get(key), new.get(key)) for key in changed}
+
+
+def flat(data: dict[str, Any], prefix: keys.Path = ()) -> dict[str, Any]:
+    """A resolved config as dotted keys; lists and empty maps are values."""
+    found: dict[str, Any] = {}
+    for key, value in data.items():
+        below = (*prefix, key)
+        found |= flat(value, below) if isinstance(value, dict) and value else {keys.dotted(below): value}
+    return found
+
+
+def _applied(assignments: Sequence[Assignment]) -> tuple[dict[str, Any], dict[keys.Path, str]]:
+    """Later assignments win; what they replace loses its origin."""
+    values: dict[keys.Path, Any] = {}
+    origins: dict[keys.Path, str] = {}
+    for item in assignments:
+        above = [item.path[:depth] for depth in range(1, len(item.path)) if item.path[:depth] in values]
+        below = [path for path in values if path[: len(item.path)] == item.path]
+        _check_entry(item, known=bool(below or above))
+        for path in (*above, *below):
+            del values[path]
+            origins.pop(path, None)
+        if not item.clears:
+            values[item.path] = item.value
+        origins[item.path] = f"{DEFAULT} ({item.origin})" if item.clears else item.origin
+    return _nested(values), origins
+
+
+def _check_entry(item: Assignment, *, known: bool) -> None:
+    """An entry of an open map is brought in with +, so that a typo in an existing one is found."""
+    if known or not keys.within_open(item.path) or (item.adds and not item.clears):
+        return
+    key = keys.dotted(item.path)
+    hint = f"to add it: +{key}=VALUE" if not item.clears else "orch config show CONFIG lists what is set"
+    raise ConfigError(f"`{key}` is not set in this config", where=item.origin, hint=hint)
+
+
+def _nested(values: dict[keys.Path, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        branch = tree
+        for name in path[:-1]:
+            branch = branch.setdefault(name, {})
+        branch[path[-1]] = value
+    return tree
+
+
+def _resolved(values: dict[str, Any], origins: dict[keys.Path, str]) -> dict[str, Any]:
+    """Types checked and converted, interpolations replaced, defaults filled in."""
+    from omegaconf import OmegaConf  # heavy; only verbs that read configs need it
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        schema = OmegaConf.structured(RunConfig)
+        OmegaConf.set_readonly(schema, False)  # frozen dataclasses make read-only configs
+        merged = OmegaConf.merge(schema, values)
+        data: dict[str, Any] = _plain(OmegaConf.to_container(merged, resolve=True))
+    except OmegaConfBaseException as error:
+        raise _refusal(error, values, origins) from error
+    for path, kind, example in _LISTS:
+        _typed_entries(data[path[0]][path[1]], kind, path, example, origins)
+    return data
+
+
+_LISTS: tuple[tuple[keys.Path, Any, str], ...] = (
+    (("drill", "events"), DrillEvent, "{kind: kill-rank, rank: 1, step: 20}"),
+    (("checkpoint", "tiers"), TierConfig, "{path: /scratch/ckpt, every: 1000, keep: 5}"),
+)
+"""Lists of mappings, of which OmegaConf does not check the entries."""
+
+
+def _typed_entries(
+    entries: list[dict[str, Any]], kind: Any, path: keys.Path, example: str, origins: dict[keys.Path, str]
+) -> None:
+    from omegaconf import OmegaConf  # heavy
+    from omegaconf.errors import OmegaConfBaseException
+
+    schema = OmegaConf.structured(kind)
+    OmegaConf.set_readonly(schema, False)
+    for entry in entries:
+        try:
+            entry.update(_plain(OmegaConf.to_container(OmegaConf.merge(schema, entry))))
+        except OmegaConfBaseException as error:
+            name, what = keys.dotted(path), str(error).splitlines()[0]
+            hint = f"an entry reads {example}"
+            raise ConfigError(f"{name}: `{error.full_key}`: {what}", where=_where(path, origins), hint=hint) from error
+
+
+def _refusal(error: Any, values: dict[str, Any], origins: dict[keys.Path, str]) -> ConfigError:
+    """OmegaConf's complaint in our words: key, value, place, what to write."""
+    path = tuple(str(error.full_key or "").split("."))
+    given: Any = values
+    for name in path:
+        given = given.get(name) if isinstance(given, dict) else None
+    what = str(error).splitlines()[0]
+    if "nterpolation" in type(error).__name__ or isinstance(given, str) and "${" in given:
+        hint = "write the full key, as in ${train.steps}; a literal one is \\${"
+        return ConfigError(f"`{keys.dotted(path)}`={given}: {what}", where=_where(path, origins), hint=hint)
+    kind = keys.kind_of(path, "")
+    hint = f"write {keys.dotted(path)}={int(given)}" if kind in (int, int | str) and _is_whole(given) else ""
+    shown = f"`{keys.dotted(path)}`={given}: must be {keys.type_words(kind)}"
+    return ConfigError(shown, where=_where(path, origins), hint=hint or f"its default is {keys.default_of(path)}")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, float) and value.is_integer()
+
+
+def _where(path: keys.Path, origins: dict[keys.Path, str]) -> str:
+    return _origin(keys.dotted(path), origins)
+
+
+def _origin(key: str, origins: dict[keys.Path, str]) -> str:
+    """The origin of a value, or of what it lies in, or of what lies in it."""
+    path = tuple(key.split("."))
+    for depth in range(len(path), 0, -1):
+        if path[:depth] in origins:
+            return origins[path[:depth]]
+    below = {origin: None for other, origin in origins.items() if other[: len(path)] == path}
+    return ", ".join(below) or DEFAULT
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _absolute(data: dict[str, Any], origins: dict[keys.Path, str], environ: Mapping[str, str]) -> dict[str, Any]:
+    """Folders are meant from where the command was typed, with that shell's variables; the job starts elsewhere."""
+
+    def folder(name: str, *key: str) -> str:
+        def value(match: re.Match[str]) -> str:
+            variable = match[1] or match[2]
+            if variable not in environ:
+                what = f"`{keys.dotted(key)}`={name}: there is no variable {variable} here"
+                raise ConfigError(
+                    what, where=_where(key, origins), hint=f"export {variable}=..., or write the folder out"
+                )
+            return environ[variable]
+
+        return os.path.abspath(os.path.expanduser(_VARIABLE.sub(value, name)))
+
+    data["cluster"]["root"] = folder(data["cluster"]["root"], "cluster", "root")
+    data["data"]["path"] = data["data"]["path"] and folder(data["data"]["path"], "data", "path")
+    texts = data["data"]["text"]
+    data["data"]["text"] = [name if name in validation.KNOWN_TEXTS else folder(name, "data", "text") for name in texts]
+    for tier in data["checkpoint"]["tiers"]:
+        tier["path"] = _tier(tier["path"], folder)
+    if (own := data["checkpoints"]["path"]).startswith(("/", "~", "$")):  # others are meant from where the command runs
+        data["checkpoints"]["path"] = folder(own, "checkpoints", "path")
+    data["workload"]["path"] = [folder(name, "workload", "path") for name in data["workload"]["path"]]
+    return data
+
+
+def _tier(path: str, folder: Callable[..., str]) -> str:
+    """A tier's folder with this shell's variables; a relative one lies below the run's folder, wherever that is."""
+    if path == RUN or "://" in path or not path.startswith(("/", "~", "$")):
+        return path
+    return folder(path, "checkpoint", "tiers")
+
+
+def _built(data: dict[str, Any], origins: dict[keys.Path, str]) -> RunConfig:
+    try:
+        config = build(RunConfig, data)
+    except ValueError as error:
+        raise validation.refused(str(error), origins) from error
+    assert isinstance(config, RunConfig)
+    return config

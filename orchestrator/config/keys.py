@@ -1,0 +1,119 @@
+"""Every key that a config may have, read off the dataclasses, and the nearest right one for a wrong one."""
+
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Any
+
+from orchestrator.config.run_config import RunConfig
+from orchestrator.errors import ConfigError
+
+Path = tuple[str, ...]
+
+
+def dotted(path: Sequence[str]) -> str:
+    return ".".join(path)
+
+
+@cache
+def section(kind: Any) -> dict[str, Any]:
+    """The keys of one dataclass with their types, in the order they are declared."""
+    hints = typing.get_type_hints(kind)
+    return {item.name: hints[item.name] for item in fields(kind)}
+
+
+def is_section(kind: Any) -> bool:
+    return is_dataclass(kind)
+
+
+def is_open(kind: Any) -> bool:
+    """Whether users may add keys of their own here."""
+    return typing.get_origin(kind) is dict
+
+
+def item_kind(kind: Any) -> Any:
+    """What a tuple or an open map holds."""
+    arguments = typing.get_args(kind)
+    return arguments[1] if is_open(kind) else arguments[0]
+
+
+def kind_of(path: Path, where: str) -> Any:
+    """The type of the key at `path`; raises ConfigError, with the nearest right key, where there is none."""
+    kind: Any = RunConfig
+    for depth, name in enumerate(path):
+        if is_open(kind):
+            kind = item_kind(kind)
+        elif kind is Any:
+            return kind
+        elif is_section(kind) and name in section(kind):
+            kind = section(kind)[name]
+        elif is_section(kind):
+            raise unknown(path[: depth + 1], kind, where)
+        else:
+            parent = dotted(path[:depth])
+            hint = f"{parent}=VALUE"
+            raise ConfigError(f"`{parent}` is a single value, it has no key `{name}`", where=where, hint=hint)
+    return kind
+
+
+def within_open(path: Path) -> bool:
+    """Whether `path` names an entry of an open map."""
+    return any(is_open(kind_of(path[:depth], "")) for depth in range(len(path)))
+
+
+def unknown(path: Path, kind: Any, where: str) -> ConfigError:
+    """The error for a key that section `kind` does not have."""
+    prefix, name = path[:-1], path[-1]
+    there = list(section(kind))
+    near = _nearest(prefix, name, there)
+    meant = f"did you mean `{near}`?  " if near else ""
+    place = f"keys in `{dotted(prefix)}`" if prefix else "keys"
+    return ConfigError(f"unknown key `{dotted(path)}`", where=where, hint=f"{meant}{place}: {', '.join(there)}")
+
+
+def _nearest(prefix: Path, name: str, there: list[str]) -> str | None:
+    # A slip of the finger in the right section first, then the right word in the wrong section.
+    for match in difflib.get_close_matches(name, there, n=1, cutoff=0.6):
+        return dotted((*prefix, match))
+    same = [key for key in every_key() if key[-1] == name]
+    if same:
+        return dotted(same[0])
+    known = {dotted(key): key for key in every_key()}
+    close = difflib.get_close_matches(dotted((*prefix, name)), known, n=1, cutoff=0.6)
+    return close[0] if close else None
+
+
+@cache
+def every_key() -> tuple[Path, ...]:
+    """The paths of all values and open maps."""
+    return tuple(_below(RunConfig, ()))
+
+
+def _below(kind: Any, path: Path) -> Iterator[Path]:
+    for name, inner in section(kind).items():
+        if is_section(inner):
+            yield from _below(inner, (*path, name))
+        else:
+            yield (*path, name)
+
+
+def default_of(path: Path) -> Any:
+    """The value of a key that nobody has set; None for an entry of an open map."""
+    value: Any = RunConfig()
+    for name in path:
+        value = value.get(name) if isinstance(value, dict) else getattr(value, name, None)
+    return value
+
+
+def type_words(kind: Any) -> str:
+    """A type as one says it to a user."""
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    if typing.get_origin(kind) is tuple:
+        inner = item_kind(kind)
+        return "a list of mappings" if is_section(inner) else "a list of texts"
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return " or ".join(type_words(inner) for inner in typing.get_args(kind))
+    return words.get(kind, "a mapping" if is_section(kind) or is_open(kind) else "a value")

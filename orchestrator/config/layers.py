@@ -1,0 +1,225 @@
+"""Where values come from: files with their includes and overrides become one list of assignments, weakest first."""
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from orchestrator.config import keys, presets, yaml_text
+from orchestrator.config.run_config import RunConfig
+from orchestrator.errors import ConfigError, NotFound
+from trainer.contract.config import WorkloadConfig
+
+INCLUDES = "includes"
+_OVERRIDE = re.compile(r"(?P<sign>[+~]?)(?P<key>[A-Za-z_][\w\-]*(?:\.[\w\-]+)*)(?:=(?P<value>.*))?", re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """One value for one key, or, with `clears`, the way back to its default."""
+
+    path: keys.Path
+    value: Any
+    origin: str
+    clears: bool = False
+    adds: bool = True  # may bring a new entry into an open map
+
+
+def standing_files(environ: Mapping[str, str]) -> list[Path]:
+    """The site's and the user's config, where there are such; one named by the environment must exist."""
+    home = Path(environ["HOME"]) if environ.get("HOME") else Path.home()
+    user = Path(environ.get("XDG_CONFIG_HOME") or home / ".config") / "orch" / "config.yaml"
+    found = []
+    for variable, usual in (("ORCH_SITE_CONFIG", Path("/etc/orch/site.yaml")), ("ORCH_USER_CONFIG", user)):
+        named = environ.get(variable)
+        path = Path(named).expanduser() if named else usual
+        if named and not path.is_file():
+            raise ConfigError(f"no such file: {path}", where=f"${variable}", hint=f"unset {variable}, or mend it")
+        if path.is_file():
+            found.append(path)
+    return found
+
+
+def locate(source: str, beside: Path, where: str) -> Path:
+    """The file of a preset or path; raises NotFound with near names, ConfigError when a file asked for it."""
+    missing = ConfigError if where else NotFound
+    as_path = Path(source).expanduser()
+    if not source.strip() or source.startswith((".", "/", "~")) or as_path.suffix in (".yaml", ".yml"):
+        path = beside / as_path
+        if not source.strip() or not path.is_file():
+            what = "is a folder" if path.is_dir() else "no such file"
+            raise missing(f"config {source or '(empty)'}: {what}", where=where or str(path), hint=_offer(source))
+        return path
+    preset = presets.folder("configs") / f"{source}.yaml"
+    if source in presets.names():
+        return preset
+    if (beside / as_path).is_file():
+        return beside / as_path
+    raise missing(f"no preset `{source}`, and no such file", where=where or source, hint=_offer(source))
+
+
+def _offer(source: str) -> str:
+    known = presets.names()
+    near = difflib.get_close_matches(Path(source).stem, known, n=3, cutoff=0.5)
+    runnable = [name for name in known if "/" not in name]
+    return f"did you mean {' or '.join(near)}?" if near else f"presets: {', '.join(runnable)}"
+
+
+def from_file(path: Path, above: tuple[Path, ...] = ()) -> list[Assignment]:
+    """The assignments of one file, those of its includes first; raises ConfigError."""
+    path = path.resolve()
+    if path in above:
+        chain = " -> ".join(str(step) for step in (*above, path))
+        raise ConfigError("a config includes itself", where=str(path), hint=f"break the circle {chain}")
+    node = yaml_text.parse(_text(path), str(path))
+    if node is None or yaml_text.is_null(node):
+        return []
+    if not isinstance(node, MappingNode):
+        what = "a list" if isinstance(node, SequenceNode) else "a single value"
+        hint = "write keys and values, as in `train: {steps: 100}`"
+        raise ConfigError(f"a config must be a mapping, this is {what}", where=str(path), hint=hint)
+    found = []
+    for included, where in _included(node, path):
+        found += from_file(locate(included, path.parent, where), (*above, path))
+    pairs = [(key, value) for key, value in node.value if key.value != INCLUDES]
+    rest = MappingNode(node.tag, pairs, node.start_mark, node.end_mark)
+    return found + list(_assignments(rest, RunConfig, (), str(path)))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"not YAML: the file is not UTF-8 text ({error.reason})", where=str(path)) from error
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", where=str(path)) from error
+
+
+def _included(node: MappingNode, path: Path) -> Iterator[tuple[str, str]]:
+    for key, value in node.value:
+        if key.value != INCLUDES:
+            continue
+        items = value.value if isinstance(value, SequenceNode) else [value]
+        for item in items:
+            where = yaml_text.place_of(item, str(path))
+            if not isinstance(item, ScalarNode) or yaml_text.is_null(item):
+                raise ConfigError("`includes` must be a list of presets", where=where, hint="includes: [model/tiny]")
+            yield str(item.value), where
+
+
+def _assignments(node: Node, kind: Any, path: keys.Path, where: str) -> Iterator[Assignment]:
+    here = yaml_text.place_of(node, where)
+    nested = keys.is_section(kind) or keys.is_open(kind) or (kind is Any and isinstance(node, MappingNode))
+    if kind is WorkloadConfig and isinstance(node, ScalarNode) and not yaml_text.is_null(node):
+        # `workload=my_pkg.mod:Class` is short for its target.
+        yield Assignment(path=(*path, "target"), value=str(node.value), origin=here)
+    elif not nested or (kind is Any and not node.value):
+        yield Assignment(path=path, value=_value(node, kind, path, where), origin=here)
+    elif isinstance(node, MappingNode):
+        for key, value in node.value:
+            below = (*path, str(key.value))
+            inner = _kind_below(kind, below, yaml_text.place_of(key, where))
+            yield from _assignments(value, inner, below, where)
+    elif not yaml_text.is_null(node):
+        there = (
+            f"keys in `{keys.dotted(path)}`: {', '.join(keys.section(kind))}"
+            if keys.is_section(kind)
+            else f"{keys.dotted(path)}={{key: value}}"
+        )
+        raise ConfigError(f"`{keys.dotted(path)}` must be a mapping", where=here, hint=there)
+
+
+def _kind_below(kind: Any, path: keys.Path, where: str) -> Any:
+    if kind is Any:
+        return Any
+    if keys.is_open(kind):
+        return keys.item_kind(kind)
+    if path[-1] not in keys.section(kind):
+        raise keys.unknown(path, kind, where)
+    return keys.section(kind)[path[-1]]
+
+
+def _value(node: Node, kind: Any, path: keys.Path, where: str) -> Any:
+    """A node as data; where the type is text, the text as it was written (`017` keeps its zero)."""
+    is_list = keys.type_words(kind).startswith("a list")
+    if yaml_text.is_null(node) and kind is not Any:
+        hint = f"leave `{keys.dotted(path)}` out for its default" + (", or write ''" if kind is str else "")
+        raise _wrong(path, "empty", kind, yaml_text.place_of(node, where), hint)
+    if kind is str:
+        if not isinstance(node, ScalarNode):
+            raise _wrong(path, yaml_text.plain(node), kind, yaml_text.place_of(node, where), "put it in quotes")
+        return str(node.value)
+    if not is_list or _is_reference(node):
+        return yaml_text.plain(node)
+    if not isinstance(node, SequenceNode):
+        shown = str(yaml_text.plain(node))
+        hint = f"write a list: {keys.dotted(path)}=[{', '.join(shown.split())}]"
+        raise _wrong(path, shown, kind, yaml_text.place_of(node, where), hint)
+    inner = keys.item_kind(kind)
+    return [_item(item, inner, path, where) for item in node.value]
+
+
+def _item(node: Node, kind: Any, path: keys.Path, where: str) -> Any:
+    if not keys.is_section(kind) or _is_reference(node):
+        return _value(node, kind, path, where)
+    here = yaml_text.place_of(node, where)
+    if not isinstance(node, MappingNode):
+        hint = f"keys: {', '.join(keys.section(kind))}"
+        raise ConfigError(f"every entry of `{keys.dotted(path)}` must be a mapping", where=here, hint=hint)
+    item = {}
+    for key, value in node.value:
+        if key.value not in keys.section(kind):
+            raise keys.unknown((*path, str(key.value)), kind, yaml_text.place_of(key, where))
+        item[key.value] = _value(value, keys.section(kind)[key.value], (*path, str(key.value)), where)
+    return item
+
+
+def _is_reference(node: Node) -> bool:
+    return isinstance(node, ScalarNode) and str(node.value).startswith("${")
+
+
+def _wrong(path: keys.Path, shown: Any, kind: Any, where: str, hint: str) -> ConfigError:
+    return ConfigError(f"`{keys.dotted(path)}` is {shown}, must be {keys.type_words(kind)}", where=where, hint=hint)
+
+
+def from_overrides(overrides: Sequence[str]) -> list[Assignment]:
+    """The assignments of the command line, in order; raises ConfigError."""
+    return [item for number, text in enumerate(overrides, 1) for item in _override(number, text)]
+
+
+def _override(number: int, text: str) -> list[Assignment]:
+    where = f"override #{number}: {text}"
+    match = _OVERRIDE.fullmatch(text)
+    if match is None:
+        raise ConfigError("an override must be key=value, +key=value or ~key", where=where, hint="train.steps=100")
+    sign, path, value = match["sign"], tuple(match["key"].split(".")), match["value"]
+    kind = keys.kind_of(path, where)
+    if sign == "~":
+        if value is not None:
+            raise ConfigError("`~key` takes no value", where=where, hint=f"~{match['key']}")
+        return [Assignment(path=path, value=None, origin=where, clears=True)]
+    if value is None:
+        hint = f"{match['key']}=VALUE, or ~{match['key']} for its default"
+        raise ConfigError("the override has no value", where=where, hint=hint)
+    if sign == "+" and not keys.within_open(path):
+        hint = f"leave the + away: {text[1:]}"
+        raise ConfigError(
+            f"`{match['key']}` is no entry of an open map, + adds entries to those", where=where, hint=hint
+        )
+    return [_as_override(item, sign) for item in _assignments(_node(value, kind, where), kind, path, where)]
+
+
+def _as_override(item: Assignment, sign: str) -> Assignment:
+    return Assignment(path=item.path, value=item.value, origin=item.origin, adds=sign == "+")
+
+
+def _node(text: str, kind: Any, where: str) -> Node:
+    mark = None
+    if kind is str and text[:1] not in ("'", '"'):
+        return ScalarNode("tag:yaml.org,2002:str", text, mark, mark)
+    node = yaml_text.parse(text, where)
+    return node if node is not None else ScalarNode("tag:yaml.org,2002:null", "", mark, mark)

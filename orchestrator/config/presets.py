@@ -1,0 +1,16 @@
+"""The folders of presets and templates that orch brings along."""
+
+from pathlib import Path
+
+
+def folder(name: str) -> Path:
+    """`configs` or `sbatch_templates`: beside the packages in a source tree, inside `orchestrator` in a wheel."""
+    here = Path(__file__).resolve().parent.parent
+    packed = here / "data" / name
+    return packed if packed.is_dir() else here.parent / name
+
+
+def names() -> list[str]:
+    """Every preset as one writes it: `tiny-gpt`, `model/tiny`."""
+    root = folder("configs")
+    return sorted(path.relative_to(root).with_suffix("").as_posix() for path in root.rglob("*.yaml"))

@@ -1,0 +1,161 @@
+"""What must fit together in a whole config, beyond the type and range of each value."""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from orchestrator.config import keys
+from orchestrator.config.run_config import RunConfig
+from orchestrator.errors import ConfigError
+from trainer.contract.config import WorkloadConfig
+
+BUILT_IN = WorkloadConfig().target
+SECTIONS = frozenset(path[0] for path in keys.every_key() if len(path) > 1)
+KNOWN_TEXTS = ("python-stdlib",)
+"""Entries of data.text that are names, not paths."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+Origins = Mapping[tuple[str, ...], str]
+Complaint = tuple[str, str]
+"""What does not fit, beginning with the keys it is about, and what to type."""
+
+
+def check(config: RunConfig, origins: Origins) -> None:
+    """Raise ConfigError for the first thing that does not fit."""
+    for what, hint in _complaints(config):
+        raise refused(what, origins, hint)
+
+
+def refused(what: str, origins: Origins, hint: str = "") -> ConfigError:
+    """The error for values that do not fit, with the places of all keys that `what` names."""
+    named = _named(what)
+    places = [
+        f"{'.'.join(path)} from {origin}"
+        for path, origin in origins.items()
+        if any(path[:depth] in named for depth in range(1, len(path) + 1))
+    ]
+    return ConfigError(what, where="; ".join(dict.fromkeys(places)) or "defaults only", hint=hint or _usual(what))
+
+
+def _named(what: str) -> set[tuple[str, ...]]:
+    """The keys a message speaks of: `a.b`, its first word, and short names within the sections it has named."""
+    full = {tuple(key.split(".")) for key in re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", what)}
+    words = re.findall(r"[a-z_]+", what)
+    sections = {key[0] for key in full} | set(words[:1])
+    alone = {(word,) for word in words[:1] if word not in SECTIONS}
+    return full | alone | {(name, word) for name in sections for word in words}
+
+
+def _usual(what: str) -> str:
+    key = re.match(r"[a-z_]+\.[a-z_]+", what)
+    return f"~{key[0]} takes its default" if key else "orch config show CONFIG shows all values"
+
+
+def _complaints(config: RunConfig) -> Iterator[Complaint]:
+    yield from _names(config)
+    yield from _program(config)
+    yield from _sizes(config)
+    if not config.command:
+        yield from _batch(config)
+    if not config.command and config.workload.target == BUILT_IN:
+        yield from _model(config)
+        yield from _data(config)
+
+
+def _names(config: RunConfig) -> Iterator[Complaint]:
+    if not _NAME.fullmatch(config.name):
+        yield f"name={config.name}: must be letters, digits, '.', '_' or '-', at most 63", "name=my-run"
+    for variable, value in config.env.items():
+        if not _VARIABLE.fullmatch(variable):
+            yield f"env.{variable}: is no name of an environment variable", "+env.MY_VARIABLE=value"
+        if "\0" in value or "\n" in value:
+            yield f"env.{variable}: has a line break or a NUL in it", "put such values into a file"
+
+
+def _program(config: RunConfig) -> Iterator[Complaint]:
+    target = config.workload.target
+    if config.command and target != BUILT_IN:
+        yield (
+            f"command and workload.target={target}: a run is one or the other",
+            "~command runs the workload, ~workload.target runs the command",
+        )
+    if config.checkpoints.path and not config.command:
+        yield (
+            f"checkpoints.path={config.checkpoints.path}: is for a run of a `command` of yours; "
+            "orch knows where the checkpoints of a workload are",
+            "~checkpoints.path; `checkpoint.tiers` says where orch writes its own",
+        )
+    if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", target):
+        yield f"workload.target={target}: must be package.module:Class", "workload=my_pkg.my_module:MyWorkload"
+    for folder in config.workload.path:
+        if not Path(folder).is_dir():
+            yield f"workload.path: no folder {folder}", "workload.path=[/absolute/folder]"
+
+
+def _sizes(config: RunConfig) -> Iterator[Complaint]:
+    try:
+        config.parallel.shard_size(config.cluster.world_size)
+    except ValueError as error:
+        yield str(error), "parallel.dp_shard=0 takes all ranks that are left"
+    cluster = config.cluster
+    if cluster.spare_nodes and cluster.nodes == 1:
+        yield (
+            f"cluster.spare_nodes={cluster.spare_nodes} with cluster.nodes=1: the first node leads the job, "
+            f"and no spare can take its place",
+            "cluster.spare_nodes=0: after the loss of its only node a run goes on in a new job",
+        )
+    world = cluster.world_size
+    for event in config.drill.events:
+        if not 0 <= event.rank < world:
+            yield f"drill.events: rank={event.rank} is not one of the {world} ranks", f"rank: {world - 1}"
+
+
+def _batch(config: RunConfig) -> Iterator[Complaint]:
+    train = config.train
+    ranks = config.parallel.dp_replicate * config.parallel.shard_size(config.cluster.world_size)
+    if train.batch_size % ranks:
+        fits = max(ranks, train.batch_size // ranks * ranks)
+        yield (
+            f"train.batch_size={train.batch_size}: must be a multiple of the {ranks} data-parallel ranks "
+            f"(parallel.dp_replicate x dp_shard)",
+            f"train.batch_size={fits}",
+        )
+    micro = train.micro_batch_size
+    if micro < 0 or (micro and train.batch_size // ranks % micro):
+        share = train.batch_size // ranks
+        yield (
+            f"train.micro_batch_size={micro}: must divide the {share} sequences of each data-parallel rank",
+            "train.micro_batch_size=0 takes the whole share at once",
+        )
+
+
+def _model(config: RunConfig) -> Iterator[Complaint]:
+    """Tensor parallelism cuts heads, the feed-forward and the vocabulary, sequence parallel norms cut the sequence."""
+    tp, model = config.parallel.tp, config.model
+    cut = {
+        "model.heads": model.heads,
+        "model.kv_heads": model.kv_heads,
+        "model.dim": model.dim,
+        "model.ffn_dim": model.ffn_dim,
+        "train.seq_len": config.train.seq_len,
+    }
+    for key, size in cut.items():
+        if size % tp:
+            yield (
+                f"{key}={size}: must be a multiple of parallel.tp={tp}",
+                f"{key}={max(tp, size // tp * tp)}, or parallel.tp=1",
+            )
+
+
+def _data(config: RunConfig) -> Iterator[Complaint]:
+    data = config.data
+    if data.path and data.text:
+        yield f"data.path={data.path} and data.text: both say what to read", "~data.path or ~data.text"
+    if not data.path and not data.text:
+        yield "data.text and data.path: nothing is given to train on", "data.text=[python-stdlib]"
+    for source in data.text:
+        if source not in KNOWN_TEXTS and not Path(source).exists():
+            yield f"data.text: no such file or folder {source}", f"names that need no file: {', '.join(KNOWN_TEXTS)}"
+    if data.path and not Path(data.path).is_dir():
+        yield f"data.path={data.path}: no such folder", f"orch data prepare YOUR-TEXTS --out {data.path}"

@@ -1,0 +1,1 @@
+"""Jobs in a scheduler: what is asked for, what is known, whose they are."""

@@ -1,0 +1,54 @@
+"""Jobs of the runs: what is asked for them, and which of several is the one."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from orchestrator.config.run_config import RunConfig
+from orchestrator.registry.records import Attempt, Run
+from orchestrator.scheduler.base import ENDED_STATES, JobSpec, JobStatus, Resources
+from orchestrator.scheduler.job_environment import Submitter
+from orchestrator.scheduler.job_tags import comment_of
+from trainer.contract.run_dir import RunDir
+
+
+def is_live(job: JobStatus) -> bool:
+    """Whether the job may still run something; states that nobody knows count as live."""
+    return job.state not in ENDED_STATES
+
+
+def oldest(jobs: Iterable[JobStatus]) -> JobStatus:
+    """The job to adopt among several of one attempt: submitted first, then the lowest id."""
+    return min(jobs, key=lambda job: (job.submit_time, len(job.job_id), job.job_id))
+
+
+def job_spec(run: Run, attempt: Attempt, config: RunConfig) -> JobSpec:
+    """What one attempt asks of its scheduler."""
+    cluster, folder = config.cluster, RunDir(Path(run.run_dir))
+    named = (cluster.exclude,) if cluster.exclude else ()
+    return JobSpec(
+        name=attempt.job_name,
+        comment=comment_of(run.name, attempt.number, attempt.nonce),
+        run_dir=folder.path,
+        attempt=attempt.number,
+        submission=folder.attempt(attempt.number).submission,
+        resources=Resources(
+            nodes=cluster.all_nodes,
+            spares=cluster.spare_nodes,
+            cpus_per_task=cluster.cpus_per_task,
+            gpus_per_node=cluster.gpus_per_node,
+            mem=cluster.mem,
+            time=cluster.time,
+            partition=cluster.partition,
+            account=cluster.account,
+            qos=cluster.qos,
+            constraint=cluster.constraint,
+            exclude=named + attempt.excluded,
+            avoided=attempt.excluded,
+            signal_lead=cluster.signal_lead,
+            sbatch=dict(cluster.sbatch),
+        ),
+        templates=cluster.templates,
+        template_args=dict(cluster.template_args),
+        python=cluster.python,
+        submitter=Submitter.of(run.identity),
+    )

@@ -1,0 +1,154 @@
+"""What one scheduler answered in this tick; no answer is kept apart from an empty one."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from orchestrator.controller.jobs.job_identity import JobRecord, identify
+from orchestrator.controller.jobs.job_spec import is_live
+from orchestrator.errors import OrchError, Precondition, SlurmUnreachable
+from orchestrator.registry.records import Attempt, Run
+from orchestrator.scheduler.base import UNREADABLE, JobStatus, Scheduler
+from orchestrator.scheduler.job_tags import PREFIX, tags
+
+Records = Mapping[tuple[str, int], JobRecord]
+"""What is written down about the jobs of attempts, by run and number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerSnapshot:
+    """Answers of one tick: `polled` by job id, `found` by the sweep over all jobs that bear a mark of ours."""
+
+    answered: bool
+    swept: bool
+    polled: dict[str, JobStatus]
+    found: tuple[JobStatus, ...] = ()
+    error: str = ""
+    records: Records = field(default_factory=dict)
+
+    def for_attempt(self, attempt: Attempt) -> "SchedulerSnapshot":
+        """What was answered as far as this attempt goes: nothing, when just its job's record cannot be read."""
+        for job in self.of_attempt(attempt):
+            if job.state == UNREADABLE:
+                return replace(
+                    UNREACHABLE, error=f"what is said of job {job.job_id or job.name} cannot be read: {job.reason}"
+                )
+        return self
+
+    def job_of(self, attempt: Attempt) -> JobStatus | None:
+        """The attempt's adopted job, or None when the answers do not know it."""
+        return next((job for job in self.of_attempt(attempt) if job.job_id == attempt.job_id), None)
+
+    def of_attempt(self, attempt: Attempt) -> list[JobStatus]:
+        """Every job that was submitted for this attempt, adopted or not, in whatever state."""
+        return self.of_record(self.record(attempt))
+
+    def of_record(self, record: JobRecord) -> list[JobStatus]:
+        """Every job that is identified by this record."""
+        named = self._tagged.get((record.run, record.attempt), [])
+        found = {id(job): job for job in (*named, *self._with_ids(record.ids))}
+        return [job for job in found.values() if identify(job, record)[0]]
+
+    def live(self, attempt: Attempt) -> list[JobStatus]:
+        """Jobs of this attempt that may still run something."""
+        return [job for job in self.of_attempt(attempt) if is_live(job)]
+
+    def of_run(self, run: Run) -> list[JobStatus]:
+        """Live jobs of any attempt of this run, of those too that nothing is written down about.
+
+        A run of another registry may have the same name: its jobs bear other nonces, and lie in another folder.
+        """
+        records = self._records_of.get(run.name, [])
+        nonces = {record.nonce for record in records}
+        named = (job for (name, _), jobs in self._tagged.items() if name == run.name for job in jobs)
+        found = {
+            id(job): job
+            for job in named
+            if any(tag.nonce in nonces or tag.folder.startswith(f"{run.run_dir}/") for tag in tags(job))
+        }
+        for record in records:
+            found |= {id(job): job for job in self.of_record(record)}
+        return [job for job in found.values() if is_live(job) and job.state != UNREADABLE]
+
+    def owner(self, job: JobStatus) -> JobRecord | None:
+        """The attempt that the job was submitted for, among those that are looked for."""
+        named = [record for tag in tags(job) if (record := self.records.get((tag.run, tag.attempt))) is not None]
+        by_id = [record for record in self.records.values() if job.job_id in record.ids] if not named else []
+        return next((record for record in (*named, *by_id) if identify(job, record)[0]), None)
+
+    def record(self, attempt: Attempt) -> JobRecord:
+        """What is written down about the job of this attempt."""
+        known = self.records.get((attempt.run, attempt.number))
+        return known or JobRecord(
+            run=attempt.run, attempt=attempt.number, nonce=attempt.nonce, name=attempt.job_name, folder="",
+            job_id=attempt.job_id, submit_time=attempt.submit_time,
+        )  # fmt: skip
+
+    @cached_property
+    def _jobs(self) -> tuple[JobStatus, ...]:
+        """Each job once: what was asked for by its id is the surer answer."""
+        return (
+            *self.polled.values(),
+            *(job for job in self.found if not job.job_id or job.job_id not in self.polled),
+        )
+
+    @cached_property
+    def _tagged(self) -> dict[tuple[str, int], list[JobStatus]]:
+        found: dict[tuple[str, int], list[JobStatus]] = {}
+        for job in self._jobs:
+            for key in {(tag.run, tag.attempt) for tag in tags(job)}:
+                found.setdefault(key, []).append(job)
+        return found
+
+    @cached_property
+    def _by_id(self) -> dict[str, list[JobStatus]]:
+        found: dict[str, list[JobStatus]] = {}
+        for job in self._jobs:
+            found.setdefault(job.job_id, []).append(job)
+        return found
+
+    @cached_property
+    def _records_of(self) -> dict[str, list[JobRecord]]:
+        found: dict[str, list[JobRecord]] = {}
+        for record in self.records.values():
+            found.setdefault(record.run, []).append(record)
+        return found
+
+    def _with_ids(self, ids: Iterable[str]) -> list[JobStatus]:
+        return [job for job_id in ids for job in self._by_id.get(job_id, ())]
+
+
+UNREACHABLE = SchedulerSnapshot(answered=False, swept=False, polled={}, error="no such scheduler here")
+
+
+def take_snapshot(
+    scheduler: Scheduler,
+    records: Records,
+    wanted: list[str],
+    *,
+    sweep: Callable[[SchedulerSnapshot], bool],
+    between: Callable[[], None] = lambda: None,
+) -> SchedulerSnapshot:
+    """One batched poll for the ids in `wanted`; then `between`, and the sweep, when the poll's answer asks for one."""
+    try:
+        polled = scheduler.poll(sorted(set(wanted))) if wanted else {}
+    except _NO_ANSWER as error:
+        return replace(UNREACHABLE, error=_said(error))
+    seen = SchedulerSnapshot(answered=True, swept=False, polled=polled, records=records)
+    if not sweep(seen):
+        return seen
+    between()
+    try:
+        known = frozenset(job_id for record in records.values() for job_id in record.ids)
+        return replace(seen, swept=True, found=tuple(scheduler.find(PREFIX, known)))
+    except _NO_ANSWER as error:
+        # The jobs that were asked for by their ids are known all the same.
+        return replace(seen, error=_said(error)) if polled else replace(UNREACHABLE, error=_said(error))
+
+
+_NO_ANSWER = (SlurmUnreachable, Precondition, OSError, ValueError)
+"""Whatever kept the answer away says nothing about the jobs, nor about those of another kind."""
+
+
+def _said(error: Exception) -> str:
+    return error.what if isinstance(error, OrchError) else str(error)

@@ -1,0 +1,203 @@
+"""The lease: who holds it, whether that controller lives or stalls, and when it may be taken over: one answer for all.
+
+Free of the ORM: `orch status` asks here, too.
+"""
+
+import os
+import signal
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from orchestrator.controller.leasing.observed_since import ObservedSince
+from orchestrator.process_space import is_visible, process_space
+from orchestrator.registry.records import Lease
+
+if TYPE_CHECKING:
+    from orchestrator.registry.store import Store
+
+LEASE_TTL = 60.0
+"""Seconds without a renewal after which a controller counts as stalled and its lease may be taken, its host's too."""
+ONCE = "+once"
+"""Ends the name of a holder that makes a single pass."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """A process that holds or wants the lease: `host/space:pid:start time`, because pids come back.
+
+    The space tells where the pid means something (`process_space`); an older version wrote none, and takes `host/space`
+    for another host, whose processes it cannot look at either.
+    `+once` at the end says that it makes a single pass: it is no controller that anybody may rely on.
+    """
+
+    host: str
+    pid: int
+    started: str
+    once: bool = False
+    space: str = ""
+
+    def __str__(self) -> str:
+        host = f"{self.host}/{self.space}" if self.space else self.host
+        return f"{host}:{self.pid}:{self.started}{ONCE if self.once else ''}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Holder | None":
+        """The parts of a holder; None for the empty one of a dropped lease, or for anything else."""
+        place, _, pid = text.rpartition(":")[0].rpartition(":")
+        host, _, space = place.partition("/")
+        started = text.rpartition(":")[2]
+        once, started = started.endswith(ONCE), started.removesuffix(ONCE)
+        if not host or not pid.isdigit():
+            return None
+        return cls(host=host, pid=int(pid), started=started, once=once, space=space)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its process can be looked at from here: the name of the host alone does not say so."""
+        return self.host == host_name() and is_visible(self.space)
+
+    @property
+    def lives(self) -> bool | None:
+        """Whether the process lives; None when it cannot be looked at from here."""
+        return start_time(self.pid) == self.started if self.is_here else None
+
+
+def host_of(text: str) -> str:
+    """The host in a holder's name; empty for that of a dropped lease."""
+    holder = Holder.parse(text)
+    return holder.host if holder is not None else text.partition(":")[0]
+
+
+def this_process(*, once: bool = False) -> Holder:
+    pid = os.getpid()
+    return Holder(host=host_name(), pid=pid, started=start_time(pid) or "0", once=once, space=process_space())
+
+
+def host_name() -> str:
+    return socket.gethostname()
+
+
+def start_time(pid: int) -> str | None:
+    """When the process was started, in clock ticks since boot; None when there is none, or only its remains."""
+    try:
+        with open(f"/proc/{pid}/stat") as stream:
+            fields = stream.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in ("Z", "X") else fields[19]
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal (SIGSTOP, Ctrl-Z) keeps the process from running."""
+    try:
+        with open(f"/proc/{pid}/stat") as stream:
+            return stream.read().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaseFacts:
+    """What is known of a held lease; `unrenewed_for` in seconds, by whichever clock the caller can vouch for."""
+
+    holder: Holder | None
+    lives: bool | None  # the holder's process; None: not to be seen from here
+    stopped: bool
+    own: bool
+    unrenewed_for: float
+
+    @classmethod
+    def of(cls, lease: Lease, unrenewed_for: float) -> "LeaseFacts":
+        holder = Holder.parse(lease.holder)
+        return cls(
+            holder=holder,
+            lives=holder.lives if holder is not None else None,
+            stopped=holder is not None and holder.is_here and is_stopped(holder.pid),
+            own=holder in (this_process(), this_process(once=True)),
+            unrenewed_for=unrenewed_for,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaseState:
+    """Whether a controller lives, whether it stalls instead, and whether its lease may be taken now; and why."""
+
+    alive: bool
+    may_take: bool
+    reason: str
+    stalled: bool = False
+
+
+def judge(facts: LeaseFacts | None, ttl: float) -> LeaseState:
+    """PURE: the one rule of expiry; None stands for a lease that nobody holds."""
+    if facts is None:
+        return LeaseState(alive=False, may_take=True, reason="no controller lives")
+    who = f"pid {facts.holder.pid} on {facts.holder.host}" if facts.holder is not None else "an unknown holder"
+    if facts.own:
+        return LeaseState(alive=True, may_take=True, reason="this process holds the lease")
+    # On this host the process itself can be looked at: a dead one needs no waiting.
+    if facts.lives is False:
+        return LeaseState(alive=False, may_take=True, reason=f"no controller lives: {who} is gone")
+    said = f"controller stalled for {facts.unrenewed_for:.0f} s ({who})"
+    # A process may live and do nothing for ever: stopped, or stuck in the kernel. Epochs fence it when it wakes.
+    if facts.unrenewed_for >= ttl:
+        return LeaseState(alive=False, may_take=True, stalled=True, reason=said)
+    if facts.stopped:
+        left = f"stopped by a signal; its lease expires in {ttl - facts.unrenewed_for:.0f} s"
+        return LeaseState(alive=False, may_take=False, stalled=True, reason=f"{said}: {left}")
+    return LeaseState(alive=True, may_take=False, reason=f"{who} renewed its lease {facts.unrenewed_for:.0f} s ago")
+
+
+def displayed_state(lease: Lease | None, now: float) -> LeaseState:
+    """For people, at one look: by the time of day, whose jumps last until the next renewal. Nothing is taken by it."""
+    if lease is None or not lease.holder:
+        return judge(None, LEASE_TTL)
+    # A renewal in the future tells as much as one long ago: the clock was set since, and nobody renewed it after that.
+    return judge(LeaseFacts.of(lease, abs(now - lease.renewed_at)), LEASE_TTL)
+
+
+def observed_state(lease: Lease | None, observed: ObservedSince) -> LeaseState:
+    """To act by: how long this host has watched the lease stay as it is, its own pauses left out."""
+    if lease is None or not lease.holder:
+        return judge(None, LEASE_TTL)
+    seen = observed.watched_for(f"lease:{lease.scheduler}", f"{lease.epoch}:{lease.renewed_at}")
+    return judge(LeaseFacts.of(lease, seen), LEASE_TTL)
+
+
+def acquire(
+    store: "Store", observed: ObservedSince, now: float, *, once: bool = False, scheduler: str = ""
+) -> Lease | None:
+    """The lease of this scheduler's runs (of all runs) for this process.
+
+    None while another controller lives, or has not been silent for long enough. A stalled controller of this host is
+    killed first: it may hold the registry's lock, and must not wake in the middle of an effect. One of another host is
+    fenced by the epoch.
+    """
+    rivals = [held for held in store.leases() if scheduler in ("", held.scheduler) or not held.scheduler]
+    # Every one is looked at, so that the time of each is measured.
+    states = [observed_state(held, observed) for held in rivals]
+    if not all(state.may_take for state in states):
+        return None
+    for held, state in zip(rivals, states, strict=True):
+        if state.stalled:
+            _end(Holder.parse(held.holder))
+    lease = store.take_lease(str(this_process(once=once)), now, LEASE_TTL, scheduler, over=rivals)
+    return store.renew_lease(lease, now, LEASE_TTL) if lease is not None else None
+
+
+def _end(holder: Holder | None) -> None:
+    """SIGKILL to a stalled daemon of this host; a single pass is somebody's shell, and is left to the epochs."""
+    if holder is None or not holder.lives or holder.once:
+        return
+    try:
+        handle = os.pidfd_open(holder.pid)
+    except OSError:
+        return
+    try:
+        if holder.lives:  # the pid was its own when it was opened
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+    except OSError:
+        return
+    finally:
+        os.close(handle)

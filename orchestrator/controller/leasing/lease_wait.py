@@ -1,0 +1,72 @@
+"""Waiting for a lease that another process holds: a single pass for a while, a daemon until it knows who lives."""
+
+import fcntl
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from orchestrator.controller.leasing.lease import Holder, acquire, displayed_state, host_name
+from orchestrator.controller.leasing.observed_since import ObservedSince
+from orchestrator.registry.records import Lease
+from orchestrator.registry.store import Store
+
+log = logging.getLogger("orch.controller")
+
+AGAIN = 0.25
+"""Seconds between tries for the lease: single passes leave gaps that are no longer than this."""
+SLACK = 15.0
+"""Seconds beyond the lease's own for which a pass waits until a stalled controller may be replaced."""
+
+
+def host_file(store_path: Path, what: str, key: str) -> Path:
+    """A file beside the registry of this host's controller of one scheduler: several must not share one."""
+    digest = hashlib.sha256(key.encode()).hexdigest()[:8]
+    return store_path.with_name(f".{store_path.name}.{what}.{host_name()}.{digest}")
+
+
+@contextmanager
+def single_waiter(store_path: Path, key: str) -> Iterator[bool]:
+    """Whether no other process of this host waits for this lease: every submit starts one beside a stalled one."""
+    with host_file(store_path, "waits", key).open("ab") as waits:
+        try:
+            fcntl.flock(waits, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("another process waits for the lease")
+            yield False
+            return
+        except OSError:
+            pass  # without locks there may be several: one takes the lease, the others see it renewed
+        yield True
+
+
+def acquire_once(store: Store, observed: ObservedSince, key: str, patience: float) -> Lease | None:
+    """The lease for a single pass; None while another controller lives, or has not been watched for long enough."""
+    give_up = time.monotonic() + patience
+    while True:
+        lease = acquire(store, observed, time.time(), once=True, scheduler=key)
+        if lease is not None or displayed_state(store.lease(key), time.time()).alive or time.monotonic() >= give_up:
+            return lease
+        time.sleep(AGAIN)
+
+
+def wait_for_lease(store: Store, observed: ObservedSince, key: str, stopping: Callable[[], bool]) -> Lease | None:
+    """The lease for a daemon; None when another controller shows signs of life, or this one is to stop."""
+    first = store.lease(key)
+    while not stopping():
+        lease = acquire(store, observed, time.time(), scheduler=key)
+        if lease is not None:
+            return lease
+        held = store.lease(key)
+        holder = Holder.parse(held.holder) if held else None
+        renewed = held is not None and first is not None and held.renewed_at != first.renewed_at
+        # A single pass is soon over, and nobody would go on after it; a stalled controller is waited out.
+        single = holder is not None and holder.once
+        lives = holder is not None and holder.lives and displayed_state(held, time.time()).alive
+        if not single and (renewed or lives):
+            log.info("another controller lives: %s", held.holder if held else "")
+            return None
+        time.sleep(AGAIN)
+    return None

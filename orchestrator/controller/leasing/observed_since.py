@@ -1,0 +1,97 @@
+"""How long something has been as it is, by this host's own clock: other hosts' clocks are never compared."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpointing.storage.durable import dump_line, write_atomically
+
+LOOK = 20.0
+"""Seconds between two looks up to which the whole time counts as watched: passes are at most 15 s apart."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clock:
+    """Time as the controller takes it; `mono` only ever grows and is what durations are measured by."""
+
+    wall: Callable[[], float] = time.time
+    mono: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class ObservedSince:
+    """Remembers when each key was first seen with its present value.
+
+    With a `path` it survives the process, so that single ticks from cron see spans too; another boot of the
+    host (`boot`) starts afresh, because its monotonic clock did.
+    """
+
+    def __init__(self, mono: Callable[[], float], path: Path | None = None, boot: str = "") -> None:
+        self._mono, self._path, self._boot = mono, path, boot
+        self._seen: dict[str, tuple[str, float]] = {}
+        self._lasted: dict[str, tuple[str, float, float]] = {}  # value, last look, seconds so far
+        self._load()
+
+    def age(self, key: str, value: object) -> float:
+        """Seconds for which `key` has been seen with this value; 0.0 on the first sight."""
+        now, text = self._mono(), str(value)
+        before = self._seen.get(key)
+        if before is None or before[0] != text or before[1] > now:
+            self._seen[key] = (text, now)
+            return 0.0
+        return now - before[1]
+
+    def watched_for(self, key: str, value: object) -> float:
+        """Seconds for which `key` was *watched* with this value: of the time between two looks at most `LOOK` counts.
+
+        What stood still together with this process (a suspended machine, a frozen VM) is so not held against it.
+        """
+        now, text = self._mono(), str(value)
+        before = self._lasted.get(key)
+        if before is None or before[0] != text or before[1] > now:
+            self._lasted[key] = (text, now, 0.0)
+            return 0.0
+        total = before[2] + min(now - before[1], LOOK)
+        self._lasted[key] = (text, now, total)
+        return total
+
+    def value(self, key: str) -> str:
+        """What `key` was seen with last; empty when it was not."""
+        return self._seen.get(key, ("", 0.0))[0]
+
+    def forget(self, key: str) -> None:
+        self._seen.pop(key, None)
+        self._lasted.pop(key, None)
+
+    def forget_below(self, prefix: str) -> None:
+        """Forget every key that starts so."""
+        for key in [key for key in self._seen if key.startswith(prefix)]:
+            del self._seen[key]
+
+    def save(self) -> None:
+        """Keep what was seen for the next process."""
+        if self._path is not None:
+            write_atomically(
+                self._path, dump_line({"boot": self._boot, "seen": self._seen, "lasted": self._lasted}).encode()
+            )
+
+    def _load(self) -> None:
+        if self._path is None:
+            return
+        try:
+            kept = json.loads(self._path.read_bytes())
+            if kept["boot"] == self._boot:
+                self._seen = {key: (str(value), float(at)) for key, (value, at) in kept["seen"].items()}
+                lasted = kept.get("lasted", {}).items()
+                self._lasted = {key: (str(value), float(at), float(so)) for key, (value, at, so) in lasted}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            self._seen, self._lasted = {}, {}
+
+
+def boot_id() -> str:
+    """Names this boot of this host."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

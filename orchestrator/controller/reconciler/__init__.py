@@ -1,0 +1,1 @@
+"""One pass over all live runs: whose they are, what was asked, what is done."""

@@ -1,0 +1,361 @@
+"""The only place with effects outside the registry: submit, release, cancel, GO, requests. Every step is repeatable."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypedDict
+
+from orchestrator.config.run_config import RunConfig
+from orchestrator.controller import failpoints
+from orchestrator.controller.jobs.job_changes import changes
+from orchestrator.controller.jobs.job_identity import JobRecord, identify
+from orchestrator.controller.jobs.job_spec import is_live, job_spec, oldest
+from orchestrator.controller.jobs.scheduler_snapshot import SchedulerSnapshot
+from orchestrator.controller.jobs.submission_limits import (
+    ADOPTED,
+    CANCELLED,
+    HOUR,
+    REFUSED,
+    SubmitStep,
+    submit_permission,
+    unresolved,
+)
+from orchestrator.controller.jobs.submit_refusal import submit_refusal
+from orchestrator.controller.leasing.lease import LEASE_TTL
+from orchestrator.controller.leasing.observed_since import Clock, ObservedSince
+from orchestrator.controller.run_dirs.bounded_files import DirectFiles, Files
+from orchestrator.controller.run_dirs.run_folder import ensure_attempt_dir
+from orchestrator.controller.run_view import RunView
+from orchestrator.errors import ConfigError, Precondition, SlurmUnreachable, SubmitRejected
+from orchestrator.recovery import failure_rate
+from orchestrator.registry.records import Attempt, Lease, Run, Submission
+from orchestrator.registry.store import Store
+from orchestrator.scheduler.base import UNREADABLE, JobStatus, Scheduler
+from orchestrator.scheduler.submitit_payload import ids_in
+from orchestrator.states import AttemptState, RunState
+from trainer.contract.launch_token import LaunchToken, is_revoked, revoke
+from trainer.contract.outcome import Failure, FailureKind
+from trainer.contract.requests import Request, RequestKind
+from trainer.contract.run_dir import AttemptDir, RunDir
+
+AMBIGUOUS_FOR = 60.0
+"""Seconds of answered, empty look-ups after a submission before "it is not there" is believed."""
+
+SUBMIT_WITHIN = 180.0
+"""Seconds for what may take long in good health: Slurm's commands beside the files, and tiers full of checkpoints."""
+
+
+class Stamp(TypedDict):
+    """What every write of the controller carries."""
+
+    epoch: int
+    now: float
+
+
+class Actor:
+    """Acts for one lease; every effect is preceded by a check that the lease is still ours (Fenced otherwise)."""
+
+    def __init__(
+        self, store: Store, schedulers: Mapping[str, Scheduler], clock: Clock, observed: ObservedSince
+    ) -> None:
+        self.store, self.schedulers, self.clock, self.observed = store, schedulers, clock, observed
+        self.lease = Lease(epoch=0, holder="", renewed_at=0.0, expires_at=0.0)
+        self.files: Files = DirectFiles()
+        self.actions: list[str] = []
+        self._renewed_at = 0.0  # by the clock that no person sets
+        self.ambiguous_for = AMBIGUOUS_FOR
+        self.check_scheduler: Callable[[], None] = lambda: None
+
+    def start_pass(self, lease: Lease) -> None:
+        self.lease, self.actions, self._renewed_at = lease, [], self.clock.mono()
+
+    @property
+    def epoch(self) -> int:
+        return self.lease.epoch
+
+    def stamp(self) -> Stamp:
+        return {"epoch": self.lease.epoch, "now": self.clock.wall()}
+
+    def renew_lease(self) -> None:
+        """Renew the lease, or learn that it is lost or that commands reach another scheduler by now: raises Fenced."""
+        self.check_scheduler()
+        self.lease = self.store.renew_lease(self.lease, self.clock.wall(), LEASE_TTL)
+        self._renewed_at = self.clock.mono()
+
+    def renew_lease_if_due(self) -> None:
+        """Renew the lease when a good part of it has passed: a look-up may take a minute. Raises Fenced."""
+        if self.clock.mono() - self._renewed_at >= LEASE_TTL / 6:
+            self.renew_lease()
+
+    def record_action(self, what: str) -> None:
+        self.actions.append(what)
+
+    # -- from an intent to exactly one job
+
+    def launch(self, view: RunView, snapshot: SchedulerSnapshot) -> Failure | None:
+        """Bring an INTENT to SUBMITTED, or a step nearer; a Failure when that is out of reach."""
+        attempt = view.last
+        live = snapshot.live(attempt)
+        if live:
+            self._adopt(view, live)
+            return None
+        if not self.is_absent(attempt, snapshot):
+            self._wait_for_look_ups(view, snapshot)
+            return None
+        now = self.clock.wall()
+        own = [one for one in self.store.submissions(view.run.name) if one.attempt == attempt.number]
+        permission = submit_permission(own, self.store.submissions(since=now - HOUR), now)
+        if permission.step is SubmitStep.GIVE_UP:
+            # What sbatch has acknowledged again and again and nobody can find is for a person; its failures pass, and
+            # a single job may have been cancelled by hand where there is no accounting.
+            lost = unresolved(own)
+            repeated = 2 * sum(bool(one.job_id) for one in lost) > len(lost)
+            kind = FailureKind.SUBMISSION_LOST if repeated else FailureKind.JOB_LOST
+            return Failure(kind=kind, reason=permission.reason)
+        if permission.step is SubmitStep.WAIT:
+            self.note(view.run, permission.reason)
+            return None
+        return self._submit_and_look(view)
+
+    def is_absent(self, attempt: Attempt, snapshot: SchedulerSnapshot) -> bool:
+        """Whether it is certain that no job of this attempt is under way."""
+        key = f"absent:{attempt.job_name}"
+        # Silence says nothing, and breaks the span of empty answers.
+        if not snapshot.swept:
+            self.observed.forget(key)
+            return False
+        # Nothing was begun: the mark is written before sbatch.
+        if attempt.submitted_at is None:
+            return True
+        return self.observed.age(key, attempt.submitted_at) >= self.ambiguous_for
+
+    def _wait_for_look_ups(self, view: RunView, snapshot: SchedulerSnapshot) -> None:
+        if not snapshot.swept:
+            said = f": {snapshot.error}" if snapshot.error else ""
+            self.note(view.run, f"waits until {view.run.cluster} has told which jobs there are{said}")
+            return
+        self._take_ids_from_folder(view)
+        ids = [one.job_id for one in self._submissions(view) if one.job_id]
+        told = f"sbatch said job {', '.join(ids)}" if ids else "sbatch gave no job id"
+        reason = f"waits for its job to be found: {told}, and Slurm does not list it yet"
+        self.note(view.run, f"{reason}; submitted again after {self.ambiguous_for:.0f} s of that")
+
+    def _take_ids_from_folder(self, view: RunView) -> None:
+        """Job ids that submitit has left in file names: a controller that died right after sbatch recorded none."""
+        recorded = self._submissions(view)
+        open_ones = [one for one in unresolved(recorded) if one.job_id is None]
+        if not open_ones:
+            return
+        known = {one.job_id for one in recorded}
+        there = self.files.call(view.folder.path, lambda: ids_in(view.attempt_dir.submission))
+        left = sorted(there - known, key=lambda job_id: (len(job_id), job_id))
+        for one, job_id in zip(open_ones, left, strict=False):
+            self.store.note_submission(one.run, one.attempt, one.number, epoch=self.epoch, job_id=job_id)
+
+    def _submissions(self, view: RunView) -> list[Submission]:
+        return [one for one in self.store.submissions(view.run.name) if one.attempt == view.last.number]
+
+    def _submit_and_look(self, view: RunView) -> Failure | None:
+        attempt, scheduler = view.last, self.schedulers[view.run.cluster]
+        job_id, answered = None, False
+        try:
+            job_id, answered = self._submit(view, scheduler), True
+        except (SubmitRejected, ConfigError) as error:
+            return submit_refusal(self.store, view, error, **self.stamp())
+        except SlurmUnreachable as error:
+            # Whatever went wrong, the job may exist: only look-ups decide, in this tick or a later one.
+            self.record_action(f"{view.run.name}/{attempt.number}: {error.what}: looking for the job")
+            self.note(view.run, f"looks for its job, which may exist: {error.what}")
+        record = replace(JobRecord.of(view.run, attempt, self._submissions(view)), fresh=job_id)
+        found = scheduler.find(attempt.job_name, record.ids)
+        live = [job for job in found if identify(job, record)[0] and is_live(job) and job.state != UNREADABLE]
+        if live:
+            self._adopt(view, live)
+        elif answered:
+            told = f"sbatch said job {job_id}" if job_id is not None else "sbatch gave no job id"
+            self.note(view.run, f"waits for its job to be found: {told}, and Slurm does not list it yet")
+        return None
+
+    def _submit(self, view: RunView, scheduler: Scheduler) -> str | None:
+        """Submit the job, with an intent before and its id recorded first of all after; the id where there is one."""
+        attempt, run = view.last, view.run.name
+        failpoints.reach("before_mark")
+        self.renew_lease()
+        self.files.call(view.folder.path, lambda: ensure_attempt_dir(view.folder, attempt))
+        spec = job_spec(view.run, attempt, view.config)
+        now = self.clock.wall()
+
+        def mark() -> int:
+            self.store.note_attempt(run, attempt.number, epoch=self.epoch, submitted_at=now)
+            return self.store.add_submission(run, attempt.number, epoch=self.epoch, now=now)
+
+        number = self.store.together(mark)
+        failpoints.reach("before_submit")
+        try:
+            job_id = self.files.call(view.folder.path, lambda: scheduler.submit(spec), SUBMIT_WITHIN)
+        except (SubmitRejected, ConfigError, Precondition):
+            self.store.note_submission(run, attempt.number, number, epoch=self.epoch, outcome=REFUSED)
+            raise
+        finally:
+            self.observed.forget(f"absent:{attempt.job_name}")
+        failpoints.reach("after_sbatch")
+        if job_id is not None:
+            self.store.note_submission(run, attempt.number, number, epoch=self.epoch, job_id=job_id)
+        failpoints.reach("after_submit")
+        self.record_action(f"submitted {attempt.job_name}")
+        return job_id
+
+    def _adopt(self, view: RunView, live: list[JobStatus]) -> None:
+        failpoints.reach("after_find")
+        attempt, job = view.last, oldest(live)
+        for other in live:
+            if other is not job:
+                self.cancel(view.run, other.job_id, f"a duplicate of {job.job_id}")
+                failpoints.reach("after_cancel_duplicate")
+        failpoints.reach("after_adopt")
+        self.observed.forget(f"absent:{attempt.job_name}")
+        reason = f"job {job.job_id} is queued"
+        if changed := changes(job, job_spec(view.run, attempt, view.config)):
+            reason = f"{reason}; {changed}"
+
+        def submitted() -> None:
+            self._resolve(view, job, live)
+            job_of: dict[str, Any] = {"job_id": job.job_id, "submit_time": job.submit_time, "job_state": job.state}
+            to, stamp = AttemptState.SUBMITTED, self.stamp()
+            self.store.move_attempt(view.run.name, attempt.number, to, reason, **stamp, **job_of)
+            if view.run.state is not RunState.HELD:
+                self.store.move_run(view.run.name, RunState.QUEUED, reason, **stamp)
+
+        self.store.together(submitted)
+        failpoints.reach("after_submitted")
+        self.record_action(
+            f"adopted job {job.job_id} for {view.run.name}/{attempt.number}{f': {changed}' if changed else ''}"
+        )
+        self.release(view.run, self.store.attempt(view.run.name, attempt.number), view.folder, view.config)
+
+    def _resolve(self, view: RunView, job: JobStatus, live: list[JobStatus]) -> None:
+        """Write down what became of the attempt's submissions; one that was not answered has made the adopted job."""
+        open_ones = unresolved(self._submissions(view))
+        adopted = [one for one in open_ones if one.job_id == job.job_id]
+        adopted = adopted or [one for one in open_ones if one.job_id is None][:1]
+        fate = {one.number: ADOPTED for one in adopted}
+        duplicates = {other.job_id for other in live} - {job.job_id}
+        fate |= {one.number: CANCELLED for one in open_ones if one.job_id in duplicates}
+        for number, outcome in fate.items():
+            self.store.note_submission(
+                view.run.name, view.last.number, number, epoch=self.epoch, outcome=outcome
+            )  # fmt: skip
+
+    def release(self, run: Run, attempt: Attempt, folder: RunDir, config: RunConfig) -> None:
+        """Write GO unless it stands, and release the job; a GO in force is never rewritten: it would fence the job."""
+        assert attempt.job_id is not None
+        place = folder.attempt(attempt.number)
+        if not self.files.call(folder.path, lambda: _in_force(place, attempt)):
+            failpoints.reach("before_go")
+            self.renew_lease()
+            earlier = [past for past in self.store.attempts(run.name) if past.number < attempt.number]
+            token = LaunchToken(
+                attempt=attempt.number,
+                epoch=self.epoch,
+                job_id=attempt.job_id,
+                nonce=attempt.nonce,
+                **self._inheritable(run, earlier, attempt.number, folder, config),
+                over=tuple(f"{past.number:03d}-{past.nonce}" for past in earlier),
+                mtbf=self._time_between_failures(run, config),
+            )
+            self.files.call(folder.path, lambda: token.write(place.go))
+            failpoints.reach("after_go")
+        self.renew_lease()
+        job_id = attempt.job_id
+        release = self.schedulers[run.cluster].release
+        self.files.call(folder.path, lambda: release(job_id, place.submission), SUBMIT_WITHIN)
+        failpoints.reach("after_release")
+        self.record_action(f"released job {attempt.job_id}")
+
+    def _inheritable(
+        self, run: Run, earlier: Sequence[Attempt], number: int, folder: RunDir, config: RunConfig
+    ) -> dict[str, tuple[str, ...]]:
+        """What the attempt may take up of earlier ones, as its launch token lists it."""
+        from orchestrator.controller.run_dirs import inheritable_checkpoints  # brings fsspec, which only a launch needs
+
+        found = self.files.call(
+            folder.path, lambda: inheritable_checkpoints.committed(config.checkpoint, folder), SUBMIT_WITHIN
+        )
+        shared = self.files.call(folder.path, lambda: inheritable_checkpoints.shared_places(config.checkpoint, folder))
+        rows, copies = self.store.checkpoints(run.name), self.store.copies(run.name)
+        seen, expected = (
+            inheritable_checkpoints.of_run(found, run, earlier),
+            inheritable_checkpoints.expected(shared, rows, copies),
+        )
+        listed = inheritable_checkpoints.inheritable(seen, rows, number, expected)
+        return {"checkpoints": listed.checkpoints, "perhaps": listed.perhaps}
+
+    def _time_between_failures(self, run: Run, config: RunConfig) -> float:
+        now = self.clock.wall()
+        attempts, failed_generations = self.store.history(run.domain, now - failure_rate.WINDOW)
+        cluster, own = failure_rate.count_failures(
+            failure_rate.attempt_spans(attempts, failed_generations, now), run.name
+        )
+        days = config.checkpoint.auto.node_days
+        return failure_rate.time_between_failures(config.cluster.nodes, node_days=days, cluster=cluster, run=own)
+
+    # -- words
+
+    def note(self, run: Run, reason: str) -> None:
+        """Let people read why a run is where it is."""
+        if reason and self.store.run(run.name).reason != reason:
+            self.store.note_run(run.name, **self.stamp(), reason=reason)
+
+    # -- taking things back
+
+    def fence(self, place: AttemptDir) -> None:
+        """Fence an attempt off: whoever of it reads GO from now on must neither commit nor delete."""
+        folder = place.path.parent.parent
+        if self.files.call(folder, lambda: not place.path.is_dir() or is_revoked(place.go)):
+            return
+        failpoints.reach("before_revoke")
+        self.renew_lease()
+        self.files.call(folder, lambda: revoke(place.go))
+        failpoints.reach("after_revoke")
+
+    def cancel(self, run: Run, job_id: str, reason: str) -> None:
+        """End a job; repeating it is harmless."""
+        self.renew_lease()
+        self.schedulers[run.cluster].cancel(job_id)
+        failpoints.reach("after_cancel")
+        self.record_action(f"cancelled job {job_id} of {run.name}: {reason}")
+
+    def cancel_orphan(self, run: Run, owner: JobRecord, job_id: str, reason: str) -> None:
+        """End a job that was submitted for an attempt and not adopted, and write down that it is found."""
+        self.cancel(run, job_id, reason)
+        for one in unresolved(owner.submissions):
+            if one.job_id == job_id:
+                self.store.note_submission(one.run, one.attempt, one.number, epoch=self.epoch, outcome=CANCELLED)
+
+    def request_once(
+        self, folder: RunDir, kind: RequestKind, attempt: int, reason: str, value: float | None, detail: str = ""
+    ) -> bool:
+        """Ask an attempt for something, at most once for each kind; whether it was asked now."""
+        if self.files.call(folder.path, lambda: _is_asked(folder, kind, attempt)):
+            return False
+        self.renew_lease()
+        request = Request(kind=kind, attempt=attempt, reason=reason, value=value, detail=detail)
+        self.files.call(folder.path, lambda: _put(request, folder))
+        self.record_action(f"asked {folder.name}/{attempt} to {kind}: {reason}")
+        return True
+
+
+def _is_asked(folder: RunDir, kind: RequestKind, attempt: int) -> bool:
+    return folder.requests.is_dir() and any(folder.requests.glob(f"{kind}.{attempt:03d}.*.json"))
+
+
+def _put(request: Request, folder: RunDir) -> None:
+    folder.requests.mkdir(mode=0o700, exist_ok=True)
+    request.write(folder.requests)
+
+
+def _in_force(place: AttemptDir, attempt: Attempt) -> bool:
+    try:
+        token = LaunchToken.read(place.go)
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
+    return (token.job_id, token.attempt, token.nonce) == (attempt.job_id, attempt.number, attempt.nonce)

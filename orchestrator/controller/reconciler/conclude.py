@@ -1,0 +1,194 @@
+"""The end of an attempt: fenced off, judged against its history, decided, written in one transaction."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from random import Random
+
+from orchestrator.config.run_config import RunConfig
+from orchestrator.controller import failpoints
+from orchestrator.controller.reconciler.actor import Actor
+from orchestrator.controller.run_dirs.collect_evidence import forget
+from orchestrator.controller.run_view import RunView
+from orchestrator.recovery.classify_failure import End, Verdict
+from orchestrator.recovery.node_exclusion import (
+    REMEMBERED,
+    Blame,
+    NodeRecord,
+    Pool,
+    excluded,
+    exclusion_limit,
+    faulty,
+    hangs,
+    nodes_to_exclude,
+    of_every_node,
+    replaced,
+    slowness,
+)
+from orchestrator.recovery.retry_policy import Action, Decision, EndedAttempt, after_cancel, decide
+from orchestrator.recovery.suspect_checkpoints import newly_suspect
+from orchestrator.registry.records import Attempt, Run
+from orchestrator.registry.store import Store
+from orchestrator.states import AttemptState, RunState, Trust
+from trainer.contract.events import EventKind
+from trainer.contract.outcome import Failure, FailureKind
+
+PoolSize = Callable[[RunConfig], int | None]
+
+_RUN_AFTER = {
+    Action.SUCCEED: RunState.SUCCEEDED,
+    Action.FAIL: RunState.FAILED,
+    Action.HOLD: RunState.HELD,
+    Action.CANCEL: RunState.CANCELLED,
+    Action.RETRY: RunState.RECOVERING,
+    Action.WAIT: RunState.RECOVERING,
+}
+
+
+def conclude(
+    actor: Actor, view: RunView, verdict: Verdict, rng: Random, pool_size: PoolSize, gone: Sequence[str] = ()
+) -> Decision:
+    """End the newest attempt of a run and decide what comes next; `gone`: nodes that the scheduler took out of it."""
+    run, attempt, failure = view.run, view.last, verdict.failure
+    actor.fence(view.attempt_dir)
+    now = actor.clock.wall()
+    pool = pool_of(actor.store, view, now, pool_size, gone)
+    blamed = [one for one in nodes_to_exclude(failure, pool, view.config.recovery, now) if one.node is not None]
+    decision = _decision(view, verdict, now, rng, blamed)
+
+    def write() -> None:
+        stamp = actor.stamp()
+        _note_nodes(actor, run, attempt, failure, blamed)
+        generations, checkpoints = actor.store.generations(run.name), actor.store.checkpoints(run.name)
+        for item, why in newly_suspect(view.attempts, generations, checkpoints, failure):
+            actor.store.trust(run.name, item.name, Trust.SUSPECT, why, **stamp)
+        to = AttemptState.LOST if verdict.end is End.LOST else AttemptState.ENDED
+        actor.store.move_attempt(
+            run.name,
+            attempt.number,
+            to,
+            verdict.reason,
+            **stamp,
+            ended_at=now,
+            failure=failure.to_json() if failure else None,
+            decision=decision.to_json(),
+        )
+        apply(actor, run, decision, now)
+
+    actor.store.together(write)
+    failpoints.reach("after_attempt_ended")
+    forget(actor.observed, run.name, attempt.number)
+    actor.record_action(f"{run.name}/{attempt.number} ended ({verdict.reason}): {decision.action}, {decision.reason}")
+    return decision
+
+
+def _note_nodes(actor: Actor, run: Run, attempt: Attempt, failure: Failure | None, blamed: Sequence[Blame]) -> None:
+    """Count the failure on its node, and write down which nodes are avoided from now on."""
+    if run.cluster == "local":
+        return
+    stamp, until = actor.stamp(), {one.node: one.until for one in blamed}
+    why = "" if failure is None else f"{failure.kind} in {run.name}/{attempt.number}"
+    for node in () if failure is None else failure.nodes:
+        actor.store.saw_node(node, run.domain, **stamp, failure=why, excluded_until=until.pop(node, None))
+    for one in blamed:
+        if one.node is not None and one.node in until:
+            actor.store.saw_node(one.node, run.domain, **stamp, excluded_until=one.until, reason=one.reason)
+
+
+def apply(actor: Actor, run: Run, decision: Decision, now: float) -> None:
+    """Move the run to where a decision sends it; what to type stands in the reason when a person is needed."""
+    reason = decision.reason
+    if decision.action in (Action.HOLD, Action.FAIL):
+        reason = f"{reason}; when it is mended: orch resume {run.name}"
+    actor.store.move_run(
+        run.name, _RUN_AFTER[decision.action], reason, epoch=actor.epoch, now=now, not_before=decision.not_before
+    )
+
+
+def _decision(view: RunView, verdict: Verdict, now: float, rng: Random, blamed: Sequence[Blame]) -> Decision:
+    if verdict.end is End.FINISHED:
+        return Decision(action=Action.SUCCEED, reason=verdict.reason)
+    assert verdict.failure is not None
+    if view.cancel is not None:
+        saved = [attempt.saved_step for attempt in view.attempts if attempt.saved_step is not None]
+        cancelled = after_cancel(max(saved, default=None))
+        unknown = bool(view.config.command) and not saved  # what a command saved, orch cannot say
+        return replace(cancelled, reason=cancelled.reason.partition(";")[0]) if unknown else cancelled
+    return decide(
+        history(view, verdict.failure, now),
+        verdict.failure,
+        view.config.recovery,
+        now,
+        rng.random(),
+        steps_known=_steps_known(view),
+        exclude=tuple(one.node for one in blamed if one.node is not None),
+    )
+
+
+def _steps_known(view: RunView) -> bool:
+    """Of a command only its own checkpoints tell; where none was ever seen, their path may be a wrong one."""
+    return not view.config.command or any(attempt.saved_step is not None for attempt in view.attempts)
+
+
+def history(view: RunView, failure: Failure, now: float) -> list[EndedAttempt]:
+    """The attempts whose ends count, the newest with the failure it has just been given."""
+    counted = [attempt for attempt in view.attempts if attempt.number >= view.run.fresh_from]
+    trained = any(attempt.generations for attempt in view.attempts)
+    return [_past(attempt, failure if attempt is view.last else None, now, trained) for attempt in counted]
+
+
+def _past(attempt: Attempt, failure: Failure | None, now: float, trained: bool) -> EndedAttempt:
+    """`trained`: any attempt of the run ever came to train."""
+    failure = failure or (Failure.from_json(attempt.failure) if attempt.failure else None)
+    kind = failure.kind if failure else None
+    ended = now if attempt.ended_at is None else attempt.ended_at
+    return EndedAttempt(
+        number=attempt.number,
+        kind=kind,
+        started=attempt.started_at is not None or attempt.generations > 0,
+        saved_step=attempt.saved_step,
+        step=attempt.last_step,
+        ended_at=ended,
+        trained=0.0 if attempt.started_at is None else ended - attempt.started_at,
+        script_failed=not trained and kind is FailureKind.LAUNCH_FAILED and bool(failure and failure.exit_code),
+    )
+
+
+_NOTICED = (EventKind.INCIDENT, EventKind.STRAGGLER, EventKind.PREFLIGHT, EventKind.SPARE_USED, EventKind.DRILL)
+
+
+def pool_of(store: Store, view: RunView, now: float, pool_size: PoolSize, gone: Sequence[str] = ()) -> Pool:
+    """The nodes this run may use, with what is known of each; simulated nodes are never excluded.
+
+    `gone`: nodes that the scheduler has taken out of the newest attempt's job while it went on.
+    """
+    if view.run.cluster == "local":
+        return Pool(size=view.config.cluster.all_nodes, needed=view.config.cluster.all_nodes)
+    nodes = [node for node in store.nodes() if node.cluster == view.run.domain]
+    back = {node.name: node.excluded_until for node in nodes}
+    # What a node was kept away for is not held against it when it is back.
+    noticed = [
+        notice
+        for notice in of_every_node(store.noticed(view.run.domain, _NOTICED, now - REMEMBERED))
+        if notice.kind == EventKind.DRILL or notice.time > back.get(notice.node, 0.0)
+    ]
+    runs = {notice.run for notice in noticed}
+    generations = {(run, each.number): each.generations for run in runs for each in store.attempts(run)}
+    hung, slow, lost = hangs(noticed), slowness(noticed, generations), replaced(noticed)
+    sick = faulty(noticed, generations, {(view.run.name, view.last.number, node) for node in gone})
+    known = [
+        NodeRecord(
+            name=node.name, failures=node.failures, excluded_until=node.excluded_until,
+            hangs=hung.get(node.name, 0), slow=slow.get(node.name, 0), replaced=lost.get(node.name, 0),
+            faulty=sick.get(node.name, ""),
+        )
+        for node in nodes
+    ]  # fmt: skip
+    return Pool(size=pool_size(view.config), needed=view.config.cluster.all_nodes, known=tuple(known))
+
+
+def to_avoid(store: Store, view: RunView, now: float, pool_size: PoolSize) -> tuple[str, ...]:
+    """Nodes that the next attempt must not get: the longest excluded last, never more than may be spared."""
+    pool = pool_of(store, view, now, pool_size)
+    until = {node.name: node.excluded_until for node in pool.known}
+    latest = sorted(excluded(pool.known, now), key=lambda name: until[name], reverse=True)
+    return tuple(sorted(latest[: exclusion_limit(pool, view.config.recovery)]))

@@ -1,0 +1,37 @@
+"""What orch does to a job that lives: its release, its true deadline, its end, written down before it comes."""
+
+from orchestrator.controller.reconciler.actor import Actor
+from orchestrator.controller.run_dirs.collect_evidence import REQUEUED, SILENCED
+from orchestrator.controller.run_view import RunView
+from orchestrator.recovery.evidence import Evidence
+from orchestrator.recovery.silent_coordinator import Escalation, judge_silence
+from orchestrator.scheduler.base import LEAVING_STATES, RUNNING_STATES, JobStatus
+from trainer.contract.requests import RequestKind
+
+
+def end_job(actor: Actor, view: RunView, job_id: str, reason: str, detail: str = SILENCED) -> None:
+    """Cancel a job of the newest attempt; the request is the intent, or the end would look like a person's scancel."""
+    actor.request_once(view.folder, RequestKind.STOP, view.last.number, reason, None, detail)
+    actor.cancel(view.run, job_id, reason)
+
+
+def maintain_job(actor: Actor, view: RunView, job: JobStatus) -> None:
+    """What a live job needs: its release, its true deadline, or its end when Slurm has started it again."""
+    if job.restarts > 0 and job.state not in LEAVING_STATES:
+        end_job(actor, view, job.job_id, "requeued by Slurm: it must not train again", REQUEUED)
+    elif job.held and view.cancel is None:
+        actor.release(view.run, view.last, view.folder, view.config)
+    elif job.state in RUNNING_STATES and job.end_time is not None:
+        actor.request_once(
+            view.folder, RequestKind.DEADLINE, view.last.number, "the job's end by Slurm's clock", job.end_time
+        )
+
+
+def end_silent_job(actor: Actor, view: RunView, job: JobStatus, evidence: Evidence) -> None:
+    """A job whose coordinator is silent for long is asked to stop, then cancelled: it would idle to its limit."""
+    silence = judge_silence(evidence, view.config.recovery.hang.heartbeat)
+    if silence.step is Escalation.REQUEST_STOP:
+        # It proves that the directory can be written from here, too.
+        actor.request_once(view.folder, RequestKind.STOP, view.last.number, silence.reason, None, SILENCED)
+    elif silence.step is Escalation.CANCEL:
+        end_job(actor, view, job.job_id, silence.reason)

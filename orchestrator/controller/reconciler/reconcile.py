@@ -1,0 +1,390 @@
+"""One pass over all live runs: collect, classify, decide, act. Level-triggered: any pass may be the first one."""
+
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from secrets import token_hex
+from typing import Any
+
+from orchestrator.config.run_config import RunConfig
+from orchestrator.controller import failpoints
+from orchestrator.controller.jobs.job_changes import changes
+from orchestrator.controller.jobs.job_spec import is_live, job_spec
+from orchestrator.controller.jobs.scheduler_snapshot import UNREACHABLE, Records, SchedulerSnapshot, take_snapshot
+from orchestrator.controller.leasing.observed_since import Clock, ObservedSince
+from orchestrator.controller.reconciler import user_requests
+from orchestrator.controller.reconciler.actor import SUBMIT_WITHIN, Actor
+from orchestrator.controller.reconciler.conclude import PoolSize, conclude, to_avoid
+from orchestrator.controller.reconciler.job_records import job_records, wanted_ids
+from orchestrator.controller.reconciler.live_jobs import end_job, end_silent_job, maintain_job
+from orchestrator.controller.reconciler.orphaned_jobs import sweep_orphans
+from orchestrator.controller.reconciler.ownership import Domain, never_submitted
+from orchestrator.controller.run_dirs.bounded_files import DirectFiles, Files, RunDirHangs
+from orchestrator.controller.run_dirs.collect_evidence import collect_evidence
+from orchestrator.controller.run_dirs.ingest import ingest
+from orchestrator.controller.run_dirs.run_folder import ensure_attempt_dir, ensure_run_dir, has_outcome, hidden
+from orchestrator.controller.run_view import RunView
+from orchestrator.errors import Fenced, ForeignRun, Precondition, RegistryError, SlurmUnreachable
+from orchestrator.recovery.classify_failure import LEAVING_LIMIT, End, Verdict, judge
+from orchestrator.recovery.evidence import Evidence
+from orchestrator.recovery.silent_coordinator import judge_silence
+from orchestrator.registry.records import Attempt, Lease, Run
+from orchestrator.registry.store import Store
+from orchestrator.scheduler.base import LEAVING_STATES, RUNNING_STATES, JobStatus, Scheduler
+from orchestrator.scheduler.instance import Instance
+from orchestrator.states import LIVE_ATTEMPTS, AttemptState, RunState
+from trainer.contract.config import build
+from trainer.contract.run_dir import RunDir
+
+log = logging.getLogger("orch.controller")
+
+SWEEP_EVERY = 30.0
+"""Seconds between sweeps by name while nothing asks for one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TickReport:
+    """What one pass did; `errors` names runs that could not be served.
+
+    `unreachable` names the kinds of schedulers that gave no answer at some moment, `silence` says so in their words.
+    """
+
+    live: int
+    changed: bool
+    actions: tuple[str, ...] = ()
+    errors: tuple[str, ...] = ()
+    unreachable: tuple[str, ...] = ()
+    silence: tuple[str, ...] = ()
+
+    def plus(self, other: "TickReport") -> "TickReport":
+        """Both as one."""
+        return TickReport(
+            live=self.live + other.live,
+            changed=self.changed or other.changed,
+            actions=self.actions + other.actions,
+            errors=self.errors + other.errors,
+            unreachable=self.unreachable + other.unreachable,
+            silence=self.silence + other.silence,
+        )
+
+
+class Controller:
+    """Brings every live run one step nearer to its end; keeps nothing that a successor would miss."""
+
+    def __init__(
+        self,
+        store: Store,
+        schedulers: Mapping[str, Scheduler],
+        *,
+        clock: Clock | None = None,
+        rng: Random | None = None,
+        observed: ObservedSince | None = None,
+        pool_size: PoolSize = lambda config: None,
+        files: Files | None = None,
+        instance: Instance | None = None,
+    ) -> None:
+        self.store, self.schedulers, self.rng = store, schedulers, rng or Random()
+        self.clock = clock or Clock()
+        self.observed = observed or ObservedSince(self.clock.mono)
+        self.actor = Actor(store, schedulers, self.clock, self.observed)
+        self.domain = Domain(self.actor, instance)
+        self.pool_size = pool_size
+        self.files = self.actor.files = files or DirectFiles()
+        self._configs: dict[str, RunConfig] = {}
+        self._errors: list[str] = []
+        self._silent: dict[str, str] = {}
+        self._swept_at: dict[str, float] = {}
+
+    def tick(self, lease: Lease) -> TickReport:
+        """One pass; raises Fenced when the lease is lost, RegistryError when the registry cannot be used."""
+        self.actor.start_pass(lease)
+        self.actor.renew_lease()
+        self._errors, self._silent = [], self.domain.unanswered()
+        user_requests.answer_idle(self.actor)
+        runs = self.domain.looked_for()
+        attempts = {run.name: tuple(self.store.attempts(run.name)) for run in runs}
+        records = job_records(self.store, self.domain, attempts, self.clock.wall())
+        snapshots = {
+            kind: self._take_snapshot(kind, runs, attempts, records) for kind in sorted({run.cluster for run in runs})
+        }
+        fresh = [self._serve(run, attempts[run.name], snapshots[run.cluster]) for run in runs]
+        for kind, snapshot in snapshots.items():
+            sweep_orphans(self.actor, self.domain, kind, snapshot)
+        self.store.ticked(self.actor.lease, self.clock.wall())
+        self.observed.save()
+        return TickReport(
+            live=self.domain.count(),
+            changed=any(fresh) or bool(self.actor.actions),
+            actions=tuple(self.actor.actions),
+            errors=tuple(self._errors),
+            unreachable=tuple(sorted(self._silent)),
+            silence=tuple(words for _, words in sorted(self._silent.items())),
+        )
+
+    def news(self) -> tuple[object, ...]:
+        """What can be seen without asking a scheduler; another value than before calls for a pass."""
+        runs = self.domain.live()
+        ended = tuple(self._has_outcome(RunDir(Path(run.run_dir))) for run in runs)
+        return tuple(request.id for request in self.store.user_requests()), tuple(run.name for run in runs), ended
+
+    def _has_outcome(self, folder: RunDir) -> bool:
+        """Whether the newest attempt says that it has ended; a folder that cannot be read has no news."""
+        try:
+            return self.files.call(folder.path, lambda: has_outcome(folder))
+        except (OSError, RunDirHangs):
+            return False
+
+    def _take_snapshot(
+        self, kind: str, runs: list[Run], attempts: Mapping[str, tuple[Attempt, ...]], records: Records
+    ) -> SchedulerSnapshot:
+        if silence := self.domain.silence(kind):
+            self._silent[kind] = silence
+            return replace(UNREACHABLE, error=silence)
+        mine = [run for run in runs if run.cluster == kind]
+        last = [attempts[run.name][-1] for run in mine if self.domain.expects(run, attempts[run.name])]
+        adopted = [attempt for attempt in last if attempt.state in (AttemptState.SUBMITTED, AttemptState.RUNNING)]
+        due = self.clock.mono() - self._swept_at.get(kind, -SWEEP_EVERY) >= SWEEP_EVERY
+        wanted = [job_id for attempt in last for job_id in wanted_ids(attempt, records[attempt.run, attempt.number])]
+        self.actor.renew_lease_if_due()
+
+        def sweep(seen: SchedulerSnapshot) -> bool:
+            return due or len(adopted) < len(last) or any(seen.job_of(attempt) is None for attempt in adopted)
+
+        snapshot = take_snapshot(
+            self.schedulers[kind], records, wanted, sweep=sweep, between=self.actor.renew_lease_if_due
+        )
+        if not snapshot.answered:
+            self._silent[kind] = snapshot.error
+        if snapshot.swept:
+            self._swept_at[kind] = self.clock.mono()
+        return snapshot
+
+    # -- one run
+
+    def _serve(self, run: Run, attempts: tuple[Attempt, ...], snapshot: SchedulerSnapshot) -> bool:
+        """One run; its troubles are recorded and stay its own."""
+        self.actor.renew_lease_if_due()
+        try:
+            owned = self.domain.owns(run, attempts, snapshot)
+            if not owned.holds:
+                self.actor.note(run, owned.reason)
+                return False
+            view = self._view(run, attempts)
+            return self._advance(view if self.domain.has(run) else self._again(view), snapshot)
+        except ForeignRun as error:
+            log.warning("%s", error.what)  # it was taken over by another scheduler's controller just now
+        except (Fenced, RegistryError):
+            raise
+        except SlurmUnreachable as error:
+            self._silent.setdefault(run.cluster, error.what)
+            self.actor.note(run, f"{run.cluster} does not answer, nothing is assumed: {error.what}")
+        except RunDirHangs as error:
+            self._errors.append(f"{run.name}: {error.what}")
+            self.actor.note(run, f"{error.what}; its job is left as it is, and looked for again")
+            self._cancel_without_folder(run, attempts, snapshot)
+        except Precondition as error:
+            self._hold(run, error)
+        except Exception as error:  # outermost edge: one run's trouble must not stop the others
+            log.exception("run %s", run.name)
+            self._errors.append(f"{run.name}: {type(error).__name__}: {error}")
+            self.actor.note(run, f"the controller cannot serve this run: {type(error).__name__}: {error}")
+        return False
+
+    def _cancel_without_folder(self, run: Run, attempts: tuple[Attempt, ...], snapshot: SchedulerSnapshot) -> None:
+        """A person's cancel needs no files: the job is ended, and the run follows when its directory answers again."""
+        view = self._view(run, attempts)
+        if view.cancel is not None and view.last.state in LIVE_ATTEMPTS and snapshot.for_attempt(view.last).answered:
+            with suppress(RunDirHangs, SlurmUnreachable):
+                user_requests.advance_cancel(self.actor, view, snapshot)
+
+    def _view(self, run: Run, attempts: tuple[Attempt, ...]) -> RunView:
+        if run.config_digest not in self._configs:
+            config = build(RunConfig, self._data(run))
+            assert isinstance(config, RunConfig)
+            self._configs[run.config_digest] = config
+        pending = [
+            request for request in self.store.user_requests() if request.run == run.name and request.verb == "cancel"
+        ]
+        config = self._configs[run.config_digest]
+        return RunView(run=run, attempts=attempts, config=config, cancel=pending[0] if pending else None)
+
+    def _data(self, run: Run) -> dict[str, Any]:
+        """The run's config; a damaged one is this run's trouble alone."""
+        try:
+            return self.store.config(run.config_digest)
+        except RegistryError as error:
+            raise ValueError(error.what) from error
+
+    def _again(self, view: RunView) -> RunView:
+        """The same run as its rows stand now."""
+        return self._view(self.store.run(view.run.name), tuple(self.store.attempts(view.run.name)))
+
+    def _advance(self, view: RunView, snapshot: SchedulerSnapshot) -> bool:
+        if view.last.state in LIVE_ATTEMPTS:
+            snapshot = snapshot.for_attempt(view.last)
+        if not snapshot.answered:
+            self.actor.note(view.run, f"{view.run.cluster} does not answer, nothing is assumed: {snapshot.error}")
+        if view.last.state is AttemptState.INTENT:
+            return self._intent(view, snapshot)
+        if view.last.state in LIVE_ATTEMPTS:
+            return self._follow(view, snapshot)
+        return self._next(view, snapshot)
+
+    def _intent(self, view: RunView, snapshot: SchedulerSnapshot) -> bool:
+        # First of all: a run whose folder cannot be made must be cancellable.
+        if view.cancel is not None:
+            if user_requests.cancel_intent(self.actor, view, snapshot):
+                self._end_cancelled(view)
+            return True
+        if never_submitted(view.attempts):
+            data = self._data(view.run)
+            self.files.call(view.folder.path, lambda: ensure_run_dir(view.run, view.attempts[0], data), SUBMIT_WITHIN)
+        elif self._is_hidden(view):
+            return False
+        failure = self.actor.launch(view, snapshot)
+        if failure is not None:
+            self._conclude(view, Verdict(end=End.FAILED, reason=failure.reason, failure=failure))
+        return False
+
+    def _is_hidden(self, view: RunView) -> bool:
+        """Whether the folder of a submitted run cannot be seen: its state is unknown then, and it is never made again.
+
+        What was measured by its files is measured anew once it is back.
+        """
+        why = self.files.call(view.folder.path, lambda: hidden(view.run, view.attempts[0]))
+        if not why:
+            return False
+        for what in ("gone", "ended", "beat"):
+            self.observed.forget(f"{what}:{view.run.name}/{view.last.number}")
+        self.actor.note(view.run, f"{why}; nothing is assumed until it is")
+        return True
+
+    def _end_cancelled(self, view: RunView) -> None:
+        failure = Verdict(end=End.OPEN, reason="cancelled before it was submitted")
+        self.store.move_attempt(
+            view.run.name, view.last.number, AttemptState.ENDED, failure.reason, **self.actor.stamp(),
+            ended_at=self.clock.wall(),
+        )  # fmt: skip
+        self.actor.fence(view.attempt_dir)
+        user_requests.mark_cancelled(self.actor, view)
+
+    def _follow(self, view: RunView, snapshot: SchedulerSnapshot) -> bool:
+        if self._is_hidden(view):
+            return view.cancel is not None and user_requests.cancel_without_folder(self.actor, view, snapshot)
+        # A controller that was paused in the middle of a launch may have written an old GO again.
+        for attempt in view.attempts[-3:-1]:
+            self.actor.fence(view.folder.attempt(attempt.number))
+        fresh = ingest(self.store, view, **self.actor.stamp(), files=self.files)
+        evidence = collect_evidence(view, snapshot, self.observed, self.files)
+        job = evidence.job
+        if job is not None and is_live(job):
+            self._note_job(view, job, evidence)
+            maintain_job(self.actor, view, job)
+            end_silent_job(self.actor, view, job, evidence)
+        if view.cancel is not None:
+            user_requests.advance_cancel(self.actor, view, snapshot)
+        verdict = judge(evidence)
+        if verdict.end is End.OPEN:
+            return fresh
+        lost = view.last.job_id
+        if verdict.end is End.LOST and lost is not None and lost not in snapshot.polled:
+            # No list of jobs has it, and a list can be wrong: it must not start beside its successor.
+            end_job(self.actor, view, lost, "Slurm does not list it any more")
+        if job is not None and is_live(job) and not evidence.job_leaving:
+            # Nobody may look again: the run may be over with this attempt.
+            end_job(self.actor, view, job.job_id, verdict.reason)
+        # What the job wrote in its last moments belongs to its history.
+        ingest(self.store, view, **self.actor.stamp(), files=self.files)
+        self._conclude(self._again(view), verdict, evidence.gone)
+        return True
+
+    def _conclude(self, view: RunView, verdict: Verdict, gone: tuple[str, ...] = ()) -> None:
+        conclude(self.actor, view, verdict, self.rng, self.pool_size, gone)
+        if view.cancel is not None:
+            ended = self.store.run(view.run.name)
+            self.store.answer(view.cancel.id, f"{ended.name} is {ended.state}", **self.actor.stamp())
+            failpoints.reach("after_ask")
+
+    def _note_job(self, view: RunView, job: JobStatus, evidence: Evidence) -> None:
+        """Slurm's own word, and the states that follow from it."""
+        run, attempt = view.run, view.last
+        runs = job.state in RUNNING_STATES and not job.held
+        if runs and attempt.state is AttemptState.SUBMITTED:
+            reason = f"job {job.job_id} is {job.state}"
+
+            def running() -> None:
+                known: dict[str, Any] = {"nodes": job.nodes} if job.nodes else {}
+                to = AttemptState.RUNNING
+                started = attempt.started_at or self.clock.wall()
+                self.store.move_attempt(
+                    run.name, attempt.number, to, reason, **self.actor.stamp(), job_state=job.state,
+                    started_at=started, **known,
+                )  # fmt: skip
+                self.store.move_run(run.name, RunState.RUNNING, reason, **self.actor.stamp())
+
+            self.store.together(running)
+            self.actor.record_action(f"{run.name}/{attempt.number}: {reason}")
+        elif job.state != attempt.job_state:
+            self.store.note_attempt(run.name, attempt.number, epoch=self.actor.epoch, job_state=job.state)
+        waits = f" ({job.reason})" if job.reason and job.reason != "None" and not runs else ""
+        silence = judge_silence(evidence, view.config.recovery.hang.heartbeat)
+        changed = changes(job, job_spec(run, attempt, view.config))
+        said = "".join(f"; {words}" for words in (silence.reason, evidence.odd, changed) if words)
+        self.actor.note(run, f"job {job.job_id} is {job.state}{waits}{said}")
+
+    def _next(self, view: RunView, snapshot: SchedulerSnapshot) -> bool:
+        """No attempt is live: the run waits for its next one."""
+        run = view.run
+        blockers = [job for job in snapshot.of_run(run) if not self._fenced(job)]
+        if view.cancel is not None and snapshot.swept and not blockers:
+            user_requests.mark_cancelled(self.actor, view)
+            return True
+        # No pause is longer than the longest one: what is left of this one tells that the clock was set since.
+        waits = 0.0 < run.not_before - self.clock.wall() <= view.config.recovery.backoff_max
+        if view.cancel is None and waits and snapshot.answered and view.last.decision:
+            self.actor.note(run, view.last.decision["reason"])  # what it waits for, whatever was noted in between
+        if view.cancel is not None or waits or not snapshot.swept:
+            return False
+        if blockers:
+            self.actor.note(run, f"waits until job {blockers[0].job_id} has left the queue ({blockers[0].state})")
+            return False
+        if self._is_hidden(view):
+            return False
+        # Nobody of an older attempt may commit or delete from here on.
+        for attempt in view.attempts:
+            self.actor.fence(view.folder.attempt(attempt.number))
+        failpoints.reach("before_next_intent")
+        avoid = to_avoid(self.store, view, self.clock.wall(), self.pool_size)
+        attempt = self.store.add_attempt(run.name, nonce=token_hex(4), excluded=avoid, **self.actor.stamp())
+        failpoints.reach("after_next_intent")
+        self.files.call(view.folder.path, lambda: ensure_attempt_dir(view.folder, attempt))
+        self.actor.record_action(f"{run.name}: attempt {attempt.number}")
+        return self._intent(self._again(view), snapshot)
+
+    def _fenced(self, job: JobStatus) -> bool:
+        """A job that cannot be got rid of, of an attempt whose GO is gone: waiting for it would be for ever."""
+        if job.state not in LEAVING_STATES:
+            self.observed.forget(f"stuck:{job.job_id}")
+            return False
+        return self.observed.age(f"stuck:{job.job_id}", job.name) >= LEAVING_LIMIT
+
+    # -- words
+
+    def _hold(self, run: Run, error: Precondition) -> None:
+        reason = "; ".join(part for part in (error.what, error.where, error.hint) if part)
+        # A file system heals without anybody who types `orch resume`.
+        if isinstance(error.__cause__, OSError):
+            self.actor.note(run, f"{reason}; tried again until it works")
+            return
+        last = self.store.attempts(run.name)[-1]
+        # Nobody follows the job of a held run: hold it only when there can be none.
+        if last.state in LIVE_ATTEMPTS and last.submitted_at is not None:
+            self._errors.append(f"{run.name}: {reason}")
+            self.actor.note(run, f"{reason}; its job is followed meanwhile")
+            return
+        reason = f"{reason}; when it is mended: orch resume {run.name}"
+        self.store.move_run(run.name, RunState.HELD, reason, **self.actor.stamp())
+        self.actor.record_action(f"{run.name} held: {reason}")

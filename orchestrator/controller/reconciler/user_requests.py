@@ -1,0 +1,205 @@
+"""What people ask of the controller: cancel, resume, release a node, answered in the registry."""
+
+from orchestrator.controller import failpoints
+from orchestrator.controller.jobs.job_spec import is_live
+from orchestrator.controller.jobs.scheduler_snapshot import SchedulerSnapshot
+from orchestrator.controller.reconciler.actor import Actor
+from orchestrator.controller.reconciler.ownership import is_addressed_to, is_ours, never_submitted
+from orchestrator.controller.run_view import RunView
+from orchestrator.errors import NotFound
+from orchestrator.recovery.retry_policy import after_cancel
+from orchestrator.registry.records import Run, UserRequest
+from orchestrator.scheduler.base import LEAVING_STATES, QUEUED_STATES
+from orchestrator.states import LIVE_ATTEMPTS, LIVE_RUNS, AttemptState, RunState
+from trainer.contract.outcome import Failure, FailureKind
+from trainer.contract.requests import RequestKind
+
+STOP_LIMIT = 300.0
+"""Seconds that a job may take to save and stop before it is cancelled outright."""
+
+
+def answer_idle(actor: Actor) -> bool:
+    """Answer asks about runs that no job belongs to any more; whether any was answered."""
+    answered = False
+    for request in actor.store.user_requests():
+        try:
+            run = actor.store.run(request.run)
+        except NotFound:
+            _answer(actor, request, f"there is no run {request.run}")
+            continue
+        if not _is_for(actor, run, request):
+            continue
+        if request.verb == "release":
+            answered |= _release(actor, run, request)
+        elif request.verb == "resume":
+            answered |= _resume(actor, run, request)
+        elif request.verb == "cancel" and run.state not in LIVE_RUNS:
+            answered |= _cancel_idle(actor, run, request)
+    return answered
+
+
+def _is_for(actor: Actor, run: Run, request: UserRequest) -> bool:
+    """Whether this controller answers: for runs of its scheduler, and those that a person says go on with it.
+
+    A run whose job may live with another scheduler is never taken away from it.
+    """
+    own = actor.lease.scheduler
+    # What is known of nodes under an older version's name for the cluster belongs to nobody in particular.
+    if is_ours(run, own) or (request.verb == "release" and not run.scheduler and run.cluster in actor.schedulers):
+        return True
+    if not is_addressed_to(run, request, own):
+        return False
+
+    def take() -> bool:
+        attempts = actor.store.attempts(run.name)
+        live = attempts[-1].state in LIVE_ATTEMPTS and not never_submitted(attempts)
+        if live and (run.scheduler or request.verb == "cancel"):
+            return False
+        return actor.store.claim_run(run.name, own, epoch=actor.epoch, before=run.scheduler)
+
+    # One transaction: its own controller may be about to submit it.
+    if not actor.store.together(take):
+        return False
+    actor.record_action(f"{run.name} belongs to {own} from now on: a person said so")
+    return True
+
+
+def _resume(actor: Actor, run: Run, request: UserRequest) -> bool:
+    if run.state not in (RunState.HELD, RunState.FAILED, RunState.CANCELLED):
+        _answer(actor, request, f"{run.name} is {run.state}: there is nothing to resume")
+        return True
+    attempts = actor.store.attempts(run.name)
+    last = attempts[-1]
+    fresh = last.number if last.state is AttemptState.INTENT else last.number + 1
+
+    def resume() -> None:
+        stamp = actor.stamp()
+        actor.store.move_run(
+            run.name, RunState.RECOVERING, "resumed by a person", **stamp, fresh_from=fresh, not_before=0.0
+        )
+        actor.store.answer(request.id, f"{run.name} goes on with attempt {fresh}", **stamp)
+
+    actor.store.together(resume)
+    failpoints.reach("after_ask")
+    actor.record_action(f"{run.name} resumed")
+    return True
+
+
+def _release(actor: Actor, run: Run, request: UserRequest) -> bool:
+    """A node may be used again: what it was excluded for counts no more."""
+    name, now = str(request.args["node"]), actor.clock.wall()
+    # What stands under an older version's name for the cluster would come back with the next run that is claimed.
+    known = [item for item in actor.store.nodes() if item.name == name and item.cluster in (run.domain, run.cluster)]
+    excluded = [item.cluster for item in known if item.excluded_until > now]
+    if not excluded:
+        _answer(actor, request, f"{name} is not excluded")
+        return True
+
+    def release() -> None:
+        stamp = actor.stamp()
+        for cluster in excluded:
+            why = "released by a person"
+            actor.store.saw_node(name, cluster, **stamp, excluded_until=now, reason=why, forgiven=True)
+        actor.store.answer(request.id, f"{name} may be used again", **stamp)
+
+    actor.store.together(release)
+    failpoints.reach("after_ask")
+    actor.record_action(f"{name} released")
+    return True
+
+
+def _cancel_idle(actor: Actor, run: Run, request: UserRequest) -> bool:
+    if run.state is not RunState.HELD:
+        _answer(actor, request, f"{run.name} is {run.state} already")
+        return True
+
+    # Held says that a person is needed, not that no job lives: that one must end first, and is followed until it has.
+    over = actor.store.attempts(run.name)[-1].state not in LIVE_ATTEMPTS
+
+    def cancel() -> None:
+        stamp = actor.stamp()
+        if not over:
+            actor.store.move_run(run.name, RunState.RECOVERING, "to be cancelled once its job is gone", **stamp)
+            return
+        actor.store.move_run(run.name, RunState.CANCELLED, "cancelled by `orch cancel` while it was held", **stamp)
+        actor.store.answer(request.id, f"{run.name} is cancelled", **stamp)
+
+    actor.store.together(cancel)
+    failpoints.reach("after_ask")
+    actor.record_action(f"{run.name} {'cancelled' if over else 'is to be cancelled'}")
+    return True
+
+
+def _answer(actor: Actor, request: UserRequest, text: str) -> None:
+    actor.store.answer(request.id, text, epoch=actor.epoch, now=actor.clock.wall())
+    actor.record_action(f"answered {request.verb} of {request.run}: {text}")
+
+
+def advance_cancel(actor: Actor, view: RunView, snapshot: SchedulerSnapshot) -> None:
+    """Bring the job of a run that is to be cancelled nearer to its end; the run is CANCELLED once it is gone."""
+    assert view.cancel is not None
+    attempt, job = view.last, snapshot.job_of(view.last)
+    if job is None or not is_live(job) or job.state in LEAVING_STATES:
+        return
+    # A job that trains nothing has nothing to save.
+    if job.held or job.state in QUEUED_STATES:
+        actor.cancel(view.run, job.job_id, "cancelled before it started")
+        return
+    waited = actor.observed.age(f"cancel:{view.run.name}/{attempt.number}", view.cancel.id)
+    limit = float(view.cancel.args.get("limit", STOP_LIMIT))
+    if view.cancel.args.get("now") or waited >= limit:
+        actor.cancel(view.run, job.job_id, "cancelled by a person")
+        return
+    if actor.request_once(view.folder, RequestKind.STOP, attempt.number, "cancelled by a person", None):
+        failpoints.reach("after_stop_request")
+
+
+def cancel_intent(actor: Actor, view: RunView, snapshot: SchedulerSnapshot) -> bool:
+    """Cancel a run whose job is not known yet; whether it is certain that there is none."""
+    live = snapshot.live(view.last)
+    for job in live:
+        actor.cancel(view.run, job.job_id, "cancelled before it was adopted")
+    if not live and actor.is_absent(view.last, snapshot):
+        return True
+    if snapshot.answered:
+        what = f"until job {live[0].job_id} has ended" if live else "until it is certain that no job was submitted"
+        actor.note(view.run, f"is to be cancelled: waits {what}")
+    return False
+
+
+def cancel_without_folder(actor: Actor, view: RunView, snapshot: SchedulerSnapshot) -> bool:
+    """Cancel a run whose folder is not visible: nothing can be saved, so its jobs are ended; whether it is over."""
+    own = snapshot.job_of(view.last)
+    live = [job for job in (*snapshot.of_run(view.run), *([own] if own else [])) if is_live(job)]
+    for job in live:
+        # A job that no record of this run identifies is waited for, and is nobody's to cancel.
+        owner = snapshot.owner(job)
+        if job.state not in LEAVING_STATES and owner is not None and owner.run == view.run.name:
+            actor.cancel(view.run, job.job_id, "cancelled by a person; its run directory is not visible")
+    if live or not snapshot.swept:
+        return False
+    failure = Failure(kind=FailureKind.CANCELLED, reason="cancelled by `orch cancel`; its run directory is not visible")
+    to = AttemptState.LOST if own is None else AttemptState.ENDED
+    actor.store.move_attempt(
+        view.run.name, view.last.number, to, failure.reason, **actor.stamp(), ended_at=actor.clock.wall(),
+        failure=failure.to_json(),
+    )  # fmt: skip
+    mark_cancelled(actor, view)
+    return True
+
+
+def mark_cancelled(actor: Actor, view: RunView, reason: str = "") -> None:
+    """Write that a run without a job is cancelled, and answer who asked."""
+    assert view.cancel is not None
+    cancel = view.cancel
+    saved = [attempt.saved_step for attempt in view.attempts if attempt.saved_step is not None]
+    reason = reason or after_cancel(max(saved, default=None)).reason
+
+    def write() -> None:
+        stamp = actor.stamp()
+        actor.store.move_run(view.run.name, RunState.CANCELLED, reason, **stamp)
+        actor.store.answer(cancel.id, reason, **stamp)
+
+    actor.store.together(write)
+    failpoints.reach("after_ask")
+    actor.record_action(f"{view.run.name} cancelled")

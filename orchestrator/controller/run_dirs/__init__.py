@@ -1,0 +1,1 @@
+"""Run directories as the controller makes, reads and writes them."""

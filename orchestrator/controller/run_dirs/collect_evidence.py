@@ -1,0 +1,213 @@
+"""Evidence about an attempt, from its files and its scheduler; nothing here decides."""
+
+import errno
+import os
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from checkpointing.storage.durable import NotAFile, number, open_regular, read_json
+from orchestrator.controller.jobs.scheduler_snapshot import SchedulerSnapshot
+from orchestrator.controller.leasing.observed_since import ObservedSince
+from orchestrator.controller.run_dirs.bounded_files import DirectFiles, Files
+from orchestrator.controller.run_view import RunView
+from orchestrator.recovery.classify_failure import LOST_AFTER
+from orchestrator.recovery.evidence import Evidence, LogTail
+from orchestrator.registry.records import Attempt
+from orchestrator.scheduler.base import ENDED_STATES, LEAVING_STATES, RUNNING_STATES, JobStatus
+from trainer.contract.outcome import AgentReport, AttemptOutcome
+from trainer.contract.requests import RequestKind, pending
+from trainer.contract.run_dir import AttemptDir, RunDir
+
+T = TypeVar("T")
+
+MOST_HEARTBEAT = 1 << 20
+"""Bytes beyond which nothing is a heartbeat."""
+SILENCED = "silent"
+"""`detail` of a stop that orch asks for because the heartbeat is silent."""
+REQUEUED = "requeued"
+"""`detail` of the stop that goes before orch ends a job which Slurm has started again: accounting may not tell that."""
+TAIL = 64 * 1024
+"""Bytes read from the end of each log."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heartbeat:
+    """What the coordinator last wrote; `seq` grows with every write."""
+
+    seq: int
+    step: int | None = None
+    loss: float | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> "Heartbeat":
+        """The heartbeat; raises OSError, ValueError, TypeError, KeyError or AttributeError when there is none."""
+        fields = read_json(path, MOST_HEARTBEAT)
+        loss = fields.get("loss")
+        return cls(seq=int(fields["seq"]), step=fields.get("step"), loss=None if loss is None else number(loss))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptFiles:
+    """What the files of an attempt say at one look; `odd` tells of those that are no files of its own."""
+
+    heartbeat: Heartbeat | None
+    outcome: AttemptOutcome | None
+    started: bool
+    reports: tuple[AgentReport, ...] = ()
+    silenced: str = ""
+    requeued: str = ""
+    odd: str = ""
+
+
+def read_files(place: AttemptDir) -> AttemptFiles:
+    """Read what an attempt has left; a file that cannot be read counts as none."""
+    odd: list[str] = []
+    heartbeat, outcome = _read(Heartbeat.read, place.heartbeat, odd), _read(AttemptOutcome.read, place.outcome, odd)
+    paths = place.agent_reports() if outcome is None else []
+    reports = tuple(report for path in paths if (report := _read(AgentReport.read, path, odd)) is not None)
+    return AttemptFiles(
+        heartbeat=heartbeat, outcome=outcome, started=heartbeat is not None or _has_events(place), odd="; ".join(odd),
+        reports=reports, silenced=_stopped(place, SILENCED), requeued=_stopped(place, REQUEUED),
+    )  # fmt: skip
+
+
+def _read(read: Callable[[Path], T], path: Path, odd: list[str]) -> T | None:
+    try:
+        return read(path)
+    except (NotAFile, RecursionError) as error:
+        odd.append(odd_file(path, error))
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            odd.append(odd_file(path, error))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        pass
+    return None
+
+
+def odd_file(path: Path, error: Exception) -> str:
+    """What stands where a file of ours is expected, and what to do."""
+    return f"{path} {(error.strerror if isinstance(error, OSError) else '') or 'is damaged'}: remove it"
+
+
+def collect_evidence(
+    view: RunView, snapshot: SchedulerSnapshot, observed: ObservedSince, files: Files | None = None
+) -> Evidence:
+    """One look at the newest attempt of a run; raises RunDirHangs."""
+    attempt, place, files = view.last, view.attempt_dir, files or DirectFiles()
+    key = f"{view.run.name}/{attempt.number}"
+    job = snapshot.job_of(attempt)
+    seen = files.call(view.folder.path, lambda: read_files(place))
+    heartbeat, outcome = seen.heartbeat, seen.outcome
+    ended = job is not None and job.state in ENDED_STATES
+    leaving = job is not None and job.state in LEAVING_STATES
+    silent_for = observed.age(f"beat:{key}", heartbeat.seq if heartbeat else "none")
+    quiet = heartbeat is not None and outcome is None and silent_for >= LOST_AFTER
+    grown = files.call(view.folder.path, lambda: growth(place)) if quiet else ""
+    gone = removed_nodes(job, observed, key) if view.config.cluster.spare_nodes else ()
+    return Evidence(
+        attempt=attempt.number,
+        answered=snapshot.answered,
+        job=job,
+        absent_for=_span(observed, f"gone:{key}", snapshot.answered and job is None, True),
+        ended_for=_span(observed, f"ended:{key}", ended, job.state if job else ""),
+        leaving_for=_span(observed, f"leaving:{key}", leaving, True),
+        started=seen.started,
+        silent_for=silent_for,
+        leader=attempt.nodes[0] if attempt.nodes else "",
+        reports=seen.reports,
+        still_for=_stillness(observed, f"still:{key}", job, grown),
+        overstayed=_stillness(observed, f"over:{key}", job, "ended" if outcome is not None else ""),
+        silenced=seen.silenced,
+        requeued=seen.requeued,
+        gone=gone,
+        leader_gone=leader_gone(attempt, job, gone),
+        outcome=outcome,
+        cancel_asked=view.cancel is not None,
+        tails=files.call(view.folder.path, lambda: read_tails(place)) if ended and outcome is None else (),
+        odd=seen.odd,
+    )
+
+
+def removed_nodes(job: JobStatus | None, observed: ObservedSince, key: str) -> tuple[str, ...]:
+    """Nodes that were seen in the job, and no longer are: only a job with spares goes on without them (--no-kill).
+
+    Names that only the agents tell prove nothing here: a host may call itself otherwise than Slurm does.
+    """
+    seen = set(observed.value(f"nodes:{key}").split())
+    gone = set(observed.value(f"left:{key}").split())
+    if job is not None and job.state in RUNNING_STATES and job.nodes:
+        gone, seen = seen - set(job.nodes), seen | set(job.nodes)
+        observed.age(f"nodes:{key}", " ".join(sorted(seen)))
+        observed.age(f"left:{key}", " ".join(sorted(gone)))
+    # Of a job that has ended Slurm may tell all its nodes again.
+    return tuple(sorted(gone))
+
+
+def leader_gone(attempt: Attempt, job: JobStatus | None, gone: Collection[str]) -> str:
+    """The first node of a running job that Slurm has taken out of it: with --no-kill the others stay, with nobody."""
+    if job is None or job.state not in RUNNING_STATES or not attempt.nodes:
+        return ""
+    leader = attempt.nodes[0]
+    return leader if leader in gone else ""
+
+
+def _span(observed: ObservedSince, key: str, holds: bool, value: Any) -> float:
+    if holds:
+        return observed.age(key, value)
+    observed.forget(key)
+    return 0.0
+
+
+def forget(observed: ObservedSince, run: str, attempt: int) -> None:
+    """Nothing more is measured about an attempt that has ended."""
+    for what in ("gone", "ended", "leaving", "beat", "cancel", "nodes", "left", "still", "over"):
+        observed.forget(f"{what}:{run}/{attempt}")
+
+
+def _stopped(place: AttemptDir, detail: str) -> str:
+    """Why orch asked this attempt to stop of its own accord; the request was written before anything was done."""
+    requests = RunDir(place.path.parent.parent).requests
+    if not any(requests.glob(f"{RequestKind.STOP}.{place.number:03d}.*.json")):
+        return ""
+    asked = pending(requests, place.number, set())
+    return next((one.reason for one in asked if one.kind is RequestKind.STOP and one.detail == detail), "")
+
+
+def growth(place: AttemptDir) -> str:
+    """Changes whenever the attempt writes anything: names, sizes and times of its files."""
+    count, size, newest = 0, 0, 0
+    for folder in (place.path, place.events, place.metrics.parent, place.logs, place.evidence, place.outcomes):
+        for entry in os.scandir(folder) if folder.is_dir() else ():
+            seen = entry.stat(follow_symlinks=False)
+            count, size, newest = count + 1, size + seen.st_size, max(newest, seen.st_mtime_ns)
+    return f"{count}/{size}/{newest}"
+
+
+def _stillness(observed: ObservedSince, key: str, job: JobStatus | None, value: str) -> float:
+    """Seconds for which a running job was watched with this value; nothing counts while it is not RUNNING."""
+    if job is None or job.state != "RUNNING" or not value:
+        observed.forget(key)
+        return 0.0
+    return observed.watched_for(key, value)
+
+
+def _has_events(place: AttemptDir) -> bool:
+    return place.events.is_dir() and any(place.events.glob("*.jsonl"))
+
+
+def read_tails(place: AttemptDir) -> tuple[LogTail, ...]:
+    """Ends of the agents' logs and of what Slurm wrote beside the script."""
+    paths = sorted(place.logs.glob("agent-*.log"))
+    paths += sorted(path for kind in ("*.out", "*.err") for path in place.submission.glob(kind))
+    return tuple(LogTail(source=path.name, text=text) for path in paths if (text := _tail(path)))
+
+
+def _tail(path: Path) -> str:
+    try:
+        with open_regular(path) as stream:
+            stream.seek(max(0, os.fstat(stream.fileno()).st_size - TAIL))
+            return stream.read(TAIL).decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,96 @@
+"""What the event files of an attempt have got since the last look, and the places that they speak of."""
+
+import errno
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpointing.storage.durable import NotAFile
+from orchestrator.controller.run_view import RunView
+from orchestrator.registry.store import Store
+from trainer.contract.events import Event, EventKind, read_events
+from trainer.contract.run_dir import AttemptDir
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewEvents:
+    """What was read of one event file: from `offset` of the last time up to `end`."""
+
+    name: str
+    events: list[Event]
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierPaths:
+    """What only the file system can tell, asked before the registry is locked: no transaction waits for a mount."""
+
+    first_tier: str
+    """Where checkpoints are committed; empty for the run's own folder."""
+    real: Mapping[str, str]
+
+    def same(self, tier: str, other: str) -> bool:
+        return self.real.get(tier, tier) == self.real.get(other, other)
+
+
+def event_files(place: AttemptDir) -> list[Path]:
+    """The event files that are there."""
+    return sorted(place.events.glob("*.jsonl")) if place.events.is_dir() else []
+
+
+def read_new_events(view: RunView, path: Path, cursors: Mapping[Path, int]) -> NewEvents | None:
+    """What is new in one file; one that is no file of ours is left, and told of by `collect_evidence`."""
+    offset = cursors[path]
+    try:
+        if path.stat().st_size <= offset:
+            return None
+        events, end = read_events(path, offset)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if isinstance(error, NotAFile) or error.errno == errno.ELOOP:
+            return None
+        raise
+    return None if end == offset else NewEvents(name=str(path.relative_to(view.folder.path)), events=events, end=end)
+
+
+def tiers_mentioned(store: Store, view: RunView, fresh: Sequence[NewEvents]) -> set[str]:
+    """Every place that these events, or what is known of the run, may speak of."""
+    told = {str(event.data.get("tier") or "") for one in fresh for event in one.events}
+    known = {item.tier for item in store.checkpoints(view.run.name)} | {
+        copy.tier for copy in store.copies(view.run.name)
+    }
+    return (told | known | {str(view.folder.checkpoints)}) - {""}
+
+
+def resolve_paths(view: RunView, node: str, tiers: Iterable[str]) -> TierPaths:
+    """Look the places up."""
+    return TierPaths(first_tier=_first_tier(view, node), real={tier: _real_path(tier) for tier in tiers})
+
+
+def first_node(fresh: Sequence[NewEvents]) -> str:
+    """The node that leads, when the attempt is only being told of."""
+    nodes = (
+        event.data.get("nodes") for one in fresh for event in one.events if event.kind == EventKind.ATTEMPT_STARTED
+    )
+    return str(next((names[0] for names in nodes if isinstance(names, list) and names), "unknown"))
+
+
+def _first_tier(view: RunView, node: str) -> str:
+    """Where the checkpoint was committed; empty for the run's own folder."""
+    config, folder = view.config.checkpoint, view.folder
+    if not config.tiers:
+        return ""
+    try:
+        # Late: it brings fsspec, which runs without tiers do not need here.
+        from checkpointing.tiers.tier import resolve_tiers
+
+        path = resolve_tiers(config, folder.checkpoints, folder.name, node)[0].path
+    except (ImportError, ValueError, OSError):
+        return f"{config.tiers[0].path}/{folder.name}"
+    return "" if _real_path(path) == _real_path(str(folder.checkpoints)) else path
+
+
+def _real_path(tier: str) -> str:
+    return tier if "://" in tier else os.path.realpath(tier)

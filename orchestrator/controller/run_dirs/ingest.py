@@ -1,0 +1,362 @@
+"""Run directories into the registry: events from where the last tick stopped reading, and the newest progress."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from checkpointing.storage.durable import number, open_regular
+from orchestrator.controller.run_dirs.bounded_files import DirectFiles, Files
+from orchestrator.controller.run_dirs.collect_evidence import Heartbeat
+from orchestrator.controller.run_dirs.event_files import (
+    NewEvents,
+    TierPaths,
+    event_files,
+    first_node,
+    read_new_events,
+    resolve_paths,
+    tiers_mentioned,
+)
+from orchestrator.controller.run_view import RunView
+from orchestrator.recovery.node_exclusion import DRILLED, TAKEN_FOR
+from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation, Notice
+from orchestrator.registry.store import Store
+from orchestrator.states import Trust, may_move
+from trainer.contract.events import Event, EventKind
+from trainer.contract.outcome import Failure, FailureKind
+from trainer.contract.run_dir import AttemptDir
+
+MEMORY = "memory"
+"""The tier of what a restart in place has loaded from the memory that outlived its ranks."""
+
+METRICS_TAIL = 16 * 1024
+"""Bytes of the metrics file that are sure to hold one whole line."""
+
+
+def ingest(store: Store, view: RunView, *, epoch: int, now: float, files: Files | None = None) -> bool:
+    """Take in what the newest attempt has written since the last time; whether there was anything new.
+
+    Raises RunDirHangs.
+    """
+    files, place = files or DirectFiles(), view.attempt_dir
+    names = files.call(view.folder.path, lambda: event_files(place))
+    cursors = {path: store.cursor(view.run.name, str(path.relative_to(view.folder.path))) for path in names}
+    # Each file is read on its own: one tick late is no harm, a torn order between files is none either.
+    fresh = files.call(
+        view.folder.path, lambda: [one for path in names if (one := read_new_events(view, path, cursors))]
+    )
+    if fresh:
+        tiers = tiers_mentioned(store, view, fresh)
+        node = next(iter(store.attempt(view.run.name, view.last.number).nodes), None) or first_node(fresh)
+        paths = files.call(view.folder.path, lambda: resolve_paths(view, node, tiers))
+        for one in fresh:
+            _apply(store, view, one, paths, epoch, now)
+    step, loss = files.call(view.folder.path, lambda: progress(place))
+    return _ingest_progress(store, view, epoch, now, step, loss) or bool(fresh)
+
+
+def _apply(store: Store, view: RunView, fresh: NewEvents, paths: TierPaths, epoch: int, now: float) -> None:
+    def take() -> None:
+        # Rows and cursor in one transaction: an event counts once, whenever the controller dies.
+        for event in fresh.events:
+            handler = _HANDLERS.get(event.kind)
+            if handler is not None:
+                handler(_EventWriter(store, view, event, epoch, now, paths))
+        store.set_cursor(view.run.name, fresh.name, fresh.end, epoch=epoch)
+
+    store.together(take)
+
+
+class _EventWriter:
+    """Writes one event into the registry."""
+
+    def __init__(
+        self, store: Store, view: RunView, event: Event, epoch: int, now: float, paths: TierPaths
+    ) -> None:  # fmt: skip
+        self.store, self.view, self.event, self.epoch, self.now, self.paths = store, view, event, epoch, now, paths
+        self.run, self.attempt = view.run.name, view.last.number
+
+    @property
+    def data(self) -> dict[str, Any]:
+        return self.event.data
+
+    def row(self) -> Attempt:
+        return self.store.attempt(self.run, self.attempt)
+
+    def note(self, **changes: Any) -> None:
+        self.store.note_attempt(self.run, self.attempt, epoch=self.epoch, **changes)
+
+    def generation(self, **changes: Any) -> None:
+        known = [g for g in self.store.generations(self.run, self.attempt) if g.number == self.event.generation]
+        before = known[0] if known else Generation(
+            run=self.run, attempt=self.attempt, number=self.event.generation, started_at=self.event.time
+        )  # fmt: skip
+        self.store.put_generation(replace(before, **changes), epoch=self.epoch)
+
+    def is_drilled(self) -> bool:
+        """Whether the configuration orders a fault in the event's generation."""
+        place = (self.attempt, self.event.generation)
+        faults = ((each.attempt, each.generation) for each in self.view.config.drill.events)
+        return any(all(wanted in (0, number) for wanted, number in zip(fault, place, strict=True)) for fault in faults)
+
+    def blamed(self, node: str) -> str:
+        """The kind of failure for which this node was replaced; of older events, the one that its generation tells."""
+        if (kind := str(self.data.get("kind"))) in frozenset(FailureKind):
+            return kind
+        ended = [g for g in self.store.generations(self.run, self.attempt) if g.number == self.event.generation]
+        failure = ended[0].failure if ended else None
+        return str(failure["kind"]) if failure and node in Failure.from_json(failure).nodes else FailureKind.AGENT_LOST
+
+    def known(self) -> Checkpoint | None:
+        """The row of the checkpoint that the event names."""
+        rows = {item.name: item for item in self.store.checkpoints(self.run)}
+        return rows.get(self.data["name"])
+
+    def trust(self, to: Trust, reason: str) -> None:
+        """Change the trust of the checkpoint that the event names, where the table allows it."""
+        self.doubt(self.known(), to, reason)
+
+    def doubt(self, item: Checkpoint | None, to: Trust, reason: str) -> None:
+        if item is not None and item.trust != to and may_move(item.trust, to):
+            self.store.trust(self.run, item.name, to, reason, epoch=self.epoch, now=self.now)
+
+    def elsewhere(self) -> str:
+        """The tier of the event when it is not the one in which the checkpoint was committed; empty when it is."""
+        tier, item = str(self.data.get("tier") or ""), self.known()
+        home = "" if item is None else item.tier or str(self.view.folder.checkpoints)
+        return tier if tier and not self.paths.same(tier, home) else ""
+
+    def leave_home(self, trust: Trust, reason: str) -> None:
+        """The checkpoint is no longer good where it was committed: a copy takes its place, else its trust changes."""
+        item, name = self.known(), self.data["name"]
+        copies = [copy for copy in self.store.copies(self.run) if copy.name == name]
+        if item is None or item.trust is Trust.DELETED or not copies:
+            self.doubt(item, trust, reason)
+            return
+        own = str(self.view.folder.checkpoints)
+        chosen = min(copies, key=lambda copy: (not self.paths.same(copy.tier, own), copy.copied_at))
+        self.store.rehome(chosen, f"{reason}; there is a copy in {chosen.tier}", epoch=self.epoch)
+
+
+def _attempt_started(writer: _EventWriter) -> None:
+    nodes = tuple(writer.data.get("nodes", ()))
+    writer.note(started_at=writer.event.time, nodes=nodes)
+    for node in nodes:
+        writer.store.saw_node(node, writer.view.run.domain, epoch=writer.epoch, now=writer.now)
+
+
+def _generation_started(writer: _EventWriter) -> None:
+    writer.generation(started_at=writer.event.time)
+    writer.note(generations=max(writer.row().generations, writer.event.generation))
+
+
+def _first_step(writer: _EventWriter) -> None:
+    if writer.row().first_step is None:
+        writer.note(first_step=writer.data.get("step"))
+
+
+def _generation_ended(writer: _EventWriter) -> None:
+    step = writer.data.get("step")
+    writer.generation(
+        ended_at=writer.event.time,
+        last_step=step,
+        reason=writer.data.get("reason", ""),
+        failure=writer.data.get("failure"),
+    )
+
+
+def _committed(writer: _EventWriter) -> None:
+    step, name, tier = writer.data["step"], writer.data["name"], writer.paths.first_tier
+    checkpoint = Checkpoint(
+        run=writer.run,
+        name=name,
+        step=step,
+        attempt=writer.attempt,
+        trust=Trust.COMMITTED,
+        bytes=writer.data.get("bytes", 0),
+        path=f"{tier or writer.view.folder.checkpoints}/{name}",
+        committed_at=writer.event.time,
+        tier=tier,
+        seconds=writer.data.get("seconds"),
+        stall=writer.data.get("stall"),
+    )
+    writer.store.put_checkpoint(checkpoint, epoch=writer.epoch)
+    writer.note(saved_step=max(step, writer.row().saved_step or 0))
+
+
+def _flushed(writer: _EventWriter) -> None:
+    tier, name = writer.data["tier"], writer.data["name"]
+    copy = Copy(
+        run=writer.run,
+        name=name,
+        tier=tier,
+        path=f"{tier}/{name}",
+        bytes=writer.data.get("bytes", 0),
+        copied_at=writer.event.time,
+    )
+    if writer.known() is not None:
+        writer.store.put_copy(copy, epoch=writer.epoch)
+
+
+def _suspect(writer: _EventWriter) -> None:
+    """The coordinator's word; ranks only say what they left out because of it."""
+    if writer.event.source.startswith("rank-"):
+        return
+    for item in writer.store.checkpoints(writer.run):
+        # One of the same step that was saved later is another state.
+        if item.step == writer.data["step"] and item.committed_at <= writer.event.time:
+            writer.doubt(item, Trust.SUSPECT, str(writer.data.get("reason", "suspect")))
+
+
+def _seen(writer: _EventWriter) -> None:
+    """One that a user's own program wrote: nobody can verify it, and its trust stays at that."""
+    step, path = writer.data["step"], str(writer.data["path"])
+    new, known = bool(writer.data.get("new")), writer.known() is not None
+    # What is there when an attempt begins, and nobody has told of, was written when the one before it ended.
+    written_by = writer.attempt if new or known else max(1, writer.attempt - 1)
+    checkpoint = Checkpoint(
+        run=writer.run, name=writer.data["name"], step=step, attempt=written_by, trust=Trust.COMMITTED,
+        bytes=writer.data.get("bytes", 0), path=path, committed_at=writer.event.time, tier=os.path.dirname(path),
+    )  # fmt: skip
+    writer.store.put_checkpoint(checkpoint, epoch=writer.epoch)
+    if new or (written_by < writer.attempt and not known):
+        before = writer.store.attempt(writer.run, written_by).saved_step
+        writer.store.note_attempt(writer.run, written_by, epoch=writer.epoch, saved_step=max(step, before or 0))
+
+
+def _set_aside(writer: _EventWriter) -> None:
+    if writer.known() is None:  # a damaged one is told of by nobody before
+        path = str(writer.data["path"])
+        checkpoint = Checkpoint(
+            run=writer.run, name=writer.data["name"], step=writer.data["step"], attempt=max(1, writer.attempt - 1),
+            trust=Trust.COMMITTED, bytes=0, path=path, committed_at=writer.event.time, tier=os.path.dirname(path),
+        )  # fmt: skip
+        writer.store.put_checkpoint(checkpoint, epoch=writer.epoch)
+    told = f"set aside as {writer.data['path']}: {writer.data.get('reason', '')}"
+    writer.trust(Trust.CORRUPT if writer.data.get("damaged") else Trust.SUSPECT, told)
+
+
+def _restored(writer: _EventWriter) -> None:
+    step = writer.data["step"]
+    writer.generation(resumed_from=step, tier=str(writer.data.get("tier") or ""))
+    if writer.row().resumed_from is None:
+        writer.note(resumed_from=step)
+    if writer.data.get("tier") == MEMORY:
+        return  # its bytes on the disk were not looked at
+    writer.trust(Trust.RESTORED, f"attempt {writer.attempt} resumed from it")
+
+
+def _refused(writer: _EventWriter) -> None:
+    reason, tier = str(writer.data.get("reason", "refused")), writer.elsewhere()
+    if tier == MEMORY or writer.data.get("damaged") is False:
+        return  # nothing is wrong with its bytes on the disk, as far as anybody knows
+    if tier:
+        writer.store.drop_copy(writer.run, writer.data["name"], tier, epoch=writer.epoch)
+        return
+    writer.leave_home(Trust.CORRUPT, f"attempt {writer.attempt} refused it: {reason}")
+
+
+def _deleted(writer: _EventWriter) -> None:
+    tier = writer.elsewhere()
+    if tier:
+        writer.store.drop_copy(writer.run, writer.data["name"], tier, epoch=writer.epoch)
+        return
+    writer.leave_home(Trust.DELETED, f"deleted by attempt {writer.attempt}: newer ones are kept")
+
+
+def _notice(writer: _EventWriter, node: str | None = None, **more: Any) -> None:
+    """Kept for people and for the judgement of nodes, with what that needs to know besides."""
+    event = writer.event
+    if node is None:
+        node = str(writer.data.get("node") or "")
+    # Ranks count their events anew in every generation.
+    source = f"{event.source}/{event.generation}" if event.source.startswith("rank-") else event.source
+    drilled = {DRILLED: True} if writer.is_drilled() else {}
+    notice = Notice(
+        run=writer.run, attempt=writer.attempt, source=source, seq=event.seq, kind=str(event.kind),
+        generation=event.generation, time=event.time, node=node, data={**writer.data, **drilled, **more},
+    )  # fmt: skip
+    writer.store.put_notice(notice, epoch=writer.epoch)
+
+
+def _preflight(writer: _EventWriter) -> None:
+    """By the node's name: its agent's place in the job means nothing elsewhere."""
+    if not writer.data["ok"]:
+        _notice(writer, str(writer.data.get("name") or ""))
+
+
+def _spare_used(writer: _EventWriter) -> None:
+    """The attempt goes on, and no failure of it will tell of the node that was lost."""
+    lost, cluster = str(writer.data["instead"]), writer.view.run.domain
+    _notice(writer, lost, **{TAKEN_FOR: writer.blamed(lost)})
+    if lost and cluster != "local":
+        why = f"replaced by a spare in {writer.run}/{writer.attempt}: {writer.data.get('reason', '')}"
+        writer.store.saw_node(lost, cluster, epoch=writer.epoch, now=writer.event.time, failure=why)
+
+
+_HANDLERS: dict[str, Callable[[_EventWriter], None]] = {
+    EventKind.ATTEMPT_STARTED: _attempt_started,
+    EventKind.GENERATION_STARTED: _generation_started,
+    EventKind.GENERATION_FIRST_STEP: _first_step,
+    EventKind.GENERATION_ENDED: _generation_ended,
+    EventKind.CHECKPOINT_COMMITTED: _committed,
+    EventKind.CHECKPOINT_RESTORED: _restored,
+    EventKind.CHECKPOINT_REFUSED: _refused,
+    EventKind.CHECKPOINT_DELETED: _deleted,
+    EventKind.CHECKPOINT_FLUSHED: _flushed,
+    EventKind.CHECKPOINT_SUSPECT: _suspect,
+    EventKind.CHECKPOINT_SEEN: _seen,
+    EventKind.CHECKPOINT_SET_ASIDE: _set_aside,
+    EventKind.INCIDENT: _notice,
+    EventKind.STRAGGLER: _notice,
+    EventKind.BATCH_SKIPPED: _notice,
+    EventKind.DRILL: _notice,
+    EventKind.PREFLIGHT: _preflight,
+    EventKind.SPARE_USED: _spare_used,
+}
+
+
+def _ingest_progress(
+    store: Store, view: RunView, epoch: int, now: float, step: int | None, loss: float | None
+) -> bool:  # fmt: skip
+    if step is None:
+        return False
+    run, attempt = store.run(view.run.name), store.attempt(view.run.name, view.last.number)
+    # By repr: a NaN is never equal to itself.
+    if repr((run.step, run.loss, attempt.last_step)) == repr((step, loss if loss is not None else run.loss, step)):
+        return False
+
+    def note() -> None:
+        store.note_run(run.name, epoch=epoch, now=now, step=step, loss=loss if loss is not None else run.loss)
+        store.note_attempt(run.name, attempt.number, epoch=epoch, last_step=step)
+
+    store.together(note)
+    return True
+
+
+def progress(place: AttemptDir) -> tuple[int | None, float | None]:
+    """Newest trained step and its loss, from the metrics' last line, else from the heartbeat."""
+    line = last_line(place.metrics)
+    if line is not None and line.get("step") is not None:
+        return line["step"], number(line["loss"]) if line.get("loss") is not None else None
+    try:
+        heartbeat = Heartbeat.read(place.heartbeat)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None, None
+    # Step 0 says that no rank has told its step yet, not that the run is back at its beginning.
+    return (heartbeat.step, heartbeat.loss) if heartbeat.step else (None, None)
+
+
+def last_line(path: Path) -> dict[str, Any] | None:
+    """The last whole line of a file of JSON lines; None when there is none."""
+    try:
+        with open_regular(path) as stream:
+            stream.seek(max(0, os.fstat(stream.fileno()).st_size - METRICS_TAIL))
+            block = stream.read(METRICS_TAIL)
+        lines = block[: block.rfind(b"\n") + 1].splitlines()
+        found = json.loads(lines[-1]) if lines else None
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None

@@ -1,0 +1,160 @@
+"""The run directory as the controller makes it: complete or absent, and made again from the registry after a crash."""
+
+import os
+import shutil
+import socket
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+from checkpointing.storage.durable import canonical, dump_line, fsync_dir, fsync_file, read_json, write_durably
+from orchestrator.controller import failpoints
+from orchestrator.errors import Precondition
+from orchestrator.registry.records import Attempt, Run
+from trainer.contract.run_dir import RunDir
+
+
+def hidden(run: Run, first: Attempt) -> str:
+    """Why the folder of a run whose jobs may have written there cannot be judged from this host; empty when it can.
+
+    A mount that is not there (yet) looks like an empty folder: only the run's own `run.json` shows that it is.
+    """
+    folder, host = RunDir(Path(run.run_dir)), socket.gethostname()
+    try:
+        owner = read_json(folder.run)
+    except FileNotFoundError:
+        return f"the run directory is not visible on {host}: {folder.path}"
+    except (OSError, ValueError) as error:
+        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        return f"the run directory cannot be read on {host}: {folder.run}: {said}"
+    if not isinstance(owner, dict) or owner.get("nonce") != first.nonce:
+        return f"the run directory on {host} is another run's: {folder.path}"
+    return ""
+
+
+def ensure_run_dir(run: Run, first: Attempt, config: dict[str, Any]) -> RunDir:
+    """Make the folder of a run unless it stands; raises Precondition when another run's folder stands there.
+
+    It is built beside its place under a name of its own and renamed: nobody ever sees half of it. The submitter and
+    a controller may both be at it: each has a draft of its own, and the second one takes the first one's folder.
+    """
+    final = RunDir(Path(run.run_dir))
+    if final.run.exists():
+        _check_owner(final, run, first)
+        return final
+    failpoints.reach("before_folder")
+    draft = RunDir(final.path.with_name(f"{_draft(run, first)}{token_hex(4)}.tmp"))
+    try:
+        draft.make()
+        write_durably(draft.config, canonical(config))
+        _copy_code(draft, config)
+        _import_checkpoint(draft, run)
+        write_durably(draft.run, dump_line(_run_json(run, first)).encode())
+        ensure_attempt_dir(draft, first)
+        os.rename(draft.path, final.path)
+    except OSError as error:
+        shutil.rmtree(draft.path, ignore_errors=True)
+        if final.path.exists():
+            _check_owner(final, run, first)
+            return final
+        raise Precondition(
+            f"cannot make the run's folder: {error.strerror or error}",
+            where=str(final.path),
+            hint="make cluster.root writable, or choose another with cluster.root=FOLDER",
+        ) from error
+    fsync_dir(final.path.parent)
+    failpoints.reach("after_folder")
+    _sweep_drafts(final.path.parent, _draft(run, first))
+    return final
+
+
+def _draft(run: Run, first: Attempt) -> str:
+    return f".{run.name}.{first.nonce}."
+
+
+def _sweep_drafts(root: Path, beginning: str) -> None:
+    """Remove what killed makers left; one that is still at work finds the folder made and takes it."""
+    for path in root.iterdir():
+        if path.name.startswith(beginning) and path.name.endswith(".tmp"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _check_owner(folder: RunDir, run: Run, first: Attempt) -> None:
+    try:
+        owner = read_json(folder.run)
+    except (OSError, ValueError):
+        owner = None
+    if not isinstance(owner, dict) or owner.get("nonce") != first.nonce:
+        raise Precondition(
+            f"the folder of {run.name} belongs to another run",
+            where=str(folder.path),
+            hint="it was made with another registry: take it in with `orch db rebuild`, "
+            "or submit with another --name or cluster.root",
+        )
+
+
+def _run_json(run: Run, first: Attempt) -> dict[str, Any]:
+    return {
+        "schema": "orch.run/1",
+        "name": run.name,
+        "cluster": run.cluster,
+        "created_at": run.created_at,
+        "total_steps": run.total_steps,
+        "config_digest": run.config_digest,
+        "nonce": first.nonce,
+        "scheduler": run.scheduler,
+        "identity": run.identity,
+    }
+
+
+def ensure_attempt_dir(folder: RunDir, attempt: Attempt) -> None:
+    """Make the folder of an attempt with its `intent.json`; repeating it changes nothing."""
+    place = folder.attempt(attempt.number)
+    place.make()
+    intent = place.path / "intent.json"
+    if not intent.exists():
+        fields = {
+            "schema": "orch.intent/1",
+            "attempt": attempt.number,
+            "nonce": attempt.nonce,
+            "job_name": attempt.job_name,
+            "excluded": list(attempt.excluded),
+            "scheduler": attempt.scheduler,
+            "at": attempt.intent_at,
+        }
+        write_durably(intent, dump_line(fields).encode())
+
+
+def _import_checkpoint(folder: RunDir, run: Run) -> None:
+    """The checkpoint that the run begins with, made beforehand below its root: by links where there are any."""
+    imported = run.identity.get("imported")
+    if imported is None:
+        return
+    source = Path(imported["checkpoint"])
+    target = folder.checkpoints / source.name
+    shutil.copytree(source, target, copy_function=_linked)
+    fsync_dir(target)
+    fsync_dir(folder.checkpoints)
+
+
+def _linked(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+        fsync_file(Path(target))
+
+
+def _copy_code(folder: RunDir, config: dict[str, Any]) -> None:
+    """Copy the folders of `workload.path` to `code/0`, `code/1`, ... when the config asks for it."""
+    workload = config.get("workload", {})
+    if not workload.get("snapshot"):
+        return
+    ignored = shutil.ignore_patterns("__pycache__", "*.pyc", ".git", ".venv", ".mypy_cache", ".ruff_cache")
+    for index, source in enumerate(workload.get("path", ())):
+        shutil.copytree(source, folder.code / str(index), ignore=ignored, symlinks=True)
+
+
+def has_outcome(folder: RunDir) -> bool:
+    """Whether the newest attempt says that it has ended."""
+    return any(place.outcome.exists() for place in folder.all_attempts()[-1:])

@@ -1,0 +1,221 @@
+"""Which nodes the next attempt avoids: only on evidence, only a share of the partition, only for a while."""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from orchestrator.registry.records import Notice
+from trainer.contract.config import RecoveryConfig
+from trainer.contract.events import EventKind
+from trainer.contract.outcome import Failure, FailureKind
+
+NODE_LOCAL = frozenset({FailureKind.NODE_LOST, FailureKind.NODE_SUSPECT})
+"""Kinds that blame the node by themselves, when they name one."""
+WEAK = frozenset({FailureKind.AGENT_LOST, FailureKind.RANK_KILLED, FailureKind.LAUNCH_FAILED, FailureKind.HANG})
+"""Kinds that only happened on a node: two attempts must have died there before it is avoided."""
+
+REMEMBERED = 14 * 86400.0
+"""Seconds for which hangs and slowness tell something of a node: later it is another one, mended or moved."""
+TWO_HANGS = 2
+TWO_FAILURES = 2
+_NOT_THE_NODE = frozenset({"desync", "network"})
+"""Incidents that a program, or two nodes together, have brought about."""
+DRILLED = "drilled"
+"""Key of a notice: the run's configuration orders a fault in its generation."""
+TAKEN_FOR = "taken_for"
+"""Key of the notice of a spare: the kind of failure that its predecessor was replaced for."""
+Place = tuple[str, int, int]
+"""A generation: run, attempt and its number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeRecord:
+    """What is known of one node; `failures` counts earlier attempts that failed on it."""
+
+    name: str
+    failures: int = 0
+    excluded_until: float = 0.0
+    # All of these since it was excluded last:
+    hangs: int = 0  # attempts in which one of its ranks stopped first
+    slow: int = 0  # attempts that it slowed down to their end
+    replaced: int = 0  # attempts in which a spare took its place, for a reason that says little by itself
+    faulty: str = ""  # what was found wrong with the node itself, while its job went on without it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pool:
+    """The nodes a run may use; `size` is None where the scheduler does not tell."""
+
+    size: int | None
+    needed: int
+    known: tuple[NodeRecord, ...] = ()
+
+    @property
+    def excludable(self) -> int:
+        """Nodes that can be spared without making the job impossible."""
+        size = self.size if self.size is not None else len(self.known)
+        return max(0, size - self.needed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blame:
+    """Whether a failure puts its node on the list, until when, and why."""
+
+    node: str | None
+    until: float
+    reason: str
+
+
+def blame(failure: Failure, pool: Pool, recovery: RecoveryConfig, now: float) -> Blame:
+    """Judge the node that `failure` names first."""
+    if not failure.nodes:
+        return Blame(node=None, until=0.0, reason="the failure names no node")
+    return _blame(failure, failure.nodes[0], pool, recovery, now)
+
+
+def _blame(failure: Failure, node: str, pool: Pool, recovery: RecoveryConfig, now: float) -> Blame:
+    earlier = next((known.failures for known in pool.known if known.name == node), 0)
+    until = now + recovery.exclude_hours * 3600
+    if failure.kind in NODE_LOCAL:
+        return _capped(node, until, f"{failure.kind} on {node}", pool, recovery, now)
+    # One death on a node says little; a second, independent one is a pattern.
+    if failure.kind in WEAK and earlier >= 1:
+        return _capped(node, until, f"{earlier + 1} attempts failed on {node}", pool, recovery, now)
+    return Blame(node=None, until=0.0, reason=f"{failure.kind} once on {node} is no evidence against it")
+
+
+def nodes_to_exclude(failure: Failure | None, pool: Pool, recovery: RecoveryConfig, now: float) -> list[Blame]:
+    """Judge all nodes that the failure names, then those whose record speaks against them; each with its reason."""
+    found: list[Blame] = []
+    if failure is not None:
+        found.append(blame(failure, pool, recovery, now))
+        for node in failure.nodes[1:]:
+            found.append(_blame(failure, node, _without(pool, found, now), recovery, now))
+    for record in pool.known:
+        reason = _reason_against(record, recovery)
+        if reason and record.name not in {one.node for one in found} and record.excluded_until <= now:
+            until = now + recovery.exclude_hours * 3600
+            found.append(_capped(record.name, until, reason, _without(pool, found, now), recovery, now))
+    return found
+
+
+def _without(pool: Pool, found: Sequence[Blame], now: float) -> Pool:
+    """The pool after these: what has just been taken out counts against the share that may be."""
+    taken = {one.node for one in found}
+    known = (replace(one, excluded_until=now + 1.0) if one.name in taken else one for one in pool.known)
+    return replace(pool, known=tuple(known))
+
+
+def _reason_against(record: NodeRecord, recovery: RecoveryConfig) -> str:
+    """What speaks against a node although it has ended no attempt; empty when that is not enough."""
+    if record.faulty:
+        return f"{record.name}: {record.faulty}"
+    # The loss that a spare has mended is among the failures; it excludes like one that has ended its attempt.
+    if record.replaced and record.failures >= TWO_FAILURES:
+        return f"{record.failures} attempts failed on {record.name}"
+    if record.hangs >= TWO_HANGS:
+        return f"ranks on {record.name} hung in {record.hangs} attempts"
+    bound = recovery.straggler.replace_after
+    if bound and record.slow >= bound:
+        return f"{record.name} slowed down {record.slow} attempts (recovery.straggler.replace_after)"
+    return ""
+
+
+def drilled_generations(notices: Iterable[Notice]) -> set[Place]:
+    """Generations in which somebody brought a fault about: what happened there says nothing of a node."""
+    return {_place(one) for one in notices if one.kind == EventKind.DRILL or one.data.get(DRILLED)}
+
+
+def hangs(notices: Sequence[Notice]) -> dict[str, int]:
+    """By node: attempts in which one of its ranks was the first to stop, as incidents tell.
+
+    A program that hangs does so again when it is restarted in place: only another attempt is independent of that.
+    """
+    drilled = drilled_generations(notices)
+    found: set[tuple[str, str, int]] = set()
+    for notice in notices:
+        told = notice.data
+        if notice.kind != EventKind.INCIDENT or told.get("withdrawn") or told.get("kind") in _NOT_THE_NODE:
+            continue
+        if _place(notice) not in drilled:
+            found.add((notice.node, notice.run, notice.attempt))
+    return _by_node(found)
+
+
+def of_every_node(notices: Iterable[Notice]) -> Iterator[Notice]:
+    """An incident with several roots as one of each of their nodes; its own node is that of the first."""
+    for notice in notices:
+        culprits = notice.data.get("culprits") if notice.kind == EventKind.INCIDENT else None
+        rows = culprits if isinstance(culprits, list) else []
+        names = (notice.node, *(str(one.get("node") or "") for one in rows if isinstance(one, dict)))
+        yield from (replace(notice, node=name) for name in dict.fromkeys(names))
+
+
+def slowness(notices: Sequence[Notice], generations: Mapping[tuple[str, int], int]) -> dict[str, int]:
+    """By node: attempts in whose last generation one of its ranks was a straggler and did not become as fast again.
+
+    `generations`: how many the attempts (run, number) have had.
+    """
+    drilled = drilled_generations(notices)
+    last: dict[tuple[str, str, int, object], bool] = {}
+    for notice in notices:
+        newest = generations.get((notice.run, notice.attempt), notice.generation)
+        if notice.kind != EventKind.STRAGGLER or notice.generation < newest or _place(notice) in drilled:
+            continue
+        last[notice.node, notice.run, notice.attempt, notice.data.get("rank")] = not notice.data.get("over")
+    return _by_node({(node, run, attempt) for (node, run, attempt, _), still in last.items() if still})
+
+
+def faulty(
+    notices: Sequence[Notice], generations: Mapping[tuple[str, int], int], gone: Collection[tuple[str, int, str]]
+) -> dict[str, str]:
+    """By node: what was wrong with the node itself in an attempt that trained without it.
+
+    `gone`: (run, attempt, node) that the scheduler has taken out of a job that went on.
+    """
+    found: dict[str, str] = {}
+    for notice in notices:
+        told, reason = notice.data, str(notice.data.get("reason", ""))
+        # Where nobody trained, all nodes may have suffered from the same thing; the attempt's failure names one if not.
+        if notice.kind == EventKind.PREFLIGHT and generations.get((notice.run, notice.attempt), 0) > 0:
+            found[notice.node] = f"it failed its checks: {reason}"
+        elif notice.kind == EventKind.SPARE_USED and (notice.run, notice.attempt, notice.node) in gone:
+            found[notice.node] = f"{FailureKind.NODE_LOST}: {reason}"
+        elif notice.kind == EventKind.SPARE_USED and told.get(TAKEN_FOR) in NODE_LOCAL:
+            found[notice.node] = f"{told[TAKEN_FOR]}: {reason}"
+    found.pop("", None)
+    return found
+
+
+def replaced(notices: Sequence[Notice]) -> dict[str, int]:
+    """By node: attempts in which a spare took its place."""
+    drilled = drilled_generations(notices)
+    spares = [one for one in notices if one.kind == EventKind.SPARE_USED and _place(one) not in drilled]
+    return _by_node({(one.node, one.run, one.attempt) for one in spares})
+
+
+def _place(notice: Notice) -> Place:
+    return notice.run, notice.attempt, notice.generation
+
+
+def _by_node(found: Collection[tuple[str, str, int]]) -> dict[str, int]:
+    """How often each node is named, by whom ever."""
+    return dict(Counter(node for node, _, _ in found if node))
+
+
+def _capped(node: str, until: float, reason: str, pool: Pool, recovery: RecoveryConfig, now: float) -> Blame:
+    listed = [name for name in excluded(pool.known, now) if name != node]
+    if len(listed) + 1 > exclusion_limit(pool, recovery):
+        return Blame(node=None, until=0.0, reason=f"{reason}, but no more nodes of the partition may be excluded")
+    return Blame(node=node, until=until, reason=reason)
+
+
+def exclusion_limit(pool: Pool, recovery: RecoveryConfig) -> int:
+    """Most nodes that may be excluded: the configured share, one at least where one can be spared."""
+    size = pool.size if pool.size is not None else len(pool.known)
+    return min(pool.excludable, max(1, int(size * recovery.exclude_share)))
+
+
+def excluded(known: Sequence[NodeRecord], now: float) -> tuple[str, ...]:
+    """Names whose exclusion has not expired, in order."""
+    return tuple(sorted(node.name for node in known if node.excluded_until > now))

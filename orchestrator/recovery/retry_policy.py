@@ -1,0 +1,250 @@
+"""What to do after an attempt has ended: the only place that decides between attempts."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from itertools import pairwise
+from typing import Any
+
+from trainer.contract.config import RecoveryConfig
+from trainer.contract.outcome import Failure, FailureKind
+
+
+class Action(StrEnum):
+    RETRY = "RETRY"
+    WAIT = "WAIT"
+    SUCCEED = "SUCCEED"
+    FAIL = "FAIL"
+    HOLD = "HOLD"
+    CANCEL = "CANCEL"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndedAttempt:
+    """One ended attempt as the policy sees it, oldest first in a history; times are seconds since the epoch."""
+
+    number: int
+    kind: FailureKind | None  # None: finished, or never judged
+    started: bool  # its agents left a sign
+    saved_step: int | None  # newest checkpoint it committed
+    step: int | None = None  # newest step it trained
+    ended_at: float = 0.0
+    trained: float = 0.0  # seconds from its start to its end
+    script_failed: bool = False  # its batch script did, in a run of which no attempt ever came to train
+
+    @property
+    def budget(self) -> "Budget | None":
+        """What its end uses up; a script that has never worked is more likely wrong than the cluster."""
+        if self.kind is None:
+            return None
+        return Budget.TRIES if self.script_failed else BUDGETS[self.kind]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What to do and why; `not_before` is seconds since the epoch, `exclude` the nodes to avoid."""
+
+    action: Action
+    reason: str
+    not_before: float = 0.0
+    exclude: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "action": str(self.action), "exclude": list(self.exclude)}
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "Decision":
+        return cls(
+            action=Action(fields["action"]),
+            reason=fields["reason"],
+            not_before=fields.get("not_before", 0.0),
+            exclude=tuple(fields.get("exclude", ())),
+        )
+
+
+class Budget(StrEnum):
+    """What a failure without progress uses up; a new checkpoint gives all of it back."""
+
+    PERSON = "person"  # comes back until somebody changes something: no retry
+    TRIES = "tries"  # the program or the cluster: `recovery.max_failures`
+    TIME = "time"  # the cluster, which heals: `recovery.no_progress_hours`
+
+
+BUDGETS = {
+    FailureKind.USER_ERROR: Budget.PERSON,
+    FailureKind.DESYNC: Budget.PERSON,
+    FailureKind.NUMERIC: Budget.PERSON,
+    FailureKind.CANCELLED: Budget.PERSON,
+    FailureKind.SUBMIT_REJECTED: Budget.PERSON,
+    FailureKind.SUBMISSION_LOST: Budget.PERSON,
+    FailureKind.RANK_KILLED: Budget.TRIES,
+    FailureKind.HANG: Budget.TRIES,
+    FailureKind.UNKNOWN: Budget.TRIES,
+    FailureKind.TIME_LIMIT: Budget.TRIES,
+    FailureKind.PREEMPTED: Budget.TIME,
+    FailureKind.NODE_LOST: Budget.TIME,
+    FailureKind.NODE_SUSPECT: Budget.TIME,
+    FailureKind.AGENT_LOST: Budget.TIME,
+    FailureKind.JOB_LOST: Budget.TIME,
+    FailureKind.LAUNCH_FAILED: Budget.TIME,
+    FailureKind.SUBMIT_DEFERRED: Budget.TIME,
+    FailureKind.STORAGE: Budget.TIME,
+}
+"""How every kind of failure is counted: the only place that says so."""
+
+SCRIPT_HINT = "; the job's log (attempts/*/submission/*.out, *.err) tells why: see cluster.python and cluster.templates"
+
+FREE_KINDS = frozenset({FailureKind.PREEMPTED, FailureKind.TIME_LIMIT})
+"""Ends that are nobody's failure while the run makes progress."""
+
+LONGEST_GAP = 6 * 3600.0
+"""Seconds between two failures that count at most: a longer queue is no outage, nor is a clock that was set."""
+
+COMMAND_PROGRESS = 1800.0
+"""Seconds after which an attempt of a foreign command counts as progress: its checkpoints cannot be seen."""
+FREE_PROGRESS = 300.0
+"""Seconds after which one that was taken away, or came to its time limit, does: what it did was not its to lose."""
+
+
+def decide(
+    history: Sequence[EndedAttempt],
+    failure: Failure | None,
+    recovery: RecoveryConfig,
+    now: float,
+    jitter: float,
+    *,
+    steps_known: bool = True,
+    exclude: tuple[str, ...] = (),
+) -> Decision:
+    """Decide after the newest attempt of `history`; `failure` None says it finished.
+
+    `history` holds the attempts that count (from the last `orch resume` on), `jitter` is a draw from [0, 1).
+    `steps_known` is False for foreign scripts, whose checkpoints orch cannot see.
+    """
+    assert history, "a decision needs the attempt that ended"
+    # All steps are trained and the last checkpoint is committed.
+    if failure is None:
+        return Decision(action=Action.SUCCEED, reason="all steps are trained")
+    # What no retry can fix ends here, with Slurm's or the program's own words.
+    if BUDGETS[failure.kind] is Budget.PERSON:
+        return _final(failure)
+    # The queue is pause enough after an end that costs nothing.
+    if failure.kind in FREE_KINDS and _advanced(history, len(history) - 1, steps_known=steps_known):
+        return Decision(action=Action.RETRY, reason=f"goes on after {failure.kind}", not_before=now, exclude=exclude)
+    row = _without_progress(history, steps_known=steps_known)
+    budget = Budget.TRIES if history[-1].script_failed else BUDGETS[failure.kind]
+    last = f"the last one: {failure.reason}{SCRIPT_HINT if history[-1].script_failed else ''}"
+    # A program that fails again and again burns the cluster.
+    tries = [past for past in row if past.budget is Budget.TRIES]
+    if len(tries) >= recovery.max_failures and budget is Budget.TRIES:
+        spent = f"{_counted(tries)} without a new checkpoint: recovery.max_failures is spent"
+        return Decision(action=Action.FAIL, reason=f"{spent}; {last}")
+    # An outage is waited for by the clock; a few failures with long queues between them are no outage.
+    outage = [past for past in row if past.budget is Budget.TIME]
+    if len(outage) >= recovery.max_failures and now >= _gives_up(outage, recovery):
+        spent = f"{_told(outage, now)} without a new checkpoint: recovery.no_progress_hours is spent"
+        return Decision(action=Action.HOLD, reason=f"{spent}; {last}")
+    start = now + backoff_seconds(len(row), recovery, jitter)
+    if budget is Budget.TRIES:
+        reason = f"{_counted(tries)} without a new checkpoint (try {len(tries)} of {recovery.max_failures})"
+    else:
+        reason = (
+            f"{_told(outage, now)}; holds after {clock_time(_gives_up(outage, recovery))} unless a checkpoint is saved"
+        )
+    reason = f"{reason}; next try at {clock_time(start)}; {last}"
+    return Decision(action=Action.RETRY, reason=reason, not_before=start, exclude=exclude)
+
+
+_FINAL = {
+    FailureKind.USER_ERROR: (Action.FAIL, "the training code failed: ", ""),
+    FailureKind.SUBMIT_REJECTED: (Action.HOLD, "the job was refused: ", ""),
+    FailureKind.SUBMISSION_LOST: (Action.HOLD, "", ""),
+    FailureKind.CANCELLED: (Action.HOLD, "", ""),
+    # Both would come again at the same step, on any nodes.
+    FailureKind.DESYNC: (
+        Action.HOLD,
+        "ranks called different collectives: ",
+        "; that is a bug of the program: see that every rank takes the same way through it",
+    ),
+    FailureKind.NUMERIC: (
+        Action.HOLD,
+        "a rollback did not mend the loss: ",
+        "; mend the data or the code, or begin anew with other settings (train.lr, train.clip_norm) from its last good "
+        "checkpoint: `orch ckpt export`, then `orch ckpt import`",
+    ),
+}
+
+
+def _final(failure: Failure) -> Decision:
+    action, before, after = _FINAL[failure.kind]
+    return Decision(action=action, reason=f"{before}{failure.reason}{after}")
+
+
+def after_cancel(step: int | None) -> Decision:
+    """The decision once a person has cancelled the run and its job is gone."""
+    saved = f"; the newest checkpoint is of step {step}" if step is not None else "; nothing was saved"
+    return Decision(action=Action.CANCEL, reason=f"cancelled by `orch cancel`{saved}")
+
+
+def backoff_seconds(row: int, recovery: RecoveryConfig, jitter: float) -> float:
+    """Seconds to wait before the restart after `row` failures in a row: doubled each time, half of it jittered."""
+    full = min(recovery.backoff_max, recovery.backoff * 2.0 ** min(row - 1, 60))
+    return full * (0.5 + 0.5 * jitter)
+
+
+def _gives_up(outage: Sequence[EndedAttempt], recovery: RecoveryConfig) -> float:
+    return outage[-1].ended_at + recovery.no_progress_hours * 3600 - _lasted(outage)
+
+
+def _lasted(outage: Sequence[EndedAttempt]) -> float:
+    """Seconds that an outage has lasted: long queues between failures are none of it, nor a clock that was set."""
+    gaps = [later.ended_at - earlier.ended_at for earlier, later in pairwise(outage)]
+    return sum(min(max(0.0, gap), LONGEST_GAP) for gap in gaps)
+
+
+def _counted(row: Sequence[EndedAttempt]) -> str:
+    """`launch failed 4 times, node lost once`."""
+    kinds = Counter(str(past.kind).replace("_", " ") for past in row)
+    return ", ".join(f"{kind} {'once' if times == 1 else f'{times} times'}" for kind, times in kinds.items())
+
+
+def _told(outage: Sequence[EndedAttempt], now: float) -> str:
+    """The same with how long it has lasted, written once for each decision: `launch failed 4 times in 12 min`."""
+    lasted = now - min(past.ended_at for past in outage)
+    return _counted(outage) if len(outage) == 1 else f"{_counted(outage)} in {_span(lasted)}"
+
+
+def _span(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def clock_time(at: float) -> str:
+    """A moment as people read it in a reason, which is stored: `Nov 22 03:41:20 UTC`."""
+    return datetime.fromtimestamp(at, UTC).strftime("%b %d %H:%M:%S UTC")
+
+
+def _advanced(history: Sequence[EndedAttempt], index: int, *, steps_known: bool) -> bool:
+    """Whether this attempt committed a checkpoint newer than all before it."""
+    attempt = history[index]
+    if not steps_known:
+        return attempt.started and attempt.trained >= (
+            FREE_PROGRESS if attempt.kind in FREE_KINDS else COMMAND_PROGRESS
+        )
+    best = max((past.saved_step for past in history[:index] if past.saved_step is not None), default=0)
+    return attempt.saved_step is not None and attempt.saved_step > best
+
+
+def _without_progress(history: Sequence[EndedAttempt], *, steps_known: bool) -> list[EndedAttempt]:
+    """The failures since the run last made progress; the end of the attempt that made it is the first of them."""
+    row: list[EndedAttempt] = []
+    for index in reversed(range(len(history))):
+        past, advanced = history[index], _advanced(history, index, steps_known=steps_known)
+        if past.kind is not None and not (advanced and past.kind in FREE_KINDS):
+            row.append(past)
+        if advanced:
+            break
+    return row[::-1]

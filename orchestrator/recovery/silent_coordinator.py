@@ -1,0 +1,61 @@
+"""PURE: what is done about a running job whose coordinator says nothing any more."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from orchestrator.recovery.classify_failure import LOST_AFTER
+from orchestrator.recovery.evidence import Evidence
+from trainer.contract.outcome import AgentEnd
+
+GRACE = 60.0
+"""Seconds that a silent job gets to answer the request to stop, before it is cancelled."""
+ABANDONED = 120.0
+"""Seconds of silence that are enough when agents have left because they lost the coordinator."""
+OVERSTAY = 180.0
+"""Seconds for which a job may outlive its attempt's outcome: agents hang up within seconds, Slurm's KillWait is 30."""
+
+
+class Escalation(StrEnum):
+    """How far orch goes."""
+
+    NOTHING = "nothing"
+    REPORT = "tell"
+    REQUEST_STOP = "ask"
+    CANCEL = "cancel"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SilenceDecision:
+    """The decision with its reason."""
+
+    step: Escalation
+    reason: str = ""
+
+
+def judge_silence(evidence: Evidence, limit: float) -> SilenceDecision:
+    """`limit` seconds (0: for ever) without a heartbeat or growth of any file are held against a job that runs."""
+    # A job that is suspended, held, leaving or unknown is not silent: nobody may speak.
+    if not evidence.answered or evidence.job is None or evidence.job.state != "RUNNING" or evidence.job.held:
+        return SilenceDecision(step=Escalation.NOTHING)
+    # The attempt is over by its own word; a process of it that stands still keeps the allocation.
+    if evidence.outcome is not None:
+        over = evidence.overstayed >= OVERSTAY
+        reason = f"its attempt has ended, and the job runs on for {evidence.overstayed:.0f} s"
+        return (
+            SilenceDecision(step=Escalation.CANCEL, reason=reason) if over else SilenceDecision(step=Escalation.NOTHING)
+        )
+    if not evidence.started or evidence.silent_for < LOST_AFTER:
+        return SilenceDecision(step=Escalation.NOTHING)
+    left = [report for report in evidence.reports if report.end is AgentEnd.SILENT]
+    bound = min(limit, ABANDONED) if left and limit else limit
+    also = f", and {len(left)} agent(s) have left because of it" if left else ""
+    # Files that still grow, or could not be watched, tell that something lives.
+    if not bound or evidence.still_for < bound:
+        minutes = evidence.silent_for // 60
+        return SilenceDecision(step=Escalation.REPORT, reason=f"heartbeat silent for {minutes:.0f} min{also}")
+    reason = (
+        f"heartbeat silent for {evidence.silent_for:.0f} s, nothing was written for {evidence.still_for:.0f} s{also}"
+    )
+    if evidence.still_for < bound + GRACE:
+        return SilenceDecision(step=Escalation.REQUEST_STOP, reason=reason)
+    return SilenceDecision(step=Escalation.CANCEL, reason=reason)

@@ -1,0 +1,164 @@
+"""Reading the registry with nothing but the standard library: what `orch status` needs, in a few milliseconds."""
+
+import json
+import sqlite3
+from collections.abc import Iterable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from checkpointing.storage.durable import number
+from orchestrator.errors import RegistryError
+from orchestrator.registry import sqlite_errors
+from orchestrator.registry.records import Lease
+from orchestrator.registry.versions import HEAD, KNOWN
+from orchestrator.states import Trust
+
+_UNUSABLE = (Trust.WRITING, Trust.CORRUPT, Trust.DELETED)
+"""A checkpoint that is one of these is not what a run would resume from."""
+
+_NEWEST = """
+SELECT run.name AS run, run.state, run.reason, run.cluster, run.run_dir, run.config_digest, run.step,
+    run.total_steps, run.loss, run.created_at, run.updated_at, run.not_before, run.scheduler,
+    (SELECT count(*) FROM attempts WHERE attempts.run = run.name) AS attempts,
+    (SELECT count(*) FROM generations WHERE generations.run = run.name) AS generations,
+    attempt.number AS attempt, attempt.job_id, attempt.job_state, attempt.nodes, attempt.failure,
+    saved.step AS saved_step, saved.trust AS saved_trust, saved.committed_at AS saved_at
+FROM (SELECT * FROM runs {where} ORDER BY id DESC LIMIT ?) AS run
+LEFT JOIN attempts AS attempt ON attempt.run = run.name
+    AND attempt.number = (SELECT max(number) FROM attempts WHERE attempts.run = run.name)
+LEFT JOIN checkpoints AS saved ON saved.rowid = (
+    SELECT rowid FROM checkpoints WHERE run = run.name AND trust NOT IN (?, ?, ?)
+    ORDER BY step DESC, committed_at DESC, name DESC LIMIT 1)
+ORDER BY run.id DESC
+"""
+
+
+def newest(path: Path, limit: int | None = 50, states: Iterable[str] | None = None) -> list[dict[str, Any]]:
+    """The newest runs with all that `orch status` shows; empty when there is no registry yet.
+
+    Keys: run, state, reason, cluster, run_dir, config_digest, step, total_steps, loss, created_at, updated_at,
+    not_before, scheduler, slurm_cluster, attempts and generations (counts), attempt (number of the newest), job_id,
+    job_state, nodes (list), last_checkpoint ({step, trust, committed_at} or None), failure (of the newest attempt, or
+    None). Times are seconds since the epoch.
+    """
+    return _newest(path, limit, *_among("state", states))
+
+
+def named(path: Path, names: Iterable[str]) -> list[dict[str, Any]]:
+    """The same for the runs of exactly these names; names without a run are left out."""
+    return _newest(path, None, *_among("name", names))
+
+
+def leases(path: Path) -> list[Lease]:
+    """The lease of every scheduler instance, expired and dropped (no holder) ones included, the newest first."""
+    if not path.exists():
+        return []
+    columns = "epoch, holder, renewed_at, expires_at, ticked_at, scheduler"
+    rows = _rows(path, f"SELECT {columns} FROM lease ORDER BY holder = '', renewed_at DESC, epoch DESC", ())
+    return [Lease(**dict(row)) for row in rows]
+
+
+def lease(path: Path, scheduler: str | None = None) -> Lease | None:
+    """The lease for a scheduler instance's runs, or of whichever controller lived last; None before the first one."""
+    found = leases(path)
+    return next(iter(found), None) if scheduler is None else lease_for(found, scheduler)
+
+
+def lease_for(found: Iterable[Lease], scheduler: str) -> Lease | None:
+    """The lease that covers an instance's runs among all: its own, unless somebody holds the one for all runs."""
+    of = {item.scheduler: item for item in found}
+    whole = of.get("")
+    return whole if whole is not None and whole.holder else of.get(scheduler)
+
+
+def lease_age(path: Path, now: float) -> float | None:
+    """Seconds since a controller last finished a pass over all runs; None when none ever did."""
+    held = lease(path)
+    return now - held.ticked_at if held and held.ticked_at else None
+
+
+def version(path: Path) -> str | None:
+    """The version of the registry's tables; None for a missing or empty file; raises RegistryError."""
+    if not path.exists():
+        return None
+    try:
+        with closing(_connect(path)) as connection:
+            return _version(connection, path)
+    except sqlite3.Error as error:
+        raise _explained(error, path) from error
+
+
+def _version(connection: sqlite3.Connection, path: Path) -> str | None:
+    tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    if tables and not {"alembic_version", "configs"} <= tables:
+        raise sqlite_errors.foreign(path)
+    row = connection.execute("SELECT version_num FROM alembic_version").fetchone() if tables else None
+    return None if row is None else str(row[0])
+
+
+def _among(column: str, values: Iterable[str] | None) -> tuple[str, list[str]]:
+    if values is None:
+        return "", []
+    wanted = [str(value) for value in values]
+    return f"WHERE {column} IN ({', '.join('?' * len(wanted))})", wanted
+
+
+def _newest(path: Path, limit: int | None, where: str, values: list[str]) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    bound = (*values, -1 if limit is None else limit, *_UNUSABLE)
+    return [_answer(row) for row in _rows(path, _NEWEST.format(where=where), bound)]
+
+
+def _answer(row: sqlite3.Row) -> dict[str, Any]:
+    answer = dict(row)
+    step, trust, at = answer.pop("saved_step"), answer.pop("saved_trust"), answer.pop("saved_at")
+    answer["last_checkpoint"] = None if step is None else {"step": step, "trust": trust, "committed_at": at}
+    answer["failure"] = json.loads(answer["failure"]) if answer["failure"] else None
+    answer["slurm_cluster"] = (answer["scheduler"] or None) if answer["cluster"] == "slurm" else None
+    answer["nodes"] = json.loads(answer["nodes"] or "[]")
+    answer["loss"] = None if answer["loss"] is None else number(answer["loss"])
+    return answer
+
+
+def _rows(path: Path, query: str, values: tuple[Any, ...]) -> list[sqlite3.Row]:
+    try:
+        with closing(_connect(path)) as connection:
+            found = _version(connection, path)
+            if found is None:
+                return []
+            if found not in KNOWN:
+                raise sqlite_errors.newer(found, path)
+            if found != HEAD:
+                raise sqlite_errors.older(found, path)
+            return connection.execute(query, values).fetchall()
+    except sqlite3.Error as error:
+        raise _explained(error, path) from error
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5)
+    connection.row_factory = sqlite3.Row
+    return connection
+
+
+def _explained(error: sqlite3.Error, path: Path) -> RegistryError:
+    """Why a read failed; a write-ahead log cannot be read from a read-only place, and SQLite does not say so."""
+    unwritable = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
+    if sqlite_errors.code(error) in unwritable and path.exists() and _uses_log(path):
+        return RegistryError(
+            "the registry lies on a read-only mount, where its write-ahead log cannot be read",
+            where=str(path),
+            hint="ask on the host that writes it, or copy it here with: orch db backup FILE",
+        )
+    return sqlite_errors.explain(error, path)
+
+
+def _uses_log(path: Path) -> bool:
+    """Whether the file's header asks for a write-ahead log (read version 2)."""
+    try:
+        with path.open("rb") as stream:
+            return stream.read(20)[18:20] == b"\x02\x02"
+    except OSError:
+        return False

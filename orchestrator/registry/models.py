@@ -1,0 +1,289 @@
+"""The tables of the registry, as SQLAlchemy's typed models; `migrations/` makes them."""
+
+import json
+import math
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Any
+
+from sqlalchemy import Dialect, Float, ForeignKey, ForeignKeyConstraint, Index, MetaData, Text
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.types import TypeDecorator
+
+from checkpointing.storage.durable import dump_line, number
+from orchestrator.states import AttemptState, RunState, Trust
+
+
+class Words(TypeDecorator[tuple[str, ...]]):
+    """A tuple of strings as JSON text."""
+
+    impl, cache_ok = Text, True
+
+    def process_bind_param(self, value: tuple[str, ...] | None, dialect: Dialect) -> str | None:
+        return None if value is None else dump_line(list(value))
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> tuple[str, ...] | None:
+        return None if value is None else tuple(json.loads(value))
+
+
+class Document(TypeDecorator[dict[str, Any]]):
+    """A JSON object as text; None is NULL."""
+
+    impl, cache_ok = Text, True
+
+    def process_bind_param(self, value: dict[str, Any] | None, dialect: Dialect) -> str | None:
+        return None if value is None else dump_line(value)
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> dict[str, Any] | None:
+        return None if value is None else json.loads(value)
+
+
+class Number(TypeDecorator[float]):
+    """A float whose NaN survives: SQLite would store it as NULL."""
+
+    impl, cache_ok = Float, True
+
+    def bind_processor(self, dialect: Dialect) -> Callable[[Any], Any]:
+        # Float's own processor would turn the word back into a NaN, so it is left out.
+        return lambda value: value if value is None or math.isfinite(value) else json.loads(dump_line(value))
+
+    def process_result_value(self, value: Any, dialect: Dialect) -> float | None:
+        return None if value is None else number(value)
+
+
+class State(TypeDecorator[StrEnum]):
+    """A member of one StrEnum, by its value."""
+
+    impl, cache_ok = Text, True
+
+    def __init__(self, kind: type[StrEnum]) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def process_bind_param(self, value: StrEnum | None, dialect: Dialect) -> str | None:
+        return None if value is None else str(self.kind(value))
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> StrEnum | None:
+        return None if value is None else self.kind(value)
+
+
+class Base(DeclarativeBase):
+    metadata = MetaData(naming_convention={"fk": "fk_%(table_name)s_%(column_0_name)s", "ix": "ix_%(column_0_label)s"})
+    type_annotation_map = {
+        str: Text(),
+        float: Number(),
+        dict[str, Any]: Document(),
+        tuple[str, ...]: Words(),
+        RunState: State(RunState),
+        AttemptState: State(AttemptState),
+        Trust: State(Trust),
+    }
+
+
+class ConfigRow(Base):
+    """A resolved config under the digest of its bytes; triggers refuse to change or delete it."""
+
+    __tablename__ = "configs"
+    digest: Mapped[str] = mapped_column(primary_key=True)
+    data: Mapped[str]
+
+
+class RunRow(Base):
+    """`id` grows with time: the newest runs are the highest ones."""
+
+    __tablename__ = "runs"
+    __table_args__ = (Index("ix_runs_state", "state", "id"),)
+    id: Mapped[int] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(unique=True)
+    state: Mapped[RunState]
+    reason: Mapped[str]
+    cluster: Mapped[str]
+    run_dir: Mapped[str]
+    config_digest: Mapped[str] = mapped_column(ForeignKey("configs.digest"))
+    total_steps: Mapped[int]
+    step: Mapped[int]
+    loss: Mapped[float | None]
+    not_before: Mapped[float]
+    fresh_from: Mapped[int]
+    created_at: Mapped[float]
+    updated_at: Mapped[float]
+    identity: Mapped[dict[str, Any]]
+    scheduler: Mapped[str] = mapped_column(server_default="")
+
+
+class AttemptRow(Base):
+    __tablename__ = "attempts"
+    run: Mapped[str] = mapped_column(ForeignKey("runs.name"), primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True)
+    state: Mapped[AttemptState]
+    nonce: Mapped[str]
+    job_name: Mapped[str] = mapped_column(unique=True)
+    reason: Mapped[str]
+    epoch: Mapped[int]
+    job_id: Mapped[str | None]
+    submit_time: Mapped[str | None]
+    job_state: Mapped[str | None]
+    nodes: Mapped[tuple[str, ...]]
+    excluded: Mapped[tuple[str, ...]]
+    intent_at: Mapped[float]
+    submitted_at: Mapped[float | None]
+    started_at: Mapped[float | None]
+    ended_at: Mapped[float | None]
+    resumed_from: Mapped[int | None]
+    first_step: Mapped[int | None]
+    last_step: Mapped[int | None]
+    saved_step: Mapped[int | None]
+    generations: Mapped[int]
+    failure: Mapped[dict[str, Any] | None]
+    decision: Mapped[dict[str, Any] | None]
+    scheduler: Mapped[str] = mapped_column(server_default="")
+
+
+class SubmissionRow(Base):
+    """One call of sbatch for an attempt; `outcome` is empty while nobody knows what became of it."""
+
+    __tablename__ = "submissions"
+    __table_args__ = (
+        ForeignKeyConstraint(["run", "attempt"], ["attempts.run", "attempts.number"], name="fk_submissions_attempt"),
+        Index("ix_submissions_submitted_at", "submitted_at"),
+    )
+    run: Mapped[str] = mapped_column(primary_key=True)
+    attempt: Mapped[int] = mapped_column(primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True)
+    submitted_at: Mapped[float]
+    job_id: Mapped[str | None]
+    outcome: Mapped[str]
+
+
+class GenerationRow(Base):
+    __tablename__ = "generations"
+    __table_args__ = (
+        ForeignKeyConstraint(["run", "attempt"], ["attempts.run", "attempts.number"], name="fk_generations_attempt"),
+    )
+    run: Mapped[str] = mapped_column(primary_key=True)
+    attempt: Mapped[int] = mapped_column(primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True)
+    started_at: Mapped[float]
+    ended_at: Mapped[float | None]
+    resumed_from: Mapped[int | None]
+    last_step: Mapped[int | None]
+    reason: Mapped[str]
+    failure: Mapped[dict[str, Any] | None]
+    tier: Mapped[str] = mapped_column(server_default="")
+
+
+class CheckpointRow(Base):
+    __tablename__ = "checkpoints"
+    __table_args__ = (Index("ix_checkpoints_step", "run", "step"),)
+    run: Mapped[str] = mapped_column(ForeignKey("runs.name"), primary_key=True)
+    name: Mapped[str] = mapped_column(primary_key=True)
+    step: Mapped[int]
+    attempt: Mapped[int]
+    trust: Mapped[Trust]
+    bytes: Mapped[int]
+    path: Mapped[str]
+    committed_at: Mapped[float]
+    reason: Mapped[str]
+    tier: Mapped[str] = mapped_column(server_default="")
+    seconds: Mapped[float | None]
+    stall: Mapped[float | None]
+
+
+class CopyRow(Base):
+    """Copies of checkpoints in further tiers; a deleted one has no row."""
+
+    __tablename__ = "copies"
+    __table_args__ = (
+        ForeignKeyConstraint(["run", "name"], ["checkpoints.run", "checkpoints.name"], name="fk_copies_checkpoint"),
+    )
+    run: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(primary_key=True)
+    tier: Mapped[str] = mapped_column(primary_key=True)
+    path: Mapped[str]
+    bytes: Mapped[int]
+    copied_at: Mapped[float]
+
+
+class TransitionRow(Base):
+    __tablename__ = "transitions"
+    __table_args__ = (Index("ix_transitions_run", "run", "id"),)
+    id: Mapped[int] = mapped_column(primary_key=True)
+    run: Mapped[str] = mapped_column(ForeignKey("runs.name"))
+    kind: Mapped[str]
+    subject: Mapped[str]
+    before: Mapped[str]
+    after: Mapped[str]
+    reason: Mapped[str]
+    time: Mapped[float]
+
+
+class NoticeRow(Base):
+    """An event of an attempt that people look for later; source and number are its identity."""
+
+    __tablename__ = "notices"
+    __table_args__ = (
+        ForeignKeyConstraint(["run", "attempt"], ["attempts.run", "attempts.number"], name="fk_notices_attempt"),
+        Index("ix_notices_kind", "kind", "time"),
+    )
+    run: Mapped[str] = mapped_column(primary_key=True)
+    attempt: Mapped[int] = mapped_column(primary_key=True)
+    source: Mapped[str] = mapped_column(primary_key=True)
+    seq: Mapped[int] = mapped_column(primary_key=True)
+    kind: Mapped[str]
+    generation: Mapped[int]
+    time: Mapped[float]
+    node: Mapped[str]
+    data: Mapped[dict[str, Any]]
+
+
+class NodeRow(Base):
+    __tablename__ = "nodes"
+    cluster: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(primary_key=True)
+    first_seen: Mapped[float]
+    last_seen: Mapped[float]
+    attempts: Mapped[int]
+    failures: Mapped[int]
+    excluded_until: Mapped[float]
+    reason: Mapped[str]
+
+
+class LeaseRow(Base):
+    """One row for each scheduler instance; epochs grow over all of them, so one names its row."""
+
+    __tablename__ = "lease"
+    __table_args__ = (Index("ix_lease_scheduler", "scheduler", unique=True),)
+    id: Mapped[int] = mapped_column(primary_key=True)
+    epoch: Mapped[int]
+    holder: Mapped[str]
+    renewed_at: Mapped[float]
+    expires_at: Mapped[float]
+    ticked_at: Mapped[float]
+    scheduler: Mapped[str] = mapped_column(server_default="")
+
+
+class UserRequestRow(Base):
+    __tablename__ = "asks"
+    __table_args__ = (Index("ix_asks_answered_at", "answered_at"),)
+    id: Mapped[int] = mapped_column(primary_key=True)
+    run: Mapped[str] = mapped_column(ForeignKey("runs.name"))
+    verb: Mapped[str]
+    args: Mapped[dict[str, Any]]
+    asked_at: Mapped[float]
+    answered_at: Mapped[float | None]
+    answer: Mapped[str]
+
+
+class CursorRow(Base):
+    """Up to which byte an event file of a run has been read."""
+
+    __tablename__ = "cursors"
+    run: Mapped[str] = mapped_column(ForeignKey("runs.name"), primary_key=True)
+    file: Mapped[str] = mapped_column(primary_key=True)
+    offset: Mapped[int]
+
+
+class MetaRow(Base):
+    __tablename__ = "meta"
+    key: Mapped[str] = mapped_column(primary_key=True)
+    value: Mapped[str]

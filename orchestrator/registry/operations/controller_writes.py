@@ -1,0 +1,262 @@
+"""What the controller writes: every verb checks its epoch in the same transaction, and raises Fenced."""
+
+from enum import StrEnum
+from typing import Any
+
+from sqlalchemy import Connection, case, delete, func, select, update
+from sqlalchemy.dialects.sqlite import insert as insert_or
+
+from orchestrator.registry.database import StoreOperations, writes
+from orchestrator.registry.models import (
+    AttemptRow,
+    CheckpointRow,
+    CopyRow,
+    CursorRow,
+    GenerationRow,
+    NodeRow,
+    NoticeRow,
+    RunRow,
+    UserRequestRow,
+)
+from orchestrator.registry.operations.lease_writes import fence
+from orchestrator.registry.operations.user_writes import put_intent
+from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation, Notice
+from orchestrator.registry.rows import (
+    TOUCHED,
+    alter_attempt,
+    alter_checkpoint,
+    alter_run,
+    changed,
+    note_transition,
+    the_attempt,
+    the_checkpoint,
+    the_run,
+)
+from orchestrator.states import AttemptState, RunState, Trust, may_move
+
+
+class ControllerWrites(StoreOperations):
+    """Writes of the lease's holder; a repeated one changes nothing."""
+
+    @writes
+    def move_run(
+        self, connection: Connection, /, run: str, to: RunState, reason: str, *, epoch: int, now: float, **changes: Any
+    ) -> None:
+        """Change a run's state and write down why; in that state already, only `changes` are applied."""
+        fence(connection, epoch, run)
+        before = the_run(connection, run).state
+        values = changed(RunRow, changes)
+        if _moves(before, to, f"run {run}"):
+            values = {"reason": reason, **values, "state": to}
+            note_transition(connection, run, "run", run, before, to, reason, now)
+        if values:
+            alter_run(connection, run, **{"updated_at": now, **values})
+
+    @writes
+    def move_attempt(
+        self,
+        connection: Connection,
+        /,
+        run: str,
+        number: int,
+        to: AttemptState,
+        reason: str,
+        *,
+        epoch: int,
+        now: float,
+        **changes: Any,
+    ) -> None:
+        """Change an attempt's state and write down why; in that state already, only `changes` are applied."""
+        fence(connection, epoch, run)
+        before = the_attempt(connection, run, number).state
+        values = changed(AttemptRow, changes)
+        if _moves(before, to, f"attempt {run}/{number}"):
+            values = {"reason": reason, **values, "state": to}
+            note_transition(connection, run, "attempt", str(number), before, to, reason, now)
+        if values:
+            alter_attempt(connection, run, number, **values)
+
+    @writes
+    def claim_run(self, connection: Connection, run: str, scheduler: str, *, epoch: int, before: str = "") -> bool:
+        """Let a run that belongs to `before` (empty: to nobody knows whom) belong to this scheduler; whether it does.
+
+        Attempts without a scheduler of their own follow the run, and so does what is known of nodes under the name that
+        an older version had for the cluster.
+        """
+        fence(connection, epoch)
+        row = the_run(connection, run)
+        if row.scheduler not in (before, scheduler):
+            return False
+        if not row.scheduler:
+            _keep_nodes(connection, row.cluster, scheduler)
+        alter_run(connection, run, scheduler=scheduler)
+        connection.info.setdefault(TOUCHED, set()).add(run)  # its record says where it belongs, too
+        own = (AttemptRow.run == run) & (AttemptRow.scheduler == "")
+        connection.execute(update(AttemptRow).where(own).values(scheduler=scheduler))
+        return True
+
+    @writes
+    def note_run(self, connection: Connection, /, run: str, *, epoch: int, now: float, **changes: Any) -> None:
+        """Change facts about a run, not its state."""
+        fence(connection, epoch, run)
+        the_run(connection, run)
+        alter_run(connection, run, **{"updated_at": now, **changed(RunRow, changes)})
+
+    @writes
+    def note_attempt(self, connection: Connection, /, run: str, number: int, *, epoch: int, **changes: Any) -> None:
+        """Change facts about an attempt, not its state."""
+        fence(connection, epoch, run)
+        the_attempt(connection, run, number)
+        if changes:
+            alter_attempt(connection, run, number, **changed(AttemptRow, changes))
+
+    @writes
+    def add_attempt(
+        self, connection: Connection, run: str, *, nonce: str, excluded: tuple[str, ...], epoch: int, now: float
+    ) -> Attempt:
+        """The intent of the run's next attempt."""
+        fence(connection, epoch, run)
+        the_run(connection, run)
+        query = select(func.coalesce(func.max(AttemptRow.number), 0)).where(AttemptRow.run == run)
+        number = connection.execute(query).scalar_one() + 1
+        put_intent(connection, run, number, nonce=nonce, excluded=excluded, epoch=epoch, reason="next attempt", now=now)
+        return the_attempt(connection, run, number)
+
+    @writes
+    def put_generation(self, connection: Connection, generation: Generation, *, epoch: int) -> None:
+        """Write a generation, or what is known about it by now; the attempt's count follows."""
+        fence(connection, epoch, generation.run)
+        values = dict(generation.__dict__)
+        row = insert_or(GenerationRow).values(**values)
+        keys = ("run", "attempt", "number")
+        rest = {key: value for key, value in values.items() if key not in keys}
+        connection.execute(row.on_conflict_do_update(index_elements=keys, set_=rest))
+        wanted = (GenerationRow.run == generation.run) & (GenerationRow.attempt == generation.attempt)
+        count = connection.execute(select(func.count()).select_from(GenerationRow).where(wanted)).scalar_one()
+        alter_attempt(connection, generation.run, generation.attempt, generations=count)
+
+    @writes
+    def put_notice(self, connection: Connection, notice: Notice, *, epoch: int) -> None:
+        """Write down what was noticed; what is known already stays as it is."""
+        fence(connection, epoch, notice.run)
+        connection.execute(insert_or(NoticeRow).values(**notice.__dict__).on_conflict_do_nothing())
+
+    @writes
+    def put_checkpoint(self, connection: Connection, checkpoint: Checkpoint, *, epoch: int) -> None:
+        """Write a checkpoint; one that is known already stays as it is."""
+        fence(connection, epoch, checkpoint.run)
+        row = insert_or(CheckpointRow).values(**checkpoint.__dict__).on_conflict_do_nothing()
+        if connection.execute(row).rowcount:
+            reason = checkpoint.reason or f"written by attempt {checkpoint.attempt}"
+            note_transition(
+                connection, checkpoint.run, "checkpoint", checkpoint.name, "", checkpoint.trust, reason,
+                checkpoint.committed_at,
+            )  # fmt: skip
+
+    @writes
+    def put_copy(self, connection: Connection, copy: Copy, *, epoch: int) -> None:
+        """Write down that a known checkpoint lies in a further tier too."""
+        fence(connection, epoch, copy.run)
+        the_checkpoint(connection, copy.run, copy.name)
+        connection.execute(insert_or(CopyRow).values(**copy.__dict__).on_conflict_do_nothing())
+
+    @writes
+    def drop_copy(self, connection: Connection, run: str, name: str, tier: str, *, epoch: int) -> None:
+        """A copy is gone."""
+        fence(connection, epoch, run)
+        _drop_copy(connection, run, name, tier)
+
+    @writes
+    def rehome(self, connection: Connection, copy: Copy, reason: str, *, epoch: int) -> None:
+        """A checkpoint is gone from where it was committed: this copy of it takes that place, as trusted as before."""
+        fence(connection, epoch, copy.run)
+        the_checkpoint(connection, copy.run, copy.name)
+        alter_checkpoint(connection, copy.run, copy.name, tier=copy.tier, path=copy.path, reason=reason)
+        _drop_copy(connection, copy.run, copy.name, copy.tier)
+
+    @writes
+    def trust(
+        self, connection: Connection, run: str, name: str, to: Trust, reason: str, *, epoch: int, now: float
+    ) -> None:
+        """Change how far a checkpoint is trusted, and write down why."""
+        fence(connection, epoch, run)
+        before = the_checkpoint(connection, run, name).trust
+        if _moves(before, to, f"checkpoint {run}/{name}"):
+            alter_checkpoint(connection, run, name, trust=to, reason=reason)
+            note_transition(connection, run, "checkpoint", name, before, to, reason, now)
+
+    @writes
+    def saw_node(
+        self,
+        connection: Connection,
+        name: str,
+        cluster: str,
+        *,
+        epoch: int,
+        now: float,
+        failure: str | None = None,
+        excluded_until: float | None = None,
+        reason: str | None = None,
+        forgiven: bool = False,
+    ) -> None:
+        """Count one more attempt on a node, or, with `failure`, one failure on it; may exclude it for a time.
+
+        `reason` is why it is excluded, where that is not the failure. `forgiven`: its failures count no more.
+        """
+        fence(connection, epoch)
+        key = {"cluster": cluster, "name": name}
+        fresh = {"attempts": 0, "failures": 0, "excluded_until": 0.0, "reason": ""}
+        row = insert_or(NodeRow).values(**key, first_seen=now, last_seen=now, **fresh)
+        connection.execute(row.on_conflict_do_nothing())
+        values: dict[str, Any] = {"last_seen": func.max(NodeRow.last_seen, now)}
+        if failure is not None:
+            values |= {"failures": NodeRow.failures + 1, "reason": failure}
+        elif excluded_until is None:
+            values["attempts"] = NodeRow.attempts + 1
+        if excluded_until is not None:
+            values["excluded_until"] = excluded_until
+        if reason is not None:
+            values["reason"] = reason
+        if forgiven:
+            values["failures"] = 0
+        wanted = (NodeRow.cluster == cluster) & (NodeRow.name == name)
+        connection.execute(update(NodeRow).where(wanted).values(**values))
+
+    @writes
+    def set_cursor(self, connection: Connection, run: str, file: str, offset: int, *, epoch: int) -> None:
+        """Remember up to which byte an event file has been read."""
+        fence(connection, epoch, run)
+        row = insert_or(CursorRow).values(run=run, file=file, offset=offset)
+        keys = ("run", "file")
+        connection.execute(row.on_conflict_do_update(index_elements=keys, set_={"offset": offset}))
+
+    @writes
+    def answer(self, connection: Connection, request_id: int, answer: str, *, epoch: int, now: float) -> None:
+        """Answer a request; the first answer stays."""
+        wanted = (UserRequestRow.id == request_id) & UserRequestRow.answered_at.is_(None)
+        fence(connection, epoch, connection.execute(select(UserRequestRow.run).where(wanted)).scalar())
+        connection.execute(update(UserRequestRow).where(wanted).values(answer=answer, answered_at=now))
+
+
+def _keep_nodes(connection: Connection, old: str, new: str) -> None:
+    """What is known of nodes by the cluster's old name is known by its new one; the later exclusion holds."""
+    for node in connection.execute(select(NodeRow.__table__).where(NodeRow.cluster == old)).mappings().all():
+        row = insert_or(NodeRow).values(**{**node, "cluster": new})
+        given, later = row.excluded, row.excluded.excluded_until > NodeRow.excluded_until
+        kept = {
+            "excluded_until": func.max(NodeRow.excluded_until, given.excluded_until),
+            "reason": case((later, given.reason), else_=NodeRow.reason),
+        }
+        connection.execute(row.on_conflict_do_update(index_elements=("cluster", "name"), set_=kept))
+
+
+def _drop_copy(connection: Connection, run: str, name: str, tier: str) -> None:
+    wanted = (CopyRow.run == run) & (CopyRow.name == name) & (CopyRow.tier == tier)
+    connection.execute(delete(CopyRow).where(wanted))
+
+
+def _moves(before: StrEnum, after: StrEnum, subject: str) -> bool:
+    if before == after:
+        return False
+    assert may_move(before, after), f"{subject} may not go from {before} to {after}"
+    return True

@@ -1,0 +1,213 @@
+"""What the store answers."""
+
+import difflib
+import hashlib
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from sqlalchemy import Connection, Select, false, func, select
+
+from orchestrator.errors import NotFound, RegistryError
+from orchestrator.registry.database import StoreOperations, reads
+from orchestrator.registry.fast_queries import lease_for
+from orchestrator.registry.models import (
+    AttemptRow,
+    CheckpointRow,
+    ConfigRow,
+    CopyRow,
+    CursorRow,
+    GenerationRow,
+    LeaseRow,
+    NodeRow,
+    NoticeRow,
+    RunRow,
+    SubmissionRow,
+    TransitionRow,
+    UserRequestRow,
+)
+from orchestrator.registry.records import (
+    Attempt,
+    Checkpoint,
+    Copy,
+    Generation,
+    Lease,
+    Node,
+    Notice,
+    Run,
+    Submission,
+    Transition,
+    UserRequest,
+)
+from orchestrator.registry.rows import generation_rows, record, the_attempt, the_run
+from orchestrator.states import RunState
+
+
+class Reads(StoreOperations):
+    """Every read of the registry is one of these verbs."""
+
+    @reads
+    def run(self, connection: Connection, name: str) -> Run:
+        """The run of this name, of this unique beginning of a name, or the newest one (`@last`); raises NotFound."""
+        return the_run(connection, _resolved(connection, name))
+
+    @reads
+    def runs(
+        self, connection: Connection, states: Iterable[RunState] | None = None, limit: int | None = None
+    ) -> list[Run]:
+        """Runs, newest first."""
+        query = select(RunRow.__table__).order_by(RunRow.id.desc())
+        if states is not None:
+            query = query.where(RunRow.state.in_(sorted(states)))
+        rows = connection.execute(query.limit(limit) if limit is not None else query).mappings()
+        return [record(Run, row) for row in rows]
+
+    @reads
+    def attempts(self, connection: Connection, run: str) -> list[Attempt]:
+        """Attempts of a run, oldest first."""
+        query = select(AttemptRow.__table__).where(AttemptRow.run == run).order_by(AttemptRow.number)
+        return [record(Attempt, row) for row in connection.execute(query).mappings()]
+
+    @reads
+    def attempt(self, connection: Connection, run: str, number: int) -> Attempt:
+        """One attempt of a run; raises NotFound."""
+        return the_attempt(connection, run, number)
+
+    @reads
+    def submissions(self, connection: Connection, run: str | None = None, *, since: float = 0.0) -> list[Submission]:
+        """Submissions of one run, or of all, that were begun at `since` or later; oldest first."""
+        query = select(SubmissionRow.__table__).where(SubmissionRow.submitted_at >= since)
+        if run is not None:
+            query = query.where(SubmissionRow.run == run)
+        order = (SubmissionRow.submitted_at, SubmissionRow.run, SubmissionRow.attempt, SubmissionRow.number)
+        return [record(Submission, row) for row in connection.execute(query.order_by(*order)).mappings()]
+
+    @reads
+    def generations(self, connection: Connection, run: str, attempt: int | None = None) -> list[Generation]:
+        """Generations of a run, or of one attempt of it, oldest first."""
+        return generation_rows(connection, run, attempt)
+
+    @reads
+    def checkpoints(self, connection: Connection, run: str) -> list[Checkpoint]:
+        """Checkpoints of a run, newest first, deleted ones included."""
+        order = (CheckpointRow.step.desc(), CheckpointRow.committed_at.desc(), CheckpointRow.name.desc())
+        query = select(CheckpointRow.__table__).where(CheckpointRow.run == run).order_by(*order)
+        return [record(Checkpoint, row) for row in connection.execute(query).mappings()]
+
+    @reads
+    def copies(self, connection: Connection, run: str) -> list[Copy]:
+        """Copies of a run's checkpoints in further tiers, by checkpoint and tier."""
+        query = select(CopyRow.__table__).where(CopyRow.run == run).order_by(CopyRow.name, CopyRow.tier)
+        return [record(Copy, row) for row in connection.execute(query).mappings()]
+
+    @reads
+    def history(self, connection: Connection, cluster: str, since: float) -> tuple[list[Attempt], list[Generation]]:
+        """Attempts on a cluster (`Run.domain`) that ran at `since` or later, and failed generations of its runs."""
+        of_cluster = _runs_of(cluster)
+        lived = AttemptRow.started_at.is_not(None) & (AttemptRow.ended_at.is_(None) | (AttemptRow.ended_at >= since))
+        attempts = select(AttemptRow.__table__).where(AttemptRow.run.in_(of_cluster) & lived)
+        failed_generations = GenerationRow.failure.is_not(None) & (GenerationRow.started_at >= since)
+        generations = select(GenerationRow.__table__).where(GenerationRow.run.in_(of_cluster) & failed_generations)
+        return (
+            [record(Attempt, row) for row in connection.execute(attempts).mappings()],
+            [record(Generation, row) for row in connection.execute(generations).mappings()],
+        )
+
+    @reads
+    def transitions(self, connection: Connection, run: str) -> list[Transition]:
+        """Every change of state of a run, its attempts and its checkpoints, in the order they were recorded."""
+        query = select(TransitionRow.__table__).where(TransitionRow.run == run).order_by(TransitionRow.id)
+        return [record(Transition, row) for row in connection.execute(query).mappings()]
+
+    @reads
+    def notices(self, connection: Connection, run: str) -> list[Notice]:
+        """What was noticed in a run's attempts, oldest first."""
+        query = select(NoticeRow.__table__).where(NoticeRow.run == run)
+        order = (NoticeRow.time, NoticeRow.attempt, NoticeRow.source, NoticeRow.seq)
+        return [record(Notice, row) for row in connection.execute(query.order_by(*order)).mappings()]
+
+    @reads
+    def noticed(self, connection: Connection, cluster: str, kinds: Iterable[str], since: float) -> list[Notice]:
+        """Notices of these kinds in all runs of a cluster since a time, oldest first."""
+        of_cluster = _runs_of(cluster)
+        wanted = NoticeRow.kind.in_(sorted(kinds)) & (NoticeRow.time >= since) & NoticeRow.run.in_(of_cluster)
+        order = (NoticeRow.time, NoticeRow.run, NoticeRow.attempt, NoticeRow.source, NoticeRow.seq)
+        query = select(NoticeRow.__table__).where(wanted).order_by(*order)
+        return [record(Notice, row) for row in connection.execute(query).mappings()]
+
+    @reads
+    def nodes(self, connection: Connection) -> list[Node]:
+        """Every node seen, by cluster and name."""
+        query = select(NodeRow.__table__).order_by(NodeRow.cluster, NodeRow.name)
+        return [record(Node, row) for row in connection.execute(query).mappings()]
+
+    @reads
+    def config(self, connection: Connection, digest: str) -> dict[str, Any]:
+        """The resolved config with this digest; raises NotFound, or RegistryError when its bytes were damaged."""
+        text = connection.execute(select(ConfigRow.data).where(ConfigRow.digest == digest)).scalar()
+        if text is None:
+            raise NotFound(f"no config {digest}", hint="orch show RUN tells a run's digest")
+        if hashlib.sha256(text.encode()).hexdigest() != digest:
+            raise RegistryError(f"config {digest} is damaged: its bytes do not match", where=str(self.database.path))
+        data: dict[str, Any] = json.loads(text)
+        return data
+
+    @reads
+    def leases(self, connection: Connection) -> list[Lease]:
+        """The lease of every scheduler instance, expired or dropped (no holder) ones included, the newest first."""
+        order = (LeaseRow.holder == "", LeaseRow.renewed_at.desc(), LeaseRow.epoch.desc())
+        return [
+            record(Lease, row) for row in connection.execute(select(LeaseRow.__table__).order_by(*order)).mappings()
+        ]
+
+    def lease(self, scheduler: str | None = None) -> Lease | None:
+        """The lease for a scheduler instance's runs, or of whichever controller lived last; None before the first."""
+        found = self.leases()
+        return next(iter(found), None) if scheduler is None else lease_for(found, scheduler)
+
+    @reads
+    def user_requests(self, connection: Connection, pending: bool = True) -> list[UserRequest]:
+        """Requests of people, oldest first; with `pending` only those without an answer."""
+        query = select(UserRequestRow.__table__).order_by(UserRequestRow.id)
+        if pending:
+            query = query.where(UserRequestRow.answered_at.is_(None))
+        return [record(UserRequest, row) for row in connection.execute(query).mappings()]
+
+    @reads
+    def cursor(self, connection: Connection, run: str, file: str) -> int:
+        """The byte from which an event file of the run is still to be read."""
+        wanted = (CursorRow.run == run) & (CursorRow.file == file)
+        return connection.execute(select(CursorRow.offset).where(wanted)).scalar() or 0
+
+    @reads
+    def cursors(self, connection: Connection, run: str) -> dict[str, int]:
+        """How far every event file of a run has been read."""
+        rows = connection.execute(select(CursorRow.file, CursorRow.offset).where(CursorRow.run == run))
+        return {row.file: row.offset for row in rows}
+
+
+def _runs_of(domain: str) -> Select[Any]:
+    """Names of the runs of one scheduler; of those whose scheduler is not known, by kind."""
+    alone = (RunRow.scheduler == "") & (RunRow.cluster == domain)
+    return select(RunRow.name).where((RunRow.scheduler == domain) | alone)
+
+
+def _resolved(connection: Connection, name: str) -> str:
+    if name == "@last":
+        newest = connection.execute(select(RunRow.name).order_by(RunRow.id.desc()).limit(1)).scalar()
+        if newest is None:
+            raise NotFound("there is no run yet", hint="orch submit tiny-gpt starts one")
+        return newest
+    if connection.execute(select(RunRow.id).where(RunRow.name == name)).scalar() is not None:
+        return name
+    starts = func.substr(RunRow.name, 1, len(name)) == name if name else false()
+    matches = list(connection.execute(select(RunRow.name).where(starts).order_by(RunRow.id.desc()).limit(6)).scalars())
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        shown = ", ".join(matches[:5]) + (", ..." if len(matches) > 5 else "")
+        raise NotFound(f"several runs begin with {name}: {shown}", hint="type more of the name")
+    recent = list(connection.execute(select(RunRow.name).order_by(RunRow.id.desc()).limit(1000)).scalars())
+    near = difflib.get_close_matches(name, recent, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else "orch status -n 50 lists the newest runs"
+    raise NotFound(f"no run {name}", hint=hint)

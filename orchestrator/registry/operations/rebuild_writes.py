@@ -1,0 +1,75 @@
+"""Putting rows back that were read from run directories, into a registry that is being rebuilt."""
+
+from typing import Any
+
+from sqlalchemy import Connection, insert, select
+from sqlalchemy.dialects.sqlite import insert as insert_or
+
+from orchestrator.registry.database import StoreOperations, writes
+from orchestrator.registry.models import (
+    AttemptRow,
+    Base,
+    CheckpointRow,
+    CopyRow,
+    CursorRow,
+    GenerationRow,
+    LeaseRow,
+    NodeRow,
+    NoticeRow,
+    RunRow,
+    SubmissionRow,
+    TransitionRow,
+)
+from orchestrator.registry.operations.lease_writes import NOBODY
+from orchestrator.registry.operations.run_record import Record
+from orchestrator.registry.records import (
+    Attempt,
+    Checkpoint,
+    Copy,
+    Generation,
+    Node,
+    Notice,
+    Run,
+    Submission,
+    Transition,
+)
+
+Row = Run | Attempt | Submission | Generation | Checkpoint | Copy | Notice | Transition
+
+
+class RebuildWrites(StoreOperations):
+    """Writes of `orch db rebuild`, on a file that nobody else has open."""
+
+    @writes
+    def put_record(self, connection: Connection, record: Record) -> None:
+        """Insert all rows of a run as they were recorded; of a node that is known already the fuller row stays."""
+        rows: list[tuple[type[Base], Row]] = [(RunRow, record.run)]
+        rows += [(AttemptRow, item) for item in record.attempts]
+        rows += [(SubmissionRow, item) for item in record.submissions]
+        rows += [(GenerationRow, item) for item in record.generations]
+        rows += [(CheckpointRow, item) for item in record.checkpoints]
+        rows += [(CopyRow, item) for item in record.copies]
+        rows += [(NoticeRow, item) for item in record.notices]
+        rows += [(TransitionRow, item) for item in record.transitions]
+        for model, item in rows:
+            connection.execute(insert(model).values(**item.__dict__))
+        for file, offset in record.cursors.items():
+            connection.execute(insert(CursorRow).values(run=record.run.name, file=file, offset=offset))
+        for node in record.nodes:
+            _put_node(connection, node)
+
+    @writes
+    def start_epochs_after(self, connection: Connection, epoch: int) -> None:
+        """Let the next holder of the lease be newer than every one before the registry was lost."""
+        lost: dict[str, Any] = {"epoch": epoch, "holder": NOBODY, "renewed_at": 0.0, "expires_at": 0.0}
+        row = insert_or(LeaseRow).values(id=1, ticked_at=0.0, **lost)
+        connection.execute(row.on_conflict_do_update(index_elements=("id",), set_=lost))
+
+
+def _put_node(connection: Connection, node: Node) -> None:
+    wanted = (NodeRow.cluster == node.cluster) & (NodeRow.name == node.name)
+    known = connection.execute(select(NodeRow.last_seen).where(wanted)).scalar()
+    row = insert_or(NodeRow).values(**node.__dict__)
+    if known is None or known <= node.last_seen:
+        rest = {key: value for key, value in node.__dict__.items() if key not in ("cluster", "name")}
+        connection.execute(row.on_conflict_do_update(index_elements=("cluster", "name"), set_=rest))

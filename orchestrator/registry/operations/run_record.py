@@ -1,0 +1,106 @@
+"""The record of a run: a copy of its rows in its run directory, so that losing the registry loses nothing."""
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from checkpointing.storage.durable import dump_line, read_json, write_durably
+from orchestrator.errors import NotFound
+from orchestrator.registry.operations.reads import Reads
+from orchestrator.registry.records import (
+    Attempt,
+    Checkpoint,
+    Copy,
+    Generation,
+    Node,
+    Notice,
+    Run,
+    Submission,
+    Transition,
+)
+from trainer.contract.config import build
+from trainer.contract.run_dir import RunDir
+
+SCHEMA = "orch.record/1"
+log = logging.getLogger("orch.registry")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """All rows that belong to one run, and those of the nodes it has used."""
+
+    run: Run
+    attempts: tuple[Attempt, ...]
+    generations: tuple[Generation, ...]
+    checkpoints: tuple[Checkpoint, ...]
+    copies: tuple[Copy, ...] = ()
+    notices: tuple[Notice, ...] = ()
+    submissions: tuple[Submission, ...] = ()
+    transitions: tuple[Transition, ...]
+    nodes: tuple[Node, ...]
+    cursors: dict[str, int]
+
+    def encode(self) -> bytes:
+        return dump_line({"schema": SCHEMA, **asdict(self)}).encode()
+
+    @classmethod
+    def read(cls, path: Path) -> "Record":
+        """Parse a record; raises OSError when there is none, ValueError when it is not one."""
+        fields = read_json(path)
+        if not isinstance(fields, dict) or fields.get("schema") != SCHEMA:
+            raise ValueError(f"{path} is not a record of a run")
+        try:
+            record = build(cls, fields)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
+        assert isinstance(record, cls)
+        return record
+
+
+def record_of(store: Reads, name: str) -> Record:
+    """What the registry knows of a run now."""
+    run, attempts = store.run(name), tuple(store.attempts(name))
+    used = {node for attempt in attempts for node in attempt.nodes}
+    used |= {str(attempt.failure["node"]) for attempt in attempts if attempt.failure and attempt.failure.get("node")}
+    return Record(
+        run=run,
+        attempts=attempts,
+        generations=tuple(store.generations(name)),
+        checkpoints=tuple(store.checkpoints(name)),
+        copies=tuple(store.copies(name)),
+        notices=tuple(store.notices(name)),
+        submissions=tuple(store.submissions(name)),
+        transitions=tuple(store.transitions(name)),
+        nodes=tuple(node for node in store.nodes() if node.cluster == run.domain and node.name in used),
+        cursors=store.cursors(name),
+    )
+
+
+def write_record(folder: RunDir, record: Record) -> None:
+    """Bring the record of one run up to date; raises OSError."""
+    # The controller makes the folder after the run's row; a later change of state finds it.
+    if folder.run.exists() and not _is_behind(record, folder.record):
+        write_durably(folder.record, record.encode())
+
+
+def write_records(
+    store: Reads, runs: Iterable[str], write: Callable[[RunDir, Record], None] = write_record
+) -> None:  # fmt: skip
+    """Bring the records of these runs up to date; a folder that cannot be written only misses this copy."""
+    for name in runs:
+        try:
+            record = record_of(store, name)
+            write(RunDir(Path(record.run.run_dir)), record)
+        except (OSError, NotFound) as error:
+            log.warning("the record of %s cannot be written: %s", name, error)
+
+
+def _is_behind(record: Record, path: Path) -> bool:
+    """Whether a faster process has written a newer record already."""
+    try:
+        known: Any = read_json(path)
+        return len(known["transitions"]) > len(record.transitions)
+    except (OSError, ValueError, TypeError, KeyError):
+        return False

@@ -1,0 +1,123 @@
+"""What people write into the registry: configs, new runs, requests to the controller."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Integer, cast, func, insert, select
+from sqlalchemy.dialects.sqlite import insert as insert_or
+
+from checkpointing.storage.durable import canonical
+from orchestrator.registry.database import StoreOperations, writes
+from orchestrator.registry.models import AttemptRow, ConfigRow, RunRow, UserRequestRow
+from orchestrator.registry.records import Attempt, Run
+from orchestrator.registry.rows import note_transition, the_attempt, the_run
+from orchestrator.states import AttemptState, RunState
+
+
+class UserWrites(StoreOperations):
+    """Writes that need no lease, because they decide nothing."""
+
+    @writes
+    def put_config(self, connection: Connection, data: dict[str, Any]) -> str:
+        """Store a resolved config once; returns the digest of its canonical bytes."""
+        content = canonical(data)
+        digest = hashlib.sha256(content).hexdigest()
+        row = insert_or(ConfigRow).values(digest=digest, data=content.decode())
+        connection.execute(row.on_conflict_do_nothing())
+        return digest
+
+    @writes
+    def create_run(
+        self,
+        connection: Connection,
+        *,
+        slug: str,
+        cluster: str,
+        root: Path,
+        config_digest: str,
+        total_steps: int,
+        identity: dict[str, Any],
+        now: float,
+        nonce: str,
+        scheduler: str = "",
+    ) -> tuple[Run, Attempt]:
+        """A new run `<slug>-<n>` (CREATED) with the intent of its first attempt.
+
+        `n` is one more than the highest of that slug here, and skips folders that `root` has already, so that a
+        registry that was lost, or a second user of the same root, takes no name twice.
+        """
+        name = _free_name(connection, slug, root)
+        connection.execute(
+            insert(RunRow).values(
+                name=name,
+                state=RunState.CREATED,
+                reason="",
+                cluster=cluster,
+                run_dir=str(root / name),
+                config_digest=config_digest,
+                total_steps=total_steps,
+                step=0,
+                not_before=0.0,
+                fresh_from=1,
+                created_at=now,
+                updated_at=now,
+                identity=identity,
+                scheduler=scheduler,
+            )
+        )
+        note_transition(connection, name, "run", name, "", RunState.CREATED, "submitted", now)
+        put_intent(connection, name, 1, nonce=nonce, excluded=(), epoch=0, reason="first attempt", now=now)
+        return the_run(connection, name), the_attempt(connection, name, 1)
+
+    @writes
+    def add_user_request(self, connection: Connection, run: str, verb: str, args: dict[str, Any], now: float) -> int:
+        """Ask the controller for something; returns the number under which it will be answered."""
+        the_run(connection, run)
+        row = (
+            insert(UserRequestRow)
+            .values(run=run, verb=verb, args=args, asked_at=now, answer="")
+            .returning(UserRequestRow.id)
+        )
+        return connection.execute(row).scalar_one()
+
+
+def put_intent(
+    connection: Connection,
+    run: str,
+    number: int,
+    *,
+    nonce: str,
+    excluded: tuple[str, ...],
+    epoch: int,
+    reason: str,
+    now: float,
+) -> None:
+    """Write down that attempt `number` is about to be submitted, to the scheduler that its run belongs to."""
+    connection.execute(
+        insert(AttemptRow).values(
+            run=run,
+            number=number,
+            state=AttemptState.INTENT,
+            nonce=nonce,
+            job_name=f"orch-{run}-{number}-{nonce}",
+            reason="",
+            epoch=epoch,
+            nodes=(),
+            excluded=excluded,
+            intent_at=now,
+            generations=0,
+            scheduler=select(RunRow.scheduler).where(RunRow.name == run).scalar_subquery(),
+        )
+    )
+    note_transition(connection, run, "attempt", str(number), "", AttemptState.INTENT, reason, now)
+
+
+def _free_name(connection: Connection, slug: str, root: Path) -> str:
+    # The range is what an index can answer ("." follows "-"); names with another tail belong to other slugs.
+    tail = func.substr(RunRow.name, len(slug) + 2)
+    ours = RunRow.name.between(f"{slug}-", f"{slug}.") & tail.op("NOT GLOB")("*[^0-9]*") & (tail != "")
+    number = (connection.execute(select(func.max(cast(tail, Integer))).where(ours)).scalar() or 0) + 1
+    while (root / f"{slug}-{number}").exists():
+        number += 1
+    return f"{slug}-{number}"

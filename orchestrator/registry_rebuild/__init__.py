@@ -1,0 +1,1 @@
+"""A new registry made from run directories (`orch db rebuild`)."""

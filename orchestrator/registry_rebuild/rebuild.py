@@ -1,0 +1,224 @@
+"""A new registry made from run directories: each run's record, and what its jobs wrote since or instead."""
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from checkpointing.storage.durable import canonical, fsync_dir, read_json
+from orchestrator.config.run_config import RunConfig
+from orchestrator.controller.leasing.lease import Holder, displayed_state, host_of
+from orchestrator.controller.run_dirs.ingest import ingest
+from orchestrator.controller.run_dirs.inheritable_checkpoints import committed, of_run, shared_places
+from orchestrator.controller.run_view import RunView
+from orchestrator.errors import RegistryError
+from orchestrator.registry import fast_queries
+from orchestrator.registry.operations.run_record import Record
+from orchestrator.registry.records import Checkpoint, Lease
+from orchestrator.registry.store import Store
+from orchestrator.registry_rebuild.salvage import salvage
+from orchestrator.states import Trust
+from trainer.contract.config import build
+from trainer.contract.launch_token import LaunchToken
+from trainer.contract.run_dir import RunDir
+
+log = logging.getLogger("orch.registry")
+HOLDER = "orch db rebuild"
+_UNUSABLE = (OSError, ValueError, TypeError, KeyError, AttributeError)
+"""What files that are damaged, or not ours, lead to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """One run directory that can be taken in."""
+
+    folder: RunDir
+    config: dict[str, Any]
+    record: Record
+
+
+def rebuild(store_path: Path, roots: Sequence[Path], *, now: float | None = None) -> int:
+    """Make the registry anew from the run directories below `roots`; returns how many runs it has.
+
+    A registry that is there is renamed to `<name>.<time>.old`. Raises RegistryError, and changes nothing, while a
+    controller is alive, and when two folders bear the same run's name. Folders that cannot be read are logged.
+    """
+    now = time.time() if now is None else now
+    _refuse_while_served(store_path, now)
+    found = sorted(_found(roots), key=lambda item: (item.record.run.created_at, item.record.run.name))
+    _refuse_twins(found)
+    draft = store_path.with_name(f".{store_path.name}.{os.getpid()}.rebuild")
+    _remove(draft)
+    try:
+        with Store.open(draft) as store:
+            _fill(store, found, now)
+        _set_aside(store_path, now)
+        os.replace(draft, store_path)
+        fsync_dir(store_path.parent)
+    finally:
+        _remove(draft)
+    return len(found)
+
+
+def _refuse_while_served(path: Path, now: float) -> None:
+    try:
+        leases = fast_queries.leases(path)
+    except RegistryError:
+        return  # a registry that cannot be read is what this is for
+    for lease in leases:
+        if lease.holder and _lives(lease, now):
+            of = f" of {lease.scheduler}" if lease.scheduler else ""
+            raise RegistryError(
+                f"a controller{of} is alive ({lease.holder}) and writes to this registry",
+                where=str(path),
+                hint=f"orch controller stop on {host_of(lease.holder)}, then again",
+            )
+
+
+def _lives(lease: Lease, now: float) -> bool:
+    """A process of this host that stalls may wake and write: it is told of like one that works."""
+    holder = Holder.parse(lease.holder)
+    return displayed_state(lease, now).alive or (holder is not None and holder.lives is True)
+
+
+def _refuse_twins(found: list[Found]) -> None:
+    seen: dict[str, Path] = {}
+    for item in found:
+        name = item.record.run.name
+        if name in seen:
+            raise RegistryError(
+                f"two folders are the run {name}: {seen[name]} and {item.folder.path}",
+                where="the roots given",
+                hint="leave one root out, or move one of the two folders away",
+            )
+        seen[name] = item.folder.path
+
+
+def _found(roots: Sequence[Path]) -> Iterator[Found]:
+    for root in dict.fromkeys(root.resolve() for root in roots):
+        folders = [root] if (root / "run.json").is_file() else sorted(root.iterdir())
+        for path in folders:
+            try:
+                if (path / "run.json").is_file() and not path.name.startswith("."):
+                    yield _read(RunDir(path))
+            except _UNUSABLE as error:
+                log.warning("left out: %s: %s", path, error)
+
+
+def _read(folder: RunDir) -> Found:
+    run, config = read_json(folder.run), read_json(folder.config)
+    if not isinstance(run, dict) or not isinstance(config, dict):
+        raise ValueError(f"{folder.run} or {folder.config} is no JSON object")
+    if run.get("schema") != "orch.run/1":
+        raise ValueError(f"{folder.run} is not of a run of orch")
+    digest = hashlib.sha256(canonical(config)).hexdigest()
+    if digest != run["config_digest"]:
+        raise ValueError(f"{folder.config} was changed: its digest is {digest}, the run's is {run['config_digest']}")
+    build(RunConfig, config)  # refused by the rules of today: no controller could serve it
+    try:
+        record = Record.read(folder.record)
+        if record.run.config_digest != digest or record.run.name != run["name"]:
+            raise ValueError(f"{folder.record} is of another run")
+    except _UNUSABLE as error:
+        log.info("no record: %s", error)
+        record = salvage(folder, run)
+    return Found(folder=folder, config=config, record=_moved(record, folder))
+
+
+def _moved(record: Record, folder: RunDir) -> Record:
+    """The record with the folder's place of today: file systems are mounted elsewhere, folders are copied."""
+    if Path(record.run.run_dir) == folder.path:
+        return record
+    here = str(folder.checkpoints)
+    checkpoints = [
+        {**item.__dict__, "path": item.path if item.tier else f"{here}/{item.name}"} for item in record.checkpoints
+    ]
+    before = str(RunDir(Path(record.run.run_dir)).checkpoints)
+    copies = [
+        replace(item, tier=here, path=f"{here}/{item.name}") if item.tier == before else item for item in record.copies
+    ]
+    run = {**record.run.__dict__, "run_dir": str(folder.path)}
+    fields = {**record.__dict__, "run": type(record.run)(**run), "copies": tuple(copies)}
+    return Record(**{**fields, "checkpoints": tuple(Checkpoint(**item) for item in checkpoints)})
+
+
+def _fill(store: Store, found: list[Found], now: float) -> None:
+    epoch = max((_epoch(item) for item in found), default=0)
+    store.start_epochs_after(epoch)
+    lease = store.take_lease(HOLDER, now, 3600.0)
+    assert lease is not None
+
+    def fill() -> None:
+        for item in found:
+            store.put_config(item.config)
+            store.put_record(item.record)
+            _catch_up(store, item, lease.epoch, now)
+
+    store.together(fill)
+    store.drop_lease(lease)
+
+
+def _epoch(item: Found) -> int:
+    """The highest epoch that any of a run's attempts was launched with."""
+    epochs = [attempt.epoch for attempt in item.record.attempts]
+    for place in item.folder.all_attempts():
+        try:
+            epochs.append(LaunchToken.read(place.go).epoch)
+        except (OSError, ValueError, TypeError, KeyError):
+            continue  # never launched, or fenced off since
+    return max(epochs, default=0)
+
+
+def _catch_up(store: Store, item: Found, epoch: int, now: float) -> None:
+    """Take in what the jobs wrote after the record was, then hold the checkpoints to what is on disk."""
+    config = build(RunConfig, item.config)
+    assert isinstance(config, RunConfig)
+    attempts = item.record.attempts
+    for count in range(1, len(attempts) + 1):
+        view = RunView(run=item.record.run, attempts=attempts[:count], config=config)
+        try:
+            ingest(store, view, epoch=epoch, now=now)
+        except _UNUSABLE as error:
+            log.warning("%s: what attempt %d wrote last is not taken in: %s", item.folder.path, count, error)
+    _check_against_disk(store, item, epoch, now)
+    # Reading old events again is no news about the run.
+    store.note_run(item.record.run.name, epoch=epoch, now=item.record.run.updated_at)
+
+
+def _check_against_disk(store: Store, item: Found, epoch: int, now: float) -> None:
+    name, folder = item.record.run.name, item.folder
+    config = build(RunConfig, item.config).checkpoint
+    seen = of_run(committed(config, folder), item.record.run, item.record.attempts)
+    on_disk = {entry.name: entry for entry in seen}
+    # What lies on the nodes' own disks cannot be looked at from here.
+    looked = {"", *(place.path for place in shared_places(config, folder))}
+    known = {row.name: row for row in store.checkpoints(name)}
+    for entry in on_disk.values():
+        if entry.name not in known:
+            place = str(entry.path).rpartition("/")[0]
+            checkpoint = Checkpoint(
+                run=name, name=entry.name, step=entry.step, attempt=entry.attempt, trust=Trust.COMMITTED,
+                bytes=entry.bytes, path=str(entry.path), committed_at=entry.committed_at,
+                tier="" if place == str(folder.checkpoints) else place,
+            )  # fmt: skip
+            store.put_checkpoint(checkpoint, epoch=epoch)
+    for row in known.values():
+        if row.trust is not Trust.DELETED and row.name not in on_disk and row.tier in looked:
+            store.trust(name, row.name, Trust.DELETED, "its folder is gone", epoch=epoch, now=now)
+
+
+def _set_aside(path: Path, now: float) -> None:
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
+    for tail in ("", "-wal", "-shm", "-journal"):
+        file = path.with_name(path.name + tail)
+        if file.exists():
+            os.rename(file, path.with_name(f"{path.name}.{stamp}.old{tail}"))
+
+
+def _remove(draft: Path) -> None:
+    for tail in ("", "-wal", "-shm", "-journal"):
+        draft.with_name(draft.name + tail).unlink(missing_ok=True)

@@ -1,0 +1,176 @@
+"""`orch submit`, up to the point where the controller takes over: everything is checked before anything is written."""
+
+import copy
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from secrets import token_hex
+from typing import Any, NoReturn
+
+from orchestrator.config.compose import Composed
+from orchestrator.config.run_config import RunConfig
+from orchestrator.controller import failpoints
+from orchestrator.controller.run_dirs.run_folder import ensure_run_dir
+from orchestrator.errors import ConfigError, Precondition
+from orchestrator.registry.records import Attempt, Run
+from orchestrator.registry.store import Store
+from orchestrator.scheduler.instance import instance_of
+from orchestrator.submission import user_code
+from orchestrator.submission.run_identity import identify
+from trainer.contract.config import WorkloadConfig
+from trainer.contract.token_shards import Index, TokensError, prepare_under
+
+Progress = Callable[[int, int], None]
+"""Called with bytes done and bytes in all while text is tokenized."""
+
+BUILT_IN = WorkloadConfig().target
+
+
+def create_run(
+    store: Store,
+    composed: Composed,
+    *,
+    name: str | None,
+    cluster: str | None,
+    now: float,
+    progress: Progress | None = None,
+    imported: dict[str, Any] | None = None,
+) -> tuple[Run, Attempt]:
+    """Check, prepare data, write the run and the intent of its first attempt, make its folder.
+
+    `imported` tells of a checkpoint that the run begins with (`checkpoint` is its folder); it is put into the run's
+    folder before anybody sees that.
+
+    A kill in between leaves nothing, or a run that the next pass of a controller finishes; a refusal after the row
+    is there leaves a run that the next pass cancels.
+    Raises ConfigError, Precondition, RegistryError.
+    """
+    config = composed.config
+    kind = _kind(cluster or config.cluster.kind)
+    root = writable_root(config.cluster.root)
+    user_code.check(config)
+    data = copy.deepcopy(composed.data)
+    index = _data(config, data, root, progress)
+    identity = identify(config, kind, data=_data_identity(data, index))
+    identity["host"] = socket.gethostname()
+    if imported is not None:
+        identity["imported"] = imported
+    digest = store.put_config(data)
+    run, attempt = store.create_run(
+        slug=name or config.name,
+        cluster=kind,
+        root=root,
+        config_digest=digest,
+        total_steps=0 if config.command else config.train.steps,  # a command alone knows how many it trains
+        identity=identity,
+        now=now,
+        nonce=token_hex(4),
+        scheduler=instance_of(kind)(),
+    )
+    failpoints.reach("after_create")
+    try:
+        ensure_run_dir(run, attempt, data)
+    except Precondition as error:
+        _take_back(store, run, error, now)
+    return run, attempt
+
+
+def _take_back(store: Store, run: Run, error: Precondition, now: float) -> NoReturn:
+    """Nobody may launch later what was refused now: only a controller may say that a run is cancelled, so ask it."""
+    store.add_user_request(run.name, "cancel", {"now": True}, now)
+    hint = f"{error.hint}; then submit again ({run.name} will not be launched)"
+    raise Precondition(error.what, where=error.where, hint=hint) from error
+
+
+def _kind(wanted: str) -> str:
+    from orchestrator.scheduler.choose import resolve
+
+    kind = resolve(wanted)
+    if kind == "slurm" and shutil.which("sbatch") is None:
+        raise Precondition(
+            "there is no Slurm on this machine: sbatch is not found",
+            where="PATH",
+            hint="type it on a login node, load Slurm's module, or use --cluster local",
+        )
+    return kind
+
+
+def writable_root(text: str) -> Path:
+    """The folder of all runs, made when it is missing; raises Precondition when nothing can be written there."""
+    root = Path(os.path.expandvars(text)).expanduser().absolute()
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root) as stream:
+            stream.write(b"orch")
+            stream.flush()
+    except OSError as error:
+        raise Precondition(
+            f"the folder of runs cannot be written: {error.strerror or error}",
+            where=str(root),
+            hint="cluster.root=FOLDER chooses another; on a cluster it must be on the shared file system",
+        ) from error
+    return root
+
+
+def _data(config: RunConfig, data: dict[str, Any], root: Path, progress: Progress | None) -> Index | None:
+    """Tokenize `data.text` below the root and fill `data.path` in; check what the run is going to read."""
+    if config.data.text:
+        folder, index = _tokenized(config, root, progress)
+        data["data"]["path"] = str(folder)
+    elif config.data.path:
+        index = _read(config.data.path)
+    else:
+        return None
+    if not config.command and config.workload.target == BUILT_IN:
+        _check_fit(config, index, data["data"]["path"])
+    return index
+
+
+def _tokenized(config: RunConfig, root: Path, progress: Progress | None) -> tuple[Path, Index]:
+    try:
+        return prepare_under(config.data.text, root / ".data", progress)
+    except TokensError as error:
+        raise ConfigError(f"data.text: {error}", where="data.text", hint="files, folders, or python-stdlib") from error
+    except OSError as error:
+        raise Precondition(
+            f"the tokens of data.text cannot be written: {error.strerror or error}",
+            where=str(root / ".data"),
+            hint="make room, or choose another folder with cluster.root=FOLDER",
+        ) from error
+
+
+def _read(path: str) -> Index:
+    try:
+        return Index.read(Path(path).expanduser())
+    except TokensError as error:
+        hint = "orch data prepare PATHS --out DIR makes such a folder"
+        raise ConfigError(f"data.path: {error}", where=path, hint=hint) from error
+
+
+def _check_fit(config: RunConfig, index: Index, path: str) -> None:
+    if index.vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={config.model.vocab_size}, but the data has {index.vocab_size} kinds of tokens",
+            where=path,
+            hint=f"model.vocab_size={index.vocab_size}",
+        )
+    if index.tokens <= config.train.seq_len:
+        raise ConfigError(
+            f"train.seq_len={config.train.seq_len}, but the data has only {index.tokens} tokens",
+            where=path,
+            hint="more text, or a smaller train.seq_len",
+        )
+
+
+def _data_identity(data: dict[str, Any], index: Index | None) -> dict[str, Any]:
+    if index is None:
+        return {}
+    return {
+        "path": data["data"]["path"],
+        "fingerprint": index.fingerprint,
+        "tokens": index.tokens,
+        "shards": len(index.shards),
+    }

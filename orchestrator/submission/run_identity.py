@@ -1,0 +1,174 @@
+"""What it takes to reproduce a run: its code, its environment, its data. Never a secret."""
+
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config.run_config import RunConfig
+from orchestrator.scheduler.job_environment import SECRET, Submitter
+
+DIFF_LIMIT = 256 * 1024
+"""Bytes of a dirty diff that are kept; its digest always covers all of it."""
+FILES_LIMIT = 20_000
+"""Files of a folder without git that are hashed at most."""
+BYTES_LIMIT = 256 * 1024 * 1024
+"""Bytes of them that are read; of files beyond that, name, size and time of change stand for the content."""
+ANSWER_WITHIN = 10.0
+_ROOT = Path(__file__).resolve().parents[2]
+_VARIABLES = re.compile(r"(NCCL|CUDA|TORCH|PYTORCH|OMP|MKL|GLOO|UCX|FI|TRITON)_[A-Z0-9_]+|LD_LIBRARY_PATH|PYTHONPATH")
+_LEFT_OUT = {"__pycache__", ".git", ".venv", "venv", "node_modules", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
+
+
+def identify(
+    config: RunConfig, kind: str, *, data: dict[str, Any], environ: Mapping[str, str] = os.environ
+) -> dict[str, Any]:
+    """The identity of a run that is about to be submitted, as plain JSON."""
+    return {
+        "code": code(config),
+        "env": environment(kind, environ),
+        "job": Submitter.here(environ).to_json(),
+        "data": data,
+        "submit_dir": os.getcwd(),
+    }
+
+
+def code(config: RunConfig) -> dict[str, Any]:
+    """orch's own version and content, and every folder or script of the user's."""
+    places = [Path(folder).expanduser() for folder in config.workload.path]
+    places += [Path(word) for word in config.command if word.endswith(".py") and Path(word).is_file()]
+    ours = [_ROOT / package for package in ("trainer", "checkpointing")]
+    return {
+        "orch": {"version": _version("orch"), "sha256": digest(ours)},
+        "user": [_place(place) for place in places],
+    }
+
+
+def _place(place: Path) -> dict[str, Any]:
+    """One folder or file: git's word where there is git, else the digest of its content."""
+    folder = place if place.is_dir() else place.parent
+    sha = _git(folder, "rev-parse", "HEAD")
+    if sha is None:
+        return {"path": str(place), "sha256": digest([place])}
+    diff = _git(folder, "diff", "HEAD", "--binary", "--", ".")
+    # -z: without it git quotes names that are not ASCII, and no such file is found.
+    listed = _git(folder, "ls-files", "-z", "--others", "--exclude-standard", "--", ".")
+    untracked = [name for name in (listed or "").split("\0") if name]
+    found: dict[str, Any] = {"path": str(place), "git": sha.strip(), "dirty": bool((diff or "").strip() or untracked)}
+    silent = [name for name, answer in (("git diff", diff), ("git ls-files", listed)) if answer is None]
+    if silent:
+        found["dirty"] = found["dirty"] or None
+        found["dirty_reason"] = f"{' and '.join(silent)} failed, or took longer than {ANSWER_WITHIN:.0f} s"
+    if diff and diff.strip():
+        found["diff"] = _printable(diff[:DIFF_LIMIT])
+        found["diff_sha256"] = hashlib.sha256(diff.encode(errors="surrogateescape")).hexdigest()
+    if untracked:
+        found["untracked"] = [_printable(name) for name in untracked[:1000]]
+        found["untracked_sha256"] = digest(folder / name for name in untracked)
+    return found
+
+
+def _printable(name: str) -> str:
+    return name.encode(errors="surrogateescape").decode(errors="replace")
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    return _answer(["git", "-C", str(folder), *arguments])
+
+
+def digest(places: Iterable[Path]) -> str:
+    """SHA-256 over the names and contents of all source files below `places`, in a fixed order.
+
+    Of what lies beyond `BYTES_LIMIT`, sizes and times of change stand for the contents.
+    """
+    total, left = hashlib.sha256(), BYTES_LIMIT
+    for place in places:
+        for path in _files(place):
+            try:
+                status = path.stat()
+                if status.st_size <= left:
+                    left -= status.st_size
+                    content = _content(path)
+                else:
+                    content = f"size {status.st_size} mtime {status.st_mtime_ns}"
+            except OSError as error:
+                content = f"unreadable: {error.strerror}"
+            name = path.relative_to(place) if path != place else Path(path.name)
+            total.update(f"{name}\0{content}\0".encode(errors="surrogateescape"))
+    return total.hexdigest()
+
+
+def _content(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _files(place: Path) -> list[Path]:
+    if place.is_file():
+        return [place]
+    found: list[Path] = []
+    for folder, below, names in os.walk(place):
+        below[:] = sorted(name for name in below if name not in _LEFT_OUT)
+        found += [Path(folder) / name for name in sorted(names) if not name.endswith(".pyc")]
+        if len(found) > FILES_LIMIT:
+            break
+    return [path for path in found[:FILES_LIMIT] if path.is_file()]
+
+
+def environment(kind: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Interpreter, packages, Slurm, driver and a short list of variables; torch is asked for, not imported."""
+    return {
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "torch": _version("torch"),
+        "packages": packages(),
+        "slurm": (_answer(["sbatch", "--version"]) or "").strip() or None if kind == "slurm" else None,
+        "driver": _driver(),
+        "variables": variables(environ),
+    }
+
+
+def packages() -> dict[str, str]:
+    """Every installed distribution with its version."""
+    found = {dist.metadata["Name"]: dist.version for dist in metadata.distributions() if dist.metadata["Name"]}
+    return dict(sorted(found.items()))
+
+
+def variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables that change how a job computes; names that sound like a secret are left out."""
+    return {
+        name: value for name, value in sorted(environ.items()) if _VARIABLES.fullmatch(name) and not SECRET.search(name)
+    }
+
+
+def _driver() -> str | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    said = _answer(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    return _printable(said.splitlines()[0].strip()) if said and said.strip() else None
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _answer(command: list[str]) -> str | None:
+    """What a command prints; None when it fails, is missing or does not answer in time."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="surrogateescape", timeout=ANSWER_WITHIN, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None

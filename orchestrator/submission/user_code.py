@@ -1,0 +1,115 @@
+"""The user's code, looked at before anything is written: is it there, and does it bear a name of ours."""
+
+import ast
+import difflib
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from orchestrator.config.run_config import RunConfig
+from orchestrator.errors import ConfigError
+
+OURS = ("orchestrator", "trainer", "checkpointing")
+"""Top-level names that always mean orch's own packages inside a job."""
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def check(config: RunConfig) -> None:
+    """Raise ConfigError for code that a job could not import, or would import something else for."""
+    folders = [Path(folder).expanduser() for folder in config.workload.path]
+    for folder in folders:
+        _check_folder(folder)
+    if config.command:
+        _check_command(config.command)
+    else:
+        _check_target(config.workload.target, folders)
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise ConfigError(f"workload.path: no folder {folder}", where="workload.path", hint="give an existing folder")
+    if folder.resolve() == _ROOT:
+        return
+    for name in OURS:
+        module, package = folder / f"{name}.py", folder / name
+        taken = module if module.is_file() else package if package.is_dir() and any(package.glob("*.py")) else None
+        if taken is not None:
+            raise ConfigError(
+                f"{taken} has the name of one of orch's own packages, so a job could never import it",
+                where="workload.path",
+                hint=f"rename it, for example to my_{name}{taken.suffix}, and its imports and workload.target with it",
+            )
+
+
+def _check_command(command: tuple[str, ...]) -> None:
+    """Only what is certain from here: a script given by its full path must be there."""
+    for word in command[1:]:
+        if word.endswith(".py") and word.startswith("/") and not Path(word).is_file():
+            raise ConfigError(f"command: no file {word}", where="command", hint="give the script's full path")
+
+
+def _check_target(target: str, folders: list[Path]) -> None:
+    module, _, name = target.partition(":")
+    top = module.partition(".")[0]
+    places = [_ROOT] if top in OURS else folders
+    file = _file_of(module, places) or (None if top in OURS else _installed(module))
+    if file is None:
+        searched = ", ".join(str(place) for place in places) or "no folder (workload.path is empty)"
+        raise ConfigError(
+            f"workload.target={target}: no module {module}",
+            where=f"searched {searched} and what is installed",
+            hint="workload.path=[/folder/that/holds/it] puts a folder on the import path",
+        )
+    if file.suffix == ".py":
+        _check_class(target, name, file)
+
+
+def _file_of(module: str, places: list[Path]) -> Path | None:
+    below = Path(*module.split("."))
+    for place in places:
+        for file in (place / below.with_suffix(".py"), place / below / "__init__.py"):
+            if file.is_file():
+                return file
+    return None
+
+
+def _installed(module: str) -> Path | None:
+    """The file of an installed module, found without importing anything of it."""
+    top, _, rest = module.partition(".")
+    spec = PathFinder.find_spec(top)
+    if spec is None:
+        return None
+    if not rest:
+        return Path(spec.origin) if spec.origin else None
+    return _file_of(rest, [Path(place) for place in spec.submodule_search_locations or ()])
+
+
+def _check_class(target: str, name: str, file: Path) -> None:
+    """The class must be named at the top level of its file; a syntax error is told here and not on 512 nodes."""
+    try:
+        tree = ast.parse(file.read_text())
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        raise ConfigError(
+            f"{file} is no Python that runs here: {error}", where=f"line {line}" if line else "", hint="mend it"
+        ) from error
+    names = {name for node in tree.body for name in _names_of(node)}
+    # A star import or a module's __getattr__ may bring any name: then only the job can tell.
+    if name in names or names & {"*", "__getattr__"}:
+        return
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {target.partition(':')[0]}:{near[0]}?" if near else "workload.target=module:Class"
+    raise ConfigError(f"workload.target={target}: no {name} in {file}", where="workload.target", hint=hint)
+
+
+def _names_of(node: ast.stmt) -> set[str]:
+    if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        return {node.name}
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+    return {
+        child.id
+        for child in ast.walk(node)
+        if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store)
+    } | {
+        child.name for child in ast.walk(node) if isinstance(child, (ast.ClassDef, ast.FunctionDef))
+    }  # fmt: skip

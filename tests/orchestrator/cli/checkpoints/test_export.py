@@ -1,0 +1,155 @@
+"""`orch ckpt export` and `orch ckpt import`, as people and programs are told."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpointing.tiers.catalog import Catalog
+from checkpointing.verification.verify import verify
+from orchestrator.cli.runs import submit
+from orchestrator.controller import service
+from orchestrator.states import RunState
+from tests.orchestrator.cli.conftest import Seeds, Type
+
+with warnings.catch_warnings():
+    # torch complains once, when it is imported, that NumPy is not there; orch does not use it.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
+    import torch
+
+    from tests.checkpointing.engine.built_checkpoint import build
+    from trainer.contract.config import ModelConfig
+    from trainer.worker.hugging_face import names
+    from trainer.worker.llama import Llama
+    from trainer.worker.state import model_tensors
+
+SIZES = {"vocab_size": 257, "dim": 32, "layers": 1, "heads": 4, "kv_heads": 2, "ffn_dim": 48}
+MODEL = [f"model.{key}={value}" for key, value in SIZES.items()]
+
+
+@pytest.fixture
+def run(seeds: Seeds) -> tuple[str, Path]:
+    """A run of a small Llama with one checkpoint; its name and the checkpoint's folder."""
+    name = seeds.run()
+    place = seeds.root / name
+    model = Llama(ModelConfig(**SIZES), seq_len=16, recompute=False)
+    model.materialize(torch.device("cpu"), 1)
+    tensors = {key: tensor.detach() for key, tensor in model_tensors(model).items()}
+    moments = {f"optimizer/{key[6:]}/exp_avg": torch.ones_like(tensor) for key, tensor in tensors.items()}
+    built = build({**tensors, **moments})
+    built.extra = {"step": 5, "consumed": 80, "loss": 2.5, "seed": 1, "fingerprint": None}
+    folder = built.write(place / "checkpoints", step=5)
+    (place / "config.json").write_text(json.dumps({"model": SIZES, "train": {"seq_len": 16}}))
+    return name, folder
+
+
+def test_export_says_what_was_proved(orch: Type, run: tuple[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = orch("ckpt", "export", f"{run[0]}@5", out, "--json")
+    assert done.code == 0, done.err
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors", "orch.json"]
+    count = len(names(ModelConfig(**SIZES)))
+    assert {key: done.data[key] for key in ("step", "run", "tensors", "compared", "converted")} == {
+        "step": 5, "run": run[0], "tensors": count, "compared": count, "converted": 0,
+    }  # fmt: skip
+    assert json.loads((out / "orch.json").read_text())["checkpoint"] == run[1].name
+    said = orch("ckpt", "export", run[0], tmp_path / "two").out
+    assert f"{count} have the fingerprints that it was saved with" in said
+    again = orch("ckpt", "export", run[0], out)
+    assert (again.code, "not empty" in again.err) == (4, True)
+
+
+def test_export_of_a_damaged_checkpoint_leaves_nothing(orch: Type, run: tuple[str, Path], tmp_path: Path) -> None:
+    victim = run[1] / "__0_0.distcp"
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(bytes(data))
+    bad = orch("ckpt", "export", run[0], tmp_path / "out")
+    assert (bad.code, "nothing was exported" in bad.err, "__0_0.distcp chunk 0" in bad.err) == (7, True, True)
+    assert not [path for path in tmp_path.iterdir() if "out" in path.name]
+
+
+def test_export_refuses_what_makes_no_sense(orch: Type, run: tuple[str, Path], tmp_path: Path) -> None:
+    assert orch("ckpt", "export", run[0], tmp_path / "out", "--with-optimizer").code == 2
+    assert orch("ckpt", "export", f"{run[0]}@77", tmp_path / "out").code == 3
+
+
+def settings(tmp_path: Path) -> list[str]:
+    (tmp_path / "text").mkdir(exist_ok=True)
+    (tmp_path / "text" / "a.txt").write_text("to be or not to be " * 100)
+    return [f"cluster.root={tmp_path / 'made'}", "cluster.kind=local", f"data.text=[{tmp_path / 'text'}]"]
+
+
+def test_import_tells_every_misfit_and_what_mends_it(orch: Type, run: tuple[str, Path], tmp_path: Path) -> None:
+    orch("ckpt", "export", run[0], tmp_path / "hf")
+    config = settings(tmp_path)
+    bad = orch("ckpt", "import", tmp_path / "hf", "tiny-gpt", *config)
+    assert bad.code == 2
+    assert "its hidden_size is 32, model.dim is" in bad.err
+    (line,) = [line for line in bad.err.splitlines() if line.strip().startswith("add ")]
+    good = orch("ckpt", "import", tmp_path / "hf", "tiny-gpt", *config, *line.split()[1:], "--dry-run", "--json")
+    assert good.code == 0, good.err
+    assert (good.data["run"], good.data["step"], good.data["optimizer"]) == (None, 0, False)
+    assert not list((tmp_path / "made").glob("*-1")), "a dry run writes nothing"
+    assert not list((tmp_path / "made" / ".imports").iterdir()), "a refusal leaves nothing"
+
+
+def test_import_into_a_run_that_would_not_see_it(orch: Type, run: tuple[str, Path], tmp_path: Path) -> None:
+    config = [*settings(tmp_path), f"checkpoint.tiers=[{{path: {tmp_path / 'elsewhere'}}}]"]
+    bad = orch("ckpt", "import", run[1], "tiny-gpt", *config)
+    assert (bad.code, "checkpoint.tiers has no `run`" in bad.err) == (2, True), bad.err
+
+
+def test_import_of_nothing_and_of_garbage(orch: Type, tmp_path: Path) -> None:
+    assert orch("ckpt", "import", tmp_path / "gone", "tiny-gpt").code == 3
+    (tmp_path / "a.safetensors").write_bytes(b"not this")
+    bad = orch("ckpt", "import", tmp_path / "a.safetensors", "tiny-gpt", *settings(tmp_path))
+    assert (bad.code, "is not a safetensors file" in bad.err) == (7, True)
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch"])
+def test_the_run_s_folder_comes_with_the_checkpoint(
+    orch: Type, run: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    """Whoever sees the run sees its first checkpoint, sealed: nobody can launch it without."""
+    seen: list[list[Any]] = []
+
+    def no_job(_screen: Any, name: str, _kind: str, **_more: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+        seen.append(Catalog(tmp_path / "made" / name / "checkpoints").committed())
+        return {"state": RunState.CREATED, "job_id": None}, ()
+
+    monkeypatch.setattr(submit, "_await_job", no_job)
+    monkeypatch.setattr(service, "ensure_running", lambda _path, _kind: None)
+    more = ["--with-optimizer"] if to == "torch" else []
+    assert orch("ckpt", "export", run[0], tmp_path / "out", "--to", to, *more).code == 0
+    config = [*settings(tmp_path), *MODEL]
+    made = orch("ckpt", "import", tmp_path / "out", "tiny-gpt", "-n", "tuned", *config, "--json")
+    assert made.code == 0, made.err
+    ((entry,),) = seen
+    assert (made.data["run"], made.data["checkpoint"]) == ("tuned-1", entry.name)
+    assert (entry.attempt, entry.step, entry.path.parent.parent.name) == (0, 5 if to == "torch" else 0, "tuned-1")
+    assert verify(entry.path, 2).ok
+    assert not list((tmp_path / "made" / ".imports").iterdir())
+    assert orch("show", "tuned-1", "--json").data["imported"]["source"] == str(tmp_path / "out")
+    how = "and its optimizer state" if to == "torch" else "with a fresh optimizer"
+    assert how in orch("show", "tuned-1").out
+
+
+def test_export_into_a_link_to_an_empty_folder(orch: Type, run: tuple[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "scratch")
+    done = orch("ckpt", "export", run[0], tmp_path / "out", "--json")
+    assert (done.code, done.data["path"]) == (0, str(tmp_path / "out")), done.err
+    assert (tmp_path / "out").is_symlink()
+    assert (tmp_path / "scratch" / "model.safetensors").exists()
+
+
+def test_export_of_what_the_format_has_no_word_for(orch: Type, seeds: Seeds, tmp_path: Path) -> None:
+    built = build({"model/phase": torch.zeros(4, dtype=torch.complex128)})
+    built.extra = {"step": 5, "consumed": 80, "loss": 2.5, "seed": 1, "fingerprint": None}
+    folder = built.write(tmp_path / "odd", step=5)
+    bad = orch("ckpt", "export", folder, tmp_path / "out")
+    assert (bad.code, "complex128, which safetensors has no word for" in bad.err) == (7, True), bad.err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,285 @@
+"""`orch ckpt` with several tiers: what is being copied, what cannot be reached, and what only nodes have."""
+
+import errno
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from checkpointing.retention import garbage, pins
+from checkpointing.storage.backends import FsspecStorage, LocalStorage, Storage, storage_at
+from checkpointing.storage.durable import dump_line
+from checkpointing.tiers import tier
+from orchestrator.cli.main import redacted
+from orchestrator.states import AttemptState, RunState, Trust
+from tests.checkpointing.made_checkpoint import make
+from tests.orchestrator.cli.conftest import Seeds, Type
+
+NONCE = "0123abcd"
+NAME = f"step-00000050.001-{NONCE}"
+
+
+@pytest.fixture
+def run(seeds: Seeds) -> str:
+    """A run with a committed checkpoint of step 50 in its own folder."""
+    name = seeds.run()
+    folder(seeds, name).mkdir(parents=True)
+    make(LocalStorage(folder(seeds, name)), 50, nonce=NONCE, now=time.time())
+    return name
+
+
+def folder(seeds: Seeds, run: str) -> Path:
+    return seeds.root / run / "checkpoints"
+
+
+def tiered(seeds: Seeds, run: str, *tiers: Mapping[str, object]) -> None:
+    (seeds.root / run / "config.json").write_text(dump_line({"checkpoint": {"tiers": list(tiers)}}))
+
+
+def half_written(root: Path, name: str = NAME) -> Path:
+    (root / name).mkdir(parents=True)
+    (root / name / "__0_0.distcp").write_bytes(b"x" * 100)
+    return root / name
+
+
+def over(seeds: Seeds, run: str, state: AttemptState = AttemptState.ENDED) -> None:
+    """The newest attempt is over."""
+    number = seeds.store.attempts(run)[-1].number
+    seeds.store.move_attempt(run, number, state, "over", epoch=seeds.epoch, now=time.time())
+
+
+def next_attempt(seeds: Seeds, run: str) -> None:
+    seeds.store.add_attempt(run, nonce="89ab4567", excluded=(), epoch=seeds.epoch, now=time.time())
+
+
+def drop_lease(seeds: Seeds) -> None:
+    lease = seeds.store.lease()
+    assert lease is not None
+    seeds.store.drop_lease(lease)
+
+
+def left(orch: Type, run: str, *words: str) -> dict[str, tuple[str, str]]:
+    """What `orch ckpt gc` did with what, and why, by tier."""
+    rows = orch("ckpt", "gc", run, "--json", *words).data
+    return {row["tier"]: (row["done"], row["reason"]) for row in rows}
+
+
+# -- what is being copied
+
+
+def test_gc_leaves_what_a_later_attempt_may_be_copying(orch: Type, seeds: Seeds, run: str, tmp_path: Path) -> None:
+    """It copies what earlier attempts have committed, under their names: half-written there, and somebody's."""
+    tiered(seeds, run, {"path": "run"}, {"path": str(tmp_path / "slow")})
+    copied = half_written(tmp_path / "slow" / run)
+    debris = half_written(folder(seeds, run), f"step-00000070.001-{NONCE}")
+    over(seeds, run)
+    next_attempt(seeds, run)
+    assert left(orch, run) == {
+        "run": ("deleted", f"half-written by attempt 1 ({NONCE}), which has ended"),
+        str(tmp_path / "slow"): ("left", "attempt 2 has not ended, and may be copying it"),
+    }
+    assert (copied.exists(), debris.exists()) == (True, False)
+    over(seeds, run)
+    assert left(orch, run)[str(tmp_path / "slow")][0] == "deleted"
+    assert not copied.exists()
+
+
+def test_the_run_s_folder_is_copied_to_when_it_is_not_the_first_tier(
+    orch: Type, seeds: Seeds, run: str, tmp_path: Path
+) -> None:
+    tiered(seeds, run, {"path": str(tmp_path / "fast")}, {"path": "run"})
+    half_written(folder(seeds, run), f"step-00000070.001-{NONCE}")
+    half_written(tmp_path / "fast" / run, f"step-00000070.001-{NONCE}")
+    over(seeds, run)
+    next_attempt(seeds, run)
+    assert {tier: done for tier, (done, _) in left(orch, run).items()} == {
+        "run": "left", str(tmp_path / "fast"): "deleted",
+    }  # fmt: skip
+
+
+def test_gc_stops_when_an_attempt_begins_meanwhile(
+    orch: Type, seeds: Seeds, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiered(seeds, run, {"path": "run"}, {"path": str(tmp_path / "slow")})
+    copied = half_written(tmp_path / "slow" / run)
+    over(seeds, run)
+    delete = garbage.delete
+
+    def begun(storage: Storage, name: str, fence: Callable[[], bool]) -> bool:
+        next_attempt(seeds, run)
+        return delete(storage, name, fence)
+
+    monkeypatch.setattr(garbage, "delete", begun)
+    done = orch("ckpt", "gc", run, "--json")
+    assert (done.code, [row["done"] for row in done.data]) == (4, ["left"])
+    assert (copied / "__0_0.distcp").exists()
+
+
+def test_what_a_lost_attempt_left_is_nobody_s(orch: Type, seeds: Seeds, run: str) -> None:
+    debris = half_written(folder(seeds, run), f"step-00000070.001-{NONCE}")
+    over(seeds, run, AttemptState.LOST)
+    assert left(orch, run)["run"][0] == "deleted"
+    assert not debris.exists()
+
+
+@pytest.mark.parametrize("end", ["the run is over", "a later attempt was allowed"])
+def test_refused_checkpoints_of_a_lost_attempt_go_in_the_end(orch: Type, seeds: Seeds, run: str, end: str) -> None:
+    seeds.checkpoint(run, 50, Trust.COMMITTED)
+    seeds.store.trust(run, NAME, Trust.CORRUPT, "digest differs", epoch=seeds.epoch, now=time.time())
+    over(seeds, run, AttemptState.LOST)
+    assert left(orch, run)["run"] == ("left", "an attempt of the run has not ended")
+    if end == "the run is over":
+        seeds.store.move_run(run, RunState.FAILED, "a bug", epoch=seeds.epoch, now=time.time())
+    else:
+        next_attempt(seeds, run)
+        over(seeds, run)
+    assert left(orch, run)["run"] == ("left", "evidence, until --refused: digest differs")
+
+
+# -- what cannot be reached
+
+
+@pytest.fixture
+def away(monkeypatch: pytest.MonkeyPatch) -> str:
+    """An object store that nobody answers for, as on a login node without network or credentials."""
+    monkeypatch.setattr(FsspecStorage, "list", _refuse)
+    monkeypatch.setattr(FsspecStorage, "open", _refuse)
+    return "memory://far"
+
+
+def _refuse(_storage: FsspecStorage, _path: str) -> NoReturn:
+    raise OSError(errno.EIO, "NoCredentialsError: unable to locate credentials")
+
+
+def test_a_copy_at_hand_is_enough_when_another_tier_gives_no_answer(
+    orch: Type, seeds: Seeds, run: str, away: str
+) -> None:
+    tiered(seeds, run, {"path": "run"}, {"path": away})
+    good = orch("ckpt", "verify", f"{run}@50", "--json")
+    assert (good.code, [row["tier"] for row in good.data]) == (0, ["run"])
+    assert f"tier {away} cannot be read" in good.answer["warnings"][0]["message"]
+    assert orch("ckpt", "pin", f"{run}@50").code == 0
+
+
+def test_no_answer_is_told_when_nothing_is_found_elsewhere(orch: Type, seeds: Seeds, run: str, away: str) -> None:
+    tiered(seeds, run, {"path": "run"}, {"path": away})
+    shutil.rmtree(folder(seeds, run) / NAME)
+    none = orch("ckpt", "verify", run)
+    assert (none.code, "unable to locate credentials" in none.err) == (4, True)
+
+
+def test_a_tier_whose_library_is_missing_is_like_one_that_gives_no_answer(
+    orch: Type, seeds: Seeds, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiered(seeds, run, {"path": "s3://far"}, {"path": "run"})
+    make_storage = storage_at
+
+    def without_s3(place: str) -> Storage:
+        if place.startswith("s3://"):
+            raise ImportError("Install s3fs to access S3")
+        return make_storage(place)
+
+    monkeypatch.setattr(tier, "storage_at", without_s3)
+    for verb in ("ls", "du", "gc"):
+        done = orch("ckpt", verb, run)
+        assert (done.code, "tier s3://far cannot be read" in done.err, "orch[s3]" in done.err) == (0, True, True), verb
+        assert done.err.count("cannot be read") == 1, verb
+    assert orch("ckpt", "verify", run).code == 0
+
+
+def test_du_warns_once_of_what_it_cannot_read(orch: Type, seeds: Seeds, run: str, away: str) -> None:
+    tiered(seeds, run, {"path": "run"}, {"path": away})
+    assert orch("ckpt", "du", run).err.count("cannot be read") == 1
+
+
+def test_a_checkpoint_in_a_place_without_an_answer_is_not_called_invalid(orch: Type, away: str) -> None:
+    gone = orch("ckpt", "verify", f"{away}/{NAME}")
+    assert (gone.code, "unable to locate credentials" in gone.err, "INVALID" in gone.out) == (4, True, False)
+
+
+def test_a_checkpoint_that_a_store_does_not_have_is_invalid(orch: Type) -> None:
+    assert orch("ckpt", "verify", f"memory://nothing/{NAME}").code == 7
+
+
+@pytest.mark.parametrize("place", ["s3://me:hush@bucket", "nosuch://bucket"])
+def test_a_url_that_makes_no_sense_is_bad_input(orch: Type, home: Path, place: str) -> None:
+    bad = orch("ckpt", "verify", f"{place}/{NAME}")
+    assert (bad.code, "hush" in bad.err, "internal" in bad.err) == (2, False, False)
+    assert not (home / "last-error.txt").exists()
+
+
+def test_secrets_in_urls_are_not_kept() -> None:
+    words = ["ckpt", "verify", "s3://me:hu/sh@bucket/x", "cluster.root=s3://a:b@c"]
+    assert redacted(words) == "ckpt verify s3://***@bucket/x cluster.root=s3://***@c"
+
+
+# -- what only nodes have
+
+
+@pytest.fixture
+def nodes(seeds: Seeds, run: str, tmp_path: Path) -> tuple[Path, Path]:
+    """The parts that two nodes have of the checkpoint of step 60."""
+    tiered(seeds, run, {"path": str(tmp_path / "nvme"), "shared": False}, {"path": "run"})
+    parts = tmp_path / "nvme" / run / "n1", tmp_path / "nvme" / run / "n2"
+    for number, part in enumerate(parts):
+        part.mkdir(parents=True)
+        name = make(LocalStorage(part), 60, nonce=NONCE)
+        (part / name / f"__{1 - number}_0.distcp").unlink()
+    return parts[0] / name, parts[1] / name
+
+
+@pytest.mark.parametrize("level", [0, 2, 4])
+def test_a_node_s_own_part_is_verified_as_such(orch: Type, run: str, nodes: tuple[Path, Path], level: int) -> None:
+    done = orch("ckpt", "verify", run, "--copies", "--level", level, "--json")
+    assert (done.code, [row["ok"] for row in done.data]) == (0, [True, True])
+    assert [row["notes"][0] for row in done.data] == ["1 of 3 files, which other nodes have"] * 2
+    assert [row["level"] for row in done.data] == [min(level, 2)] * 2
+    assert "1 of 3 files, which other nodes have: that part was not looked at" in orch("ckpt", "verify", run).err
+    (nodes[1] / "__1_0.distcp").write_bytes(b"y" * 499 + b"!")
+    assert orch("ckpt", "verify", run, "--copies", "--level", level).code == (7 if level else 0)
+
+
+def test_a_complete_copy_comes_before_the_part_of_a_node(
+    orch: Type, seeds: Seeds, run: str, nodes: tuple[Path, Path], tmp_path: Path
+) -> None:
+    fast, slow = {"path": str(tmp_path / "nvme"), "shared": False}, {"path": str(tmp_path / "slow")}
+    tiered(seeds, run, fast, {"path": "run"}, slow)
+    (tmp_path / "slow" / run).mkdir(parents=True)
+    make(LocalStorage(tmp_path / "slow" / run), 60, nonce=NONCE)
+    (row,) = orch("ckpt", "verify", run, "--json").data
+    assert row["tier"] == str(tmp_path / "slow")
+
+
+def test_gc_leaves_the_sound_parts_of_a_refused_checkpoint(
+    orch: Type, seeds: Seeds, run: str, nodes: tuple[Path, Path]
+) -> None:
+    seeds.checkpoint(run, 60, Trust.COMMITTED)
+    seeds.store.trust(run, nodes[0].name, Trust.CORRUPT, "digest differs", epoch=seeds.epoch, now=time.time())
+    (nodes[1] / "__1_0.distcp").write_bytes(b"y" * 499 + b"!")
+    over(seeds, run)
+    drop_lease(seeds)
+    done = orch("ckpt", "gc", run, "--refused", "--json")
+    assert [row["done"] for row in done.data] == ["left", "deleted"]
+    assert "a node's own part" in done.data[0]["reason"]
+    assert (nodes[0].exists(), nodes[1].exists()) == (True, False)
+
+
+def test_a_pin_stays_while_another_tier_has_the_checkpoint(
+    orch: Type, seeds: Seeds, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Retention takes the nearest copy while the pin is written."""
+    tiered(seeds, run, {"path": "run"}, {"path": str(tmp_path / "slow")})
+    (tmp_path / "slow" / run).mkdir(parents=True)
+    make(LocalStorage(tmp_path / "slow" / run), 50, nonce=NONCE)
+    write = pins.pin
+
+    def overtaken(storage: Storage, name: str, note: str, now: float) -> None:
+        write(storage, name, note, now)
+        shutil.rmtree(folder(seeds, run) / name)
+
+    monkeypatch.setattr(pins, "pin", overtaken)
+    assert orch("ckpt", "pin", f"{run}@50").code == 0
+    assert pins.pinned_names(LocalStorage(folder(seeds, run))) == {NAME}

@@ -1,0 +1,245 @@
+"""`orch drill`: what it asks of a live run, what it refuses, and the score that it prints."""
+
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from checkpointing.storage.backends import storage_at
+from checkpointing.storage.durable import dump_line, read_json
+from checkpointing.tiers.catalog import Catalog
+from checkpointing.verification.verify import verify
+from orchestrator.cli.drills.disk_faults import damage_newest
+from orchestrator.cli.runs import follow, submit
+from orchestrator.errors import Precondition
+from orchestrator.states import RunState
+from tests.checkpointing.made_checkpoint import make
+from tests.orchestrator.cli.conftest import Seeds, Type
+from tests.orchestrator.cli.live_jobs.test_live_attempt import Agent, begun
+from trainer.contract.events import EventKind, EventLog
+from trainer.contract.requests import Request, RequestKind, pending
+from trainer.contract.run_dir import RunDir
+
+
+class Job:
+    """A job that does as it is told, and recovers."""
+
+    def __init__(self, folder: RunDir, *, blames: int = 1) -> None:
+        self._folder, self._blames, self._stop = folder, blames, threading.Event()
+        self.asked: list[Request] = []
+        self._thread = threading.Thread(target=self._serve)
+
+    def __enter__(self) -> "Job":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        log = EventLog(self._folder.attempt(1).event_file("coordinator"), "coordinator", 1)
+        log.generation = 1
+        while not self._stop.wait(0.01):
+            for request in pending(self._folder.requests, 1, {one.name for one in self.asked}):
+                self.asked.append(request)
+                self._strike(log, request)
+        log.close()
+
+    def _strike(self, log: EventLog, request: Request) -> None:
+        rank = int(request.value or 0)
+        log.write(EventKind.DRILL, kind=request.detail, rank=rank, step=120)
+        log.write(EventKind.REQUEST_ANSWERED, name=request.name, answer=f"{request.detail} strikes rank {rank}")
+        if request.detail in ("kill-agent", "kill-node"):
+            log.write(EventKind.AGENT_LOST, node=rank, name=f"n{rank + 1}", reason="the connection ended")
+            failure = {"kind": "agent_lost", "reason": "lost", "rank": None, "node": f"n{self._blames + 1}"}
+        else:
+            log.write(EventKind.RANK_EXITED, rank=rank, node="n1", exit_code=None, signal=9, reason="killed by SIGKILL")
+            failure = {"kind": "rank_killed", "reason": "killed", "rank": self._blames, "node": "n1"}
+        log.write(EventKind.GENERATION_ENDED, reason="killed", step=120, failure=failure)
+        log.generation += 1
+        log.write(EventKind.GENERATION_FIRST_STEP, step=111, seconds=0.5)
+
+
+def test_a_live_run_is_hit_and_scored(orch: Type, seeds: Seeds) -> None:
+    run = seeds.run()
+    with Job(begun(seeds, run)) as job:
+        said = orch("drill", run, "kill-rank", "--rank", 1)
+    (request,) = job.asked
+    assert (request.kind, request.value, request.detail) == (RequestKind.DRILL, 1, "kill-rank")
+    assert said.code == 0
+    assert "kill-rank in tiny-1: noticed, rightly named, and training again" in said.out
+    assert "10 steps trained again" in said.out
+
+
+def test_a_node_is_named_by_its_place(orch: Type, seeds: Seeds) -> None:
+    run = seeds.run()
+    with Job(begun(seeds, run)) as job:
+        data = orch("drill", run, "kill-agent", "--json").data
+    assert job.asked[0].value == 1, "the last node, which is not the coordinator's"
+    assert (data["passed"], data["node"], data["named"], data["rank"]) == (True, "n2", "node n2", None)
+
+
+def test_spares_are_no_nodes_that_could_be_hit(orch: Type, seeds: Seeds) -> None:
+    run = seeds.run()
+    with Job(begun(seeds, run, nodes=("n1", "n2", "n3"))) as job:
+        data = orch("drill", run, "kill-agent", "--json").data
+    assert job.asked[0].value == 1
+    assert (data["passed"], data["node"]) == (True, "n2")
+
+
+@pytest.mark.parametrize("kind", ["kill-agent", "kill-node", "corrupt-checkpoint", "kill-rank"])
+def test_a_no_to_a_drill_ends_it(orch: Type, seeds: Seeds, kind: str) -> None:
+    run = seeds.run()
+    folder = begun(seeds, run)
+    for step in (10, 20):
+        make(storage_at(folder.checkpoints), step)
+    with Agent(folder, "refused: there is no node 1, only 0 to 0"):
+        said = orch("drill", run, kind, "--yes", "--timeout", 20)
+    assert said.code == 4
+    assert "refused: there is no node 1, only 0 to 0" in said.err
+
+
+def test_a_checkpoint_is_not_damaged_where_nobody_would_read_it(orch: Type, seeds: Seeds) -> None:
+    run = seeds.run()
+    folder = begun(seeds, run, nodes=("n1", "n2", "n3"))
+    for words in ((run, "corrupt-checkpoint", "--yes"), ("--demo", "corrupt-checkpoint", "cluster.spare_nodes=1")):
+        said = orch("drill", *words)
+        assert said.code == 4
+        assert "cluster.spare_nodes=1" in said.err
+    assert pending(folder.requests, 1, set()) == []
+
+
+def test_the_wrong_name_ends_with_8(orch: Type, seeds: Seeds) -> None:
+    run = seeds.run()
+    with Job(begun(seeds, run), blames=3):
+        said = orch("drill", run, "kill-rank", "--rank", 1)
+        as_json = orch("drill", run, "kill-rank", "--rank", 1, "--json")
+    assert (said.code, as_json.code) == (8, 8)
+    assert "rank 3, which is wrong" in said.out
+    assert as_json.data["verdict"] == "rank 3 was blamed"
+
+
+def test_what_happened_before_the_drill_is_no_part_of_it(orch: Type, seeds: Seeds) -> None:
+    run = seeds.run()
+    folder = begun(seeds, run)
+    log = EventLog(folder.attempt(1).event_file("rank-00000"), "rank-00000", 1, clock=lambda: time.time() - 5)
+    log.write(EventKind.DRILL, kind="kill-rank", rank=3, step=5)
+    log.close()
+    with Job(folder):
+        said = orch("drill", run, "kill-rank", "--rank", 1)
+    assert "struck     rank 1 at step 120" in said.out
+    assert "rank 3" not in said.err
+
+
+def test_what_costs_more_than_a_restart_must_be_meant(orch: Type, seeds: Seeds) -> None:
+    run = seeds.run()
+    folder = begun(seeds, run)
+    said = orch("drill", run, "desync")
+    assert said.code == 4
+    assert "the run will be held" in said.err
+    assert "orch drill tiny-1 desync --yes" in said.err
+    assert pending(folder.requests, 1, set()) == []
+
+
+@pytest.mark.parametrize("yes", [(), ("--yes",)])
+def test_a_real_disk_is_never_filled(orch: Type, seeds: Seeds, yes: tuple[str, ...]) -> None:
+    run = seeds.run()
+    begun(seeds, run)
+    said = orch("drill", run, "full-disk", *yes)
+    assert said.code == 4
+    assert "orch drill --demo full-disk" in said.err
+    assert "--yes" not in said.err, "nobody is sent to a second no"
+
+
+@pytest.mark.parametrize(("fields", "kind", "why"), [
+    ({"command": ["python", "train.py"]}, "stop-rank", "nobody watches them: they would stand until the time limit"),
+    ({"command": ["python", "train.py"]}, "nan", "its ranks are a command of its own"),
+    ({"recovery": {"hang": {"on": False}}}, "hang-in-collective", "recovery.hang.on=false"),
+])  # fmt: skip
+def test_what_nobody_would_notice_is_not_brought_about(
+    orch: Type, seeds: Seeds, fields: dict[str, Any], kind: str, why: str
+) -> None:
+    run = seeds.run()
+    folder = begun(seeds, run)
+    folder.config.write_text(dump_line({**read_json(folder.config), **fields}))
+    said = orch("drill", run, kind)
+    assert said.code == 4
+    assert why in said.err
+    assert f"orch drill --demo {kind}" in said.err
+    assert "--yes" not in said.err
+    assert pending(folder.requests, 1, set()) == []
+
+
+def test_a_demo_that_nobody_watches_is_not_started(orch: Type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submit, "launch", lambda *_args, **_named: pytest.fail("it was started"))
+    said = orch("drill", "--demo", "stop-rank", "recovery.hang.on=false")
+    assert said.code == 4
+    assert "stop-rank tells nothing in this demo: nobody watches for hangs" in said.err
+
+
+@pytest.mark.parametrize("form", ["people", "json"])
+def test_the_score_of_a_demo_that_does_not_end_is_shown(
+    orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    run = seeds.run()
+    log = EventLog(begun(seeds, run).attempt(1).event_file("coordinator"), "coordinator", 1)
+    log.write(EventKind.DRILL, kind="kill-rank", rank=1, step=25)
+    log.write(EventKind.RANK_EXITED, rank=1, node="n1", exit_code=None, signal=9, reason="killed by SIGKILL")
+    failure = {"kind": "rank_killed", "reason": "killed", "rank": 1, "node": "n1"}
+    log.write(EventKind.GENERATION_ENDED, reason="killed", step=25, failure=failure)
+    log.generation = 1
+    log.write(EventKind.GENERATION_FIRST_STEP, step=21, seconds=0.5)
+    log.close()
+    made = {"run": run, "job_id": "41", "run_dir": str(seeds.root / run)}
+    monkeypatch.setattr(submit, "launch", lambda *_args, **_named: made)
+    now = [0.0]
+    clock = SimpleNamespace(time=time.time, monotonic=lambda: now[0], sleep=lambda s: now.append(now.pop() + s))
+    monkeypatch.setattr(follow, "time", clock)
+    said = orch("drill", "--demo", "kill-rank", "--timeout", 300, *(["--json"] if form == "json" else []))
+    assert said.code == 0
+    assert now[0] >= 300
+    if form == "json":
+        assert said.data["passed"]
+        (warning,) = said.answer["warnings"]
+        assert warning["message"] == "tiny-1 is still RUNNING after 300 s; end it:  orch cancel tiny-1"
+    else:
+        assert "kill-rank in tiny-1: noticed, rightly named, and training again" in said.out
+        assert "end it:  orch cancel tiny-1" in said.err
+
+
+@pytest.mark.parametrize("words", [("tiny-1", "burn"), ("--demo", "burn"), ("tiny-1",), ("tiny-1", "nan", "more")])
+def test_a_drill_takes_a_run_and_a_kind_that_is_known(orch: Type, seeds: Seeds, words: tuple[str, ...]) -> None:
+    begun(seeds, seeds.run())
+    assert orch("drill", *words).code == 2
+
+
+def test_a_run_that_is_held_cannot_be_hit(orch: Type, seeds: Seeds) -> None:
+    run = seeds.run(state=RunState.HELD, reason="the disk is full")
+    assert orch("drill", run, "kill-rank").code == 4
+
+
+def test_the_newest_checkpoint_is_damaged_and_no_other(tmp_path: Path) -> None:
+    folder = RunDir(tmp_path / "tiny-1")
+    folder.make()
+    storage = storage_at(folder.checkpoints)
+    older, newest = (make(storage, step) for step in (10, 20))
+    step, path = damage_newest(folder)
+    assert step == 20
+    assert newest in str(path)
+    assert verify(folder.checkpoints / older, 2).ok
+    assert not verify(folder.checkpoints / newest, 2).ok
+    assert Catalog(folder.checkpoints).committed()[0].step == 20, "it is still there, and only its bytes are wrong"
+
+
+@pytest.mark.parametrize("steps", [(), (10,)])
+def test_the_last_checkpoint_that_is_left_is_never_damaged(tmp_path: Path, steps: tuple[int, ...]) -> None:
+    folder = RunDir(tmp_path / "tiny-1")
+    folder.make()
+    names = [make(storage_at(folder.checkpoints), step) for step in steps]
+    with pytest.raises(Precondition, match=f"has {len(steps)} committed checkpoints"):
+        damage_newest(folder)
+    assert all(verify(folder.checkpoints / name, 2).ok for name in names)

@@ -1,0 +1,38 @@
+"""Faults that a run of some configuration cannot be hit by, or that nobody would notice in it."""
+
+from typing import Any
+
+import pytest
+
+from orchestrator.cli.drills.drill_preconditions import why_undetectable
+from orchestrator.cli.drills.scorecard import EXPECTED
+from trainer.contract.config import JobConfig, build
+
+HUNG = {"stop-rank", "hang-in-collective", "hang-in-data", "hang-in-forward", "hang-in-save", "hold-lock"}
+
+
+def refused(fields: dict[str, Any]) -> dict[str, str]:
+    config = build(JobConfig, fields)
+    return {kind: why for kind in EXPECTED if (why := why_undetectable(kind, config)) is not None}
+
+
+def test_what_is_watched_can_be_hit() -> None:
+    assert refused({}) == {}
+
+
+def test_a_command_of_the_users_own_takes_no_orders_and_is_not_watched() -> None:
+    found = refused({"command": ["python", "train.py"]})
+    assert set(EXPECTED) - set(found) == {"kill-rank", "kill-agent", "kill-node", "full-disk"}
+    assert "nobody watches them: they would stand until the time limit" in found["stop-rank"]
+    assert "takes no such order" in found["nan"]
+    assert "saves and loads in its own way" in found["corrupt-checkpoint"]
+
+
+@pytest.mark.parametrize(("off", "kinds", "key"), [
+    ("hang", {*HUNG, "desync", "desync-order"}, "recovery.hang.on=false"),
+    ("straggler", {"slow-rank"}, "recovery.straggler.on=false"),
+])  # fmt: skip
+def test_what_only_the_watch_would_notice_needs_it(off: str, kinds: set[str], key: str) -> None:
+    found = refused({"recovery": {off: {"on": False}}})
+    assert set(found) == kinds
+    assert all(key in why for why in found.values())

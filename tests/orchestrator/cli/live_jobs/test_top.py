@@ -1,0 +1,165 @@
+"""`orch top`: what files tell of a live run, the ranks to look at, one picture without a terminal."""
+
+import io
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from checkpointing.storage.durable import dump_line
+from orchestrator.cli.live_jobs.top import Reader, _print, shown, worst
+from orchestrator.cli.terminal.render import Screen, plain
+from orchestrator.states import RunState
+from tests.orchestrator.cli.conftest import Seeds, Type
+from tests.orchestrator.cli.live_jobs.test_live_attempt import begun
+from tests.orchestrator.cli.runs.test_status import on_a_terminal
+from trainer.contract.events import EventKind, EventLog
+from trainer.contract.run_dir import AttemptDir
+
+
+def rank(number: int, **more: Any) -> dict[str, Any]:
+    fields = {"step": 121, "phase": "forward", "age": 0.1, "state": "R", "ratio": None, "ended": False}
+    return {"rank": number, "node": f"n{number // 2 + 1}", **fields, **more}
+
+
+def training(seeds: Seeds, ranks: list[dict[str, Any]], *, generation: int = 2, world: int | None = None) -> str:
+    """A run whose job has written all that a login node can read."""
+    run = seeds.run()
+    seeds.checkpoint(run, 100)
+    place: AttemptDir = begun(seeds, run).attempt(1)
+    beat = {
+        "seq": 9, "time": time.time() - 3, "attempt": 1, "generation": 2, "step": 120, "phase": "forward",
+        "saved_step": 110, "state": "running",
+    }  # fmt: skip
+    place.heartbeat.write_text(dump_line(beat))
+    board = {"generation": generation, "world": world or len(ranks), "ranks": ranks, "p99": {}}
+    place.ranks.write_text(dump_line(board))
+    line = {"attempt": 1, "generation": 2, "step": 121, "loss": 2.25, "tokens_per_s": 81000.4, "time": time.time()}
+    place.metrics.write_text(dump_line(line) + "\n")
+    log = EventLog(place.event_file("coordinator"), "coordinator", 1)
+    log.write(EventKind.STRAGGLER, rank=1, node="n1", section="forward", ratio=1.3, over=False)
+    log.close()
+    return run
+
+
+def test_one_picture_of_a_live_run(orch: Type, seeds: Seeds) -> None:
+    run = training(seeds, [rank(0), rank(1, ratio=1.31), rank(2, age=7.26, state="T")])
+    said = orch("top", run)
+    assert said.code == 0
+    first, second, third, fourth, _, event, _, head, *rows = said.out.splitlines()
+    assert first == "tiny-1  RUNNING"
+    assert second == "step 121 of 200 (60 %)   loss 2.2500   81 000 tokens/s"
+    assert third == "attempt 1 generation 2   running: forward   heartbeat 3s ago"
+    assert fourth.startswith("last checkpoint step 100 VERIFIED, ")
+    assert head.split() == ["RANK", "NODE", "STEP", "PHASE", "STILL", "FOR", "OWN", "WORK", "STATE"]
+    assert [row.split() for row in rows] == [
+        ["0", "n1", "121", "forward"],
+        ["1", "n1", "121", "forward", "1.31", "x"],
+        ["2", "n2", "121", "forward", "7.3", "s", "stopped"],
+    ]
+    assert "rank 1 on n1 is slow: forward takes 1.30 x its peers' time" in event
+    assert orch("top", run, "--once").out.splitlines()[1] == second
+
+
+def test_a_reading_for_programs(orch: Type, seeds: Seeds) -> None:
+    run = training(seeds, [rank(0), rank(1)])
+    data = orch("top", run, "--json").data
+    assert (data["step"], data["total_steps"], data["loss"], data["tokens_per_s"]) == (121, 200, 2.25, 81000.4)
+    assert (data["generation"], data["phase"], data["saved_step"], data["world"]) == (2, "forward", 110, 2)
+    assert [row["rank"] for row in data["ranks"]] == [0, 1]
+    assert 2.9 < data["silent_s"] < 60
+    (event,) = data["events"]
+    assert event["text"].startswith("attempt 1: rank 1 on n1 is slow")
+
+
+def test_ranks_of_a_generation_that_is_over_are_not_shown(orch: Type, seeds: Seeds) -> None:
+    run = training(seeds, [rank(0)], generation=1)
+    assert orch("top", run, "--json").data["ranks"] == []
+
+
+def test_a_large_job_shows_the_ranks_to_look_at(orch: Type, seeds: Seeds) -> None:
+    ranks = [rank(number) for number in range(64)]
+    ranks[40] = rank(40, state="T", age=9.0)
+    ranks[7] = rank(7, ratio=1.2)
+    shown = orch("top", training(seeds, ranks, world=512)).out
+    assert "the 10 of 512 ranks to look at" in shown
+    assert len([line for line in shown.splitlines() if " forward" in line and "n" in line.split()[1]]) == 10
+    assert "stopped" in shown
+    assert "1.20 x" in shown
+
+
+@pytest.mark.parametrize(
+    ("odd", "why"),
+    [({"state": "T"}, "stopped"), ({"ratio": 1.1}, "slow"), ({"step": 120}, "behind"), ({"age": 5.0}, "still")],
+)
+def test_the_worst_ranks(odd: dict[str, Any], why: str) -> None:
+    ranks = [rank(number) for number in range(20)]
+    ranks[13] = rank(13, **odd)
+    assert [row["rank"] for row in worst(ranks, 1)] == [13], why
+
+
+def test_a_rank_that_has_ended_is_no_stopped_one() -> None:
+    assert worst([rank(0, state="X", ended=True), rank(1, ratio=1.1)], 1)[0]["rank"] == 1
+
+
+def test_a_run_that_has_not_begun_is_shown_as_far_as_it_is_known(orch: Type, seeds: Seeds) -> None:
+    said = orch("top", seeds.run())
+    assert (said.code, said.out.splitlines()[0]) == (0, "tiny-1  RUNNING")
+
+
+def test_on_a_terminal_it_draws_until_the_run_is_over(seeds: Seeds) -> None:
+    run = training(seeds, [rank(0)])
+    seeds.store.move_run(run, RunState.SUCCEEDED, "all ranks finished", epoch=seeds.epoch, now=time.time())
+    assert "tiny-1  SUCCEEDED  all ranks finished" in on_a_terminal("top", run)
+
+
+def drawn(seeds: Seeds, run: str, monkeypatch: pytest.MonkeyPatch, *, height: int, width: int = 80) -> list[str]:
+    """What a live picture shows on a terminal of this size; at its end it would show all of it."""
+    paper = io.StringIO()
+    console = Console(file=paper, width=width, height=height, force_terminal=True, no_color=True, highlight=False)
+    monkeypatch.setattr(Screen, "_console", lambda _self, _stream: console)
+    screen, reading = Screen(), Reader(run, seeds.root / run).read()
+    with screen.live_page() as draw:
+        draw(partial(_print, screen, reading))
+        text = paper.getvalue()
+    return plain(text.replace("\r", "")).splitlines()
+
+
+def plentiful(seeds: Seeds, ranks: int) -> str:
+    """A run of many ranks, whose last one is stopped, and of which more has happened than fits into a line each."""
+    rows = [rank(number) for number in range(ranks)]
+    rows[-1] = rank(ranks - 1, state="T", age=9.0)
+    run = training(seeds, rows)
+    log = EventLog(seeds.root / run / "attempts/001/events/coordinator.jsonl", "coordinator", 1)
+    for step in range(6):
+        log.write(EventKind.CHECKPOINT_SKIPPED, step=step, reason=f"{'no free copy and ' * 5}that is all of {step}")
+    log.close()
+    return run
+
+
+@pytest.mark.parametrize(("height", "width"), [(24, 80), (24, 200), (16, 80), (40, 80)])
+def test_what_is_live_shows_the_worst_rank_and_the_newest_event(
+    seeds: Seeds, monkeypatch: pytest.MonkeyPatch, height: int, width: int
+) -> None:
+    lines = drawn(seeds, plentiful(seeds, 32), monkeypatch, height=height, width=width)
+    assert len(lines) <= height
+    text = " ".join(" ".join(lines).split())
+    assert "that is all of 5" in text
+    assert [line.split() for line in lines if "stopped" in line] == [
+        ["31", "n16", "121", "forward", "9.0", "s", "stopped"]
+    ]
+    assert "of 32 ranks to look at" in text
+    assert len([line for line in lines if " forward" in line]) > 1
+
+
+def test_where_all_ranks_fit_all_are_live(seeds: Seeds, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = drawn(seeds, plentiful(seeds, 32), monkeypatch, height=60)
+    assert [line.split()[0] for line in lines if " forward" in line and " n" in line] == [str(n) for n in range(32)]
+
+
+def test_one_rank_at_least_is_looked_at(seeds: Seeds) -> None:
+    reading = Reader(plentiful(seeds, 32), seeds.root / "tiny-1").read()
+    assert [row["rank"] for row in shown(reading, 0)] == [31]
+    assert len(shown(reading, None)) == 32

@@ -1,0 +1,157 @@
+"""What is typed on one cluster about runs of another: where they are, and where to type it instead."""
+
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from orchestrator.cli.access import run_location
+from orchestrator.controller import service
+from orchestrator.states import AttemptState, RunState
+from tests.orchestrator.cli.conftest import Seeds, Type
+
+HERE, FAR = "lab@login1:6817/aaaaaaaa", "lab@login2:6817/bbbbbbbb"
+
+
+class Sites:
+    """Runs of two clusters; this host reaches the first one."""
+
+    def __init__(self, seeds: Seeds) -> None:
+        self.seeds, self.store = seeds, seeds.store
+
+    def run(self, scheduler: str, state: RunState = RunState.RUNNING) -> str:
+        name = self.seeds.run(state=state)
+        with self.store.database._engine.begin() as connection:
+            for table, key in (("runs", "name"), ("attempts", "run")):
+                update = f"UPDATE {table} SET scheduler = ? WHERE {key} = ?"
+                connection.exec_driver_sql(update, (scheduler, name))
+            connection.exec_driver_sql("UPDATE runs SET cluster = 'slurm' WHERE name = ?", (name,))
+        return name
+
+    def over(self, name: str) -> None:
+        self.store.move_attempt(name, 1, AttemptState.ENDED, "over", epoch=self.seeds.epoch, now=time.time())
+
+    def controller(self, scheduler: str, host: str = "login2") -> None:
+        """One lives on another host."""
+        assert self.store.take_lease(f"{host}:7:7", time.time(), 3600.0, scheduler) is not None
+
+    def alone(self) -> None:
+        """Nobody drives anything any more."""
+        held = self.store.lease()
+        assert held is not None
+        self.store.drop_lease(held)
+
+
+@pytest.fixture
+def sites(seeds: Seeds, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sites]:
+    monkeypatch.setattr(run_location, "reaches", lambda kind, scheduler: scheduler in ("", HERE))
+    for name in ("ensure_running", "tick_once"):
+        monkeypatch.setattr(service, name, lambda path, kind: pytest.fail("nothing may be started here for another"))
+    return Sites(seeds)
+
+
+def test_status_says_which_cluster_a_run_belongs_to(orch: Type, sites: Sites) -> None:
+    runs = [sites.run(HERE), sites.run(FAR), sites.run("")]
+    rows = {row["run"]: row for row in orch("status", "--json").data}
+    assert [rows[run]["slurm_cluster"] for run in runs] == [HERE, FAR, None]
+    assert {rows[run]["cluster"] for run in runs} == {"slurm"}
+    assert orch("show", runs[1], "--json").data["slurm_cluster"] == FAR
+    assert orch("show", runs[1], "--json").data["attempts"][0]["slurm_cluster"] == FAR
+    assert FAR in orch("show", runs[1]).out
+
+
+def test_each_cluster_without_a_controller_is_warned_of(orch: Type, sites: Sites) -> None:
+    sites.run(HERE)
+    sites.run(FAR)
+    sites.alone()
+    sites.controller(HERE, "login1")
+    (warning,) = orch("status", "--json").answer["warnings"]
+    assert warning["code"] == "no_controller"
+    assert f"no controller of {FAR} lives" in warning["message"]
+    assert f"on a login node of {FAR}" in warning["message"]
+    shown = orch("status").err
+    assert f"of {HERE} ok (has not looked yet, login1)" in shown
+    assert f"{FAR} ok" not in shown
+
+
+def test_controller_status_lists_every_cluster(orch: Type, sites: Sites) -> None:
+    sites.alone()
+    sites.controller(HERE, "login1")
+    sites.controller(FAR, "login2")
+    listed = {one["scheduler"]: one for one in orch("controller", "status", "--json").data["controllers"]}
+    assert [(listed[name]["host"], listed[name]["alive"]) for name in (HERE, FAR)] == [
+        ("login1", True),
+        ("login2", True),
+    ]
+    said = orch("controller", "status").out
+    assert f"alive for {HERE}: pid 7 on login1" in said
+    assert f"alive for {FAR}: pid 7 on login2" in said
+
+
+def test_waiting_for_a_run_that_nobody_serves_from_here_ends_with_what_to_type(orch: Type, sites: Sites) -> None:
+    run = sites.run(FAR)
+    sites.alone()
+    refused = orch("wait", run)
+    assert refused.code == 4
+    assert f"no controller of {FAR} lives" in refused.err
+    assert f"`orch controller run` on a login node of {FAR}" in refused.err
+
+
+def test_waiting_goes_on_while_the_other_cluster_s_controller_lives(orch: Type, sites: Sites) -> None:
+    run = sites.run(FAR)
+    sites.alone()
+    sites.controller(FAR)
+    assert orch("wait", run, "--timeout", "0.1").code == 124
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_request_waits_for_the_run_s_own_controller(
+    orch: Type, sites: Sites, lives: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestrator.cli.runs.cancel_resume.ANSWER_TIMEOUT", 0.1)
+    monkeypatch.setattr(service, "ensure_running", lambda path, kind: False)
+    run = sites.run(FAR)
+    sites.alone()
+    if lives:
+        sites.controller(FAR)
+    done = orch("cancel", run)
+    assert [(ask.run, ask.verb) for ask in sites.store.user_requests()] == [(run, "cancel")]
+    assert f"asked; the controller of {FAR} has not answered yet" in done.out
+    assert done.code == (0 if lives else 4)
+    assert (f"no controller of {FAR} lives" in done.err) is not lives
+
+
+def test_a_node_of_a_cluster_that_nobody_serves_from_here_is_not_said_to_be_released(orch: Type, sites: Sites) -> None:
+    sites.run(FAR)
+    now, epoch = time.time(), sites.seeds.epoch
+    sites.store.saw_node("n2", FAR, epoch=epoch, now=now, failure="it hung", excluded_until=now + 3600)
+    sites.alone()
+    refused = orch("nodes", "release", "n2")
+    assert refused.code == 4
+    assert "n2: asked; the controller has not answered yet" in refused.out
+    assert f"no controller of {FAR} lives" in refused.err
+
+
+def test_taking_a_run_over_needs_that_no_job_of_it_may_live(
+    orch: Type, sites: Sites, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestrator.cli.runs.cancel_resume.ANSWER_TIMEOUT", 0.1)
+    monkeypatch.setattr("orchestrator.cli.runs.cancel_resume._key_here", lambda kind, must: HERE)
+    started: list[str] = []
+    monkeypatch.setattr(service, "ensure_running", lambda path, kind: started.append(kind))
+    run = sites.run(FAR, RunState.HELD)
+    refused = orch("resume", run, "--here")
+    assert refused.code == 4
+    assert f"may have a live job on {FAR}" in refused.err
+    sites.over(run)
+    assert orch("resume", run, "--here").code == 0
+    (ask,) = sites.store.user_requests()
+    assert (ask.verb, ask.args, started) == ("resume", {"here": HERE}, ["slurm"])
+
+
+def test_local_runs_belong_to_their_host(orch: Type, seeds: Seeds) -> None:
+    assert run_location.reaches("local", f"local@{socket.gethostname()}")
+    assert not run_location.reaches("local", "local@elsewhere")
+    there = run_location.RunLocation(run="a-1", scheduler="local@elsewhere", reached=False, lives=False)
+    assert there.place == "on elsewhere"

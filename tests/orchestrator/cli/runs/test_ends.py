@@ -1,0 +1,132 @@
+"""`orch wait` and the ends of runs; `orch cancel` and `orch resume` as requests."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from orchestrator.states import RunState
+from tests.orchestrator.cli.conftest import Seeds, Type
+
+
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The controller's front door, which only remembers who knocked."""
+    import orchestrator.controller
+
+    fake = SimpleNamespace(knocks=[])
+    fake.ensure_running = lambda path, kind: fake.knocks.append("ensure_running")
+    fake.tick_once = lambda path, kind, **_: fake.knocks.append("tick_once")
+    monkeypatch.setattr(orchestrator.controller, "service", fake, raising=False)
+    monkeypatch.setitem(sys.modules, "orchestrator.controller.service", fake)
+    return fake
+
+
+@pytest.mark.parametrize(
+    ("state", "code"),
+    [(RunState.SUCCEEDED, 0), (RunState.FAILED, 8), (RunState.HELD, 8), (RunState.CANCELLED, 10)],
+)
+def test_the_exit_code_says_how_a_run_ended(orch: Type, seeds: Seeds, state: RunState, code: int) -> None:
+    run = seeds.run(state=state, reason="because of that")
+    ended = orch("wait", run)
+    assert ended.code == code
+    if code:
+        assert f"error: {run} is {state}: because of that" in ended.err
+        assert f"orch resume {run}" in ended.err
+    as_json = orch("wait", run, "--json")
+    assert as_json.code == code
+    assert as_json.data["state"] == state
+
+
+def test_waiting_gives_up_in_time_and_the_run_goes_on(orch: Type, seeds: Seeds) -> None:
+    run = seeds.run()
+    late = orch("wait", run, "--timeout", 0)
+    assert late.code == 124
+    assert "still RUNNING" in late.err
+    assert f"orch wait {run}" in late.err
+
+
+def test_waiting_drives_a_run_that_nobody_drives(orch: Type, seeds: Seeds, service: SimpleNamespace) -> None:
+    run = seeds.run()
+    lease = seeds.store.lease()
+    assert lease is not None
+
+    def tick(path: object, kind: str, **_: object) -> object:
+        service.knocks.append("tick_once")
+        fresh = seeds.store.take_lease("me:1:1", time.time(), 60.0)
+        assert fresh is not None
+        seeds.store.move_run(run, RunState.SUCCEEDED, "all steps", epoch=fresh.epoch, now=time.time())
+        return SimpleNamespace(unreachable=())
+
+    assert orch("wait", run, "--timeout", 0).code == 124
+    assert service.knocks == []
+    seeds.store.drop_lease(lease)
+    service.tick_once = tick
+    assert orch("wait", run, "--timeout", 20).code == 0
+    assert service.knocks == ["tick_once"]
+
+
+def test_ctrl_c_detaches_and_says_that_the_run_goes_on(seeds: Seeds) -> None:
+    run = seeds.run()
+    command = [sys.executable, "-P", "-m", "orchestrator.cli.main", "wait", run, "--follow"]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
+    assert child.stderr is not None
+    assert run in child.stderr.readline()  # it follows by now
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=20)
+    assert child.returncode == 130
+    assert f"{run} goes on" in err
+    assert f"orch cancel {run}" in err
+
+
+@pytest.mark.parametrize("verb", ["cancel", "resume"])
+def test_a_request_is_written_and_somebody_is_woken(
+    orch: Type, seeds: Seeds, service: SimpleNamespace, verb: str
+) -> None:
+    run = seeds.run(state=RunState.HELD if verb == "resume" else RunState.RUNNING)
+
+    def answer(path: object, kind: str) -> None:
+        (ask,) = seeds.store.user_requests()
+        assert (ask.run, ask.verb) == (run, verb)
+        seeds.store.answer(ask.id, "will be done", epoch=seeds.epoch, now=time.time())
+
+    service.ensure_running = answer
+    done = orch(verb, run)
+    assert done.code == 0
+    assert f"{run}: will be done" in done.out
+    assert orch(verb, run, "--json", "--no-controller").data[0]["run"] == run
+    assert service.knocks == ["tick_once"]
+
+
+def test_what_cannot_be_cancelled_or_resumed_is_refused(orch: Type, seeds: Seeds, service: SimpleNamespace) -> None:
+    done = seeds.run(state=RunState.SUCCEEDED, reason="all steps")
+    for verb in ("cancel", "resume"):
+        refused = orch(verb, done)
+        assert refused.code == 4
+        assert "is SUCCEEDED" in refused.err
+    assert seeds.store.user_requests() == []
+    assert orch("resume", seeds.run()).out.startswith("tiny-2: is going on already")
+
+
+@pytest.mark.parametrize("verb", ["cancel", "resume"])
+def test_the_beginning_of_a_name_is_not_enough_to_end_a_run(
+    orch: Type, seeds: Seeds, service: SimpleNamespace, verb: str
+) -> None:
+    run = seeds.run(state=RunState.HELD)
+    refused = orch(verb, run[:-1], "--no-controller")
+    assert refused.code == 3
+    assert run in refused.err
+    assert seeds.store.user_requests() == []
+    assert orch(verb, "@last", "--no-controller").code == 0
+
+
+def test_of_several_runs_those_are_cancelled_that_can_be(orch: Type, seeds: Seeds, service: SimpleNamespace) -> None:
+    run = seeds.run()
+    some = orch("cancel", run, "nobody-7", "--no-controller")
+    assert some.code == 3
+    assert "nobody-7" in some.err
+    assert [ask.run for ask in seeds.store.user_requests()] == [run]

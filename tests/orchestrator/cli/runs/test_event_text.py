@@ -1,0 +1,79 @@
+"""Events of checkpoints and of what was noticed, in words."""
+
+from typing import Any
+
+import pytest
+
+from orchestrator.cli.runs.event_text import describe_event
+from trainer.contract.events import Event, EventKind
+
+SAID: list[tuple[EventKind, dict[str, Any], str]] = [
+    (EventKind.CHECKPOINT_COMMITTED, {"step": 20, "name": "a", "bytes": 1 << 20, "seconds": 0.52},
+     "saved step 20 (1.0 MiB, 0.5 s)"),
+    (EventKind.CHECKPOINT_COMMITTED, {"step": 20, "name": "a", "bytes": 1 << 20, "seconds": 0.52, "stall": 0.0123},
+     "saved step 20 (1.0 MiB, 0.5 s, training waited 12 ms)"),
+    (EventKind.CHECKPOINT_RESTORED, {"step": 20, "name": "a", "seconds": 0.1, "tier": "memory"},
+     "resumed from memory, step 20"),
+    (EventKind.CHECKPOINT_RESTORED, {"step": 20, "name": "a", "seconds": 0.1, "tier": "/runs/r-1/checkpoints"},
+     "resumed from step 20"),
+    (EventKind.CHECKPOINT_RESTORED, {"step": 20, "name": "a", "seconds": 0.1}, "resumed from step 20"),
+    (EventKind.CHECKPOINT_REFUSED, {"step": 20, "name": "a", "reason": "torn", "tier": "memory"},
+     "checkpoint 20 in memory is not used: torn"),
+    (EventKind.CHECKPOINT_REFUSED, {"step": 20, "name": "a", "reason": "torn"}, "checkpoint 20 is not used: torn"),
+    (EventKind.CHECKPOINT_INCOMPLETE, {"step": 20, "reason": "workload.k is not saved"},
+     "checkpoint 20 does not hold everything: workload.k is not saved"),
+    (EventKind.CHECKPOINT_SKIPPED, {"step": 20, "reason": "no free copy"}, "step 20 is not saved: no free copy"),
+    (EventKind.CHECKPOINT_RETRIED, {"step": 20, "reason": "disk full"}, "saving step 20 is tried again: disk full"),
+    (EventKind.CHECKPOINT_FAILED, {"step": 20, "reason": "disk full"}, "saving step 20 failed: disk full"),
+    (EventKind.CHECKPOINT_FAILED, {"step": 20, "reason": "it is away", "tier": "/far"},
+     "copying step 20 to /far failed: it is away"),
+    (EventKind.CHECKPOINT_DOUBTED, {"step": 20, "reason": "loss is nan"},
+     "step 20 is saved, but looks wrong: loss is nan"),
+    (EventKind.CHECKPOINT_FLUSHED, {"step": 20, "name": "a", "tier": "/far", "bytes": 1 << 20, "seconds": 2.0},
+     "copied step 20 to /far (1.0 MiB, 2.0 s)"),
+    (EventKind.CHECKPOINT_STUCK, {"step": 20, "reason": "9 bytes to go"},
+     "saving step 20 hangs, training goes on: 9 bytes to go"),
+    (EventKind.CHECKPOINT_SUSPECT, {"step": 20, "reason": "twice SIGSEGV"},
+     "checkpoint 20 is suspect: twice SIGSEGV"),
+    (EventKind.CHECKPOINT_CADENCE, {"steps": 1200, "seconds": 600.0, "reason": "a save costs 2 s"},
+     "saves every 1 200 steps from now on: a save costs 2 s"),
+    (EventKind.CHECKPOINT_SEEN, {"step": 20, "name": "a.1f", "path": "/out/a", "bytes": 1 << 20, "new": True},
+     "the program has a checkpoint of step 20 (1.0 MiB)"),
+    (EventKind.CHECKPOINT_SET_ASIDE, {"step": 20, "name": "a.1f", "path": "/out/.orch-set-aside.20", "reason": "torn"},
+     "checkpoint 20 is now /out/.orch-set-aside.20: torn"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "data", "words"), SAID)
+def test_what_happened_to_checkpoints_is_told(kind: EventKind, data: dict[str, Any], words: str) -> None:
+    event = Event(time=1.0, source="rank-00000", seq=1, kind=kind, attempt=1, generation=2, data=data)
+    assert describe_event(event) == f"attempt 1 generation 2: {words}"
+
+
+def test_every_event_of_a_checkpoint_but_its_beginning_and_its_end_is_told() -> None:
+    silent = {EventKind.CHECKPOINT_SAVING, EventKind.CHECKPOINT_DELETED}
+    kinds = {kind for kind in EventKind if kind.startswith("checkpoint.")} - silent
+    assert {kind for kind, _, _ in SAID} == kinds
+
+
+NOTICED: list[tuple[EventKind, dict[str, Any], str]] = [
+    (EventKind.INCIDENT, {"reason": "rank 3 stopped first", "evidence": "a/b", "withdrawn": False},
+     "hung: rank 3 stopped first; evidence in a/b"),
+    (EventKind.INCIDENT, {"reason": "rank 3 stopped first", "evidence": "a/b", "withdrawn": True},
+     "taken for hung, but it went on: rank 3 stopped first"),
+    (EventKind.STRAGGLER, {"rank": 1, "node": "n1", "section": "forward", "ratio": 1.3, "over": False},
+     "rank 1 on n1 is slow: forward takes 1.30 x its peers' time"),
+    (EventKind.STRAGGLER, {"rank": 1, "node": "n1", "section": "forward", "ratio": 1.0, "over": True},
+     "rank 1 on n1 is as fast as its peers again"),
+    (EventKind.BATCH_SKIPPED, {"step": 7, "position": 96, "reason": "loss nan"},
+     "the batch of step 7 is left out from now on: loss nan"),
+    (EventKind.SPARE_USED, {"node": 2, "name": "n3", "instead": "n2", "reason": "gone"},
+     "n3 takes the place of n2: gone"),
+    (EventKind.DRILL, {"kind": "kill-agent", "rank": None, "node": "n2", "step": 7}, "drill: kill-agent n2 at step 7"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "data", "words"), NOTICED)
+def test_what_watchers_notice_is_told(kind: EventKind, data: dict[str, Any], words: str) -> None:
+    event = Event(time=1.0, source="coordinator", seq=1, kind=kind, attempt=1, generation=2, data=data)
+    assert describe_event(event) == f"attempt 1 generation 2: {words}"

@@ -1,0 +1,238 @@
+"""`orch status`, `orch show` and `orch` alone: shapes that scripts depend on, and words for people."""
+
+import json
+import os
+import pty
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from orchestrator.cli.terminal.render import progress
+from orchestrator.states import RunState, Trust
+from tests.orchestrator.cli.conftest import Seeds, Type
+from trainer.contract.outcome import Failure, FailureKind
+
+STATUS_KEYS = [
+    "run", "state", "step", "total_steps", "loss", "attempts", "generations", "job_id", "cluster", "nodes",
+    "last_checkpoint", "reason", "updated_at", "last_lines", "slurm_cluster",
+]  # fmt: skip
+ATTEMPT_KEYS = [
+    "attempt", "state", "job_id", "nodes", "excluded", "started_at", "ended_at", "resumed_from", "last_step",
+    "generations", "failure", "decision",
+]  # fmt: skip
+
+
+def test_status_json_has_the_promised_shape(orch: Type, seeds: Seeds) -> None:
+    run = seeds.run()
+    seeds.checkpoint(run, 100)
+    seeds.killed_rank(run)
+    answer = orch("status", "--json").answer
+    assert list(answer) == ["schema", "time", "data", "warnings"]
+    assert answer["schema"] == "orch.status/1"
+    assert answer["time"].endswith("Z")
+    (row,) = answer["data"]
+    assert list(row) == STATUS_KEYS
+    age = row["last_checkpoint"].pop("age_s")
+    assert 0 <= age < 60
+    assert row.pop("updated_at").endswith("Z")
+    assert row == {
+        "run": "tiny-1", "state": "RUNNING", "step": 120, "total_steps": 200, "loss": 2.5, "attempts": 1,
+        "generations": 2, "job_id": "41", "cluster": "local", "nodes": ["n1", "n2"],
+        "last_checkpoint": {"step": 100, "trust": "VERIFIED"}, "reason": "", "last_lines": [], "slurm_cluster": None,
+    }  # fmt: skip
+
+
+def test_show_json_has_the_promised_shape(orch: Type, seeds: Seeds) -> None:
+    run = seeds.run()
+    seeds.checkpoint(run, 100)
+    seeds.killed_rank(run)
+    answer = orch("show", run, "--json").answer
+    assert answer["schema"] == "orch.show/1"
+    data = answer["data"]
+    assert list(data)[: len(STATUS_KEYS)] == STATUS_KEYS
+    assert data["config_digest"] == seeds.digest
+    assert data["code"] == {"git": "1a2b3c4"}
+    assert data["env"] == {"python": "3.11.7"}
+    (attempt,) = data["attempts"]
+    assert list(attempt)[: len(ATTEMPT_KEYS)] == ATTEMPT_KEYS
+    assert attempt["generations"] == 2
+    failure = attempt["failure"]
+    assert (failure["kind"], failure["rank"], failure["node"]) == ("rank_killed", 1, "n1")
+    assert {"kind", "reason", "rank", "node", "evidence"} <= set(failure)
+    (saved,) = data["checkpoints"]
+    assert {"step", "trust", "bytes", "path", "attempt"} <= set(saved)
+
+
+def test_show_tells_a_person_why_and_what_next(orch: Type, seeds: Seeds) -> None:
+    run = seeds.run(state=RunState.HELD, reason="the disk is full")
+    seeds.killed_rank(run)
+    shown = orch("show", run)
+    assert "HELD  the disk is full" in shown.out
+    assert "killed by signal 9" in shown.out
+    assert f"orch resume {run}" in shown.err
+
+
+def test_a_loss_that_is_not_a_number_is_a_word(orch: Type, seeds: Seeds) -> None:
+    run = seeds.run()
+    seeds.store.note_run(run, epoch=seeds.epoch, now=time.time(), loss=float("nan"))
+    assert orch("status", "--json").data[0]["loss"] == "nan"
+    assert "nan" in orch("status").out
+
+
+def test_a_pipe_gets_every_character_separated_by_tabs(orch: Type, seeds: Seeds) -> None:
+    reason = "a very long reason " * 20
+    seeds.run(state=RunState.HELD, reason=reason + "\twith a tab\nand a line break")
+    head, row = orch("status").out.splitlines()
+    cells = dict(zip(head.split("\t"), row.split("\t"), strict=True))
+    assert cells["RUN"] == "tiny-1"
+    assert cells["STEP"] == "120"
+    assert cells["NODES"] == "n1,n2"
+    assert cells["REASON"] == " ".join(reason.split()) + " with a tab and a line break"
+
+
+def test_a_terminal_gets_a_table_and_how_old_it_is(seeds: Seeds) -> None:
+    run = seeds.run()
+    seeds.checkpoint(run, 100)
+    shown = on_a_terminal("status")
+    assert "120/200" in shown
+    assert "100 VERIFIED" in shown
+    assert "controller ok (looked" in shown
+    assert "\t" not in shown
+
+
+def on_a_terminal(*words: str) -> str:
+    """What `orch WORDS` draws on a terminal of 200 columns."""
+    command = [sys.executable, "-P", "-m", "orchestrator.cli.main", *words]
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "COLUMNS": "200", "TERM": "xterm", "NO_COLOR": "1"}
+    child = subprocess.Popen(command, stdout=theirs, stderr=theirs, stdin=subprocess.DEVNULL, env=environment)
+    os.close(theirs)
+    drawn = b""
+    while True:
+        try:
+            block = os.read(ours, 65536)
+        except OSError:  # how Linux says that the other side of a terminal is closed
+            break
+        drawn += block
+    os.close(ours)
+    assert child.wait(timeout=30) == 0, drawn
+    return drawn.decode()
+
+
+def test_control_characters_never_reach_the_terminal(orch: Type, seeds: Seeds) -> None:
+    seeds.run(state=RunState.HELD, reason="evil \x1b]0;title\x07\x1b[31mred\x1b[0m \x9b2J end")
+    shown = orch("status")
+    assert "\x1b" not in shown.out
+    assert "\x9b" not in shown.out
+    assert "evil red 2J end" in shown.out
+
+
+def test_runs_by_name_beginning_and_last(orch: Type, seeds: Seeds) -> None:
+    seeds.run("alpha")
+    newest = seeds.run("beta")
+    assert [row["run"] for row in orch("status", "alpha-1", "--json").data] == ["alpha-1"]
+    assert [row["run"] for row in orch("status", "al", "be", "--json").data] == ["alpha-1", "beta-1"]
+    assert orch("status", "@last", "--json").data[0]["run"] == newest
+
+
+def test_no_such_run_names_near_ones(orch: Type, seeds: Seeds) -> None:
+    seeds.run("llama8b")
+    for verb in ("status", "show", "wait", "logs", "cancel", "resume"):
+        failed = orch(verb, "lama8b-1")
+        assert failed.code == 3, verb
+        assert failed.err.startswith("error: no run lama8b-1"), verb
+        assert "llama8b-1" in failed.err, verb
+
+
+def test_filters(orch: Type, seeds: Seeds) -> None:
+    for _ in range(3):
+        seeds.run()
+    seeds.run(state=RunState.FAILED, reason="a bug")
+    assert len(orch("status", "--json", "-n", 2).data) == 2
+    assert len(orch("status", "--json", "--all").data) == 4
+    assert [row["state"] for row in orch("status", "--state", "failed", "--json").data] == ["FAILED"]
+    refused = orch("status", "--state", "broken")
+    assert refused.code == 2
+    assert "SUCCEEDED" in refused.err
+
+
+def test_a_run_that_nobody_drives_is_warned_of(orch: Type, seeds: Seeds) -> None:
+    seeds.run()
+    assert orch("status", "--json").answer["warnings"] == []
+    lease = seeds.store.lease()
+    assert lease is not None
+    seeds.store.drop_lease(lease)
+    assert [item["code"] for item in orch("status", "--json").answer["warnings"]] == ["no_controller"]
+    assert "orch controller" in orch("status").err
+
+
+def test_orch_alone_tells_what_runs_and_what_needs_somebody(orch: Type, seeds: Seeds) -> None:
+    running = seeds.run()
+    held = seeds.run(state=RunState.HELD, reason="the disk is full")
+    done = seeds.run(state=RunState.SUCCEEDED)
+    shown = orch()
+    assert shown.code == 0
+    assert running in shown.out
+    assert f"needs you: {held} is HELD: the disk is full" in shown.out
+    assert f"orch resume {held}" in shown.out
+    assert done not in shown.out
+
+
+def test_without_a_registry_status_is_empty_and_the_rest_says_so(orch: Type, home: Path) -> None:
+    assert orch("status", "--json").data == []
+    assert orch().code == 0
+    assert orch("show", "x").code == 3
+    assert not (home / "registry.db").exists()
+
+
+@pytest.mark.parametrize("words", [("status",), ("show", "tiny-1"), ("wait", "tiny-1"), ("ckpt", "ls", "tiny-1")])
+def test_a_registry_of_a_newer_version_is_refused(orch: Type, seeds: Seeds, home: Path, words: tuple[str, ...]) -> None:
+    seeds.run()
+    seeds.store.close()
+    with sqlite3.connect(home / "registry.db") as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+        connection.execute("ALTER TABLE runs RENAME TO runs_of_tomorrow")
+    connection.close()
+    refused = orch(*words)
+    assert refused.code == 6
+    assert "newer than this orch" in refused.err
+    assert "upgrade" in refused.err
+
+
+def test_trust_of_what_a_run_would_resume_from(orch: Type, seeds: Seeds) -> None:
+    run = seeds.run()
+    seeds.checkpoint(run, 50)
+    seeds.checkpoint(run, 100, Trust.CORRUPT)
+    assert orch("status", "--json").data[0]["last_checkpoint"]["step"] == 50
+
+
+def test_json_has_only_data_on_stdout(orch: Type, seeds: Seeds) -> None:
+    seeds.run()
+    for words in (("status",), ("show", "tiny-1"), ("nodes", "ls"), ("ckpt", "ls", "tiny-1"), ("db", "path")):
+        for placed in (("--json", *words), (*words, "--json")):
+            done = orch(*placed)
+            assert done.code == 0, placed
+            assert json.loads(done.out)["schema"].startswith("orch."), placed
+            assert len(done.out.splitlines()) == 1, placed
+
+
+def test_the_last_lines_of_a_command_stand_below_the_run_that_is_named(orch: Type, seeds: Seeds) -> None:
+    run = seeds.run(state=RunState.FAILED, reason="rank 1 raised KeyError: 7")
+    lines = ("Traceback (most recent call last):", "\x1b]0;evil\x07KeyError: 7")
+    failure = Failure(kind=FailureKind.USER_ERROR, reason="it raised", rank=1, node="n1", lines=lines)
+    seeds.store.note_attempt(run, 1, epoch=seeds.epoch, failure=failure.to_json())
+    said = f"last lines of rank 1 of {run}, on n1:\n  Traceback (most recent call last):\n  KeyError: 7\n"
+    assert said in orch("status", run).err
+    assert "KeyError: 7\n" not in orch("status").err
+    assert orch("status", run, "--json").data[0]["last_lines"] == list(lines)
+    shown = orch("show", run)
+    assert said in shown.out + shown.err
+    assert orch("show", run, "--json").data["attempts"][0]["failure"]["lines"] == list(lines)
+
+
+def test_of_a_command_no_step_and_no_end_is_made_up(orch: Type, seeds: Seeds) -> None:
+    assert (progress(0, 0), progress(40, 0), progress(40, 200)) == ("-", "40", "40/200")

@@ -1,0 +1,125 @@
+"""A controller that stands still: what is said of it, who takes over, and that it does no harm when it wakes."""
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from orchestrator.cli import main
+from orchestrator.controller import service
+from orchestrator.controller.leasing import lease as leases
+from orchestrator.controller.leasing.lease import Holder, host_name, start_time
+from orchestrator.registry.store import Store
+
+
+def until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("ORCH_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("ORCH_REGISTRY", raising=False)
+    registry = tmp_path / "home" / "registry.db"
+    Store.open(registry).close()
+    yield registry
+    found = service.status(registry)
+    if found.pid not in (None, os.getpid()) and found.host == host_name():
+        for process in psutil.process_iter():
+            if process.pid == found.pid:
+                process.kill()
+
+
+@pytest.fixture
+def stopped(path: Path) -> psutil.Process:
+    """A daemon that was stopped while it rested."""
+    service.ensure_running(path)
+    until(lambda: service.status(path).ticked_at is not None)
+    pid = service.status(path).pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: leases.is_stopped(pid))
+    return psutil.Process(pid)
+
+
+def typed(*words: str) -> int:
+    return int(main.run(list(words)))
+
+
+def test_a_stopped_daemon_is_told_of_and_a_single_pass_replaces_it(
+    path: Path, stopped: psutil.Process, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    epoch = service.status(path).epoch
+    assert typed("controller", "status") == 0
+    assert f"(pid {stopped.pid} on {host_name()}): stopped by a signal" in capsys.readouterr().out
+    monkeypatch.setattr(service, "SLACK", -leases.LEASE_TTL)
+    assert typed("controller", "tick") == 4, "nothing was done, and that is no success"
+    told = capsys.readouterr().err
+    assert "controller stalled for" in told
+    assert "nothing was done for its runs" in told
+    monkeypatch.setattr(leases, "LEASE_TTL", 1.0)
+    monkeypatch.setattr(service, "SLACK", 15.0)
+    assert typed("controller", "tick") == 0
+    assert capsys.readouterr().out == "0 live runs\n"
+    assert service.status(path, service.lease_key("local")).epoch > epoch
+    assert stopped.wait(timeout=10.0) is not None or not stopped.is_running()
+
+
+def test_a_new_daemon_is_started_beside_a_stopped_one_and_only_one_waits(
+    path: Path, stopped: psutil.Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "log_path", lambda: path.with_name("second.log"))
+    assert service.ensure_running(path) is True
+    (waits,) = path.parent.glob(f".{path.name}.waits.{host_name()}.*")
+    until(lambda: f":{waits.stat().st_ino} " in Path("/proc/locks").read_text())
+    second = subprocess.run(
+        [sys.executable, "-P", "-m", "orchestrator.controller.service", str(path)], timeout=60, check=False,
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(Path(service.__file__).parents[2])},
+    )  # fmt: skip
+    assert "another process waits for the lease" in second.stdout
+    stopped.send_signal(signal.SIGCONT)
+    # The one that was stopped goes on with its lease, and the one beside it has nothing to wait for.
+    until(lambda: "another controller lives" in path.with_name("second.log").read_text())
+    assert service.status(path).pid == stopped.pid
+
+
+HOLD = """
+import sqlite3, sys, time
+connection = sqlite3.connect(sys.argv[1], isolation_level=None)
+connection.execute("BEGIN IMMEDIATE")
+print("locked", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_daemon_that_was_stopped_in_the_middle_of_a_write_is_replaced_too(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True)
+    try:
+        with Store.open(path) as store:
+            holder = Holder(host=host_name(), pid=process.pid, started=start_time(process.pid) or "")
+            assert store.take_lease(str(holder), time.time(), 60.0) is not None
+    except BaseException:
+        process.kill()
+        raise
+    assert process.stdout is not None
+    assert process.stdout.readline() == "locked\n"
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(sqlite3.OperationalError, match="locked"):
+        sqlite3.connect(path, timeout=0.1, isolation_level=None).execute("BEGIN IMMEDIATE")
+    monkeypatch.setattr(leases, "LEASE_TTL", 0.5)
+    report = service.tick_once(path)
+    assert report is not None
+    assert process.wait(timeout=10.0) == -signal.SIGKILL
+    process.stdout.close()

@@ -1,0 +1,79 @@
+"""What one look at an attempt tells, before anybody judges it."""
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator.controller.jobs.scheduler_snapshot import SchedulerSnapshot
+from orchestrator.controller.leasing.observed_since import ObservedSince
+from orchestrator.controller.run_dirs.collect_evidence import collect_evidence, leader_gone, removed_nodes
+from orchestrator.controller.run_view import RunView
+from orchestrator.registry.records import Attempt
+from orchestrator.scheduler.base import JobStatus
+from orchestrator.states import AttemptState
+from tests.scenarios.world import World, config
+
+
+def attempt(*nodes: str) -> Attempt:
+    name = "orch-a-1-00000000"
+    return Attempt(run="a", number=1, state=AttemptState.RUNNING, nonce="0" * 8, job_name=name, job_id="7", nodes=nodes)
+
+
+def job(state: str, *nodes: str) -> JobStatus:
+    return JobStatus(job_id="7", name="orch-a-1-00000000", state=state, nodes=nodes)
+
+
+@pytest.mark.parametrize(
+    ("state", "nodes", "gone"),
+    [
+        ("RUNNING", ("n1", "n2", "n3"), ""),
+        ("RUNNING", ("n1", "n3"), ""),  # a node that did not lead
+        ("RUNNING", ("n2", "n3"), "n1"),
+        ("RUNNING", (), ""),  # not told
+        ("COMPLETING", ("n2", "n3"), ""),
+        ("NODE_FAIL", ("n2", "n3"), ""),
+    ],
+)
+def test_the_first_node_leads_until_slurm_takes_it_out_of_the_job(state: str, nodes: tuple[str, ...], gone: str):
+    observed = ObservedSince(lambda: 0.0)
+    assert removed_nodes(job("RUNNING", "n1", "n2", "n3"), observed, "a/1") == ()
+    now = job(state, *nodes)
+    assert leader_gone(attempt("n1", "n2", "n3"), now, removed_nodes(now, observed, "a/1")) == gone
+
+
+def test_a_name_that_slurm_never_told_is_not_gone():
+    observed = ObservedSince(lambda: 0.0)
+    for _ in range(2):
+        now = job("RUNNING", "n1", "n2")
+        assert (
+            leader_gone(attempt("n1.cluster.example", "n2.cluster.example"), now, removed_nodes(now, observed, "a/1"))
+            == ""
+        )
+
+
+def test_a_node_that_was_taken_out_stays_so_when_its_job_has_ended():
+    observed = ObservedSince(lambda: 0.0)
+    for names in (("n1", "n2"), ("n1",)):
+        removed_nodes(job("RUNNING", *names), observed, "a/1")
+    assert removed_nodes(job("COMPLETED", "n1", "n2"), observed, "a/1") == ("n2",)
+    assert removed_nodes(None, observed, "a/1") == ("n2",)
+    assert removed_nodes(job("RUNNING", "n1"), observed, "a/2") == ()
+
+
+@pytest.mark.parametrize(("spares", "gone"), [(0, ()), (1, ("n1",))])
+def test_only_a_job_with_spares_goes_on_without_a_node(tmp_path: Path, spares: int, gone: tuple[str, ...]):
+    data = config()
+    world = World(tmp_path, data={**data, "cluster": {**data["cluster"], "spare_nodes": spares}})
+    world.tick()
+    view = RunView(run=world.run, attempts=(attempt("n1"),), config=next(iter(world.controller._configs.values())))
+    observed = ObservedSince(lambda: 0.0)
+    for names in (("n1", "n2"), ("n2",)):
+        found = collect_evidence(
+            view, SchedulerSnapshot(answered=True, swept=True, polled={}, found=(job("RUNNING", *names),)), observed
+        )
+    assert (found.gone, found.leader_gone) == (gone, "".join(gone))
+
+
+def test_without_a_job_or_a_record_of_its_nodes_nothing_is_said():
+    assert leader_gone(attempt("n1"), None, ("n1",)) == ""
+    assert leader_gone(attempt(), job("RUNNING", "n2"), ("n1",)) == ""

@@ -1,0 +1,260 @@
+"""Event files become rows: once each, whenever the controller dies, whatever a killed writer left behind."""
+
+from pathlib import Path
+
+from orchestrator.controller.run_dirs.ingest import ingest
+from orchestrator.controller.run_view import RunView
+from orchestrator.states import AttemptState, Trust
+from tests.scenarios.world import World, config
+from trainer.contract.events import EventKind, EventLog
+
+
+def begun(tmp_path: Path) -> tuple[World, EventLog]:
+    world = World(tmp_path)
+    world.tick()
+    return world, EventLog(world.folder.attempt(1).event_file("rank-00000"), "rank-00000", 1, clock=world.clock)
+
+
+def read(world: World) -> bool:
+    kept = next(iter(world.controller._configs.values()))
+    view = RunView(run=world.run, attempts=tuple(world.attempts), config=kept)
+    return ingest(world.store, view, epoch=world.lease.epoch, now=world.clock.now)
+
+
+def test_an_event_counts_once_and_a_torn_line_later(tmp_path: Path) -> None:
+    world, log = begun(tmp_path)
+    log.write(EventKind.ATTEMPT_STARTED, job_id="1", nodes=["n1", "n2"], world=4)
+    path = world.folder.attempt(1).event_file("rank-00000")
+    with path.open("ab") as stream:
+        stream.write(b'{"time": 1.0, "sour')
+    assert read(world)
+    assert not read(world)
+    assert [(node.name, node.attempts) for node in world.store.nodes()] == [("n1", 1), ("n2", 1)]
+    with path.open("ab") as stream:
+        stream.write(b"\n")
+    log.write(EventKind.GENERATION_STARTED, world=4, nodes=["n1"])
+    assert read(world)
+    assert [node.attempts for node in world.store.nodes()] == [1, 1]
+
+
+def test_generations_keep_what_each_event_adds(tmp_path: Path) -> None:
+    world, log = begun(tmp_path)
+    for number in (1, 2):
+        log.generation = number
+        log.write(EventKind.GENERATION_STARTED, world=4, nodes=["n1"])
+        log.write(EventKind.CHECKPOINT_RESTORED, step=10 * number, name="step-x", seconds=0.1)
+        log.write(EventKind.GENERATION_FIRST_STEP, step=10 * number + 1, seconds=0.5)
+        log.write(EventKind.GENERATION_ENDED, reason="rank 1 died", step=10 * number + 5, failure=None)
+    read(world)
+    first, second = world.store.generations(world.name, 1)
+    assert (first.resumed_from, first.last_step, first.reason) == (10, 15, "rank 1 died")
+    assert (second.resumed_from, second.last_step) == (20, 25)
+    attempt = world.attempts[0]
+    assert (attempt.generations, attempt.first_step, attempt.resumed_from) == (2, 11, 10)
+
+
+def test_a_checkpoint_s_trust_follows_what_happened_to_it(tmp_path: Path) -> None:
+    world, log = begun(tmp_path)
+    for step, name in ((5, "a"), (10, "b"), (15, "c"), (20, "d")):
+        log.write(EventKind.CHECKPOINT_COMMITTED, step=step, name=name, bytes=7, seconds=0.1)
+    log.write(EventKind.CHECKPOINT_RESTORED, step=15, name="c", seconds=0.1)
+    log.write(EventKind.CHECKPOINT_REFUSED, step=20, name="d", reason="chunk 3 differs")
+    log.write(EventKind.CHECKPOINT_DELETED, step=5, name="a")
+    log.write(EventKind.CHECKPOINT_REFUSED, step=99, name="unknown", reason="no manifest")
+    read(world)
+    found = {item.name: (item.trust, item.reason) for item in world.store.checkpoints(world.name)}
+    assert found["a"][0] is Trust.DELETED
+    assert found["b"][0] is Trust.COMMITTED
+    assert found["c"] == (Trust.RESTORED, "attempt 1 resumed from it")
+    assert found["d"] == (Trust.CORRUPT, "attempt 1 refused it: chunk 3 differs")
+    assert world.attempts[0].saved_step == 20
+
+
+def test_where_a_generation_was_loaded_from(tmp_path: Path) -> None:
+    world, log = begun(tmp_path)
+    log.write(EventKind.CHECKPOINT_COMMITTED, step=10, name="a", bytes=7, seconds=0.5, stall=0.02)
+    log.generation = 2
+    log.write(EventKind.CHECKPOINT_REFUSED, step=10, name="a", reason="a record is torn", tier="memory")
+    log.write(EventKind.CHECKPOINT_RESTORED, step=10, name="a", seconds=0.1, tier="memory")
+    read(world)
+    (generation,) = world.store.generations(world.name, 1)
+    assert (generation.resumed_from, generation.tier) == (10, "memory")
+    (saved,) = world.store.checkpoints(world.name)
+    assert (saved.trust, saved.tier, saved.seconds, saved.stall) == (Trust.COMMITTED, "", 0.5, 0.02)
+
+
+def test_copies_in_further_tiers_come_and_go(tmp_path: Path) -> None:
+    world, log = begun(tmp_path)
+    for step, name in ((10, "a"), (20, "b")):
+        log.write(EventKind.CHECKPOINT_COMMITTED, step=step, name=name, bytes=7, seconds=0.1)
+        for tier in ("/far", "s3://bucket/r"):
+            log.write(EventKind.CHECKPOINT_FLUSHED, step=step, name=name, tier=tier, bytes=7, seconds=0.1)
+    log.write(EventKind.CHECKPOINT_FLUSHED, step=99, name="unknown", tier="/far", bytes=7, seconds=0.1)
+    log.write(EventKind.CHECKPOINT_DELETED, step=10, name="a", tier="/far")
+    log.write(EventKind.CHECKPOINT_REFUSED, step=20, name="b", reason="chunk 3 differs", tier="s3://bucket/r")
+    home = str(world.folder.checkpoints)
+    log.write(EventKind.CHECKPOINT_DELETED, step=10, name="a", tier=home)
+    read(world)
+    copies = {(item.name, item.tier): item.path for item in world.store.copies(world.name)}
+    assert copies == {("b", "/far"): "/far/b"}
+    rows = {item.name: item for item in world.store.checkpoints(world.name)}
+    assert (rows["a"].trust, rows["a"].tier, rows["a"].path) == (Trust.COMMITTED, "s3://bucket/r", "s3://bucket/r/a")
+    assert (rows["b"].trust, rows["b"].tier) == (Trust.COMMITTED, "")
+    log.write(EventKind.CHECKPOINT_REFUSED, step=20, name="b", reason="chunk 3 differs", tier=home)
+    log.write(EventKind.CHECKPOINT_DELETED, step=10, name="a", tier="s3://bucket/r")
+    read(world)
+    rows = {item.name: item for item in world.store.checkpoints(world.name)}
+    assert rows["a"].trust is Trust.DELETED, "that was the last copy"
+    assert (rows["b"].trust, rows["b"].tier) == (Trust.COMMITTED, "/far")
+    assert not world.store.copies(world.name)
+
+
+def test_what_was_refused_for_another_reason_than_its_bytes_stays_what_it_was(tmp_path: Path) -> None:
+    world, log = begun(tmp_path)
+    log.write(EventKind.CHECKPOINT_COMMITTED, step=10, name="a", bytes=7, seconds=0.1)
+    log.write(EventKind.CHECKPOINT_FLUSHED, step=10, name="a", tier="/far", bytes=7, seconds=0.1)
+    for tier in ({}, {"tier": "/far"}):
+        log.write(EventKind.CHECKPOINT_REFUSED, step=10, name="a", reason="shape differs", damaged=False, **tier)
+    read(world)
+    (saved,) = world.store.checkpoints(world.name)
+    assert (saved.trust, saved.tier) == (Trust.COMMITTED, "")
+    assert [item.tier for item in world.store.copies(world.name)] == ["/far"]
+
+
+def test_a_corrupt_one_that_can_be_loaded_again_is_trusted_again(tmp_path: Path) -> None:
+    world, log = begun(tmp_path)
+    log.write(EventKind.CHECKPOINT_COMMITTED, step=10, name="a", bytes=7, seconds=0.1)
+    log.write(EventKind.CHECKPOINT_REFUSED, step=10, name="a", reason="chunk 3 differs", damaged=True)
+    log.write(EventKind.CHECKPOINT_RESTORED, step=10, name="a", seconds=0.1)
+    read(world)
+    (saved,) = world.store.checkpoints(world.name)
+    assert saved.trust is Trust.RESTORED
+
+
+def test_the_coordinator_s_doubt_hits_what_was_saved_before(tmp_path: Path) -> None:
+    world, log = begun(tmp_path)
+    agent = EventLog(world.folder.attempt(1).event_file("agent-0000"), "agent-0000", 1, clock=world.clock)
+    log.write(EventKind.CHECKPOINT_COMMITTED, step=10, name="a", bytes=7, seconds=0.1)
+    log.write(EventKind.CHECKPOINT_COMMITTED, step=20, name="b", bytes=7, seconds=0.1)
+    read(world)
+    world.clock.now += 10
+    agent.write(EventKind.CHECKPOINT_SUSPECT, step=20, reason="twice SIGSEGV")
+    world.clock.now += 10
+    log.write(EventKind.CHECKPOINT_SUSPECT, step=10, reason="left out")  # a rank only repeats what it was told
+    log.write(EventKind.CHECKPOINT_COMMITTED, step=20, name="c", bytes=7, seconds=0.1)
+    log.write(EventKind.CHECKPOINT_RESTORED, step=20, name="b", seconds=0.1)  # the last one there was
+    read(world)
+    found = {item.name: (item.trust, item.reason) for item in world.store.checkpoints(world.name)}
+    assert found["a"][0] is Trust.COMMITTED
+    assert found["b"] == (Trust.SUSPECT, "twice SIGSEGV")
+    assert found["c"][0] is Trust.COMMITTED
+
+
+def test_progress_comes_from_the_last_whole_line_of_the_metrics(tmp_path: Path) -> None:
+    world, _ = begun(tmp_path)
+    metrics = world.folder.attempt(1).metrics
+    metrics.write_text('{"step":7,"loss":0.1}\n{"step":8,"loss":"nan"}\n{"step":9,"lo')
+    read(world)
+    assert world.run.step == 8
+    assert str(world.run.loss) == "nan"
+    world.folder.attempt(1).heartbeat.write_text('{"seq":1,"step":0,"loss":null}')
+    metrics.write_text("")
+    read(world)
+    assert world.run.step == 8, "a heartbeat that knows no step yet sets nothing back"
+
+
+def test_what_watchers_noticed_is_kept_once(tmp_path: Path) -> None:
+    world, log = begun(tmp_path)
+    log.generation = 2
+    log.write(EventKind.INCIDENT, name="g002-stopped", kind="stopped", rank=3, node="n2", reason="rank 3 stopped")
+    log.write(EventKind.STRAGGLER, rank=1, node="n1", section="forward", ratio=1.3, over=False)
+    log.write(EventKind.BATCH_SKIPPED, step=7, position=96, reason="loss nan")
+    log.write(EventKind.PREFLIGHT, node=0, name="n1", ok=True, reason="")
+    log.write(EventKind.PREFLIGHT, node=1, name="n2", ok=False, reason="/dev/shm is full")
+    read(world)
+    found = world.store.notices(world.name)
+    assert [(item.kind, item.node, item.generation) for item in found] == [
+        ("incident", "n2", 2), ("straggler", "n1", 2), ("batch.skipped", "", 2), ("preflight", "n2", 2),
+    ]  # fmt: skip
+    assert found[0].data["name"] == "g002-stopped"
+    assert [item.data["rank"] for item in world.store.noticed(world.run.cluster, ["straggler"], 0.0)] == [1]
+    assert world.store.noticed(world.run.cluster, ["straggler"], found[1].time + 1) == []
+    assert world.store.noticed("elsewhere", ["straggler"], 0.0) == []
+    # A cursor that was lost brings the same events again.
+    for item in found:
+        world.store.put_notice(item, epoch=world.lease.epoch)
+    assert world.store.notices(world.name) == found
+
+
+def test_a_node_that_a_spare_replaced_has_failed_once(tmp_path: Path) -> None:
+    world, log = begun(tmp_path)
+    log.write(EventKind.SPARE_USED, node=2, name="n3", instead="n2", reason="its agent is gone")
+    read(world)
+    (node,) = world.store.nodes()
+    assert (node.name, node.failures, node.attempts) == ("n2", 1, 0)
+    assert "replaced by a spare in" in node.reason
+
+
+def test_a_spare_s_notice_says_what_its_predecessor_was_replaced_for(tmp_path: Path) -> None:
+    world, log = begun(tmp_path)
+    log.generation = 1
+    failure = {"kind": "node_suspect", "reason": "n2: it says so", "rank": 3, "node": "n2"}
+    log.write(EventKind.GENERATION_ENDED, reason="n2: it says so", step=5, failure=failure)
+    log.write(EventKind.SPARE_USED, node=2, name="n3", instead="n2", reason="n2: it says so")
+    log.write(EventKind.SPARE_USED, node=3, name="n4", instead="n1", reason="its agent is gone")
+    # A node with a rank that cannot be killed is not the one for which the generation ended.
+    log.write(EventKind.SPARE_USED, node=4, name="n6", instead="n5", reason="n5: stuck", kind="hang")
+    read(world)
+    found = {item.node: item.data["taken_for"] for item in world.store.notices(world.name)}
+    assert found == {"n2": "node_suspect", "n1": "agent_lost", "n5": "hang"}
+
+
+def test_drills_are_kept_of_every_generation_and_orders_of_the_configuration_mark_theirs(tmp_path: Path) -> None:
+    data = {**config(), "drill": {"events": [{"kind": "stop-rank", "generation": 3}]}}
+    world = World(tmp_path, data=data)
+    world.tick()
+    for generation in (1, 2, 3):
+        # A rank's process of the next generation counts its events anew.
+        source = "rank-00000"
+        log = EventLog(world.folder.attempt(1).event_file(source), source, 1, clock=world.clock)
+        log.generation = generation
+        log.write(EventKind.DRILL, kind="kill-rank", rank=0, step=5)
+        log.close()
+    read(world)
+    notices = world.store.notices(world.name)
+    assert [(item.generation, item.data.get("drilled")) for item in notices] == [(1, None), (2, None), (3, True)]
+
+
+def test_checkpoints_of_a_command_count_as_what_its_attempt_saved(tmp_path: Path) -> None:
+    world, log = begun(tmp_path)
+    for step, new in ((10, False), (20, True)):
+        log.write(EventKind.CHECKPOINT_SEEN, step=step, name=f"c-{step}.1f", path=f"/out/c-{step}", bytes=7, new=new)
+    read(world)
+    rows = {item.step: item for item in world.store.checkpoints(world.name)}
+    assert {(row.trust, row.tier) for row in rows.values()} == {(Trust.COMMITTED, "/out")}
+    assert world.attempts[0].saved_step == 20
+    aside = {"reason": "it lacks a file", "path": "/out/.orch-set-aside.20.001-002"}
+    log.write(EventKind.CHECKPOINT_SET_ASIDE, step=20, name="c-20.1f", damaged=True, **aside)
+    log.write(EventKind.CHECKPOINT_SET_ASIDE, step=10, name="c-10.1f", damaged=False, **aside)
+    # A damaged one is told of by nobody while it lies at its place.
+    log.write(EventKind.CHECKPOINT_SET_ASIDE, step=30, name="c-30.1f", damaged=True, **aside)
+    read(world)
+    rows = {item.step: item for item in world.store.checkpoints(world.name)}
+    corrupt = Trust.CORRUPT
+    assert {step: row.trust for step, row in rows.items()} == {30: corrupt, 20: corrupt, 10: Trust.SUSPECT}
+    assert rows[20].reason == "set aside as /out/.orch-set-aside.20.001-002: it lacks a file"
+
+
+def test_what_a_command_saved_just_before_its_attempt_ended_counts_for_that_attempt(tmp_path: Path) -> None:
+    """Nobody had time to look: the next attempt finds it, and it is no progress of that one."""
+    world, log = begun(tmp_path)
+    world.store.move_attempt(
+        world.name, 1, AttemptState.ENDED, "preempted", epoch=world.lease.epoch, now=world.clock.now
+    )
+    world.store.add_attempt(world.name, nonce="b", excluded=(), epoch=world.lease.epoch, now=world.clock.now)
+    world.folder.attempt(2).make()
+    log = EventLog(world.folder.attempt(2).event_file("coordinator"), "coordinator", 2, clock=world.clock)
+    log.write(EventKind.CHECKPOINT_SEEN, step=30, name="c-30.1f", path="/out/c-30", bytes=7, new=False)
+    log.write(EventKind.CHECKPOINT_SEEN, step=30, name="c-30.1f", path="/out/c-30", bytes=7, new=False)
+    read(world)
+    assert [attempt.saved_step for attempt in world.attempts] == [30, None]

@@ -1,0 +1,217 @@
+"""What ended an attempt, by table: evidence in, verdict with its reason out."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from orchestrator.recovery.classify_failure import LEAVING_LIMIT, End, classify, judge
+from orchestrator.recovery.evidence import Evidence, LogTail
+from orchestrator.scheduler.base import JobStatus
+from trainer.contract.outcome import AttemptOutcome, AttemptResult, Failure, FailureKind
+
+
+def job(state: str, **fields: Any) -> JobStatus:
+    return JobStatus(job_id="7", name="orch-a-1-00000001", state=state, **fields)
+
+
+def outcome(result: AttemptResult, reason: str = "", failure: Failure | None = None) -> AttemptOutcome:
+    return AttemptOutcome(
+        attempt=1, job_id="7", result=result, reason=reason, exit_code=0, step=30, generations=1, started_at=0.0,
+        ended_at=9.0, failure=failure,
+    )  # fmt: skip
+
+
+def evidence(state: str | None = None, **fields: Any) -> Evidence:
+    known = {"attempt": 1, "answered": True, "job": job(state) if state else None, "started": True, "ended_for": 99.0}
+    return Evidence(**{**known, **fields})
+
+
+def agents(text: str) -> tuple[LogTail, ...]:
+    return (LogTail(source="agent-0000.log", text=text),)
+
+
+FINISHED = outcome(AttemptResult.FINISHED, "all ranks finished")
+KILLED = Failure(kind=FailureKind.RANK_KILLED, reason="rank 1 died of SIGKILL", rank=1, node="n2")
+BUG = Failure(kind=FailureKind.USER_ERROR, reason="ValueError: no", rank=0)
+
+OPEN = {
+    "no answer": (evidence(None, answered=False, absent_for=999.0, silent_for=999.0), "does not answer"),
+    "no answer, outcome": (evidence(None, answered=False, outcome=FINISHED), "does not answer"),
+    "pending": (evidence("PENDING"), "job 7 is PENDING"),
+    "running, done": (evidence("RUNNING", outcome=FINISHED), "job 7 is RUNNING"),
+    "completing": (evidence("COMPLETING", outcome=FINISHED, leaving_for=30.0), "job 7 is COMPLETING"),
+    "a word nobody knows": (evidence("PURGATORY"), "job 7 is PURGATORY"),
+    "just gone": (evidence(None, absent_for=59.0, silent_for=999.0), "looking again"),
+    "gone but beating": (evidence(None, absent_for=999.0, silent_for=3.0), "heartbeat goes on"),
+    "gone, outcome, once": (evidence(None, absent_for=0.0, outcome=FINISHED), "looking again"),
+    "leader out, still beating": (evidence("RUNNING", leader_gone="n1", silent_for=59.0), "job 7 is RUNNING"),
+    "silent with its leader": (evidence("RUNNING", silent_for=999.0), "job 7 is RUNNING"),
+    "outcome on its way": (evidence("COMPLETED", ended_for=1.0), "waiting for its outcome"),
+}
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_nothing_certain_is_no_end(name: str) -> None:
+    given, words = OPEN[name]
+    verdict = judge(given)
+    assert verdict.end is End.OPEN
+    assert words in verdict.reason
+
+
+LOST = Failure(kind=FailureKind.AGENT_LOST, reason="its connection ended", node="n2")
+ENDS = {
+    "finished": (evidence("COMPLETED", outcome=FINISHED), End.FINISHED, None, "all ranks finished"),
+    "finished, then preempted": (evidence("PREEMPTED", outcome=FINISHED), End.FINISHED, None, "all ranks"),
+    "finished, queue forgot": (evidence(None, absent_for=6.0, outcome=FINISHED), End.FINISHED, None, "all ranks"),
+    "completed without a word": (evidence("COMPLETED"), End.FAILED, FailureKind.UNKNOWN, "without an outcome"),
+    "leader out, silent": (
+        evidence("RUNNING", leader_gone="n1", silent_for=60.0), End.FAILED, FailureKind.NODE_LOST,
+        "n1, which led job 7, is out of the job and its heartbeat is silent",
+    ),
+    "leader out, done": (
+        evidence("RUNNING", leader_gone="n1", silent_for=60.0, outcome=FINISHED), End.FINISHED, None, "all ranks",
+    ),
+    "never started": (
+        evidence("FAILED", started=False), End.FAILED, FailureKind.LAUNCH_FAILED, "before its agents started",
+    ),
+    "first agent died": (evidence("FAILED"), End.FAILED, FailureKind.AGENT_LOST, "its first agent died"),
+    "preempted": (evidence("PREEMPTED"), End.FAILED, FailureKind.PREEMPTED, "Slurm ended job 7: PREEMPTED"),
+    "preempted, saved": (
+        evidence("PREEMPTED", outcome=outcome(AttemptResult.STOPPED, "an agent got SIGTERM")),
+        End.FAILED, FailureKind.PREEMPTED, "PREEMPTED",
+    ),
+    "timeout": (evidence("TIMEOUT"), End.FAILED, FailureKind.TIME_LIMIT, "TIMEOUT"),
+    "deadline": (evidence("DEADLINE"), End.FAILED, FailureKind.TIME_LIMIT, "DEADLINE"),
+    "node fail": (
+        evidence("NODE_FAIL", job=job("NODE_FAIL", reason="NodeDown")), End.FAILED, FailureKind.NODE_LOST,
+        "NODE_FAIL (NodeDown)",
+    ),
+    "node fail seen inside": (
+        evidence("NODE_FAIL", outcome=outcome(AttemptResult.FAILED, "", replace(KILLED, kind=FailureKind.AGENT_LOST))),
+        End.FAILED, FailureKind.NODE_LOST, "the job saw: rank 1",
+    ),
+    "node down, the job ended first": (
+        evidence("FAILED", job=job("FAILED", nodes_down=("n2",)), outcome=outcome(AttemptResult.FAILED, "", LOST)),
+        End.FAILED, FailureKind.NODE_LOST, "Slurm has node n2 down; the job saw: its connection ended",
+    ),
+    "another node down": (
+        evidence("FAILED", job=job("FAILED", nodes_down=("n1",)), outcome=outcome(AttemptResult.FAILED, "", LOST)),
+        End.FAILED, FailureKind.AGENT_LOST, "its connection ended",
+    ),
+    "out of memory": (evidence("OUT_OF_MEMORY"), End.FAILED, FailureKind.RANK_KILLED, "OUT_OF_MEMORY"),
+    "boot": (evidence("BOOT_FAIL", started=False), End.FAILED, FailureKind.LAUNCH_FAILED, "BOOT_FAIL"),
+    "outcome beats FAILED": (
+        evidence("FAILED", outcome=outcome(AttemptResult.FAILED, "", KILLED)), End.FAILED, FailureKind.RANK_KILLED,
+        "rank 1 died of SIGKILL",
+    ),
+    "outcome beats COMPLETED": (
+        evidence("COMPLETED", outcome=outcome(AttemptResult.FAILED, "", BUG)), End.FAILED, FailureKind.USER_ERROR,
+        "ValueError",
+    ),
+    "a bug before the time limit": (
+        evidence("TIMEOUT", outcome=outcome(AttemptResult.FAILED, "", BUG)), End.FAILED, FailureKind.USER_ERROR,
+        "ValueError",
+    ),
+    "stopped at the limit": (
+        evidence("FAILED", outcome=outcome(AttemptResult.STOPPED, "the time limit is near")),
+        End.FAILED, FailureKind.TIME_LIMIT, "after a save at step 30",
+    ),
+    "stopped by a signal": (
+        evidence("FAILED", outcome=outcome(AttemptResult.STOPPED, "an agent got SIGUSR2")),
+        End.FAILED, FailureKind.PREEMPTED, "SIGUSR2",
+    ),
+    "scancelled": (evidence("CANCELLED"), End.FAILED, FailureKind.CANCELLED, "cancelled, not by orch"),
+    "scancelled, saved": (
+        evidence("CANCELLED", outcome=outcome(AttemptResult.STOPPED, "an agent got SIGTERM")),
+        End.FAILED, FailureKind.CANCELLED, "cancelled, not by orch, and saved at step 30",
+    ),
+    "revoked, saved": (
+        evidence("REVOKED", outcome=outcome(AttemptResult.STOPPED, "an agent got SIGTERM")),
+        End.FAILED, FailureKind.CANCELLED, "cancelled, not by orch",
+    ),
+    "killed before the scancel": (
+        evidence("CANCELLED", outcome=outcome(AttemptResult.FAILED, "", KILLED)), End.FAILED,
+        FailureKind.RANK_KILLED, "rank 1 died of SIGKILL",
+    ),
+    "cancelled by us": (
+        evidence("CANCELLED", cancel_asked=True), End.FAILED, FailureKind.CANCELLED, "cancelled by `orch cancel`",
+    ),
+    "requeued": (
+        evidence("CANCELLED", job=job("CANCELLED", restarts=1)), End.FAILED, FailureKind.NODE_LOST, "requeued job 7",
+    ),
+    "requeued, and accounting does not tell": (
+        evidence("CANCELLED", requeued="requeued by Slurm"), End.FAILED, FailureKind.NODE_LOST,
+        "Slurm requeued job 7; orch ended it",
+    ),
+    "requeued, but it ended before that": (
+        evidence("TIMEOUT", requeued="requeued by Slurm"), End.FAILED, FailureKind.TIME_LIMIT, "TIMEOUT",
+    ),
+    "requeued, never trained": (
+        evidence("CANCELLED", job=job("CANCELLED", restarts=1), started=False), End.FAILED, FailureKind.LAUNCH_FAILED,
+        "requeued job 7",
+    ),
+    "lost": (
+        evidence(None, absent_for=61.0, silent_for=61.0), End.LOST, FailureKind.JOB_LOST, "heartbeat is silent",
+    ),
+    "stuck": (evidence("COMPLETING", leaving_for=LEAVING_LIMIT), End.FAILED, FailureKind.UNKNOWN, "COMPLETING"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_ends_keep_their_cause(name: str) -> None:
+    given, end, kind, words = ENDS[name]
+    verdict = judge(given)
+    assert verdict.end is end
+    assert (verdict.failure.kind if verdict.failure else None) == kind
+    assert words in verdict.reason
+
+
+def test_the_node_of_the_job_s_own_word_is_kept_under_slurm_s() -> None:
+    given = evidence("NODE_FAIL", outcome=outcome(AttemptResult.FAILED, "", KILLED))
+    assert classify(given).node == "n2"
+
+
+@pytest.mark.parametrize(
+    ("state", "started", "code"),
+    [("FAILED", False, 127), ("BOOT_FAIL", False, None), ("LAUNCH_FAILED", False, None), ("COMPLETED", False, None)],
+)
+def test_only_a_batch_script_that_failed_gives_a_launch_its_exit_code(
+    state: str, started: bool, code: int | None
+) -> None:
+    failure = classify(evidence(state, started=started, job=job(state, exit_code=127)))
+    assert (failure.kind, failure.exit_code) == (FailureKind.LAUNCH_FAILED, code)
+
+
+LOGS = {
+    "root after echo": ("gloo: Connection reset by peer\nOSError: [Errno 28] No space left on device", "storage"),
+    "echo only": ("x Connection closed by peer [10.0.0.2]", "agent_lost"),
+    "teardown only": ("srun: error: n1: tasks 0-1: Terminated", "agent_lost"),
+    "time limit": ("slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026 DUE TO TIME LIMIT ***", "time_limit"),
+    "first root wins": ("OSError: Disk quota exceeded\nsrun: error: Node failure on n2", "storage"),
+    "no payload": ("could not find submitted jobs", "launch_failed"),
+    "nothing known": ("hello", "agent_lost"),
+}
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_logs_speak_only_where_no_outcome_does(name: str) -> None:
+    text, kind = LOGS[name]
+    assert classify(evidence("FAILED", tails=agents(text))).kind == kind
+    told = evidence("FAILED", tails=agents(text), outcome=outcome(AttemptResult.FAILED, "", KILLED))
+    assert classify(told) == KILLED
+
+
+def test_a_log_line_never_blames_a_node() -> None:
+    assert classify(evidence("FAILED", tails=agents("srun: error: Node failure on n17"))).node is None
+
+
+def test_a_command_that_stopped_has_no_step_that_anybody_knows() -> None:
+    stopped = replace(outcome(AttemptResult.STOPPED, "an agent got SIGTERM"), step=0)
+    for state, words in (
+        ("FAILED", "stopped: an agent got SIGTERM"),
+        ("CANCELLED", "job 7 was cancelled, not by orch"),
+    ):
+        failure = judge(evidence(state, outcome=stopped)).failure
+        assert failure is not None
+        assert (failure.step, failure.reason) == (None, words)

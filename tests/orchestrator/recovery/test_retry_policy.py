@@ -1,0 +1,218 @@
+"""Decisions between attempts: tables with their reasons, and what holds for every history."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.recovery.retry_policy import (
+    BUDGETS,
+    Action,
+    Budget,
+    Decision,
+    EndedAttempt,
+    after_cancel,
+    backoff_seconds,
+    decide,
+)
+from trainer.contract.config import RecoveryConfig
+from trainer.contract.outcome import Failure, FailureKind
+
+CONFIG = RecoveryConfig()
+NOW = 1_000_000.0  # Jan 12 13:46:40 UTC
+
+
+def past(
+    number: int, kind: FailureKind, saved: int | None, *, started: bool = True, ago: float = 0.0, trained: float = 0.0
+) -> EndedAttempt:
+    return EndedAttempt(
+        number=number, kind=kind, started=started, saved_step=saved, ended_at=NOW - ago * 3600, trained=trained
+    )
+
+
+def outage(kind: FailureKind, hours: float, times: int) -> list[EndedAttempt]:
+    """So many failures in a row, evenly spread over some hours up to now."""
+    return [past(n, kind, None, started=False, ago=hours * (times - 1 - n) / max(1, times - 1)) for n in range(times)]
+
+
+def after(
+    *history: EndedAttempt, config: RecoveryConfig = CONFIG, steps_known: bool = True, jitter: float = 1.0
+) -> Decision:
+    kind = history[-1].kind
+    failure = Failure(kind=kind, reason="its reason") if kind else None
+    return decide(history, failure, config, NOW, jitter, steps_known=steps_known)
+
+
+K = FailureKind
+TABLE = {
+    "rank killed": (
+        [past(1, K.RANK_KILLED, 10)], Action.RETRY,
+        "rank killed once without a new checkpoint (try 1 of 10); next try at Jan 12 13:46:50 UTC; the last one: its",
+    ),
+    "node lost": (
+        [past(1, K.NODE_LOST, 10)], Action.RETRY,
+        "node lost once; holds after Jan 13 13:46:40 UTC unless a checkpoint is saved; next try at Jan 12 13:46:50 UTC",
+    ),
+    "boots fail": (
+        outage(K.LAUNCH_FAILED, 0.2, 4), Action.RETRY,
+        "launch failed 4 times in 12 min; holds after Jan 13 13:34:40 UTC unless a checkpoint is saved; next try at",
+    ),
+    "several": (
+        [past(1, K.NODE_LOST, None, ago=3), *outage(K.JOB_LOST, 2, 2)], Action.RETRY,
+        "node lost once, job lost 2 times in 3.0 h; holds",
+    ),
+    "an outage of almost a day": (outage(K.LAUNCH_FAILED, 23.9, 100), Action.RETRY, "100 times in 23.9 h; holds"),
+    "an outage of a day": (
+        outage(K.LAUNCH_FAILED, 24, 100), Action.HOLD,
+        "launch failed 100 times in 24.0 h without a new checkpoint: recovery.no_progress_hours is spent; the",
+    ),
+    "few failures with long queues between": (outage(K.NODE_LOST, 200, 9), Action.RETRY, "node lost 9 times in 200"),
+    "a refusal that passes": (outage(K.SUBMIT_DEFERRED, 10, 50), Action.RETRY, "submit deferred 50 times in 10.0 h"),
+    "storage": (outage(K.STORAGE, 2, 5), Action.RETRY, "storage 5 times in 2.0 h; holds after"),
+    "storage for a day": (outage(K.STORAGE, 24, 50), Action.HOLD, "storage 50 times in 24.0 h"),
+    "preempted": ([past(1, K.PREEMPTED, 10)], Action.RETRY, "goes on after preempted"),
+    "time limit": ([past(1, K.TIME_LIMIT, 10)], Action.RETRY, "goes on after time_limit"),
+    "user": ([past(1, K.USER_ERROR, 10)], Action.FAIL, "the training code failed: its reason"),
+    "rejected": ([past(1, K.SUBMIT_REJECTED, None)], Action.HOLD, "the job was refused: its reason"),
+    "scancel": ([past(1, K.CANCELLED, 10)], Action.HOLD, "its reason"),
+    "hang": ([past(1, K.HANG, 10)], Action.RETRY, "hang once without a new checkpoint (try 1 of 10)"),
+    "desync": (
+        [past(1, K.DESYNC, 10)], Action.HOLD,
+        "ranks called different collectives: its reason; that is a bug of the program",
+    ),
+    "numeric": (
+        [past(1, K.NUMERIC, 10)], Action.HOLD, "a rollback did not mend the loss: its reason; mend the data",
+    ),
+    "tries": (
+        [past(n, K.RANK_KILLED, None) for n in range(10)], Action.FAIL,
+        "rank killed 10 times without a new checkpoint: recovery.max_failures is spent; the last one: its reason",
+    ),
+    "tries at the same step": (
+        [past(n, K.RANK_KILLED, 50) for n in range(10)], Action.FAIL, "rank killed 10 times without a new checkpoint",
+    ),
+    "tries of several kinds": (
+        [past(n, (K.RANK_KILLED, K.HANG)[n % 2], None) for n in range(10)], Action.FAIL,
+        "rank killed 5 times, hang 5 times without a new checkpoint",
+    ),
+    "an outage uses up no tries": (
+        [*[past(n, K.RANK_KILLED, None) for n in range(9)], *outage(K.NODE_LOST, 5, 30)], Action.RETRY, "node lost 30",
+    ),
+    "failures with progress between them": (
+        [past(n, K.RANK_KILLED, n * 10) for n in range(1, 100)], Action.RETRY, "rank killed once",
+    ),
+    "node failures with progress between them": (
+        [past(n, K.NODE_LOST, n * 10_000, ago=1000 - n) for n in range(1, 100)], Action.RETRY, "node lost once; holds",
+    ),
+    "preemptions with progress": (
+        [past(n, K.PREEMPTED, n) for n in range(1, 10_000)], Action.RETRY, "goes on after preempted",
+    ),
+    "preemptions before the first save": (
+        outage(K.PREEMPTED, 5, 40), Action.RETRY, "preempted 40 times in 5.0 h; holds after",
+    ),
+    "time limits that are too short to save": (
+        [past(n, K.TIME_LIMIT, None, ago=10 - n) for n in range(10)], Action.FAIL, "time limit 10 times without a new",
+    ),
+    "what made progress is no failure of the row": (
+        [past(1, K.TIME_LIMIT, 5), past(2, K.NODE_LOST, 5)], Action.RETRY, "node lost once; holds after",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_table(name: str) -> None:
+    history, action, words = TABLE[name]
+    decision = after(*history)
+    assert decision.action is action
+    assert words in decision.reason
+
+
+def test_a_finished_attempt_is_success() -> None:
+    assert decide([past(1, FailureKind.UNKNOWN, 1)], None, CONFIG, NOW, 0.0).action is Action.SUCCEED
+
+
+def test_every_kind_is_counted_in_one_way() -> None:
+    assert set(BUDGETS) == set(FailureKind)
+
+
+def test_pauses_double_up_to_the_limit_and_begin_anew_after_progress() -> None:
+    waits = [
+        after(*[past(n, K.NODE_LOST, None) for n in range(1, count + 1)]).not_before - NOW for count in (1, 2, 3, 20)
+    ]
+    assert waits == [10.0, 20.0, 40.0, 900.0]
+    # Attempt 3 got somewhere: its failure is the first of a new row.
+    assert after(past(1, K.NODE_LOST, None), past(2, K.NODE_LOST, None), past(3, K.NODE_LOST, 5)).not_before == NOW + 10
+
+
+def test_progress_of_a_foreign_script_is_time_trained() -> None:
+    limit = [past(n, K.TIME_LIMIT, None, trained=300.0) for n in range(1, 30)]
+    assert after(*limit, steps_known=False).reason == "goes on after time_limit"
+    cut = [past(n, K.TIME_LIMIT, None, trained=299.0) for n in range(1, 30)]
+    assert after(*cut, steps_known=False).action is Action.FAIL
+    taken = [past(n, K.PREEMPTED, None, ago=30.0 - n, trained=3.0) for n in range(1, 30)]
+    assert after(*taken, steps_known=False).action is Action.HOLD
+    assert after(*taken[-2:], steps_known=False).not_before == NOW + 20.0
+    short = [past(n, K.RANK_KILLED, None, trained=60.0) for n in range(10)]
+    assert after(*short, steps_known=False).action is Action.FAIL
+    long = [past(n, K.RANK_KILLED, None, trained=86400.0) for n in range(30)]
+    assert "rank killed once" in after(*long, steps_known=False).reason
+
+
+def test_a_script_that_never_worked_is_counted_in_tries() -> None:
+    wrong = [replace(past(n, K.LAUNCH_FAILED, None, started=False), script_failed=True) for n in range(1, 11)]
+    decision = after(*wrong[:9])
+    assert decision.action is Action.RETRY
+    assert "launch failed 9 times without a new checkpoint (try 9 of 10)" in decision.reason
+    decision = after(*wrong)
+    assert decision.action is Action.FAIL
+    assert "recovery.max_failures is spent; the last one: its reason; the job's log" in decision.reason
+    # What Slurm itself could not launch is waited for, however often the script failed before.
+    assert "launch failed once; holds" in after(*wrong, past(11, K.LAUNCH_FAILED, None, started=False)).reason
+
+
+def test_a_cancel_says_what_was_saved() -> None:
+    assert after_cancel(40).reason == "cancelled by `orch cancel`; the newest checkpoint is of step 40"
+    assert after_cancel(None).action is Action.CANCEL
+
+
+attempts = st.builds(
+    EndedAttempt,
+    number=st.just(1),
+    kind=st.sampled_from(list(FailureKind)),
+    started=st.booleans(),
+    saved_step=st.none() | st.integers(0, 50),
+)
+histories = st.lists(attempts, min_size=1, max_size=30)
+
+
+@given(histories, st.floats(0, 1, exclude_max=True), st.booleans())
+def test_every_decision_has_a_reason_and_a_pause_within_bounds(
+    history: list[EndedAttempt], jitter: float, steps_known: bool
+) -> None:
+    decision = after(*history, jitter=jitter, steps_known=steps_known)
+    assert decision.reason
+    assert decision.action in (Action.RETRY, Action.FAIL, Action.HOLD)
+    if decision.action is Action.RETRY:
+        assert NOW <= decision.not_before <= NOW + CONFIG.backoff_max
+    assert Decision.from_json(decision.to_json()) == decision
+
+
+@given(histories, st.sampled_from([kind for kind in FailureKind if BUDGETS[kind] is not Budget.PERSON]))
+def test_attempts_that_get_nowhere_come_to_a_stop(history: list[EndedAttempt], kind: FailureKind) -> None:
+    stuck = [past(n, kind, None, ago=25.0 - n) for n in range(25)]
+    assert after(*history, *stuck).action in (Action.HOLD, Action.FAIL)
+
+
+@given(histories, st.sampled_from([kind for kind in FailureKind if BUDGETS[kind] is not Budget.PERSON]))
+def test_progress_gives_everything_back(history: list[EndedAttempt], kind: FailureKind) -> None:
+    assert after(*history, past(99, kind, 1000)).action is Action.RETRY
+
+
+@given(st.integers(1, 10_000), st.floats(0, 1, exclude_max=True))
+def test_pauses_are_jittered_by_half_at_most(row: int, jitter: float) -> None:
+    assert (
+        backoff_seconds(row, CONFIG, 1.0) / 2
+        <= backoff_seconds(row, CONFIG, jitter)
+        <= backoff_seconds(row, CONFIG, 1.0)
+        <= CONFIG.backoff_max
+    )

@@ -1,0 +1,173 @@
+"""What `orch status` reads, without sqlalchemy."""
+
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.errors import RegistryError
+from orchestrator.registry import fast_queries
+from orchestrator.registry.records import Checkpoint, Generation
+from orchestrator.states import AttemptState, RunState, Trust
+
+Desk = Any
+ROOT = Path(fast_queries.__file__).resolve().parents[2]
+
+
+def test_one_answer_has_all_that_status_shows(desk: Desk) -> None:
+    run, _ = desk.run()
+    store, stamp, epoch = desk.store, desk.stamp, desk.lease.epoch
+    store.move_attempt(run.name, 1, AttemptState.ENDED, "node lost", **stamp, job_id="7", nodes=("a",))
+    store.add_attempt(run.name, nonce="ffffffff", excluded=(), **stamp)
+    store.note_attempt(run.name, 2, epoch=epoch, job_id="8", nodes=("b", "c"), job_state="RUNNING")
+    store.move_run(run.name, RunState.RUNNING, "job 8 is RUNNING", **stamp, step=20, loss=float("nan"))
+    for attempt, number in ((1, 1), (1, 2), (2, 1)):
+        store.put_generation(Generation(run=run.name, attempt=attempt, number=number, started_at=1.0), epoch=epoch)
+    for step, trust in ((10, Trust.VERIFIED), (20, Trust.COMMITTED), (30, Trust.CORRUPT), (40, Trust.DELETED)):
+        item = Checkpoint(
+            run=run.name, name=f"s{step}", step=step, attempt=1, trust=trust, bytes=1, path="/p", committed_at=step
+        )
+        store.put_checkpoint(item, epoch=epoch)
+    (row,) = fast_queries.newest(desk.path)
+    assert repr(row.pop("loss")) == "nan"
+    assert row == {
+        "run": run.name, "state": "RUNNING", "reason": "job 8 is RUNNING", "cluster": "local", "run_dir": run.run_dir,
+        "config_digest": run.config_digest, "step": 20, "total_steps": 100, "created_at": 1.0, "updated_at": 10.0,
+        "scheduler": "", "slurm_cluster": None,
+        "not_before": 0.0, "attempts": 2, "generations": 3, "attempt": 2, "job_id": "8", "job_state": "RUNNING",
+        "nodes": ["b", "c"], "last_checkpoint": {"step": 20, "trust": "COMMITTED", "committed_at": 20.0},
+        "failure": None,
+    }  # fmt: skip
+
+
+def test_newest_first_limited_by_state_and_by_name(desk: Desk) -> None:
+    names = [desk.run()[0].name for _ in range(3)]
+    desk.store.move_run(names[0], RunState.HELD, "disk full", **desk.stamp)
+    assert [row["run"] for row in fast_queries.newest(desk.path, 2)] == [names[2], names[1]]
+    assert [row["run"] for row in fast_queries.newest(desk.path, None)] == names[::-1]
+    assert [row["run"] for row in fast_queries.newest(desk.path, 50, [RunState.HELD])] == [names[0]]
+    assert fast_queries.newest(desk.path, 50, []) == []
+    assert [row["run"] for row in fast_queries.named(desk.path, [names[1], "nobody-1"])] == [names[1]]
+    assert fast_queries.newest(desk.path, 1)[0]["last_checkpoint"] is None
+
+
+def test_the_lease_tells_how_old_the_answer_is(desk: Desk, tmp_path: Path) -> None:
+    assert fast_queries.lease_age(desk.path, 50.0) is None
+    desk.store.ticked(desk.lease, 40.0)
+    assert fast_queries.lease(desk.path) == desk.store.lease()
+    assert fast_queries.lease_age(desk.path, 50.0) == 10.0
+
+
+def test_no_registry_is_an_empty_answer(tmp_path: Path) -> None:
+    path = tmp_path / "none.db"
+    assert (fast_queries.newest(path), fast_queries.lease(path), fast_queries.version(path)) == ([], None, None)
+    assert not path.exists()
+    path.touch()
+    assert (fast_queries.newest(path), fast_queries.lease(path), fast_queries.version(path)) == ([], None, None)
+
+
+def test_it_reads_while_a_writer_is_in_the_middle_of_a_transaction(desk: Desk) -> None:
+    run, _ = desk.run()
+    seen: list[int] = []
+
+    def write() -> None:
+        desk.store.note_run(run.name, **desk.stamp, step=9)
+        seen.extend(row["step"] for row in fast_queries.newest(desk.path))
+
+    desk.store.together(write)
+    assert seen == [0]
+    assert fast_queries.newest(desk.path)[0]["step"] == 9
+
+
+def test_a_log_on_a_read_only_mount_is_told_so(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk.run()
+
+    def readonly(path: Path) -> sqlite3.Connection:
+        error = sqlite3.OperationalError("unable to open database file")
+        error.sqlite_errorcode = sqlite3.SQLITE_CANTOPEN
+        raise error
+
+    monkeypatch.setattr(fast_queries, "_connect", readonly)
+    with pytest.raises(RegistryError, match="read-only mount, where its write-ahead log") as caught:
+        fast_queries.newest(desk.path)
+    assert "orch db backup" in caught.value.hint
+
+
+def fill(path: Path, count: int) -> None:
+    """Runs with attempts, generations and checkpoints, by plain SQL."""
+    raw = sqlite3.connect(path)
+    (digest,) = raw.execute("SELECT digest FROM configs").fetchone()
+    numbers = range(1, count + 1)
+    runs = [(f"r-{n}", "RUNNING" if n % 9 == 0 else "SUCCEEDED", digest, n, n) for n in numbers]
+    raw.executemany(
+        "INSERT INTO runs (name, state, reason, cluster, run_dir, config_digest, total_steps, step, not_before,"
+        " fresh_from, created_at, updated_at, identity) VALUES (?, ?, 'why', 'slurm', '/runs', ?, 9, 3, 0, 1, ?, ?,"
+        f" '{'x' * 3000}')",
+        runs,
+    )
+    attempts = [(f"r-{n}", k, f"job-{n}-{k}") for n in numbers for k in (1, 2, 3)]
+    raw.executemany(
+        "INSERT INTO attempts (run, number, state, nonce, job_name, reason, epoch, nodes, excluded, intent_at,"
+        " generations) VALUES (?, ?, 'ENDED', 'n', ?, '', 1, '[\"a\",\"b\"]', '[]', 1, 1)",
+        attempts,
+    )
+    raw.executemany(
+        "INSERT INTO generations (run, attempt, number, started_at, reason) VALUES (?, ?, 1, 1, '')",
+        [(run, number) for run, number, _ in attempts],
+    )
+    raw.executemany(
+        "INSERT INTO checkpoints (run, name, step, attempt, trust, bytes, path, committed_at, reason)"
+        " VALUES (?, ?, ?, 1, 'COMMITTED', 1, '/p', 1, '')",
+        [(f"r-{n}", f"s-{k}", k) for n in numbers for k in range(5)],
+    )
+    raw.commit()
+    raw.close()
+
+
+def test_ten_thousand_runs_are_read_by_look_ups(desk: Desk) -> None:
+    """Not timed: the statement may touch only rows of the runs it answers with, so its work must not grow."""
+    desk.store.put_config({})
+    fill(desk.path, 10_000)
+
+    def work(limit: int, states: list[str] | None) -> int:
+        ticks = 0
+
+        def tick() -> int:
+            nonlocal ticks
+            ticks += 1
+            return 0
+
+        connect = fast_queries._connect
+
+        def counted(path: Path) -> sqlite3.Connection:
+            connection = connect(path)
+            connection.set_progress_handler(tick, 100)
+            return connection
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fast_queries, "_connect", counted)
+            rows = fast_queries.newest(desk.path, limit, states)
+        assert len(rows) == limit
+        assert rows[0]["attempts"] == rows[0]["generations"] == 3
+        return ticks
+
+    # Reading all runs takes some 20,000 ticks of 100 instructions; 50 of them by index a few hundred.
+    assert work(50, None) < 400
+    assert work(50, ["RUNNING"]) < 400
+    assert work(10, None) * 3 < work(50, None)
+
+
+def test_it_loads_no_heavy_library(desk: Desk) -> None:
+    desk.run()
+    code = (
+        "import sys; from pathlib import Path; from orchestrator.registry import fast_queries; "
+        "p = Path(sys.argv[1]); assert fast_queries.newest(p); fast_queries.lease(p); fast_queries.version(p); "
+        "print([m for m in ('sqlalchemy', 'alembic', 'torch', 'omegaconf', 'rich', 'yaml') if m in sys.modules])"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code, str(desk.path)], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT
+    )
+    assert answer.stdout.strip() == "[]"

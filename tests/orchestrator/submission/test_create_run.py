@@ -1,0 +1,223 @@
+"""`orch submit` before the controller: everything is checked first, and a kill in between is made good."""
+
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from checkpointing.storage.durable import read_json
+from orchestrator.config.compose import Composed, compose
+from orchestrator.controller import failpoints
+from orchestrator.controller.reconciler.reconcile import Controller
+from orchestrator.controller.run_dirs.run_folder import ensure_run_dir
+from orchestrator.errors import ConfigError, Precondition
+from orchestrator.registry.store import Store
+from orchestrator.states import AttemptState, RunState
+from orchestrator.submission import create_run
+from trainer.contract.config import load
+from trainer.contract.run_dir import RunDir
+
+WORKLOAD = "class MyWorkload:\n    pass\n"
+
+
+def composed(tmp_path: Path, *overrides: str) -> Composed:
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be " * 100)
+    own = (f"cluster.root={tmp_path / 'runs'}", "cluster.kind=local", f"data.text=[{text}]", "train.seq_len=16")
+    return compose("tiny-gpt", (*own, *overrides), environ={"HOME": str(tmp_path)})
+
+
+def submit(tmp_path: Path, store: Store, *overrides: str, **given: Any) -> tuple[Any, Any]:
+    known: dict[str, Any] = {"name": None, "cluster": None, "now": 5.0, **given}
+    return create_run.create_run(store, composed(tmp_path, *overrides), **known)
+
+
+def nothing_was_written(tmp_path: Path, store: Store) -> bool:
+    return store.runs() == [] and not [path for path in (tmp_path / "runs").glob("*") if path.name != ".data"]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Any:
+    with Store.open(tmp_path / "registry.db") as opened:
+        yield opened
+
+
+def test_a_submitted_run_is_written_down_whole(tmp_path: Path, store: Store) -> None:
+    told: list[tuple[int, int]] = []
+    run, attempt = submit(tmp_path, store, name="mine", progress=lambda done, total: told.append((done, total)))
+    assert (run.name, run.state, attempt.state) == ("mine-1", RunState.CREATED, AttemptState.INTENT)
+    folder = RunDir(Path(run.run_dir))
+    assert folder.path == tmp_path / "runs" / "mine-1"
+    assert os.stat(folder.path).st_mode & 0o777 == 0o700
+    assert told
+    assert told[-1][0] == told[-1][1]
+    config = load(folder.config)
+    assert Path(config.data.path).parent == tmp_path / "runs" / ".data"
+    assert store.config(run.config_digest)["data"]["path"] == config.data.path
+    noted = read_json(folder.run)
+    assert noted["nonce"] == attempt.nonce
+    assert noted["identity"]["data"]["fingerprint"].startswith(Path(config.data.path).name)
+    assert noted["identity"]["env"]["torch"]
+    assert read_json(folder.attempt(1).path / "intent.json")["job_name"] == attempt.job_name
+
+
+def test_the_same_text_is_prepared_into_the_same_folder(tmp_path: Path, store: Store) -> None:
+    first, _ = submit(tmp_path, store)
+    second, _ = submit(tmp_path, store)
+    assert first.config_digest == second.config_digest
+    assert len(list((tmp_path / "runs" / ".data").iterdir())) == 1
+
+
+def test_a_kill_between_row_and_folder_is_made_good(tmp_path: Path, store: Store, monkeypatch: Any) -> None:
+    class Killed(BaseException):
+        pass
+
+    def die(point: str) -> None:
+        if point == "after_create":
+            raise Killed
+
+    monkeypatch.setattr(failpoints, "reach", die)
+    with pytest.raises(Killed):
+        submit(tmp_path, store)
+    run = store.runs()[0]
+    assert not Path(run.run_dir).exists()
+    folder = ensure_run_dir(run, store.attempts(run.name)[0], store.config(run.config_digest))
+    assert load(folder.config).train.seq_len == 16
+    again = ensure_run_dir(run, store.attempts(run.name)[0], store.config(run.config_digest))
+    assert again == folder
+    assert [path.name for path in folder.path.parent.iterdir() if path.name.endswith(".tmp")] == []
+
+
+def _make(barrier: Any, answers: Any, runs: list[Any]) -> None:
+    for run, attempt, config in runs:
+        barrier.wait(60.0)
+        try:
+            ensure_run_dir(run, attempt, config)
+            answers.put("made")
+        except Precondition as error:
+            answers.put(error.what)
+
+
+def test_the_submitter_and_a_controller_may_make_the_folder_at_once(tmp_path: Path, store: Store) -> None:
+    config = {"name": "both", "train": {"steps": 1}}
+    digest, count = store.put_config(config), 30
+    (tmp_path / "runs").mkdir()
+    runs = []
+    for number in range(count):
+        run, attempt = store.create_run(
+            slug="both", cluster="local", root=tmp_path / "runs", config_digest=digest, total_steps=1, identity={},
+            now=1.0, nonce=f"{number:08x}",
+        )  # fmt: skip
+        runs.append((run, attempt, config))
+    fork = multiprocessing.get_context("fork")
+    barrier, answers = fork.Barrier(2), fork.SimpleQueue()
+    makers = [fork.Process(target=_make, args=(barrier, answers, runs)) for _ in range(2)]
+    for maker in makers:
+        maker.start()
+    told = [answers.get() for _ in range(2 * count)]
+    for maker in makers:
+        maker.join(60.0)
+    assert told == ["made"] * (2 * count)
+    for run, attempt, _ in runs:
+        folder = RunDir(Path(run.run_dir))
+        assert read_json(folder.config) == config
+        assert read_json(folder.run)["nonce"] == attempt.nonce
+        assert (folder.attempt(1).path / "intent.json").exists()
+
+
+def test_an_unwritable_root_is_said_before_anything_is_written(tmp_path: Path, store: Store) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Precondition) as refused:
+        submit(tmp_path, store, f"cluster.root={tmp_path / 'file' / 'runs'}")
+    assert refused.value.what.startswith("the folder of runs cannot be written")
+    assert str(tmp_path / "file" / "runs") in refused.value.where
+    assert store.runs() == []
+
+
+def test_a_run_that_was_refused_is_named_and_never_launched_later(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Silent:
+        kind = "local"
+        submitted: ClassVar[list[Any]] = []
+
+        def submit(self, spec: Any) -> None:
+            self.submitted.append(spec)
+
+        def find(self, prefix: str, known: Any = ()) -> list[Any]:
+            return []
+
+    def full(*args: Any) -> None:
+        raise Precondition("cannot make the run's folder: No space left on device", hint="make room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(create_run, "ensure_run_dir", full)
+        with pytest.raises(Precondition, match="No space left") as refused:
+            submit(tmp_path, store)
+    (run,) = store.runs()
+    assert refused.value.hint == f"make room; then submit again ({run.name} will not be launched)"
+    lease = store.take_lease("me", 6.0, 60.0)
+    assert lease is not None
+    Controller(store, {"local": Silent()}).tick(lease)  # type: ignore[dict-item]
+    assert store.run(run.name).state is RunState.CANCELLED
+    assert Silent.submitted == []
+    assert store.user_requests() == []
+
+
+def test_no_slurm_is_said_at_once(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(Precondition, match="there is no Slurm on this machine"):
+        submit(tmp_path, store, cluster="slurm")
+    assert nothing_was_written(tmp_path, store)
+
+
+def test_data_that_is_missing_or_too_small(tmp_path: Path, store: Store) -> None:
+    with pytest.raises(ConfigError, match="no such file or folder"):
+        submit(tmp_path, store, f"data.text=[{tmp_path / 'nowhere'}]")
+    with pytest.raises(ConfigError, match=r"data\.path: .*holds no tokens"):
+        submit(tmp_path, store, "data.text=[]", f"data.path={tmp_path}")
+    with pytest.raises(ConfigError, match="only"):
+        submit(tmp_path, store, "train.seq_len=100000")
+    assert nothing_was_written(tmp_path, store)
+
+
+def own(tmp_path: Path, name: str, text: str = WORKLOAD) -> tuple[str, ...]:
+    folder = tmp_path / "mine"
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text)
+    return (f"workload.path=[{folder}]",)
+
+
+def test_a_module_named_like_one_of_ours_is_refused_with_what_to_do(tmp_path: Path, store: Store) -> None:
+    path = own(tmp_path, "trainer.py")
+    with pytest.raises(ConfigError, match="the name of one of orch's own packages") as refused:
+        submit(tmp_path, store, *path, "workload.target=trainer:MyWorkload")
+    assert "my_trainer.py" in refused.value.hint
+    own(tmp_path, "checkpointing/__init__.py")
+    (tmp_path / "mine" / "trainer.py").unlink()
+    with pytest.raises(ConfigError, match="checkpointing"):
+        submit(tmp_path, store, *path, "workload.target=checkpointing:MyWorkload")
+    assert nothing_was_written(tmp_path, store)
+
+
+def test_a_workload_is_looked_for_before_512_nodes_do(tmp_path: Path, store: Store) -> None:
+    path = own(tmp_path, "pkg/model.py")
+    with pytest.raises(ConfigError, match="no module pkg.modle"):
+        submit(tmp_path, store, *path, "workload.target=pkg.modle:MyWorkload")
+    with pytest.raises(ConfigError, match="no MyWorklod in") as refused:
+        submit(tmp_path, store, *path, "workload.target=pkg.model:MyWorklod")
+    assert refused.value.hint == "did you mean pkg.model:MyWorkload?"
+    own(tmp_path, "broken.py", "def (")
+    with pytest.raises(ConfigError, match="is no Python that runs here"):
+        submit(tmp_path, store, *path, "workload.target=broken:MyWorkload")
+    run, _ = submit(tmp_path, store, *path, "workload.target=pkg.model:MyWorkload")
+    assert run.name == "tiny-gpt-1"
+
+
+def test_a_snapshot_keeps_the_code_as_it_was(tmp_path: Path, store: Store) -> None:
+    path = own(tmp_path, "pkg/model.py")
+    run, _ = submit(tmp_path, store, *path, "workload.target=pkg.model:MyWorkload", "workload.snapshot=true")
+    (tmp_path / "mine" / "pkg" / "model.py").write_text("changed")
+    assert (RunDir(Path(run.run_dir)).code / "0" / "pkg" / "model.py").read_text() == WORKLOAD

@@ -1,0 +1,110 @@
+"""What a run notes of its code and environment, and what it must never note."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from orchestrator.config.run_config import RunConfig
+from orchestrator.submission import run_identity
+from trainer.contract.config import WorkloadConfig
+
+SECRET = "hunter2-canary"
+
+
+def git(folder: Path, *words: str) -> None:
+    author = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+    subprocess.run(["git", "-C", str(folder), *author, *words], check=True, capture_output=True)
+
+
+def config(folder: Path) -> RunConfig:
+    return RunConfig(workload=WorkloadConfig(path=(str(folder),)))
+
+
+def test_a_clean_repository_is_named_by_its_commit(tmp_path: Path) -> None:
+    git(tmp_path, "init", "-q")
+    (tmp_path / "model.py").write_text("a = 1\n")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "first")
+    (found,) = run_identity.code(config(tmp_path))["user"]
+    assert len(found["git"]) == 40
+    assert found["dirty"] is False
+    (tmp_path / "model.py").write_text("a = 2\n")
+    (tmp_path / "new.py").write_text("b = 1\n")
+    (found,) = run_identity.code(config(tmp_path))["user"]
+    assert found["dirty"] is True
+    assert "+a = 2" in found["diff"]
+    assert found["untracked"] == ["new.py"]
+
+
+def test_a_folder_without_git_is_named_by_its_content(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("a = 1\n")
+    before = run_identity.digest([tmp_path])
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "__pycache__" / "model.pyc").write_text("x")
+    assert run_identity.digest([tmp_path]) == before
+    (tmp_path / "model.py").write_text("a = 2\n")
+    assert run_identity.digest([tmp_path]) != before
+    (tmp_path / "model.py").write_text("a = 1\n")
+    (tmp_path / "model.py").rename(tmp_path / "other.py")
+    assert run_identity.digest([tmp_path]) != before
+
+
+def test_no_secret_is_noted(tmp_path: Path) -> None:
+    environ = {
+        "WANDB_API_KEY": SECRET, "HF_TOKEN": SECRET, "NCCL_AUTH_TOKEN": SECRET, "MY_PASSWORD": SECRET,
+        "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4", "HOME": "/home/ann",
+    }  # fmt: skip
+    found = run_identity.identify(config(tmp_path), "local", data={}, environ=environ)
+    assert SECRET not in json.dumps(found)
+    assert found["env"]["variables"] == {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4"}
+
+
+def test_the_environment_is_named_without_importing_torch() -> None:
+    found = run_identity.environment("local", {})
+    assert found["torch"] == run_identity.packages()["torch"]
+    assert found["slurm"] is None
+    assert found["python"].count(".") == 2
+
+
+def test_a_git_that_does_not_answer_leaves_open_whether_there_are_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = {"rev-parse": "0" * 40, "ls-files": ""}
+    monkeypatch.setattr(run_identity, "_git", lambda folder, verb, *more: answers.get(verb))
+    (found,) = run_identity.code(config(tmp_path))["user"]
+    assert found["dirty"] is None
+    assert "git diff" in found["dirty_reason"]
+    answers["ls-files"] = "new.py\0"
+    (found,) = run_identity.code(config(tmp_path))["user"]
+    assert found["dirty"] is True
+
+
+def test_untracked_files_count_whatever_their_names_are(tmp_path: Path) -> None:
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "commit", "-qm", "first", "--allow-empty")
+    for name in ("m\N{LATIN SMALL LETTER U WITH DIAERESIS}ll.py", "a\nb.py", os.fsdecode(b"\xff.py")):
+        (tmp_path / name).write_text("a = 1\n")
+        (before,) = run_identity.code(config(tmp_path))["user"]
+        (tmp_path / name).write_text("a = 2\n")
+        (after,) = run_identity.code(config(tmp_path))["user"]
+        assert before["untracked_sha256"] != after["untracked_sha256"]
+        json.dumps(after, ensure_ascii=False).encode()
+        (tmp_path / name).unlink()
+
+
+def test_files_beyond_the_limit_are_named_by_size_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_identity, "BYTES_LIMIT", 10)
+    large, small = tmp_path / "a-dump.bin", tmp_path / "model.py"
+    large.write_bytes(b"x" * 11)
+    small.write_text("a = 1\n")
+    with monkeypatch.context() as patched:
+        read = []
+        patched.setattr(run_identity, "_content", lambda path: read.append(path.name) or "")
+        run_identity.digest([tmp_path])
+        assert read == ["model.py"]
+    before = run_identity.digest([tmp_path])
+    os.utime(large, ns=(1, 1))
+    assert run_identity.digest([tmp_path]) != before

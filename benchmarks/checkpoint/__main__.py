@@ -59,7 +59,16 @@ def _measured(row: Row, at: Path, rounds: int, scale: float) -> dict[str, Any]:
     bounds = {"must": row.must, "stretch": row.stretch, "at_most": row.at_most}
     fixed = {"row": row.name, "text": row.text, "limit_is": row.limit, **bounds}
     with tempfile.TemporaryDirectory(dir=at, prefix="bench-checkpoint-") as folder:
-        words = [sys.executable, "-m", "benchmarks.checkpoint.one", "--row", row.name, folder, str(rounds), str(scale)]
+        words = [
+            sys.executable,
+            "-m",
+            "benchmarks.checkpoint.row_process",
+            "--row",
+            row.name,
+            folder,
+            str(rounds),
+            str(scale),
+        ]
         try:
             done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=_ROW_S)
         except subprocess.TimeoutExpired:

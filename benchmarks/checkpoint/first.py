@@ -34,7 +34,7 @@ def first(setting: Setting, set_name: str) -> Measured:
 
 
 def _fresh(side: str, setting: Setting, set_name: str) -> list[float]:
-    words = [sys.executable, "-m", "benchmarks.checkpoint.one", "--starts", side, set_name, str(setting.scale)]
+    words = [sys.executable, "-m", "benchmarks.checkpoint.row_process", "--starts", side, set_name, str(setting.scale)]
     done = subprocess.run([*words, str(setting.folder)], capture_output=True, text=True, check=False, timeout=300)
     if done.returncode:
         raise RuntimeError(f"{side} did not save: {done.stderr.strip()[-2000:]}")

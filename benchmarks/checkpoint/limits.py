@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.checkpoint.cold import drop
-from benchmarks.checkpoint.contest import LIMIT
+from benchmarks.checkpoint.interleaving import LIMIT
+from benchmarks.checkpoint.page_cache import drop
 from checkpointing.storage import shared_memory
 
 BLOCK = 8 << 20

@@ -8,9 +8,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from benchmarks.checkpoint import limits
-from benchmarks.checkpoint.cold import drop, warm
-from benchmarks.checkpoint.contest import LIMIT, OURS, Side, interleaved
+from benchmarks.checkpoint.interleaving import LIMIT, OURS, Side, interleaved
 from benchmarks.checkpoint.ours import Ours, files_of
+from benchmarks.checkpoint.page_cache import drop, warm
 from benchmarks.checkpoint.rows import Measured, Setting
 from benchmarks.checkpoint.states import State, state
 

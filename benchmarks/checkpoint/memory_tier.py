@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from benchmarks.checkpoint.cold import drop
-from benchmarks.checkpoint.contest import LIMIT, OURS, interleaved
+from benchmarks.checkpoint.interleaving import LIMIT, OURS, interleaved
 from benchmarks.checkpoint.ours import Ours, files_of
+from benchmarks.checkpoint.page_cache import drop
 from benchmarks.checkpoint.rows import Measured, Setting
 from benchmarks.checkpoint.states import State, state
 from checkpointing.writer.link import WriterLink

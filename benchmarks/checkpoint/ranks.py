@@ -62,7 +62,7 @@ def _turned(setting: Setting, turn: str) -> list[dict[str, Any]]:
 
 
 def _run(setting: Setting, turn: str, act: str, size: int) -> list[dict[str, Any]]:
-    words = [sys.executable, "-m", "benchmarks.checkpoint.one", "--rank", turn, act, str(setting.scale)]
+    words = [sys.executable, "-m", "benchmarks.checkpoint.row_process", "--rank", turn, act, str(setting.scale)]
     ranks = [
         subprocess.Popen(
             [*words, str(setting.folder), str(rank), str(size)],

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from benchmarks.checkpoint.contest import LIMIT, OURS, Side, interleaved, peers
+from benchmarks.checkpoint.interleaving import LIMIT, OURS, Side, interleaved, peers
 from benchmarks.checkpoint.ours import Ours
 from benchmarks.checkpoint.rows import Measured, Setting
 from benchmarks.checkpoint.states import state

@@ -3,7 +3,7 @@
 import torch
 
 from benchmarks.checkpoint import limits
-from benchmarks.checkpoint.contest import LIMIT, OURS, Side, interleaved, peers
+from benchmarks.checkpoint.interleaving import LIMIT, OURS, Side, interleaved, peers
 from benchmarks.checkpoint.ours import Ours
 from benchmarks.checkpoint.rows import Measured, Setting
 from benchmarks.checkpoint.states import state

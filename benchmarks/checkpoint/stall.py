@@ -5,7 +5,7 @@ import time
 import torch
 
 from benchmarks.checkpoint import limits
-from benchmarks.checkpoint.contest import LIMIT, OURS, Side, interleaved, peers
+from benchmarks.checkpoint.interleaving import LIMIT, OURS, Side, interleaved, peers
 from benchmarks.checkpoint.ours import Ours
 from benchmarks.checkpoint.rows import Measured, Setting
 from benchmarks.checkpoint.states import State, state

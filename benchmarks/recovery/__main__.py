@@ -31,9 +31,9 @@ import psutil
 
 from benchmarks.recovery import table
 from benchmarks.recovery.faults import FAULTS, ONCE, OURS
+from benchmarks.recovery.polling import NotInTimeError
 from benchmarks.recovery.reasons import REASONS, UNKNOWN
 from benchmarks.recovery.rows import FAILED, MISSED, ROWS, Row
-from benchmarks.recovery.watching import NotInTimeError
 
 Rounds = dict[str, list[dict[str, float]]]
 Problems = dict[str, str]

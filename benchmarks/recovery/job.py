@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.recovery.watching import NotInTimeError, until
+from benchmarks.recovery.polling import NotInTimeError, until
 from trainer.contract.events import Event, EventKind, read_events
 from trainer.contract.run_dir import RunDir
 

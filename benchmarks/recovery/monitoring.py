@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.recovery.job import Job, free_port
-from benchmarks.recovery.watching import lines, until
+from benchmarks.recovery.polling import lines, until
 
 _PATIENCE = 300.0
 _FROM = 20
@@ -108,7 +108,7 @@ def _bare(logs: Path, config: Path) -> Iterator[_Side]:
         **os.environ, **_BARE, "WORLD_SIZE": str(_RANKS), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
-    words = [sys.executable, "-m", "benchmarks.recovery.bare", str(config), str(logs), "100000"]
+    words = [sys.executable, "-m", "benchmarks.recovery.bare_loop", str(config), str(logs), "100000"]
     ranks = [
         subprocess.Popen(words, env={**shared, "RANK": str(rank)}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         for rank in range(_RANKS)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.recovery.job import Job, hit
-from benchmarks.recovery.watching import NotInTimeError, lines, until
+from benchmarks.recovery.polling import NotInTimeError, lines, until
 from trainer.contract.events import EventKind
 
 _START_SECONDS, _NOTICE_SECONDS, _BACK_SECONDS = 120.0, 60.0, 60.0

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.recovery.job import free_port, hit
 from benchmarks.recovery.ours import SCRIPT, first_again, trained
-from benchmarks.recovery.watching import NotInTimeError, lines, until
+from benchmarks.recovery.polling import NotInTimeError, lines, until
 
 _SEEN = re.compile(r"failed \(exitcode: -\d+\) local_rank: \d+ \(pid: (\d+)\)")
 _HIT_AT = 13

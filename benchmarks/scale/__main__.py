@@ -38,7 +38,7 @@ from trainer.contract.run_dir import AttemptDir, RunDir
 _JOIN_SECONDS = 60.0
 _WARM_SECONDS = 5.0
 _VERDICT_SECONDS = 60.0
-_SPARE_FILES = 300  # strangers at the door, logs, the interpreter
+_SPARE_FILES = 300  # unauthenticated peers, logs, the interpreter
 KINDS = ("stopped", "forward")
 
 
@@ -61,12 +61,12 @@ def main() -> int:
         return 2
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(wanted, _soft), most))
     with tempfile.TemporaryDirectory(prefix="bench-scale-") as folder:
-        found = asyncio.run(Scene(Path(folder), options).play())
+        found = asyncio.run(ScaleBenchmark(Path(folder), options).play())
     print(json.dumps(found) if options.json else report(found))
     return int(any(row["value"] > row["must"] or row["good"] < row["rounds"] for row in found["rows"]))
 
 
-class Scene:
+class ScaleBenchmark:
     """One attempt of one job."""
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:

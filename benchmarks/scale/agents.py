@@ -30,7 +30,7 @@ _FLIGHTS_AT_ONCE = 4
 """As `trainer.agent.evidence.collector` sends them."""
 
 
-class World:
+class SyntheticRanks:
     """Where all ranks are: they step together, until one stops and the others wait for it in a collective."""
 
     def __init__(self, seconds: float) -> None:
@@ -105,7 +105,7 @@ def _phase(into: float) -> tuple[str, float]:
 class Agent:
     """One node; `world` is shared by all."""
 
-    def __init__(self, node: int, nodes: int, ranks: int, world: World) -> None:
+    def __init__(self, node: int, nodes: int, ranks: int, world: SyntheticRanks) -> None:
         self._node, self._name, self._world = node, f"node{node:04d}", world
         self._ranks, self._all = range(node * ranks, (node + 1) * ranks), tuple(range(nodes * ranks))
         self._period, self._generation, self._told_p99 = report_seconds(nodes), 0, 0.0
@@ -181,7 +181,7 @@ class Agent:
         return {phase: round(share * random.uniform(1.0, 1.4), 3) for phase, share in _SHARE.items()}
 
 
-async def _follow_orders(world: World) -> None:
+async def _follow_orders(world: SyntheticRanks) -> None:
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         how, rank = line.split()
@@ -193,7 +193,7 @@ async def _follow_orders(world: World) -> None:
 
 
 async def main(found: Path, nodes: int, ranks: int, seconds: float) -> None:
-    told, world = json.loads(found.read_text()), World(seconds)
+    told, world = json.loads(found.read_text()), SyntheticRanks(seconds)
     attempt = int(found.parent.name)
     orders = asyncio.create_task(_follow_orders(world))
     agents = [Agent(node, nodes, ranks, world) for node in range(nodes)]

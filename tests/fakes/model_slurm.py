@@ -1,4 +1,4 @@
-"""A model of Slurm with its bad days: ambiguous submits, lost jobs, reused ids, late accounting, silence."""
+"""A model of Slurm with faults: ambiguous submits, lost jobs, reused ids, late accounting, silence."""
 
 import time
 from collections.abc import Collection
@@ -43,7 +43,7 @@ class ModelJob:
 
 
 @dataclass
-class Weather:
+class SlurmFaults:
     """What goes wrong, as chances from 0 to 1 for each submit; `reject` refuses every one.
 
     `rewrites`: what the site changes of every job that is submitted, of REWRITES; `partial`: the chance that a row is
@@ -76,7 +76,7 @@ class ModelSlurm:
     kind = "slurm"
 
     def __init__(self, clock: FakeClock, rng: Random, nodes: int = 4) -> None:
-        self.clock, self.rng, self.weather = clock, rng, Weather()
+        self.clock, self.rng, self.slurm_faults = clock, rng, SlurmFaults()
         self.nodes = [f"n{index}" for index in range(1, nodes + 1)]
         self.down: set[str] = set()
         self.jobs: list[ModelJob] = []
@@ -92,15 +92,15 @@ class ModelSlurm:
 
     def submit(self, spec: JobSpec) -> str | None:
         self.calls.append(f"submit {spec.name}")
-        if self.weather.reject:
-            raise SubmitRejected(self.weather.reject)
-        ambiguous = not self.reachable or self.rng.random() < self.weather.ambiguous
+        if self.slurm_faults.reject:
+            raise SubmitRejected(self.slurm_faults.reject)
+        ambiguous = not self.reachable or self.rng.random() < self.slurm_faults.ambiguous
         draw = self.rng.random()
-        if draw < self.weather.late:
+        if draw < self.slurm_faults.late:
             self._arriving.append((self.clock.now + self.rng.uniform(0.0, 50.0), spec))
-        elif not (ambiguous and draw < self.weather.late + self.weather.lost) and self.reachable:
+        elif not (ambiguous and draw < self.slurm_faults.late + self.slurm_faults.lost) and self.reachable:
             self._accept(spec)
-        if ambiguous or draw < self.weather.late:
+        if ambiguous or draw < self.slurm_faults.late:
             raise SubmitAmbiguous("Batch job submission failed: Socket timed out on send/recv operation")
         return self.jobs[-1].job_id
 
@@ -115,9 +115,9 @@ class ModelSlurm:
 
     def _listed(self) -> list[JobStatus]:
         """What one answer says: rows may be missing from it, or be unreadable."""
-        whole = [self._status(job) for job in self._known() if self.rng.random() >= self.weather.partial]
+        whole = [self._status(job) for job in self._known() if self.rng.random() >= self.slurm_faults.partial]
         return [
-            replace(job, state=UNREADABLE, reason="garbage") if self.rng.random() < self.weather.garbled else job
+            replace(job, state=UNREADABLE, reason="garbage") if self.rng.random() < self.slurm_faults.garbled else job
             for job in whole
         ]
 
@@ -143,7 +143,7 @@ class ModelSlurm:
         now = self.clock.now
         shown = [job for job in self.jobs if job.job_id not in self.hidden]
         queue = [job for job in self._remembered() if job in shown]
-        if not self.weather.accounting:
+        if not self.slurm_faults.accounting:
             return queue
         return queue + [job for job in shown if job not in queue and now >= job.accounted_at]
 
@@ -166,7 +166,7 @@ class ModelSlurm:
     def _accept(self, spec: JobSpec) -> None:
         job = ModelJob(job_id=self._new_id(), spec=spec, submitted=self.clock.now)
         self.jobs.append(job)
-        self.rewrite(job, self.weather.rewrites)
+        self.rewrite(job, self.slurm_faults.rewrites)
 
     def _new_id(self) -> str:
         """Given out again after a crash, but never while Slurm still knows a job by it."""
@@ -237,7 +237,7 @@ class ModelSlurm:
                 self.end(job, "COMPLETED" if job.agents.exit_code == 0 else "FAILED")
         elif job.state == "COMPLETING" and job.becomes is not None and now >= job.becomes[1]:
             job.state, job.ended = job.becomes[0], now
-            job.accounted_at = now + self.weather.accounting_lag
+            job.accounted_at = now + self.slurm_faults.accounting_lag
             if job.agents is not None:
                 job.agents.dead = True
 
@@ -245,7 +245,7 @@ class ModelSlurm:
         """The job leaves: through COMPLETING when it ran, at once when it waited."""
         if job.state == "PENDING":
             job.state, job.ended = state, self.clock.now
-            job.accounted_at = self.clock.now + self.weather.accounting_lag
+            job.accounted_at = self.clock.now + self.slurm_faults.accounting_lag
         elif job.state == "RUNNING":
             job.state, job.leaving, job.becomes = "COMPLETING", self.clock.now, (state, self.clock.now + wait)
 

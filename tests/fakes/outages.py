@@ -77,4 +77,4 @@ class OutageSlurm(ModelSlurm):
             super()._start(job)
             return
         job.state, job.started, job.ended = "BOOT_FAIL", self.clock.now, self.clock.now
-        job.accounted_at = self.clock.now + self.weather.accounting_lag
+        job.accounted_at = self.clock.now + self.slurm_faults.accounting_lag

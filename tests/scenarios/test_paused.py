@@ -35,7 +35,7 @@ def test_a_controller_that_wakes_in_the_middle_of_a_pass_harms_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, turns: int
 ) -> None:
     world = World(tmp_path, seed=turns)
-    world.slurm.weather.ambiguous = 0.3
+    world.slurm.slurm_faults.ambiguous = 0.3
     paused = Paused(world, point, turns, 5.0)
     monkeypatch.setattr(failpoints, "reach", paused.reach)
     for turn in range(120):

@@ -10,7 +10,7 @@ from orchestrator.controller import failpoints
 from orchestrator.controller.jobs.submission_limits import MOST_FOR_ATTEMPT, MOST_IN_AN_HOUR
 from orchestrator.errors import SubmitAmbiguous
 from orchestrator.states import ENDED_RUNS, AttemptState, RunState
-from tests.fakes.model_slurm import REWRITES, Weather
+from tests.fakes.model_slurm import REWRITES, SlurmFaults
 from tests.scenarios.world import World, config, moves, training
 
 SITES = {
@@ -31,7 +31,7 @@ def submits(world: World) -> int:
 @every_site
 def test_a_changed_job_is_adopted_and_told_of_never_submitted_again(tmp_path: Path, rewrites: set[str]) -> None:
     world = World(tmp_path)
-    world.slurm.weather = Weather(rewrites=frozenset(rewrites))
+    world.slurm.slurm_faults = SlurmFaults(rewrites=frozenset(rewrites))
     world.turns(1)
     assert world.attempts[0].state is AttemptState.SUBMITTED
     told = [move.reason for move in world.store.transitions(world.name) if move.after == AttemptState.SUBMITTED]
@@ -50,7 +50,7 @@ def test_such_a_site_with_bad_days_too(
     """Killed controllers, preemption, answers that lack rows or that nobody can read: one live job, and an end."""
     rng = Random(seed)
     world = World(tmp_path, seed, data=config(steps=60))
-    world.slurm.weather = Weather(rewrites=frozenset(rewrites), partial=0.2, garbled=0.1, accounting_lag=5.0)
+    world.slurm.slurm_faults = SlurmFaults(rewrites=frozenset(rewrites), partial=0.2, garbled=0.1, accounting_lag=5.0)
     world.kill_at = lambda point: rng.random() < 0.03
     monkeypatch.setattr(failpoints, "reach", world.reach)
     for _ in range(40):
@@ -58,7 +58,7 @@ def test_such_a_site_with_bad_days_too(
             world.slurm.preempt(rng.choice(running))
         world.turns(1, rng.choice([1.0, 7.0]))
     world.kill_at = lambda point: False
-    world.slurm.weather = Weather(rewrites=frozenset(rewrites))
+    world.slurm.slurm_faults = SlurmFaults(rewrites=frozenset(rewrites))
     assert world.finish().state is RunState.SUCCEEDED, world.run.reason
 
 
@@ -77,7 +77,7 @@ def test_a_controller_that_dies_right_after_sbatch_finds_the_renamed_job(
     tmp_path: Path, point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World(tmp_path)
-    world.slurm.weather = Weather(rewrites=frozenset({"name", "comment"}))
+    world.slurm.slurm_faults = SlurmFaults(rewrites=frozenset({"name", "comment"}))
     world.kill_at = lambda reached: reached == point and world.lives == 1
     monkeypatch.setattr(failpoints, "reach", world.reach)
     assert world.finish().state is RunState.SUCCEEDED
@@ -87,7 +87,7 @@ def test_a_controller_that_dies_right_after_sbatch_finds_the_renamed_job(
 def test_the_id_in_the_name_of_a_file_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """submitit names its script after the answer of sbatch; nothing else of the job is ours any more."""
     world = World(tmp_path)
-    world.slurm.weather = Weather(rewrites=REWRITES)
+    world.slurm.slurm_faults = SlurmFaults(rewrites=REWRITES)
     submit = world.slurm.submit
 
     def submit_and_name(spec: object) -> str | None:
@@ -124,7 +124,7 @@ def test_jobs_that_nobody_can_find_hold_the_run_after_three(tmp_path: Path) -> N
 
 def test_what_turns_up_later_is_ended_by_its_id(tmp_path: Path) -> None:
     world = World(tmp_path)
-    world.slurm.weather = Weather(rewrites=frozenset({"name", "comment", "files"}))
+    world.slurm.slurm_faults = SlurmFaults(rewrites=frozenset({"name", "comment", "files"}))
     invisible(world)
     world.turns(2000, until=lambda: world.run.state is RunState.HELD)
     world.slurm.hidden = set()
@@ -138,7 +138,7 @@ def test_what_turns_up_later_is_ended_by_its_id(tmp_path: Path) -> None:
 def test_sbatch_that_fails_without_an_id_is_tried_for_longer_than_three_times(tmp_path: Path) -> None:
     """A controller of Slurm that is overloaded heals: nobody has to come, and no attempt is submitted more often."""
     world = World(tmp_path)
-    world.slurm.weather = Weather(ambiguous=1.0, lost=1.0)
+    world.slurm.slurm_faults = SlurmFaults(ambiguous=1.0, lost=1.0)
     world.turns(600)
     assert world.run.state is not RunState.HELD
     counts = {attempt.number: 0 for attempt in world.attempts}
@@ -146,7 +146,7 @@ def test_sbatch_that_fails_without_an_id_is_tried_for_longer_than_three_times(tm
         counts[one.attempt] += 1
     assert max(counts.values()) == MOST_FOR_ATTEMPT
     assert len(counts) > 1
-    world.slurm.weather = Weather()
+    world.slurm.slurm_faults = SlurmFaults()
     assert world.finish().state is RunState.SUCCEEDED
 
 
@@ -215,7 +215,7 @@ def test_a_stranger_who_has_the_id_of_a_lost_job_is_left_alone(tmp_path: Path) -
 @pytest.mark.parametrize("answer", ["partial", "garbled"])
 def test_answers_that_lack_rows_or_cannot_be_read_disturb_nothing(tmp_path: Path, answer: str) -> None:
     world = World(tmp_path, data=config(steps=400))
-    world.slurm.weather = Weather(**{answer: 0.3})
+    world.slurm.slurm_faults = SlurmFaults(**{answer: 0.3})
     assert world.finish().state is RunState.SUCCEEDED
     assert (submits(world), len(world.attempts)) == (1, 1)
     assert moves(world).count("RUNNING") == 1
@@ -255,7 +255,7 @@ def test_foreign_jobs_with_marks_like_ours_are_left_alone(tmp_path: Path) -> Non
 
 def test_a_refusal_is_no_lost_job(tmp_path: Path) -> None:
     world = World(tmp_path)
-    world.slurm.weather = Weather(reject="Invalid account or account/partition combination specified")
+    world.slurm.slurm_faults = SlurmFaults(reject="Invalid account or account/partition combination specified")
     assert world.finish().state is RunState.HELD
     assert [one.outcome for one in world.store.submissions()] == ["refused"]
 

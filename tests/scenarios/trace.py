@@ -1,4 +1,4 @@
-"""A seeded trace: bad weather for a while, then a healed cluster in which the run must come to its end."""
+"""A seeded trace: Slurm faults for a while, then a healed cluster in which the run must come to its end."""
 
 from pathlib import Path
 from random import Random
@@ -9,7 +9,7 @@ from orchestrator.controller.reconciler import reconcile
 from orchestrator.controller.run_dirs import run_folder
 from orchestrator.registry.records import Attempt, Run
 from orchestrator.states import ENDED_RUNS, RunState
-from tests.fakes.model_slurm import REWRITES, ModelJob, Weather
+from tests.fakes.model_slurm import REWRITES, ModelJob, SlurmFaults
 from tests.fakes.outages import PASSING_REFUSALS
 from tests.scenarios.world import World, config
 from trainer.contract.outcome import Failure, FailureKind
@@ -32,8 +32,8 @@ OUTAGES = (
 """Faults that last: minutes mostly, hours sometimes. They end by themselves."""
 
 
-def weather(rng: Random) -> Weather:
-    return Weather(
+def slurm_faults(rng: Random) -> SlurmFaults:
+    return SlurmFaults(
         ambiguous=rng.choice([0.0, 0.3, 0.7]),
         late=rng.choice([0.0, 0.0, 0.3]),
         lost=rng.choice([0.0, 0.5]),
@@ -53,7 +53,7 @@ class Trace:
         steps = self.rng.choice([20, 120, 300, 600])
         self.world = World(root, seed, store=store, data=config(steps=steps, every=self.rng.choice([2, 10, 50])))
         self.slurm = self.world.slurm
-        self.slurm.weather = weather(self.rng)
+        self.slurm.slurm_faults = slurm_faults(self.rng)
         self.deadly = self.rng.choice([0.0, 0.01, 0.05])
         self.seconds = self.rng.choice([1.0, 2.0, 7.0])
         self.told: list[str] = []
@@ -106,7 +106,7 @@ class Trace:
         self.world.store.add_user_request(self.world.name, verb, {}, self.world.clock.now)
 
     def _clear(self) -> None:
-        self.deadly, self.slurm.weather = 0.0, Weather()
+        self.deadly, self.slurm.slurm_faults = 0.0, SlurmFaults()
         self.slurm.reachable = not self.slurm.silent_until
         self.slurm.down.clear()
         self.told.append("cleared")

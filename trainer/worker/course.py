@@ -1,4 +1,4 @@
-"""A rank's way through its steps: every phase is told to the progress cell, and its own work is measured."""
+"""Tracks the phases of a rank's steps: each is written to the progress cell, and the rank's own work is timed."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -9,20 +9,20 @@ import torch.distributed.distributed_c10d as c10d
 from torch import nn
 
 from trainer.contract.progress import SECTIONS, Phase, ProgressCell
-from trainer.worker.own_work import Stopwatch, leave_waits_out, stopwatch
+from trainer.worker.reporting.work_timer import Stopwatch, exclude_fsdp_waits, stopwatch
 
 _SECTION = {phase: index for index, phase in enumerate(SECTIONS)} | {Phase.COMPILE: SECTIONS.index(Phase.FORWARD)}
 
 
-class Course:
+class PhaseTracker:
     """Phases of one generation, from its first step on; costs a few microseconds a step."""
 
-    def __init__(self, cell: ProgressCell, watch: Stopwatch, *, compiles: bool = False) -> None:
+    def __init__(self, cell: ProgressCell, stopwatch: Stopwatch, *, compiles: bool = False) -> None:
         """`compiles`: the first forward pass compiles the model."""
-        self._cell, self._watch, self._compiles = cell, watch, compiles
+        self._cell, self._stopwatch, self._compiles = cell, stopwatch, compiles
         self._counters = _counters()
         self._section: int | None = None
-        self._phase, self._aside, self._thread = Phase.INIT, 0, threading.get_ident()
+        self._phase, self._slow_depth, self._thread = Phase.INIT, 0, threading.get_ident()
         self._before = [0] * len(SECTIONS)
         self._first = True
 
@@ -33,37 +33,37 @@ class Course:
         self._phase = phase
         self._cell.enter(phase, sum([count() for count in self._counters]))
         self._section = _SECTION.get(phase)
-        self._watch.turn(self._section)
+        self._stopwatch.switch_to(self._section)
 
     def pause(self) -> None:
         """What comes now is no work of the step: a wait for peers, or telling others about it."""
-        self._watch.turn(None)
+        self._stopwatch.switch_to(None)
 
     def resume(self) -> None:
         """Back to the section that was paused."""
-        self._watch.turn(self._section)
+        self._stopwatch.switch_to(self._section)
 
-    def step_aside(self, phase: Phase) -> None:
+    def begin_slow_phase(self, phase: Phase) -> None:
         """Leave the step for something slow that belongs to no section of it, from within a phase; also while aside."""
-        self._aside += 1
-        if self._aside == 1:
+        self._slow_depth += 1
+        if self._slow_depth == 1:
             self._cell.enter(phase, sum([count() for count in self._counters]))
             if threading.get_ident() == self._thread:  # a thread of autograd has a clock of its own
                 self.pause()
 
-    def come_back(self) -> None:
+    def end_slow_phase(self) -> None:
         """Go on where the step was left."""
-        self._aside -= 1
-        if self._aside == 0:
+        self._slow_depth -= 1
+        if self._slow_depth == 0:
             self._cell.enter(self._phase, sum([count() for count in self._counters]))
             if threading.get_ident() == self._thread:
                 self.resume()
 
-    def stepped(self, step: int) -> None:
+    def step_ended(self, step: int) -> None:
         """`step` is over: tell the own work so far. The first step, which allocates and compiles, is left out."""
         self._section = None
-        self._watch.turn(None)
-        total = self._watch.total()
+        self._stopwatch.switch_to(None)
+        total = self._stopwatch.total()
         if self._first:
             self._first, self._before = False, list(total)
             self._cell.warmed()
@@ -82,7 +82,7 @@ def _counters() -> list[Callable[[], int]]:
     return found
 
 
-_current: list[Course] = []
+_current: list[PhaseTracker] = []
 """Of this rank, once it trains."""
 
 
@@ -92,34 +92,34 @@ def evaluating() -> Iterator[None]:
 
     What is inside has the limit of a slow phase, and is no work of the step. Does nothing outside a rank.
     """
-    made = _current[0] if _current else None
-    if made is None:
+    tracker = _current[0] if _current else None
+    if tracker is None:
         yield
         return
-    made.step_aside(Phase.EVAL)
+    tracker.begin_slow_phase(Phase.EVAL)
     try:
         yield
     finally:
-        made.come_back()
+        tracker.end_slow_phase()
 
 
-def _tell_compilations(made: Course) -> None:
+def _report_compilations(tracker: PhaseTracker) -> None:
     """A shape that is new may be compiled in any step, in the forward pass and in the backward pass."""
     from torch._dynamo.callback import callback_handler
 
-    callback_handler.register_start_callback(lambda _: made.step_aside(Phase.COMPILE))
-    callback_handler.register_end_callback(lambda _: made.come_back())
+    callback_handler.register_start_callback(lambda _: tracker.begin_slow_phase(Phase.COMPILE))
+    callback_handler.register_end_callback(lambda _: tracker.end_slow_phase())
 
 
-def course(cell: ProgressCell, model: nn.Module, device: torch.device) -> Course:
-    """The course of a rank that trains `model` on `device`."""
-    made = Course(cell, stopwatch(device), compiles=compiles(model))
-    _current[:] = [made]
+def phase_tracker(cell: ProgressCell, model: nn.Module, device: torch.device) -> PhaseTracker:
+    """The phase tracker of a rank that trains `model` on `device`."""
+    tracker = PhaseTracker(cell, stopwatch(device), compiles=compiles(model))
+    _current[:] = [tracker]
     if compiles(model):
-        _tell_compilations(made)
+        _report_compilations(tracker)
     if device.type != "cpu":  # on the CPU who waits does not run, and is not measured
-        leave_waits_out(model, made.pause, made.resume)
-    return made
+        exclude_fsdp_waits(model, tracker.pause, tracker.resume)
+    return tracker
 
 
 def compiles(model: nn.Module) -> bool:

@@ -12,7 +12,7 @@ from trainer.contract.config import JobConfig, ModelConfig
 from trainer.contract.token_shards import Index
 from trainer.worker import parallelize
 from trainer.worker.data import Data
-from trainer.worker.initial import fill
+from trainer.worker.initial_weights import fill
 from trainer.worker.mesh import Layout
 from trainer.worker.workload import BaseWorkload, WorkloadError
 

@@ -23,20 +23,22 @@ from trainer.contract.outcome import ExitCode
 from trainer.contract.progress import Phase, ProgressCell
 from trainer.contract.rank_messages import SPEC_VARIABLE, RankSpec
 from trainer.contract.run_dir import RunDir
-from trainer.worker import device as devices
-from trainer.worker import fitness, flight, last_words, mesh, rendezvous, warming, workload
-from trainer.worker.course import course
-from trainer.worker.drill import Drill
-from trainer.worker.lament import lament
-from trainer.worker.leaving import seconds_left
-from trainer.worker.loop import Loop, Outside, Trained
-from trainer.worker.metrics import Journal
+from trainer.worker import crash_report, mesh, workload
+from trainer.worker.course import phase_tracker
 from trainer.worker.optimizer import set_learning_rate
-from trainer.worker.rhythm import Rhythm
-from trainer.worker.saving import Progressed, Saver
-from trainer.worker.schedule import learning_rate
-from trainer.worker.spikes import Losses
-from trainer.worker.ticker import Ticker
+from trainer.worker.reporting import flight_recorder
+from trainer.worker.reporting.metrics import Journal
+from trainer.worker.reporting.stderr_best_effort import write_stderr
+from trainer.worker.reporting.ticker import Ticker
+from trainer.worker.saved_state.train_state import Saver, TrainState
+from trainer.worker.shutdown_budget import seconds_left
+from trainer.worker.startup import device as devices
+from trainer.worker.startup import node_benchmark, preimport, rendezvous
+from trainer.worker.training.drill import Drill
+from trainer.worker.training.loop import Loop, LoopServices, TrainObjects
+from trainer.worker.training.lr_schedule import learning_rate
+from trainer.worker.training.save_schedule import SaveSchedule
+from trainer.worker.training.spikes import SpikeDetector
 
 if TYPE_CHECKING:
     from checkpointing.writer.link import WriterLink
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
 
 def warm(config: JobConfig) -> None:
     """Import all that a rank of this run will need; touches no GPU, starts no thread, computes nothing."""
-    warming.import_lazy_parts()
+    preimport.import_lazy_parts()
     if not config.command:
         workload.find(config.workload)
 
@@ -58,11 +60,11 @@ def rank_main(spec: RankSpec) -> int:
     ticker = Ticker(cell)
     ticker.start()
     try:
-        last = last_words.finished(spec, cell, _train(spec, cell, control, started))
-    except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001  # outermost edge: kept as last words
-        last = last_words.failed(spec, cell, error)
+        last = crash_report.finished_outcome(spec, cell, _train(spec, cell, control, started))
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001  # outermost edge: kept as the outcome
+        last = crash_report.failed_outcome(spec, cell, error)
     ticker.stop()
-    last_words.leave(spec, control, last)
+    crash_report.report_end(spec, control, last)
     return last.exit_code
 
 
@@ -78,12 +80,12 @@ def _train(spec: RankSpec, cell: ProgressCell, control: socket.socket, started: 
         devices.be_strict()
     device = devices.choose(config.cluster, spec.local_rank)
     rendezvous.choose_interface(config.cluster.interface, spec.host)
-    with flight.recording(spec):
+    with flight_recorder.recording(spec):
         key = rendezvous.join(spec, control, device)
-        fitness.measure(spec, config, control, device)
-        trained = _build(made, mesh.build(config.parallel, device, spec.rank, spec.world_size))
-        flight.tell_groups(spec)
-        code = _loop(spec, config, run_dir, cell, trained, started, key)
+        node_benchmark.measure(spec, config, control, device)
+        objects = _build(made, mesh.build(config.parallel, device, spec.rank, spec.world_size))
+        flight_recorder.write_groups(spec)
+        code = _restore_and_train(spec, config, run_dir, cell, objects, started, key)
         rendezvous.leave()
     return code
 
@@ -94,54 +96,60 @@ def _seed(seed: int) -> None:
     random.seed(seed)
 
 
-def _build(made: workload.Workload, layout: mesh.Layout) -> Trained:
+def _build(made: workload.Workload, layout: mesh.Layout) -> TrainObjects:
     model = made.parallelize(made.build_model(), layout)
     optimizer = made.build_optimizer(model)
-    return Trained(workload=made, model=model, optimizer=optimizer, data=made.build_data(layout), layout=layout)
+    return TrainObjects(workload=made, model=model, optimizer=optimizer, data=made.build_data(layout), layout=layout)
 
 
-def _loop(
-    spec: RankSpec, config: JobConfig, run_dir: RunDir, cell: ProgressCell, trained: Trained, started: float, key: bytes
+def _restore_and_train(
+    spec: RankSpec,
+    config: JobConfig,
+    run_dir: RunDir,
+    cell: ProgressCell,
+    objects: TrainObjects,
+    started: float,
+    key: bytes,
 ) -> ExitCode:
     """Restore the newest checkpoint, if any, and train on."""
     journal = Journal(run_dir.attempt(spec.attempt), spec)
     go = run_dir.attempt(spec.attempt).go
     token = LaunchToken.read(go)
     saver = _checkpointer(spec, config, run_dir, token, key, journal.checkpoint)
-    skip = _left_out(spec, run_dir)
-    progressed = Progressed(
-        model=trained.model,
-        optimizer=trained.optimizer,
-        data=trained.data,
+    skip = _skipped_positions(spec, run_dir)
+    train_state = TrainState(
+        model=objects.model,
+        optimizer=objects.optimizer,
+        data=objects.data,
         rank=spec.rank,
-        device=trained.layout.device,
+        device=objects.layout.device,
         config_digest=hashlib.sha256(canonical(read_json(run_dir.config))).hexdigest(),
         seed=config.train.seed,
         lazy=config.checkpoint.staging.mode == "lazy",
         skip=skip,
-        workload=trained.workload,
+        workload=objects.workload,
         warn=_warner(journal, spec.rank),
     )
-    _diversify(config.train.seed, trained.layout)
+    _seed_by_data(config.train.seed, objects.layout)
     cell.update(phase=Phase.RESTORE)
-    progressed.restore(saver)
-    if progressed.step:
-        set_learning_rate(trained.optimizer, learning_rate(config.train, progressed.step))
+    train_state.restore(saver)
+    if train_state.step:
+        set_learning_rate(objects.optimizer, learning_rate(config.train, train_state.step))
     # What came from memory need not be on any disk: only what is counts as saved.
     saved = saver.committed_step or 0
-    cell.update(step=progressed.step, saved_step=saved, restored_step=progressed.step)
-    outside = Outside(
+    cell.update(step=train_state.step, saved_step=saved, restored_step=train_state.step)
+    services = LoopServices(
         cell=cell,
         journal=journal,
         saver=saver,
         drill=_drill(spec, config, journal, cell),
-        rhythm=_rhythm(config, token, saved, journal),
-        course=course(cell, trained.model, trained.layout.device),
-        losses=Losses(config.recovery.spike),
+        save_schedule=_save_schedule(config, token, saved, journal),
+        phases=phase_tracker(cell, objects.model, objects.layout.device),
+        spike_detector=SpikeDetector(config.recovery.spike),
         started=started,
         skip=skip,
     )
-    code = Loop(config, trained, progressed, outside).run()
+    code = Loop(config, objects, train_state, services).run()
     cell.update(phase=Phase.CHECKPOINT)
     saver.close(seconds_left(cell, finished=code is ExitCode.FINISHED))
     cell.update(phase=Phase.DONE)
@@ -159,13 +167,13 @@ def _warner(journal: Journal, rank: int) -> Callable[[int, str], None]:
     return warn
 
 
-def _diversify(seed: int, layout: mesh.Layout) -> None:
+def _seed_by_data(seed: int, layout: mesh.Layout) -> None:
     """From here on dropout and the like differ between ranks with different data, and only between them."""
     torch.manual_seed(seed * 1_000_003 + layout.dp_rank)
     random.seed(seed * 1_000_003 + layout.dp_rank)
 
 
-def _left_out(spec: RankSpec, run_dir: RunDir) -> frozenset[int]:
+def _skipped_positions(spec: RankSpec, run_dir: RunDir) -> frozenset[int]:
     """Positions in the data at which no rank may train: what the coordinator says, and what earlier attempts found.
 
     Ranks that differed in it would train on different data for ever, so that all of them believe the first one.
@@ -193,9 +201,9 @@ def _drill(spec: RankSpec, config: JobConfig, journal: Journal, cell: ProgressCe
     )
 
 
-def _rhythm(config: JobConfig, token: LaunchToken, saved: int, journal: Journal) -> Rhythm:
+def _save_schedule(config: JobConfig, token: LaunchToken, saved: int, journal: Journal) -> SaveSchedule:
     mtbf = token.mtbf or config.checkpoint.auto.node_days * 86400.0 / config.cluster.nodes
-    return Rhythm(config.checkpoint, saved=saved, mtbf=mtbf, tell=journal.cadence)
+    return SaveSchedule(config.checkpoint, saved=saved, mtbf=mtbf, on_change=journal.save_interval)
 
 
 def _checkpointer(
@@ -225,7 +233,7 @@ def _checkpointer(
             "generation": spec.generation,
         },
         config=config.checkpoint,
-        link=_writer(spec),
+        link=_agent_writer(spec),
         tiers=resolve_tiers(config.checkpoint, run_dir.checkpoints, run_dir.name, spec.node_name),
         suspects=spec.suspects,
         leads_node=spec.local_rank == 0,
@@ -233,7 +241,7 @@ def _checkpointer(
     )
 
 
-def _writer(spec: RankSpec) -> "WriterLink | None":
+def _agent_writer(spec: RankSpec) -> "WriterLink | None":
     """The writer and the memory that the agent keeps for this rank; without them the checkpointer makes its own."""
     from checkpointing.writer.link import WriterLink, WriterLost
 
@@ -242,7 +250,7 @@ def _writer(spec: RankSpec) -> "WriterLink | None":
     try:
         return WriterLink.attach(spec.writer_fd, spec.arena_fd)
     except WriterLost as error:
-        lament(f"orch: the agent's checkpoint writer cannot be used, starting another: {error}")
+        write_stderr(f"orch: the agent's checkpoint writer cannot be used, starting another: {error}")
         return None
 
 

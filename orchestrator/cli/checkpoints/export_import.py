@@ -43,10 +43,10 @@ def export(
     chosen = find_one(target, screen.warn)
     torch_env.prepare()
     from checkpointing.errors import CheckpointError
-    from trainer.worker.exported import Order
-    from trainer.worker.exported import export as write
+    from trainer.worker.interchange.checkpoint_export import ExportRequest
+    from trainer.worker.interchange.checkpoint_export import export as write
 
-    order = Order(
+    order = ExportRequest(
         to=to, folder=folder.resolve(), dtype=dtype, with_optimizer=with_optimizer, run=chosen.run, config=chosen.config
     )
     try:
@@ -156,15 +156,15 @@ def _brought(screen: Screen, place: Path, config: Any, staging: Path | None, *, 
     """Check that everything fits; make the checkpoint in `staging`. What to say of it."""
     torch_env.prepare()
     from checkpointing.errors import CheckpointError
-    from trainer.worker import imported
+    from trainer.worker.interchange import weights_import
     from trainer.worker.workload import WorkloadError
 
     try:
-        source = imported.open_source(place.absolute())
-        found = imported.fit(source, config, weights_only=weights_only)
+        source = weights_import.open_source(place.absolute())
+        found = weights_import.plan_import(source, config, weights_only=weights_only)
         if found.complaints:
             raise _does_not_fit(place, found.complaints)
-        step, extra = imported.facts(source, found)
+        step, extra = weights_import.facts(source, found)
         made = None if staging is None else _made(screen, staging, step, found.tensors, extra)
     except CheckpointError as error:
         raise CheckpointInvalid(f"nothing was imported: {error}", where=str(place)) from error
@@ -178,7 +178,7 @@ def _brought(screen: Screen, place: Path, config: Any, staging: Path | None, *, 
 
 
 def _does_not_fit(place: Path, complaints: list[tuple[str, str]]) -> ConfigError:
-    from trainer.worker.imported import overrides
+    from trainer.worker.interchange.weights_import import overrides
 
     lines = [what for what, _ in complaints[:SHOWN]]
     lines += [f"and {len(complaints) - SHOWN} more"] if len(complaints) > SHOWN else []

@@ -102,7 +102,7 @@ def _whole(target: Target, level: int, meter: Any) -> "Report":
     torch_env.prepare()
     # The only levels that need torch, which takes seconds to import.
     from checkpointing.engine.verification.audit import audit_in
-    from trainer.worker.expectations import expected
+    from trainer.worker.saved_state.expected_contents import expected
 
     config = target.config
     report: Report = audit_in(target.storage, target.name, level, meter, lambda manifest: expected(manifest, config))

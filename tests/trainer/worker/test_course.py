@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from trainer.contract.progress import SECTIONS, Phase, ProgressCell
-from trainer.worker import own_work
-from trainer.worker.course import Course, compiles, course, evaluating
-from trainer.worker.own_work import StreamTime, ThreadTime, leave_waits_out
+from trainer.worker.course import PhaseTracker, compiles, evaluating, phase_tracker
+from trainer.worker.reporting import work_timer
+from trainer.worker.reporting.work_timer import CpuStopwatch, CudaStopwatch, exclude_fsdp_waits
 
 DATA, FORWARD, BACKWARD, OPTIMIZER = range(4)
 
@@ -38,7 +38,7 @@ class Clock:
         self.turns: list[int | None] = []
         self.known = [0, 0, 0, 0]
 
-    def turn(self, section: int | None) -> None:
+    def switch_to(self, section: int | None) -> None:
         self.turns.append(section)
 
     def total(self) -> list[int]:
@@ -46,7 +46,7 @@ class Clock:
 
 
 def test_every_phase_is_told_with_the_collectives_begun_so_far(world, cell):
-    taken = Course(cell, Clock())
+    taken = PhaseTracker(cell, Clock())
     taken.enter(Phase.DATA)
     before = cell.read().collective
     for _ in range(3):
@@ -57,7 +57,7 @@ def test_every_phase_is_told_with_the_collectives_begun_so_far(world, cell):
 
 
 def test_the_first_forward_pass_of_a_compiled_model_is_called_so(world, cell):
-    taken = Course(cell, Clock(), compiles=True)
+    taken = PhaseTracker(cell, Clock(), compiles=True)
     phases = []
     for phase in (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.FORWARD):
         taken.enter(phase)
@@ -67,8 +67,8 @@ def test_the_first_forward_pass_of_a_compiled_model_is_called_so(world, cell):
 
 def test_an_evaluation_within_a_phase_is_told_and_is_no_work_of_the_step(world, cell):
     clock = Clock()
-    made = course(cell, nn.Linear(2, 2), torch.device("cpu"))
-    made._watch = clock
+    made = phase_tracker(cell, nn.Linear(2, 2), torch.device("cpu"))
+    made._stopwatch = clock
     made.enter(Phase.FORWARD)
     with evaluating():
         with evaluating():
@@ -93,7 +93,7 @@ def test_a_shape_that_is_new_is_compiled_in_any_step(world, cell):
         return graph.forward
 
     model = torch.compile(nn.Linear(2, 2), backend=backend, dynamic=False)
-    made = course(cell, model, torch.device("cpu"))
+    made = phase_tracker(cell, model, torch.device("cpu"))
     for batch in (1, 3):
         made.enter(Phase.FORWARD)
         model(torch.ones(batch, 2))
@@ -115,21 +115,21 @@ def test_a_model_is_compiled_as_a_whole_or_in_part():
 
 def test_own_work_is_told_once_a_step_and_the_first_step_is_left_out(world, cell):
     clock = Clock()
-    taken = Course(cell, clock)
+    taken = PhaseTracker(cell, clock)
     clock.known = [900, 800, 700, 600]
-    taken.stepped(101)
+    taken.step_ended(101)
     assert (cell.work().steps, cell.work().sections) == (101, (0, 0, 0, 0))
     clock.known = [901, 802, 703, 604]
-    taken.stepped(102)
+    taken.step_ended(102)
     assert (cell.work().steps, cell.work().sections) == (102, (1, 2, 3, 4))
 
 
 def test_phase_times_count_from_the_second_step_on(world, cell):
-    taken = Course(cell, Clock())
+    taken = PhaseTracker(cell, Clock())
     taken.enter(Phase.DATA)
     taken.enter(Phase.FORWARD)
     assert cell.times() == {}
-    taken.stepped(1)
+    taken.step_ended(1)
     taken.enter(Phase.DATA)
     taken.enter(Phase.FORWARD)
     assert {phase: sum(counts) for phase, counts in cell.times().items()} == {Phase.DATA: 1, Phase.FORWARD: 1}
@@ -137,7 +137,7 @@ def test_phase_times_count_from_the_second_step_on(world, cell):
 
 def test_a_pause_is_no_work_of_the_section_that_goes_on_after_it(world, cell):
     clock = Clock()
-    taken = Course(cell, clock)
+    taken = PhaseTracker(cell, clock)
     taken.enter(Phase.OPTIMIZER)
     taken.pause()
     taken.resume()
@@ -152,14 +152,14 @@ def spin(seconds: float) -> None:
 
 
 def test_who_waits_does_no_work_but_for_data():
-    watch = ThreadTime()
+    watch = CpuStopwatch()
     for section in (DATA, FORWARD, BACKWARD):
-        watch.turn(section)
+        watch.switch_to(section)
         time.sleep(0.03)
     spin(0.02)
-    watch.turn(None)
+    watch.switch_to(None)
     spin(0.01)
-    watch.turn(None)
+    watch.switch_to(None)
     data, forward, backward, optimizer = watch.total()
     assert data >= 30e6
     assert forward < 10e6
@@ -193,11 +193,11 @@ class Event:
 
 def test_time_in_a_stream_is_read_when_it_has_come_to_pass():
     stream = Stream()
-    watch = StreamTime(stream.event)
+    watch = CudaStopwatch(stream.event)
     for section, milliseconds in ((DATA, 0), (FORWARD, 5), (None, 100), (FORWARD, 2), (BACKWARD, 9), (None, 50)):
-        watch.turn(section)
+        watch.switch_to(section)
         stream.queued += milliseconds
-    watch.turn(OPTIMIZER)
+    watch.switch_to(OPTIMIZER)
     assert watch.total()[1:] == [0, 0, 0]
     stream.done = 107.0
     assert watch.total()[1:] == [7_000_000, 0, 0]
@@ -206,10 +206,10 @@ def test_time_in_a_stream_is_read_when_it_has_come_to_pass():
 
 
 def test_loading_data_counts_by_the_clock_on_a_gpu_too():
-    watch = StreamTime(Stream().event)
-    watch.turn(DATA)
+    watch = CudaStopwatch(Stream().event)
+    watch.switch_to(DATA)
     time.sleep(0.02)
-    watch.turn(FORWARD)
+    watch.switch_to(FORWARD)
     assert watch.total()[DATA] >= 20e6
 
 
@@ -237,7 +237,7 @@ def test_every_wait_for_gathered_parameters_lies_in_a_pause(world, monkeypatch):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     assert isinstance(model, FSDPModule)
-    leave_waits_out(model, lambda: story.append("pause"), lambda: story.append("resume"))
+    exclude_fsdp_waits(model, lambda: story.append("pause"), lambda: story.append("resume"))
     model(torch.ones(1, 4)).sum().backward()
     assert {"wait", "last wait"} <= set(story)
     running = True
@@ -249,22 +249,22 @@ def test_every_wait_for_gathered_parameters_lies_in_a_pause(world, monkeypatch):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_events_of_a_real_gpu():
-    watch = own_work.stopwatch(torch.device("cuda"))
-    watch.turn(FORWARD)
+    watch = work_timer.stopwatch(torch.device("cuda"))
+    watch.switch_to(FORWARD)
     torch.cuda._sleep(20_000_000)
-    watch.turn(None)
+    watch.switch_to(None)
     torch.cuda.synchronize()
     assert watch.total()[FORWARD] > 1e6
 
 
 def test_it_costs_a_few_microseconds_a_step(world, cell):
     """Not for the record: only that nobody puts something slow in."""
-    taken = Course(cell, ThreadTime())
+    taken = PhaseTracker(cell, CpuStopwatch())
     began = time.thread_time()
     for step in range(2000):
         for phase in SECTIONS:
             taken.enter(phase)
         taken.pause()
         taken.resume()
-        taken.stepped(step)
+        taken.step_ended(step)
     assert (time.thread_time() - began) / 2000 < 500e-6

@@ -48,7 +48,7 @@ def test_a_killed_run_ends_with_the_same_bits(make_run, world, parallel):
         assert hurt.final()[key] == calm.final()[key]
 
 
-def test_a_killed_peer_is_an_echo_and_the_drill_is_told(make_run):
+def test_a_killed_peer_is_a_secondary_failure_and_the_drill_is_reported(make_run):
     run = make_run(2, parallel={"dp_shard": 2}, drill=kill(1, after=2))
     answer = run.train()
     assert answer["codes"] == [ExitCode.RETRY, -9]
@@ -64,7 +64,7 @@ def test_a_killed_peer_is_an_echo_and_the_drill_is_told(make_run):
     ]
 
 
-def test_an_exception_is_the_cause_and_its_peers_echo(make_run):
+def test_an_exception_is_the_cause_and_its_peers_fail_secondarily(make_run):
     run = make_run(2, parallel={"dp_shard": 2}, drill={"events": [{"kind": "raise", "rank": 1, "step": 2}]})
     assert run.train()["codes"] == [ExitCode.RETRY, ExitCode.ERROR]
     cause = RankOutcome.read(run.attempt.rank_outcome(1, 1))

@@ -7,7 +7,7 @@ import torch
 
 from trainer.contract.config import JobConfig, ModelConfig, ParallelConfig, TrainConfig, WorkloadConfig
 from trainer.worker import workload
-from trainer.worker.initial import generator
+from trainer.worker.initial_weights import generator
 from trainer.worker.llama import LlamaWorkload
 from trainer.worker.workload import BaseWorkload, WorkloadError
 

@@ -21,9 +21,9 @@ with warnings.catch_warnings():
 
     from tests.checkpointing.engine.built_checkpoint import build
     from trainer.contract.config import ModelConfig
-    from trainer.worker.hugging_face import names
+    from trainer.worker.interchange.hugging_face import names
     from trainer.worker.llama import Llama
-    from trainer.worker.state import model_tensors
+    from trainer.worker.saved_state.checkpoint_contents import model_tensors
 
 SIZES = {"vocab_size": 257, "dim": 32, "layers": 1, "heads": 4, "kv_heads": 2, "ffn_dim": 48}
 MODEL = [f"model.{key}={value}" for key, value in SIZES.items()]

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.contract.rank_messages import RankSpec
-from trainer.worker import flight
+from trainer.worker.reporting import flight_recorder
 
 BAD = 2
 """The rank that goes wrong."""
@@ -58,13 +58,13 @@ def go_wrong(kind: str, rank: int, bits: list[torch.Tensor], groups: tuple[dist.
 def rank_of(kind: str, rank: int, world: int, run_dir: str, sockets: str, ready: int) -> None:
     spec = spec_of(rank, world, run_dir, sockets)
     error: BaseException | None = None
-    with flight.recording(spec):
+    with flight_recorder.recording(spec):
         store = dist.FileStore(f"{sockets}/store", world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
         half = world // 2
         near = [dist.new_group([2 * pair, 2 * pair + 1]) for pair in range(half)][rank // 2]
         far = [dist.new_group([place, place + 2]) for place in range(2)][rank % 2] if world == 4 else near
-        flight.tell_groups(spec)
+        flight_recorder.write_groups(spec)
         bits = [torch.ones(4) for _ in range(3)]
         for _ in range(3):
             dist.all_reduce(bits[0], group=near)
@@ -75,7 +75,7 @@ def rank_of(kind: str, rank: int, world: int, run_dir: str, sockets: str, ready:
             go_wrong(kind, rank, bits, (near, far))
         except (RuntimeError, ValueError) as caught:
             error = caught
-            flight.dump(spec, error)
+            flight_recorder.dump(spec, error)
     os._exit(0 if error is None else 1)
 
 

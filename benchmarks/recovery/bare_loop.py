@@ -1,0 +1,56 @@
+"""The bare loop: one rank of the product's model, data and sums, in a plain process that nothing watches.
+
+    RANK=... WORLD_SIZE=... MASTER_ADDR=... MASTER_PORT=...
+        python -m benchmarks.recovery.bare_loop CONFIG_JSON FOLDER STEPS
+
+It has no agent, cell, stopwatch, ticker, metrics, saver and agreement; a line a step to FOLDER/rank-N.jsonl, {time,
+step, pid}, is the same as that of a rank of the product.
+"""
+
+import os
+import random
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.recovery.script import tell
+from trainer.contract.config import JobConfig, load
+from trainer.contract.progress import StopReason
+from trainer.worker import mesh, workload
+from trainer.worker.optimizer import set_learning_rate
+from trainer.worker.startup import device as devices
+from trainer.worker.training import reduction
+from trainer.worker.training.lr_schedule import learning_rate
+
+
+def main(config: JobConfig, folder: Path, steps: int) -> None:
+    devices.be_deterministic(devices.threads_per_rank(config.cluster))
+    torch.manual_seed(config.train.seed)
+    random.seed(config.train.seed)
+    dist.init_process_group("gloo")
+    made = workload.build(config)
+    layout = mesh.build(config.parallel, torch.device("cpu"), dist.get_rank(), dist.get_world_size())
+    model = made.parallelize(made.build_model(), layout)
+    optimizer, data = made.build_optimizer(model), made.build_data(layout)
+    with (folder / f"rank-{dist.get_rank()}.jsonl").open("a") as lines:
+        for step in range(1, steps + 1):
+            batches = data.take()
+            total = torch.zeros(())
+            for batch in batches:
+                loss = made.loss(model, batch) / len(batches)
+                loss.backward()
+                total += loss.detach()
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            reduced = reduction.reduce(step, gradients, total, StopReason.NONE, reduction.RankZeroMessage())
+            reduction.clip(gradients, reduced.norm, config.train.clip_norm)
+            set_learning_rate(optimizer, learning_rate(config.train, step))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            tell(lines, step)
+    os._exit(0)  # the others may have gone already
+
+
+if __name__ == "__main__":
+    main(load(Path(sys.argv[1])), Path(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,147 @@
+"""Stories of jobs that are handed in: no answer, a wrong one, a refusal, somebody else's job."""
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator.controller.reconciler.actor import AMBIGUOUS_FOR
+from orchestrator.errors import ConfigError, Precondition
+from orchestrator.states import AttemptState, RunState
+from tests.fakes.model_slurm import SlurmFaults
+from tests.scenarios.world import World
+
+
+def test_an_ambiguous_submit_is_looked_up_and_never_repeated_blindly(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.slurm.slurm_faults = SlurmFaults(ambiguous=1.0)
+    world.turns(3, 1.0)
+    assert [call for call in world.slurm.calls if call.startswith("submit")] == [f"submit {world.attempts[0].job_name}"]
+    assert world.attempts[0].job_id == "1"
+
+
+def test_a_submit_that_vanished_is_repeated_after_a_minute_of_answers(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.slurm.slurm_faults = SlurmFaults(ambiguous=1.0, lost=1.0)
+    world.tick()
+    begun = world.clock.now
+    world.slurm.slurm_faults = SlurmFaults()
+    world.turns(200, 1.0, lambda: world.attempts[0].job_id is not None)
+    assert AMBIGUOUS_FOR <= world.clock.now - begun <= AMBIGUOUS_FOR + 5
+    assert len([call for call in world.slurm.calls if call.startswith("submit")]) == 2
+    assert len(world.attempts) == 1
+
+
+def test_silence_in_between_begins_the_minute_anew(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.slurm.slurm_faults = SlurmFaults(ambiguous=1.0, lost=1.0)
+    world.turns(40, 1.0)
+    world.slurm.reachable = False
+    world.turns(3, 1.0)
+    world.slurm.reachable, silent = True, world.clock.now
+    world.slurm.slurm_faults = SlurmFaults()
+    world.turns(200, 1.0, lambda: world.attempts[0].job_id is not None)
+    assert world.clock.now - silent >= AMBIGUOUS_FOR
+
+
+def test_one_lost_job_among_failures_of_sbatch_needs_nobody(tmp_path: Path) -> None:
+    """Somebody cancelled the first one while it was held, and there is no accounting: no trace of it is left."""
+    world = World(tmp_path)
+    world.slurm.slurm_faults = SlurmFaults(accounting=False)
+    find = world.slurm.find
+    world.slurm.find = lambda *_: []  # type: ignore[method-assign]
+    world.tick()
+    (job,) = world.slurm.jobs
+    world.slurm.jobs.remove(job)
+    world.slurm.find = find  # type: ignore[method-assign]
+    world.slurm.slurm_faults = SlurmFaults(ambiguous=1.0, lost=1.0, accounting=False)
+    world.turns(3000, 1.0, lambda: len(world.store.submissions(world.name)) == 3)
+    world.turns(200, 1.0, lambda: len(world.attempts) == 2)
+    assert world.attempts[0].failure["kind"] == "job_lost"
+    world.slurm.slurm_faults = SlurmFaults()
+    assert world.finish().state is RunState.SUCCEEDED
+
+
+def test_a_late_duplicate_is_cancelled_and_never_let_go(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.tick()
+    spec = world.slurm.jobs[0].spec
+    world.slurm.submit(spec)
+    world.turns(40, 1.0)
+    assert [(job.job_id, job.held) for job in world.slurm.jobs if job.state == "CANCELLED"] == [("2", True)]
+    assert world.finish().state is RunState.SUCCEEDED
+
+
+def test_a_stranger_s_job_with_our_prefix_is_left_alone(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    world, other = World(tmp_path / "a"), World(tmp_path / "b")
+    other.tick()
+    stranger = other.slurm.jobs[0]
+    world.slurm.jobs.append(stranger)
+    stranger.job_id = "99"
+    stranger.spec = type(stranger.spec)(**{**vars(stranger.spec), "name": "orch-theirs-1-deadbeef", "comment": "x"})
+    world.finish()
+    assert "cancel 99" not in world.slurm.calls
+
+
+def test_a_refused_job_holds_the_run_with_slurm_s_words(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.slurm.slurm_faults = SlurmFaults(reject="Invalid account or account/partition combination specified")
+    assert world.finish().state is RunState.HELD
+    assert "Invalid account" in world.run.reason
+    assert f"orch resume {world.name}" in world.run.reason
+    world.slurm.slurm_faults = SlurmFaults()
+    world.store.add_user_request(world.name, "resume", {}, world.clock.now)
+    world.turns(1)
+    assert world.finish().state is RunState.SUCCEEDED
+    assert world.run.fresh_from == 2
+
+
+def test_a_value_that_sbatch_must_not_see_holds_the_run_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(tmp_path)
+
+    def refuse(spec: object) -> None:
+        raise ConfigError("cluster.partition: a line break", hint="cluster.partition=NAME")
+
+    monkeypatch.setattr(world.slurm, "submit", refuse)
+    assert world.finish().state is RunState.HELD
+    assert "a line break; cluster.partition=NAME" in world.run.reason
+
+
+def test_a_reused_id_is_not_taken_for_the_job(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.tick()
+    world.slurm.jobs.clear()
+    world.clock.advance(2.0)  # as long as a slurmctld takes at least to come back
+    world.slurm._next_id = 1
+    stranger = world.slurm.add_foreign("somebody-else", "x", state="PENDING")
+    stranger.held = True
+    assert stranger.job_id == world.attempts[0].job_id
+    world.turns(100, 1.0, lambda: world.attempts[0].state is AttemptState.LOST)
+    assert world.attempts[0].state is AttemptState.LOST
+    assert world.slurm.jobs[0].state == "PENDING"
+
+
+def test_a_run_is_not_held_while_its_job_may_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(tmp_path)
+    release = world.slurm.release
+
+    def refuse(job_id: str, submission: object) -> None:
+        raise Precondition("the submission of the job is gone")
+
+    monkeypatch.setattr(world.slurm, "release", refuse)
+    report = world.controller.tick(world.lease)
+    assert [error.split(":")[0] for error in report.errors] == [world.name]
+    assert world.run.state is RunState.QUEUED
+    assert "the submission of the job is gone" in world.run.reason
+    monkeypatch.setattr(world.slurm, "release", release)
+    assert world.finish().state is RunState.SUCCEEDED
+    assert len(world.attempts) == 1
+
+
+def test_a_folder_of_another_registry_holds_the_run(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.folder.make()
+    assert world.finish().state is RunState.HELD
+    assert "belongs to another run" in world.run.reason
+    assert world.slurm.jobs == []

@@ -1,0 +1,106 @@
+"""Stories of people who ask: cancel, resume, and what makes no sense."""
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator.states import RunState
+from tests.fakes.model_slurm import SlurmFaults
+from tests.scenarios.world import World, training
+
+
+def test_cancel_saves_first_and_is_answered_when_the_job_is_gone(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    training(world, 12)
+    world.store.add_user_request(world.name, "cancel", {}, world.clock.now)
+    world.turns(1)
+    assert world.run.state is RunState.RUNNING
+    assert world.finish().state is RunState.CANCELLED
+    assert world.attempts[0].saved_step == world.slurm.agents_of[world.name][0].step_done
+    assert f"newest checkpoint is of step {world.attempts[0].saved_step}" in world.run.reason
+    assert world.store.user_requests() == []
+
+
+def test_cancel_does_not_wait_for_ever(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    training(world, 12)
+    agents = world.slurm.running()[0].agents
+    assert agents is not None
+    agents._listen = lambda: None  # type: ignore[method-assign]
+    world.slurm.running()[0].agents.config = world.controller._configs[world.run.config_digest]  # type: ignore[union-attr]
+    agents._train = lambda seconds: None  # type: ignore[method-assign]
+    world.store.add_user_request(world.name, "cancel", {"limit": 20}, world.clock.now)
+    world.turns(60, 1.0, lambda: world.run.state is RunState.CANCELLED)
+    assert world.run.state is RunState.CANCELLED
+
+
+@pytest.mark.parametrize("turns", [0, 1])
+def test_a_run_that_never_trained_is_cancelled_at_once(tmp_path: Path, turns: int) -> None:
+    world = World(tmp_path)
+    world.slurm.down = set(world.slurm.nodes)
+    world.turns(turns)
+    world.store.add_user_request(world.name, "cancel", {}, world.clock.now)
+    world.turns(4, 1.0)
+    assert world.run.state is RunState.CANCELLED
+    assert not [job for job in world.slurm.jobs if job.live]
+
+
+def test_a_run_to_be_cancelled_says_what_it_waits_for(tmp_path: Path) -> None:
+    """A controller that was killed between sbatch and its answer had noted nothing yet."""
+    world = World(tmp_path)
+    world.slurm.slurm_faults = SlurmFaults(ambiguous=1.0, lost=1.0)
+    world.kill_at = lambda point: point == "after_sbatch"
+    world.tick()
+    world.kill_at = lambda point: False
+    world.store.add_user_request(world.name, "cancel", {}, world.clock.now)
+    world.turns(1)
+    assert world.run.reason == "is to be cancelled: waits until it is certain that no job was submitted"
+    assert world.finish().state is RunState.CANCELLED
+
+
+def test_the_job_of_a_held_run_ends_before_the_run_is_cancelled(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    training(world, 12)
+    # As `orch db rebuild` leaves a run whose record is lost.
+    world.store.move_run(world.name, RunState.HELD, "rebuilt", epoch=world.lease.epoch, now=world.clock.now)
+    world.store.add_user_request(world.name, "cancel", {}, world.clock.now)
+    world.tick()
+    assert world.run.state is RunState.RECOVERING
+    assert world.finish().state is RunState.CANCELLED
+    assert not [job for job in world.slurm.jobs if job.live]
+    assert world.attempts[0].saved_step == world.slurm.agents_of[world.name][0].step_done
+    assert world.store.user_requests() == []
+
+
+def test_a_run_whose_folder_cannot_be_made_can_be_cancelled(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.folder.make()
+    assert world.finish().state is RunState.HELD
+    world.store.add_user_request(world.name, "cancel", {}, world.clock.now)
+    world.turns(3, 1.0)
+    assert world.run.state is RunState.CANCELLED
+    assert world.store.user_requests() == []
+
+
+def test_a_cancelled_run_resumes_from_what_was_saved(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    training(world, 12)
+    world.store.add_user_request(world.name, "cancel", {}, world.clock.now)
+    world.finish()
+    world.store.add_user_request(world.name, "resume", {}, world.clock.now)
+    world.turns(1)
+    assert world.finish().state is RunState.SUCCEEDED
+    assert world.attempts[1].resumed_from == world.attempts[0].saved_step
+
+
+def test_asks_that_make_no_sense_are_answered(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    training(world, 5)
+    world.store.add_user_request(world.name, "resume", {}, world.clock.now)
+    world.store.add_user_request("nobody", "cancel", {}, world.clock.now)
+    world.finish()
+    world.store.add_user_request(world.name, "cancel", {}, world.clock.now)
+    world.tick()
+    answers = [ask.answer for ask in world.store.user_requests(pending=False)]
+    assert answers == ["sim-1 is RUNNING: there is nothing to resume", "there is no run nobody",
+                       "sim-1 is SUCCEEDED already"]  # fmt: skip

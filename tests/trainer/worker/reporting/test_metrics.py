@@ -1,0 +1,55 @@
+"""What a rank tells of its saves, from two threads at once."""
+
+import json
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from trainer.contract.events import EventKind
+from trainer.contract.rank_messages import RankSpec
+from trainer.contract.run_dir import AttemptDir
+from trainer.worker.reporting.metrics import Journal
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Journal:
+    attempt = AttemptDir(tmp_path / "attempts" / "001")
+    for file in (attempt.work_log(0), attempt.metrics, attempt.event_file("rank-00000"), attempt.final):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    spec = RankSpec(
+        run_dir=str(tmp_path), attempt=1, generation=1, rank=0, local_rank=0, world_size=1, local_world_size=1, node=0,
+        node_name="n", cell_fd=-1, control_fd=-1, host="",
+    )  # fmt: skip
+    return Journal(attempt, spec)
+
+
+def test_no_stall_is_lost_while_another_thread_tells_of_a_commit(journal: Journal, tmp_path: Path) -> None:
+    steps, switched = 3000, sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    failures: list[BaseException] = []
+
+    def commits() -> None:
+        try:
+            for step in range(1, 200):
+                journal.checkpoint(EventKind.CHECKPOINT_COMMITTED, {"step": step, "name": "", "bytes": 0, "seconds": 0})
+        except RuntimeError as error:
+            failures.append(error)
+
+    saver = threading.Thread(target=commits)
+    try:
+        saver.start()
+        for step in range(1000, 1000 + steps):
+            journal.stalled(step, 1.0)
+        saver.join()
+    finally:
+        sys.setswitchinterval(switched)
+    assert failures == []
+    journal.checkpoint(EventKind.CHECKPOINT_COMMITTED, {"step": 999, "name": "", "bytes": 0, "seconds": 0})
+    assert sum(journal._stalls.values()) == steps
+    journal.checkpoint(EventKind.CHECKPOINT_COMMITTED, {"step": 1500, "name": "", "bytes": 0, "seconds": 0})
+    journal.close()
+    (events,) = tmp_path.rglob("*rank-00000*.jsonl")
+    last = json.loads(events.read_text().splitlines()[-1])
+    assert 1.0 in (last.get("stall"), last.get("data", {}).get("stall"))

@@ -1,0 +1,97 @@
+"""A run that was killed ends with the bits of an undisturbed one, whatever its optimizer keeps, and wherever."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.worker.conftest import hang
+from trainer.contract.events import EventKind, read_events
+from trainer.contract.outcome import ExitCode, RankOutcome
+
+pytestmark = pytest.mark.multi
+
+HERE = Path(__file__).parents[1]
+
+
+def setting(optimizer, world, whole=False, rows=2, kind="AnyOptimizer", **options):
+    args = {"optimizer": optimizer, "options": options, "whole": whole, "rows": rows, "width": 6}
+    return {
+        "workload": {"target": f"any_optimizer:{kind}", "path": [str(HERE)], "args": args},
+        "train": {"steps": 14, "dtype": "float32", "lr": 0.05},
+        "parallel": {"dp_shard": world},
+        "checkpoint": {"every": 4},
+    }
+
+
+def incomplete(run):
+    found, _ = read_events(run.attempt.event_file("rank-00000"))
+    return [event.data["reason"] for event in found if event.kind == EventKind.CHECKPOINT_INCOMPLETE]
+
+
+def assert_exact(make_run, world, over):
+    calm = make_run(world, **over)
+    assert calm.train()["codes"] == [0] * world, calm.log()
+    hurt = make_run(world, **over, drill=hang(0, step=11))
+    assert hurt.train_until_killed(0, committed=8)["codes"][0] == -9, hurt.log()
+    assert hurt.train()["codes"] == [0] * world, hurt.log()
+    assert hurt.losses() == calm.losses()
+    assert hurt.final()["weights_digest"] == calm.final()["weights_digest"]
+    assert incomplete(hurt) == []
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "world", "whole"),
+    [
+        ("schedulefree:AdamWScheduleFree", 2, False),
+        ("schedulefree:SGDScheduleFree", 1, False),
+        ("prodigyopt:Prodigy", 1, True),
+        ("prodigyopt:Prodigy", 2, False),
+        ("torch.optim:Adagrad", 2, False),
+        ("torch.optim:Muon", 2, True),
+    ],
+)
+def test_what_an_optimizer_counts_comes_back(make_run, optimizer, world, whole):
+    assert_exact(make_run, world, setting(optimizer, world, whole))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "world", "words"),
+    [
+        ("prodigyopt:Prodigy", 2, "cannot make a step on sharded parameters"),
+        ("torch.optim:LBFGS", 1, "needs no closure"),
+        ("torch.optim:SparseAdam", 1, "needs sparse gradients"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_the_first_step(make_run, optimizer, world, words):
+    run = make_run(world, **setting(optimizer, world, rows=1))
+    assert run.train()["codes"][0] == ExitCode.NEVER_RETRY, run.log()
+    assert words in RankOutcome.read(run.attempt.rank_outcome(0, 1)).message
+
+
+def test_what_a_workload_returns_in_its_state_dict_comes_back_to_every_rank(make_run):
+    assert_exact(make_run, 2, setting("torch.optim:SGD", 2, kind="Stateful", momentum=0.9))
+
+
+def test_an_attribute_that_a_restart_has_lost_is_named(make_run):
+    over = setting("torch.optim:SGD", 1, kind="Forgetful")
+    hurt = make_run(1, **over, drill=hang(0, step=11))
+    hurt.train_until_killed(0, committed=8)
+    assert hurt.train()["codes"] == [0], hurt.log()
+    assert incomplete(hurt) == ["workload.calls had changed and is not saved: return it in the workload's state_dict()"]
+
+
+def test_another_world_goes_on_with_the_same_group_values(make_run):
+    over = setting("schedulefree:AdamWScheduleFree", 2)
+    over["train"] = {**over["train"], "batch_size": 2}
+    hurt = make_run(2, **over, drill=hang(0, step=11))
+    hurt.train_until_killed(0, committed=8)
+    config = json.loads(hurt.dir.config.read_bytes())
+    config["cluster"]["ranks_per_node"], config["parallel"]["dp_shard"], hurt.world = 1, 1, 1
+    hurt.dir.config.write_text(json.dumps(config))
+    assert hurt.train()["codes"] == [0], hurt.log()
+    (manifest,) = [json.loads(path.read_text()) for path in hurt.dir.checkpoints.glob("step-00000014*/manifest.json")]
+    (facts,) = manifest["extra"]["rank_state"]
+    (group,) = facts["optimizer"]["groups"]
+    assert group["values"]["k"]["value"] == 14
+    assert incomplete(hurt) == []

@@ -1,0 +1,74 @@
+"""A process that is no rank of the job, against a rank's store and against what ranks tell each other."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from trainer.contract.rank_messages import receive_message, send_message
+
+PROGRAM = Path(__file__).parent / "hostile_program.py"
+ROOT = PROGRAM.parents[4]
+
+
+@contextmanager
+def started(*arguments: str, descriptors: tuple[int, ...] = ()) -> "Iterator[subprocess.Popen[str]]":
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    process = subprocess.Popen(
+        [sys.executable, str(PROGRAM), *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env=environment, pass_fds=descriptors,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def reaches(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=5).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def attack(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """What the rank made of everything that the stranger did."""
+    canary = tmp_path_factory.mktemp("hostile") / "canary"
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.settimeout(300)
+    with ours, started("victim", str(theirs.fileno()), descriptors=(theirs.fileno(),)):
+        theirs.close()
+        store = receive_message(ours)
+        assert store is not None
+        elsewhere = reaches("127.0.0.2", store["port"])
+        with started("stranger", str(store["port"]), str(canary)) as stranger:
+            assert stranger.stdout is not None
+            # The stranger was faster than rank 0: the agent, which is honest, tells of a store that is not.
+            send_message(ours, **{**store, "port": int(stranger.stdout.readline())})
+            found = receive_message(ours)
+    assert found is not None
+    return {"store": store, "elsewhere": elsewhere, "ran": canary.exists(), "found": found}
+
+
+def test_nothing_that_a_stranger_sends_is_run(attack: dict[str, object]) -> None:
+    assert not attack["ran"], attack["found"]
+
+
+@pytest.mark.parametrize("exchange", ["gather", "all_gather", "broadcast", "scatter"])
+@pytest.mark.parametrize("number", [0, 1], ids=["a pickle", "forged JSON"])
+def test_what_a_stranger_sends_is_refused_by_name(attack: dict[str, object], exchange: str, number: int) -> None:
+    found = attack["found"]
+    assert isinstance(found, dict)
+    assert found[f"{exchange} {number}"].startswith("UnauthenticatedPeer: "), found
+
+
+def test_the_store_is_reached_at_the_address_of_the_run_alone(attack: dict[str, object]) -> None:
+    assert attack["elsewhere"] is False

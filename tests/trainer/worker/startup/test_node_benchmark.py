@@ -1,0 +1,64 @@
+"""What real ranks measure before their first step: figures, their time, and that nothing else is changed by it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RANKS = Path(__file__).parent / "fitness_ranks.py"
+
+
+def measured(folder: Path, **wanted: object) -> list[dict]:
+    command = [sys.executable, str(RANKS), json.dumps({"folder": str(folder), **wanted})]
+    root = Path(__file__).parents[4]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={"PYTHONPATH": str(root)}, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.multi
+def test_every_rank_tells_what_it_has_measured(tmp_path):
+    ranks = measured(tmp_path, world=4, local=2)
+    assert [rank["said"]["word"] for rank in ranks] == ["fitness"] * 4
+    for rank in ranks:
+        assert rank["said"]["matmul"] > 1e8
+        assert rank["said"]["memory"] > 1e7
+        assert all(seconds > 0 for _, seconds in rank["said"]["pairs"])
+    # Two nodes of two ranks: their first ranks meet twice, and every rank meets its neighbour.
+    assert [[peer for peer, _ in rank["said"]["pairs"]] for rank in ranks] == [[2, 2, 1], [0], [0, 0, 3], [2]]
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(("seconds", "rounds"), [(0.001, 0), (1.4, 1)])
+def test_all_ranks_stop_measuring_together_when_the_time_is_over(tmp_path, seconds, rounds):
+    """Rank 1 is held up in each round: that one rank is late ends it for all of them, and what was told counts."""
+    ranks = measured(tmp_path, world=4, local=1, seconds=seconds)
+    assert [len(rank["said"]["pairs"]) for rank in ranks] == [rounds] * 4
+    assert all(rank["said"]["matmul"] > 1e8 for rank in ranks)
+    assert len({rank["collectives"][1] for rank in ranks}) == 1
+
+
+@pytest.mark.multi
+def test_measuring_leaves_no_trace_in_what_is_trained(tmp_path):
+    ranks = measured(tmp_path, world=3, local=1)
+    assert [[peer for peer, _ in rank["said"]["pairs"]] for rank in ranks] == [[1, 2], [0, 2], [1, 0]]
+    for rank in ranks:
+        assert rank["random"][0] == rank["random"][1], "the generators are where they were"
+    assert len({rank["collectives"][1] for rank in ranks}) == 1, "no rank counts a collective that others do not"
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("wanted", [{"on": False}, {"fit": False}])
+def test_nothing_is_measured_when_it_is_off_or_the_nodes_were_fit_before(tmp_path, wanted):
+    (rank,) = measured(tmp_path, world=1, local=1, **wanted)
+    assert rank["said"] is None
+
+
+@pytest.mark.multi
+def test_a_rank_that_is_alone_measures_itself(tmp_path):
+    (rank,) = measured(tmp_path, world=1, local=1)
+    assert rank["said"]["pairs"] == []

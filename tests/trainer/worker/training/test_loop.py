@@ -1,0 +1,35 @@
+"""The boundary of a step, with all that surrounds it played by stand-ins; whole loops run in other tests."""
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from trainer.contract.config import JobConfig
+from trainer.contract.progress import Phase, ProgressCell
+from trainer.worker.training.loop import Loop, PendingStep
+
+
+class Hung(Exception):
+    """Stands for a wait that does not end."""
+
+
+def test_a_gpu_that_hangs_is_waited_for_in_the_step_and_not_in_the_next_ones_data() -> None:
+    cell, seen = ProgressCell.create(), []
+    services: Any = MagicMock(cell=cell)
+    services.saver.committed_step = 0
+    services.save_schedule.save_seconds = 0.0
+    loop = Loop(JobConfig(), MagicMock(), MagicMock(), services)
+
+    def wait_for_the_gpu() -> None:
+        seen.append((cell.read().phase, cell.read().step))
+        raise Hung
+
+    loop._pending = PendingStep(SimpleNamespace(step=6, result=wait_for_the_gpu), 5)  # type: ignore[arg-type]
+    cell.enter(Phase.OPTIMIZER)
+    cell.update(step=6)
+    with pytest.raises(Hung):
+        loop._end_step(PendingStep(SimpleNamespace(step=7), 6))  # type: ignore[arg-type]
+    assert seen == [(Phase.OPTIMIZER, 6)]
+    cell.close()

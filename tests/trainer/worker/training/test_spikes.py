@@ -1,0 +1,114 @@
+"""Which losses are judged bad, on tables and on made-up runs; the reasons are part of the answer."""
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.contract.monitoring_config import SpikeConfig
+from trainer.worker.training.spikes import BadStep, SpikeDetector
+
+
+def full(losses: list[float], **config: float) -> SpikeDetector:
+    """A window that has accepted all of these."""
+    made = SpikeDetector(SpikeConfig(**{"window": len(losses), **config}))
+    assert all(made.check(loss, 1.0) is None for loss in losses)
+    return made
+
+
+QUIET = [2.0 + 0.01 * (index % 5) for index in range(50)]
+
+
+@pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (1.0, math.nan), (math.inf, 1.0), (1.0, -math.inf)])
+def test_what_is_no_number_is_bad_from_the_first_step_on(loss, norm):
+    losses = SpikeDetector(SpikeConfig(deviations=0))
+    assert losses.check(loss, norm) == f"loss {loss}, gradient norm {norm}"
+    assert losses.check(1.0, 1.0) is None
+
+
+@pytest.mark.parametrize(
+    ("loss", "bad"),
+    [
+        (2.02, False),
+        (2.9, False),  # many deviations, but not half again as much as usual
+        (3.1, True),
+        (2000.0, True),
+        (0.0, False),  # a fall is no spike
+        (-500.0, False),
+    ],
+)
+def test_a_spike_is_far_above_the_window_and_half_again_its_median(loss, bad):
+    assert (full(QUIET).check(loss, 1.0) is not None) == bad
+
+
+def test_the_reason_gives_the_figures():
+    reason = full(QUIET).check(2000.0, 1.0)
+    assert reason is not None
+    assert reason.startswith("loss 2000 is ")
+    assert "above 2.02, the median of the 50 steps before it (recovery.spike.deviations=20)" in reason
+
+
+def test_a_noisy_run_needs_more():
+    noisy = [2.0 + (index * 7 % 20) * 0.1 for index in range(50)]
+    assert full(noisy).check(6.0, 1.0) is None
+    assert full(noisy).check(60.0, 1.0) is not None
+
+
+def test_losses_that_do_not_differ_at_all_have_a_floor():
+    same = [2.0] * 50
+    assert full(same).check(2.4, 1.0) is None
+    assert full(same).check(3.01, 1.0) is not None  # 50 times one percent of the median
+    assert full([0.0] * 50).check(0.0, 1.0) is None
+
+
+def test_nothing_is_judged_before_the_window_is_full():
+    losses = SpikeDetector(SpikeConfig(window=8))
+    for _ in range(7):
+        assert losses.check(2.0, 1.0) is None
+    assert losses.check(4000.0, 1.0) is None
+    assert losses.check(9000.0, 1.0) is not None
+
+
+def test_a_bad_loss_does_not_become_usual():
+    losses = full(QUIET)
+    for _ in range(100):
+        assert losses.check(500.0, 1.0) is not None
+    assert losses.check(2.0, 1.0) is None
+
+
+def test_zero_deviations_look_for_numbers_only():
+    assert full(QUIET, deviations=0).check(1e9, 1.0) is None
+
+
+def test_old_losses_leave_the_window():
+    losses = full([50.0] * 8)
+    for _ in range(8):
+        assert losses.check(1.0, 1.0) is None
+    assert losses.check(40.0, 1.0) is not None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_healthy_run_has_no_spike(seed):
+    """Falling losses with noise of 10 percent, and a step in between that is twice as high."""
+    chance, losses = random.Random(seed), SpikeDetector(SpikeConfig())
+    for step in range(3000):
+        level = 2.0 + 8.0 * math.exp(-step / 200)
+        loss = level * chance.lognormvariate(0, 0.1) * (2.0 if step % 500 == 499 else 1.0)
+        assert losses.check(loss, 1.0) is None, step
+
+
+@given(st.lists(st.floats(), min_size=1, max_size=60))
+def test_ranks_judge_alike_and_a_judged_number_is_never_none(values):
+    one, other = SpikeDetector(SpikeConfig(window=8)), SpikeDetector(SpikeConfig(window=8))
+    for value in values:
+        reason = one.check(value, 1.0)
+        assert reason == other.check(value, 1.0)
+        assert reason is not None or math.isfinite(value)
+
+
+def test_a_bad_step_says_where_its_batch_is():
+    error = BadStep(7, 56, "loss nan, gradient norm 1.0")
+    assert (error.step, error.position) == (7, 56)
+    assert str(error).startswith("step 7: loss nan, gradient norm 1.0; its batch is at position 56 of the data")

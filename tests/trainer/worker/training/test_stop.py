@@ -1,0 +1,50 @@
+"""Stop votes and the request that is served once."""
+
+import pytest
+
+from trainer.contract.progress import ProgressCell, StopReason
+from trainer.worker.training import stop
+
+
+@pytest.fixture
+def cell():
+    cell = ProgressCell.create()
+    yield cell
+    cell.close()
+
+
+def test_the_highest_reason_of_any_rank_wins():
+    ranks = [StopReason.NONE, StopReason.CANCEL, StopReason.TIME_LIMIT, StopReason.SAVE_AND_GO_ON]
+    sums = [sum(column) for column in zip(*(stop.votes(reason) for reason in ranks), strict=True)]
+    assert stop.agreed(sums) == StopReason.TIME_LIMIT
+
+
+def test_nobody_asks():
+    assert stop.agreed(stop.votes(StopReason.NONE)) == StopReason.NONE
+
+
+def test_a_save_is_served_once_until_the_agent_has_cleared_it(cell):
+    flag = stop.StopFlag(cell)
+    cell.ask_stop(StopReason.SAVE_AND_GO_ON)
+    assert flag.asked() == StopReason.SAVE_AND_GO_ON
+    flag.served()
+    assert flag.asked() == StopReason.NONE
+    cell.ask_stop(StopReason.NONE)
+    assert flag.asked() == StopReason.NONE
+    cell.ask_stop(StopReason.SAVE_AND_GO_ON)
+    assert flag.asked() == StopReason.SAVE_AND_GO_ON
+
+
+def test_a_served_save_does_not_hide_a_later_stop(cell):
+    flag = stop.StopFlag(cell)
+    cell.ask_stop(StopReason.SAVE_AND_GO_ON)
+    flag.served()
+    cell.ask_stop(StopReason.PREEMPTION)
+    assert flag.asked() == StopReason.PREEMPTION
+
+
+def test_a_stop_stays_asked_for(cell):
+    flag = stop.StopFlag(cell)
+    cell.ask_stop(StopReason.CANCEL)
+    flag.served()
+    assert flag.asked() == StopReason.CANCEL

@@ -1,0 +1,83 @@
+"""A rank's report of its own end: to its log, its agent and its outcome file, each as far as it still can."""
+
+import socket
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+from trainer.contract.outcome import ExitCode, RankOutcome, legible
+from trainer.contract.progress import ProgressCell
+from trainer.contract.rank_messages import RankSpec, send_message
+from trainer.contract.run_dir import RunDir
+from trainer.worker import workload
+from trainer.worker.reporting import flight_recorder
+from trainer.worker.reporting.secondary_failure import is_secondary_failure
+from trainer.worker.reporting.stderr_best_effort import flush, write_stderr
+from trainer.worker.startup.device import is_node_fault
+from trainer.worker.training.spikes import BadStep
+
+_MAX_MESSAGE = 8000
+"""Characters of an exception's text that are told over the control socket, whose packets are limited."""
+
+
+def finished_outcome(spec: RankSpec, cell: ProgressCell, code: ExitCode) -> RankOutcome:
+    """The end of a rank that did what it was asked to."""
+    return _outcome(spec, cell, code)
+
+
+def failed_outcome(spec: RankSpec, cell: ProgressCell, error: BaseException) -> RankOutcome:
+    """The end of a rank that `error` ended; the log gets the whole of it."""
+    text = "".join(traceback.format_exception(error))
+    write_stderr(text)
+    flight_recorder.dump(spec, error)
+    echo = is_secondary_failure(error) and not is_node_fault(error)
+    cause = {"exception": type(error).__name__, "message": str(error), "traceback": text, "echo": echo}
+    last = _outcome(spec, cell, _exit_code(error, echo), **cause)
+    # It is found out a step later: the step that went wrong is the one to compare.
+    return replace(last, step=error.step, position=error.position) if isinstance(error, BadStep) else last
+
+
+def report_end(spec: RankSpec, control: socket.socket, last: RankOutcome) -> None:
+    """Tell the agent and write the outcome file; neither can change how the rank ends."""
+    try:
+        send_message(
+            control,
+            "last",
+            exit_code=last.exit_code,
+            exception=last.exception,
+            message=None if last.message is None else legible(last.message)[:_MAX_MESSAGE],
+            echo=last.echo,
+            step=last.step,
+            position=last.position,
+        )
+    except OSError as error:
+        write_stderr(f"orch: could not tell the agent how this rank ends: {error}")
+    try:
+        last.write(RunDir(Path(spec.run_dir)).attempt(spec.attempt).rank_outcome(spec.rank, spec.generation))
+    except OSError as error:  # the disk may be what is wrong: the agent has heard the cause
+        write_stderr(f"orch: could not write this rank's outcome: {error}")
+    flush()
+
+
+def _exit_code(error: BaseException, echo: bool) -> ExitCode:
+    if is_node_fault(error):
+        return ExitCode.NODE_SUSPECT
+    if echo:
+        return ExitCode.RETRY
+    if isinstance(error, workload.WorkloadError):
+        return ExitCode.NEVER_RETRY
+    return ExitCode.ERROR
+
+
+def _outcome(spec: RankSpec, cell: ProgressCell, code: ExitCode, **cause: object) -> RankOutcome:
+    reading = cell.read()
+    return RankOutcome(
+        rank=spec.rank,
+        generation=spec.generation,
+        node=spec.node_name,
+        step=reading.step if reading else 0,
+        exit_code=int(code),
+        time=time.time(),
+        **cause,
+    )

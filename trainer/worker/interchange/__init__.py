@@ -1,0 +1,1 @@
+"""Weights from and for other programs: imports, exports, Hugging Face's names."""

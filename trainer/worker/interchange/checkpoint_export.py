@@ -1,0 +1,169 @@
+"""Exports a checkpoint to files that others read: which tensors, under which names, and their provenance."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from checkpointing.engine.interchange.exporter import (
+    LARGEST_FILE,
+    Exported,
+    ExportedTensor,
+    new_folder,
+    write_json,
+    write_safetensors,
+    write_torch,
+)
+from checkpointing.engine.interchange.sealed_checkpoint import SealedCheckpoint
+from checkpointing.errors import Refused
+from checkpointing.storage.backends import Storage
+from checkpointing.storage.digests import digest
+from trainer.contract.config import JobConfig, WorkloadConfig
+from trainer.worker.interchange import hugging_face
+from trainer.worker.interchange.weights_import import PROVENANCE, PROVENANCE_SCHEMA, TORCH_FILE
+from trainer.worker.saved_state.checkpoint_contents import buffers_name
+from trainer.worker.saved_state.optimizer_state import PREFIXES
+
+_MODEL, _OPTIMIZER, _BUFFERS = "model/", "optimizer/", buffers_name(0)
+_OTHER_PREFIXES = tuple(prefix for prefix in PREFIXES if prefix != _OPTIMIZER)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportRequest:
+    """What to export, and how."""
+
+    to: str
+    """`safetensors` or `torch`."""
+    folder: Path
+    dtype: str | None = None
+    """What floating-point tensors are converted to; None leaves them as they are."""
+    with_optimizer: bool = False
+    largest: int = LARGEST_FILE
+    """Bytes of values in one safetensors file."""
+    run: str | None = None
+    config: JobConfig | None = None
+    """The run's configuration; without it nothing is known but names."""
+
+    @property
+    def built_in(self) -> bool:
+        config = self.config
+        return config is not None and not config.command and config.workload.target == WorkloadConfig().target
+
+
+def export(
+    storage: Storage, name: str, request: ExportRequest, progress: Callable[[int, int], None] | None = None
+) -> tuple[Exported, dict[str, Any]]:
+    """Write `order.folder` whole or not at all; what was written, and the provenance that lies beside it.
+
+    Raises Refused when a byte is not as it was written, FileExistsError when the folder holds something, OSError.
+    """
+    with SealedCheckpoint(storage, name) as source, new_folder(request.folder) as draft:
+        if request.to == "torch":
+            wanted = _torch_names(source, request)
+            nest = _nested(source, request)
+            done = write_torch(source, wanted, draft, name=TORCH_FILE, nest=nest, progress=progress)
+        else:
+            wanted = _safetensors_names(source, request)
+            done = write_safetensors(source, wanted, draft, largest=request.largest, progress=progress)
+            if request.built_in:
+                assert request.config is not None
+                kind = str(wanted[0].dtype).removeprefix("torch.")
+                seq_len = request.config.train.seq_len
+                described = hugging_face.config_json(request.config.model, seq_len=seq_len, dtype=kind)
+                write_json(draft / "config.json", described)
+        provenance = _provenance(source, request, wanted, done)
+        write_json(draft / PROVENANCE, provenance)
+    return done, provenance
+
+
+def _dtype(source: SealedCheckpoint, key: str, request: ExportRequest) -> torch.dtype:
+    found = source.dtype(key)
+    return getattr(torch, request.dtype) if request.dtype and found.is_floating_point else found
+
+
+def _model(source: SealedCheckpoint) -> dict[str, str]:
+    """The model's own names -> keys; of buffers that differ between ranks those of the first one."""
+    found = {}
+    for prefix in (_MODEL, _BUFFERS):
+        keys = sorted(key for key in source.index.tensors if key.startswith(prefix))
+        found.update({key.removeprefix(prefix): key for key in keys})
+    if not found:
+        raise Refused(source.manifest.name, f"has no tensors of a model (keys that begin with {_MODEL})")
+    return found
+
+
+def _safetensors_names(source: SealedCheckpoint, request: ExportRequest) -> list[ExportedTensor]:
+    """Hugging Face's names for the built-in model, the model's own for any other."""
+    model = _model(source)
+    if request.built_in:
+        assert request.config is not None
+        theirs = hugging_face.names(request.config.model)
+        if theirs.keys() != model.keys():
+            odd = sorted(theirs.keys() ^ model.keys())[0]
+            raise Refused(source.manifest.name, f"does not hold the built-in model of its configuration: {odd}")
+        model = {theirs[name]: model[name] for name in theirs}
+    return [ExportedTensor(key=key, name=name, dtype=_dtype(source, key, request)) for name, key in model.items()]
+
+
+def _torch_names(source: SealedCheckpoint, request: ExportRequest) -> list[ExportedTensor]:
+    model = _model(source)
+    wanted = [
+        ExportedTensor(key=key, name=f"{_MODEL}{name}", dtype=_dtype(source, key, request))
+        for name, key in model.items()
+    ]
+    if request.with_optimizer:
+        keys = sorted(key for key in source.index.tensors if key.startswith(PREFIXES))
+        # The moments stay as exact as they are: a rounded second moment is another optimizer.
+        wanted += [ExportedTensor(key=key, name=key, dtype=source.dtype(key)) for key in keys]
+    return wanted
+
+
+def _nested(source: SealedCheckpoint, request: ExportRequest) -> Callable[[Mapping[str, Tensor]], dict[str, Any]]:
+    def nest(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        model = {name.removeprefix(_MODEL): t for name, t in tensors.items() if name.startswith(_MODEL)}
+        if request.built_in and "output.weight" not in model and "embedding.weight" in model:
+            model["output.weight"] = model["embedding.weight"]  # tied: strict loading wants both names
+        state: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            if name.startswith(_OPTIMIZER):
+                parameter, _, key = name.removeprefix(_OPTIMIZER).rpartition("/")
+                state.setdefault(parameter, {})[key] = tensor
+        manifest = source.manifest
+        made = {"run": request.run, "checkpoint": manifest.name, "schema": PROVENANCE_SCHEMA}
+        # Beside the state of the parameters: tensors of the groups; what is no tensor is in `extra`.
+        more = {name: tensor for name, tensor in tensors.items() if name.startswith(_OTHER_PREFIXES)}
+        optimizer = (
+            {"optimizer": {"state": state, **({"more": more} if more else {})}} if request.with_optimizer else {}
+        )
+        return {"model": model, **optimizer, "step": manifest.step, "extra": manifest.extra, "orch": made}
+
+    return nest
+
+
+def _provenance(
+    source: SealedCheckpoint, request: ExportRequest, wanted: list[ExportedTensor], done: Exported
+) -> dict[str, Any]:
+    """Enough to prove later, without the checkpoint at hand, that nothing was lost."""
+    manifest = source.manifest
+    own = _MODEL if request.to == "torch" else ""
+    return {
+        "schema": PROVENANCE_SCHEMA,
+        "run": request.run,
+        "checkpoint": manifest.name,
+        "step": manifest.step,
+        "config_digest": manifest.extra.get("config_digest"),
+        "manifest": digest(manifest.encode()),
+        "torch": torch.__version__,
+        "tensors": {
+            w.name.removeprefix(own): {
+                "key": w.key,
+                "dtype": str(w.dtype).removeprefix("torch."),
+                "fingerprint": done.fingerprints[w.name],
+                "converted": w.dtype != source.dtype(w.key),
+            }
+            for w in wanted
+        },
+    }

@@ -1,0 +1,1 @@
+"""What a rank reports while it runs: progress ticks, its own work, metric lines, flight records, stderr."""

@@ -1,0 +1,138 @@
+"""The flight recorder of a rank's collectives, the server that reads it, and stacks on a signal: for when it hangs."""
+
+import faulthandler
+import json
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _dump_fr_trace_json, _WorkerServer
+
+from trainer.contract.process_group_file import encode_runs, groups_file
+from trainer.contract.rank_messages import STACKS, RankSpec
+from trainer.contract.run_dir import RunDir
+from trainer.worker.reporting.secondary_failure import is_secondary_failure
+from trainer.worker.reporting.stderr_best_effort import write_stderr
+
+_DEFAULTS = {
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    # torch's own stacks of each collective cost time, need Python's lock to be shown, and nobody reads them here.
+    "TORCH_INCLUDE_STACK_TRACE": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",  # should NCCL's watchdog come first, it leaves a record before it kills
+    "TORCH_NCCL_ENABLE_TIMING": "1",  # else a record does not tell a collective that began from one in the queue
+}
+_MAX_ENTRIES = 500
+"""Newest entries in what a dying rank leaves: about 200 KiB."""
+
+
+@contextmanager
+def recording(spec: RankSpec) -> Iterator[None]:
+    """Enter before the first process group is made, for torch reads the environment there."""
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    # Where NCCL's own watchdog would write: beside ours, and not in a folder that the job's end takes away.
+    beside = RunDir(Path(spec.run_dir)).attempt(spec.attempt).watchdog_flight(spec.generation)
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(beside))
+    if spec.stacks_fd >= 0:
+        faulthandler.register(STACKS, file=spec.stacks_fd, all_threads=True, chain=False)
+    server = _serve(spec.flight) if spec.flight else None
+    try:
+        yield
+    finally:
+        if server is not None:
+            with _stderr_silenced():
+                server.shutdown()
+        if spec.stacks_fd >= 0:
+            faulthandler.unregister(STACKS)
+            # The signal may be on its way; without a handler it would kill.
+            signal.signal(STACKS, signal.SIG_IGN)
+
+
+def write_groups(spec: RankSpec) -> None:
+    """Say which ranks each process group has, for the records of gloo do not: call when the groups are made."""
+    if not spec.flight or not dist.is_initialized():
+        return
+    path = groups_file(spec.flight)
+    try:
+        with open(f"{path}.new", "w") as file:
+            json.dump(_groups(), file)
+        os.replace(f"{path}.new", path)
+    except OSError as error:
+        write_stderr(f"orch: this rank's groups cannot be told, hangs may be blamed less exactly: {error}")
+
+
+def dump(spec: RankSpec, error: BaseException) -> str | None:
+    """Leave the record of a rank that `error` ends; returns the file, or None. Never raises."""
+    path = RunDir(Path(spec.run_dir)).attempt(spec.attempt).last_flight(spec.rank, spec.generation)
+    try:
+        if not dist.is_initialized():
+            return None
+        # A collective that failed counts as over in the record: say that the newest one is not.
+        record = {
+            **_newest(_dump_fr_trace_json()),
+            "rank": spec.rank,
+            "failed": is_secondary_failure(error),
+            "groups": _groups(),
+        }
+        if dump_nccl := getattr(
+            torch._C._distributed_c10d, "_dump_nccl_trace_json", None
+        ):  # only builds for GPUs have it
+            record["device"] = _newest(dump_nccl())
+        return str(_write(path, json.dumps(record)))
+    except (OSError, RuntimeError, ValueError, TypeError) as trouble:
+        write_stderr(f"orch: this rank's flight record is lost: {trouble}")
+        return None
+
+
+def _newest(dump: str | bytes) -> dict[str, Any]:
+    record = json.loads(dump)
+    return {**record, "entries": record.get("entries", [])[-_MAX_ENTRIES:]}
+
+
+def _groups() -> Mapping[str, Any]:
+    known = dist.distributed_c10d._world.pg_names
+    return {
+        name: {"name": name, "desc": group.group_desc, "runs": encode_runs(dist.get_process_group_ranks(group))}
+        for group, name in known.items()
+    }
+
+
+def _write(path: Path, text: str) -> Path:
+    """A file of evidence is new or replaces one whole; nothing waits for the disk."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fresh = path.with_suffix(".new")
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(descriptor, "w") as file:
+        file.write(text)
+    os.replace(fresh, path)
+    return path
+
+
+def _serve(path: str) -> _WorkerServer | None:
+    """torch's own server, in C++: it answers while the training thread hangs and while Python's lock is held."""
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+    try:
+        with _stderr_silenced():
+            return _WorkerServer(path, -1)
+    except (RuntimeError, OSError) as error:
+        write_stderr(f"orch: no flight server on {path}, hangs will be explained without records: {error}")
+        return None
+
+
+@contextmanager
+def _stderr_silenced() -> Iterator[None]:
+    """Away with what C++ writes to stderr meanwhile: a warning that the server begins, or ends, as it should."""
+    kept, devnull = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(devnull, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(devnull)

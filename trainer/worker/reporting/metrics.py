@@ -1,0 +1,92 @@
+"""What a rank tells while it trains: metric lines, the work log, its progress cell and its events."""
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from checkpointing.storage.durable import dump_line, write_durably
+from trainer.contract.events import EventKind, EventLog
+from trainer.contract.line_file import LineFile
+from trainer.contract.rank_messages import RankSpec
+from trainer.contract.run_dir import AttemptDir
+from trainer.worker.reporting.stderr_best_effort import write_stderr
+
+
+class BestEffortLines:
+    """JSON lines whose loss is told on stderr and ends nothing: a full disk must not kill what computes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file = path, LineFile(path)
+
+    def write(self, fields: dict[str, Any]) -> None:
+        try:
+            self._file.append(dump_line(fields))
+        except OSError as error:
+            write_stderr(f"orch: a line of {self._path.name} is lost: {error}")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Journal:
+    """One rank's records in its attempt's folder; safe to call from the checkpointer's thread too."""
+
+    def __init__(self, attempt: AttemptDir, spec: RankSpec) -> None:
+        self._spec = spec
+        self._work = BestEffortLines(attempt.work_log(spec.rank))
+        self._steps = BestEffortLines(attempt.metrics) if spec.rank == 0 else None
+        self._final = attempt.final
+        source = f"rank-{spec.rank:05d}"
+        self._events = EventLog(attempt.event_file(source), source, spec.attempt)
+        self._events.generation = spec.generation
+        self._stalls: dict[int, float] = {}
+        self._stalls_lock = threading.Lock()  # training adds to them while the saver's thread takes out
+
+    def _stamp(self) -> dict[str, Any]:
+        return {"time": time.time(), "attempt": self._spec.attempt, "generation": self._spec.generation}
+
+    def event(self, kind: EventKind, /, **data: Any) -> None:
+        """Tell an event; like every line here, it is lost when the disk is full."""
+        try:
+            self._events.write(kind, **data)
+        except OSError as error:
+            write_stderr(f"orch: event {kind} {data} is lost: {error}")
+
+    def checkpoint(self, kind: str, data: dict[str, Any]) -> None:
+        """Tell an event of the checkpointer, which tells it again when this raises OSError."""
+        if kind == EventKind.CHECKPOINT_COMMITTED:
+            with self._stalls_lock:
+                data = {**data, "stall": self._stalls.get(data["step"], 0.0)}
+                self._stalls = {step: seconds for step, seconds in self._stalls.items() if step > data["step"]}
+        self._events.write(EventKind(kind), **data)
+
+    def stalled(self, step: int, seconds: float) -> None:
+        """Training stood still for the save of `step`; the event of its commit tells for how long."""
+        with self._stalls_lock:
+            self._stalls[step] = self._stalls.get(step, 0.0) + seconds
+
+    def save_interval(self, steps: int, seconds: float, reason: str) -> None:
+        """From now on saves are so far apart."""
+        self.event(EventKind.CHECKPOINT_CADENCE, steps=steps, seconds=seconds, reason=reason)
+
+    def worked(self, step: int) -> None:
+        """This rank has trained `step`: the line by which anybody can check that no step was trained twice at once."""
+        spec = self._spec
+        self._work.write({**self._stamp(), "rank": spec.rank, "node": spec.node_name, "pid": os.getpid(), "step": step})
+
+    def step(self, step: int, **values: float) -> None:
+        """One metric line; only rank 0 writes them."""
+        if self._steps is not None:
+            self._steps.write({**self._stamp(), "step": step, **values})
+
+    def final(self, **values: Any) -> None:
+        """`metrics/final.json`: what the finished run ended with."""
+        write_durably(self._final, dump_line({"schema": "orch.final/1", **self._stamp(), **values}).encode())
+
+    def close(self) -> None:
+        self._events.close()
+        self._work.close()
+        if self._steps is not None:
+            self._steps.close()

@@ -1,0 +1,16 @@
+"""Which exceptions are secondary failures: what a rank raises only because a peer went away."""
+
+from torch.distributed import DistError
+
+from trainer.contract.peer_loss import PEER_GONE
+from trainer.worker.startup.rendezvous import PeerLost
+
+
+def is_secondary_failure(error: BaseException) -> bool:
+    """Whether `error` only says that another process is gone, so that the cause has to be looked for elsewhere."""
+    if isinstance(error, PeerLost):
+        return True
+    # Only what torch's own collectives raise: a user's ConnectionResetError is a cause.
+    if not isinstance(error, DistError) and type(error) is not RuntimeError:
+        return False
+    return bool(PEER_GONE.search(str(error)))

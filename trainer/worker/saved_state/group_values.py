@@ -1,0 +1,232 @@
+"""What training changes in an optimizer's parameter groups: counters, sums, estimates; told apart from the settings.
+
+A value belongs to the configuration as long as it is the one that `build_optimizer` gave: it is not saved, and after a
+restart the configuration of that time counts. A value that training has changed is state: it is saved and comes back.
+`lr` belongs to the schedule, which sets it before every step.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from checkpointing.storage.digests import digest
+from trainer.worker.saved_state import nested_state
+from trainer.worker.saved_state.comparable_value import comparable
+from trainer.worker.saved_state.nested_state import Names, Unsavable
+from trainer.worker.workload import WorkloadError
+
+_NOT_STATE = ("params", "lr")
+_SCALARS = (type(None), bool, int, float, str)
+_ID_LENGTH = 16
+_MISSING = object()
+_NO_COPY = (TypeError, AttributeError, ValueError, RuntimeError)
+"""What values raise that cannot be copied."""
+
+
+@dataclass(frozen=True)
+class _InitialValue:
+    """A copy of a value as `build_optimizer` gave it; `text` is None for a type that is not kept."""
+
+    value: Any
+    text: str | None
+    tensors: Mapping[str, torch.Tensor]
+    itself: Any = None
+    """The very value, for a type that is not kept."""
+    held: str | None = None
+    """What it held then, for a type that is not kept; None where that cannot be told."""
+
+    def equals_scalar(self, value: Any) -> bool:
+        return type(value) in _SCALARS and type(value) is type(self.value) and bool(value == self.value)
+
+    def is_unchanged(self, text: str | None, tensors: Mapping[str, torch.Tensor]) -> bool:
+        if text != (self.held if self.text is None else self.text):
+            return False
+        return all(_same(tensor, self.tensors[path]) for path, tensor in tensors.items())
+
+
+class GroupValues:
+    """The groups of one optimizer; two groups are the same one when they have the same parameters, by name."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, names: Names) -> None:
+        """Take what stands in the groups now for what the configuration gives."""
+        self._optimizer, self._names = optimizer, names
+        self._not_copied = {id(parameter): parameter for parameter in names}
+        members = [sorted(names[parameter] for parameter in group["params"]) for group in optimizer.param_groups]
+        self._ids = list(_identities(members))
+        self._described = [
+            {"members": own, "count": len(found), "first": found[0] if found else ""}
+            for own, found in zip(self._ids, members, strict=True)
+        ]
+        self._initial = [
+            {key: self._record_initial(number, key, group[key]) for key in _keys(group)}
+            for number, group in enumerate(optimizer.param_groups)
+        ]
+        self.unsaved: dict[str, str] = {}
+        """Values that training has changed and whose type is not kept: by their keys, in words."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor in the groups, settings included: what is saved has the same form at every step."""
+        found: dict[str, torch.Tensor] = {}
+        for number, key, value in self._all():
+            if type(value) not in _SCALARS:
+                self._encoded(number, key, value, found)
+        return found
+
+    def changed(self) -> list[dict[str, Any]]:
+        """The groups with values that training has changed, in JSON, each beside the text of what was given."""
+        values: dict[int, dict[str, Any]] = {}
+        for number, key, value in self._all():
+            initial = self._initial[number].get(key)
+            # The usual case first: there may be a group for every parameter.
+            if initial is not None and initial.equals_scalar(value):
+                continue
+            saved = self._saved(number, key, value, initial)
+            if saved is not None:
+                values.setdefault(number, {})[key] = saved
+        return [{**self._described[number], "values": found} for number, found in values.items()]
+
+    def _saved(self, number: int, key: str, value: Any, initial: _InitialValue | None) -> dict[str, Any] | None:
+        held: dict[str, torch.Tensor] = {}
+        encoded = self._encoded(number, key, value, held)
+        if encoded is None:
+            return None
+        if initial is None:
+            return {"value": encoded[0]}
+        if initial.is_unchanged(nested_state.text(encoded[0]), held):
+            return None
+        return {"value": encoded[0], "given": initial.text}
+
+    def _encoded(self, number: int, key: str, value: Any, held: dict[str, torch.Tensor]) -> tuple[Any] | None:
+        """None for what cannot be kept, which is remembered when it is not what was given."""
+        try:
+            return (nested_state.encode(value, self._path(number, key), held, self._names),)
+        except Unsavable:
+            if not self._is_untouched(value, self._initial[number].get(key)):
+                self.unsaved[key] = f"{key} of the parameter groups (a {type(value).__name__})"
+            return None
+
+    def _record_initial(self, number: int, key: str, value: Any) -> _InitialValue:
+        held: dict[str, torch.Tensor] = {}
+        try:
+            encoded = nested_state.encode(value, self._path(number, key), held, self._names)
+        except Unsavable:
+            return self._record_unsavable(value)
+        return _InitialValue(self._copy(value), nested_state.text(encoded), _cloned(held))
+
+    def _record_unsavable(self, value: Any) -> _InitialValue:
+        text, tensors = self._comparable(value)
+        if text is None or self._comparable(value)[0] != text:
+            return _InitialValue(value, None, {}, value)
+        try:
+            return _InitialValue(self._copy(value), None, _cloned(tensors), value, text)
+        except _NO_COPY:
+            return _InitialValue(value, None, {}, value)
+
+    def _comparable(self, value: Any) -> tuple[str | None, dict[str, torch.Tensor]]:
+        tensors: dict[str, torch.Tensor] = {}
+        try:
+            return nested_state.text(comparable(value, "", tensors, self._names)), tensors
+        except _NO_COPY:
+            return None, {}
+
+    def _is_untouched(self, value: Any, initial: _InitialValue | None) -> bool:
+        """Whether a value of a type that is not kept is as it was given; one that does not tell may have changed."""
+        if initial is None or initial.text is not None or initial.held is None:
+            return False
+        return initial.is_unchanged(*self._comparable(value))
+
+    def _copy(self, value: Any) -> Any:
+        """The parameters that it refers to stay themselves."""
+        return copy.deepcopy(value, dict(self._not_copied))
+
+    def _path(self, number: int, key: str) -> str:
+        return f"groups/{self._ids[number]}/{nested_state.path_part(key)}"
+
+    def _all(self) -> Iterator[tuple[int, str, Any]]:
+        for number, group in enumerate(self._optimizer.param_groups):
+            yield from ((number, key, group[key]) for key in _keys(group))
+
+    # ---- the way back
+
+    def check(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Raises WorkloadError when a group with state has other parameters here."""
+        for group in saved:
+            if group["members"] not in self._ids:
+                keys = ", ".join(sorted(group["values"])[:4])
+                raise WorkloadError(
+                    f"the checkpoint has values ({keys}) of a parameter group of {group['count']} parameters, the "
+                    f"first of which is {group['first']}, but the optimizer has no group of the same parameters: build "
+                    "the groups as they were, or begin with the weights alone (`orch ckpt import --weights-only`)"
+                )
+
+    def reset(self) -> None:
+        """Put back what was given; `lr` stays as it is."""
+        self.unsaved.clear()  # priming may have changed something
+        copies: dict[int, Any] = {}
+        for group, initial in zip(self._optimizer.param_groups, self._initial, strict=True):
+            for key in [key for key in _keys(group) if key not in initial]:
+                del group[key]
+            for key, first in initial.items():
+                if first.text is not None:
+                    _set_value(group, key, self._copy(first.value))
+                elif group.get(key, _MISSING) is not first.itself or not self._is_untouched(first.itself, first):
+                    # Groups that share a value share its copy.
+                    copies.setdefault(id(first.itself), first.value if first.held is None else self._copy(first.value))
+                    group[key] = copies[id(first.itself)]
+
+    def restore(self, saved: Sequence[Mapping[str, Any]], tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        """Put back what was given, then what training had changed of it; says where settings are overruled by state."""
+        self.reset()
+        parameters = {name: parameter for parameter, name in self._names.items()}
+        overruled: dict[str, str] = {}
+        for group in saved:
+            number = self._ids.index(group["members"])
+            for key, value in group["values"].items():
+                initial = self._initial[number].get(key)
+                if "given" in value and initial is not None and value["given"] != initial.text:
+                    overruled[key] = f"{key} is now given as {initial.text}, but training had changed it: that is kept"
+                _set_value(
+                    self._optimizer.param_groups[number], key, nested_state.decode(value["value"], tensors, parameters)
+                )
+        return list(overruled.values())
+
+
+def _cloned(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {path: tensor.clone() for path, tensor in tensors.items()}
+
+
+def _keys(group: Mapping[str, Any]) -> list[str]:
+    return [key for key in group if key not in _NOT_STATE]
+
+
+def _set_value(group: dict[str, Any], key: str, value: Any) -> None:
+    """A tensor is filled in place where there is one: others may hold it too, as a compiled step does."""
+    there = group.get(key)
+    if (
+        isinstance(there, torch.Tensor)
+        and isinstance(value, torch.Tensor)
+        and _shape_and_type(there) == _shape_and_type(value)
+    ):
+        with torch.no_grad():
+            there.copy_(value)
+    else:
+        group[key] = value
+
+
+def _shape_and_type(tensor: torch.Tensor) -> tuple[object, ...]:
+    return type(tensor), tensor.dtype, tuple(tensor.shape)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return _shape_and_type(one) == _shape_and_type(other) and bool(torch.equal(one, other))
+
+
+def _identities(groups: Sequence[Sequence[str]]) -> Iterator[str]:
+    """A digest of the names of each group's parameters; groups without any are numbered."""
+    empty = 0
+    for members in groups:
+        empty += not members
+        yield digest("\n".join(members or [f"#{empty}"]).encode())[:_ID_LENGTH]

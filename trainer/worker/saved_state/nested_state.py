@@ -1,0 +1,141 @@
+"""Nested Python values as plain JSON beside named tensors, and back, with every type as it was.
+
+Scalars and lists stand for themselves; everything else is an object with one key that names its type, as in
+`{"tuple": [0.9, 0.95]}`, `{"float": "inf"}` or `{"tensor": "optimizer/weight/exp_avg"}`.
+"""
+
+import json
+import math
+import re
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+Names = Mapping[torch.Tensor, str]
+"""Parameters by themselves, with their names in the model."""
+
+_PLAIN = (type(None), bool, int, str)
+_NUMBER = re.compile("-?[0-9]+")
+_CODES = {"%": "%25", ":": "%3A", "/": "%2F"}
+"""Of the signs that have a meaning in a path; the first is that of the codes themselves."""
+
+
+class Unsavable(Exception):
+    """A value of a type that is not kept; `path` says where it stands."""
+
+    def __init__(self, path: str, value: object) -> None:
+        super().__init__(f"{path} is a {type(value).__module__}.{type(value).__qualname__}")
+        self.path = path
+
+
+def encode(value: object, path: str, tensors: dict[str, torch.Tensor], names: Names) -> Any:
+    """The JSON of `value`; its tensors are added to `tensors` under `path`. Raises Unsavable."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"float": str(value)}
+    if isinstance(value, torch.Tensor):
+        if value in names:
+            return {"parameter": names[value]}
+        while path in tensors:
+            path += "%"  # keys that are alike and not equal, as one NaN and another are
+        tensors[path] = value.detach()
+        return {"tensor": path}
+    if kind in _CONTAINERS:
+        items = [encode(item, f"{path}:{at}", tensors, names) for at, item in enumerate(_items(value))]
+        return items if kind is list else {_CONTAINERS[kind]: items}
+    if kind in _MAPPINGS:
+        keys = [encode(key, f"{path}:%{at}", tensors, names) for at, key in enumerate(value)]
+        pairs = [
+            [said, encode(item, f"{path}:{_of_key(key, said)}", tensors, names)]
+            for said, (key, item) in zip(keys, value.items(), strict=True)
+        ]
+        return {_MAPPINGS[kind]: pairs}
+    if kind is complex:
+        return {"complex": [encode(part, path, tensors, names) for part in (value.real, value.imag)]}
+    if kind is torch.dtype:
+        return {"dtype": str(value).removeprefix("torch.")}
+    raise Unsavable(path, value)
+
+
+_CONTAINERS: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset", deque: "deque"}
+_MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered"}
+
+
+def _items(value: Any) -> Any:
+    """The items of a container; a bounded deque begins with its bound."""
+    if isinstance(value, deque):
+        return [value.maxlen, *value]
+    return sorted(value, key=repr) if isinstance(value, set | frozenset) else value
+
+
+def _of_key(key: Any, encoded: Any) -> str:
+    return path_part(key) if type(key) in (str, int) else f"%({_escaped(text(encoded))})"
+
+
+def path_part(key: str | int) -> str:
+    """One part of a path for a key: no other key has it, and it has none of the signs between parts."""
+    return f"%s{key}" if isinstance(key, str) and _NUMBER.fullmatch(key) else _escaped(str(key))
+
+
+def key_of(word: str) -> str | int:
+    """The key that a word stands for."""
+    if _NUMBER.fullmatch(word):
+        return int(word)
+    if word.startswith("%s"):
+        return word[2:]
+    for sign, code in reversed(_CODES.items()):
+        word = word.replace(code, sign)
+    return word
+
+
+def _escaped(part: str) -> str:
+    for sign, code in _CODES.items():
+        part = part.replace(sign, code)
+    return part
+
+
+_MAKERS: dict[str, Callable[[Any], Any]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "deque": lambda items: deque(items[1:], items[0]),
+    "dict": lambda pairs: dict(map(tuple, pairs)),
+    "ordered": lambda pairs: OrderedDict(map(tuple, pairs)),
+    "complex": lambda parts: complex(*parts),
+}
+
+
+def decode(value: Any, tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> Any:
+    """What `encode` was given; raises KeyError for a tensor or a parameter that is not there."""
+    if isinstance(value, list):
+        return [decode(item, tensors, parameters) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, inner),) = value.items()
+    if kind == "float":
+        return float(inner)
+    if kind == "tensor":
+        return tensors[inner]
+    if kind == "parameter":
+        return parameters[inner]
+    if kind == "dtype":
+        return getattr(torch, inner)
+    return _MAKERS[kind](decode(inner, tensors, parameters))
+
+
+def text(value: Any) -> str:
+    """Encoded values are equal when their texts are: 1, 1.0 and True differ, as 0.0 and -0.0 do."""
+    return json.dumps(value, sort_keys=True)
+
+
+def references(value: Any) -> list[str]:
+    """The names of all tensors in an encoded value."""
+    if isinstance(value, list):
+        return [name for item in value for name in references(item)]
+    if isinstance(value, dict):
+        return [name for kind, inner in value.items() for name in ([inner] if kind == "tensor" else references(inner))]
+    return []

@@ -1,0 +1,348 @@
+"""Everything of an optimizer that a restart must bring back: the tensors by name, and the rest in JSON.
+
+Tensors of a parameter's state are `optimizer/<parameter>/<key>`, tensors in the groups `groups/<group>/<key>`, those of
+further parts of `state_dict()` `entries/<part>`. Python's own values, and where in a nested one a tensor stands, are
+the JSON beside them (`facts`).
+"""
+
+import copy
+import inspect
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from trainer.worker import optimizer as optimizers
+from trainer.worker.saved_state import nested_state
+from trainer.worker.saved_state.group_values import GroupValues
+from trainer.worker.saved_state.hidden_state import has_own_state_dict, refuse_hidden_state
+from trainer.worker.saved_state.nested_state import Unsavable
+from trainer.worker.saved_state.tensor_metadata import TensorMetadata, tensor_metadata, zeros
+from trainer.worker.workload import WorkloadError
+
+PREFIXES = ("optimizer/", "groups/", "entries/")
+"""Of the names of all its tensors."""
+
+_STATE = PREFIXES[0]
+_SHARDING_MESSAGES = ("Sharding propagation", "sharding strategy", "DTensor", "redistribut")
+_NAMED = "state:"
+_MISSING = object()
+
+
+class OptimizerState:
+    """The state of one optimizer: collected for a save, filled at a restore."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Make it when the optimizer is new: what stands in its groups is what the configuration gives.
+
+        Raises WorkloadError for an optimizer that cannot be trained with here.
+        """
+        self._model, self._optimizer = model, optimizer
+        self._refresh_names()
+        refuse_foreign(optimizer, self._names)
+        optimizers.train_mode(optimizer)  # before its settings are looked at: the mode is one of them
+        self.groups = GroupValues(optimizer, self._names)
+        self._unsaved: dict[str, str] = {}
+        # Adagrad makes its state when it is made, and only then.
+        self._first_state = {parameter: copy.deepcopy(dict(held)) for parameter, held in self._held()}
+        self._first_tensors: dict[str, torch.Tensor] = {}
+        self._first_entries = self._entries(self._first_tensors)
+        self._first_tensors = copy.deepcopy(self._first_tensors)
+        self._metadata: dict[str, TensorMetadata] = {}
+        self._targets: dict[str, torch.Tensor] = {}
+
+    def _refresh_names(self) -> None:
+        """The model's parameters, which may have become others."""
+        self._parameters: dict[str, torch.Tensor] = dict(self._model.named_parameters())
+        self._names = {parameter: name for name, parameter in self._parameters.items()}
+
+    def prime(self) -> None:
+        """Make every state tensor exist; groups and state keep the traces of it until `reset` or `restore`."""
+        refuse_step(self._optimizer)
+        try:
+            optimizers.prime(self._optimizer)
+        except (RuntimeError, NotImplementedError) as error:
+            self._refuse_sharding(error)
+            raise
+        refuse_hidden_state(self._optimizer, self._names)
+        self._metadata = {name: tensor_metadata(tensor) for name, tensor in self.tensors().items()}
+
+    def _refuse_sharding(self, error: Exception) -> None:
+        """Raises WorkloadError when the optimizer needs whole parameters, as one that flattens or factors them does."""
+        sharded = any(isinstance(parameter, DTensor) for parameter in self._parameters.values())
+        if sharded and any(word in str(error) for word in _SHARDING_MESSAGES):
+            kind = type(self._optimizer).__name__
+            raise WorkloadError(
+                f"{kind} cannot make a step on sharded parameters ({str(error).splitlines()[0]}): choose an optimizer "
+                "that works element by element, or give the workload a `parallelize` that does not shard"
+            ) from error
+
+    def reset(self) -> None:
+        """As the optimizer was made: its next step is its first."""
+        self._forget(list(self._parameters.values()))
+        self.groups.reset()
+        self._load_entries(self._first_entries, self._first_tensors)
+
+    def _forget(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Back to the state that they had when the optimizer was made: mostly none."""
+        for parameter in parameters:
+            self._optimizer.state.pop(parameter, None)
+            if parameter in self._first_state:
+                self._optimizer.state[parameter] = copy.deepcopy(self._first_state[parameter])
+
+    # ---- what is saved
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor of the optimizer; raises WorkloadError for state of a parameter that cannot be kept."""
+        self._refresh_names()
+        found: dict[str, torch.Tensor] = {}
+        for name, held in self._holders():
+            for key, value in held.items():
+                self._refuse_key(name, key)
+                if isinstance(value, torch.Tensor):
+                    found[_tensor_key(name, key)] = value
+                else:
+                    self._encoded(name, key, value, found)
+        found.update(self.groups.tensors())
+        self._entries(found)
+        return found
+
+    def facts(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """What is no tensor, in JSON, without empty parts; `tensors` are those of `tensors()`."""
+        metadata = {key: tensor_metadata(tensor) for key, tensor in tensors.items() if key.startswith(PREFIXES)}
+        found = {
+            "groups": self.groups.changed(),
+            "values": self._values(),
+            # A checkpoint is made ready for before it is known: told is how it differs from a fresh, primed state.
+            "late": {key: now for key, now in metadata.items() if self._metadata.get(key) != now},
+            "gone": self._missing_tensors(metadata),
+            "entries": self._entries(),
+        }
+        return {"holders": self._held_by(), **{key: value for key, value in found.items() if value}}
+
+    def _held(self) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+        """The parameters that have state, and it."""
+        for parameter in self._parameters.values():
+            if held := self._optimizer.state.get(parameter):
+                yield parameter, held
+
+    def unsaved(self) -> list[str]:
+        """What training has changed and no save so far could keep, for its type, in words."""
+        return [*self.groups.unsaved.values(), *self._unsaved.values()]
+
+    def _holders(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        return ((self._names[parameter], held) for parameter, held in self._held())
+
+    def _held_by(self) -> dict[str, list[str]]:
+        """Which parameters have state, in as few names as possible."""
+        there = {name for name, _ in self._holders()}
+        trained = self._trained()
+        if 2 * len(there) > len(trained):
+            return {"without": sorted(trained - there)}
+        return {"only": sorted(there)}
+
+    def _trained(self) -> set[str]:
+        return {self._names.get(p, "") for group in self._optimizer.param_groups for p in group["params"]}
+
+    def _missing_tensors(self, metadata: Mapping[str, TensorMetadata]) -> list[str]:
+        """Tensors of a primed state that the state of a parameter, which has some, lacks now."""
+        there = {name for name, _ in self._holders()}
+        return sorted(key for key in self._metadata.keys() - metadata.keys() if _owner(key) in there)
+
+    def _values(self) -> dict[str, Any]:
+        """Values that are no tensors, by key; one that all parameters share stands there once."""
+        found: dict[str, dict[str, Any]] = {}
+        count = 0
+        for name, held in self._holders():
+            count += 1
+            for key, value in held.items():
+                if not isinstance(value, torch.Tensor):
+                    found.setdefault(nested_state.path_part(key), {})[name] = self._encoded(name, key, value, {})
+        return {key: _shared(values) if len(values) == count else {"of": values} for key, values in found.items()}
+
+    def _refuse_key(self, name: str, key: object) -> None:
+        if type(key) not in (str, int):
+            raise WorkloadError(
+                f"the state of {type(self._optimizer).__name__} cannot be saved: {key!r}, a key in that of {name}, is "
+                f"a {type(key).__name__}; only strings and integers are kept as keys"
+            )
+
+    def _encoded(self, name: str, key: str | int, value: object, found: dict[str, torch.Tensor]) -> Any:
+        try:
+            return nested_state.encode(value, _tensor_key(name, key), found, self._names)
+        except Unsavable as reason:
+            kind = type(self._optimizer).__name__
+            raise WorkloadError(
+                f"the state of {kind} cannot be saved: {reason}; only tensors, numbers, strings, and lists, tuples, "
+                "sets and dicts of them are kept"
+            ) from reason
+
+    def _entries(self, tensors: dict[str, torch.Tensor] | None = None) -> dict[str, Any]:
+        """What is neither a parameter's state nor a group, in JSON, by where it stands."""
+        found: dict[str, Any] = {}
+        for key, value in {**_named_state(self._optimizer), **_extra_entries(self._optimizer)}.items():
+            try:
+                held = {} if tensors is None else tensors
+                found[key] = nested_state.encode(value, _entry_key(key), held, self._names)
+            except Unsavable as reason:
+                self._unsaved[key] = f"{key} of its state_dict ({reason})"
+        return found
+
+    # ---- the way back
+
+    def targets(self, facts: Mapping[str, Any] | None) -> dict[str, torch.Tensor]:
+        """The tensors that a checkpoint with these facts has, to be filled; none of the facts: an older checkpoint.
+
+        Raises WorkloadError when the optimizer here is another one than that of the checkpoint.
+        """
+        live = self.tensors()
+        if facts is None:
+            self._targets = {key: tensor for key, tensor in live.items() if key.startswith(_STATE)}
+            return self._targets
+        self.groups.check(facts.get("groups", ()))
+        late, gone = facts.get("late", {}), set(facts.get("gone", ()))
+        there = {name for name in self._trained() if _has_state(name, facts["holders"])}
+        state = [key for key in live if _owner(key) in there and key not in gone and key not in late]
+        named = nested_state.references([facts.get("groups", []), list(facts.get("entries", {}).values())])
+        fresh = {
+            key: late.get(key) or self._metadata.get(key)
+            for key in [*named, *late]
+            if key in named or key.startswith(_STATE)
+        }
+        self._targets = {key: live[key] for key in state}
+        self._targets.update({key: self._scratch(key, wanted, live) for key, wanted in fresh.items()})
+        return self._targets
+
+    def _scratch(self, key: str, wanted: TensorMetadata | None, live: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Memory for a tensor that only the checkpoint has yet, or that must not be changed yet."""
+        parameter = self._parameters.get(_owner(key) or "")
+        device = next(iter(self._parameters.values())).device
+        made = zeros(wanted, (live.get(key), parameter), device) if wanted is not None else None
+        if made is None:
+            kind = type(self._optimizer).__name__
+            raise WorkloadError(
+                f"the checkpoint has {key} {wanted or ''}, which {kind} as it is built now does not have"
+            )
+        return made
+
+    def restore(self, facts: Mapping[str, Any] | None, absent: Collection[str]) -> list[str]:
+        """Take up the targets, which are filled now, and the facts; returns what was lost or overruled, in words.
+
+        `absent`: targets that an older checkpoint does not have, whose parameters begin without state.
+        """
+        if facts is None:
+            return self._restore_old(absent)
+        self._restore_state(facts)
+        overruled = self.groups.restore(facts.get("groups", ()), self._targets)
+        saved = facts.get("entries", {})
+        self._load_entries(saved, self._targets)
+        now = self._entries()
+        other = [key for key in saved if nested_state.text(now.get(key)) != nested_state.text(saved[key])]
+        return [*overruled, *(f"{key} of the optimizer's state_dict is not as it was saved" for key in other)]
+
+    def _restore_old(self, absent: Collection[str]) -> list[str]:
+        counted = sorted({key for group in self.groups.changed() for key in group["values"]})
+        counted += sorted(self._values())
+        self._forget([self._parameters[name] for name in map(_owner, absent) if name in self._parameters])
+        self.groups.reset()
+        if not counted:
+            return []
+        return [
+            f"the checkpoint has no {', '.join(counted)} of the optimizer, which begin anew (an older orch saved it)"
+        ]
+
+    def _restore_state(self, facts: Mapping[str, Any]) -> None:
+        values = facts.get("values", {})
+        nested = set(nested_state.references(list(map(list, map(dict.values, values.values())))))
+        trained = self._trained()
+        tensors: dict[str | None, dict[str | int, Any]] = {}
+        for key, tensor in self._targets.items():
+            if key not in nested:
+                tensors.setdefault(_owner(key), {})[nested_state.key_of(key.rpartition("/")[2])] = tensor
+        for name, parameter in self._parameters.items():
+            if name not in trained or not _has_state(name, facts["holders"]):
+                self._forget([parameter])
+                continue
+            held = tensors.get(name, {})
+            for key, value in values.items():
+                encoded = value["same"] if "same" in value else value["of"].get(name, _MISSING)
+                if encoded is not _MISSING:
+                    held[nested_state.key_of(key)] = nested_state.decode(encoded, self._targets, self._parameters)
+            there = self._optimizer.state[parameter]
+            there.clear()
+            there.update(held)
+
+    def _load_entries(self, entries: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        found = {key: nested_state.decode(value, tensors, self._parameters) for key, value in entries.items()}
+        named_entries = {key: value for key, value in found.items() if key.startswith(_NAMED)}
+        for key in list(_named_state(self._optimizer)):
+            del self._optimizer.state[key.removeprefix(_NAMED)]
+        self._optimizer.state.update({key.removeprefix(_NAMED): value for key, value in named_entries.items()})
+        extra = {key: value for key, value in found.items() if key not in named_entries}
+        if extra:
+            held = {parameter: dict(state) for parameter, state in self._held()}
+            self._optimizer.load_state_dict({**self._optimizer.state_dict(), **extra})
+            # What torch loads is converted to the dtype of its parameter, and is another object than the one filled.
+            self._optimizer.state.update(held)
+
+
+def refuse_foreign(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> None:
+    """Raises WorkloadError when a parameter of the optimizer is none of the model's."""
+    for group in optimizer.param_groups:
+        foreign = [parameter for parameter in group["params"] if parameter not in names]
+        if foreign:
+            raise WorkloadError(
+                f"{type(optimizer).__name__} trains a parameter of shape {tuple(foreign[0].shape)} that the model does "
+                "not have, so that neither it nor its state would be saved: register it with the model"
+            )
+
+
+def refuse_step(optimizer: torch.optim.Optimizer) -> None:
+    """Raises WorkloadError for an optimizer whose steps the training loop cannot make."""
+    kind = type(optimizer).__name__
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise WorkloadError(
+            f"{kind} computes the loss several times in one step (`step(closure)`), but the training loop computes it "
+            "once: choose an optimizer whose `step()` needs no closure"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise WorkloadError(f"{kind} needs sparse gradients, which cannot be reduced and clipped here: choose Adam")
+
+
+def _tensor_key(name: str, key: str | int) -> str:
+    return f"{_STATE}{name}/{nested_state.path_part(key)}"
+
+
+def _owner(key: str) -> str | None:
+    """The parameter whose state a tensor of this name is part of; a parameter's name may have slashes in it."""
+    return key.removeprefix(_STATE).rpartition("/")[0] if key.startswith(_STATE) else None
+
+
+def _has_state(name: str, held_by: Mapping[str, list[str]]) -> bool:
+    return name in held_by["only"] if "only" in held_by else name not in held_by["without"]
+
+
+def _shared(values: Mapping[str, Any]) -> dict[str, Any]:
+    first = next(iter(values.values()))
+    same = nested_state.text(first)
+    return {"same": first} if all(nested_state.text(value) == same for value in values.values()) else {"of": values}
+
+
+def _entry_key(key: str) -> str:
+    named_entries = _NAMED if key.startswith(_NAMED) else ""
+    return f"entries/{named_entries}{nested_state.path_part(key.removeprefix(named_entries))}"
+
+
+def _named_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """State of no parameter, which torch allows under names."""
+    return {f"{_NAMED}{key}": value for key, value in optimizer.state.items() if isinstance(key, str)}
+
+
+def _extra_entries(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an optimizer with a `state_dict` of its own, or hooks of it, add to it."""
+    if not has_own_state_dict(optimizer):
+        return {}
+    return {key: value for key, value in optimizer.state_dict().items() if key not in ("state", "param_groups")}

@@ -1,0 +1,119 @@
+"""The tensors of a rank's checkpoint by name: walked once, and checked before every save."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from trainer.worker.saved_state import checkpoint_contents
+from trainer.worker.saved_state.optimizer_state import OptimizerState
+
+Holder = dict[str, Any]
+
+
+class StateInventory:
+    """Gives the same tensor objects every time, as long as model and optimizer hold the same ones.
+
+    A walk over thousands of parameters takes longer than copying them, so that it is only done when a look at every
+    holder (a module's own dictionary, a parameter's optimizer state) shows another tensor, or other memory behind it:
+    FSDP gives a shard new memory before its first use, optimizers make their state at their first step.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, rank: int, device: torch.device,
+        lazy: bool = False, optimizer_state: OptimizerState | None = None,
+        more: Callable[[], dict[str, torch.Tensor]] = dict,
+    ) -> None:  # fmt: skip
+        """`lazy`: tensors are read while the next step computes, which changes buffers, so these are copied at once.
+
+        `more` gives further tensors, which are asked for at every save.
+        """
+        self._optimizer_state = optimizer_state or OptimizerState(model, optimizer)
+        self._more = more
+        self._extra: dict[str, torch.Tensor] = {}
+        self._scattered = False  # whether tensors lie elsewhere than in the holders
+        self._model, self._optimizer, self._rank, self._device, self._lazy = model, optimizer, rank, device, lazy
+        self._rng = torch.zeros_like(checkpoint_contents.pack_rng(device))
+        self._slots: list[tuple[Holder, str]] = []
+        self._seen: list[Any] = []
+        self._memory: list[int] = []
+        self._sharded = False
+        self._states: list[tuple[nn.Parameter, Holder, int]] = []
+        self._empty: list[tuple[Holder, str]] = []  # where something else stands that may become a tensor
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._tensors: dict[str, torch.Tensor] = {}
+        self.walks = 0
+        """How often everything was walked."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What is to be saved now; the tensors must not be changed until the saver has copied them."""
+        extra = self._more()
+        if not self._is_unchanged() or not _are_same(extra, self._extra):
+            self._extra = extra
+            self._walk()
+        self._rng.copy_(checkpoint_contents.pack_rng(self._device))
+        for copy, buffer in self._copies:
+            copy.copy_(buffer)
+        return self._tensors
+
+    def _is_unchanged(self) -> bool:
+        if not self._tensors or self._scattered or len(self._optimizer.state) != len(self._states):
+            return False
+        states = self._optimizer.state
+        if any(states.get(owner) is not held or len(held) != size for owner, held, size in self._states):
+            return False
+        try:
+            now = [holder[key] for holder, key in self._slots]
+        except KeyError:
+            return False
+        if any(isinstance(holder.get(key), torch.Tensor) for holder, key in self._empty):
+            return False
+        return all(map(is_, now, self._seen)) and self._addresses(now) == self._memory
+
+    def _walk(self) -> None:
+        self.walks += 1
+        model, optimizer = self._model, self._optimizer
+        buffers = dict(model.named_buffers())
+        own = checkpoint_contents.rank_buffers(model, self._rank)
+        shared = checkpoint_contents.shared_tensors(model)
+        of_optimizer = self._optimizer_state.tensors()
+        live = {**shared, **of_optimizer, **own, **self._extra}
+        self._states = [(owner, held, len(held)) for owner, held in optimizer.state.items()]
+        self._slots = list(self._holders())
+        held = sum(isinstance(value, torch.Tensor) for _, kept, _ in self._states for value in kept.values())
+        self._scattered = held != len(of_optimizer)
+        self._empty = [
+            (kept, key) for _, kept, _ in self._states for key in kept if not isinstance(kept[key], torch.Tensor)
+        ]
+        self._seen = [holder[key] for holder, key in self._slots]
+        self._sharded = any(isinstance(tensor, DTensor) for tensor in self._seen)
+        self._memory = self._addresses(self._seen)
+        self._copies = []
+        if self._lazy:
+            loose = [*own, *self._extra, *(key for key in shared if key.removeprefix("model/") in buffers)]
+            copies = {key: live[key].detach().clone() for key in loose}
+            self._copies = [(copy, live[key]) for key, copy in copies.items()]
+            live.update(copies)
+        self._tensors = {**live, checkpoint_contents.rng_name(self._rank): self._rng}
+
+    def _holders(self) -> Iterator[tuple[Holder, str]]:
+        """Where modules and the optimizer keep their tensors: a slot with another one in it is seen."""
+        for module in self._model.modules():
+            for holder in (module._parameters, module._buffers):
+                yield from ((holder, key) for key, tensor in holder.items() if tensor is not None)
+        for _, held, _ in self._states:
+            yield from ((held, key) for key, value in held.items() if isinstance(value, torch.Tensor))
+
+    def _addresses(self, tensors: Sequence[Any]) -> list[int]:
+        """Where the values of the tensors, or of this rank's shards of them, lie."""
+        if self._sharded:
+            # Not `to_local`, which takes a hundred times as long.
+            tensors = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
+        return list(map(torch.Tensor.data_ptr, tensors))
+
+
+def _are_same(now: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]) -> bool:
+    return list(now) == list(before) and all(map(is_, now.values(), before.values()))

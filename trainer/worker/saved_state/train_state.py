@@ -1,0 +1,175 @@
+"""The state of a training run that goes into checkpoints: what the loop saves, and what a restart restores."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from checkpointing.storage.durable import number
+from trainer.worker import optimizer as optimizers
+from trainer.worker.data import Data
+from trainer.worker.saved_state import checkpoint_contents
+from trainer.worker.saved_state.optimizer_state import OptimizerState
+from trainer.worker.saved_state.state_inventory import StateInventory
+from trainer.worker.saved_state.unsaved_attributes import UnsavedAttributes
+from trainer.worker.saved_state.workload_state import WorkloadState
+from trainer.worker.workload import WorkloadError
+
+
+class Saver(Protocol):
+    """The part of `checkpointing.engine.checkpointer.Checkpointer` that a rank uses."""
+
+    committed_step: int | None
+    failure: str | None
+    save_seconds: Sequence[float]
+
+    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
+
+    def save(
+        self, step: int, tensors: Mapping[str, torch.Tensor], extra: dict[str, Any],
+        rank_state: dict[str, Any] | None = ...,
+    ) -> bool: ...  # fmt: skip
+
+    def before_optimizer_step(self) -> None: ...
+
+    def restore(
+        self,
+        tensors: Callable[[dict[str, Any]], Mapping[str, torch.Tensor]],
+        *,
+        optional_prefixes: tuple[str, ...] = ...,
+        optional_folders: tuple[str, ...] = ...,
+    ) -> Any: ...
+
+    def wait(self) -> None: ...
+
+    def close(self, flush_for: Callable[[], float] | None = None) -> None: ...
+
+
+class SaveFailed(OSError):
+    """The save that the run must not end without did not happen; the event `checkpoint.failed` says why."""
+
+
+def _ignore_warning(step: int, reason: str) -> None:
+    """Nobody asks."""
+
+
+class TrainState:
+    """Everything that a restart must bring back, and the two directions: into a checkpoint and out of it."""
+
+    def __init__(
+        self, *, model: nn.Module, optimizer: torch.optim.Optimizer, data: Data, rank: int, device: torch.device,
+        config_digest: str, seed: int, lazy: bool = False, skip: Collection[int] = (),
+        workload: object = None, warn: Callable[[int, str], None] = _ignore_warning,
+    ) -> None:  # fmt: skip
+        """Make it when model and optimizer are new. `skip`: positions in the data that are left out.
+
+        `warn` is told of a step, once, what of its state is not saved, or could not be brought back.
+        """
+        self._model, self._optimizer, self._data = model, optimizer, data
+        self._rank, self._rng, self._device = rank, checkpoint_contents.rng_name(rank), device
+        self._config_digest, self._seed, self._skip = config_digest, seed, skip
+        self._optimizer_state = OptimizerState(model, optimizer)
+        self._workload_state = WorkloadState(workload, model, device)
+        self._attributes = UnsavedAttributes({"workload": workload, "optimizer": optimizer, "data": data})
+        self._warn, self._warned = warn, set[str]()
+        self._inventory = StateInventory(
+            model, optimizer, rank=rank, device=device, lazy=lazy,
+            optimizer_state=self._optimizer_state, more=self._workload_state.tensors,
+        )  # fmt: skip
+        self.step = 0
+        self.loss = float("nan")
+
+    def save(self, saver: Saver) -> bool:
+        """Hand the state after `step` to the checkpointer; False when it takes none now, on every rank alike."""
+        extra = checkpoint_contents.facts(
+            step=self.step,
+            consumed=self._data.consumed,
+            left_out=sum(position < self._data.consumed for position in self._skip),
+            loss=self.loss,
+            config_digest=self._config_digest,
+            seed=self._seed,
+            fingerprint=getattr(self._data, "fingerprint", None),
+        )
+        tensors = self._inventory.tensors()
+        return saver.save(self.step, tensors, extra, self._facts(tensors))
+
+    def _facts(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """What is no tensor, and may differ between ranks."""
+        found = {
+            "optimizer": self._optimizer_state.facts(tensors),
+            "workload": self._workload_state.facts(),
+            "attributes": self._attributes.changed(),
+        }
+        for reason in self._optimizer_state.unsaved():
+            self._warn_once(f"{reason} is not saved: it cannot be written down")
+        return {key: value for key, value in found.items() if value}
+
+    def _warn_once(self, reason: str) -> None:
+        if reason not in self._warned:
+            self._warned.add(reason)
+            self._warn(self.step, reason)
+
+    def _rank_facts(self, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's facts in a checkpoint; the first rank's for one that the saving world did not have."""
+        states = extra.get("rank_state") or [{}]
+        return dict(states[self._rank if self._rank < len(states) else 0])
+
+    def restore(self, saver: Saver) -> None:
+        """Fill everything from the newest checkpoint that verifies; stay at step 0 when there is none.
+
+        The saver prepares itself first: a copy in memory is only recognized by who knows how it lies there.
+        """
+        self._optimizer_state.prime()
+        saver.prepare(self._inventory.tensors())
+        packed = torch.zeros_like(checkpoint_contents.pack_rng(self._device))
+        buffers = checkpoint_contents.rank_buffers(self._model, self._rank)
+        first = {
+            key: torch.zeros_like(buffer) for key, buffer in checkpoint_contents.rank_buffers(self._model, 0).items()
+        }
+        restored = saver.restore(
+            lambda extra: {**self._targets(self._rank_facts(extra)), **first, **buffers, self._rng: packed},
+            # Those of the first rank are always there: ranks that the saving world did not have begin with them.
+            optional_prefixes=("rng/", *((checkpoint_contents.buffers_name(self._rank),) if self._rank else ())),
+            # A parameter that has never had a gradient has no state to save.
+            optional_folders=("optimizer/",),
+        )
+        if restored is None:
+            self._optimizer_state.reset()
+            return
+        self._check_identity(restored.extra)
+        absent = set(restored.absent)
+        for (key, buffer), other in zip(buffers.items(), first.values(), strict=True):
+            if key in absent:
+                buffer.copy_(other)
+        self.step, self.loss = restored.step, number(restored.extra["loss"])
+        self._data.seek(restored.extra["consumed"])
+        self._restore_rest(self._rank_facts(restored.extra), absent)
+        if packed.any():  # the checkpoint of a smaller world has none for this rank: it keeps its fresh one
+            checkpoint_contents.unpack_rng(packed, self._device)
+
+    def _check_identity(self, extra: Mapping[str, Any]) -> None:
+        """A position in other data, or in another order of it, would repeat some of it and leave some out."""
+        now = {"seed": self._seed, "fingerprint": getattr(self._data, "fingerprint", None)}
+        for key, name in (("seed", "train.seed"), ("fingerprint", "the fingerprint of the data")):
+            if None not in (extra.get(key), now[key]) and extra[key] != now[key]:
+                raise WorkloadError(f"{name} is {now[key]}, but the checkpoint was made with {extra[key]}")
+
+    def _targets(self, own: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """What is to be filled from a checkpoint with these facts of this rank."""
+        return {
+            **checkpoint_contents.shared_tensors(self._model),
+            **self._optimizer_state.targets(own.get("optimizer")),
+            **self._workload_state.targets(own.get("workload", {})),
+        }
+
+    def _restore_rest(self, own: Mapping[str, Any], absent: Collection[str]) -> None:
+        """Everything but the model, whose tensors are filled already; tells what could not be brought back."""
+        lost = self._optimizer_state.restore(own.get("optimizer"), absent)
+        optimizers.train_mode(self._optimizer)  # it may have been saved in the midst of an evaluation
+        self._workload_state.restore(own.get("workload", {}))
+        names = self._attributes.lost(own.get("attributes", {}))
+        if names:
+            lost.append(f"{', '.join(names)} had changed and is not saved: return it in the workload's state_dict()")
+        for reason in lost:
+            self._warn_once(reason)

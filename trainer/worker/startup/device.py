@@ -1,0 +1,68 @@
+"""The device of a rank, its backend, and the settings that make two runs of the same step give the same bits."""
+
+import os
+import re
+
+import torch
+
+from trainer.contract.config import ClusterShape
+
+_HARDWARE_ERROR = re.compile(
+    r"uncorrectable (ECC|NVLink) error|fallen off the bus|GPU is lost|hardware stack error|"
+    r"no CUDA-capable device is detected|CUDA-capable device\(s\) is/are busy or unavailable|"
+    r"system not yet initialized|system has unsupported display driver",
+    re.IGNORECASE,
+)
+
+
+class NodeFault(RuntimeError):
+    """This node lacks what the job was promised; the same work may well succeed on another one."""
+
+
+def is_node_fault(error: BaseException) -> bool:
+    """Whether `error` speaks of broken hardware rather than of the training code."""
+    return isinstance(error, NodeFault) or (
+        isinstance(error, RuntimeError) and bool(_HARDWARE_ERROR.search(str(error)))
+    )
+
+
+def choose(cluster: ClusterShape, local_rank: int) -> torch.device:
+    """The GPU with the rank's local number, or the CPU when the job asked for no GPUs."""
+    if not cluster.gpus_per_node:
+        return torch.device("cpu")
+    visible = torch.cuda.device_count()
+    # A launcher that binds each rank to its GPU leaves one visible device, which then is number 0.
+    number = 0 if visible == 1 else local_rank
+    if visible <= number:
+        raise NodeFault(f"cluster.gpus_per_node={cluster.gpus_per_node}, but torch sees {visible} GPU(s) on this node")
+    device = torch.device("cuda", number)
+    torch.cuda.set_device(device)
+    return device
+
+
+def backend(device: torch.device) -> str:
+    """Collectives of host memory always go through gloo, so that checkpoints can coordinate without a GPU."""
+    return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+
+
+def be_deterministic(threads: int) -> None:
+    """Fix what could change bits between two runs: thread count, kernel choice, scratch memory of cuBLAS.
+
+    Operations that have no deterministic kernel only warn, until `be_strict`.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Filling every fresh tensor costs a write of it; nothing here reads uninitialized memory.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.backends.cudnn.benchmark = False
+
+
+def be_strict() -> None:
+    """Raise where an operation has no deterministic kernel; attention's backward on GPUs takes its own only then."""
+    torch.use_deterministic_algorithms(True, warn_only=False)
+
+
+def threads_per_rank(cluster: ClusterShape) -> int:
+    """From the configuration, not from the machine: another count sums in another order."""
+    return max(1, cluster.cpus_per_task // cluster.ranks_per_node)

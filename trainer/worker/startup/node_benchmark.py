@@ -1,0 +1,154 @@
+"""The benchmark of a rank's node and network before the first step: fixed work, under a second, never for long."""
+
+import time
+from collections.abc import Callable
+from socket import socket
+
+import torch
+import torch.distributed as dist
+
+from trainer.contract.config import JobConfig
+from trainer.contract.rank_messages import RankSpec, send_message
+
+_REPEATS = 3
+_MATRIX_SIDE = {"cpu": 384, "cuda": 4096}
+_COPY_BYTES = 64 << 20
+_EXCHANGE_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
+
+
+def measure(spec: RankSpec, config: JobConfig, control: socket, device: torch.device) -> None:
+    """Measure and tell the agent, where that is wanted: in the first generation, and when a node is new to the ranks.
+
+    Collective over the world when it has several ranks. The part on GPUs has not run on one yet.
+    """
+    if not config.recovery.preflight.on or not spec.fit:
+        return
+    began = time.monotonic()
+    matmul, memory = _matmul(device), _memory(device)
+    alone = spec.world_size == 1
+    pairs = [] if alone else _exchanges(spec, _TimeBudget(began, config.recovery.preflight.seconds, device), device)
+    send_message(control, "fitness", matmul=matmul, memory=memory, pairs=pairs, seconds=time.monotonic() - began)
+
+
+class _TimeBudget:
+    """What all ranks agree on before each try: whether there is time for one more.
+
+    The slowest rank's time counts, so that none measures alone; agreeing holds back the others' next try until a slow
+    pair has done its own.
+    """
+
+    def __init__(self, began: float, seconds: float, device: torch.device) -> None:
+        self._began, self._seconds, self._device = began, seconds, device
+        self._last, self._longest = time.monotonic(), 0.0
+
+    def allows_another(self) -> bool:
+        """Collective. A try may take as long as the longest one so far."""
+        now = time.monotonic()
+        self._longest, self._last = max(self._longest, now - self._last), now
+        until = torch.tensor([now - self._began + self._longest], dtype=torch.float64, device=self._device)
+        dist.all_reduce(until, op=dist.ReduceOp.MAX)
+        self._last = time.monotonic()
+        return float(until.item()) <= self._seconds
+
+
+def _exchanges(spec: RankSpec, budget: _TimeBudget, device: torch.device) -> list[list[float]]:
+    """Rows of [rank, seconds] of all rounds that there is time for."""
+    pairs: list[list[float]] = []
+    for partner in partners(spec.rank, spec.world_size, spec.local_world_size):
+        if not budget.allows_another():
+            break
+        seconds = _exchange(spec, partner, device, budget)
+        if partner >= 0:
+            pairs.append([partner, seconds])
+    return pairs
+
+
+def partners(rank: int, world: int, local_world: int) -> list[int]:
+    """With whom a rank exchanges data, round after round; -1: with nobody. Both of a pair meet in the same round.
+
+    The first rank of every node meets the nodes on both sides of its own in the ring of all nodes, so that of two that
+    are slow together the bad one is known. In the last round ranks meet a neighbour within their node.
+    """
+    node, local = divmod(rank, local_world)
+    nodes = world // local_world
+    rounds = 2 + nodes % 2  # an odd ring does not close in two
+    between = [_ring_neighbour(node, nodes, turn) if local == 0 else -1 for turn in range(rounds)]
+    within = _ring_neighbour(local, local_world, 0)
+    return [
+        *(other * local_world if other >= 0 else -1 for other in between),
+        node * local_world + within if within >= 0 else -1,
+    ]
+
+
+def _ring_neighbour(one: int, count: int, turn: int) -> int:
+    """The other of a pair when a ring is cut into pairs from `turn` on; -1 for the one that is left over."""
+    other = (one - turn) % count ^ 1
+    return (other + turn) % count if other < count else -1
+
+
+def _matmul(device: torch.device) -> float:
+    """Floating-point operations a second in one matrix product."""
+    side = _MATRIX_SIDE[device.type]
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    left, right = (torch.full((side, side), 0.5, dtype=dtype, device=device) for _ in range(2))
+    return 2 * side**3 / _best(lambda: torch.mm(left, right), device, clock=_clock_of(device))
+
+
+def _memory(device: torch.device) -> float:
+    """Bytes read and written a second in one large copy."""
+    source = torch.zeros(_COPY_BYTES // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    return 2 * _COPY_BYTES / _best(lambda: target.copy_(source), device, clock=_clock_of(device))
+
+
+def _clock_of(device: torch.device) -> Callable[[], float]:
+    """Of one thread on a CPU: its running time, so that it does not count when others have the core."""
+    return time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+
+
+def _best(
+    work: Callable[[], object],
+    device: torch.device,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    go_on: Callable[[], bool] = lambda: True,
+) -> float:
+    """Seconds of the fastest of a few; the first one warms up and counts only when there is no time for more."""
+    seconds = [_timed(work, device, clock)]
+    for tried in range(_REPEATS):
+        if not go_on():
+            break
+        if tried == 0:
+            seconds.clear()
+        seconds.append(_timed(work, device, clock))
+    return max(min(seconds), 1e-9)
+
+
+def _timed(work: Callable[[], object], device: torch.device, clock: Callable[[], float]) -> float:
+    _synchronize(device)
+    begin = clock()
+    work()
+    _synchronize(device)
+    return clock() - begin
+
+
+def _exchange(spec: RankSpec, partner: int, device: torch.device, budget: _TimeBudget) -> float:
+    """Seconds for both of a pair to send each other some data; a rank without a partner sends it to itself.
+
+    WARNING: one collective for all, not messages between two: those would count as collectives that other ranks have
+    left out, and so does whoever looks for the cause of a hang later.
+    """
+    ours = torch.zeros(_EXCHANGE_BYTES[device.type] // 4, dtype=torch.float32, device=device)
+    theirs = torch.empty_like(ours)
+    shares = [0] * spec.world_size
+    shares[partner if partner >= 0 else spec.rank] = len(ours)
+
+    def both_ways() -> None:
+        dist.all_to_all_single(theirs, ours, shares, shares)
+
+    return _best(both_ways, device, go_on=budget.allows_another)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,126 @@
+"""How the ranks of one generation find each other: a fresh store on a port of rank 0's choosing, then the world."""
+
+import os
+import secrets
+import socket
+from datetime import timedelta
+from ipaddress import ip_address
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from trainer.contract.rank_messages import RankSpec, receive_message, send_message
+from trainer.worker.startup import device as devices
+
+_STORE_TIMEOUT = timedelta(minutes=5)
+_COLLECTIVE_TIMEOUT = timedelta(hours=2)  # the last resort: above what a legal slow phase of a peer may take
+
+
+KEY_BYTES = 32
+_BACKLOG = 4096  # connections that may wait: all ranks come at once
+
+
+class PeerLost(RuntimeError):
+    """A peer or the agent went away before this rank could go on; the cause is elsewhere."""
+
+
+def torchrun_environment(spec: RankSpec) -> dict[str, str]:
+    """The variables that torchrun gives its workers, but for the address of the store."""
+    return {
+        "RANK": str(spec.rank),
+        "LOCAL_RANK": str(spec.local_rank),
+        "WORLD_SIZE": str(spec.world_size),
+        "LOCAL_WORLD_SIZE": str(spec.local_world_size),
+        "ROLE_RANK": str(spec.rank),
+        "ROLE_WORLD_SIZE": str(spec.world_size),
+        "GROUP_RANK": str(spec.node),
+        "GROUP_WORLD_SIZE": str(max(1, spec.world_size // spec.local_world_size)),
+        "TORCHELASTIC_RESTART_COUNT": str(spec.generation - 1),
+    }
+
+
+def choose_interface(interface: str, host: str) -> None:
+    """Tell gloo and NCCL which network to use, unless the user's environment already does."""
+    chosen = interface or interface_of(host)
+    if chosen:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", chosen)
+        # "=": NCCL would take every interface whose name begins so.
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={chosen}")
+
+
+def interface_of(host: str) -> str:
+    """The interface that bears the address `host`; empty when it is not one of this machine.
+
+    Left to itself gloo takes the address of the host's own name, which many distributions make a loopback address.
+    """
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == host for address in addresses):
+            return name
+    return "lo" if _loopback(host) else ""
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def open_store(spec: RankSpec, control: socket.socket) -> tuple[dist.TCPStore, bytes]:
+    """The store and the generation's key: rank 0 makes both and tells its agent, everybody else hears from theirs.
+
+    The key goes the way of the store's address, from agent to agent, and neither into the store nor the environment.
+    """
+    if spec.rank == 0:
+        host, key = spec.host, secrets.token_bytes(KEY_BYTES)
+        store = _host_store(host)
+        port = store.port
+        send_message(control, "store", host=host, port=port, key=key.hex())
+    else:
+        host, port, key = _receive_store(control)
+        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+    os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    return store, key
+
+
+def _host_store(host: str) -> dist.TCPStore:
+    """A store that listens on this one address: left to itself torch listens on all interfaces."""
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    with socket.create_server((host, 0), family=family, backlog=_BACKLOG) as listener:
+        port: int = listener.getsockname()[1]
+        # The store takes the descriptor over, and closes it.
+        descriptor = os.dup(listener.fileno())
+    return dist.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT, master_listen_fd=descriptor
+    )
+
+
+def _receive_store(control: socket.socket) -> tuple[str, int, bytes]:
+    message = receive_message(control)
+    if message is None or message["word"] != "store":
+        raise PeerLost("the agent went away before it told where the store is")
+    return message["host"], int(message["port"]), bytes.fromhex(message["key"])
+
+
+def join(spec: RankSpec, control: socket.socket, device: torch.device) -> bytes:
+    """Make this process part of the world of its generation, whose key it returns; blocks until every rank is there."""
+    store, key = open_store(spec, control)
+    dist.init_process_group(
+        devices.backend(device),
+        store=dist.PrefixStore("world", store),
+        rank=spec.rank,
+        world_size=spec.world_size,
+        timeout=_COLLECTIVE_TIMEOUT,
+        device_id=device if device.type == "cuda" else None,
+    )
+    return key
+
+
+def leave() -> None:
+    """Take the world down; the work is done and saved, so a peer that left first is no failure."""
+    try:
+        dist.barrier()
+        dist.destroy_process_group()
+    except RuntimeError:
+        return

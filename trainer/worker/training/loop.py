@@ -1,0 +1,272 @@
+"""The training loop: steps, agreement at every step boundary, saves."""
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.contract.config import JobConfig
+from trainer.contract.events import EventKind
+from trainer.contract.outcome import ExitCode
+from trainer.contract.progress import Phase, ProgressCell, StopReason
+from trainer.worker.course import PhaseTracker
+from trainer.worker.data import Data, take
+from trainer.worker.mesh import Layout
+from trainer.worker.optimizer import set_learning_rate
+from trainer.worker.reporting.metrics import Journal
+from trainer.worker.saved_state import checkpoint_contents
+from trainer.worker.saved_state.train_state import SaveFailed, Saver, TrainState
+from trainer.worker.training import reduction
+from trainer.worker.training.drill import Drill
+from trainer.worker.training.lr_schedule import learning_rate
+from trainer.worker.training.reduction import RankZeroMessage, Reduced, StepResult
+from trainer.worker.training.save_schedule import SaveSchedule, SaveVote
+from trainer.worker.training.spikes import BadStep, SpikeDetector
+from trainer.worker.training.stop import StopFlag
+from trainer.worker.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainObjects:
+    """The workload and what it made, sharded and on its device."""
+
+    workload: Workload
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    data: Data
+    layout: Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopServices:
+    """What the loop reports to, saves with and is steered by."""
+
+    cell: ProgressCell
+    journal: Journal
+    saver: Saver
+    drill: Drill
+    save_schedule: SaveSchedule
+    phases: PhaseTracker
+    spike_detector: SpikeDetector
+    started: float  # time.monotonic() of the rank's start
+    skip: Collection[int] = ()  # positions in the data that are left out
+
+
+@dataclass(frozen=True)
+class PendingStep:
+    """A step whose sums are still on the device, and where its batch stands in the data."""
+
+    reduced: Reduced
+    position: int
+
+
+class Loop:
+    """Trains from wherever `train_state` stands to the last step, or to the step boundary where all agree to stop.
+
+    The sums of step s are read on the host when step s + 1 has been queued, so a GPU's queue never drains. A stop
+    asked for during step s is therefore served after step s + 1, on every rank alike.
+    """
+
+    def __init__(
+        self, config: JobConfig, objects: TrainObjects, train_state: TrainState, services: LoopServices
+    ) -> None:
+        self._config, self._objects, self._train_state, self._services = config, objects, train_state, services
+        self._stop = StopFlag(services.cell)
+        self._pending: PendingStep | None = None
+        self._first = True
+        self._mark = time.perf_counter()
+        self._seconds = self._stall = 0.0
+        self._save_vote = SaveVote.NONE
+        self._committed = services.saver.committed_step or 0
+
+    def run(self) -> ExitCode:
+        """Train; returns FINISHED or STOPPED_AFTER_SAVE, raises what went wrong."""
+        total, now = self._config.train.steps, self._train_state
+        while now.step < total:
+            step = now.step + 1
+            pending = self._train(step)
+            now.step = step
+            reason = self._end_step(pending)
+            if reason > StopReason.SAVE_AND_GO_ON and step < total:
+                return ExitCode.STOPPED_AFTER_SAVE
+        self._services.saver.wait()
+        self._finish()
+        return ExitCode.FINISHED
+
+    def _train(self, step: int) -> PendingStep:
+        """One optimizer step; nothing in it waits for the device."""
+        objects, train = self._objects, self._config.train
+        self._services.phases.enter(Phase.DATA)
+        self._services.drill.in_data(step)
+        position, batches = take(objects.data, self._services.skip)
+        self._services.cell.add_input_bytes(sum(batch.nbytes for batch in batches if isinstance(batch, torch.Tensor)))
+        loss = self._accumulate(step, batches)
+        self._services.phases.enter(Phase.OPTIMIZER)
+        reduced = self._reduce(step, loss)
+        set_learning_rate(objects.optimizer, learning_rate(train, step))
+        # A save in lazy mode still reads what the optimizer is about to change.
+        began = time.perf_counter()
+        self._services.saver.before_optimizer_step()
+        self._add_stall(time.perf_counter() - began)
+        objects.optimizer.step()
+        objects.optimizer.zero_grad(set_to_none=True)
+        self._services.phases.step_ended(step)
+        return PendingStep(reduced, position)
+
+    def _reduce(self, step: int, loss: torch.Tensor) -> Reduced:
+        """Sum over all ranks what they have to know of each other, and clip the gradients by it."""
+        gradients = [p.grad for p in self._objects.model.parameters() if p.grad is not None]
+        self._services.drill.before_reduce(step)
+        self._services.phases.pause()
+        reduced = reduction.reduce(step, gradients, loss, self._stop.asked(), self._rank_zero_message(step))
+        self._services.phases.resume()
+        reduction.clip(gradients, reduced.norm, self._config.train.clip_norm)
+        return reduced
+
+    def _accumulate(self, step: int, batches: Sequence[Any]) -> torch.Tensor:
+        """Gradients of all micro-batches; returns this rank's mean loss."""
+        objects, drill = self._objects, self._services.drill
+        total = torch.zeros((), device=objects.layout.device)
+        factor = drill.loss_factor(step)
+        for number, batch in enumerate(batches):
+            self._services.phases.enter(Phase.FORWARD)
+            if not number:
+                drill.in_forward(step)
+            loss = objects.workload.loss(objects.model, batch) / len(batches)
+            if factor != 1.0:
+                loss = loss * factor
+            self._services.phases.enter(Phase.BACKWARD)
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    def _end_step(self, pending: PendingStep) -> StopReason:
+        """After a step: tell, agree, save. What is decided here is decided alike on every rank."""
+        step, services = pending.reduced.step, self._services
+        services.journal.worked(step)
+        # On a GPU this waits for the step before: it belongs to this step's end, not to the next one's data.
+        reason = self._read_pending()
+        saved, seconds = services.saver.committed_step or 0, services.save_schedule.save_seconds
+        # A rank that is held up from here on has not gone ahead of its peers: it is on its way to its next batch.
+        services.cell.enter(Phase.DATA)
+        services.cell.update(step=step, saved_step=saved, save_seconds=seconds, step_seconds=self._seconds)
+        self._check_saved(step)
+        self._pending, self._seconds = pending, self._lap()
+        services.save_schedule.step_took(self._seconds)
+        if self._first:
+            self._first_step(step)
+        if reason or step == self._config.train.steps or services.save_schedule.should_save(step, self._save_vote):
+            # A save waits for the device anyway, so this step's own votes are read too.
+            reason = max(reason, self._read_pending())
+            self._save(reason)
+            self._lap()
+        services.drill.after_step(step)
+        return reason
+
+    def _first_step(self, step: int) -> None:
+        self._first = False
+        if self._objects.layout.rank == 0:
+            seconds = time.monotonic() - self._services.started
+            self._services.journal.event(EventKind.GENERATION_FIRST_STEP, step=step, seconds=seconds)
+
+    def _read_pending(self) -> StopReason:
+        """Read the sums that are still on the device, if any, and tell them."""
+        self._save_vote = SaveVote.NONE
+        if self._pending is None:  # a save has read them already, and was what they asked for
+            return StopReason.NONE
+        pending, self._pending = self._pending, None
+        result = pending.reduced.result()
+        self._train_state.loss = result.loss
+        self._save_vote, self._committed = result.message.save_vote, max(self._committed, result.message.committed)
+        self._services.cell.update(loss=result.loss, grad_norm=result.grad_norm)
+        self._report(result)
+        bad = self._services.spike_detector.check(result.loss, result.grad_norm)
+        if bad is not None:
+            # Before any save of it: every rank reads the same sums, so all of them end here.
+            raise BadStep(result.step, pending.position, bad)
+        return result.stop
+
+    def _lap(self) -> float:
+        """Seconds since the last call: a step's time, without the save that came before it."""
+        now = time.perf_counter()
+        seconds, self._mark = now - self._mark, now
+        return seconds
+
+    def _report(self, result: StepResult) -> None:
+        train, seconds = self._config.train, self._seconds
+        self._services.journal.step(
+            result.step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=learning_rate(train, result.step),
+            seconds=seconds,
+            tokens_per_s=train.batch_size * train.seq_len / seconds,
+            stall=self._stall,
+        )
+        self._stall = 0.0
+
+    def _save(self, reason: StopReason) -> None:
+        """Save; wait for the commit when the run ends with it."""
+        services, step = self._services, self._train_state.step
+        self._services.phases.enter(Phase.CHECKPOINT)
+        if reason:
+            self._stop.served()
+            if self._objects.layout.rank == 0:
+                services.journal.event(EventKind.STOP_AGREED, step=step, reason=reason.name.lower())
+        last = reason > StopReason.SAVE_AND_GO_ON or step == self._config.train.steps
+        if not self._try_save(step) and last:
+            services.saver.wait()  # whatever is still being written, this save must not be left out
+            self._try_save(step)
+        if last:
+            services.saver.wait()
+            services.cell.update(saved_step=services.saver.committed_step or 0)
+            if services.saver.committed_step != step:
+                raise SaveFailed(f"the last checkpoint, of step {step}, was not saved: {services.saver.failure}")
+
+    def _try_save(self, step: int) -> bool:
+        """Give the state to the saver, and count what training waits for it."""
+        began = time.perf_counter()
+        self._services.drill.in_save(step)
+        accepted = self._train_state.save(self._services.saver)
+        self._services.save_schedule.save_tried(step, accepted)
+        self._add_stall(time.perf_counter() - began)
+        return accepted
+
+    def _add_stall(self, seconds: float) -> None:
+        self._stall += seconds
+        self._services.save_schedule.stalled(seconds)
+        if self._objects.layout.rank == 0:
+            self._services.journal.stalled(self._services.save_schedule.tried_step, seconds)
+
+    def _rank_zero_message(self, step: int) -> RankZeroMessage:
+        """What rank 0 knows and all must act on alike, read by all of them with the sums of `step`."""
+        services = self._services
+        if self._objects.layout.rank != 0:
+            return RankZeroMessage()
+        committed = services.saver.committed_step or 0
+        services.save_schedule.read_saver(committed, services.saver.failure, services.saver.save_seconds)
+        return RankZeroMessage(
+            save_vote=services.save_schedule.save_vote(step, services.cell.read_expected_stop()), committed=committed
+        )
+
+    def _check_saved(self, step: int) -> None:
+        """Raises SaveFailed, on every rank alike, when too much would be lost."""
+        limit = self._config.checkpoint.max_unsaved_steps
+        if limit and step - self._committed > limit:
+            why = self._services.saver.failure or "its saves have not been committed"
+            raise SaveFailed(
+                f"{step - self._committed} steps are in no committed checkpoint, the newest is of step "
+                f"{self._committed} (checkpoint.max_unsaved_steps={limit}): {why}"
+            )
+
+    def _finish(self) -> None:
+        """The weights' digest, by which two runs are compared, and the last phase."""
+        digest = checkpoint_contents.weights_digest(self._objects.model)
+        if self._objects.layout.rank == 0:
+            self._services.journal.final(
+                step=self._train_state.step, loss=self._train_state.loss, weights_digest=digest
+            )
+        self._services.phases.enter(Phase.DONE)

@@ -1,0 +1,98 @@
+"""The one all-reduce of a step: gradient norm, loss, stop votes and the message of rank 0 travel together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from trainer.contract.progress import StopReason
+from trainer.worker.training import stop
+from trainer.worker.training.save_schedule import SaveVote
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankZeroMessage:
+    """What rank 0 sends the others with a step; every other rank sends zeros."""
+
+    save_vote: SaveVote = SaveVote.NONE
+    committed: int = 0  # step of the newest committed checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What all ranks know about a finished step, the same bits on each."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    stop: StopReason
+    message: RankZeroMessage
+
+
+class Reduced:
+    """The sums of one step: usable on the device at once, on the host when somebody asks for `result`."""
+
+    def __init__(self, step: int, sums: torch.Tensor) -> None:
+        self.step = step
+        self.norm = sums[0].sqrt()
+        # The copy runs behind the step's other work; reading it one step later finds it done.
+        self._host = sums.to("cpu", non_blocking=True)
+        self._copied = torch.cuda.Event() if sums.is_cuda else None
+        if self._copied is not None:
+            self._copied.record()
+
+    def result(self) -> StepResult:
+        if self._copied is not None:
+            self._copied.synchronize()
+        squares, loss, save_vote, committed, *sums = self._host.tolist()
+        message = RankZeroMessage(save_vote=SaveVote(int(save_vote)), committed=int(committed))
+        return StepResult(step=self.step, loss=loss, grad_norm=squares**0.5, stop=stop.agreed(sums), message=message)
+
+
+def reduce(
+    step: int, gradients: Sequence[torch.Tensor], loss: torch.Tensor, asked: StopReason, message: RankZeroMessage
+) -> Reduced:
+    """Sum over all ranks; `loss` is this rank's mean, and the mean over ranks is the step's."""
+    world = dist.get_world_size()
+    squares = squared_norm(gradients, world).to(loss.device)
+    numbers = [float(message.save_vote), float(message.committed), *stop.votes(asked)]
+    rest = torch.tensor(numbers, dtype=torch.float64).to(loss.device, non_blocking=True)
+    sums = torch.cat([squares.reshape(1), loss.detach().double().reshape(1) / world, rest])
+    dist.all_reduce(sums)
+    return Reduced(step, sums)
+
+
+def squared_norm(gradients: Sequence[torch.Tensor], world: int) -> torch.Tensor:
+    """This rank's share of the squared gradient norm, in float64: an element held by n ranks counts 1/n on each."""
+    shares = [(local(gradient), 1.0 / copies(gradient, world)) for gradient in gradients]
+    if not shares:
+        return torch.zeros((), dtype=torch.float64)
+    norms = torch.stack(torch._foreach_norm([tensor for tensor, _ in shares])).double()
+    weights = torch.tensor([weight for _, weight in shares], dtype=torch.float64).to(norms.device, non_blocking=True)
+    return (norms.square() * weights).sum()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def copies(tensor: torch.Tensor, world: int) -> int:
+    """On how many ranks each element of `tensor` lies."""
+    if not isinstance(tensor, DTensor):
+        return world
+    sharded = 1
+    for dim, placement in enumerate(tensor.placements):
+        assert not placement.is_partial(), "gradients are reduced before they are measured"
+        if not placement.is_replicate():  # FSDP on top of TP makes a strided shard, for which `is_shard` is False
+            sharded *= tensor.device_mesh.size(dim)
+    return world // sharded
+
+
+def clip(gradients: Sequence[torch.Tensor], norm: torch.Tensor, limit: float) -> None:
+    """Scale gradients down to the norm `limit`, on the device, without waiting for the norm on the host."""
+    if limit <= 0 or not gradients:
+        return
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_([local(gradient) for gradient in gradients], factor.float())

@@ -1,0 +1,135 @@
+"""When a run saves: the configured interval or a measured one, decided by rank 0 and followed by all ranks alike."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+
+from checkpointing.config import AUTO, CheckpointConfig
+from checkpointing.save_interval import SaveCosts, differs_enough, interval, quantile, retry_after, skip_before_stop
+
+_SAMPLES = 64
+_HUNG = 8.0
+"""A save that took so many times as long as usual waited for a disk that stood still: no measure of the next ones."""
+_ENOUGH = 8
+
+
+class SaveVote(IntEnum):
+    """What rank 0 puts into a step's reduction; read by every rank one step later."""
+
+    NONE = 0
+    SAVE = 1
+    HOLD_BACK = 2  # leave ordinary saves out: a stop, which saves too, is due
+
+
+class SaveSchedule:
+    """Counts steps between saves.
+
+    Every rank calls `should_save` and `save_tried`; what only rank 0 knows (clocks, commits, failures) is
+    in `save_vote`.
+    """
+
+    def __init__(
+        self, config: CheckpointConfig, *, saved: int, mtbf: float,
+        on_change: Callable[[int, float, str], None], clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        """`saved`: the newest step on a disk, older than the one to go on from when that came from memory.
+
+        `mtbf`: seconds between two failures of the whole job; `on_change` gets a new interval: steps, seconds, why.
+        """
+        self._config, self._mtbf, self._on_change, self._clock = config, mtbf, on_change, clock
+        self._auto = config.every == AUTO
+        self._fixed = config.every if isinstance(config.every, int) else 0
+        self.steps = config.auto.least if self._auto else self._fixed
+        """Steps between two saves as things stand."""
+        self._tried, self._open, self._failures, self._committed = saved, False, 0, saved
+        self._quiet: deque[float] = deque(maxlen=_SAMPLES)
+        self._busy: deque[float] = deque(maxlen=_SAMPLES)
+        self._stalls: deque[float] = deque(maxlen=_SAMPLES)
+        self.save_seconds = 0.0
+        """The 99th percentile of what saves have taken until their commit, but for one that hung."""
+
+    @property
+    def tried_step(self) -> int:
+        """The step of the newest save that was begun or tried."""
+        return self._tried
+
+    # -- all ranks
+
+    def should_save(self, step: int, save_vote: SaveVote) -> bool:
+        """Whether to save after `step`; the same on every rank, because `save_vote` is."""
+        if save_vote is SaveVote.SAVE:
+            return True
+        return bool(self._fixed and step % self._fixed == 0 and save_vote is not SaveVote.HOLD_BACK)
+
+    def save_tried(self, step: int, accepted: bool) -> None:
+        """A save of `step` was begun, or was not because both copies are still being written."""
+        self._tried, self._open = step, accepted
+        self._failures += not accepted
+        self._stalls.append(0.0)
+
+    def stalled(self, seconds: float) -> None:
+        """Training has stood still for the newest save, or goes on to do so."""
+        if self._stalls:
+            self._stalls[-1] += seconds
+
+    # -- rank 0
+
+    def step_took(self, seconds: float) -> None:
+        """A step took so long, without the save before it."""
+        (self._busy if self._open else self._quiet).append(seconds)
+
+    def read_saver(self, committed: int, failure: str | None, save_seconds: Sequence[float]) -> None:
+        """What the saver says now: the newest committed step, why the newest save failed, seconds of the last saves."""
+        self.save_seconds = quantile(_usual(save_seconds), 0.99)
+        if committed > self._committed:
+            self._committed = committed
+            if self._auto:
+                self._plan()
+        if self._open and committed >= self._tried:
+            self._open, self._failures = False, 0
+        elif self._open and failure is not None:
+            self._open = False
+            self._failures += 1
+
+    def save_vote(self, step: int, stop_due: float) -> SaveVote:
+        """What rank 0 wants after the step that follows `step`; `stop_due` is on this clock, 0 when none is known."""
+        since = step + 1 - self._tried
+        if self._failures and not self._open:
+            return SaveVote.SAVE if since >= retry_after(self.steps, self._failures) else SaveVote.NONE
+        length = self.steps * quantile(self._quiet, 0.5) if self._auto else 0.0
+        if stop_due and skip_before_stop(stop_due - self._clock(), interval=length, save=self.save_seconds):
+            return SaveVote.HOLD_BACK
+        # Never faster than a save takes; one that does not end is given up some time, the saver says then what it is.
+        pause = self._longest() if self._open else self.steps
+        return SaveVote.SAVE if self._auto and since >= pause else SaveVote.NONE
+
+    def _plan(self) -> None:
+        step = quantile(self._quiet, 0.5) or quantile(self._busy, 0.5)
+        if step <= 0:
+            return
+        measured = SaveCosts(
+            step=step, stall=quantile(self._stalls, 0.5), slowdown=self._slowdown(step), save=self.save_seconds
+        )
+        found = interval(measured, self._mtbf, least=self._config.auto.least, most=self._longest())
+        if differs_enough(self.steps, found.steps):
+            self.steps = found.steps
+            self._on_change(found.steps, found.steps * step, found.reason)
+
+    def _longest(self) -> int:
+        limit = self._config.max_unsaved_steps
+        return min(self._config.auto.most, limit // 2) if limit else self._config.auto.most
+
+    def _slowdown(self, step: float) -> float:
+        """What steps beside one save take longer in all; 0 until enough of them are known."""
+        if len(self._busy) < _ENOUGH or len(self._quiet) < _ENOUGH:
+            return 0.0
+        beside = quantile(self._busy, 0.5)
+        return max(0.0, self.save_seconds * (1 - step / beside))
+
+
+def _usual(seconds: Sequence[float]) -> Sequence[float]:
+    if len(seconds) < _ENOUGH:
+        return seconds
+    limit = _HUNG * quantile(seconds, 0.5)
+    return [each for each in seconds if each <= limit]

@@ -86,9 +86,8 @@ class NodeAgent:
         """Tell what is wrong with this node; a fit one gets its fork server."""
         faults = await detached_thread.start_detached(lambda: preflight.examine(self._run.path, self._config))
         reasons = "; ".join(fault.reason for fault in faults)
-        self._events.write(
-            EventKind.PREFLIGHT, node=self._node.node, name=self._node.name, ok=not faults, reason=reasons
-        )
+        node = self._node
+        self._events.write(EventKind.PREFLIGHT, node=node.node, name=node.name, ok=not faults, reason=reasons)
         told = [fault.to_json() for fault in faults]
         self._peer.send("fit", faults=told, wall=time.time(), machine=machine_identity.identity())
         if not faults:
@@ -297,9 +296,8 @@ class NodeAgent:
         if command:
             exit_code, number = decode_shell_exit(exit_code, number)
         reason = "killed by its agent" if self._ranks.killed else exit_words(exit_code, number)
-        self._events.write(
-            EventKind.RANK_EXITED, rank=rank, node=self._node.name, exit_code=exit_code, signal=number, reason=reason
-        )
+        known = {"exit_code": exit_code, "signal": number, "reason": reason}
+        self._events.write(EventKind.RANK_EXITED, rank=rank, node=self._node.name, **known)
         self._peer.send("progress", generation=generation, **self._ranks.summary())
         info = ExitInfo.of(local)
         end = partial(exit_report, self._attempt, generation, info, exit_code, number, command=command, logs=self._logs)

@@ -66,8 +66,8 @@ class PhaseTracker:
         total = self._stopwatch.total()
         if self._first:
             self._first, self._before = False, list(total)
-            self._cell.warmed()
-        self._cell.worked(step, [now - before for now, before in zip(total, self._before, strict=True)])
+            self._cell.start_timing()
+        self._cell.record_work(step, [now - before for now, before in zip(total, self._before, strict=True)])
 
 
 def _counters() -> list[Callable[[], int]]:

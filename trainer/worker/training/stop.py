@@ -16,14 +16,14 @@ class StopFlag:
 
     def asked(self) -> StopReason:
         """What this rank puts into the step's reduction."""
-        request = self._cell.stop_asked()
+        request = self._cell.read_stop_request()
         if request != self._served:
             self._served = None
         return StopReason.NONE if self._served else request[0]
 
     def served(self) -> None:
         """Every rank has agreed on a save: do not ask for the same one again."""
-        request = self._cell.stop_asked()
+        request = self._cell.read_stop_request()
         self._served = request if request[0] == StopReason.SAVE_AND_GO_ON else None
 
 

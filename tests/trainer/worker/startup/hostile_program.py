@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointing.engine.ranks.group import Ranks
+from checkpointing.engine.ranks.group import RankGroup
 from trainer.contract.rank_messages import RankSpec, send_message
 from trainer.worker.startup import rendezvous
 
@@ -57,7 +57,7 @@ def victim(control: socket.socket) -> dict[str, str]:
         key = rendezvous.join(spec(rank), control, torch.device("cpu"))
         for number in range(2):
             for name in exchanges:
-                ranks = Ranks(None, key=key)
+                ranks = RankGroup(None, key=key)
                 value = "honest" if rank == 0 else None
                 found[f"{name} {number}"] = outcome(
                     lambda ranks=ranks, name=name, value=value: getattr(ranks, name)(value)

@@ -12,22 +12,22 @@ class TierConfig:
     """One place where checkpoints are kept; the first of a run's tiers receives every save, the next ones copies."""
 
     path: str = RUN
-    """A folder, a URL of fsspec (`s3://bucket/prefix`), or `run`: the run's own folder. The run's name is added."""
+    """A folder, an fsspec URL (`s3://bucket/prefix`), or `run` for the run's own folder. orch adds the run's name."""
 
     every: int = 0
-    """Receive a checkpoint that is at least so many steps newer than the newest one here; 0 receives every one."""
+    """Copy a checkpoint here if it is at least this many steps newer than the newest one here; 0: copy every one."""
 
     keep: int = 3
-    """Keep the newest so many checkpoints here; at least 2."""
+    """Number of newest checkpoints to keep here; at least 2."""
 
     shared: bool = True
-    """False for a disk of the node itself: every node then keeps the files of its own ranks there."""
+    """False for a node's own disk: every node then keeps the files of its own ranks there."""
 
     bandwidth: float = 0.0
-    """Most MiB/s that each rank may write to this tier; 0 sets no limit."""
+    """Largest MiB/s that each rank may write to this tier; 0: no limit."""
 
     stripes: int = 1
-    """Lustre stripe count of the folder, set when `lfs` is there; 0 leaves the site's default."""
+    """Lustre stripe count of the folder, set if `lfs` is installed; 0: the site's default."""
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -42,19 +42,19 @@ class TierConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionConfig:
-    """Which checkpoints stay besides the newest `keep`; pinned ones always do."""
+    """Which checkpoints are kept besides the newest `keep`; pinned ones always are."""
 
     every: int = 0
-    """Keep every checkpoint whose step is a multiple of this; 0 keeps none for that reason."""
+    """Keep every checkpoint whose step is a multiple of this; 0: none."""
 
     best: int = 0
-    """Keep the best so many by `metric`."""
+    """Number of best checkpoints by `metric` to keep."""
 
     metric: str = "loss"
-    """A number in the checkpoint's own facts (`loss`)."""
+    """The number to compare, as the checkpoint records it (`loss`)."""
 
     mode: str = "min"
-    """`min` when a smaller `metric` is better, `max` when a larger one is."""
+    """`min` if a smaller `metric` is better, `max` if a larger one is."""
 
     def __post_init__(self) -> None:
         if self.every < 0 or self.best < 0:
@@ -68,16 +68,16 @@ class StagingConfig:
     """How a rank hands its state to the writer."""
 
     mode: str = "block"
-    """`block`: copied before training goes on. `lazy`: copied during the next forward and backward pass."""
+    """`block`: training waits for the copy. `lazy`: the copy is made during the next forward and backward pass."""
 
     host_memory: float = 0.0
-    """Most GiB of host memory for one rank's copies; 0 takes what two copies need.
+    """Largest GiB of host memory for one rank's copies; 0: what two copies need.
 
-    Too small for one copy stages in buckets: training then stands still while the state passes through them, for as
-    long as the disk takes, or hangs; a save that fails is not tried again, and no copy stays in memory."""
+    If it is too small for one copy, the state passes through buckets: training waits for the disk, even for one that
+    hangs, a failed save is not retried, and no copy stays in memory."""
 
     files: int = 1
-    """Files that each rank writes."""
+    """Number of files that each rank writes."""
 
     def __post_init__(self) -> None:
         if self.mode not in ("block", "lazy"):
@@ -90,16 +90,16 @@ class StagingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AutoConfig:
-    """Bounds of the cadence that `checkpoint.every: auto` finds."""
+    """Bounds of the interval that `checkpoint.every: auto` chooses."""
 
     least: int = 10
-    """Fewest steps between two saves; the first save comes after so many, and its cost decides on the next ones."""
+    """Smallest number of steps between two saves; the first save comes after this many."""
 
     most: int = 5000
-    """Most steps between two saves."""
+    """Largest number of steps between two saves."""
 
     node_days: float = 64.0
-    """Days of one node per failure to begin with; what this cluster and this run have seen soon outweighs it."""
+    """First estimate of the node-days per failure; the cluster's and the run's own failures soon outweigh it."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:
@@ -110,26 +110,26 @@ class AutoConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """How often a run is saved, where to, and how many checkpoints are kept."""
+    """How often a run saves, where to, and how many checkpoints it keeps."""
 
     every: int | str = 100
-    """Save after every so many steps; `auto` finds the cadence itself; 0 saves only at the end and when stopped."""
+    """Save after every this many steps; `auto` chooses the interval; 0: only at the end and when stopped."""
 
     auto: AutoConfig = field(default_factory=AutoConfig)
 
     keep: int = 3
-    """Keep the newest so many committed checkpoints; at least 2, so that a damaged newest one has a substitute."""
+    """Number of newest checkpoints to keep; at least 2, so that a damaged newest one has a substitute."""
 
     max_unsaved_steps: int = 0
-    """End the attempt when so many steps are not in any committed checkpoint; 0 trains on, however long saves fail."""
+    """End the attempt when this many steps are in no committed checkpoint; 0: train on, however long saves fail."""
 
     plausibility: str = "refuse"
-    """What to do with a state that cannot be right (NaN, a stale copy, a wrong step): `refuse`, `warn` or `off`."""
+    """What to do with an implausible state (NaN, a stale copy, a wrong step): `refuse`, `warn` or `off`."""
 
     staging: StagingConfig = field(default_factory=StagingConfig)
 
     tiers: tuple[TierConfig, ...] = ()
-    """Places from the fastest to the most durable one; none is the run's own folder alone."""
+    """Places for checkpoints, fastest first; empty: only the run's own folder."""
 
     retention: RetentionConfig = field(default_factory=RetentionConfig)
 

@@ -1,11 +1,124 @@
-"""The documentation keeps up with the code: verbs, failure kinds, config keys."""
+"""The documentation keeps up with the code: verbs, failure kinds, config keys, and the paths and names it mentions."""
 
+import ast
 import importlib.util
+import re
 from pathlib import Path
+
+import pytest
 
 from trainer.contract.outcome import FailureKind
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md"))]
+PACKAGES = ("orchestrator", "trainer", "checkpointing", "benchmarks", "tests")
+FOLDERS = (*PACKAGES, "docs", "configs", "sbatch_templates")
+every_page = pytest.mark.parametrize("page", PAGES, ids=[path.name for path in PAGES])
+
+_PATH = re.compile(rf"(?<![\w./-])((?:{'|'.join(FOLDERS)})/[\w./-]*)(?:::(\w+))?")
+_MODULE = re.compile(rf"(?<![\w./-])((?:{'|'.join(PACKAGES)})(?:\.\w+)+)(?::(\w+))?")
+_SOURCE = re.compile(r"`([\w./-]+\.py)(?:::\w+)?`")
+_LINK = re.compile(r"\]\(([^)#\s]+)?(?:#([\w-]+))?\)")
+
+
+def defined_names(path: Path) -> set[str]:
+    """What a module defines at its top level."""
+    names: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return names
+
+
+def why_missing(path: str, name: str) -> str:
+    """Why `path`, or `path::name`, is not in the tree; empty when it is there."""
+    place = ROOT / path.rstrip(".")
+    if not place.exists():
+        return f"there is no {path}"
+    if name and name not in defined_names(place):
+        return f"{path} defines no {name}"
+    return ""
+
+
+def why_no_module(dotted: str, name: str) -> str:
+    """The same for `package.module`, `package.module.name` and `package.module:name`."""
+    parts = dotted.split(".")
+    module = next((n for n in range(len(parts), 0, -1) if ROOT.joinpath(*parts[:n]).with_suffix(".py").exists()), None)
+    if module is None:
+        return "" if ROOT.joinpath(*parts).is_dir() else f"there is no module {dotted}"
+    wanted = [*parts[module : module + 1], *([name] if name else [])]
+    names = defined_names(ROOT.joinpath(*parts[:module]).with_suffix(".py")) if wanted else set()
+    return "".join(f"{dotted} has no {one}; " for one in wanted if one not in names)
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors that a page's headings have on GitHub."""
+    lines = [line.lstrip("#").strip().lower() for line in page.read_text().splitlines() if line.startswith("#")]
+    return {re.sub(r"[^\w -]", "", line).replace(" ", "-") for line in lines}
+
+
+@every_page
+def test_every_path_that_is_named_exists(page: Path) -> None:
+    found = [why_missing(path, name) for path, name in _PATH.findall(page.read_text())]
+    assert not [why for why in found if why]
+
+
+@every_page
+def test_every_module_that_is_named_exists(page: Path) -> None:
+    found = [why_no_module(dotted, name) for dotted, name in _MODULE.findall(page.read_text())]
+    assert not [why for why in found if why]
+
+
+@every_page
+def test_source_files_are_named_with_their_folder(page: Path) -> None:
+    """A bare `name.py` would not be checked."""
+    bare = [path for path in _SOURCE.findall(page.read_text()) if not path.startswith(tuple(f"{x}/" for x in FOLDERS))]
+    assert not bare
+
+
+@every_page
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for target, anchor in _LINK.findall(page.read_text()):
+        if target.startswith(("http:", "https:")):
+            continue
+        linked = page.parent / target if target else page
+        assert linked.exists(), target
+        assert not anchor or anchor in headings(linked), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "why"),
+    [
+        ("trainer/agent/ladder/in_job_policy.py", "decide", ""),
+        ("trainer/agent", "", ""),
+        ("trainer/agent/rungs.py", "decide", "there is no trainer/agent/rungs.py"),
+        ("trainer/agent/ladder/in_job_policy.py", "choose", "defines no choose"),
+    ],
+)
+def test_a_missing_path_or_name_is_found(path: str, name: str, why: str) -> None:
+    found = why_missing(path, name)
+    assert why in found
+    assert bool(found) == bool(why)
+
+
+@pytest.mark.parametrize(
+    ("dotted", "name", "why"),
+    [
+        ("trainer.worker.llama", "LlamaWorkload", ""),
+        ("trainer.worker.workload.BaseWorkload", "", ""),
+        ("trainer.worker", "", ""),
+        ("trainer.worker.llama", "Alpaca", "has no Alpaca"),
+        ("trainer.nobody.here", "", "there is no module"),
+    ],
+)
+def test_a_missing_module_is_found(dotted: str, name: str, why: str) -> None:
+    found = why_no_module(dotted, name)
+    assert why in found
+    assert bool(found) == bool(why)
 
 
 def test_every_config_key_is_documented() -> None:
@@ -28,4 +141,31 @@ def test_every_verb_is_documented() -> None:
 
     text = (DOCS / "cli.md").read_text()
     missing = [verb for verb in verbs() if f"orch {verb}" not in text]
+    assert not missing
+
+
+def test_every_option_is_documented() -> None:
+    """Each option of a verb stands in that verb's section, or among those that every verb has."""
+    import click
+
+    from orchestrator.cli.main import orch, verbs
+
+    text = (DOCS / "cli.md").read_text()
+    shared, *sections = re.split(r"^### ", text, flags=re.MULTILINE)
+    missing = []
+    for verb in verbs():
+        section = "".join(part for part in sections if re.match(rf"`orch {verb}[ `]", part))
+        command: click.Command = orch
+        for word in verb.split():
+            assert isinstance(command, click.Group)
+            found = command.get_command(click.Context(command), word)
+            assert found is not None
+            command = found
+        options = [option for option in command.params if isinstance(option, click.Option)]
+        spelled = [{*option.opts, *option.secondary_opts} for option in options]
+        missing += [
+            f"{verb} {min(names)}"
+            for names in spelled
+            if not any(re.search(rf"(?<![\w-]){name}(?![\w-])", section + shared) for name in names)
+        ]
     assert not missing

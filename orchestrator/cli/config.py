@@ -19,7 +19,7 @@ OVERRIDES = click.argument("overrides", metavar="[KEY=VALUE ...]", nargs=-1)
 
 @click.group(cls=Noun)
 def config() -> None:
-    """Configurations: show with origins, validate, compare.
+    """Show, validate and compare configurations.
 
     CONFIG is the name of a preset (`tiny-gpt`) or the path of a YAML file.
     """
@@ -28,7 +28,7 @@ def config() -> None:
 @config.command("show")
 @SOURCE
 @OVERRIDES
-@click.option("--origin/--no-origin", default=True, show_default=True, help="Say where each value came from.")
+@click.option("--origin/--no-origin", default=True, show_default=True, help="Print where each value came from.")
 @click.pass_obj
 def show(screen: Screen, source: str, overrides: tuple[str, ...], origin: bool) -> None:
     """Print the resolved configuration, every value with its origin."""
@@ -55,7 +55,7 @@ def print_config(screen: Screen, data: dict[str, Any], origins: dict[str, str]) 
 @OVERRIDES
 @click.pass_obj
 def validate(screen: Screen, source: str, overrides: tuple[str, ...]) -> None:
-    """Check a configuration: keys, types, ranges, sizes. Exit code 2 and the reason when it does not hold."""
+    """Check keys, types, ranges and sizes. The exit code is 2, with the reason, if the configuration is invalid."""
     composed = _compose(source, overrides)
     if screen.json:
         screen.data("config.validate", {"valid": True, "digest": composed.digest})
@@ -68,7 +68,7 @@ def validate(screen: Screen, source: str, overrides: tuple[str, ...]) -> None:
 @click.argument("second")
 @click.pass_obj
 def diff(screen: Screen, first: str, second: str) -> None:
-    """Keys in which two configurations differ.
+    """List the keys in which two configurations differ.
 
     Each is a preset, a YAML file, a run, or the digest of a stored configuration (or its first 6 or more digits).
     """

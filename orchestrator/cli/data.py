@@ -12,17 +12,17 @@ from orchestrator.errors import ConfigError, NotFound
 
 @click.group(cls=Noun)
 def data() -> None:
-    """Training data: turn text into token shards."""
+    """Turn text into token shards for training."""
 
 
 @data.command("prepare")
 @click.argument("paths", nargs=-1, required=True)
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder for the shards; made if missing.")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder for the shards; may be new.")
 @click.pass_obj
 def prepare(screen: Screen, paths: tuple[str, ...], out: Path) -> None:
-    """Tokenize text files and folders, byte by byte, into shards that `data.path` names.
+    """Tokenize text files and folders, byte by byte, into shards for `data.path`.
 
-    `python-stdlib` stands for the source text of Python's own standard library.
+    `python-stdlib` is the source text of Python's standard library.
     """
     from trainer.contract import token_shards
 

@@ -13,7 +13,7 @@ from orchestrator.home import registry_path
 
 @click.group(cls=Noun)
 def db() -> None:
-    """The registry: where it is, back it up, rebuild it."""
+    """Locate, back up or rebuild the registry."""
 
 
 @db.command("path")
@@ -31,7 +31,7 @@ def path(screen: Screen) -> None:
 @click.argument("to", type=click.Path(path_type=Path))
 @click.pass_obj
 def backup(screen: Screen, to: Path) -> None:
-    """Copy the registry to a file, consistently, while it is in use."""
+    """Write a consistent copy of the registry to a file, while it is in use."""
     from orchestrator.registry.backup import backup as copy
 
     require_registry(registry_path())
@@ -48,12 +48,12 @@ def backup(screen: Screen, to: Path) -> None:
 
 @db.command("rebuild")
 @click.argument("roots", nargs=-1, type=click.Path(path_type=Path))
-@click.option("--root", "more", multiple=True, type=click.Path(path_type=Path), help="The same, as an option.")
+@click.option("--root", "more", multiple=True, type=click.Path(path_type=Path), help="The same as ROOTS, repeatable.")
 @click.pass_obj
 def rebuild(screen: Screen, roots: tuple[Path, ...], more: tuple[Path, ...]) -> None:
-    """Make the registry anew from run directories.
+    """Create a new registry from run directories.
 
-    ROOTS are the folders that hold runs (`cluster.root`). A registry that is there is set aside, never overwritten.
+    ROOTS are the folders that hold runs (`cluster.root`). An existing registry is renamed, never overwritten.
     """
     roots += more
     for root in roots:

@@ -13,34 +13,34 @@ from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import NotFound, OrchError, Precondition
 
 VERBS = {
-    "submit": ("orchestrator.cli.runs.submit:submit", "Submit a run and let it finish, whatever dies in between."),
-    "status": ("orchestrator.cli.runs.status:status", "The newest runs: state, step, loss, last checkpoint, why."),
-    "show": ("orchestrator.cli.runs.show:show", "One run in full: attempts, decisions, checkpoints, identity."),
+    "submit": ("orchestrator.cli.runs.submit:submit", "Submit a run; orch restarts it until it is finished."),
+    "status": ("orchestrator.cli.runs.status:status", "List the newest runs: state, step, loss, checkpoint, reason."),
+    "show": ("orchestrator.cli.runs.show:show", "Show one run in full: attempts, decisions, checkpoints, code."),
     "wait": ("orchestrator.cli.runs.wait:wait", "Wait until a run ends; the exit code says how."),
-    "logs": ("orchestrator.cli.live_jobs.logs:logs", "What ranks, agents and the controller printed."),
+    "logs": ("orchestrator.cli.live_jobs.logs:logs", "Print the logs of ranks, agents and the controller."),
     "top": (
         "orchestrator.cli.live_jobs.top:top",
-        "A live run at a glance: step, tokens/s, loss, where every rank stands.",
+        "Show a live run: step, tokens/s, loss, and where every rank is.",
     ),
     "attach": (
         "orchestrator.cli.live_jobs.attach:attach",
-        "Look inside a live job: where every thread of its ranks stands.",
+        "Print the stacks of a live job's ranks without stopping them.",
     ),
-    "save": ("orchestrator.cli.live_jobs.save:save", "Save a checkpoint now; training goes on."),
-    "cancel": ("orchestrator.cli.runs.cancel_resume:cancel", "Save a checkpoint, then stop the runs for good."),
-    "resume": ("orchestrator.cli.runs.cancel_resume:resume", "Go on with a run that is held, failed or cancelled."),
+    "save": ("orchestrator.cli.live_jobs.save:save", "Save a checkpoint now; training continues."),
+    "cancel": ("orchestrator.cli.runs.cancel_resume:cancel", "Save a checkpoint, then stop the runs."),
+    "resume": ("orchestrator.cli.runs.cancel_resume:resume", "Continue a run that is held, failed or cancelled."),
     "ckpt": (
         "orchestrator.cli.checkpoints.group:ckpt",
-        "Checkpoints: list, verify, compare, export, import, pin, clean up.",
+        "List, verify, compare, export, import, pin and clean up checkpoints.",
     ),
-    "nodes": ("orchestrator.cli.cluster.nodes:nodes", "Nodes that runs have used, and those kept away from."),
-    "config": ("orchestrator.cli.config:config", "Configurations: show with origins, validate, compare."),
-    "data": ("orchestrator.cli.data:data", "Training data: turn text into token shards."),
-    "db": ("orchestrator.cli.db:db", "The registry: where it is, back it up, rebuild it."),
-    "controller": ("orchestrator.cli.cluster.controller:controller", "The process that keeps runs going."),
-    "doctor": ("orchestrator.cli.cluster.doctor:doctor", "What works on this machine and cluster, and what to mend."),
-    "drill": ("orchestrator.cli.drills.drill:drill", "Bring a fault about on purpose, and score what came of it."),
-    "demo": ("orchestrator.cli.drills.demo:demo", "A small run on this machine that is killed and recovers."),
+    "nodes": ("orchestrator.cli.cluster.nodes:nodes", "List the nodes that runs have used; release excluded ones."),
+    "config": ("orchestrator.cli.config:config", "Show, validate and compare configurations."),
+    "data": ("orchestrator.cli.data:data", "Turn text into token shards for training."),
+    "db": ("orchestrator.cli.db:db", "Locate, back up or rebuild the registry."),
+    "controller": ("orchestrator.cli.cluster.controller:controller", "Run, inspect or install the controller."),
+    "doctor": ("orchestrator.cli.cluster.doctor:doctor", "Check this machine and cluster, and say what to fix."),
+    "drill": ("orchestrator.cli.drills.drill:drill", "Inject a fault and score the reaction."),
+    "demo": ("orchestrator.cli.drills.demo:demo", "Run a small training here that is killed and recovers."),
 }
 
 
@@ -48,7 +48,7 @@ VERBS = {
     cls=LazyGroup,
     table=VERBS,
     invoke_without_command=True,
-    epilog="`orch` alone lists what runs and what needs you. `orch VERB -h` explains a verb.",
+    epilog="`orch` alone lists live runs and runs that need you. `orch VERB -h` explains a verb.",
 )
 @click.pass_context
 def orch(context: click.Context) -> None:

@@ -8,10 +8,10 @@ from trainer.contract.config import ClusterShape, JobConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig(ClusterShape):
-    """How the run's jobs are asked for: `ClusterShape` plus what only the login node needs."""
+    """What to request from Slurm, or to simulate on this machine."""
 
     partition: str = ""
-    """Slurm partition; empty takes the site's default."""
+    """Slurm partition; empty: the site's default."""
     account: str = ""
     """Slurm account."""
     qos: str = ""
@@ -19,15 +19,15 @@ class ClusterConfig(ClusterShape):
     constraint: str = ""
     """Node features (`h100&ib`)."""
     exclude: str = ""
-    """Nodes never to use, as a Slurm host list (`gpu[003,017]`)."""
+    """Nodes never to use, as a Slurm hostlist (`gpu[003,017]`)."""
     templates: tuple[str, ...] = ("default",)
-    """Fragments of `sbatch_templates/` that prepare a node (`modules`, `conda`, `nccl`, `pyxis`, `apptainer`)."""
+    """Scripts of `sbatch_templates/` that prepare a node (`modules`, `conda`, `nccl`, `apptainer`, ...)."""
     template_args: dict[str, str] = field(default_factory=dict)
-    """Values for the placeholders of those fragments."""
+    """Values for the placeholders in those scripts."""
     python: str = ""
-    """Interpreter on the compute nodes; empty takes the one that runs orch, or the template's."""
+    """Python on the compute nodes; empty: the one that runs orch, or the template's."""
     sbatch: dict[str, Any] = field(default_factory=dict)
-    """Any further sbatch option, by its long name."""
+    """Further sbatch options, by their long names."""
 
 
 @dataclass(frozen=True, kw_only=True)

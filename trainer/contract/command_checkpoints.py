@@ -9,12 +9,12 @@ SET_ASIDE = ".orch-set-aside"
 
 @dataclass(frozen=True, kw_only=True)
 class CommandCheckpointsConfig:
-    """Where a `command:` keeps its own checkpoints: its progress is known then, and a torn one is set aside."""
+    """Where a `command:` keeps its own checkpoints. orch then knows its progress, and renames a torn one."""
 
     path: str = ""
-    """Folder of the checkpoints that a `command:` writes, absolute or relative to where it runs; empty: not known."""
+    """Folder of the command's checkpoints, absolute or relative to where it runs; empty: unknown."""
     pattern: str = "checkpoint-*"
-    """Their names there, files or folders; the last `*` stands for the step (a whole number), others for anything."""
+    """Names of the files or folders there; the last `*` is the step (a whole number), other `*` match anything."""
 
     def __post_init__(self) -> None:
         if "*" not in self.pattern or "/" in self.pattern:

@@ -24,34 +24,34 @@ class ClusterShape:
     """`slurm`, `local` (simulated nodes on this machine), or `auto`: slurm where sbatch is found, else local."""
 
     root: str = "~/orch-runs"
-    """The folder of all runs; on a cluster it must be on the shared file system."""
+    """Folder of all runs; on a cluster it must be on the shared file system."""
 
     nodes: int = 1
     """Number of nodes; on `local`, number of simulated nodes."""
 
     spare_nodes: int = 0
-    """Further nodes to ask for, idle until one of the others dies: its ranks go on there, in the same job."""
+    """Extra nodes in the job, idle until another node dies; its ranks then continue there, in the same job."""
 
     ranks_per_node: int = 1
-    """Ranks on every node: one per GPU where there are GPUs."""
+    """Ranks per node; on GPU nodes one per GPU."""
 
     gpus_per_node: int = 0
-    """GPUs asked for on every node; 0 trains on CPUs with gloo."""
+    """GPUs per node; 0 trains on CPUs with gloo."""
 
     cpus_per_task: int = 1
-    """CPU cores of the one task per node, shared by all its ranks."""
+    """CPU cores per node, shared by its ranks (Slurm runs one task per node)."""
 
     mem: str = ""
-    """Memory per node in Slurm's notation (`64G`); empty takes the partition's default."""
+    """Memory per node in Slurm's notation (`64G`); empty: the partition's default."""
 
     time: str = "1:00:00"
-    """Time limit of one attempt in Slurm's notation (`2-00:00:00`); longer runs continue in a new attempt."""
+    """Time limit of one attempt in Slurm's notation (`2-00:00:00`); a longer run continues in a new attempt."""
 
     interface: str = ""
-    """Network interface for rendezvous and collectives (`ib0`); empty lets the host name decide."""
+    """Network interface for rendezvous and collectives (`ib0`); empty: the one that the host name leads to."""
 
     signal_lead: int = 120
-    """Seconds before the time limit at which the job begins to save and stop, and Slurm is asked to signal it."""
+    """Seconds before the time limit at which the job starts to save and stop (also sbatch's `--signal`)."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("auto", "slurm", "local"):
@@ -85,7 +85,7 @@ class ParallelConfig:
     """Replicas of the sharded model (HSDP when above 1)."""
 
     dp_shard: int = 0
-    """Ranks that share parameters, gradients and optimizer state (FSDP); 0 takes all ranks that are left."""
+    """Ranks that share parameters, gradients and optimizer state (FSDP); 0: all remaining ranks."""
 
     tp: int = 1
     """Ranks that share each layer's matrices (tensor parallelism); keep it within a node."""
@@ -111,7 +111,7 @@ class ModelConfig:
     """The built-in Llama-style decoder."""
 
     vocab_size: int = 257
-    """Number of tokens: 256 bytes and the document separator for byte-level data."""
+    """Number of tokens; byte-level data has 256 bytes and the document separator."""
     dim: int = 128
     """Width of the residual stream."""
     layers: int = 4
@@ -148,23 +148,23 @@ class TrainConfig:
     steps: int = 200
     """Optimizer steps of the whole run."""
     seed: int = 1
-    """Seeds weights, data order and every rank's generators."""
+    """Seed of weights, data order and every rank's generators."""
     batch_size: int = 16
     """Sequences per optimizer step over all ranks."""
     micro_batch_size: int = 0
-    """Sequences per forward pass and data-parallel rank; 0 takes the whole share at once. Smaller accumulates."""
+    """Sequences per forward pass and data-parallel rank; fewer accumulate gradients. 0: the whole share at once."""
     seq_len: int = 128
     """Tokens per sequence."""
     lr: float = 3e-3
     """Peak learning rate of AdamW."""
     min_lr_ratio: float = 0.1
-    """The cosine ends at this share of `lr`."""
+    """Final learning rate of the cosine schedule, as a share of `lr`."""
     warmup_steps: int = 10
     """Steps of linear warm-up."""
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices."""
     clip_norm: float = 1.0
-    """Gradient norm above which gradients are scaled down; 0 turns clipping off."""
+    """Gradient norm above which gradients are clipped; 0: no clipping."""
     dtype: str = "bfloat16"
     """Precision of forward and backward: `bfloat16` (gradients are reduced in float32) or `float32`."""
     activation_checkpointing: bool = False
@@ -185,10 +185,10 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What the run reads."""
+    """What the run trains on."""
 
     path: str = ""
-    """Folder of token shards made by `orch data prepare`; filled in at submit when `text` is given."""
+    """Folder of token shards from `orch data prepare`; with `text`, submit fills it in."""
     text: tuple[str, ...] = ()
     """Text files and folders to tokenize at submit; `python-stdlib` is the source of Python's standard library."""
     shuffle: bool = True
@@ -202,31 +202,31 @@ class WorkloadConfig:
     target: str = "trainer.worker.llama:LlamaWorkload"
     """`package.module:Class` with the methods of `trainer.worker.workload.Workload`."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments for that class."""
+    """Keyword arguments of that class."""
     path: tuple[str, ...] = ()
-    """Folders put on the import path, after orch's own packages."""
+    """Folders added to the import path, after orch's own packages."""
     snapshot: bool = False
-    """Copy those folders into the run directory at submit and train from the copy."""
+    """Copy those folders into the run directory at submit, and train from the copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryConfig:
-    """How far orch goes by itself before it asks."""
+    """How often orch retries before it stops and asks."""
 
     restarts_in_place: int = 5
-    """New generations allowed within one attempt."""
+    """Restarts in place (new generations) allowed per attempt."""
     max_failures: int = 10
-    """Failures that the program may have caused, without a new checkpoint, after which the run is FAILED."""
+    """The run is FAILED after this many failures that the program may have caused, without a new checkpoint."""
     no_progress_hours: float = 24.0
-    """Hours for which failures of the cluster are retried, without a new checkpoint, before the run is held."""
+    """The run is HELD after this many hours (and `max_failures`) of the cluster's failures without a new checkpoint."""
     backoff: float = 10.0
-    """Seconds before the first restart; doubled, with jitter, for every further failure in a row."""
+    """Seconds before the first new job; doubled, with jitter, for every further failure in a row."""
     backoff_max: float = 900.0
-    """Longest pause between attempts in seconds; an outage that ends is noticed within this time."""
+    """Longest pause between attempts in seconds."""
     exclude_hours: float = 24.0
-    """Hours for which a node with evidence against it is excluded."""
+    """Hours for which a faulty node is excluded."""
     exclude_share: float = 0.1
-    """Largest share of the partition that may be excluded."""
+    """Largest share of the partition that may be excluded (but always one node, if the job can do without it)."""
     hang: HangConfig = field(default_factory=HangConfig)
     straggler: StragglerConfig = field(default_factory=StragglerConfig)
     spike: SpikeConfig = field(default_factory=SpikeConfig)
@@ -246,10 +246,10 @@ class ProgramConfig:
     """What the ranks of a run are: a workload of orch, or the user's own program."""
 
     name: str = "run"
-    """Name of the run; a number is added."""
+    """Name of the run; orch adds a number."""
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
     command: tuple[str, ...] = ()
-    """An existing torchrun script, with its interpreter and arguments, to run instead of a workload."""
+    """A torchrun script with its interpreter and arguments, to run instead of a workload."""
     checkpoints: CommandCheckpointsConfig = field(default_factory=CommandCheckpointsConfig)
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables for the ranks."""

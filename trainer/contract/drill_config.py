@@ -25,18 +25,18 @@ class DrillEvent:
     """One injected fault."""
 
     kind: str = "kill-rank"
-    """What happens: see `KINDS`."""
+    """The fault; docs/watching.md lists the kinds."""
     rank: int = 0
     """The rank it hits."""
     step: int = 1
-    """The step that it strikes in; `kill-rank`, `stop-rank` and `raise` strike when it is over."""
+    """The step in which it occurs; `kill-rank`, `stop-rank` and `raise` occur after it."""
     attempt: int = 1
-    """Only in this attempt; 0 for every one."""
+    """Only in this attempt; 0: in every one."""
     generation: int = 1
-    """Only in this generation of the attempt; 0 for every one."""
+    """Only in this generation of the attempt; 0: in every one."""
     value: float = 0.0
-    """Of `slow-rank`: seconds of work added to every step; of `hang-` kinds and `hold-lock`: seconds, 0 for ever; of
-    `desync-shape`: elements of the wrong tensor, 0 for one."""
+    """For `slow-rank`: seconds of work added to every step. For `hang-` kinds and `hold-lock`: seconds; 0: forever. For
+    `desync-shape`: elements of the wrong tensor; 0: one."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -48,4 +48,4 @@ class DrillConfig:
     """Faults injected on purpose, to see the run recover."""
 
     events: tuple[DrillEvent, ...] = ()
-    """The faults, each fired once."""
+    """The faults; each occurs once."""

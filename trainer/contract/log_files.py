@@ -16,12 +16,12 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class LogsConfig:
-    """How much of what it prints is kept of each rank, agent and controller: at most `max_mib` x `keep`."""
+    """How much of each log of a rank, agent or controller is kept: at most `max_mib` x `keep`."""
 
     max_mib: float = 16.0
-    """Largest log file in MiB; a full one is rotated."""
+    """Largest log file in MiB; orch rotates a full one."""
     keep: int = 4
-    """Files kept of each log, the one that is written included."""
+    """Files kept of each log, including the one being written."""
 
     def __post_init__(self) -> None:
         if not 0.001 <= self.max_mib < math.inf:

@@ -5,26 +5,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class HangConfig:
-    """When a rank that does not move is taken for hung, and what is kept of it before it is killed."""
+    """When a rank counts as hung, and what is kept before it is killed."""
 
     on: bool = True
     """Watch for hangs."""
     factor: float = 25.0
-    """A phase may take so many times its 99th percentile in this run."""
+    """A phase may take this many times its 99th percentile in this run."""
     least: float = 8.0
-    """Seconds that any phase may take."""
+    """Seconds that any phase may take at least."""
     slow: float = 120.0
-    """Seconds without a sign of life allowed in start, compile, restore, save, evaluation and a first step."""
+    """Seconds allowed without a sign of life in start, compile, restore, save, evaluation and a first step."""
     most: float = 3600.0
-    """Seconds after which signs of life no longer excuse a rank that does not move."""
+    """Seconds after which a rank that does not move counts as hung despite signs of life."""
     stopped: float = 3.0
-    """Seconds after which a rank whose process is stopped (SIGSTOP) while its peers wait counts as hung."""
+    """Seconds after which a stopped (SIGSTOP) rank counts as hung, while its peers wait."""
     evidence: float = 10.0
-    """Longest time in seconds for collecting evidence before the kill."""
+    """Seconds for collecting evidence before the kill."""
     agent: float = 75.0
-    """Seconds for which a node's agent may stand still (stopped, or stuck in the kernel) before its node ends it."""
+    """Seconds that a node's agent may stand still (stopped, or stuck in the kernel) before its watchdog kills it."""
     heartbeat: float = 900.0
-    """Seconds without a heartbeat or growth of any file of a running attempt before orch ends its job; 0: never."""
+    """Seconds without a heartbeat or a growing file of a running attempt before orch ends its job; 0: never."""
 
     def __post_init__(self) -> None:
         if self.factor < 2:
@@ -38,16 +38,16 @@ class HangConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StragglerConfig:
-    """When a rank counts as slower than its peers."""
+    """When a rank counts as a straggler."""
 
     on: bool = True
     """Compare the ranks' own work."""
     ratio: float = 1.07
-    """A rank is slow when its work takes more than so many times that of its peers, in several windows in a row."""
+    """A rank is a straggler when its work takes more than this many times its peers', in several windows in a row."""
     windows: int = 3
     """Windows in a row that must agree."""
     replace_after: int = 2
-    """Attempts in which a node must have been slow before the next restart does without it; 0: never."""
+    """Attempts that a node must have slowed down before it is excluded; 0: never."""
 
     def __post_init__(self) -> None:
         if self.ratio <= 1:
@@ -58,14 +58,14 @@ class StragglerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SpikeConfig:
-    """When a loss counts as exploded; NaN and infinity always do."""
+    """When a loss counts as a spike; NaN and infinity always do."""
 
     deviations: float = 20.0
-    """A loss so many robust standard deviations above the window's median is a spike; 0 looks for NaN only."""
+    """A loss this many robust deviations (and half) above the window's median is a spike; 0: look for NaN only."""
     window: int = 50
-    """Steps that the median and the deviation are taken from; nothing is judged before they are full."""
+    """Steps for the median and the deviation; nothing is judged before the window is full."""
     roll_backs: int = 3
-    """Rollbacks allowed in one attempt; each leaves out the batch of its step."""
+    """Rollbacks allowed per attempt; each skips the batch of its step."""
 
     def __post_init__(self) -> None:
         if self.deviations < 0 or self.window < 8 or self.roll_backs < 0:
@@ -74,15 +74,15 @@ class SpikeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightConfig:
-    """The examination of nodes before they train."""
+    """Checks of the nodes before they train."""
 
     on: bool = True
-    """Measure matrix multiplication, memory and the network; the quick checks of folders and limits always run."""
+    """Measure matrix multiplication, memory and network; the quick checks of folders and limits always run."""
     seconds: float = 60.0
-    """Seconds after which nothing more is measured over the network, and missing figures are not waited for."""
+    """Seconds after which network tests end, and missing figures are no longer waited for."""
     slowest: float = 0.6
-    """A node whose measured speed is below this share of its peers' median is suspect. In a Slurm job also one below
-    this share of the median of this run's earlier attempts, where at least two of them have measured and agree."""
+    """A node is suspect if its speed is below this share of its peers' median; in a Slurm job also if it is below this
+    share of the median of the run's earlier attempts, if at least two of those agree."""
     skew: float = 30.0
     """Largest difference between nodes' clocks in seconds."""
 

@@ -20,14 +20,14 @@ SHOWN = 40
 @click.command("diff", cls=Verb)
 @click.argument("first", metavar="FIRST")
 @click.argument("second", metavar="SECOND")
-@click.option("-a", "--all", "everything", is_flag=True, help="Equal tensors too, and as many as there are.")
+@click.option("-a", "--all", "everything", is_flag=True, help="List all tensors, equal ones too.")
 @click.pass_obj
 def diff(screen: Screen, first: str, second: str, everything: bool) -> None:
     """Compare two checkpoints: RUN@STEP each, or folders.
 
-    Tensors whose fingerprints are equal are not read. The others: largest difference of a value, norm of the
-    difference relative to the larger norm, share of values that changed; the largest relative difference first. The
-    exit code does not tell whether they differ.
+    Tensors with equal fingerprints are not read. For the others it prints the largest difference of a value, the norm
+    of the difference relative to the larger norm, and the share of values that changed, largest relative difference
+    first. The exit code is 0 whether or not they differ.
     """
     left, right = find_one(first, screen.warn), find_one(second, screen.warn)
     found = _compared(screen, left, right)

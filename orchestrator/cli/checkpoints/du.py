@@ -24,7 +24,7 @@ DEBRIS = "debris"
 @click.argument("runs", metavar="[RUN...]", nargs=-1)
 @click.pass_obj
 def du(screen: Screen, runs: tuple[str, ...]) -> None:
-    """Bytes of checkpoints by run, tier and trust; without RUN those of every run."""
+    """Print the bytes of checkpoints by run, tier and trust; without RUN, of every run."""
     with open_store(readonly=True) as store:
         chosen = [store.run(name) for name in runs] if runs else store.runs()
         rows = [row for run in chosen for row in _rows(screen, store, run)]

@@ -29,14 +29,15 @@ STAGING = ".imports"
     help="safetensors: as `transformers` loads it. torch: one file for torch.load.",
 )  # fmt: skip
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="Convert the model's floating-point values.")
-@click.option("--with-optimizer", is_flag=True, help="The optimizer's state too (with --to torch).")
+@click.option("--with-optimizer", is_flag=True, help="Also write the optimizer's state (with --to torch).")
 @click.pass_obj
 def export(
     screen: Screen, target: str, folder: Path, to: str, dtype: str | None, with_optimizer: bool
 ) -> None:  # fmt: skip
-    """Write a checkpoint's model into DIR, which must be new or empty, as files that others read.
+    """Write a checkpoint's model into DIR, which must be new or empty, as files that other programs read.
 
-    Every byte is verified as it is read; what was written is read back and compared. DIR is there whole or not at all.
+    Every byte is verified as it is read; the written files are read back and compared. DIR appears complete or not at
+    all.
     """
     if with_optimizer and to != "torch":
         raise ConfigError("safetensors has no place for an optimizer", where="--with-optimizer", hint="--to torch")
@@ -91,22 +92,22 @@ def _tell_export(
 @click.argument("source", metavar="DIR|FILE", type=click.Path(path_type=Path))
 @click.argument("preset", metavar="CONFIG")
 @OVERRIDES
-@click.option("-n", "--name", default=None, help="Name of the run; a number is added.")
+@click.option("-n", "--name", default=None, help="Name of the run; orch adds a number.")
 @click.option(
     "--cluster", type=click.Choice(["auto", "local", "slurm"]), default=None, help="Where; overrides cluster.kind."
 )
-@click.option("--weights-only", is_flag=True, help="Leave the optimizer's state out: step 0, a fresh optimizer.")
-@click.option("--no-controller", is_flag=True, help="Start no controller: launch from here and leave.")
-@click.option("--dry-run", is_flag=True, help="Only see whether it fits; write and send nothing.")
+@click.option("--weights-only", is_flag=True, help="Skip the optimizer's state: step 0, a fresh optimizer.")
+@click.option("--no-controller", is_flag=True, help="Start no controller: launch from here and return.")
+@click.option("--dry-run", is_flag=True, help="Only check whether it fits; write and submit nothing.")
 @click.pass_obj
 def import_(
     screen: Screen, source: Path, preset: str, overrides: tuple[str, ...], name: str | None, cluster: str | None,
     weights_only: bool, no_controller: bool, dry_run: bool,
 ) -> None:  # fmt: skip
-    """Submit a run that begins with the weights in DIR or FILE: Hugging Face's, an export, or a torch file.
+    """Submit a run that begins with the weights in DIR or FILE: from Hugging Face, an export, or a torch file.
 
-    They become the run's first checkpoint, sealed and verified like any other. Training starts at step 0 with a fresh
-    optimizer; an export with the optimizer's state goes on where it was.
+    They become the run's first checkpoint, verified like any other. Training starts at step 0 with a fresh optimizer;
+    an export with the optimizer's state continues at its step.
     """
     from orchestrator.config.compose import compose  # omegaconf: only for the verbs that read configurations
 

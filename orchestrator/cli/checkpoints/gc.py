@@ -47,15 +47,15 @@ class GcCandidate:
 
 @click.command("gc", cls=Verb)
 @click.argument("runs", metavar="[RUN...]", nargs=-1)
-@click.option("-a", "--all", "everything", is_flag=True, help="Every run.")
-@click.option("--dry-run", is_flag=True, help="Only say what would go.")
-@click.option("--refused", is_flag=True, help="Committed checkpoints that were found corrupt, too.")
+@click.option("-a", "--all", "everything", is_flag=True, help="Clean up every run.")
+@click.option("--dry-run", is_flag=True, help="Print what would be deleted; delete nothing.")
+@click.option("--refused", is_flag=True, help="Also delete committed checkpoints that are corrupt.")
 @click.pass_obj
 def gc(screen: Screen, runs: tuple[str, ...], everything: bool, dry_run: bool, refused: bool) -> int:
-    """Take away half-written checkpoints of attempts that have ended.
+    """Delete half-written checkpoints of attempts that have ended.
 
-    What an attempt that has not ended writes is never touched. Corrupt checkpoints are named, and stay as evidence
-    unless --refused says otherwise.
+    It never touches what a live attempt writes. It names corrupt checkpoints and keeps them as evidence, unless
+    --refused is given.
     """
     if bool(runs) == everything:
         raise ConfigError("say which runs", where="command line: orch ckpt gc", hint="orch ckpt gc RUN, or --all")

@@ -25,7 +25,7 @@ VERBS = {
 
 @click.group(cls=LazyGroup, table=VERBS)
 def ckpt() -> None:
-    """Checkpoints: list, verify, compare, keep, clean up.
+    """List, verify, compare, export, import, pin and clean up checkpoints.
 
     A checkpoint is RUN@STEP (RUN alone: the newest one), or the path or URL of its folder.
     """

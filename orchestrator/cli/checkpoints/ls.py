@@ -16,10 +16,10 @@ from trainer.contract.run_dir import RunDir
 
 @click.command("ls", cls=Verb)
 @click.argument("run")
-@click.option("-a", "--all", "everything", is_flag=True, help="Deleted ones too.")
+@click.option("-a", "--all", "everything", is_flag=True, help="List deleted ones too.")
 @click.pass_obj
 def ls(screen: Screen, run: str, everything: bool) -> None:
-    """Checkpoints of a run, newest first, and how far each is trusted."""
+    """List the checkpoints of a run, newest first, with the trust in each."""
     from checkpointing.retention.pins import read_pins
 
     now = time.time()

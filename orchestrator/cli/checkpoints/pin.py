@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @click.command("pin", cls=Verb)
 @click.argument("target", metavar="RUN[@STEP]")
-@click.option("--note", default="", help="Why it is kept.")
+@click.option("--note", default="", help="Why you keep it.")
 @click.pass_obj
 def pin(screen: Screen, target: str, note: str) -> None:
     """Keep a checkpoint, whatever retention says, until `orch ckpt unpin`."""
@@ -40,7 +40,7 @@ def pin(screen: Screen, target: str, note: str) -> None:
 @click.argument("target", metavar="RUN@STEP")
 @click.pass_obj
 def unpin(screen: Screen, target: str) -> None:
-    """Leave a checkpoint to retention again."""
+    """Return a checkpoint to retention."""
     from checkpointing.retention import pins
 
     storage, names = _pinned(target)

@@ -32,16 +32,16 @@ SHOWN = 20
     type=click.IntRange(0, 4),
     default=2,
     show_default=True,
-    help="0: committed, complete, right sizes. 1: a sample of the chunks too. 2: every chunk. 3: and its structure. "
-    "4: and every value.",
+    help="0: committed, complete, right sizes. 1: also a sample of the chunks. 2: every chunk. 3: also the structure. "
+    "4: also every value.",
 )
-@click.option("--copies", is_flag=True, help="Every copy, on every tier; otherwise the nearest one.")
+@click.option("--copies", is_flag=True, help="Verify every copy on every tier, not only the nearest one.")
 @click.pass_obj
 def verify(screen: Screen, target: str, level: int, copies: bool) -> int:
     """Compare a checkpoint's bytes with the digests taken when it was written.
 
-    Without @STEP the newest one; `@all` takes every one. Exit code 7 when any fault is found. From level 2 on what is
-    found is written down: `orch ckpt ls` shows it, and retention takes a bad copy for no substitute.
+    Without @STEP it takes the newest one; `@all` takes every one. The exit code is 7 if there is any fault. From level
+    2 on the result is recorded: `orch ckpt ls` shows it, and retention never counts a bad copy as a substitute.
     """
     found = find(target, screen.warn)
     chosen = found if copies else list({item.name: item for item in reversed(found)}.values())[::-1]

@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 @click.group(cls=Noun)
 def controller() -> None:
-    """The process that keeps runs going: run it, look at it, install it."""
+    """Run, inspect or install the controller, the process that restarts runs."""
 
 
 @controller.command("run")
-@click.option("--idle-exit", type=float, default=None, metavar="SECONDS", help="End after so long without live runs.")
-@click.option("--cluster", type=click.Choice(["auto", "local", "slurm"]), default="auto", help="Whose runs.")
+@click.option("--idle-exit", type=float, default=None, metavar="SECONDS", help="Exit after so long without live runs.")
+@click.option("--cluster", type=click.Choice(["auto", "local", "slurm"]), default="auto", help="Which runs to serve.")
 @click.pass_obj
 def run(screen: Screen, idle_exit: float | None, cluster: str) -> None:
-    """Keep runs going until stopped, in the foreground (`orch submit` starts one by itself).
+    """Run a controller in the foreground until stopped (`orch submit` starts one by itself).
 
-    One controller serves one cluster: the Slurm that this host reaches, or where there is none (or with
-    `--cluster local`) the local jobs of this host.
+    One controller serves one cluster: the Slurm that this host reaches, or, if there is none (or with
+    `--cluster local`), the local jobs of this host.
     """
     from orchestrator.controller import service
     from orchestrator.scheduler.choose import resolve
@@ -46,10 +46,10 @@ def run(screen: Screen, idle_exit: float | None, cluster: str) -> None:
 @controller.command("tick")
 @click.pass_obj
 def tick(screen: Screen) -> int:
-    """One pass over all runs of this host and of the Slurm it reaches; nothing where another controller is at work.
+    """Make one pass over the runs of this host and of the Slurm it reaches; do nothing if a controller is alive.
 
-    A stalled controller is replaced: this waits until its lease has expired, and says why when it cannot (code 4).
-    Exit code 5 when a scheduler gave no answer: what it holds was left as it is.
+    It replaces a stalled controller: it waits until the lease has expired, or says why it cannot (exit code 4). The
+    exit code is 5 if a scheduler did not answer: its runs are unchanged.
     """
     report, stalled = _pass()
     if stalled:
@@ -91,7 +91,7 @@ def _pass() -> "tuple[TickReport | None, str]":
 @controller.command("status")
 @click.pass_obj
 def status(screen: Screen) -> None:
-    """Whether controllers live, for which clusters, and when they last looked at the runs."""
+    """Say which controllers are alive, for which clusters, and when they last looked at the runs."""
     from orchestrator.controller import service
 
     health, every = service.status(registry_path()), service.statuses(registry_path())
@@ -113,7 +113,7 @@ def status(screen: Screen) -> None:
 @controller.command("stop")
 @click.pass_obj
 def stop(screen: Screen) -> None:
-    """End this host's controllers; runs go on, but nobody restarts them until one is started again."""
+    """Stop this host's controllers; runs continue, but nothing restarts them until one is started again."""
     from orchestrator.controller import service
 
     stopped = service.stop(registry_path())
@@ -126,10 +126,10 @@ def stop(screen: Screen) -> None:
 
 
 @controller.command("install")
-@click.option("--via", type=click.Choice(["cron", "scrontab"]), required=True, help="Which table of timed jobs.")
+@click.option("--via", type=click.Choice(["cron", "scrontab"]), required=True, help="Use this table of timed jobs.")
 @click.option("--every", type=click.IntRange(1, 59), default=1, show_default=True, metavar="MINUTES", help="How often.")
-@click.option("--print", "only_print", is_flag=True, help="Only show the line.")
-@click.option("--remove", is_flag=True, help="Take the line out again.")
+@click.option("--print", "only_print", is_flag=True, help="Only print the line.")
+@click.option("--remove", is_flag=True, help="Remove the line.")
 @click.pass_obj
 def install(screen: Screen, via: str, every: int, only_print: bool, remove: bool) -> None:
     """Let cron (or Slurm's scrontab) run `orch controller tick`, so that runs survive a reboot of the login node."""

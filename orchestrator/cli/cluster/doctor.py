@@ -19,15 +19,14 @@ MARKS = {OK: "ok  ", INFO: "note", WARN: "warn", FAIL: "FAIL"}
 @click.command(cls=Verb)
 @click.option("--root", type=click.Path(path_type=Path), default=None, help="Folder for runs; default: cluster.root.")
 @click.option("--config", "source", default="tiny-gpt", show_default=True, help="Configuration to take cluster.* from.")
-@click.option("--locks", is_flag=True, help="Try the registry's locks with another host too, through srun.")
+@click.option("--locks", is_flag=True, help="Also test the registry's locks with another host, through srun.")
 @click.option("--peer", metavar="HOST", default="", help="As --locks, with HOST through ssh.")
 @click.pass_obj
 def doctor(screen: Screen, root: Path | None, source: str, locks: bool, peer: str) -> int:
-    """What works on this machine and cluster, and what to mend.
+    """Check this machine and cluster, and say what to fix.
 
-    It also tells what orch can promise here, and changes nothing but with --locks, which keeps beside the registry what
-    it proved: the registry may then lie on a file system whose locks orch does not know. Exit code 4 when something
-    must be mended before runs can go on.
+    It changes nothing. Only --locks writes: it records its proof beside the registry, which may then be on a file
+    system whose locks orch does not know. The exit code is 4 if something must be fixed before runs can continue.
     """
     found: list[Check] = []
     cluster = _cluster(source, found)

@@ -15,13 +15,13 @@ from orchestrator.errors import NotFound
 
 @click.group(cls=Noun)
 def nodes() -> None:
-    """Nodes that runs have used, and those kept away from."""
+    """List the nodes that runs have used; release excluded ones."""
 
 
 @nodes.command("ls")
 @click.pass_obj
 def ls(screen: Screen) -> None:
-    """Every node seen: attempts, failures, and until when it is excluded and why."""
+    """List every node: attempts, failures, until when it is excluded and why."""
     now = time.time()
     with open_store(readonly=True) as store:
         rows = [
@@ -62,7 +62,7 @@ def ls(screen: Screen) -> None:
 @NO_CONTROLLER
 @click.pass_obj
 def release(screen: Screen, names: tuple[str, ...], no_controller: bool) -> None:
-    """Take the exclusion of nodes back: from the next attempt on they may be used again."""
+    """Remove the exclusion of nodes: from the next attempt on they may be used again."""
     with open_store() as store:
         asked = [item for name in dict.fromkeys(names) for item in _request_release(store, name)]
         for kind in sorted({item["kind"] for item in asked if item["where"].reached}):

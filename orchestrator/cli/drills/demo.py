@@ -25,11 +25,11 @@ from orchestrator.home import state_home
 @click.option("--timeout", type=click.FloatRange(min=1), default=300.0, show_default=True, metavar="SECONDS")
 @click.pass_obj
 def demo(screen: Screen, overrides: tuple[str, ...], root: Path | None, timeout: float) -> int:
-    """A small run on this machine that is killed and recovers.
+    """Run a small training here that is killed and recovers.
 
-    Two simulated nodes with two ranks each: it tokenizes real text, trains, loses a rank to SIGKILL, restarts in
-    place from its newest checkpoint and finishes; then it shows what happened. About a minute on two cores.
-    Exit code 8 when it does not recover.
+    It simulates two nodes with two ranks each, tokenizes real text, trains, kills a rank with SIGKILL, restarts in
+    place and finishes. Then it shows what happened. It takes about a minute on two cores. The exit code is 8 if the
+    run does not recover.
     """
     from orchestrator.config.compose import compose  # omegaconf: only for the verbs that read configurations
 

@@ -47,20 +47,20 @@ COSTLY = {
 
 @click.command(cls=Verb)
 @click.argument("words", metavar="RUN KIND | --demo KIND [KEY=VALUE ...]", nargs=-1, required=True)
-@click.option("--demo", is_flag=True, help="In a small run of its own on this machine.")
-@click.option("--rank", type=click.IntRange(0), default=None, help="The rank (of node faults: the node) that is hit.")
-@click.option("-y", "--yes", is_flag=True, help="Also where it costs the run more than a restart.")
+@click.option("--demo", is_flag=True, help="Use a small run of its own on this machine.")
+@click.option("--rank", type=click.IntRange(0), default=None, help="The rank to hit (for node faults: the node).")
+@click.option("-y", "--yes", is_flag=True, help="Allow faults that cost the run more than a restart.")
 @click.option("--root", type=click.Path(path_type=Path), default=None, help="Folder for the demo's runs.")
 @click.option("--timeout", type=click.FloatRange(min=1), default=300.0, show_default=True, metavar="SECONDS")
 @click.pass_obj
 def drill(
     screen: Screen, words: tuple[str, ...], demo: bool, rank: int | None, yes: bool, root: Path | None, timeout: float
 ) -> int:
-    """Bring a fault about on purpose, and score what came of it.
+    """Inject a fault and score the reaction.
 
     KIND is kill-rank, stop-rank, slow-rank, kill-agent, kill-node, hang-in-collective, desync, nan, full-disk or
     corrupt-checkpoint (docs/watching.md lists the rest). The score: seconds until it was noticed, whether the right
-    rank was named, seconds until training went on, steps lost. Exit code 8 when anything of it went wrong.
+    rank was named, seconds until training continued, steps lost. The exit code is 8 if anything was wrong.
     """
     if demo:
         kind, overrides = _known(words[0]), words[1:]

@@ -19,13 +19,13 @@ Row = dict[str, Any]
 
 @click.command(cls=Verb)
 @click.argument("run")
-@click.option("--stack", is_flag=True, help="Where every thread of the ranks stands.")
-@click.option("--rank", type=click.IntRange(0), default=None, help="Of this rank only.")
-@click.option("--node", type=click.IntRange(0), default=None, help="Of the ranks of the N-th node, from 0.")
+@click.option("--stack", is_flag=True, help="Print the stack of every thread of the ranks.")
+@click.option("--rank", type=click.IntRange(0), default=None, help="Only this rank.")
+@click.option("--node", type=click.IntRange(0), default=None, help="Only the ranks of the N-th node, from 0.")
 @click.option("--timeout", type=click.FloatRange(min=0), default=60.0, show_default=True, metavar="SECONDS")
 @click.pass_obj
 def attach(screen: Screen, run: str, stack: bool, rank: int | None, node: int | None, timeout: float) -> None:
-    """Look inside a live job without stopping it: where every thread of its ranks stands."""
+    """Print the stacks of a live job's ranks without stopping them."""
     if not stack:
         raise ConfigError(
             "attach to what?", where="command line", hint=f"where its ranks stand: orch attach {run} --stack"

@@ -44,22 +44,22 @@ class Source:
 
 @click.command(cls=Verb)
 @click.argument("run")
-@click.option("--rank", default=None, metavar="R|all|first-error", help="A rank's log; the earliest root failure.")
+@click.option("--rank", default=None, metavar="R|all|first-error", help="A rank's log, or the earliest root failure.")
 @click.option("--node", type=click.IntRange(0), default=None, help="The agent's log of this node (0 is the first).")
-@click.option("--attempt", type=click.IntRange(1), default=None, help="Of this attempt; default: the newest.")
-@click.option("-f", "--follow", is_flag=True, help="Go on over generations and attempts until the run ends.")
-@click.option("--tail", type=click.IntRange(0), default=None, metavar="N", help="Only the last N lines.")
-@click.option("--controller", is_flag=True, help="What the controller wrote about this run.")
-@click.option("--path", "only_path", is_flag=True, help="Print the files' names instead of their lines.")
+@click.option("--attempt", type=click.IntRange(1), default=None, help="Read this attempt; default: the newest.")
+@click.option("-f", "--follow", is_flag=True, help="Continue over generations and attempts until the run ends.")
+@click.option("--tail", type=click.IntRange(0), default=None, metavar="N", help="Print only the last N lines.")
+@click.option("--controller", is_flag=True, help="Print what the controller wrote about this run.")
+@click.option("--path", "only_path", is_flag=True, help="Print file names instead of lines.")
 @click.pass_obj
 def logs(
     screen: Screen, run: str, rank: str | None, node: int | None, attempt: int | None, follow: bool,
     tail: int | None, controller: bool, only_path: bool,
 ) -> int:  # fmt: skip
-    """What ranks, agents and the controller printed; without options the log of rank 0.
+    """Print the logs of ranks, agents and the controller; without options the log of rank 0.
 
     `--rank first-error` finds the earliest root failure and prints its traceback. Escape sequences and control
-    characters are left out. Exit code with -f: 0, or 8 when the run failed, 10 when it was cancelled.
+    characters are removed. The exit code with -f is 0, 8 if the run failed, or 10 if it was cancelled.
     """
     _check(rank, node, controller, follow and screen.json)
     row = one_row(run)

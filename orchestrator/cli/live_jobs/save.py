@@ -14,11 +14,11 @@ _SAVED = re.compile(r"^saved at step (\d+)")
 
 @click.command(cls=Verb)
 @click.argument("run")
-@click.option("--wait/--no-wait", "wait_", default=True, help="Come back when the checkpoint is committed (default).")
+@click.option("--wait/--no-wait", "wait_", default=True, help="Wait until the checkpoint is committed (default).")
 @click.option("--timeout", type=click.FloatRange(min=0), default=600.0, show_default=True, metavar="SECONDS")
 @click.pass_obj
 def save(screen: Screen, run: str, wait_: bool, timeout: float) -> None:
-    """Save a checkpoint now, at the next step boundary; training goes on."""
+    """Save a checkpoint now, at the next step boundary; training continues."""
     found = find_live_attempt(run)
     request = found.send_request(RequestKind.SAVE, "orch save")
     answer = await_answer(found, request, timeout) if wait_ else None

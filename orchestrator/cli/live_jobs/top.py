@@ -111,11 +111,11 @@ def worst(ranks: Sequence[dict[str, Any]], most: int = WORST) -> list[dict[str, 
 
 @click.command(cls=Verb)
 @click.argument("run")
-@click.option("--once", is_flag=True, help="One picture only, as without a terminal.")
+@click.option("--once", is_flag=True, help="Print once and exit (the default without a terminal).")
 @click.option("--every", type=click.FloatRange(min=0.2), default=1.0, show_default=True, metavar="SECONDS")
 @click.pass_obj
 def top(screen: Screen, run: str, once: bool, every: float) -> None:
-    """A live run at a glance: step, tokens/s, loss, last checkpoint, and where every rank stands. Ctrl-C leaves it."""
+    """Show a live run: step, tokens/s, loss, last checkpoint, and where every rank is. Ctrl-C ends the display."""
     row = one_row(run)
     reader = Reader(row["run"], Path(row["run_dir"]))
     if screen.json:

@@ -12,7 +12,7 @@ from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import NotFound, OrchError, Precondition, SlurmUnreachable
 from orchestrator.states import LIVE_ATTEMPTS, LIVE_RUNS, RunState, may_move
 
-NO_CONTROLLER = click.option("--no-controller", is_flag=True, help="Act once from here; start no controller.")
+NO_CONTROLLER = click.option("--no-controller", is_flag=True, help="Start no controller; act once from here.")
 ANSWER_TIMEOUT = 30.0
 """Seconds for which a command waits for the controller's answer before it says how to look later."""
 
@@ -22,17 +22,17 @@ ANSWER_TIMEOUT = 30.0
 @NO_CONTROLLER
 @click.pass_obj
 def cancel(screen: Screen, runs: tuple[str, ...], no_controller: bool) -> int:
-    """Save a checkpoint, then stop the runs for good (`orch resume` can take them up again)."""
+    """Save a checkpoint, then stop the runs (`orch resume` continues them)."""
     return _request_each(screen, "cancel", runs, RunState.CANCELLED, no_controller)
 
 
 @click.command(cls=Verb)
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True)
 @NO_CONTROLLER
-@click.option("--here", is_flag=True, help="Take a run of another cluster over to the one that this host reaches.")
+@click.option("--here", is_flag=True, help="Move a run of another cluster to the one that this host reaches.")
 @click.pass_obj
 def resume(screen: Screen, runs: tuple[str, ...], no_controller: bool, here: bool) -> int:
-    """Go on with a run that is held, failed or cancelled, from its newest good checkpoint, with a fresh budget."""
+    """Continue a run that is held, failed or cancelled, from its newest good checkpoint, with a fresh budget."""
     return _request_each(screen, "resume", runs, RunState.RECOVERING, no_controller, here=here)
 
 

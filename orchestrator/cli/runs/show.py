@@ -17,10 +17,10 @@ from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation,
 
 @click.command(cls=Verb)
 @click.argument("run")
-@click.option("--history", is_flag=True, help="Every change of state with its reason.")
+@click.option("--history", is_flag=True, help="Print every change of state with its reason.")
 @click.pass_obj
 def show(screen: Screen, run: str, history: bool) -> None:
-    """One run in full: attempts and generations, failures and decisions, incidents, checkpoints, code, data."""
+    """Show one run in full: attempts, generations, failures, decisions, incidents, checkpoints, code, data."""
     with open_store(readonly=True) as store:
         found = store.run(run)
         attempts, generations = store.attempts(found.name), store.generations(found.name)

@@ -24,17 +24,17 @@ KEYS = (
 
 @click.command(cls=Verb)
 @click.argument("runs", metavar="[RUN ...]", nargs=-1)
-@click.option("-a", "--all", "everything", is_flag=True, help="Every run, not only the newest 50.")
-@click.option("-n", "limit", type=click.IntRange(1), default=50, show_default=True, help="The newest so many runs.")
-@click.option("--state", "states", multiple=True, metavar="STATE", help="Only runs in this state; repeatable.")
-@click.option("-w", "--watch", is_flag=True, help="Draw it again every 2 seconds, until Ctrl-C.")
+@click.option("-a", "--all", "everything", is_flag=True, help="List every run, not only the newest 50.")
+@click.option("-n", "limit", type=click.IntRange(1), default=50, show_default=True, help="How many runs to list.")
+@click.option("--state", "states", multiple=True, metavar="STATE", help="List only runs in this state; repeatable.")
+@click.option("-w", "--watch", is_flag=True, help="Redraw every 2 seconds until Ctrl-C.")
 @click.pass_obj
 def status(
     screen: Screen, runs: tuple[str, ...], everything: bool, limit: int, states: tuple[str, ...], watch: bool
 ) -> None:
-    """The newest runs: state, step, loss, last checkpoint, why.
+    """List the newest runs: state, step, loss, last checkpoint, reason.
 
-    It reads the registry and nothing else, changes nothing, and says how old what it shows is.
+    It reads only the registry, changes nothing, and prints how old its information is.
     """
     chosen = _states(states)
     while True:

@@ -34,25 +34,25 @@ CHECK_CONTROLLER_EVERY = 3.0
 @click.command(cls=Verb)
 @SOURCE
 @OVERRIDES
-@click.option("-n", "--name", default=None, help="Name of the run; a number is added.")
+@click.option("-n", "--name", default=None, help="Name of the run; orch adds a number.")
 @click.option(
     "--cluster", type=click.Choice(["auto", "local", "slurm"]), default=None, help="Where; overrides cluster.kind."
 )
-@click.option("--wait", "wait_", is_flag=True, help="Come back when the run has ended; the exit code says how.")
-@click.option("--follow", is_flag=True, help="The same, and show what happens.")
-@click.option("--no-controller", is_flag=True, help="Start no controller: launch from here and leave.")
-@click.option("--dry-run", is_flag=True, help="Show what would be submitted; write and send nothing.")
-@click.option("--print-sbatch", is_flag=True, help="Print the sbatch script; write and send nothing.")
+@click.option("--wait", "wait_", is_flag=True, help="Return when the run has ended; the exit code says how.")
+@click.option("--follow", is_flag=True, help="The same, and print events.")
+@click.option("--no-controller", is_flag=True, help="Start no controller: launch from here and return.")
+@click.option("--dry-run", is_flag=True, help="Print what would be submitted; write and submit nothing.")
+@click.option("--print-sbatch", is_flag=True, help="Print the sbatch script; write and submit nothing.")
 @click.pass_obj
 def submit(
     screen: Screen, source: str, overrides: tuple[str, ...], name: str | None, cluster: str | None,
     wait_: bool, follow: bool, no_controller: bool, dry_run: bool, print_sbatch: bool,
 ) -> int:  # fmt: skip
-    """Submit a run and let it finish, whatever dies in between.
+    """Submit a run; orch restarts it until it is finished.
 
-    CONFIG is a preset (`tiny-gpt`) or a YAML file; KEY=VALUE overrides a value, +KEY=VALUE adds one to an open map,
-    ~KEY goes back to the default. The first job is queued before this command returns; a controller, started if
-    none lives, restarts what dies.
+    CONFIG is a preset (`tiny-gpt`) or a YAML file. KEY=VALUE overrides a value, +KEY=VALUE adds one to an open map,
+    ~KEY restores the default. The command starts a controller if none is alive, and waits up to 30 seconds for the
+    job id.
     """
     from orchestrator.config.compose import compose  # omegaconf: only for the verbs that read configurations
 

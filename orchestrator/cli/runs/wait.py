@@ -11,13 +11,13 @@ from orchestrator.cli.terminal.render import Screen, progress
 @click.command(cls=Verb)
 @click.argument("run")
 @click.option("--timeout", type=click.FloatRange(min=0), default=None, metavar="SECONDS", help="Give up after so long.")
-@click.option("--follow", is_flag=True, help="Show what happens on the way.")
+@click.option("--follow", is_flag=True, help="Print events and decisions as they happen.")
 @click.pass_obj
 def wait(screen: Screen, run: str, timeout: float | None, follow: bool) -> int:
     """Wait until a run ends; the exit code says how.
 
     0 succeeded, 8 failed or held (with the reason and what to type), 10 cancelled, 124 timeout, 130 detached by
-    Ctrl-C. Where no controller lives, waiting does its work.
+    Ctrl-C. If no controller is alive, this command does its work.
     """
     row = wait_until_end(screen, one_row(run)["run"], timeout=timeout, follow=follow)
     trouble = end_error(row)

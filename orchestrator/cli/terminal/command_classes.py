@@ -35,11 +35,11 @@ def global_options() -> list[click.Option]:
     """The options that every verb takes, before or after its name."""
     return [
         _flag(("--json",), "json", "Print one JSON object on stdout, for programs."),
-        _flag(("-q", "--quiet"), "quiet", "Only the answer, no notes on stderr."),
-        _flag(("-v", "--verbose"), "verbose", "Say more."),
-        _flag(("--no-color",), "no_color", "No colours (also by the variable NO_COLOR)."),
-        _flag(("--no-progress",), "no_progress", "No progress bars."),
-        _flag(("--utc",), "utc", "Times in UTC instead of local time."),
+        _flag(("-q", "--quiet"), "quiet", "Print only the answer, no notes on stderr."),
+        _flag(("-v", "--verbose"), "verbose", "Print more."),
+        _flag(("--no-color",), "no_color", "Use no colours (as with NO_COLOR in the environment)."),
+        _flag(("--no-progress",), "no_progress", "Show no progress bars."),
+        _flag(("--utc",), "utc", "Print times in UTC instead of local time."),
         _flag(("--debug",), "debug", "Show the traceback of an error."),
         click.Option(
             ("--version",), is_flag=True, expose_value=False, is_eager=True, callback=_show_version,

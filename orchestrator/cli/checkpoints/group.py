@@ -5,21 +5,21 @@ import click
 from orchestrator.cli.terminal.command_classes import LazyGroup
 
 VERBS = {
-    "ls": ("orchestrator.cli.checkpoints.ls:ls", "Checkpoints of a run, newest first, and how far each is trusted."),
+    "ls": ("orchestrator.cli.checkpoints.ls:ls", "List the checkpoints of a run, newest first."),
     "verify": (
         "orchestrator.cli.checkpoints.verify:verify",
-        "Whether checkpoints are whole, and every byte as written.",
+        "Compare a checkpoint's bytes with its digests.",
     ),
-    "diff": ("orchestrator.cli.checkpoints.diff:diff", "Two checkpoints, tensor by tensor."),
+    "diff": ("orchestrator.cli.checkpoints.diff:diff", "Compare two checkpoints, tensor by tensor."),
     "export": (
         "orchestrator.cli.checkpoints.export_import:export",
-        "The model as files that others read: safetensors, torch.",
+        "Write the model as safetensors or a torch file.",
     ),
-    "import": ("orchestrator.cli.checkpoints.export_import:import_", "A run that begins with the weights of others."),
+    "import": ("orchestrator.cli.checkpoints.export_import:import_", "Submit a run that begins with existing weights."),
     "pin": ("orchestrator.cli.checkpoints.pin:pin", "Keep a checkpoint, whatever retention says."),
-    "unpin": ("orchestrator.cli.checkpoints.pin:unpin", "Leave a checkpoint to retention again."),
-    "du": ("orchestrator.cli.checkpoints.du:du", "How much room checkpoints take, by run, tier and trust."),
-    "gc": ("orchestrator.cli.checkpoints.gc:gc", "Take away what dead attempts left half-written."),
+    "unpin": ("orchestrator.cli.checkpoints.pin:unpin", "Return a checkpoint to retention."),
+    "du": ("orchestrator.cli.checkpoints.du:du", "Print bytes by run, tier and trust."),
+    "gc": ("orchestrator.cli.checkpoints.gc:gc", "Delete half-written checkpoints of ended attempts."),
 }
 
 

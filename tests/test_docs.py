@@ -19,6 +19,7 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=[path.name for path in P
 _PATH = re.compile(rf"(?<![\w./-])((?:{'|'.join(FOLDERS)})/[\w./-]*)(?:::(\w+))?")
 _MODULE = re.compile(rf"(?<![\w./-])((?:{'|'.join(PACKAGES)})(?:\.\w+)+)(?::(\w+))?")
 _SOURCE = re.compile(r"`([\w./-]+\.py)(?:::\w+)?`")
+_YAML = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)#\s]+)?(?:#([\w-]+))?\)")
 
 
@@ -128,6 +129,17 @@ def test_every_config_key_is_documented() -> None:
     reference = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(reference)
     assert reference.page() == reference.TARGET.read_text(), "run: python docs/reference.py"
+
+
+@every_page
+def test_every_yaml_example_is_a_valid_configuration(page: Path, tmp_path: Path) -> None:
+    """Examples show a part of a configuration; what all of them leave out is the data."""
+    from orchestrator.config.compose import compose
+
+    for number, text in enumerate(_YAML.findall(page.read_text())):
+        example = tmp_path / f"{number}.yaml"
+        example.write_text(text)
+        compose(str(example), ("data.text=[python-stdlib]",), environ={"HOME": str(tmp_path)})
 
 
 def test_every_failure_kind_is_documented() -> None:

@@ -16,7 +16,7 @@ from benchmarks.recovery.polling import NotInTimeError, until
 from trainer.contract.events import Event, EventKind, read_events
 from trainer.contract.run_dir import RunDir
 
-_OURS = ("orch-controller", "orch-agent", "orch-nursery", "orch-rank", "orch-scribe")
+_OURS = ("orch-controller", "orch-agent", "orch-forkserver", "orch-rank", "orch-writer")
 
 
 class Job:

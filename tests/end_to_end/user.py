@@ -117,7 +117,7 @@ class User:
         for row in self.ask("status", "--all") if (self.folder / "home").exists() else []:
             if row["state"] in ("CREATED", "QUEUED", "RUNNING", "RECOVERING"):
                 self.run("cancel", row["run"])
-        for name in ("orch-controller", "orch-agent", "orch-nursery", "orch-rank"):
+        for name in ("orch-controller", "orch-agent", "orch-forkserver", "orch-rank"):
             for process in self.processes(name):
                 process.kill()
 

@@ -23,7 +23,7 @@ class ExitCode(IntEnum):
 
 
 class FailureKind(StrEnum):
-    """What ended an attempt or a generation, kept as it was until `recovery.policy.decide` has seen it."""
+    """What ended an attempt or a generation, kept as it was until `recovery.retry_policy.decide` has seen it."""
 
     RANK_KILLED = "rank_killed"  # a rank died of a signal
     USER_ERROR = "user_error"  # an exception of the training code, or an exit code that says never retry

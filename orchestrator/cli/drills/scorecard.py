@@ -42,7 +42,7 @@ EXPECTED: Mapping[str, Expected] = {
     "nan": _BAD_LOSS,
     "full-disk": Expected(
         signs=(EventKind.CHECKPOINT_FAILED, EventKind.CHECKPOINT_RETRIED), failures=("storage",), names="nobody",
-        then="hold",
+        then="restart",
     ),
     "corrupt-checkpoint": Expected(
         signs=(EventKind.CHECKPOINT_REFUSED,), failures=("agent_lost", "node_lost"), names="step", then="restart"

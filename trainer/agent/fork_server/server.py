@@ -179,7 +179,7 @@ def main(arguments: list[str]) -> None:
     # While it imports there are no ranks to take along, and a handler would have to wait for the import.
     process_tree.set_pdeathsig(agent, signal.SIGKILL)
     process_tree.become_subreaper()
-    setproctitle("orch-nursery")
+    setproctitle("orch-forkserver")
     started = time.monotonic()
     link = socket.socket(fileno=descriptor)
     link.set_inheritable(False)

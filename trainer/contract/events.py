@@ -1,4 +1,4 @@
-"""Events: what happened, one JSON line each, one file for each writing process."""
+"""Events: what happened, one JSON line each; a file for the coordinator, each agent, and the ranks of each node."""
 
 import json
 import threading
@@ -69,7 +69,7 @@ class Event:
 
 
 class EventLog:
-    """Appends events of one process to its own file; every line is one write to an O_APPEND descriptor."""
+    """Appends the events of one process to a file that it may share with others of its host."""
 
     def __init__(
         self, path: Path, source: str, attempt: int, *, clock: Callable[[], float] = time.time,

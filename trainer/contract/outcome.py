@@ -106,7 +106,7 @@ def legible(text: str) -> str:
 
 
 def _line(fields: Any) -> bytes:
-    """One line of JSON that every reader can write down again."""
+    """JSON that every reader can write down again."""
     return dump_line(_all_legible(fields)).encode()
 
 
@@ -134,13 +134,8 @@ class RankOutcome:
     echo: bool = False  # the exception only repeats that a peer went away
     position: int | None = None  # in the data, of the batch of a bad step
 
-    def write(self, path: Path) -> None:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_durably(path, _line(asdict(self)))
-
-    @classmethod
-    def read(cls, path: Path) -> "RankOutcome":
-        return cls(**read_json(path))
+    def to_line(self) -> str:
+        return dump_line(_all_legible(asdict(self)))
 
 
 class AgentEnd(StrEnum):

@@ -1,4 +1,4 @@
-"""A rank's report of its own end: to its log, its agent and its outcome file, each as far as it still can."""
+"""A rank's report of its own end: to its log, its agent and the outcomes of its node, each as far as it still can."""
 
 import socket
 import time
@@ -9,6 +9,7 @@ from pathlib import Path
 from trainer.contract.outcome import ExitCode, RankOutcome, legible
 from trainer.contract.progress import ProgressCell
 from trainer.contract.rank_messages import RankSpec, send_message
+from trainer.contract.rank_outcomes import append_outcome
 from trainer.contract.run_dir import RunDir
 from trainer.worker import workload
 from trainer.worker.reporting import flight_recorder
@@ -39,7 +40,7 @@ def failed_outcome(spec: RankSpec, cell: ProgressCell, error: BaseException) -> 
 
 
 def report_end(spec: RankSpec, control: socket.socket, last: RankOutcome) -> None:
-    """Tell the agent and write the outcome file; neither can change how the rank ends."""
+    """Tell the agent and keep the outcome; neither can change how the rank ends."""
     try:
         send_message(
             control,
@@ -54,7 +55,7 @@ def report_end(spec: RankSpec, control: socket.socket, last: RankOutcome) -> Non
     except OSError as error:
         write_stderr(f"orch: could not tell the agent how this rank ends: {error}")
     try:
-        last.write(RunDir(Path(spec.run_dir)).attempt(spec.attempt).rank_outcome(spec.rank, spec.generation))
+        append_outcome(RunDir(Path(spec.run_dir)).attempt(spec.attempt), last)
     except OSError as error:  # the disk may be what is wrong: the agent has heard the cause
         write_stderr(f"orch: could not write this rank's outcome: {error}")
     flush()

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _dump_fr_trace_json, _WorkerServer
 
+from trainer.contract.line_file import LineFile
 from trainer.contract.process_group_file import encode_runs, groups_file
 from trainer.contract.rank_messages import STACKS, RankSpec
 from trainer.contract.run_dir import RunDir
@@ -68,7 +69,7 @@ def write_groups(spec: RankSpec) -> None:
 
 def dump(spec: RankSpec, error: BaseException) -> str | None:
     """Leave the record of a rank that `error` ends; returns the file, or None. Never raises."""
-    path = RunDir(Path(spec.run_dir)).attempt(spec.attempt).last_flight(spec.rank, spec.generation)
+    path = RunDir(Path(spec.run_dir)).attempt(spec.attempt).last_flights(spec.node_name, spec.generation)
     try:
         if not dist.is_initialized():
             return None
@@ -83,7 +84,12 @@ def dump(spec: RankSpec, error: BaseException) -> str | None:
             torch._C._distributed_c10d, "_dump_nccl_trace_json", None
         ):  # only builds for GPUs have it
             record["device"] = _newest(dump_nccl())
-        return str(_write(path, json.dumps(record)))
+        file = LineFile(path)
+        try:
+            file.append(json.dumps(record))
+        finally:
+            file.close()
+        return str(path)
     except (OSError, RuntimeError, ValueError, TypeError) as trouble:
         write_stderr(f"orch: this rank's flight record is lost: {trouble}")
         return None
@@ -100,17 +106,6 @@ def _groups() -> Mapping[str, Any]:
         name: {"name": name, "desc": group.group_desc, "runs": encode_runs(dist.get_process_group_ranks(group))}
         for group, name in known.items()
     }
-
-
-def _write(path: Path, text: str) -> Path:
-    """A file of evidence is new or replaces one whole; nothing waits for the disk."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fresh = path.with_suffix(".new")
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with open(descriptor, "w") as file:
-        file.write(text)
-    os.replace(fresh, path)
-    return path
 
 
 def _serve(path: str) -> _WorkerServer | None:

@@ -35,11 +35,10 @@ class Journal:
 
     def __init__(self, attempt: AttemptDir, spec: RankSpec) -> None:
         self._spec = spec
-        self._work = BestEffortLines(attempt.work_log(spec.rank))
+        self._work = BestEffortLines(attempt.work_log(spec.node_name))
         self._steps = BestEffortLines(attempt.metrics) if spec.rank == 0 else None
         self._final = attempt.final
-        source = f"rank-{spec.rank:05d}"
-        self._events = EventLog(attempt.event_file(source), source, spec.attempt)
+        self._events = EventLog(attempt.rank_events(spec.node_name), f"rank-{spec.rank:05d}", spec.attempt)
         self._events.generation = spec.generation
         self._stalls: dict[int, float] = {}
         self._stalls_lock = threading.Lock()  # training adds to them while the saver's thread takes out

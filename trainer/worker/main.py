@@ -24,18 +24,19 @@ from trainer.contract.progress import Phase, ProgressCell
 from trainer.contract.rank_messages import SPEC_VARIABLE, RankSpec
 from trainer.contract.run_dir import RunDir
 from trainer.worker import crash_report, mesh, workload
-from trainer.worker.course import phase_tracker
 from trainer.worker.optimizer import set_learning_rate
 from trainer.worker.reporting import flight_recorder
 from trainer.worker.reporting.metrics import Journal
+from trainer.worker.reporting.phase_tracker import phase_tracker
 from trainer.worker.reporting.stderr_best_effort import write_stderr
 from trainer.worker.reporting.ticker import Ticker
 from trainer.worker.saved_state.train_state import Saver, TrainState
 from trainer.worker.shutdown_budget import seconds_left
 from trainer.worker.startup import device as devices
 from trainer.worker.startup import node_benchmark, preimport, rendezvous
+from trainer.worker.train_objects import TrainObjects
 from trainer.worker.training.drill import Drill
-from trainer.worker.training.loop import Loop, LoopServices, TrainObjects
+from trainer.worker.training.loop import Loop, LoopServices
 from trainer.worker.training.lr_schedule import learning_rate
 from trainer.worker.training.save_schedule import SaveSchedule
 from trainer.worker.training.spikes import SpikeDetector
@@ -118,16 +119,11 @@ def _restore_and_train(
     saver = _checkpointer(spec, config, run_dir, token, key, journal.checkpoint)
     skip = _skipped_positions(spec, run_dir)
     train_state = TrainState(
-        model=objects.model,
-        optimizer=objects.optimizer,
-        data=objects.data,
-        rank=spec.rank,
-        device=objects.layout.device,
+        objects,
         config_digest=hashlib.sha256(canonical(read_json(run_dir.config))).hexdigest(),
         seed=config.train.seed,
         lazy=config.checkpoint.staging.mode == "lazy",
         skip=skip,
-        workload=objects.workload,
         warn=_warner(journal, spec.rank),
     )
     _seed_by_data(config.train.seed, objects.layout)

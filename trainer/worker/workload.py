@@ -21,7 +21,8 @@ are copied while the next batch is computed.
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,10 +31,12 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from trainer.contract.config import JobConfig, WorkloadConfig
+from trainer.contract.progress import Phase
 from trainer.contract.token_shards import TokensError
 from trainer.worker.data import Data, TokenData
 from trainer.worker.mesh import Layout
 from trainer.worker.optimizer import adamw
+from trainer.worker.reporting.phase_tracker import current_tracker
 
 
 class WorkloadError(Exception):
@@ -106,18 +109,28 @@ class BaseWorkload:
             raise WorkloadError(str(error)) from error
 
     def _token_data(self, layout: Layout) -> TokenData:
-        train = self.config.train
+        data = self.config.data
         return TokenData(
-            Path(self.config.data.path),
-            seq_len=train.seq_len,
-            batch_size=train.batch_size,
-            micro_batch_size=train.micro_batch_size,
-            seed=train.seed,
-            shuffle=self.config.data.shuffle,
-            dp_rank=layout.dp_rank,
-            dp_size=layout.dp_size,
-            device=layout.device,
-        )
+            Path(data.path), self.config.train, shuffle=data.shuffle,
+            dp_rank=layout.dp_rank, dp_size=layout.dp_size, device=layout.device,
+        )  # fmt: skip
+
+
+@contextmanager
+def evaluating() -> Iterator[None]:
+    """For a workload that evaluates, or does anything else that takes minutes, within its data or its loss.
+
+    What is inside has the limit of a slow phase, and is no work of the step. Does nothing outside a rank.
+    """
+    tracker = current_tracker()
+    if tracker is None:
+        yield
+        return
+    tracker.begin_slow_phase(Phase.EVAL)
+    try:
+        yield
+    finally:
+        tracker.end_slow_phase()
 
 
 def mixed_precision(config: JobConfig) -> MixedPrecisionPolicy:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trainer.contract.config import ModelConfig
-from trainer.worker.llama import VOCAB_MULTIPLE
+from trainer.worker.llama import padded_vocab_size
 
 _OUTSIDE_LAYERS = {
     "embedding.weight": "model.embed_tokens.weight",
@@ -47,11 +47,6 @@ def names(config: ModelConfig) -> dict[str, str]:
 def is_unneeded(name: str, config: ModelConfig) -> bool:
     """Whether a tensor of theirs has nothing that our model needs: rotary tables, the second copy of tied weights."""
     return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")
-
-
-def padded_vocab_size(config: ModelConfig) -> int:
-    """Rows of the embedding: the vocabulary with the padding that is trained along."""
-    return -(-config.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 def config_json(config: ModelConfig, *, seq_len: int, dtype: str) -> dict[str, Any]:

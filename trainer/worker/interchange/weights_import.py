@@ -20,7 +20,7 @@ from checkpointing.engine.interchange.importer import ImportedTensor
 from checkpointing.errors import Refused
 from checkpointing.format.index import TensorInfo
 from checkpointing.storage.durable import read_json
-from trainer.contract.config import JobConfig, ModelConfig, WorkloadConfig
+from trainer.contract.config import JobConfig, ModelConfig
 from trainer.worker import workload
 from trainer.worker.interchange import hugging_face
 from trainer.worker.saved_state.checkpoint_contents import buffers_name, model_tensors, shared_tensors
@@ -148,7 +148,7 @@ def plan_import(source: ImportSource, config: JobConfig, *, weights_only: bool) 
     keys = {key.removeprefix("model/"): key for key in model_tensors(model)}
     wanted = {name: info_of(tensor) for name, tensor in ((n, model_tensors(model)[k]) for n, k in keys.items())}
     keys = {name: key if key in shared else f"{buffers_name(0)}{name}" for name, key in keys.items()}
-    built_in = config.workload.target == WorkloadConfig().target
+    built_in = config.trains_built_in_workload
     theirs = _their_names(source, wanted, config.model if built_in else None)
     if built_in and source.config is not None:
         found.complaints += hugging_face.mismatches(source.config, config.model)

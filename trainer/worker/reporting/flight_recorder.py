@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _dump_fr_trace_json, _WorkerServer
 
+from checkpointing.storage.durable import write_atomically
 from trainer.contract.line_file import LineFile
 from trainer.contract.process_group_file import encode_runs, groups_file
 from trainer.contract.rank_messages import STACKS, RankSpec
@@ -58,11 +59,8 @@ def write_groups(spec: RankSpec) -> None:
     """Say which ranks each process group has, for the records of gloo do not: call when the groups are made."""
     if not spec.flight or not dist.is_initialized():
         return
-    path = groups_file(spec.flight)
     try:
-        with open(f"{path}.new", "w") as file:
-            json.dump(_groups(), file)
-        os.replace(f"{path}.new", path)
+        write_atomically(Path(groups_file(spec.flight)), json.dumps(_groups()).encode())
     except OSError as error:
         write_stderr(f"orch: this rank's groups cannot be told, hangs may be blamed less exactly: {error}")
 

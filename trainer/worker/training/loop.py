@@ -6,19 +6,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind
 from trainer.contract.outcome import ExitCode
 from trainer.contract.progress import Phase, ProgressCell, StopReason
-from trainer.worker.course import PhaseTracker
-from trainer.worker.data import Data, take
-from trainer.worker.mesh import Layout
+from trainer.worker.data import take
 from trainer.worker.optimizer import set_learning_rate
 from trainer.worker.reporting.metrics import Journal
-from trainer.worker.saved_state import checkpoint_contents
+from trainer.worker.reporting.phase_tracker import PhaseTracker
 from trainer.worker.saved_state.train_state import SaveFailed, Saver, TrainState
+from trainer.worker.saved_state.weights_digest import weights_digest
+from trainer.worker.train_objects import TrainObjects
 from trainer.worker.training import reduction
 from trainer.worker.training.drill import Drill
 from trainer.worker.training.lr_schedule import learning_rate
@@ -26,18 +25,6 @@ from trainer.worker.training.reduction import RankZeroMessage, Reduced, StepResu
 from trainer.worker.training.save_schedule import SaveSchedule, SaveVote
 from trainer.worker.training.spikes import BadStep, SpikeDetector
 from trainer.worker.training.stop import StopFlag
-from trainer.worker.workload import Workload
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainObjects:
-    """The workload and what it made, sharded and on its device."""
-
-    workload: Workload
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    data: Data
-    layout: Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,7 +251,7 @@ class Loop:
 
     def _finish(self) -> None:
         """The weights' digest, by which two runs are compared, and the last phase."""
-        digest = checkpoint_contents.weights_digest(self._objects.model)
+        digest = weights_digest(self._objects.model)
         if self._objects.layout.rank == 0:
             self._services.journal.final(
                 step=self._train_state.step, loss=self._train_state.loss, weights_digest=digest

@@ -1,8 +1,7 @@
 """Tracks the phases of a rank's steps: each is written to the progress cell, and the rank's own work is timed."""
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 import torch.distributed.distributed_c10d as c10d
@@ -83,24 +82,11 @@ def _counters() -> list[Callable[[], int]]:
 
 
 _current: list[PhaseTracker] = []
-"""Of this rank, once it trains."""
 
 
-@contextmanager
-def evaluating() -> Iterator[None]:
-    """For a workload that evaluates, or does anything else that takes minutes, within its data or its loss.
-
-    What is inside has the limit of a slow phase, and is no work of the step. Does nothing outside a rank.
-    """
-    tracker = _current[0] if _current else None
-    if tracker is None:
-        yield
-        return
-    tracker.begin_slow_phase(Phase.EVAL)
-    try:
-        yield
-    finally:
-        tracker.end_slow_phase()
+def current_tracker() -> PhaseTracker | None:
+    """The tracker of this rank; None outside a rank, and before it trains."""
+    return _current[0] if _current else None
 
 
 def _report_compilations(tracker: PhaseTracker) -> None:

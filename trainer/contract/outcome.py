@@ -40,7 +40,7 @@ class FailureKind(StrEnum):
     SUBMISSION_LOST = "submission_lost"  # Slurm acknowledged the job each time, and never listed it
     HANG = "hang"  # a rank stopped moving, and its peers wait for it
     DESYNC = "desync"  # ranks called different collectives: a bug of the program
-    NUMERIC = "numeric"  # NaN, infinity or a loss spike that a rollback did not mend
+    NUMERIC = "numeric"  # NaN, infinity or a loss spike that a rollback did not fix
     STORAGE = "storage"  # disk full, quota, read-only or I/O error
     UNKNOWN = "unknown"
 
@@ -49,7 +49,7 @@ class AttemptResult(StrEnum):
     """How the coordinator saw its attempt end."""
 
     FINISHED = "finished"  # all steps trained, final checkpoint committed
-    STOPPED = "stopped"  # agreed stop with a save; `reason` says who asked
+    STOPPED = "stopped"  # agreed stop with a save; `reason` says what asked for it
     FAILED = "failed"
 
 
@@ -69,7 +69,7 @@ class Culprit:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The earliest root cause; what its peers printed is echo and stands elsewhere."""
+    """The earliest root cause; the secondary failures of its peers stand elsewhere."""
 
     kind: FailureKind
     reason: str
@@ -139,16 +139,16 @@ class RankOutcome:
 
 
 class AgentEnd(StrEnum):
-    """Why an agent ended without its coordinator's word."""
+    """Why an agent ended without an order of its coordinator."""
 
     FROZEN = "frozen"  # its own node saw it stand still, and ended it
-    SILENT = "silent"  # it has heard nothing of the coordinator for too long
+    SILENT = "silent"  # no message of the coordinator came for too long
     GONE = "gone"  # its connection to the coordinator ended
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentReport:
-    """`outcomes/agent-NNNN.json`: what the controller knows of an end of which no coordinator can tell."""
+    """`outcomes/agent-NNNN.json`: an end that no coordinator can report."""
 
     node: int
     name: str
@@ -168,7 +168,7 @@ class AgentReport:
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptOutcome:
-    """`outcome.json`, the coordinator's last word on its attempt."""
+    """`outcome.json`: how the coordinator saw its attempt end."""
 
     attempt: int
     job_id: str

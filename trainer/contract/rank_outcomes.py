@@ -57,5 +57,5 @@ def _read(path: Path) -> Iterator[RankOutcome]:
     for line in block.splitlines():
         try:
             yield RankOutcome(**json.loads(line))
-        except (ValueError, TypeError, RecursionError):  # torn by the kill that it tells of
+        except (ValueError, TypeError, RecursionError):  # torn by a kill
             continue

@@ -76,12 +76,12 @@ class AttemptDir:
 
     @property
     def ranks(self) -> Path:
-        """Where every rank stands, while the attempt runs: see `trainer.agent.attempt_state.ranks_file`."""
+        """The progress of every rank while the attempt runs: see `trainer.agent.attempt_state.ranks_file`."""
         return self.path / "ranks.json"
 
     @property
     def skipped(self) -> Path:
-        """Positions in the data that are left out, with the reasons: of this attempt's rollbacks."""
+        """Positions in the data that this attempt's rollbacks skip, with the reasons."""
         return self.path / "skipped.json"
 
     @property
@@ -128,7 +128,7 @@ class AttemptDir:
 
     @property
     def command_memory(self) -> Path:
-        """What the attempt leaves to the next one about a user's own program."""
+        """What the next attempt must know about a user's own program."""
         return self.path / "command.json"
 
     def error_file(self, rank: int, generation: int) -> Path:
@@ -140,7 +140,7 @@ class AttemptDir:
         return self.outcomes / f"errors-{node}.jsonl"
 
     def agent_report(self, node: int) -> Path:
-        """Why the agent of a node ended without its coordinator's word."""
+        """Why the agent of a node ended without an order of its coordinator."""
         return self.outcomes / f"agent-{node:04d}.json"
 
     def agent_reports(self) -> list[Path]:

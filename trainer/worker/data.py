@@ -30,9 +30,9 @@ class Data(Protocol):
 
 
 def take(data: Data, skip: Collection[int]) -> tuple[int, Sequence[Any]]:
-    """The next batch that is not left out, and where it begins.
+    """The next batch that is not skipped, and where it begins.
 
-    What is left out is taken and dropped: so it goes for any data, whatever its positions count.
+    Skipped ones are taken and dropped, which works for any data, whatever its positions count.
     """
     while data.consumed in skip:
         data.take()

@@ -154,7 +154,7 @@ def _restore_and_train(
 
 
 def _warner(journal: Journal, rank: int) -> Callable[[int, str], None]:
-    """Rank 0 tells what no rank could bring back."""
+    """Rank 0 reports what no rank could restore."""
 
     def warn(step: int, reason: str) -> None:
         if rank == 0:
@@ -172,7 +172,7 @@ def _seed_by_data(seed: int, layout: mesh.Layout) -> None:
 def _skipped_positions(spec: RankSpec, run_dir: RunDir) -> frozenset[int]:
     """Positions in the data at which no rank may train: what the coordinator says, and what earlier attempts found.
 
-    Ranks that differed in it would train on different data for ever, so that all of them believe the first one.
+    Ranks that differed in it would train on different data for ever, so that all of them take those of the first one.
     """
     known = {*spec.skip, *(skip.position for skip in skipped_batches.read_all(run_dir))} if spec.rank == 0 else set()
     count = torch.tensor([len(known)])

@@ -43,7 +43,7 @@ def train_mode(optimizer: torch.optim.Optimizer) -> None:
 
 
 def prime(optimizer: torch.optim.Optimizer) -> None:
-    """Make every state tensor exist by one step of zero gradients at rate 0; the weights are put back bit for bit.
+    """Make every state tensor exist by one step of zero gradients at rate 0; the weights are restored bit for bit.
 
     Hooks around the step do not see it. The state keeps the traces of that step (`step` is 1): overwrite
     it from a checkpoint, or drop it.

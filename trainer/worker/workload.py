@@ -12,7 +12,7 @@ A workload of your own, for `workload.target: my_pkg.my_module:MyWorkload`:
         def build_data(self, layout):
             return MyData(rank=layout.dp_rank, of=layout.dp_size)
 
-Everything that a restart must bring back has to be in parameters, persistent buffers, the optimizer's `state_dict()`,
+Everything that a restart must restore has to be in parameters, persistent buffers, the optimizer's `state_dict()`,
 the data position, the random generators of torch, Python and NumPy, or what the workload's own `state_dict()` returns
 (tensors, numbers, strings, and lists, tuples and dicts of them), which `load_state_dict()` is given after a restart.
 With `checkpoint.staging.mode: lazy` parameters and the optimizer's state may change in `optimizer.step()` only: they
@@ -73,14 +73,14 @@ class BaseWorkload:
         self.config, self.args = config, args
 
     def state_dict(self) -> dict[str, Any]:
-        """What else a restart must bring back, on every rank: a gradient scaler's state, running averages, counters.
+        """What else a restart must restore, on every rank: a gradient scaler's state, running averages, counters.
 
         Tensors are kept once for all ranks, DTensors in shards; anything else may differ between ranks.
         """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what `state_dict` has returned; called after model and optimizer have been restored."""
+        """Restore what `state_dict` has returned; called after model and optimizer have been restored."""
 
     def parallelize(self, model: nn.Module, layout: Layout) -> nn.Module:
         """FSDP over every child with parameters and the rest; has no plan for tensor parallelism."""

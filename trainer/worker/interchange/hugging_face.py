@@ -80,7 +80,7 @@ def config_json(config: ModelConfig, *, seq_len: int, dtype: str) -> dict[str, A
 
 
 def mismatches(theirs: Mapping[str, Any], config: ModelConfig) -> Iterator[tuple[str, str]]:
-    """What of a foreign `config.json` our model cannot be as configured: in words, and the override that mends it.
+    """What of a foreign `config.json` our model cannot be as configured: in words, and the override that fixes it.
 
     The override is empty where the built-in model has no such part at all.
     """

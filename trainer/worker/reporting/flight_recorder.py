@@ -23,10 +23,10 @@ from trainer.worker.reporting.stderr_best_effort import write_stderr
 
 _DEFAULTS = {
     "TORCH_FR_BUFFER_SIZE": "2000",
-    # torch's own stacks of each collective cost time, need Python's lock to be shown, and nobody reads them here.
+    # torch's own stacks of each collective cost time, need Python's lock to be shown, and are not read here.
     "TORCH_INCLUDE_STACK_TRACE": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",  # should NCCL's watchdog come first, it leaves a record before it kills
-    "TORCH_NCCL_ENABLE_TIMING": "1",  # else a record does not tell a collective that began from one in the queue
+    "TORCH_NCCL_ENABLE_TIMING": "1",  # else a record does not distinguish a collective that began from one in the queue
 }
 _MAX_ENTRIES = 500
 """Newest entries in what a dying rank leaves: about 200 KiB."""
@@ -56,17 +56,17 @@ def recording(spec: RankSpec) -> Iterator[None]:
 
 
 def write_groups(spec: RankSpec) -> None:
-    """Say which ranks each process group has, for the records of gloo do not: call when the groups are made."""
+    """Write which ranks each process group has, since gloo's records do not say: call when the groups are made."""
     if not spec.flight or not dist.is_initialized():
         return
     try:
         write_atomically(Path(groups_file(spec.flight)), json.dumps(_groups()).encode())
     except OSError as error:
-        write_stderr(f"orch: this rank's groups cannot be told, hangs may be blamed less exactly: {error}")
+        write_stderr(f"orch: its process groups are not written, hangs will be blamed less exactly: {error}")
 
 
 def dump(spec: RankSpec, error: BaseException) -> str | None:
-    """Leave the record of a rank that `error` ends; returns the file, or None. Never raises."""
+    """Keep the flight record of a rank that `error` ends; returns the file, or None. Never raises."""
     path = RunDir(Path(spec.run_dir)).attempt(spec.attempt).last_flights(spec.node_name, spec.generation)
     try:
         if not dist.is_initialized():

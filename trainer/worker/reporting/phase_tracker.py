@@ -35,7 +35,7 @@ class PhaseTracker:
         self._stopwatch.switch_to(self._section)
 
     def pause(self) -> None:
-        """What comes now is no work of the step: a wait for peers, or telling others about it."""
+        """What follows is no work of the step: a wait for peers, or a message to them."""
         self._stopwatch.switch_to(None)
 
     def resume(self) -> None:
@@ -59,7 +59,7 @@ class PhaseTracker:
                 self.resume()
 
     def step_ended(self, step: int) -> None:
-        """`step` is over: tell the own work so far. The first step, which allocates and compiles, is left out."""
+        """`step` is over: record the own work so far, without the first step, which allocates and compiles."""
         self._section = None
         self._stopwatch.switch_to(None)
         total = self._stopwatch.total()
@@ -103,7 +103,7 @@ def phase_tracker(cell: ProgressCell, model: nn.Module, device: torch.device) ->
     _current[:] = [tracker]
     if compiles(model):
         _report_compilations(tracker)
-    if device.type != "cpu":  # on the CPU who waits does not run, and is not measured
+    if device.type != "cpu":  # on the CPU a thread that waits does not run, and is not measured
         exclude_fsdp_waits(model, tracker.pause, tracker.resume)
     return tracker
 

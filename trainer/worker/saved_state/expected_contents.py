@@ -11,7 +11,7 @@ _GENERATORS = "rng/"
 
 
 def expected(manifest: Manifest, config: JobConfig | None) -> Expected:
-    """Of a checkpoint that a rank of ours has saved; of any other one (`extra` tells) nothing is expected.
+    """Of a checkpoint that a rank of ours has saved (`extra` shows it); of any other one nothing is expected.
 
     With the run's configuration, the position in the data of the built-in workload follows from the step.
     """

@@ -1,4 +1,4 @@
-"""What training changes in an optimizer's parameter groups: counters, sums, estimates; told apart from the settings.
+"""What training changes in an optimizer's parameter groups: counters, sums, estimates; kept apart from the settings.
 
 A value belongs to the configuration as long as it is the one that `build_optimizer` gave: it is not saved, and after a
 restart the configuration of that time counts. A value that training has changed is state: it is saved and comes back.
@@ -43,7 +43,7 @@ class _InitialValue:
     itself: Any = None
     """The very value, for a type that is not kept."""
     held: str | None = None
-    """What it held then, for a type that is not kept; None where that cannot be told."""
+    """What it held then, for a type that is not kept; None where that is unknown."""
 
     def equals_scalar(self, value: Any) -> bool:
         return type(value) in _SCALARS and type(value) is type(self.value) and bool(value == self.value)
@@ -140,7 +140,7 @@ class GroupValues:
             return None, {}
 
     def _is_untouched(self, value: Any, initial: _InitialValue | None) -> bool:
-        """Whether a value of a type that is not kept is as it was given; one that does not tell may have changed."""
+        """Whether a value of a type that is not kept is as it was given; False where that is unknown."""
         if initial is None or initial.text is not None or initial.held is None:
             return False
         return initial.is_unchanged(*self._comparable(value))

@@ -1,4 +1,4 @@
-"""Everything of an optimizer that a restart must bring back: the tensors by name, and the rest in JSON.
+"""Everything of an optimizer that a restart must restore: the tensors by name, and the rest in JSON.
 
 Tensors of a parameter's state are `optimizer/<parameter>/<key>`, tensors in the groups `groups/<group>/<key>`, those of
 further parts of `state_dict()` `entries/<part>`. Python's own values, and where in a nested one a tensor stands, are
@@ -108,7 +108,7 @@ class OptimizerState:
         found = {
             "groups": self.groups.changed(),
             "values": self._values(),
-            # A checkpoint is made ready for before it is known: told is how it differs from a fresh, primed state.
+            # Memory is prepared before the checkpoint is known: this is how it differs from a fresh, primed state.
             "late": {key: now for key, now in metadata.items() if self._metadata.get(key) != now},
             "gone": self._missing_tensors(metadata),
             "entries": self._entries(),

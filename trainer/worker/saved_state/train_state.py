@@ -51,11 +51,11 @@ class SaveFailed(OSError):
 
 
 def _ignore_warning(step: int, reason: str) -> None:
-    """Nobody asks."""
+    """The caller does not want it."""
 
 
 class TrainState:
-    """Everything that a restart must bring back, and the two directions: into a checkpoint and out of it."""
+    """Everything that a restart must restore: saved into a checkpoint, and restored from one."""
 
     def __init__(
         self, objects: TrainObjects, *, config_digest: str, seed: int, lazy: bool = False, skip: Collection[int] = (),
@@ -120,7 +120,7 @@ class TrainState:
     def restore(self, saver: Saver) -> None:
         """Fill everything from the newest checkpoint that verifies; stay at step 0 when there is none.
 
-        The saver prepares itself first: a copy in memory is only recognized by who knows how it lies there.
+        The saver prepares itself first: a copy in memory is only recognized by its layout.
         """
         self._optimizer_state.prime()
         saver.prepare(self._inventory.tensors())
@@ -151,7 +151,7 @@ class TrainState:
             unpack_rng(packed, self._device)
 
     def _check_identity(self, extra: Mapping[str, Any]) -> None:
-        """A position in other data, or in another order of it, would repeat some of it and leave some out."""
+        """A position in other data, or in another order of it, would repeat some of it and skip some."""
         now = {"seed": self._seed, "fingerprint": getattr(self._data, "fingerprint", None)}
         for key, name in (("seed", "train.seed"), ("fingerprint", "the fingerprint of the data")):
             if None not in (extra.get(key), now[key]) and extra[key] != now[key]:
@@ -166,7 +166,7 @@ class TrainState:
         }
 
     def _restore_rest(self, own: Mapping[str, Any], absent: Collection[str]) -> None:
-        """Everything but the model, whose tensors are filled already; tells what could not be brought back."""
+        """Everything but the model, whose tensors are filled already; reports what could not be restored."""
         lost = self._optimizer_state.restore(own.get("optimizer"), absent)
         optimizers.train_mode(self._optimizer)  # it may have been saved in the midst of an evaluation
         self._workload_state.restore(own.get("workload", {}))

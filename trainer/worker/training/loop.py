@@ -39,7 +39,7 @@ class LoopServices:
     phases: PhaseTracker
     spike_detector: SpikeDetector
     started: float  # time.monotonic() of the rank's start
-    skip: Collection[int] = ()  # positions in the data that are left out
+    skip: Collection[int] = ()  # positions in the data
 
 
 @dataclass(frozen=True)
@@ -131,13 +131,13 @@ class Loop:
         return total
 
     def _end_step(self, pending: PendingStep) -> StopReason:
-        """After a step: tell, agree, save. What is decided here is decided alike on every rank."""
+        """After a step: report, agree, save. Every rank decides alike here."""
         step, services = pending.reduced.step, self._services
         services.journal.worked(step)
         # On a GPU this waits for the step before: it belongs to this step's end, not to the next one's data.
         reason = self._read_pending()
         saved, seconds = services.saver.committed_step or 0, services.save_schedule.save_seconds
-        # A rank that is held up from here on has not gone ahead of its peers: it is on its way to its next batch.
+        # A rank that is held up from here on is on its way to its next batch, not ahead of its peers.
         services.cell.enter(Phase.DATA)
         services.cell.update(step=step, saved_step=saved, save_seconds=seconds, step_seconds=self._seconds)
         self._check_saved(step)
@@ -160,7 +160,7 @@ class Loop:
             self._services.journal.event(EventKind.GENERATION_FIRST_STEP, step=step, seconds=seconds)
 
     def _read_pending(self) -> StopReason:
-        """Read the sums that are still on the device, if any, and tell them."""
+        """Read the sums that are still on the device, if any, and report them."""
         self._save_vote = SaveVote.NONE
         if self._pending is None:  # a save has read them already, and was what they asked for
             return StopReason.NONE
@@ -205,7 +205,7 @@ class Loop:
                 services.journal.event(EventKind.STOP_AGREED, step=step, reason=reason.name.lower())
         last = reason > StopReason.SAVE_AND_GO_ON or step == self._config.train.steps
         if not self._try_save(step) and last:
-            services.saver.wait()  # whatever is still being written, this save must not be left out
+            services.saver.wait()  # whatever is still being written, this save must not be skipped
             self._try_save(step)
         if last:
             services.saver.wait()

@@ -15,6 +15,7 @@ import psutil
 from benchmarks.recovery.polling import NotInTimeError, until
 from trainer.contract.events import Event, EventKind, read_events
 from trainer.contract.run_dir import RunDir
+from trainer.contract.work_log import work_lines
 
 _OURS = ("orch-controller", "orch-agent", "orch-forkserver", "orch-rank", "orch-writer")
 
@@ -84,23 +85,22 @@ class Job:
         """Wait until every rank has trained this step."""
 
         def look() -> bool | None:
-            logs = [log for attempt in self._place.all_attempts() for log in attempt.work_logs()]
-            done = [self._newest(log).get("step", 0) >= step for log in logs]
-            return True if done and all(done) else None
+            lines = [line for attempt in self._place.all_attempts() for line in work_lines(attempt)]
+            newest = {line["rank"]: int(line["step"]) for line in lines}
+            return True if newest and min(newest.values()) >= step else None
 
         until(look, seconds, f"step {step} of {self.name}")
 
     def pid(self, rank: int) -> int:
         """The newest process of a rank, as its own work log tells."""
-        return int(self._newest(self.work_log(rank))["pid"])
+        return int(self._newest_work(rank)["pid"])
 
     def work_log(self, rank: int) -> Path:
-        """Of the newest attempt."""
-        return self._place.all_attempts()[-1].work_log(rank)
+        """Of this rank's node, in the newest attempt."""
+        return self._place.all_attempts()[-1].work_log(str(self._newest_work(rank)["node"]))
 
-    def _newest(self, log: Path) -> dict[str, Any]:
-        whole = [line for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        return dict(json.loads(whole[-1])) if whole else {}
+    def _newest_work(self, rank: int) -> dict[str, Any]:
+        return [line for line in work_lines(self._place.all_attempts()[-1]) if line["rank"] == rank][-1]
 
     # -- its processes
 

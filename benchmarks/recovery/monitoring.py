@@ -1,6 +1,7 @@
 """What a watched run costs: the product with all that is on by default and a bare loop of the same, turn by turn."""
 
 import contextlib
+import json
 import os
 import signal
 import statistics
@@ -9,11 +10,13 @@ import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from benchmarks.recovery.job import Job, free_port
 from benchmarks.recovery.polling import lines, until
+from trainer.contract.line_file import read_new_lines
 
 _PATIENCE = 300.0
 _FROM = 20
@@ -37,16 +40,18 @@ class _Side:
     """Processes that train beside others and stand still while those have their turn."""
 
     def __init__(self, log: Path, watching: Collection[int], watched: Collection[int]) -> None:
-        """`log` has a line for every step of one rank; `watching` sleep longer, so that they see nobody stand still."""
+        """`log` has every step of rank 0; `watching` sleep longer, so that they see nobody stand still."""
         self._log, self._watching, self._watched = log, sorted(watching), sorted(watched)
         self._seconds: list[float] = []
         self._cpu, self._steps = 0.0, 0
 
     def pause(self) -> None:
-        """At the end of a step of the rank with the log, so that turns are made of whole steps."""
-        size = self._log.stat().st_size
-        while self._log.stat().st_size == size:
+        """At the end of a step of rank 0, so that turns are made of whole steps."""
+        offset, ended = self._log.stat().st_size, False
+        while not ended:
             time.sleep(0.001)
+            new, offset = read_new_lines(self._log, offset)
+            ended = any(_is_of_rank_zero(json.loads(line)) for line in new)
         for pid in (*self._watching, *self._watched):
             os.kill(pid, signal.SIGSTOP)
 
@@ -60,7 +65,7 @@ class _Side:
         self.go_on()
         time.sleep(_TURN_SECONDS)
         self.pause()
-        told = [float(line["time"]) for line in lines(self._log)[first:]]
+        told = [float(line["time"]) for line in lines(self._log)[first:] if _is_of_rank_zero(line)]
         self._cpu += self._spent() - before
         self._steps += len(told)
         self._seconds += [after - before for before, after in zip(told, told[1:], strict=False)]
@@ -71,6 +76,11 @@ class _Side:
     def figures(self) -> tuple[float, float]:
         """Median seconds of a step, CPU seconds of a step and rank."""
         return statistics.median(self._seconds), self._cpu / self._steps / _RANKS
+
+
+def _is_of_rank_zero(line: dict[str, Any]) -> bool:
+    """The bare loop has a file for each rank."""
+    return line.get("rank", 0) == 0
 
 
 def cost(folder: Path, kind: str) -> dict[str, float]:

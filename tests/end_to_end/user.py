@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 
 from trainer.contract.run_dir import RunDir
+from trainer.contract.work_log import work_lines
 
 
 class User:
@@ -80,8 +81,7 @@ class User:
         """Every line of the workers' own log: who trained which step, when."""
         lines = []
         for attempt in self.run_dir(run).all_attempts():
-            for path in attempt.work_logs():
-                lines += [json.loads(line) for line in path.read_text().splitlines()]
+            lines += work_lines(attempt)
         return lines
 
     def step(self, run: str) -> int:

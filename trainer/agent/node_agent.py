@@ -299,7 +299,7 @@ class NodeAgent:
         known = {"exit_code": exit_code, "signal": number, "reason": reason}
         self._events.write(EventKind.RANK_EXITED, rank=rank, node=self._node.name, **known)
         self._peer.send("progress", generation=generation, **self._ranks.summary())
-        info = ExitInfo.of(local)
+        info = ExitInfo.of(local, self._node.name)
         end = partial(exit_report, self._attempt, generation, info, exit_code, number, command=command, logs=self._logs)
         self._exit_reports.add(end, partial(self._send_exit, self._ranks, local))
 

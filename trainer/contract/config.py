@@ -269,6 +269,11 @@ class JobConfig(ProgramConfig):
     drill: DrillConfig = field(default_factory=DrillConfig)
     logs: LogsConfig = field(default_factory=LogsConfig)
 
+    @property
+    def trains_built_in_workload(self) -> bool:
+        """Whether the built-in model is trained, not a user's own class or program."""
+        return not self.command and self.workload.target == WorkloadConfig().target
+
 
 def load(path: Path) -> JobConfig:
     """Read `config.json` of a run directory; raises OSError or ValueError."""

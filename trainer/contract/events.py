@@ -1,4 +1,4 @@
-"""Events: what happened, one JSON line each, one file for each writing process."""
+"""Events: what happened, one JSON line each; a file for the coordinator, each agent, and the ranks of each node."""
 
 import json
 import threading
@@ -27,10 +27,10 @@ class EventKind(StrEnum):
     RANK_EXITED = "rank.exited"  # rank, node, exit_code, signal, reason
     DECISION = "decision"  # action, reason
     # name, kind, rank, node, phase, step, reason, waiting [ranks], evidence (path), detected (s);
-    # culprits [{rank, node, kind, reason}]: all roots; chain: who waits for whom
+    # culprits [{rank, node, kind, reason}]: all roots; chain: which rank waits for which
     INCIDENT = "incident"
     STRAGGLER = "straggler"  # rank, node, section, ratio, step, steps, gpu_hours, over (bool: it is as fast again)
-    BATCH_SKIPPED = "batch.skipped"  # step, position, reason: left out of the data from now on
+    BATCH_SKIPPED = "batch.skipped"  # step, position, reason: skipped from now on
     SPARE_USED = "spare.used"  # node (index), name, instead (name of the node that was lost), reason, kind (of failure)
     DRILL = "drill"  # kind, rank (None: a whole node), step (, node)
     STOP_REQUESTED = "stop.requested"  # reason
@@ -69,7 +69,7 @@ class Event:
 
 
 class EventLog:
-    """Appends events of one process to its own file; every line is one write to an O_APPEND descriptor."""
+    """Appends the events of one process to a file that it may share with others of its host."""
 
     def __init__(
         self, path: Path, source: str, attempt: int, *, clock: Callable[[], float] = time.time,

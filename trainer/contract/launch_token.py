@@ -42,14 +42,14 @@ class LaunchToken:
 
 
 def revoke(path: Path) -> None:
-    """Fence an attempt off for good: whoever reads its GO again from now on must not commit or delete."""
+    """Fence an attempt for good: a process that reads its GO from now on must not commit or delete."""
     if not is_revoked(path):
         write_durably(_revoked(path), b"")
     path.unlink(missing_ok=True)
 
 
 def is_revoked(path: Path) -> bool:
-    """Whether an attempt is fenced off already."""
+    """Whether an attempt is fenced."""
     return _revoked(path).exists() and not path.exists()
 
 

@@ -1,4 +1,4 @@
-"""Files of lines that several generations of a process append to, one write for each line."""
+"""Files of lines that several processes of one host append to, one write for each line."""
 
 import errno
 import os
@@ -17,20 +17,30 @@ class Lines(Protocol):
 
 
 class LineFile:
-    """Appends to an O_APPEND descriptor; a line that a full disk has cut short never takes the next one with it."""
+    """Appends whole lines, each in one O_APPEND write: processes of one host may share the file.
+
+    A line that a full disk or a kill has cut short never takes the next one with it, whichever process writes that.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        self._torn = False
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def append(self, line: str) -> None:
         """Write `line` and a newline; raises OSError when not all of it arrived."""
-        data = ("\n" if self._torn else "").encode() + line.encode(errors="backslashreplace") + b"\n"
+        data = (b"\n" if self._is_torn() else b"") + line.encode(errors="backslashreplace") + b"\n"
         written = os.write(self._descriptor, data)
-        self._torn = written < len(data) and (written > 0 or self._torn)
         if written < len(data):
             raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes arrived")
+
+    def _is_torn(self) -> bool:
+        # While another process is writing this may see its unfinished line: then an empty line follows, which is none.
+        size = os.fstat(self._descriptor).st_size
+        return size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
+
+    def sync(self) -> None:
+        """Make what was appended durable."""
+        os.fsync(self._descriptor)
 
     def close(self) -> None:
         os.close(self._descriptor)

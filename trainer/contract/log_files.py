@@ -158,7 +158,7 @@ class LogReader:
             return True
 
     def _advance(self) -> bool:
-        """Go on to the file that followed the one at hand; False when it has gone in the meantime."""
+        """Go on to the next file; False when it was deleted in the meantime."""
         newer = {number: file for number, file in rotated_files(self._path).items() if number > self._number}
         number = min(newer, default=max(rotated_files(self._path), default=self._number) + 1)
         try:

@@ -40,7 +40,7 @@ class FailureKind(StrEnum):
     SUBMISSION_LOST = "submission_lost"  # Slurm acknowledged the job each time, and never listed it
     HANG = "hang"  # a rank stopped moving, and its peers wait for it
     DESYNC = "desync"  # ranks called different collectives: a bug of the program
-    NUMERIC = "numeric"  # NaN, infinity or a loss spike that a rollback did not mend
+    NUMERIC = "numeric"  # NaN, infinity or a loss spike that a rollback did not fix
     STORAGE = "storage"  # disk full, quota, read-only or I/O error
     UNKNOWN = "unknown"
 
@@ -49,7 +49,7 @@ class AttemptResult(StrEnum):
     """How the coordinator saw its attempt end."""
 
     FINISHED = "finished"  # all steps trained, final checkpoint committed
-    STOPPED = "stopped"  # agreed stop with a save; `reason` says who asked
+    STOPPED = "stopped"  # agreed stop with a save; `reason` says what asked for it
     FAILED = "failed"
 
 
@@ -69,7 +69,7 @@ class Culprit:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The earliest root cause; what its peers printed is echo and stands elsewhere."""
+    """The earliest root cause; the secondary failures of its peers stand elsewhere."""
 
     kind: FailureKind
     reason: str
@@ -106,7 +106,7 @@ def legible(text: str) -> str:
 
 
 def _line(fields: Any) -> bytes:
-    """One line of JSON that every reader can write down again."""
+    """JSON that every reader can write down again."""
     return dump_line(_all_legible(fields)).encode()
 
 
@@ -134,26 +134,21 @@ class RankOutcome:
     echo: bool = False  # the exception only repeats that a peer went away
     position: int | None = None  # in the data, of the batch of a bad step
 
-    def write(self, path: Path) -> None:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_durably(path, _line(asdict(self)))
-
-    @classmethod
-    def read(cls, path: Path) -> "RankOutcome":
-        return cls(**read_json(path))
+    def to_line(self) -> str:
+        return dump_line(_all_legible(asdict(self)))
 
 
 class AgentEnd(StrEnum):
-    """Why an agent ended without its coordinator's word."""
+    """Why an agent ended without an order of its coordinator."""
 
     FROZEN = "frozen"  # its own node saw it stand still, and ended it
-    SILENT = "silent"  # it has heard nothing of the coordinator for too long
+    SILENT = "silent"  # no message of the coordinator came for too long
     GONE = "gone"  # its connection to the coordinator ended
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentReport:
-    """`outcomes/agent-NNNN.json`: what the controller knows of an end of which no coordinator can tell."""
+    """`outcomes/agent-NNNN.json`: an end that no coordinator can report."""
 
     node: int
     name: str
@@ -173,7 +168,7 @@ class AgentReport:
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptOutcome:
-    """`outcome.json`, the coordinator's last word on its attempt."""
+    """`outcome.json`: how the coordinator saw its attempt end."""
 
     attempt: int
     job_id: str

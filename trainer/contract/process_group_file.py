@@ -1,4 +1,4 @@
-"""What a rank tells of its process groups, in a file beside its flight socket: gloo's own records name no ranks."""
+"""The process groups of a rank, in a file beside its flight socket: gloo's own records name no ranks."""
 
 from collections.abc import Iterable
 from functools import lru_cache
@@ -24,17 +24,17 @@ def encode_runs(ranks: Iterable[int]) -> list[list[int]]:
     return found
 
 
-def decode_runs(told: Iterable[Iterable[int]]) -> tuple[int, ...]:
-    """The ranks that `runs` was given; equal ones are one object, for ten thousand ranks tell of the same groups.
+def decode_runs(encoded: Iterable[Iterable[int]]) -> tuple[int, ...]:
+    """The ranks that `runs` was given; equal ones are one object, for ten thousand ranks name the same groups.
 
     Raises ValueError when it is no list of runs, or one of more than `MOST` ranks.
     """
-    return _decode_runs(tuple(tuple(run) for run in told))
+    return _decode_runs(tuple(tuple(run) for run in encoded))
 
 
 @lru_cache(maxsize=8192)
-def _decode_runs(told: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
-    ranges = [range(first, last + 1, max(1, step)) for first, last, step in told]
+def _decode_runs(encoded: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+    ranges = [range(first, last + 1, max(1, step)) for first, last, step in encoded]
     if sum(map(len, ranges)) > MOST:
         raise ValueError(f"a group of more than {MOST:,} ranks")
     return tuple(rank for one in ranges for rank in one)

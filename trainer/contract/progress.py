@@ -49,7 +49,7 @@ _ROW = struct.Struct(f"<{BUCKETS}I")
 
 
 class StopReason(IntEnum):
-    """Why the agent asks its rank to stop; higher numbers win when ranks were told different ones."""
+    """Why the agent asks its rank to stop; the highest one wins when ranks got different ones."""
 
     NONE = 0
     SAVE_AND_GO_ON = 1
@@ -138,7 +138,7 @@ class ProgressCell:
         self._publish(at)
 
     def add_input_bytes(self, size: int) -> None:
-        """So many bytes of training data were taken; told with the next change of anything."""
+        """So many bytes of training data were taken; visible with the next change of anything."""
         self._now.io_bytes += size
 
     def start_timing(self) -> None:
@@ -228,7 +228,7 @@ class ProgressCell:
     def order_drill(self, kind: int, serial: int, value: float = 0.0) -> None:
         """Have the rank bring a fault upon itself at its next step boundary; `serial` counts up from 1."""
         _DRILL.pack_into(self._map, _DRILL_AT + _DRILL_FIELDS, kind, value)
-        # Last: who sees the new number finds what belongs to it.
+        # Last: a reader that sees the new number finds what belongs to it.
         _COUNT.pack_into(self._map, _DRILL_AT, serial)
 
     def close(self) -> None:

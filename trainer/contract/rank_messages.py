@@ -1,4 +1,4 @@
-"""What an agent tells a rank when it starts it, and the few words they say over their control socket."""
+"""What an agent gives a rank at its start, and the few messages on their control socket."""
 
 import json
 import signal
@@ -41,7 +41,7 @@ class RankSpec:
     arena_fd: int = -1  # memory of the checkpoints' copies (memfd); -1: the rank makes its own
     writer_fd: int = -1  # stream socket to the checkpoint writer that the agent owns; -1: the rank starts its own
     suspects: tuple[int, ...] = ()  # steps whose checkpoints must not be loaded
-    skip: tuple[int, ...] = ()  # positions in the data that are left out
+    skip: tuple[int, ...] = ()  # positions in the data that are skipped
     fit: bool = True  # whether ranks measure their nodes before they train
     env: dict[str, str] = field(default_factory=dict)
 
@@ -57,14 +57,14 @@ class RankSpec:
 def send_message(control: socket.socket, word: str, **data: Any) -> None:
     """Send one message.
 
-    Rank 0 says `store` {host, port, key}; the agent tells every other rank the same. A rank says `last` {exit_code,
-    exception, message, echo, step, position} when it ends by itself: its word reaches the agent when no file can be
+    Rank 0 says `store` {host, port, key}; the agent sends the same to every other rank. A rank says `last` {exit_code,
+    exception, message, echo, step, position} when it ends by itself: that reaches the agent when no file can be
     written.
     """
     control.send(dump_line({"word": word, **data}).encode(errors="backslashreplace"))
 
 
 def receive_message(control: socket.socket) -> dict[str, Any] | None:
-    """Receive one message; None when the other side is gone."""
+    """Receive one message; None when the other side has closed."""
     packet = control.recv(65536)
     return json.loads(packet) if packet else None

@@ -1,4 +1,8 @@
-"""The run directory: the only place that knows what its files are called."""
+"""The run directory: the only place that knows what its files are called.
+
+Inode quotas are real: apart from logs, the ranks of a node share their files. Nodes never do: appends of several hosts
+to one file lose lines on NFS.
+"""
 
 import os
 from dataclasses import dataclass
@@ -51,14 +55,14 @@ class AttemptDir:
         """The evidence bundle of one incident."""
         return self.evidence / name
 
-    def last_flight(self, rank: int, generation: int) -> Path:
-        """The flight record that a rank left when an exception ended it."""
-        return self.evidence / f"flight-rank-{rank:05d}.g{generation:03d}.json"
+    def last_flights(self, node: str, generation: int) -> Path:
+        """The flight records of one node's ranks that an exception ended, one line each."""
+        return self.evidence / f"flights-{node}.g{generation:03d}.jsonl"
 
-    def last_flights(self, generation: int) -> list[tuple[int, Path]]:
-        """Those of one generation, with their ranks."""
-        found = sorted(self.evidence.glob(f"flight-rank-*.g{generation:03d}.json"))
-        return [(int(path.name.removeprefix("flight-rank-").partition(".")[0]), path) for path in found]
+    def all_last_flights(self, generation: int) -> list[Path]:
+        """The files of one generation, those of older versions (one for each rank) included."""
+        wanted = (f"flight-rank-*.g{generation:03d}.json", f"flights-*.g{generation:03d}.jsonl")
+        return [path for pattern in wanted for path in sorted(self.evidence.glob(pattern))]
 
     def watchdog_flight(self, generation: int) -> Path:
         """Where NCCL's own watchdog leaves the record of a rank, a pickle: torch adds the rank to the name."""
@@ -72,12 +76,12 @@ class AttemptDir:
 
     @property
     def ranks(self) -> Path:
-        """Where every rank stands, while the attempt runs: see `trainer.agent.attempt_state.ranks_file`."""
+        """The progress of every rank while the attempt runs: see `trainer.agent.attempt_state.ranks_file`."""
         return self.path / "ranks.json"
 
     @property
     def skipped(self) -> Path:
-        """Positions in the data that are left out, with the reasons: of this attempt's rollbacks."""
+        """Positions in the data that this attempt's rollbacks skip, with the reasons."""
         return self.path / "skipped.json"
 
     @property
@@ -96,15 +100,12 @@ class AttemptDir:
     def rank_log(self, rank: int) -> Path:
         return self.logs / f"rank-{rank:05d}.log"
 
-    def work_log(self, rank: int) -> Path:
-        """One line per step that this rank has trained: the workers' own proof of who trained what, when.
-
-        A file for each rank: appends of several nodes to one file lose lines on NFS.
-        """
-        return self.path / "metrics" / f"work-{rank:05d}.jsonl"
+    def work_log(self, node: str) -> Path:
+        """One line per step and rank of this node: the workers' own proof of which rank trained what, when."""
+        return self.path / "metrics" / f"work-{node}.jsonl"
 
     def work_logs(self) -> list[Path]:
-        """The work logs that are there, in the order of ranks."""
+        """The work logs that are there; those of older versions have one rank each."""
         return sorted((self.path / "metrics").glob("work-*.jsonl"))
 
     def agent_log(self, node: int) -> Path:
@@ -113,20 +114,33 @@ class AttemptDir:
     def event_file(self, source: str) -> Path:
         return self.events / f"{source}.jsonl"
 
-    def rank_outcome(self, rank: int, generation: int) -> Path:
-        return self.outcomes / f"rank-{rank:05d}.g{generation:03d}.json"
+    def rank_events(self, node: str) -> Path:
+        """The events of one node's ranks."""
+        return self.event_file(f"ranks-{node}")
+
+    def rank_outcomes(self, node: str) -> Path:
+        """How the ranks of one node ended, one line for each rank and generation."""
+        return self.outcomes / f"ranks-{node}.jsonl"
+
+    def all_rank_outcomes(self) -> list[Path]:
+        """The files that are there; those of older versions have one rank and generation each."""
+        return [path for pattern in ("rank-*.json", "ranks-*.jsonl") for path in sorted(self.outcomes.glob(pattern))]
 
     @property
     def command_memory(self) -> Path:
-        """What the attempt leaves to the next one about a user's own program."""
+        """What the next attempt must know about a user's own program."""
         return self.path / "command.json"
 
     def error_file(self, rank: int, generation: int) -> Path:
-        """What torch's `@record` writes of the exception that ended a command's rank."""
+        """Where torch's `@record` writes the exception that ended a command's rank, until its agent has read it."""
         return self.outcomes / f"error-rank-{rank:05d}.g{generation:03d}.json"
 
+    def rank_errors(self, node: str) -> Path:
+        """The error files of one node's ranks, one line each."""
+        return self.outcomes / f"errors-{node}.jsonl"
+
     def agent_report(self, node: int) -> Path:
-        """Why the agent of a node ended without its coordinator's word."""
+        """Why the agent of a node ended without an order of its coordinator."""
         return self.outcomes / f"agent-{node:04d}.json"
 
     def agent_reports(self) -> list[Path]:

@@ -53,7 +53,7 @@ class Index:
     shards: tuple[Shard, ...]
     fingerprint: str
     sources: int  # files read
-    skipped: int  # binary or unreadable files left out
+    skipped: int  # binary or unreadable files
 
     @classmethod
     def read(cls, folder: Path) -> "Index":

@@ -1,4 +1,4 @@
-"""A rank's report of its own end: to its log, its agent and its outcome file, each as far as it still can."""
+"""A rank's report of its own end: to its log, its agent and the outcomes of its node, each as far as it still can."""
 
 import socket
 import time
@@ -9,6 +9,7 @@ from pathlib import Path
 from trainer.contract.outcome import ExitCode, RankOutcome, legible
 from trainer.contract.progress import ProgressCell
 from trainer.contract.rank_messages import RankSpec, send_message
+from trainer.contract.rank_outcomes import append_outcome
 from trainer.contract.run_dir import RunDir
 from trainer.worker import workload
 from trainer.worker.reporting import flight_recorder
@@ -18,7 +19,7 @@ from trainer.worker.startup.device import is_node_fault
 from trainer.worker.training.spikes import BadStep
 
 _MAX_MESSAGE = 8000
-"""Characters of an exception's text that are told over the control socket, whose packets are limited."""
+"""Characters of an exception's text that are sent over the control socket, whose packets are limited."""
 
 
 def finished_outcome(spec: RankSpec, cell: ProgressCell, code: ExitCode) -> RankOutcome:
@@ -34,12 +35,12 @@ def failed_outcome(spec: RankSpec, cell: ProgressCell, error: BaseException) -> 
     echo = is_secondary_failure(error) and not is_node_fault(error)
     cause = {"exception": type(error).__name__, "message": str(error), "traceback": text, "echo": echo}
     last = _outcome(spec, cell, _exit_code(error, echo), **cause)
-    # It is found out a step later: the step that went wrong is the one to compare.
+    # It is noticed a step later: the step that went wrong is the one to compare.
     return replace(last, step=error.step, position=error.position) if isinstance(error, BadStep) else last
 
 
 def report_end(spec: RankSpec, control: socket.socket, last: RankOutcome) -> None:
-    """Tell the agent and write the outcome file; neither can change how the rank ends."""
+    """Tell the agent and keep the outcome; neither can change how the rank ends."""
     try:
         send_message(
             control,
@@ -52,10 +53,10 @@ def report_end(spec: RankSpec, control: socket.socket, last: RankOutcome) -> Non
             position=last.position,
         )
     except OSError as error:
-        write_stderr(f"orch: could not tell the agent how this rank ends: {error}")
+        write_stderr(f"orch: could not report the end of this rank to its agent: {error}")
     try:
-        last.write(RunDir(Path(spec.run_dir)).attempt(spec.attempt).rank_outcome(spec.rank, spec.generation))
-    except OSError as error:  # the disk may be what is wrong: the agent has heard the cause
+        append_outcome(RunDir(Path(spec.run_dir)).attempt(spec.attempt), last)
+    except OSError as error:  # the disk may be what is wrong: the agent has the cause
         write_stderr(f"orch: could not write this rank's outcome: {error}")
     flush()
 

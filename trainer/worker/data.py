@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from trainer.contract.config import TrainConfig
 from trainer.contract.token_shards import Index
 
 _ROUNDS = 6
@@ -29,9 +30,9 @@ class Data(Protocol):
 
 
 def take(data: Data, skip: Collection[int]) -> tuple[int, Sequence[Any]]:
-    """The next batch that is not left out, and where it begins.
+    """The next batch that is not skipped, and where it begins.
 
-    What is left out is taken and dropped: so it goes for any data, whatever its positions count.
+    Skipped ones are taken and dropped, which works for any data, whatever its positions count.
     """
     while data.consumed in skip:
         data.take()
@@ -95,23 +96,14 @@ class TokenData:
     """Sequences of `seq_len` + 1 tokens; step s takes numbers (s-1) x batch .. s x batch of the global order."""
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        seq_len: int,
-        batch_size: int,
-        micro_batch_size: int,
-        seed: int,
-        shuffle: bool,
-        dp_rank: int,
-        dp_size: int,
-        device: torch.device,
+        self, folder: Path, train: TrainConfig, *, shuffle: bool, dp_rank: int, dp_size: int, device: torch.device
     ) -> None:
+        """Raises ValueError when tokens, batch and ranks do not fit together."""
         self._stream = TokenStream(folder)
-        self._seq_len, self._batch_size, self._micro = seq_len, batch_size, micro_batch_size
-        self._seed, self._shuffle = seed, shuffle
+        self._seq_len, self._batch_size, self._micro = train.seq_len, train.batch_size, train.micro_batch_size
+        self._seed, self._shuffle = train.seed, shuffle
         self._dp_rank, self._dp_size, self._device = dp_rank, dp_size, device
-        self.sequences = (len(self._stream) - 1) // seq_len
+        self.sequences = (len(self._stream) - 1) // train.seq_len
         self.consumed = 0
         self.fingerprint = self._stream.index.fingerprint
         self._check(folder)

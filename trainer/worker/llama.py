@@ -20,6 +20,11 @@ VOCAB_MULTIPLE = 64
 """Rows of the embedding are a multiple of this, in every layout alike, so that ranks share them evenly."""
 
 
+def padded_vocab_size(config: ModelConfig) -> int:
+    """Rows of the embedding: the vocabulary with the padding that is trained along."""
+    return -(-config.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
 def rotary_table(length: int, width: int, theta: float, device: torch.device) -> torch.Tensor:
     """Cosines and sines of RoFormer (Su et al. 2021), shape [2, length, width / 2], float32."""
     frequencies = theta ** (-torch.arange(0, width, 2, dtype=torch.float32) / width)
@@ -101,7 +106,7 @@ class Llama(nn.Module):
     def __init__(self, config: ModelConfig, *, seq_len: int, recompute: bool) -> None:
         super().__init__()
         self.config, self.seq_len = config, seq_len
-        rows = -(-config.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        rows = padded_vocab_size(config)
         self.embedding = nn.Embedding(rows, config.dim)
         self.layers = nn.ModuleList([Block(config, recompute=recompute) for _ in range(config.layers)])
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)

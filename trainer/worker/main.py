@@ -24,18 +24,19 @@ from trainer.contract.progress import Phase, ProgressCell
 from trainer.contract.rank_messages import SPEC_VARIABLE, RankSpec
 from trainer.contract.run_dir import RunDir
 from trainer.worker import crash_report, mesh, workload
-from trainer.worker.course import phase_tracker
 from trainer.worker.optimizer import set_learning_rate
 from trainer.worker.reporting import flight_recorder
 from trainer.worker.reporting.metrics import Journal
+from trainer.worker.reporting.phase_tracker import phase_tracker
 from trainer.worker.reporting.stderr_best_effort import write_stderr
 from trainer.worker.reporting.ticker import Ticker
 from trainer.worker.saved_state.train_state import Saver, TrainState
 from trainer.worker.shutdown_budget import seconds_left
 from trainer.worker.startup import device as devices
 from trainer.worker.startup import node_benchmark, preimport, rendezvous
+from trainer.worker.train_objects import TrainObjects
 from trainer.worker.training.drill import Drill
-from trainer.worker.training.loop import Loop, LoopServices, TrainObjects
+from trainer.worker.training.loop import Loop, LoopServices
 from trainer.worker.training.lr_schedule import learning_rate
 from trainer.worker.training.save_schedule import SaveSchedule
 from trainer.worker.training.spikes import SpikeDetector
@@ -118,16 +119,11 @@ def _restore_and_train(
     saver = _checkpointer(spec, config, run_dir, token, key, journal.checkpoint)
     skip = _skipped_positions(spec, run_dir)
     train_state = TrainState(
-        model=objects.model,
-        optimizer=objects.optimizer,
-        data=objects.data,
-        rank=spec.rank,
-        device=objects.layout.device,
+        objects,
         config_digest=hashlib.sha256(canonical(read_json(run_dir.config))).hexdigest(),
         seed=config.train.seed,
         lazy=config.checkpoint.staging.mode == "lazy",
         skip=skip,
-        workload=objects.workload,
         warn=_warner(journal, spec.rank),
     )
     _seed_by_data(config.train.seed, objects.layout)
@@ -158,7 +154,7 @@ def _restore_and_train(
 
 
 def _warner(journal: Journal, rank: int) -> Callable[[int, str], None]:
-    """Rank 0 tells what no rank could bring back."""
+    """Rank 0 reports what no rank could restore."""
 
     def warn(step: int, reason: str) -> None:
         if rank == 0:
@@ -176,7 +172,7 @@ def _seed_by_data(seed: int, layout: mesh.Layout) -> None:
 def _skipped_positions(spec: RankSpec, run_dir: RunDir) -> frozenset[int]:
     """Positions in the data at which no rank may train: what the coordinator says, and what earlier attempts found.
 
-    Ranks that differed in it would train on different data for ever, so that all of them believe the first one.
+    Ranks that differed in it would train on different data for ever, so that all of them take those of the first one.
     """
     known = {*spec.skip, *(skip.position for skip in skipped_batches.read_all(run_dir))} if spec.rank == 0 else set()
     count = torch.tensor([len(known)])

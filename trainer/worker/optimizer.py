@@ -1,6 +1,6 @@
 """AdamW, and making an optimizer's state exist before it is read from a checkpoint."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -43,10 +43,10 @@ def train_mode(optimizer: torch.optim.Optimizer) -> None:
 
 
 def prime(optimizer: torch.optim.Optimizer) -> None:
-    """Make every state tensor exist by one step of zero gradients at rate 0; the weights are put back bit for bit.
+    """Make every state tensor exist by one step of zero gradients at rate 0; the weights are restored bit for bit.
 
-    Hooks around the step do not see it. The state holds the traces of that step (`step` is 1): overwrite it from a
-    checkpoint or `forget` it.
+    Hooks around the step do not see it. The state keeps the traces of that step (`step` is 1): overwrite
+    it from a checkpoint, or drop it.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     with _weights_kept(optimizer), _without_hooks(optimizer):
@@ -94,9 +94,3 @@ def _step_without_gradients(optimizer: torch.optim.Optimizer, rate: float) -> No
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-
-
-def forget(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter] | None = None) -> None:
-    """Drop the state of `parameters`, by default of all: their next step starts afresh."""
-    for parameter in list(optimizer.state) if parameters is None else parameters:
-        optimizer.state.pop(parameter, None)

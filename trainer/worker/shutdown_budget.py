@@ -8,7 +8,7 @@ from trainer.contract.progress import ProgressCell, StopReason
 _EXIT_MARGIN = 5.0
 """Seconds before the agent's deadline: for peers to meet, for the outcome and for the exit."""
 _UNLIMITED, _PEERS_STOPPED = 1800.0, 20.0
-"""Seconds when nothing presses, and after a stop of which only other ranks have heard so far."""
+"""Seconds without a deadline, and after a stop request that has reached other ranks only."""
 
 
 def seconds_left(

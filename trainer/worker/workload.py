@@ -12,7 +12,7 @@ A workload of your own, for `workload.target: my_pkg.my_module:MyWorkload`:
         def build_data(self, layout):
             return MyData(rank=layout.dp_rank, of=layout.dp_size)
 
-Everything that a restart must bring back has to be in parameters, persistent buffers, the optimizer's `state_dict()`,
+Everything that a restart must restore has to be in parameters, persistent buffers, the optimizer's `state_dict()`,
 the data position, the random generators of torch, Python and NumPy, or what the workload's own `state_dict()` returns
 (tensors, numbers, strings, and lists, tuples and dicts of them), which `load_state_dict()` is given after a restart.
 With `checkpoint.staging.mode: lazy` parameters and the optimizer's state may change in `optimizer.step()` only: they
@@ -21,7 +21,8 @@ are copied while the next batch is computed.
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,10 +31,12 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from trainer.contract.config import JobConfig, WorkloadConfig
+from trainer.contract.progress import Phase
 from trainer.contract.token_shards import TokensError
 from trainer.worker.data import Data, TokenData
 from trainer.worker.mesh import Layout
 from trainer.worker.optimizer import adamw
+from trainer.worker.reporting.phase_tracker import current_tracker
 
 
 class WorkloadError(Exception):
@@ -70,14 +73,14 @@ class BaseWorkload:
         self.config, self.args = config, args
 
     def state_dict(self) -> dict[str, Any]:
-        """What else a restart must bring back, on every rank: a gradient scaler's state, running averages, counters.
+        """What else a restart must restore, on every rank: a gradient scaler's state, running averages, counters.
 
         Tensors are kept once for all ranks, DTensors in shards; anything else may differ between ranks.
         """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what `state_dict` has returned; called after model and optimizer have been restored."""
+        """Restore what `state_dict` has returned; called after model and optimizer have been restored."""
 
     def parallelize(self, model: nn.Module, layout: Layout) -> nn.Module:
         """FSDP over every child with parameters and the rest; has no plan for tensor parallelism."""
@@ -106,18 +109,28 @@ class BaseWorkload:
             raise WorkloadError(str(error)) from error
 
     def _token_data(self, layout: Layout) -> TokenData:
-        train = self.config.train
+        data = self.config.data
         return TokenData(
-            Path(self.config.data.path),
-            seq_len=train.seq_len,
-            batch_size=train.batch_size,
-            micro_batch_size=train.micro_batch_size,
-            seed=train.seed,
-            shuffle=self.config.data.shuffle,
-            dp_rank=layout.dp_rank,
-            dp_size=layout.dp_size,
-            device=layout.device,
-        )
+            Path(data.path), self.config.train, shuffle=data.shuffle,
+            dp_rank=layout.dp_rank, dp_size=layout.dp_size, device=layout.device,
+        )  # fmt: skip
+
+
+@contextmanager
+def evaluating() -> Iterator[None]:
+    """For a workload that evaluates, or does anything else that takes minutes, within its data or its loss.
+
+    What is inside has the limit of a slow phase, and is no work of the step. Does nothing outside a rank.
+    """
+    tracker = current_tracker()
+    if tracker is None:
+        yield
+        return
+    tracker.begin_slow_phase(Phase.EVAL)
+    try:
+        yield
+    finally:
+        tracker.end_slow_phase()
 
 
 def mixed_precision(config: JobConfig) -> MixedPrecisionPolicy:

@@ -9,8 +9,9 @@ from typing import Any
 from orchestrator.cli.terminal.render import plain
 from trainer.contract.events import Event, EventKind, read_events
 from trainer.contract.log_files import read_tail
-from trainer.contract.outcome import AttemptOutcome, ExitCode, Failure, RankOutcome
+from trainer.contract.outcome import AttemptOutcome, ExitCode, Failure
 from trainer.contract.rank_messages import generation_mark
+from trainer.contract.rank_outcomes import all_outcomes
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 _QUIET_ENDS = (ExitCode.FINISHED, ExitCode.STOPPED_AFTER_SAVE)
@@ -70,11 +71,7 @@ def _of_attempt(place: RunDir, folder: AttemptDir) -> RootFailure | None:
 
 def _from_rank_outcomes(folder: AttemptDir) -> list[RootFailure]:
     found = []
-    for path in sorted(folder.outcomes.glob("rank-*.json")):
-        try:
-            outcome = RankOutcome.read(path)
-        except (OSError, ValueError, TypeError):
-            continue  # torn by the kill that it tells of
+    for outcome, path in all_outcomes(folder):
         if outcome.echo or outcome.exit_code in _QUIET_ENDS:
             continue
         found.append(

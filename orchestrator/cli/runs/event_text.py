@@ -16,6 +16,7 @@ from trainer.contract.run_dir import AttemptDir, RunDir
 
 _MAIN_FILES = ("coordinator.jsonl", "rank-00000.jsonl")
 """Event files in which most is told: opened at every poll, since on NFS only an open asks the server for the size."""
+_RANK_ZERO = "rank-00000"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,7 @@ class EventFeed:
         self._place, self._recent_only = RunDir(run_dir), recent_only
         self._open_attempts = OpenAttempts(self._place, newest=recent_only)
         self._events: dict[Path, int] = {}
+        self._rank_zero: set[Path] = set()  # files in which it has told something
         self._metrics: dict[Path, int] = {}
         self.latest: StepMetrics | None = None
 
@@ -70,10 +72,17 @@ class EventFeed:
         for path in self._files(attempt):
             if path not in self._events:
                 self._events[path] = tail_offset(path) if self._recent_only else 0
-            if path.name in _MAIN_FILES or file_size(path) > self._events[path]:
+            if path.name in _MAIN_FILES or path in self._rank_zero or file_size(path) > self._events[path]:
                 events, self._events[path] = read_events(path, self._events[path])
-                found += events
+                found += self._wanted(events)
+                if any(event.source == _RANK_ZERO for event in events):
+                    self._rank_zero.add(path)
         return found
+
+    def _wanted(self, events: list[Event]) -> list[Event]:
+        if not self._recent_only:
+            return events
+        return [event for event in events if event.source == _RANK_ZERO or not event.source.startswith("rank-")]
 
     def _read_metrics(self, attempt: AttemptDir) -> None:
         path = attempt.metrics

@@ -1,5 +1,6 @@
 """An existing script as ranks: torchrun's environment, its exit codes, its restarts."""
 
+import json
 import os
 import signal
 import sys
@@ -154,6 +155,11 @@ def test_an_error_file_of_torchs_record_tells_what_was_raised(job):
     work.go()
     assert work.wait() == [78], work.story()
     assert work.outcome().failure.exception == "KeyError"
+    (kept,) = work.attempt.outcomes.glob("error*")
+    errors = [json.loads(line) for line in kept.read_text().splitlines()]
+    assert [(one["rank"], one["generation"], one["error"]["message"]["message"]) for one in errors] == [
+        (0, generation, "KeyError: 7") for generation in range(1, work.outcome().generations + 1)
+    ]
 
 
 def test_the_budget_of_restarts_is_kept(job):

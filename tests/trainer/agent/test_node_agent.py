@@ -23,6 +23,7 @@ from trainer.contract.events import EventLog
 from trainer.contract.node_identity import NodeIdentity
 from trainer.contract.outcome import RankOutcome
 from trainer.contract.rank_messages import send_message
+from trainer.contract.rank_outcomes import append_outcome
 from trainer.contract.run_dir import RunDir
 
 
@@ -97,7 +98,8 @@ def test_a_rank_that_could_not_write_its_outcome_is_believed_by_its_socket(alone
 
 def test_the_outcome_file_comes_before_the_socket(alone):
     send_message(alone.ranks.by_rank[0].theirs, "last", **LAST)
-    RankOutcome(rank=0, generation=1, node="n0", step=10, exit_code=0, time=0.0).write(alone.attempt.rank_outcome(0, 1))
+    node = alone.agent._node.name
+    append_outcome(alone.attempt, RankOutcome(rank=0, generation=1, node=node, step=10, exit_code=0, time=0.0))
     # It died in the interpreter's teardown.
     end = alone.ended(None, 6)
     assert (end["exit_code"], end["signal"], end["step"], end["word"]) == (0, None, 10, True)
@@ -219,7 +221,7 @@ def test_a_file_system_that_stands_still_when_ranks_die_stops_no_agent(alone, mo
     """The loop runs on, the socket's word does, and the coordinator hears of the ends in their order before `gone`."""
     back = threading.Event()
     monkeypatch.setattr(rank_exit, "_READ_SECONDS", 1.5)
-    monkeypatch.setattr(RankOutcome, "read", lambda path: back.wait(3) and None)
+    monkeypatch.setattr(rank_exit, "find_outcome", lambda *_: back.wait(3) and None)
     send_message(alone.ranks.by_rank[1].theirs, "last", **LAST)
 
     async def scene() -> None:

@@ -1,14 +1,16 @@
 """Outcomes, launch tokens, requests and rank messages: what is written reads back, and damage is noticed."""
 
 import socket
+from dataclasses import replace
 
 import pytest
 
 from trainer.contract.launch_token import LaunchToken, holds, revoke
 from trainer.contract.outcome import AttemptOutcome, AttemptResult, ExitCode, Failure, FailureKind, RankOutcome
 from trainer.contract.rank_messages import RankSpec, receive_message, send_message
+from trainer.contract.rank_outcomes import all_outcomes, append_outcome, find_outcome
 from trainer.contract.requests import Request, RequestKind, pending
-from trainer.contract.run_dir import RunDir
+from trainer.contract.run_dir import AttemptDir, RunDir
 
 TOKEN = LaunchToken(
     attempt=2, epoch=5, job_id="77", nonce="0123abcd", checkpoints=("step-00000003.001-aa",),
@@ -21,14 +23,31 @@ def test_a_ranks_outcome(tmp_path):
         rank=3, generation=2, node="n1", step=7, exit_code=ExitCode.ERROR, time=1.5,
         exception="ValueError", message="wrong", traceback="Traceback ...", echo=True,
     )  # fmt: skip
-    outcome.write(tmp_path / "outcomes" / "rank.json")
-    assert RankOutcome.read(tmp_path / "outcomes" / "rank.json") == outcome
+    attempt = AttemptDir(tmp_path)
+    append_outcome(attempt, outcome)
+    assert find_outcome(attempt, "n1", 3, 2) == outcome
+    assert all_outcomes(attempt) == [(outcome, attempt.rank_outcomes("n1"))]
+    assert find_outcome(attempt, "n1", 3, 1) is None
+    assert find_outcome(attempt, "n2", 3, 2) is None
 
 
 def test_an_outcome_with_words_that_are_no_unicode(tmp_path):
     outcome = RankOutcome(rank=0, generation=1, node="n", step=1, exit_code=1, time=1.0, message="caf\udce9")
-    outcome.write(tmp_path / "rank.json")
-    assert RankOutcome.read(tmp_path / "rank.json").message == "caf\\udce9"
+    append_outcome(AttemptDir(tmp_path), outcome)
+    ((found, _),) = all_outcomes(AttemptDir(tmp_path))
+    assert found.message == "caf\\udce9"
+
+
+def test_torn_outcomes_are_skipped_and_those_of_older_versions_are_read(tmp_path):
+    attempt = AttemptDir(tmp_path)
+    outcome = RankOutcome(rank=0, generation=1, node="n", step=1, exit_code=1, time=1.0)
+    attempt.outcomes.mkdir()
+    attempt.rank_outcomes("n").write_text('{"rank":1,"generation":1,"no')
+    append_outcome(attempt, outcome)
+    (attempt.outcomes / "rank-00002.g001.json").write_text(replace(outcome, rank=2).to_line())
+    (attempt.outcomes / "rank-00003.g001.json").write_text('{"rank":3,"gen')
+    assert sorted(found.rank for found, _ in all_outcomes(attempt)) == [0, 2]
+    assert find_outcome(attempt, "n", 0, 1) == outcome
 
 
 def test_an_attempts_outcome_names_files_that_are_no_unicode(tmp_path):

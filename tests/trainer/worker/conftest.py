@@ -14,8 +14,12 @@ import pytest
 
 from checkpointing.storage.durable import canonical
 from trainer.contract import token_shards
+from trainer.contract.events import Event, read_events
 from trainer.contract.launch_token import LaunchToken
+from trainer.contract.outcome import RankOutcome
+from trainer.contract.rank_outcomes import find_outcome
 from trainer.contract.run_dir import AttemptDir, RunDir
+from trainer.contract.work_log import work_lines
 
 with warnings.catch_warnings():
     # Warns once about NumPy, which neither torch nor orch needs; warnings are errors here.
@@ -104,7 +108,16 @@ class Run:
         return {step: line["loss"] for step, line in self.metrics(generation).items()}
 
     def work(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for path in self.attempt.work_logs() for line in path.read_text().splitlines()]
+        return work_lines(self.attempt)
+
+    def events(self, rank: int = 0) -> list[Event]:
+        """What this rank wrote, in its order."""
+        return [one for one in read_events(self.attempt.rank_events("n0"))[0] if one.source == f"rank-{rank:05d}"]
+
+    def outcome(self, rank: int, generation: int) -> RankOutcome:
+        found = find_outcome(self.attempt, "n0", rank, generation)
+        assert found is not None
+        return found
 
     def final(self) -> dict[str, Any]:
         return json.loads(self.attempt.final.read_text())

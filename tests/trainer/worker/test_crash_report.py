@@ -2,8 +2,7 @@
 
 import pytest
 
-from checkpointing.storage.durable import read_json
-from trainer.contract.outcome import ExitCode, RankOutcome
+from trainer.contract.outcome import ExitCode
 
 pytestmark = pytest.mark.multi
 
@@ -13,7 +12,7 @@ FULL = "/dev/full"
 def fill_up(run, *, outcomes: bool) -> None:
     """Telemetry of rank 0 onto a device that is always full; outcomes into a folder that cannot be made."""
     for path in (
-        run.attempt.work_log(0), run.attempt.metrics, run.attempt.event_file("rank-00000"), run.attempt.rank_log(0),
+        run.attempt.work_log("n0"), run.attempt.metrics, run.attempt.rank_events("n0"), run.attempt.rank_log(0),
     ):  # fmt: skip
         path.symlink_to(FULL)
     if outcomes:
@@ -57,7 +56,7 @@ def test_every_good_end_is_told_and_written(make_run):
     run = make_run(1, train={"steps": 30}, checkpoint={"every": 0})
     stop = {"do": "ask", "reason": "CANCEL", "rank": 0, "of_rank": 0, "at_step": 1}
     assert [run.train([stop])["last"][0]["exit_code"], run.train()["last"][0]["exit_code"]] == [76, 0]
-    outcomes = [RankOutcome.read(run.attempt.rank_outcome(0, generation)).exit_code for generation in (1, 2)]
+    outcomes = [run.outcome(0, generation).exit_code for generation in (1, 2)]
     assert outcomes == [76, 0]
 
 
@@ -69,4 +68,4 @@ def test_words_that_are_no_unicode_reach_the_agent_and_the_file(make_run, tmp_pa
     )
     run = make_run(1, name="run", workload={"target": "odd_workload:Odd", "path": [str(folder)]})
     assert run.train()["last"][0]["message"] == "no file caf\\udce9"
-    assert read_json(run.attempt.rank_outcome(0, 1))["message"] == "no file caf\\udce9"
+    assert run.outcome(0, 1).message == "no file caf\\udce9"

@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 
 from tests.trainer.worker.my_workload import Points
 from trainer.contract import token_shards
+from trainer.contract.config import TrainConfig
 from trainer.worker.data import Permutation, TokenData, TokenStream, take
 
 
 def reader(folder: Path, dp_rank: int = 0, dp_size: int = 1, **over) -> TokenData:
     settings = {"seq_len": 16, "batch_size": 8, "micro_batch_size": 0, "seed": 3, "shuffle": True, **over}
-    return TokenData(folder, dp_rank=dp_rank, dp_size=dp_size, device=torch.device("cpu"), **settings)
+    place = {"shuffle": settings.pop("shuffle"), "dp_rank": dp_rank, "dp_size": dp_size, "device": torch.device("cpu")}
+    return TokenData(folder, TrainConfig(**settings), **place)
 
 
 @given(st.integers(1, 700), st.integers(0, 2**64 - 1))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.trainer.worker.conftest import hang
-from trainer.contract.outcome import ExitCode, RankOutcome
+from trainer.contract.outcome import ExitCode
 from trainer.contract.progress import Phase, ProgressCell
 from trainer.contract.rank_messages import SPEC_VARIABLE, RankSpec, receive_message
 
@@ -69,7 +69,7 @@ def test_without_a_plan_tensor_parallelism_is_refused(make_run):
     assert first == ExitCode.NEVER_RETRY
     # The store goes with the first rank: the other one may hear of that before it comes to the same mistake.
     assert second in (ExitCode.NEVER_RETRY, ExitCode.RETRY)
-    assert "has no `parallelize` of its own" in RankOutcome.read(run.attempt.rank_outcome(0, 1)).message
+    assert "has no `parallelize` of its own" in run.outcome(0, 1).message
 
 
 def test_a_rank_started_cold_does_the_same(make_run):
@@ -89,7 +89,7 @@ def test_a_rank_started_cold_does_the_same(make_run):
     assert receive_message(ours)["word"] == "store"
     reading = cell.read()
     assert (reading.step, reading.saved_step, reading.phase) == (3, 3, Phase.DONE)
-    assert json.loads(run.attempt.rank_outcome(0, 1).read_bytes())["exit_code"] == 0
+    assert run.outcome(0, 1).exit_code == 0
     cell.close()
     ours.close()
     theirs.close()
@@ -100,4 +100,4 @@ def test_a_node_without_its_gpus_is_suspect_and_the_code_is_not(make_run):
     if torch.cuda.is_available():
         pytest.skip("this machine has what the run asks for")
     assert run.train()["codes"] == [ExitCode.NODE_SUSPECT]
-    assert RankOutcome.read(run.attempt.rank_outcome(0, 1)).exception == "NodeFault"
+    assert run.outcome(0, 1).exception == "NodeFault"

@@ -6,8 +6,8 @@ import pytest
 
 from tests.trainer.worker.conftest import hang
 from trainer.contract import token_shards
-from trainer.contract.events import EventKind, read_events
-from trainer.contract.outcome import ExitCode, RankOutcome
+from trainer.contract.events import EventKind
+from trainer.contract.outcome import ExitCode
 
 pytestmark = pytest.mark.multi
 
@@ -20,7 +20,7 @@ def kill(rank: int, after: int) -> dict:
 
 
 def events(run, kind: EventKind, rank: int = 0):
-    found, _ = read_events(run.attempt.event_file(f"rank-{rank:05d}"))
+    found = run.events(rank)
     return [event for event in found if event.kind == kind]
 
 
@@ -52,13 +52,13 @@ def test_a_killed_peer_is_a_secondary_failure_and_the_drill_is_reported(make_run
     run = make_run(2, parallel={"dp_shard": 2}, drill=kill(1, after=2))
     answer = run.train()
     assert answer["codes"] == [ExitCode.RETRY, -9]
-    outcome = RankOutcome.read(run.attempt.rank_outcome(0, 1))
+    outcome = run.outcome(0, 1)
     assert outcome.echo
     assert outcome.exit_code == ExitCode.RETRY
     assert outcome.step in (1, 2)
     assert "Traceback" in (outcome.traceback or "")
     assert (outcome.message or "") in run.log()
-    assert not run.attempt.rank_outcome(1, 1).exists()
+    assert 'rank":1' not in run.attempt.rank_outcomes("n0").read_text()
     assert [event.data for event in events(run, EventKind.DRILL, rank=1)] == [
         {"kind": "kill-rank", "rank": 1, "step": 2}
     ]
@@ -67,9 +67,9 @@ def test_a_killed_peer_is_a_secondary_failure_and_the_drill_is_reported(make_run
 def test_an_exception_is_the_cause_and_its_peers_fail_secondarily(make_run):
     run = make_run(2, parallel={"dp_shard": 2}, drill={"events": [{"kind": "raise", "rank": 1, "step": 2}]})
     assert run.train()["codes"] == [ExitCode.RETRY, ExitCode.ERROR]
-    cause = RankOutcome.read(run.attempt.rank_outcome(1, 1))
+    cause = run.outcome(1, 1)
     assert (cause.exception, cause.echo, cause.step) == ("DrillError", False, 2)
-    assert RankOutcome.read(run.attempt.rank_outcome(0, 1)).echo
+    assert run.outcome(0, 1).echo
 
 
 def test_a_run_that_is_already_finished_only_says_so(make_run):
@@ -100,7 +100,7 @@ def test_a_revoked_attempt_saves_nothing(make_run):
     run = make_run(1, train={"steps": 4}, checkpoint={"every": 0})
     answer = run.train(actions=[{"at_step": 1, "of_rank": 0, "rank": 0, "do": "revoke"}])
     assert answer["codes"] == [ExitCode.ERROR]
-    outcome = RankOutcome.read(run.attempt.rank_outcome(0, 1))
+    outcome = run.outcome(0, 1)
     assert outcome.exception == "SaveFailed"
     assert not list(run.dir.checkpoints.glob("*/COMMIT"))
 
@@ -108,7 +108,7 @@ def test_a_revoked_attempt_saves_nothing(make_run):
 def test_a_mistake_in_the_configuration_is_never_tried_again(make_run):
     run = make_run(1, workload={"target": "nowhere.to_be_found:Thing"})
     assert run.train()["codes"] == [ExitCode.NEVER_RETRY]
-    outcome = RankOutcome.read(run.attempt.rank_outcome(0, 1))
+    outcome = run.outcome(0, 1)
     assert outcome.exception == "WorkloadError"
     assert "cannot import nowhere.to_be_found" in (outcome.message or "")
 
@@ -116,7 +116,7 @@ def test_a_mistake_in_the_configuration_is_never_tried_again(make_run):
 def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(make_run):
     run = make_run(2, parallel={"dp_shard": 2}, train={"lr": 1e18, "warmup_steps": 0}, checkpoint={"every": 1})
     assert run.train()["codes"] == [ExitCode.ERROR] * 2
-    outcome = RankOutcome.read(run.attempt.rank_outcome(1, 1))
+    outcome = run.outcome(1, 1)
     assert (outcome.exception, outcome.echo) == ("BadStep", False)
     bad = max(run.losses())
     assert f"step {bad}: " in (outcome.message or "")
@@ -137,6 +137,6 @@ def test_other_data_is_never_taken_for_the_rest_of_the_same(make_run, tmp_path, 
         config["data"]["path"] = str(tmp_path / "other")
     run.dir.config.write_text(json.dumps(config))
     assert run.train()["codes"] == [ExitCode.NEVER_RETRY]
-    outcome = RankOutcome.read(run.attempt.rank_outcome(0, 2))
+    outcome = run.outcome(0, 2)
     assert outcome.exception == "WorkloadError"
     assert "but the checkpoint was made with" in (outcome.message or "")

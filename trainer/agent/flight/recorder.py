@@ -151,24 +151,27 @@ def records_of_dead_ranks(attempt: AttemptDir, generation: int) -> list[FlightRe
     Reads the shared file system. A record that cannot be read is told on stderr.
     """
     found: dict[int, FlightRecord] = {}
-    for rank, path in attempt.last_flights(generation):
-        with _its_own_fault(rank):
-            left = json.loads(path.read_text())
-            found[rank] = read(rank, left, left.get("device"), left.get("groups"))
+    for path in attempt.all_last_flights(generation):
+        with _its_own_fault(path):
+            for line in filter(None, path.read_bytes().splitlines()):
+                with _its_own_fault(path):
+                    left = json.loads(line)
+                    rank = int(left["rank"])
+                    found[rank] = read(rank, left, left.get("device"), left.get("groups"))
     for rank, path in attempt.watchdog_flights(generation):
         if rank not in found:
-            with _its_own_fault(rank):
+            with _its_own_fault(path):
                 found[rank] = parse(rank, load(_bytes(path)))
     return list(found.values())
 
 
 @contextmanager
-def _its_own_fault(rank: int) -> Iterator[None]:
+def _its_own_fault(path: Path) -> Iterator[None]:
     """A record that cannot be read is as none, and said; the other ranks' are read."""
     try:
         yield
     except (OSError, *UNREADABLE) as error:
-        sys.stderr.write(f"orch-agent: the flight record of rank {rank} cannot be read: {error!r:.200}\n")
+        sys.stderr.write(f"orch-agent: a flight record in {path.name} cannot be read: {error!r:.200}\n")
 
 
 def _bytes(path: Path) -> bytes:

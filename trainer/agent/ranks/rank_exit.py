@@ -11,8 +11,8 @@ from trainer.agent.processes.log_pipes import LogPipes
 from trainer.agent.ranks.last_cpp_exception import last_cpp_exception
 from trainer.agent.ranks.last_output import LastOutput, last_output
 from trainer.agent.ranks.local_ranks import LocalRank
-from trainer.contract.outcome import RankOutcome
 from trainer.contract.peer_loss import PEER_GONE
+from trainer.contract.rank_outcomes import find_outcome, pack_error_file
 from trainer.contract.run_dir import AttemptDir
 
 _KEYS = ("exit_code", "step", "exception", "message", "echo")
@@ -33,16 +33,17 @@ class ExitInfo:
     """What a rank has left to its agent alone: no file system has a part in it."""
 
     rank: int
+    node: str
     step: int
     stepped: bool
     word: dict[str, Any] | None
 
     @classmethod
-    def of(cls, local: LocalRank) -> "ExitInfo":
+    def of(cls, local: LocalRank, node: str) -> "ExitInfo":
         while local.receive_message() is not None:
             pass
         step = local.read_progress().step
-        return cls(rank=local.rank, step=step, stepped=local.stepped(), word=local.exit_message)
+        return cls(rank=local.rank, node=node, step=step, stepped=local.stepped(), word=local.exit_message)
 
 
 async def exit_report(
@@ -57,11 +58,11 @@ async def exit_report(
     with suppress(TimeoutError, RuntimeError):  # the latter: the node has no thread left to give
         await run_detached(lambda: logs.settle(attempt.rank_log(info.rank), _READ_SECONDS), _READ_SECONDS)
     if command:
-        return await _command_exit_report(attempt, generation, info.rank, exit_code, number)
+        return await _command_exit_report(attempt, generation, info, exit_code, number)
     end: dict[str, Any] = {"exit_code": exit_code, "signal": number, "step": info.step}
     word, cpp_exception = info.word, None
     with suppress(TimeoutError, RuntimeError):
-        read = partial(_left_in_files, attempt, generation, info.rank, aborted=number == signal.SIGABRT)
+        read = partial(_left_in_files, attempt, generation, info, aborted=number == signal.SIGABRT)
         written, cpp_exception = await run_detached(read, _READ_SECONDS)
         word = written or word
     said = {key: word.get(key) for key in (*_KEYS, "position")} if word and set(_KEYS) <= word.keys() else None
@@ -74,17 +75,19 @@ async def exit_report(
 
 
 async def _command_exit_report(
-    attempt: AttemptDir, generation: int, rank: int, exit_code: int | None, number: int | None
+    attempt: AttemptDir, generation: int, info: ExitInfo, exit_code: int | None, number: int | None
 ) -> dict[str, Any]:
     """No step is known of it; what it raised stands in its log."""
     end: dict[str, Any] = {"exit_code": exit_code, "signal": number, "word": True, "stepped": False}
     if exit_code == 0:
         return end
-    log, output = attempt.rank_log(rank), LastOutput()
+    output, error_file = LastOutput(), attempt.error_file(info.rank, generation)
     with suppress(TimeoutError, RuntimeError):
-        output = await run_detached(
-            lambda: last_output(log, generation, attempt.error_file(rank, generation)), _READ_SECONDS
-        )
+        read = partial(last_output, attempt.rank_log(info.rank), generation, error_file)
+        output = await run_detached(read, _READ_SECONDS)
+    with suppress(TimeoutError, RuntimeError, OSError):
+        pack = partial(pack_error_file, attempt, info.node, info.rank, generation)
+        await run_detached(pack, _READ_SECONDS)
     end |= {"lines": output.lines, "written": output.written}
     if number is None and output.exception is not None:
         message = (output.message or "")[:_LONGEST]
@@ -95,10 +98,10 @@ async def _command_exit_report(
 
 
 def _left_in_files(
-    attempt: AttemptDir, generation: int, rank: int, *, aborted: bool
+    attempt: AttemptDir, generation: int, info: ExitInfo, *, aborted: bool
 ) -> tuple[dict[str, Any] | None, str | None]:
-    """What is in its outcome file, or, of one that was aborted and wrote none, the last cry in its log."""
-    try:
-        return asdict(RankOutcome.read(attempt.rank_outcome(rank, generation))), None
-    except (OSError, ValueError, TypeError):
-        return None, last_cpp_exception(attempt.rank_log(rank), generation) if aborted else None
+    """Its outcome, or, of one that was aborted and wrote none, the C++ exception in its log."""
+    outcome = find_outcome(attempt, info.node, info.rank, generation)
+    if outcome is not None:
+        return asdict(outcome), None
+    return None, last_cpp_exception(attempt.rank_log(info.rank), generation) if aborted else None

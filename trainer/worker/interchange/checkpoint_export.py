@@ -21,7 +21,7 @@ from checkpointing.engine.interchange.sealed_checkpoint import SealedCheckpoint
 from checkpointing.errors import Refused
 from checkpointing.storage.backends import Storage
 from checkpointing.storage.digests import digest
-from trainer.contract.config import JobConfig, WorkloadConfig
+from trainer.contract.config import JobConfig
 from trainer.worker.interchange import hugging_face
 from trainer.worker.interchange.weights_import import PROVENANCE, PROVENANCE_SCHEMA, TORCH_FILE
 from trainer.worker.saved_state.checkpoint_contents import buffers_name
@@ -49,8 +49,7 @@ class ExportRequest:
 
     @property
     def built_in(self) -> bool:
-        config = self.config
-        return config is not None and not config.command and config.workload.target == WorkloadConfig().target
+        return self.config is not None and self.config.trains_built_in_workload
 
 
 def export(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trainer.contract.config import ModelConfig
-from trainer.worker.llama import VOCAB_MULTIPLE
+from trainer.worker.llama import padded_vocab_size
 
 _OUTSIDE_LAYERS = {
     "embedding.weight": "model.embed_tokens.weight",
@@ -49,11 +49,6 @@ def is_unneeded(name: str, config: ModelConfig) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")
 
 
-def padded_vocab_size(config: ModelConfig) -> int:
-    """Rows of the embedding: the vocabulary with the padding that is trained along."""
-    return -(-config.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-
-
 def config_json(config: ModelConfig, *, seq_len: int, dtype: str) -> dict[str, Any]:
     """`config.json` for `transformers`; its vocabulary is the padded one, so that all logits are the same."""
     return {
@@ -85,7 +80,7 @@ def config_json(config: ModelConfig, *, seq_len: int, dtype: str) -> dict[str, A
 
 
 def mismatches(theirs: Mapping[str, Any], config: ModelConfig) -> Iterator[tuple[str, str]]:
-    """What of a foreign `config.json` our model cannot be as configured: in words, and the override that mends it.
+    """What of a foreign `config.json` our model cannot be as configured: in words, and the override that fixes it.
 
     The override is empty where the built-in model has no such part at all.
     """

@@ -20,7 +20,7 @@ from checkpointing.engine.interchange.importer import ImportedTensor
 from checkpointing.errors import Refused
 from checkpointing.format.index import TensorInfo
 from checkpointing.storage.durable import read_json
-from trainer.contract.config import JobConfig, ModelConfig, WorkloadConfig
+from trainer.contract.config import JobConfig, ModelConfig
 from trainer.worker import workload
 from trainer.worker.interchange import hugging_face
 from trainer.worker.saved_state.checkpoint_contents import buffers_name, model_tensors, shared_tensors
@@ -51,13 +51,13 @@ class ImportSource:
     facts: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] | None = None
     """Hugging Face's `config.json`."""
-    told: Mapping[str, str] = field(default_factory=dict)
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
     """Fingerprints that were written down when it was exported, by name."""
 
 
 @dataclass(kw_only=True)
 class ImportPlan:
-    """The new checkpoint's tensors; what does not fit in words, each with the override that mends it or nothing."""
+    """The new checkpoint's tensors; what does not fit in words, each with the override that fixes it or nothing."""
 
     tensors: dict[str, ImportedTensor] = field(default_factory=dict)
     complaints: list[tuple[str, str]] = field(default_factory=list)
@@ -68,7 +68,7 @@ class ImportPlan:
 def open_source(place: Path) -> ImportSource:
     """A Hugging Face folder, an export of ours, a safetensors file or a torch file; raises Refused or OSError."""
     folder = place if place.is_dir() else place.parent
-    told = _provenance(folder)
+    fingerprints = _fingerprints(folder)
     if place.is_dir() and (place / TORCH_FILE).exists() and not list(place.glob("*.safetensors")):
         place = place / TORCH_FILE
     if place.is_dir() or place.suffix == ".safetensors":
@@ -76,8 +76,10 @@ def open_source(place: Path) -> ImportSource:
         if not given.tensors:
             raise Refused(str(place), "has no *.safetensors file and no checkpoint.pt in it")
         config = folder / "config.json"
-        return ImportSource(place=place, model=given, told=told, config=_object(config) if config.exists() else None)
-    return _torch_source(place, told)
+        return ImportSource(
+            place=place, model=given, fingerprints=fingerprints, config=_object(config) if config.exists() else None
+        )
+    return _torch_source(place, fingerprints)
 
 
 def _object(path: Path) -> dict[str, Any]:
@@ -90,7 +92,7 @@ def _object(path: Path) -> dict[str, Any]:
     return value
 
 
-def _provenance(folder: Path) -> dict[str, str]:
+def _fingerprints(folder: Path) -> dict[str, str]:
     path = folder / PROVENANCE
     if not path.exists():
         return {}
@@ -103,7 +105,7 @@ def _provenance(folder: Path) -> dict[str, str]:
         raise Refused(PROVENANCE, f"is malformed: {error}") from error
 
 
-def _torch_source(place: Path, told: Mapping[str, str]) -> ImportSource:
+def _torch_source(place: Path, fingerprints: Mapping[str, str]) -> ImportSource:
     value = load_torch(place)
     if not isinstance(value, Mapping):
         raise Refused(place.name, f"holds a {type(value).__name__}, not named tensors")
@@ -120,10 +122,10 @@ def _torch_source(place: Path, told: Mapping[str, str]) -> ImportSource:
     with_optimizer = isinstance(value.get("optimizer"), Mapping)
     if isinstance(facts, Mapping) and not with_optimizer:  # counts without the tensors that they belong to
         facts = {key: fact for key, fact in facts.items() if key != "rank_state"}
-    own = value.get("orch") is not None or bool(told)
+    own = value.get("orch") is not None or bool(fingerprints)
     return ImportSource(
-        place=place, model=TorchTensors(given), told=told,
-        # State that others saved is numbered, not named: only our own can be told apart.
+        place=place, model=TorchTensors(given), fingerprints=fingerprints,
+        # State that others saved is numbered, not named: only our own can be identified.
         optimizer=optimizer if own or model is value else {},
         more=flat(value["optimizer"].get("more", {})) if own and with_optimizer else {},
         step=step if isinstance(step, int) and own else 0,
@@ -148,7 +150,7 @@ def plan_import(source: ImportSource, config: JobConfig, *, weights_only: bool) 
     keys = {key.removeprefix("model/"): key for key in model_tensors(model)}
     wanted = {name: info_of(tensor) for name, tensor in ((n, model_tensors(model)[k]) for n, k in keys.items())}
     keys = {name: key if key in shared else f"{buffers_name(0)}{name}" for name, key in keys.items()}
-    built_in = config.workload.target == WorkloadConfig().target
+    built_in = config.trains_built_in_workload
     theirs = _their_names(source, wanted, config.model if built_in else None)
     if built_in and source.config is not None:
         found.complaints += hugging_face.mismatches(source.config, config.model)
@@ -190,8 +192,8 @@ def _match_tensor(
         found.notes.append(f"{theirs}: {lacking} rows of padding are zeros (the vocabulary is rounded up)")
     if given.dtype != info.dtype and getattr(torch, given.dtype).itemsize > getattr(torch, info.dtype).itemsize:
         found.notes.append(f"{theirs}: {given.dtype} is rounded to {info.dtype}")
-    told = source.told.get(theirs)
-    found.tensors[key] = ImportedTensor(external=source.model, name=theirs, info=info, expected_fingerprint=told)
+    fingerprint = source.fingerprints.get(theirs)
+    found.tensors[key] = ImportedTensor(external=source.model, name=theirs, info=info, expected_fingerprint=fingerprint)
 
 
 def _padding(name: str, given: TensorInfo, info: TensorInfo, config: ModelConfig | None) -> int:
@@ -216,15 +218,15 @@ def _add_optimizer(
         elif info.shape not in ((), wanted[parameter].shape) and not _rank_state(source):
             found.complaints.append((f"the optimizer's {name} is {_describe(info)}", "--weights-only"))
         else:
-            told = source.told.get(f"optimizer/{name}")
+            fingerprint = source.fingerprints.get(f"optimizer/{name}")
             found.tensors[f"optimizer/{name}"] = ImportedTensor(
-                external=state, name=name, info=info, expected_fingerprint=told
+                external=state, name=name, info=info, expected_fingerprint=fingerprint
             )
     found.optimizer = bool(state.tensors) or (not weights_only and bool(_rank_state(source)))
     more = TorchTensors(source.more if found.optimizer else {})
     for key, info in more.tensors.items():
         found.tensors[key] = ImportedTensor(
-            external=more, name=key, info=info, expected_fingerprint=source.told.get(key)
+            external=more, name=key, info=info, expected_fingerprint=source.fingerprints.get(key)
         )
     if not state.tensors:
         nothing = torch.zeros(1, dtype=torch.uint8)
@@ -261,5 +263,5 @@ def _rank_state(source: ImportSource) -> list[dict[str, Any]]:
 
 
 def overrides(complaints: list[tuple[str, str]]) -> Iterator[str]:
-    """What would mend them, each once."""
-    yield from dict.fromkeys(mend for _, mend in complaints if mend)
+    """What would fix them, each once."""
+    yield from dict.fromkeys(fix for _, fix in complaints if fix)

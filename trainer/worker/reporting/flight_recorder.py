@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _dump_fr_trace_json, _WorkerServer
 
+from checkpointing.storage.durable import write_atomically
+from trainer.contract.line_file import LineFile
 from trainer.contract.process_group_file import encode_runs, groups_file
 from trainer.contract.rank_messages import STACKS, RankSpec
 from trainer.contract.run_dir import RunDir
@@ -21,10 +23,10 @@ from trainer.worker.reporting.stderr_best_effort import write_stderr
 
 _DEFAULTS = {
     "TORCH_FR_BUFFER_SIZE": "2000",
-    # torch's own stacks of each collective cost time, need Python's lock to be shown, and nobody reads them here.
+    # torch's own stacks of each collective cost time, need Python's lock to be shown, and are not read here.
     "TORCH_INCLUDE_STACK_TRACE": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",  # should NCCL's watchdog come first, it leaves a record before it kills
-    "TORCH_NCCL_ENABLE_TIMING": "1",  # else a record does not tell a collective that began from one in the queue
+    "TORCH_NCCL_ENABLE_TIMING": "1",  # else a record does not distinguish a collective that began from one in the queue
 }
 _MAX_ENTRIES = 500
 """Newest entries in what a dying rank leaves: about 200 KiB."""
@@ -54,21 +56,18 @@ def recording(spec: RankSpec) -> Iterator[None]:
 
 
 def write_groups(spec: RankSpec) -> None:
-    """Say which ranks each process group has, for the records of gloo do not: call when the groups are made."""
+    """Write which ranks each process group has, since gloo's records do not say: call when the groups are made."""
     if not spec.flight or not dist.is_initialized():
         return
-    path = groups_file(spec.flight)
     try:
-        with open(f"{path}.new", "w") as file:
-            json.dump(_groups(), file)
-        os.replace(f"{path}.new", path)
+        write_atomically(Path(groups_file(spec.flight)), json.dumps(_groups()).encode())
     except OSError as error:
-        write_stderr(f"orch: this rank's groups cannot be told, hangs may be blamed less exactly: {error}")
+        write_stderr(f"orch: its process groups are not written, hangs will be blamed less exactly: {error}")
 
 
 def dump(spec: RankSpec, error: BaseException) -> str | None:
-    """Leave the record of a rank that `error` ends; returns the file, or None. Never raises."""
-    path = RunDir(Path(spec.run_dir)).attempt(spec.attempt).last_flight(spec.rank, spec.generation)
+    """Keep the flight record of a rank that `error` ends; returns the file, or None. Never raises."""
+    path = RunDir(Path(spec.run_dir)).attempt(spec.attempt).last_flights(spec.node_name, spec.generation)
     try:
         if not dist.is_initialized():
             return None
@@ -83,7 +82,12 @@ def dump(spec: RankSpec, error: BaseException) -> str | None:
             torch._C._distributed_c10d, "_dump_nccl_trace_json", None
         ):  # only builds for GPUs have it
             record["device"] = _newest(dump_nccl())
-        return str(_write(path, json.dumps(record)))
+        file = LineFile(path)
+        try:
+            file.append(json.dumps(record))
+        finally:
+            file.close()
+        return str(path)
     except (OSError, RuntimeError, ValueError, TypeError) as trouble:
         write_stderr(f"orch: this rank's flight record is lost: {trouble}")
         return None
@@ -100,17 +104,6 @@ def _groups() -> Mapping[str, Any]:
         name: {"name": name, "desc": group.group_desc, "runs": encode_runs(dist.get_process_group_ranks(group))}
         for group, name in known.items()
     }
-
-
-def _write(path: Path, text: str) -> Path:
-    """A file of evidence is new or replaces one whole; nothing waits for the disk."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fresh = path.with_suffix(".new")
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with open(descriptor, "w") as file:
-        file.write(text)
-    os.replace(fresh, path)
-    return path
 
 
 def _serve(path: str) -> _WorkerServer | None:

@@ -1,4 +1,4 @@
-"""What a rank tells while it trains: metric lines, the work log, its progress cell and its events."""
+"""What a rank records while it trains: metrics, the work log and its events."""
 
 import os
 import threading
@@ -15,7 +15,7 @@ from trainer.worker.reporting.stderr_best_effort import write_stderr
 
 
 class BestEffortLines:
-    """JSON lines whose loss is told on stderr and ends nothing: a full disk must not kill what computes."""
+    """JSON lines whose loss is reported on stderr and ends nothing: a full disk must not kill a rank that computes."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, LineFile(path)
@@ -35,27 +35,26 @@ class Journal:
 
     def __init__(self, attempt: AttemptDir, spec: RankSpec) -> None:
         self._spec = spec
-        self._work = BestEffortLines(attempt.work_log(spec.rank))
+        self._work = BestEffortLines(attempt.work_log(spec.node_name))
         self._steps = BestEffortLines(attempt.metrics) if spec.rank == 0 else None
         self._final = attempt.final
-        source = f"rank-{spec.rank:05d}"
-        self._events = EventLog(attempt.event_file(source), source, spec.attempt)
+        self._events = EventLog(attempt.rank_events(spec.node_name), f"rank-{spec.rank:05d}", spec.attempt)
         self._events.generation = spec.generation
         self._stalls: dict[int, float] = {}
-        self._stalls_lock = threading.Lock()  # training adds to them while the saver's thread takes out
+        self._stalls_lock = threading.Lock()  # training adds to them while the saver's thread removes
 
     def _stamp(self) -> dict[str, Any]:
         return {"time": time.time(), "attempt": self._spec.attempt, "generation": self._spec.generation}
 
     def event(self, kind: EventKind, /, **data: Any) -> None:
-        """Tell an event; like every line here, it is lost when the disk is full."""
+        """Write an event; like every line here, it is lost when the disk is full."""
         try:
             self._events.write(kind, **data)
         except OSError as error:
             write_stderr(f"orch: event {kind} {data} is lost: {error}")
 
     def checkpoint(self, kind: str, data: dict[str, Any]) -> None:
-        """Tell an event of the checkpointer, which tells it again when this raises OSError."""
+        """Write an event of the checkpointer, which repeats it when this raises OSError."""
         if kind == EventKind.CHECKPOINT_COMMITTED:
             with self._stalls_lock:
                 data = {**data, "stall": self._stalls.get(data["step"], 0.0)}
@@ -63,16 +62,16 @@ class Journal:
         self._events.write(EventKind(kind), **data)
 
     def stalled(self, step: int, seconds: float) -> None:
-        """Training stood still for the save of `step`; the event of its commit tells for how long."""
+        """Training waited `seconds` for the save of `step`; the event of its commit has the sum."""
         with self._stalls_lock:
             self._stalls[step] = self._stalls.get(step, 0.0) + seconds
 
     def save_interval(self, steps: int, seconds: float, reason: str) -> None:
-        """From now on saves are so far apart."""
+        """Saves are `steps` apart from now on."""
         self.event(EventKind.CHECKPOINT_CADENCE, steps=steps, seconds=seconds, reason=reason)
 
     def worked(self, step: int) -> None:
-        """This rank has trained `step`: the line by which anybody can check that no step was trained twice at once."""
+        """This rank has trained `step`: the line that shows that no step was trained twice at once."""
         spec = self._spec
         self._work.write({**self._stamp(), "rank": spec.rank, "node": spec.node_name, "pid": os.getpid(), "step": step})
 

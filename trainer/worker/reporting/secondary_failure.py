@@ -7,7 +7,7 @@ from trainer.worker.startup.rendezvous import PeerLost
 
 
 def is_secondary_failure(error: BaseException) -> bool:
-    """Whether `error` only says that another process is gone, so that the cause has to be looked for elsewhere."""
+    """Whether `error` only says that a peer has died, so that the cause lies elsewhere."""
     if isinstance(error, PeerLost):
         return True
     # Only what torch's own collectives raise: a user's ConnectionResetError is a cause.

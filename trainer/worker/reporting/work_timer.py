@@ -26,7 +26,7 @@ class Stopwatch(Protocol):
 
 
 class CpuStopwatch:
-    """Of a rank on the CPU: the time its thread was running, for who waits in gloo does not run.
+    """Of a rank on the CPU: the time its thread was running, a thread that waits in gloo does not run.
 
     Loading data counts by the clock, because its work is done elsewhere, by disks and other processes.
     """

@@ -1,4 +1,4 @@
-"""What training changes in an optimizer's parameter groups: counters, sums, estimates; told apart from the settings.
+"""What training changes in an optimizer's parameter groups: counters, sums, estimates; kept apart from the settings.
 
 A value belongs to the configuration as long as it is the one that `build_optimizer` gave: it is not saved, and after a
 restart the configuration of that time counts. A value that training has changed is state: it is saved and comes back.
@@ -6,15 +6,18 @@ restart the configuration of that time counts. A value that training has changed
 """
 
 import copy
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from checkpointing.storage.digests import digest
 from trainer.worker.saved_state import nested_state
-from trainer.worker.saved_state.comparable_value import comparable
 from trainer.worker.saved_state.nested_state import Names, Unsavable
 from trainer.worker.workload import WorkloadError
 
@@ -24,6 +27,10 @@ _ID_LENGTH = 16
 _MISSING = object()
 _NO_COPY = (TypeError, AttributeError, ValueError, RuntimeError)
 """What values raise that cannot be copied."""
+_BY_IDENTITY = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, nn.Module, DeviceMesh)
+"""Types of values of which only matters which one it is."""
+_GROUPS = (dist.ProcessGroup,) if dist.is_available() else ()
+_COMPARED = (*_SCALARS, complex)
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,7 @@ class _InitialValue:
     itself: Any = None
     """The very value, for a type that is not kept."""
     held: str | None = None
-    """What it held then, for a type that is not kept; None where that cannot be told."""
+    """What it held then, for a type that is not kept; None where that is unknown."""
 
     def equals_scalar(self, value: Any) -> bool:
         return type(value) in _SCALARS and type(value) is type(self.value) and bool(value == self.value)
@@ -128,12 +135,12 @@ class GroupValues:
     def _comparable(self, value: Any) -> tuple[str | None, dict[str, torch.Tensor]]:
         tensors: dict[str, torch.Tensor] = {}
         try:
-            return nested_state.text(comparable(value, "", tensors, self._names)), tensors
+            return nested_state.text(_comparable_json(value, "", tensors, self._names)), tensors
         except _NO_COPY:
             return None, {}
 
     def _is_untouched(self, value: Any, initial: _InitialValue | None) -> bool:
-        """Whether a value of a type that is not kept is as it was given; one that does not tell may have changed."""
+        """Whether a value of a type that is not kept is as it was given; False where that is unknown."""
         if initial is None or initial.text is not None or initial.held is None:
             return False
         return initial.is_unchanged(*self._comparable(value))
@@ -230,3 +237,28 @@ def _identities(groups: Sequence[Sequence[str]]) -> Iterator[str]:
     for members in groups:
         empty += not members
         yield digest("\n".join(members or [f"#{empty}"]).encode())[:_ID_LENGTH]
+
+
+def _comparable_json(
+    value: Any, path: str, tensors: dict[str, torch.Tensor], names: Names, above: tuple[int, ...] = ()
+) -> Any:
+    """`value` of any type in JSON, so that a change in place is seen; never read back. Raises TypeError for some."""
+    if isinstance(value, torch.Tensor) or type(value) in _COMPARED:
+        return nested_state.encode(value, path, tensors, names)
+    if isinstance(value, types.MethodType):
+        return [id(value.__func__), id(value.__self__)]
+    if isinstance(value, (*_BY_IDENTITY, *_GROUPS, torch.optim.Optimizer)):
+        return id(value)
+    if isinstance(value, bytes):
+        return value.hex()
+    if id(value) in above:
+        return {"above": above.index(id(value))}
+    parts, above = list(value) if type(value) in (list, tuple) else _parts(value), (*above, id(value))
+    return [_comparable_json(part, f"{path}:{at}", tensors, names, above) for at, part in enumerate(parts)]
+
+
+def _parts(value: Any) -> list[object]:
+    reduced = value.__reduce_ex__(4)
+    if isinstance(reduced, str):
+        return [reduced]
+    return [list(part) if isinstance(part, Iterator) else part for part in reduced]

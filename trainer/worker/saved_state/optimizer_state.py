@@ -1,4 +1,4 @@
-"""Everything of an optimizer that a restart must bring back: the tensors by name, and the rest in JSON.
+"""Everything of an optimizer that a restart must restore: the tensors by name, and the rest in JSON.
 
 Tensors of a parameter's state are `optimizer/<parameter>/<key>`, tensors in the groups `groups/<group>/<key>`, those of
 further parts of `state_dict()` `entries/<part>`. Python's own values, and where in a nested one a tensor stands, are
@@ -6,19 +6,23 @@ the JSON beside them (`facts`).
 """
 
 import copy
-import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from trainer.worker import optimizer as optimizers
 from trainer.worker.saved_state import nested_state
 from trainer.worker.saved_state.group_values import GroupValues
-from trainer.worker.saved_state.hidden_state import has_own_state_dict, refuse_hidden_state
 from trainer.worker.saved_state.nested_state import Unsavable
+from trainer.worker.saved_state.optimizer_checks import (
+    has_own_state_dict,
+    refuse_foreign,
+    refuse_hidden_state,
+    refuse_sharding,
+    refuse_step,
+)
 from trainer.worker.saved_state.tensor_metadata import TensorMetadata, tensor_metadata, zeros
 from trainer.worker.workload import WorkloadError
 
@@ -26,7 +30,6 @@ PREFIXES = ("optimizer/", "groups/", "entries/")
 """Of the names of all its tensors."""
 
 _STATE = PREFIXES[0]
-_SHARDING_MESSAGES = ("Sharding propagation", "sharding strategy", "DTensor", "redistribut")
 _NAMED = "state:"
 _MISSING = object()
 
@@ -64,20 +67,10 @@ class OptimizerState:
         try:
             optimizers.prime(self._optimizer)
         except (RuntimeError, NotImplementedError) as error:
-            self._refuse_sharding(error)
+            refuse_sharding(self._optimizer, self._names, error)
             raise
         refuse_hidden_state(self._optimizer, self._names)
         self._metadata = {name: tensor_metadata(tensor) for name, tensor in self.tensors().items()}
-
-    def _refuse_sharding(self, error: Exception) -> None:
-        """Raises WorkloadError when the optimizer needs whole parameters, as one that flattens or factors them does."""
-        sharded = any(isinstance(parameter, DTensor) for parameter in self._parameters.values())
-        if sharded and any(word in str(error) for word in _SHARDING_MESSAGES):
-            kind = type(self._optimizer).__name__
-            raise WorkloadError(
-                f"{kind} cannot make a step on sharded parameters ({str(error).splitlines()[0]}): choose an optimizer "
-                "that works element by element, or give the workload a `parallelize` that does not shard"
-            ) from error
 
     def reset(self) -> None:
         """As the optimizer was made: its next step is its first."""
@@ -115,7 +108,7 @@ class OptimizerState:
         found = {
             "groups": self.groups.changed(),
             "values": self._values(),
-            # A checkpoint is made ready for before it is known: told is how it differs from a fresh, primed state.
+            # Memory is prepared before the checkpoint is known: this is how it differs from a fresh, primed state.
             "late": {key: now for key, now in metadata.items() if self._metadata.get(key) != now},
             "gone": self._missing_tensors(metadata),
             "entries": self._entries(),
@@ -286,30 +279,6 @@ class OptimizerState:
             self._optimizer.load_state_dict({**self._optimizer.state_dict(), **extra})
             # What torch loads is converted to the dtype of its parameter, and is another object than the one filled.
             self._optimizer.state.update(held)
-
-
-def refuse_foreign(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> None:
-    """Raises WorkloadError when a parameter of the optimizer is none of the model's."""
-    for group in optimizer.param_groups:
-        foreign = [parameter for parameter in group["params"] if parameter not in names]
-        if foreign:
-            raise WorkloadError(
-                f"{type(optimizer).__name__} trains a parameter of shape {tuple(foreign[0].shape)} that the model does "
-                "not have, so that neither it nor its state would be saved: register it with the model"
-            )
-
-
-def refuse_step(optimizer: torch.optim.Optimizer) -> None:
-    """Raises WorkloadError for an optimizer whose steps the training loop cannot make."""
-    kind = type(optimizer).__name__
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise WorkloadError(
-            f"{kind} computes the loss several times in one step (`step(closure)`), but the training loop computes it "
-            "once: choose an optimizer whose `step()` needs no closure"
-        )
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise WorkloadError(f"{kind} needs sparse gradients, which cannot be reduced and clipped here: choose Adam")
 
 
 def _tensor_key(name: str, key: str | int) -> str:

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.worker.saved_state import checkpoint_contents
 from trainer.worker.saved_state.optimizer_state import OptimizerState
+from trainer.worker.saved_state.rng_state import pack_rng, rng_name
 
 Holder = dict[str, Any]
 
@@ -36,7 +37,7 @@ class StateInventory:
         self._extra: dict[str, torch.Tensor] = {}
         self._scattered = False  # whether tensors lie elsewhere than in the holders
         self._model, self._optimizer, self._rank, self._device, self._lazy = model, optimizer, rank, device, lazy
-        self._rng = torch.zeros_like(checkpoint_contents.pack_rng(device))
+        self._rng = torch.zeros_like(pack_rng(device))
         self._slots: list[tuple[Holder, str]] = []
         self._seen: list[Any] = []
         self._memory: list[int] = []
@@ -54,7 +55,7 @@ class StateInventory:
         if not self._is_unchanged() or not _are_same(extra, self._extra):
             self._extra = extra
             self._walk()
-        self._rng.copy_(checkpoint_contents.pack_rng(self._device))
+        self._rng.copy_(pack_rng(self._device))
         for copy, buffer in self._copies:
             copy.copy_(buffer)
         return self._tensors
@@ -97,7 +98,7 @@ class StateInventory:
             copies = {key: live[key].detach().clone() for key in loose}
             self._copies = [(copy, live[key]) for key, copy in copies.items()]
             live.update(copies)
-        self._tensors = {**live, checkpoint_contents.rng_name(self._rank): self._rng}
+        self._tensors = {**live, rng_name(self._rank): self._rng}
 
     def _holders(self) -> Iterator[tuple[Holder, str]]:
         """Where modules and the optimizer keep their tensors: a slot with another one in it is seen."""

@@ -4,16 +4,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from checkpointing.storage.durable import number
 from trainer.worker import optimizer as optimizers
-from trainer.worker.data import Data
 from trainer.worker.saved_state import checkpoint_contents
 from trainer.worker.saved_state.optimizer_state import OptimizerState
+from trainer.worker.saved_state.rng_state import pack_rng, rng_name, unpack_rng
 from trainer.worker.saved_state.state_inventory import StateInventory
 from trainer.worker.saved_state.unsaved_attributes import UnsavedAttributes
 from trainer.worker.saved_state.workload_state import WorkloadState
+from trainer.worker.train_objects import TrainObjects
 from trainer.worker.workload import WorkloadError
 
 
@@ -51,27 +51,29 @@ class SaveFailed(OSError):
 
 
 def _ignore_warning(step: int, reason: str) -> None:
-    """Nobody asks."""
+    """The caller does not want it."""
 
 
 class TrainState:
-    """Everything that a restart must bring back, and the two directions: into a checkpoint and out of it."""
+    """Everything that a restart must restore: saved into a checkpoint, and restored from one."""
 
     def __init__(
-        self, *, model: nn.Module, optimizer: torch.optim.Optimizer, data: Data, rank: int, device: torch.device,
-        config_digest: str, seed: int, lazy: bool = False, skip: Collection[int] = (),
-        workload: object = None, warn: Callable[[int, str], None] = _ignore_warning,
+        self, objects: TrainObjects, *, config_digest: str, seed: int, lazy: bool = False, skip: Collection[int] = (),
+        warn: Callable[[int, str], None] = _ignore_warning,
     ) -> None:  # fmt: skip
-        """Make it when model and optimizer are new. `skip`: positions in the data that are left out.
+        """Make it when model and optimizer are new. `skip`: positions in the data that are skipped.
 
-        `warn` is told of a step, once, what of its state is not saved, or could not be brought back.
+        `warn` gets a step and a reason, once each: what of its state is not saved, or could not be restored.
         """
-        self._model, self._optimizer, self._data = model, optimizer, data
-        self._rank, self._rng, self._device = rank, checkpoint_contents.rng_name(rank), device
+        model, optimizer, rank, device = objects.model, objects.optimizer, objects.layout.rank, objects.layout.device
+        self._model, self._optimizer, self._data = model, optimizer, objects.data
+        self._rank, self._rng, self._device = rank, rng_name(rank), device
         self._config_digest, self._seed, self._skip = config_digest, seed, skip
         self._optimizer_state = OptimizerState(model, optimizer)
-        self._workload_state = WorkloadState(workload, model, device)
-        self._attributes = UnsavedAttributes({"workload": workload, "optimizer": optimizer, "data": data})
+        self._workload_state = WorkloadState(objects.workload, model, device)
+        self._attributes = UnsavedAttributes(
+            {"workload": objects.workload, "optimizer": optimizer, "data": objects.data}
+        )
         self._warn, self._warned = warn, set[str]()
         self._inventory = StateInventory(
             model, optimizer, rank=rank, device=device, lazy=lazy,
@@ -118,11 +120,11 @@ class TrainState:
     def restore(self, saver: Saver) -> None:
         """Fill everything from the newest checkpoint that verifies; stay at step 0 when there is none.
 
-        The saver prepares itself first: a copy in memory is only recognized by who knows how it lies there.
+        The saver prepares itself first: a copy in memory is only recognized by its layout.
         """
         self._optimizer_state.prime()
         saver.prepare(self._inventory.tensors())
-        packed = torch.zeros_like(checkpoint_contents.pack_rng(self._device))
+        packed = torch.zeros_like(pack_rng(self._device))
         buffers = checkpoint_contents.rank_buffers(self._model, self._rank)
         first = {
             key: torch.zeros_like(buffer) for key, buffer in checkpoint_contents.rank_buffers(self._model, 0).items()
@@ -146,10 +148,10 @@ class TrainState:
         self._data.seek(restored.extra["consumed"])
         self._restore_rest(self._rank_facts(restored.extra), absent)
         if packed.any():  # the checkpoint of a smaller world has none for this rank: it keeps its fresh one
-            checkpoint_contents.unpack_rng(packed, self._device)
+            unpack_rng(packed, self._device)
 
     def _check_identity(self, extra: Mapping[str, Any]) -> None:
-        """A position in other data, or in another order of it, would repeat some of it and leave some out."""
+        """A position in other data, or in another order of it, would repeat some of it and skip some."""
         now = {"seed": self._seed, "fingerprint": getattr(self._data, "fingerprint", None)}
         for key, name in (("seed", "train.seed"), ("fingerprint", "the fingerprint of the data")):
             if None not in (extra.get(key), now[key]) and extra[key] != now[key]:
@@ -164,7 +166,7 @@ class TrainState:
         }
 
     def _restore_rest(self, own: Mapping[str, Any], absent: Collection[str]) -> None:
-        """Everything but the model, whose tensors are filled already; tells what could not be brought back."""
+        """Everything but the model, whose tensors are filled already; reports what could not be restored."""
         lost = self._optimizer_state.restore(own.get("optimizer"), absent)
         optimizers.train_mode(self._optimizer)  # it may have been saved in the midst of an evaluation
         self._workload_state.restore(own.get("workload", {}))

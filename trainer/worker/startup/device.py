@@ -20,7 +20,7 @@ class NodeFault(RuntimeError):
 
 
 def is_node_fault(error: BaseException) -> bool:
-    """Whether `error` speaks of broken hardware rather than of the training code."""
+    """Whether `error` is one of broken hardware rather than of the training code."""
     return isinstance(error, NodeFault) or (
         isinstance(error, RuntimeError) and bool(_HARDWARE_ERROR.search(str(error)))
     )

@@ -17,7 +17,7 @@ _EXCHANGE_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
 
 
 def measure(spec: RankSpec, config: JobConfig, control: socket, device: torch.device) -> None:
-    """Measure and tell the agent, where that is wanted: in the first generation, and when a node is new to the ranks.
+    """Measure and report to the agent, where that is wanted: in the first generation, and on a new node.
 
     Collective over the world when it has several ranks. The part on GPUs has not run on one yet.
     """
@@ -64,7 +64,7 @@ def _exchanges(spec: RankSpec, budget: _TimeBudget, device: torch.device) -> lis
 
 
 def partners(rank: int, world: int, local_world: int) -> list[int]:
-    """With whom a rank exchanges data, round after round; -1: with nobody. Both of a pair meet in the same round.
+    """The partner of a rank in every round; -1: none. Both of a pair meet in the same round.
 
     The first rank of every node meets the nodes on both sides of its own in the ring of all nodes, so that of two that
     are slow together the bad one is known. In the last round ranks meet a neighbour within their node.
@@ -135,8 +135,8 @@ def _timed(work: Callable[[], object], device: torch.device, clock: Callable[[],
 def _exchange(spec: RankSpec, partner: int, device: torch.device, budget: _TimeBudget) -> float:
     """Seconds for both of a pair to send each other some data; a rank without a partner sends it to itself.
 
-    WARNING: one collective for all, not messages between two: those would count as collectives that other ranks have
-    left out, and so does whoever looks for the cause of a hang later.
+    WARNING: one collective for all, not messages between two: the analysis of a later hang
+    would count those as collectives that other ranks have skipped.
     """
     ours = torch.zeros(_EXCHANGE_BYTES[device.type] // 4, dtype=torch.float32, device=device)
     theirs = torch.empty_like(ours)

@@ -68,7 +68,7 @@ def _loopback(host: str) -> bool:
 
 
 def open_store(spec: RankSpec, control: socket.socket) -> tuple[dist.TCPStore, bytes]:
-    """The store and the generation's key: rank 0 makes both and tells its agent, everybody else hears from theirs.
+    """The store and the generation's key: rank 0 makes both, and agents pass them on to the others.
 
     The key goes the way of the store's address, from agent to agent, and neither into the store nor the environment.
     """
@@ -99,7 +99,7 @@ def _host_store(host: str) -> dist.TCPStore:
 def _receive_store(control: socket.socket) -> tuple[str, int, bytes]:
     message = receive_message(control)
     if message is None or message["word"] != "store":
-        raise PeerLost("the agent went away before it told where the store is")
+        raise PeerLost("the agent went away before it sent the address of the store")
     return message["host"], int(message["port"]), bytes.fromhex(message["key"])
 
 

@@ -6,19 +6,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind
 from trainer.contract.outcome import ExitCode
 from trainer.contract.progress import Phase, ProgressCell, StopReason
-from trainer.worker.course import PhaseTracker
-from trainer.worker.data import Data, take
-from trainer.worker.mesh import Layout
+from trainer.worker.data import take
 from trainer.worker.optimizer import set_learning_rate
 from trainer.worker.reporting.metrics import Journal
-from trainer.worker.saved_state import checkpoint_contents
+from trainer.worker.reporting.phase_tracker import PhaseTracker
 from trainer.worker.saved_state.train_state import SaveFailed, Saver, TrainState
+from trainer.worker.saved_state.weights_digest import weights_digest
+from trainer.worker.train_objects import TrainObjects
 from trainer.worker.training import reduction
 from trainer.worker.training.drill import Drill
 from trainer.worker.training.lr_schedule import learning_rate
@@ -26,18 +25,6 @@ from trainer.worker.training.reduction import RankZeroMessage, Reduced, StepResu
 from trainer.worker.training.save_schedule import SaveSchedule, SaveVote
 from trainer.worker.training.spikes import BadStep, SpikeDetector
 from trainer.worker.training.stop import StopFlag
-from trainer.worker.workload import Workload
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainObjects:
-    """The workload and what it made, sharded and on its device."""
-
-    workload: Workload
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    data: Data
-    layout: Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +39,7 @@ class LoopServices:
     phases: PhaseTracker
     spike_detector: SpikeDetector
     started: float  # time.monotonic() of the rank's start
-    skip: Collection[int] = ()  # positions in the data that are left out
+    skip: Collection[int] = ()  # positions in the data
 
 
 @dataclass(frozen=True)
@@ -144,13 +131,13 @@ class Loop:
         return total
 
     def _end_step(self, pending: PendingStep) -> StopReason:
-        """After a step: tell, agree, save. What is decided here is decided alike on every rank."""
+        """After a step: report, agree, save. Every rank decides alike here."""
         step, services = pending.reduced.step, self._services
         services.journal.worked(step)
         # On a GPU this waits for the step before: it belongs to this step's end, not to the next one's data.
         reason = self._read_pending()
         saved, seconds = services.saver.committed_step or 0, services.save_schedule.save_seconds
-        # A rank that is held up from here on has not gone ahead of its peers: it is on its way to its next batch.
+        # A rank that is held up from here on is on its way to its next batch, not ahead of its peers.
         services.cell.enter(Phase.DATA)
         services.cell.update(step=step, saved_step=saved, save_seconds=seconds, step_seconds=self._seconds)
         self._check_saved(step)
@@ -173,7 +160,7 @@ class Loop:
             self._services.journal.event(EventKind.GENERATION_FIRST_STEP, step=step, seconds=seconds)
 
     def _read_pending(self) -> StopReason:
-        """Read the sums that are still on the device, if any, and tell them."""
+        """Read the sums that are still on the device, if any, and report them."""
         self._save_vote = SaveVote.NONE
         if self._pending is None:  # a save has read them already, and was what they asked for
             return StopReason.NONE
@@ -218,7 +205,7 @@ class Loop:
                 services.journal.event(EventKind.STOP_AGREED, step=step, reason=reason.name.lower())
         last = reason > StopReason.SAVE_AND_GO_ON or step == self._config.train.steps
         if not self._try_save(step) and last:
-            services.saver.wait()  # whatever is still being written, this save must not be left out
+            services.saver.wait()  # whatever is still being written, this save must not be skipped
             self._try_save(step)
         if last:
             services.saver.wait()
@@ -264,7 +251,7 @@ class Loop:
 
     def _finish(self) -> None:
         """The weights' digest, by which two runs are compared, and the last phase."""
-        digest = checkpoint_contents.weights_digest(self._objects.model)
+        digest = weights_digest(self._objects.model)
         if self._objects.layout.rank == 0:
             self._services.journal.final(
                 step=self._train_state.step, loss=self._train_state.loss, weights_digest=digest

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from trainer.contract.progress import StopReason
-from trainer.worker.training import stop
 from trainer.worker.training.save_schedule import SaveVote
 
 
@@ -48,7 +47,7 @@ class Reduced:
             self._copied.synchronize()
         squares, loss, save_vote, committed, *sums = self._host.tolist()
         message = RankZeroMessage(save_vote=SaveVote(int(save_vote)), committed=int(committed))
-        return StepResult(step=self.step, loss=loss, grad_norm=squares**0.5, stop=stop.agreed(sums), message=message)
+        return StepResult(step=self.step, loss=loss, grad_norm=squares**0.5, stop=agreed_stop(sums), message=message)
 
 
 def reduce(
@@ -57,11 +56,21 @@ def reduce(
     """Sum over all ranks; `loss` is this rank's mean, and the mean over ranks is the step's."""
     world = dist.get_world_size()
     squares = squared_norm(gradients, world).to(loss.device)
-    numbers = [float(message.save_vote), float(message.committed), *stop.votes(asked)]
+    numbers = [float(message.save_vote), float(message.committed), *stop_votes(asked)]
     rest = torch.tensor(numbers, dtype=torch.float64).to(loss.device, non_blocking=True)
     sums = torch.cat([squares.reshape(1), loss.detach().double().reshape(1) / world, rest])
     dist.all_reduce(sums)
     return Reduced(step, sums)
+
+
+def stop_votes(reason: StopReason) -> list[float]:
+    """One number per reason, to be summed over the ranks."""
+    return [1.0 if reason == candidate else 0.0 for candidate in StopReason]
+
+
+def agreed_stop(sums: list[float]) -> StopReason:
+    """The highest reason that any rank voted for; the same on all ranks because the sums are."""
+    return max((reason for reason, count in zip(StopReason, sums, strict=True) if count > 0), default=StopReason.NONE)
 
 
 def squared_norm(gradients: Sequence[torch.Tensor], world: int) -> torch.Tensor:

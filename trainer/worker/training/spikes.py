@@ -9,7 +9,7 @@ from trainer.contract.monitoring_config import SpikeConfig
 _NORMAL = 1.4826
 """Median absolute deviation to standard deviation, of normally distributed values."""
 _FLOOR = 0.01
-"""The deviation is taken for at least this share of the median: losses that hardly differ make no spike of a ripple."""
+"""The deviation counts as at least this share of the median: losses that hardly differ make no spike of a ripple."""
 _HIGH = 0.5
 """A spike is so much above the median, as a share of it: what is rare in a quiet run need not be harmful."""
 

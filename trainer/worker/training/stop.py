@@ -1,4 +1,4 @@
-"""Stop requests: read from the progress cell at a step boundary, agreed on by all ranks, served once."""
+"""Stop requests: read from the progress cell at a step boundary, and served once."""
 
 from trainer.contract.progress import ProgressCell, StopReason
 
@@ -25,13 +25,3 @@ class StopFlag:
         """Every rank has agreed on a save: do not ask for the same one again."""
         request = self._cell.read_stop_request()
         self._served = request if request[0] == StopReason.SAVE_AND_GO_ON else None
-
-
-def votes(reason: StopReason) -> list[float]:
-    """One number per reason, to be summed over the ranks."""
-    return [1.0 if reason == candidate else 0.0 for candidate in StopReason]
-
-
-def agreed(sums: list[float]) -> StopReason:
-    """The highest reason that any rank voted for; the same on all ranks because the sums are."""
-    return max((reason for reason, count in zip(StopReason, sums, strict=True) if count > 0), default=StopReason.NONE)

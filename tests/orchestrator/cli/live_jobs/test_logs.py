@@ -16,6 +16,7 @@ from orchestrator.states import RunState
 from tests.orchestrator.cli.conftest import Seeds, Type
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.outcome import Failure, FailureKind, RankOutcome
+from trainer.contract.rank_outcomes import append_outcome
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 
@@ -94,10 +95,11 @@ def test_the_controllers_words_about_one_run(orch: Type, place: RunDir, home: Pa
 
 
 def failed(attempt: AttemptDir, rank: int, at: float, *, echo: bool = False, exception: str = "ValueError") -> None:
-    RankOutcome(
+    outcome = RankOutcome(
         rank=rank, generation=1, node="n1", step=12, exit_code=1, time=at, exception=exception, message="bad batch",
         traceback=f"Traceback (most recent call last):\n  rank {rank}\n{exception}: bad batch\n", echo=echo,
-    ).write(attempt.rank_outcome(rank, 1))  # fmt: skip
+    )  # fmt: skip
+    append_outcome(attempt, outcome)
 
 
 def test_the_first_error_is_the_earliest_root_not_its_echo(orch: Type, place: RunDir) -> None:

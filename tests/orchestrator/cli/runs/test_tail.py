@@ -73,9 +73,9 @@ def steps(folder: RunDir, attempt: int, first: int, count: int, generation: int 
         stream.writelines(dump_line({**line, "step": first + number}) + "\n" for number in range(count))
 
 
-def told(folder: RunDir, attempt: int, source: str, step: int, *, at: float) -> None:
+def told(folder: RunDir, attempt: int, source: str, step: int, *, at: float, file: str = "") -> None:
     folder.attempt(attempt).make()
-    log = EventLog(folder.attempt(attempt).event_file(source), source, attempt, clock=lambda: at)
+    log = EventLog(folder.attempt(attempt).event_file(file or source), source, attempt, clock=lambda: at)
     log.write(EventKind.CHECKPOINT_SKIPPED, step=step, reason="no free copy")
     log.close()
 
@@ -110,6 +110,18 @@ def test_top_reads_the_newest_attempt_and_the_ends_of_its_files(reads: Reads, se
     events = {place for place in reads.opens if "/events/" in place}
     assert events == {f"003/events/{name}.jsonl" for name in ("coordinator", "rank-00000", "agent-0004")}
     assert sum(reads.bytes.values()) < 1000
+
+
+def test_top_shows_rank_0_of_the_files_that_ranks_share(reads: Reads, tmp_path: Path) -> None:
+    folder = RunDir(tmp_path)
+    for rank in range(4):
+        told(folder, 1, f"rank-{rank:05d}", rank, at=1.0, file=f"ranks-n{rank // 2}")
+    feed = EventFeed(folder.path, recent_only=True)
+    assert [event.source for event in feed.poll()] == ["rank-00000"]
+    assert len(EventFeed(folder.path).poll()) == 4
+    reads.forget()
+    assert feed.poll() == []
+    assert set(reads.opens) == {"001/events/ranks-n0.jsonl"}, "its size is asked for by an open, for NFS"
 
 
 def test_top_goes_on_with_the_next_attempt(reads: Reads, tmp_path: Path) -> None:

@@ -37,6 +37,23 @@ def test_an_event_counts_once_and_a_torn_line_later(tmp_path: Path) -> None:
     assert [node.attempts for node in world.store.nodes()] == [1, 1]
 
 
+def test_events_of_many_ranks_in_one_file_count_once_each(tmp_path: Path) -> None:
+    world, _ = begun(tmp_path)
+    attempt = world.folder.attempt(1)
+    logs = [EventLog(attempt.rank_events("n1"), f"rank-{rank:05d}", 1, clock=world.clock) for rank in range(8)]
+    for step in (1, 2):  # every rank counts its events from 1 on
+        for rank, log in enumerate(logs):
+            log.write(EventKind.DRILL, kind="slow-rank", rank=rank, step=step)
+            if rank == 3:
+                with attempt.rank_events("n1").open("ab") as stream:
+                    stream.write(b'{"time": 1.0, "sour')  # this one was killed; the next one goes on
+                assert read(world)
+        read(world)
+        assert not read(world)
+    noted = [(notice.data["rank"], notice.data["step"]) for notice in world.store.notices(world.name)]
+    assert sorted(noted) == [(rank, step) for rank in range(8) for step in (1, 2)]
+
+
 def test_generations_keep_what_each_event_adds(tmp_path: Path) -> None:
     world, log = begun(tmp_path)
     for number in (1, 2):

@@ -122,10 +122,15 @@ def test_a_record_that_cannot_be_read_is_told_and_ends_nobody(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
 ) -> None:
     attempt = _attempt(tmp_path)
-    for rank, left in enumerate((text, json.dumps({"entries": history("0", 4, inside=True)}))):
-        attempt.last_flight(rank, 3).write_text(left)
-    assert [one.rank for one in records_of_dead_ranks(attempt, 3)] == [1]
-    assert "the flight record of rank 0 cannot be read: RecursionError" in capsys.readouterr().err
+    for rank, left in enumerate((text, json.dumps({"rank": 1, "entries": history("0", 4, inside=True)}))):
+        (attempt.evidence / f"flight-rank-{rank:05d}.g003.json").write_text(left)  # as older versions do
+    with attempt.last_flights("n1", 3).open("w") as file:
+        file.write(f'{text}\n{json.dumps({"rank": 5, "entries": history("0", 4, inside=True)})}\n{{"rank": 6, ')
+    assert [one.rank for one in records_of_dead_ranks(attempt, 3)] == [1, 5]
+    said = capsys.readouterr().err
+    assert "a flight record in flight-rank-00000.g003.json cannot be read: RecursionError" in said
+    assert "a flight record in flights-n1.g003.jsonl cannot be read: RecursionError" in said
+    assert "a flight record in flights-n1.g003.jsonl cannot be read: JSONDecodeError" in said
 
 
 def test_equal_words_of_a_record_are_kept_once_and_cut() -> None:

@@ -16,7 +16,7 @@ from trainer.worker.reporting.metrics import Journal
 @pytest.fixture
 def journal(tmp_path: Path) -> Journal:
     attempt = AttemptDir(tmp_path / "attempts" / "001")
-    for file in (attempt.work_log(0), attempt.metrics, attempt.event_file("rank-00000"), attempt.final):
+    for file in (attempt.work_log("n"), attempt.metrics, attempt.rank_events("n"), attempt.final):
         file.parent.mkdir(parents=True, exist_ok=True)
     spec = RankSpec(
         run_dir=str(tmp_path), attempt=1, generation=1, rank=0, local_rank=0, world_size=1, local_world_size=1, node=0,
@@ -50,6 +50,6 @@ def test_no_stall_is_lost_while_another_thread_tells_of_a_commit(journal: Journa
     assert sum(journal._stalls.values()) == steps
     journal.checkpoint(EventKind.CHECKPOINT_COMMITTED, {"step": 1500, "name": "", "bytes": 0, "seconds": 0})
     journal.close()
-    (events,) = tmp_path.rglob("*rank-00000*.jsonl")
+    (events,) = tmp_path.rglob("ranks-n.jsonl")
     last = json.loads(events.read_text().splitlines()[-1])
     assert 1.0 in (last.get("stall"), last.get("data", {}).get("stall"))

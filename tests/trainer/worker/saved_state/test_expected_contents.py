@@ -10,8 +10,8 @@ from checkpointing.engine.verification.audit import audit_in, fact_faults
 from checkpointing.format.manifest import FileEntry, Manifest
 from checkpointing.tiers.catalog import Catalog
 from trainer.contract import config as job_config
-from trainer.worker.saved_state.checkpoint_contents import pack_rng
-from trainer.worker.saved_state.expected_contents import expected, generators_fault
+from trainer.worker.saved_state.expected_contents import expected
+from trainer.worker.saved_state.rng_state import generators_fault, pack_rng
 
 FACTS = {"step": 4, "consumed": 32, "loss": 1.0, "config_digest": "f00d", "seed": 7, "fingerprint": None}
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.worker.conftest import hang
-from trainer.contract.events import EventKind, read_events
-from trainer.contract.outcome import ExitCode, RankOutcome
+from trainer.contract.events import EventKind
+from trainer.contract.outcome import ExitCode
 
 pytestmark = pytest.mark.multi
 
@@ -25,7 +25,7 @@ def setting(optimizer, world, whole=False, rows=2, kind="AnyOptimizer", **option
 
 
 def incomplete(run):
-    found, _ = read_events(run.attempt.event_file("rank-00000"))
+    found = run.events()
     return [event.data["reason"] for event in found if event.kind == EventKind.CHECKPOINT_INCOMPLETE]
 
 
@@ -66,7 +66,7 @@ def test_what_an_optimizer_counts_comes_back(make_run, optimizer, world, whole):
 def test_what_cannot_be_trained_is_refused_before_the_first_step(make_run, optimizer, world, words):
     run = make_run(world, **setting(optimizer, world, rows=1))
     assert run.train()["codes"][0] == ExitCode.NEVER_RETRY, run.log()
-    assert words in RankOutcome.read(run.attempt.rank_outcome(0, 1)).message
+    assert words in run.outcome(0, 1).message
 
 
 def test_what_a_workload_returns_in_its_state_dict_comes_back_to_every_rank(make_run):

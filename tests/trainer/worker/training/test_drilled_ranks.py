@@ -3,7 +3,7 @@
 import pytest
 
 from trainer.agent.ranks.last_cpp_exception import last_cpp_exception
-from trainer.contract.events import EventKind, read_events
+from trainer.contract.events import EventKind
 from trainer.contract.outcome import ExitCode
 from trainer.contract.progress import Phase
 
@@ -32,7 +32,7 @@ def test_what_passes_is_told_and_changes_no_bit(make_run, kind):
     run = drilled(make_run, kind, value=0.3, checkpoint={"every": 3})
     answer = run.train()
     assert answer["codes"] == [0, 0], run.log()
-    told = read_events(run.attempt.event_file("rank-00001"))[0]
+    told = run.events(1)
     assert [event.data for event in told if event.kind == EventKind.DRILL] == [{"kind": kind, "rank": 1, "step": 3}]
     if kind != "spike":
         calm = make_run(2, parallel={"dp_shard": 2}, train={"steps": 5}, checkpoint={"every": 3})

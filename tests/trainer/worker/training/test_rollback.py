@@ -6,7 +6,7 @@ import pytest
 
 from trainer.contract import skipped_batches
 from trainer.contract.launch_token import LaunchToken
-from trainer.contract.outcome import ExitCode, RankOutcome
+from trainer.contract.outcome import ExitCode
 from trainer.contract.skipped_batches import Skip
 
 pytestmark = pytest.mark.multi
@@ -21,7 +21,7 @@ def drill(kind: str, step: int, **fields: int) -> dict:
 
 def roll_back(run, attempt: int | None = None) -> Skip:
     """What the coordinator does with the last words of a generation that found a bad step."""
-    outcome = RankOutcome.read(run.attempt.rank_outcome(0, run.generations))
+    outcome = run.outcome(0, run.generations)
     assert outcome.position is not None
     found = Skip(step=outcome.step, position=outcome.position, reason=outcome.message or "")
     skipped_batches.add(run.attempt, [found])
@@ -36,7 +36,7 @@ def digest(run) -> tuple:
 def test_a_rollback_ends_with_the_bits_of_a_run_that_never_saw_the_batch(make_run, world, parallel):
     hurt = make_run(world, parallel=parallel, train={"steps": STEPS}, drill={"events": [drill("nan", 8)]})
     assert hurt.train()["codes"] == [ExitCode.ERROR] * world, hurt.log()
-    last = [RankOutcome.read(hurt.attempt.rank_outcome(rank, 1)) for rank in range(world)]
+    last = [hurt.outcome(rank, 1) for rank in range(world)]
     assert {(one.exception, one.step, one.position, one.echo) for one in last} == {("BadStep", 8, 7 * BATCH, False)}
     assert roll_back(hurt).position == 7 * BATCH
     second = hurt.train()

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from tests.trainer.worker.conftest import hang
-from trainer.contract.events import Event, EventKind, read_events
+from trainer.contract.events import Event, EventKind
 
 pytestmark = pytest.mark.multi
 
 
 def told(run: Any, kind: EventKind) -> list[Event]:
-    events, _ = read_events(run.attempt.event_file("rank-00000"))
+    events = run.events()
     return [event for event in events if event.kind == kind]
 
 
@@ -61,5 +61,5 @@ def test_saves_that_fail_end_the_attempt_only_when_too_much_would_be_lost(make_r
         assert "checkpoint.max_unsaved_steps=4" in answer["last"][0]["message"]
     else:
         assert answer["steps"][0] == steps
-    kinds = {event.kind for event in read_events(run.attempt.event_file("rank-00000"))[0]}
+    kinds = {event.kind for event in run.events()}
     assert kinds & {EventKind.CHECKPOINT_RETRIED, EventKind.CHECKPOINT_FAILED}

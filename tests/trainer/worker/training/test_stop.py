@@ -3,7 +3,8 @@
 import pytest
 
 from trainer.contract.progress import ProgressCell, StopReason
-from trainer.worker.training import stop
+from trainer.worker.training.reduction import agreed_stop, stop_votes
+from trainer.worker.training.stop import StopFlag
 
 
 @pytest.fixture
@@ -15,16 +16,16 @@ def cell():
 
 def test_the_highest_reason_of_any_rank_wins():
     ranks = [StopReason.NONE, StopReason.CANCEL, StopReason.TIME_LIMIT, StopReason.SAVE_AND_GO_ON]
-    sums = [sum(column) for column in zip(*(stop.votes(reason) for reason in ranks), strict=True)]
-    assert stop.agreed(sums) == StopReason.TIME_LIMIT
+    sums = [sum(column) for column in zip(*(stop_votes(reason) for reason in ranks), strict=True)]
+    assert agreed_stop(sums) == StopReason.TIME_LIMIT
 
 
 def test_nobody_asks():
-    assert stop.agreed(stop.votes(StopReason.NONE)) == StopReason.NONE
+    assert agreed_stop(stop_votes(StopReason.NONE)) == StopReason.NONE
 
 
 def test_a_save_is_served_once_until_the_agent_has_cleared_it(cell):
-    flag = stop.StopFlag(cell)
+    flag = StopFlag(cell)
     cell.ask_stop(StopReason.SAVE_AND_GO_ON)
     assert flag.asked() == StopReason.SAVE_AND_GO_ON
     flag.served()
@@ -36,7 +37,7 @@ def test_a_save_is_served_once_until_the_agent_has_cleared_it(cell):
 
 
 def test_a_served_save_does_not_hide_a_later_stop(cell):
-    flag = stop.StopFlag(cell)
+    flag = StopFlag(cell)
     cell.ask_stop(StopReason.SAVE_AND_GO_ON)
     flag.served()
     cell.ask_stop(StopReason.PREEMPTION)
@@ -44,7 +45,7 @@ def test_a_served_save_does_not_hide_a_later_stop(cell):
 
 
 def test_a_stop_stays_asked_for(cell):
-    flag = stop.StopFlag(cell)
+    flag = StopFlag(cell)
     cell.ask_stop(StopReason.CANCEL)
     flag.served()
     assert flag.asked() == StopReason.CANCEL

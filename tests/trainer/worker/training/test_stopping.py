@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.contract.events import EventKind, read_events
+from trainer.contract.events import EventKind
 from trainer.contract.outcome import ExitCode
 
 pytestmark = pytest.mark.multi
@@ -11,7 +11,7 @@ STEPS = 30
 
 
 def events(run, kind: EventKind):
-    found, _ = read_events(run.attempt.event_file("rank-00000"))
+    found = run.events()
     return [event for event in found if event.kind == kind]
 
 

@@ -10,9 +10,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from trainer.contract.progress import SECTIONS, Phase, ProgressCell
-from trainer.worker.course import PhaseTracker, compiles, evaluating, phase_tracker
 from trainer.worker.reporting import work_timer
+from trainer.worker.reporting.phase_tracker import PhaseTracker, compiles, phase_tracker
 from trainer.worker.reporting.work_timer import CpuStopwatch, CudaStopwatch, exclude_fsdp_waits
+from trainer.worker.workload import evaluating
 
 DATA, FORWARD, BACKWARD, OPTIMIZER = range(4)
 
@@ -79,7 +80,7 @@ def test_an_evaluation_within_a_phase_is_told_and_is_no_work_of_the_step(world, 
 
 
 def test_outside_a_rank_an_evaluation_is_just_done(monkeypatch):
-    monkeypatch.setattr("trainer.worker.course._current", [])
+    monkeypatch.setattr("trainer.worker.reporting.phase_tracker._current", [])
     with evaluating():
         pass
 

@@ -1,12 +1,16 @@
-"""State of an optimizer that lies where it would not be saved: such an optimizer is refused."""
+"""Refuses optimizers that cannot be trained with or saved here, with the reason and what to do."""
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from trainer.worker.saved_state.nested_state import Names
 from trainer.worker.workload import WorkloadError
+
+_SHARDING_MESSAGES = ("Sharding propagation", "sharding strategy", "DTensor", "redistribut")
 
 
 def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
@@ -62,3 +66,38 @@ def _tensors(value: Any) -> int:
     if isinstance(value, list | tuple):
         return sum(map(_tensors, value))
     return int(isinstance(value, torch.Tensor))
+
+
+def refuse_foreign(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> None:
+    """Raises WorkloadError when a parameter of the optimizer is none of the model's."""
+    for group in optimizer.param_groups:
+        foreign = [parameter for parameter in group["params"] if parameter not in names]
+        if foreign:
+            raise WorkloadError(
+                f"{type(optimizer).__name__} trains a parameter of shape {tuple(foreign[0].shape)} that the model does "
+                "not have, so that neither it nor its state would be saved: register it with the model"
+            )
+
+
+def refuse_step(optimizer: torch.optim.Optimizer) -> None:
+    """Raises WorkloadError for an optimizer whose steps the training loop cannot make."""
+    kind = type(optimizer).__name__
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise WorkloadError(
+            f"{kind} computes the loss several times in one step (`step(closure)`), but the training loop computes it "
+            "once: choose an optimizer whose `step()` needs no closure"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise WorkloadError(f"{kind} needs sparse gradients, which cannot be reduced and clipped here: choose Adam")
+
+
+def refuse_sharding(optimizer: torch.optim.Optimizer, names: Names, error: Exception) -> None:
+    """Raises WorkloadError when `error` says that it needs whole parameters, as one that flattens or factors does."""
+    sharded = any(isinstance(parameter, DTensor) for parameter in names)
+    if sharded and any(word in str(error) for word in _SHARDING_MESSAGES):
+        kind = type(optimizer).__name__
+        raise WorkloadError(
+            f"{kind} cannot make a step on sharded parameters ({str(error).splitlines()[0]}): choose an optimizer "
+            "that works element by element, or give the workload a `parallelize` that does not shard"
+        ) from error

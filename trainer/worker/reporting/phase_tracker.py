@@ -1,8 +1,7 @@
 """Tracks the phases of a rank's steps: each is written to the progress cell, and the rank's own work is timed."""
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 import torch.distributed.distributed_c10d as c10d
@@ -36,7 +35,7 @@ class PhaseTracker:
         self._stopwatch.switch_to(self._section)
 
     def pause(self) -> None:
-        """What comes now is no work of the step: a wait for peers, or telling others about it."""
+        """What follows is no work of the step: a wait for peers, or a message to them."""
         self._stopwatch.switch_to(None)
 
     def resume(self) -> None:
@@ -60,7 +59,7 @@ class PhaseTracker:
                 self.resume()
 
     def step_ended(self, step: int) -> None:
-        """`step` is over: tell the own work so far. The first step, which allocates and compiles, is left out."""
+        """`step` is over: record the own work so far, without the first step, which allocates and compiles."""
         self._section = None
         self._stopwatch.switch_to(None)
         total = self._stopwatch.total()
@@ -83,24 +82,11 @@ def _counters() -> list[Callable[[], int]]:
 
 
 _current: list[PhaseTracker] = []
-"""Of this rank, once it trains."""
 
 
-@contextmanager
-def evaluating() -> Iterator[None]:
-    """For a workload that evaluates, or does anything else that takes minutes, within its data or its loss.
-
-    What is inside has the limit of a slow phase, and is no work of the step. Does nothing outside a rank.
-    """
-    tracker = _current[0] if _current else None
-    if tracker is None:
-        yield
-        return
-    tracker.begin_slow_phase(Phase.EVAL)
-    try:
-        yield
-    finally:
-        tracker.end_slow_phase()
+def current_tracker() -> PhaseTracker | None:
+    """The tracker of this rank; None outside a rank, and before it trains."""
+    return _current[0] if _current else None
 
 
 def _report_compilations(tracker: PhaseTracker) -> None:
@@ -117,7 +103,7 @@ def phase_tracker(cell: ProgressCell, model: nn.Module, device: torch.device) ->
     _current[:] = [tracker]
     if compiles(model):
         _report_compilations(tracker)
-    if device.type != "cpu":  # on the CPU who waits does not run, and is not measured
+    if device.type != "cpu":  # on the CPU a thread that waits does not run, and is not measured
         exclude_fsdp_waits(model, tracker.pause, tracker.resume)
     return tracker
 

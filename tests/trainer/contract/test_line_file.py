@@ -1,0 +1,48 @@
+"""Processes of one host append to one file: every line arrives whole, and once."""
+
+import multiprocessing
+import os
+from pathlib import Path
+
+from trainer.contract.events import EventKind, EventLog, read_events
+from trainer.contract.line_file import LineFile, read_new_lines
+
+WRITERS, LINES = 4, 400
+
+
+def _write(path: Path, writer: int) -> None:
+    log = EventLog(path, f"rank-{writer:05d}", 1)
+    for number in range(LINES):
+        log.write(EventKind.DRILL, kind="x" * (number * 37 % 9000), rank=writer, step=number)
+    log.close()
+
+
+def test_processes_that_append_at_once_lose_nothing_and_tear_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "ranks-n.jsonl"
+    context = multiprocessing.get_context("spawn")
+    writers = [context.Process(target=_write, args=(path, writer)) for writer in range(WRITERS)]
+    for writer in writers:
+        writer.start()
+    seen, offset = [], 0
+    while any(writer.is_alive() for writer in writers):  # as the controller does: on from where it stood
+        events, offset = read_events(path, offset)
+        seen += events
+    seen += read_events(path, offset)[0]
+    assert [writer.exitcode for writer in writers] == [0] * WRITERS
+    for writer in range(WRITERS):
+        told = [event for event in seen if event.source == f"rank-{writer:05d}"]
+        assert [(event.seq, event.data["step"]) for event in told] == [(n + 1, n) for n in range(LINES)]
+        assert all(len(event.data["kind"]) == event.data["step"] * 37 % 9000 for event in told)
+    assert len(seen) == WRITERS * LINES
+
+
+def test_a_line_that_one_process_tore_costs_the_next_process_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "ranks-n.jsonl"
+    one, other = LineFile(path), LineFile(path)
+    one.append("first")
+    os.write(one._descriptor, b"torn by a ki")
+    other.append("second")
+    one.append("third")
+    assert read_new_lines(path, 0)[0] == [b"first", b"torn by a ki", b"second", b"third"]
+    one.close()
+    other.close()

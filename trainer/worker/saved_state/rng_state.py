@@ -1,0 +1,93 @@
+"""The random generators of a rank as one row of bytes: packed, restored, and checked without touching any."""
+
+import random
+import sys
+
+import torch
+
+_RNG_BYTES = 16384
+_NONE = torch.zeros(1, dtype=torch.uint8)  # in the place of a generator that is not there
+
+
+def rng_name(rank: int) -> str:
+    return f"rng/rank-{rank:05d}"
+
+
+def pack_rng(device: torch.device) -> torch.Tensor:
+    """The generators of torch (host and device), Python and, where it is loaded, NumPy, as one row of fixed length."""
+    version, numbers, gauss = random.getstate()
+    assert version == 3
+    python = torch.tensor([int(number) for number in numbers], dtype=torch.int64)
+    extra = torch.tensor([float("nan") if gauss is None else gauss], dtype=torch.float64)
+    parts = [torch.get_rng_state(), python.view(torch.uint8), extra.view(torch.uint8)]
+    parts.append(torch.cuda.get_rng_state(device) if device.type == "cuda" else _NONE)
+    parts.append(_pack_numpy())
+    packed = torch.zeros(_RNG_BYTES, dtype=torch.uint8)
+    place = 0
+    for part in parts:
+        header = torch.tensor([len(part)], dtype=torch.int64).view(torch.uint8)
+        packed[place : place + 8 + len(part)] = torch.cat([header, part])
+        place += 8 + len(part)
+    return packed
+
+
+def _pack_numpy() -> torch.Tensor:
+    """NumPy's global generator: its words, position, and the second half of a pair of normal numbers."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return _NONE
+    kind, words, place, has_gauss, gauss = numpy.random.get_state(legacy=True)
+    if kind != "MT19937":
+        return _NONE
+    numbers = torch.tensor([*words.tolist(), place, has_gauss], dtype=torch.int64).to(torch.int32)
+    return torch.cat([numbers.view(torch.uint8), torch.tensor([gauss], dtype=torch.float64).view(torch.uint8)])
+
+
+def _unpack_numpy(part: torch.Tensor) -> None:
+    if len(part) == len(_NONE):
+        return
+    import numpy as np  # only where the run that saved had loaded it
+
+    *words, place, has_gauss = (number & 0xFFFFFFFF for number in part[:-8].clone().view(torch.int32).tolist())
+    gauss = float(part[-8:].clone().view(torch.float64))
+    np.random.set_state(("MT19937", words, place, has_gauss, gauss))
+
+
+def unpack_rng(packed: torch.Tensor, device: torch.device) -> None:
+    """Put the generators back to where `pack_rng` found them."""
+    parts = _parts(packed)
+    torch.set_rng_state(parts[0])
+    gauss = float(parts[2].view(torch.float64))
+    random.setstate((3, tuple(parts[1].view(torch.int64).tolist()), None if gauss != gauss else gauss))
+    if device.type == "cuda" and len(parts) > 3 and len(parts[3]) > len(_NONE):
+        torch.cuda.set_rng_state(parts[3], device)
+    if len(parts) > 4:
+        _unpack_numpy(parts[4])
+
+
+def generators_fault(packed: torch.Tensor) -> str:
+    """Why a row of `pack_rng` cannot be restored; empty when it can."""
+    try:
+        parts = _parts(packed)
+        if len(parts) < 3:
+            return f"holds {len(parts)} of the 3 states of generators"
+        torch.Generator().set_state(parts[0])
+        numbers = tuple(parts[1].view(torch.int64).tolist())
+        random.Random().setstate((3, numbers, None))
+        parts[2].view(torch.float64).item()
+    except (RuntimeError, ValueError, TypeError) as error:
+        return f"cannot be taken up by a generator: {error}"
+    return ""
+
+
+def _parts(packed: torch.Tensor) -> list[torch.Tensor]:
+    """A length of 8 bytes, then so many bytes; a length of 0 ends them."""
+    if packed.dtype != torch.uint8 or packed.dim() != 1:
+        raise ValueError(f"it is {packed.dtype} of shape {tuple(packed.shape)}, not a row of bytes")
+    parts, place = [], 0
+    while place + 8 <= len(packed) and (length := int(packed[place : place + 8].clone().view(torch.int64))):
+        if not 0 < length <= len(packed) - place - 8:
+            raise ValueError(f"it ends before the {length} bytes of a part")
+        parts.append(packed[place + 8 : place + 8 + length].clone())
+        place += 8 + length
+    return parts

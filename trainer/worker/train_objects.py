@@ -1,0 +1,21 @@
+"""What a rank trains: the workload and what it made."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from trainer.worker.data import Data
+from trainer.worker.mesh import Layout
+from trainer.worker.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainObjects:
+    """The workload and what it made, sharded and on its device."""
+
+    workload: Workload
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    data: Data
+    layout: Layout

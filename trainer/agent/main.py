@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from setproctitle import setproctitle
 
 from checkpointing.storage.durable import read_json
+from trainer.agent.attempt_state.attempt_state import AttemptState
 from trainer.agent.control import address
 from trainer.agent.control.tcp_transport import Peer, WireError, connect
 from trainer.agent.coordination.coordinator import Coordinator
@@ -222,10 +223,11 @@ class Agent:
 
     async def _lead(self, identity: NodeIdentity, config: JobConfig, token: LaunchToken) -> "asyncio.Task[int]":
         """Node 0 leads: its coordinator runs in this loop."""
-        coordinator = Coordinator(
+        state = AttemptState(
             run=self._run, attempt=self._attempt, config=config, identity=identity, events=self._log("coordinator"),
             token=token, started=self._started,
         )  # fmt: skip
+        coordinator = Coordinator(state)
         try:
             host = address.reachable(identity.kind, config.cluster.interface)
         except RuntimeError as error:

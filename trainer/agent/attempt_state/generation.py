@@ -97,6 +97,8 @@ class Generation:
     first_failure: float | None = None
     broken: Failure | None = None
     dead_ranks_analysed: bool = False  # its dead ranks' flight records were read
+    restored: int = 0  # step of the checkpoint that it began from; 0: none
+    stop_announced: float = 0.0  # when its ranks were told to expect a stop, on the coordinator's clock
 
     def note(self, end: RankEnd) -> None:
         """A rank has ended."""

@@ -2,9 +2,20 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from checkpointing.storage.durable import dump_line, write_atomically
+
+
+class Stage(StrEnum):
+    """What the coordinator is doing."""
+
+    JOINING = "joining"  # it waits for agents and their preflight
+    WARMING = "warming"  # it waits for fork servers
+    RUNNING = "running"  # ranks run
+    CLEARING = "clearing"  # it kills what is left of a generation
+    ENDED = "ended"  # the outcome is written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +33,7 @@ class Heartbeat:
     phase: str
     saved_step: int
     nodes: list[str]
-    state: str
+    state: str  # a Stage
 
     def write(self, path: Path) -> None:
         line = dump_line({"schema": "orch.heartbeat/1", **asdict(self)}) + "\n"

@@ -15,11 +15,8 @@ AGENT_TIMEOUT_SECONDS = 60.0
 """An agent (or coordinator) that says nothing for so long is lost; it speaks twice a second when it lives."""
 STALLED_TIMEOUT_SECONDS = 10.0
 """The same while no rank of the job moves, as when a node has gone from the network: its peers wait for it."""
-RETURN_SECONDS = 5.0
-"""An agent that goes before it has said anything may be about to say hello again: it was not let in soon enough."""
-
 LATE_SECONDS = 3.0
-"""A look that was due so long ago tells that the coordinator itself had no time: it was suspended, or starved."""
+"""A tick that is so late means that the coordinator itself was suspended, or got no CPU time."""
 LOOK_SECONDS = 1.0
 
 
@@ -50,10 +47,11 @@ class Roster:
     """Who has joined; turns connections into messages for the coordinator's inbox."""
 
     def __init__(
-        self, nodes: int, attempt: int, deliver: Callable[[int, Message], None], *, node_ranks: int | None = None
-    ) -> None:
-        """`seats`: how many of the nodes train; the others are spares."""
-        self._nodes, self._attempt, self._deliver = nodes, attempt, deliver
+        self, nodes: int, attempt: int, deliver: Callable[[int, Message], None], *, node_ranks: int | None = None,
+        rejoin: float = 5.0,
+    ) -> None:  # fmt: skip
+        """`node_ranks`: how many of the nodes train; the others are spares. `rejoin`: see `Timeouts`, in seconds."""
+        self._nodes, self._attempt, self._deliver, self._rejoin_seconds = nodes, attempt, deliver, rejoin
         self._wanted = nodes if node_ranks is None else node_ranks
         self._assigned = False
         self._last_tick: float | None = None
@@ -90,7 +88,7 @@ class Roster:
         try:
             broken = await self._receive(member, peer)
             if not broken and not member.has_sent:
-                await asyncio.sleep(RETURN_SECONDS)
+                await asyncio.sleep(self._rejoin_seconds)
             reason = broken or reason
         finally:
             if member.peer is peer:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from checkpointing.save_interval import last_save_before
-from trainer.agent.coordination.deadline import PRESSING, SLURM_EARLY, Bounds, bound, lead, parse_time, reason_of
+from trainer.agent.attempt_state.deadline import PRESSING, SLURM_EARLY, Bounds, bound, lead, parse_time, reason_of
 from trainer.contract.progress import StopReason
 
 

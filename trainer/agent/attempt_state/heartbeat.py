@@ -1,4 +1,4 @@
-"""heartbeat.json: the coordinator's sign of life, once a second, for those who can only read files."""
+"""heartbeat.json: shows once a second that the coordinator is alive, to processes that can only read files."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -50,7 +50,7 @@ class AttemptProgress:
         self.phase = "init"
 
     def merge(self, reports: list[dict[str, object]]) -> None:
-        """Take in the newest report of every node, node 0's first; nodes that know no step yet do not count."""
+        """Take in the newest report of every node, node rank 0's first; nodes that know no step yet do not count."""
         if not reports:
             return
         steps = [_integer(report, "step") for report in reports]

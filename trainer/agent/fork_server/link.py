@@ -16,7 +16,7 @@ from trainer.agent.processes.process_tree import block_slurm_signals
 
 
 class ForkServerLink:
-    """One fork server process; a lost one is not mended but replaced by a new link."""
+    """One fork server process; a lost one is replaced by a new link."""
 
     def __init__(
         self,

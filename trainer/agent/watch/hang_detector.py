@@ -1,6 +1,6 @@
 """The coordinator's watch over one generation: sees that nobody moves, has it looked into, keeps the evidence.
 
-Nothing here decides: `hangs.judge` does, and what comes of a verdict is for `rungs.decide`.
+Nothing is decided here: `hangs.judge` finds the verdict, and `in_job_policy.decide` what follows from it.
 """
 
 from collections.abc import Mapping

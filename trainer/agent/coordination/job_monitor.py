@@ -88,7 +88,7 @@ class JobMonitor:
         )
         whose = {} if slow_node is None else {"name": slow_node.node}
         late = benchmark.missing()
-        why = f"nothing was told by {len(late)} rank(s) within recovery.preflight.seconds: {late[:8]}" if late else ""
+        why = f"no figures from {len(late)} rank(s) within recovery.preflight.seconds: {late[:8]}" if late else ""
         reason, speeds = why if slow_node is None else slow_node.reason, benchmark.median_speeds()
         self._events.write(EventKind.PREFLIGHT, ok=slow_node is None, reason=reason, speeds=speeds, **whose)
 
@@ -106,7 +106,7 @@ class JobMonitor:
             return self._find_slow_node() or await self._find_hang()
         if now.dead_ranks_analysed or now.broken is not None:
             return None
-        # With all of them gone, the next decision waits for nobody.
+        # Once all of them have ended, the next decision waits for nothing else.
         if len(now.ends) < self._config.cluster.world_size and time.monotonic() - now.first_failure < _SETTLED:
             return None
         now.dead_ranks_analysed = True

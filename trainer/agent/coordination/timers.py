@@ -38,7 +38,7 @@ class Timers:
 
     async def write_status(self) -> None:
         """Write heartbeat.json, and ranks.json while ranks run."""
-        # Before a hung file system can hold it up: failures and the outcome tell the step.
+        # First, so that a hung file system cannot delay it: failures and the outcome contain the step.
         self._state.merge_reports()
         await self._state.outbox.show(self._read_status)
 

@@ -1,4 +1,4 @@
-"""What an agent tells its fork server about each rank that is to be born."""
+"""What an agent tells its fork server about each rank to start."""
 
 import os
 from collections.abc import Mapping, Sequence

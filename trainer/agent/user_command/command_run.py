@@ -129,7 +129,7 @@ class CommandRun:
             step=newest.step, identity=newest.identity, original=str(newest.path), path=str(target), bytes=newest.bytes,
             damage=newest.damage,
         )  # fmt: skip
-        # Written down first: whenever this coordinator dies, somebody knows what to put back.
+        # Recorded first: whenever this coordinator dies, the next one knows what to put back.
         self._memory.aside.append(aside)
         renamed = await run_bounded(lambda: set_aside(newest, target)) if await self._keep(self._memory) else False
         if not renamed:  # it was written to since, or cannot be renamed: the program gets it again
@@ -156,7 +156,7 @@ class CommandRun:
 
 
 def _lasted(attempt: AttemptDir) -> float:
-    """Seconds from the coordinator's beginning to its last heartbeat; 0 where nothing tells."""
+    """Seconds from the coordinator's beginning to its last heartbeat; 0 where that is not known."""
     try:
         return attempt.heartbeat.stat().st_mtime - attempt.coordinator.stat().st_mtime
     except OSError:

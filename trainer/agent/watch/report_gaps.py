@@ -1,4 +1,4 @@
-"""When nothing was heard of a node: a rank is not to be judged by time in which nobody looked at it."""
+"""When no reports came from a node: a rank is not judged by time in which it was not sampled."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.scale.table import MUST, STRETCH, report
+from trainer.agent.attempt_state.attempt_state import AttemptState
 from trainer.agent.coordination.coordinator import Coordinator
 from trainer.contract.config import ClusterShape, JobConfig
 from trainer.contract.events import EventKind, EventLog, read_events
@@ -103,12 +104,13 @@ class ScaleBenchmark:
     def _coordinator(self) -> Coordinator:
         options, token = self._options, LaunchToken(attempt=1, epoch=1, job_id="7", nonce="0badcafe")
         token.write(self._attempt.go)
-        return Coordinator(
+        state = AttemptState(
             run=self._run, attempt=self._attempt, token=token, started=time.monotonic(),
             config=JobConfig(cluster=ClusterShape(nodes=options.nodes, ranks_per_node=options.ranks_per_node)),
             identity=NodeIdentity(kind="slurm", job_id="7", node=0, nodes=options.nodes, name="node0000"),
             events=EventLog(self._attempt.event_file("coordinator"), "coordinator", 1),
         )  # fmt: skip
+        return Coordinator(state)
 
     async def _agents(self) -> asyncio.subprocess.Process:
         shape = [str(self._options.nodes), str(self._options.ranks_per_node), str(self._options.step)]

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from setproctitle import setproctitle
 
 from checkpointing.storage.durable import read_json
+from trainer.agent.attempt_state.attempt_state import AttemptState
 from trainer.agent.control import address
 from trainer.agent.control.tcp_transport import Peer, WireError, connect
 from trainer.agent.coordination.coordinator import Coordinator
@@ -36,11 +37,11 @@ _HANDLED_SIGNALS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 _CONNECT_SECONDS = 60.0
 _DRILL_SECONDS = 1.0
 _STDERR_SECONDS = 1.0
-"""How long words on stderr may hold up the end, after the events."""
+"""How long messages on stderr may delay the end, after the events."""
 
 
 class NonBlockingEventLog(EventLog):
-    """An event log whose failure is told on stderr and ends nothing, and whose file system may hang.
+    """An event log whose failure is reported on stderr and ends nothing, and whose file system may hang.
 
     Time and number are those of the call, not of the moment when the line is written.
     """
@@ -52,7 +53,7 @@ class NonBlockingEventLog(EventLog):
 
     def write(self, kind: EventKind, /, **data: Any) -> None:
         super().write(kind, **data)
-        if kind is EventKind.DRILL:  # what was ordered may kill this very process next
+        if kind is EventKind.DRILL:  # the drill may kill this very process next
             self.behind.flush(_DRILL_SECONDS)
 
 
@@ -107,7 +108,7 @@ class Agent:
         self._node_logs = LogPipes()
 
     def settle(self) -> None:
-        """Have all events and words written before the end, as far as the file system answers."""
+        """Write all events and messages before the end, as far as the file system answers."""
         settle(self._event_writers)
         settle(self._stderr_writers, _STDERR_SECONDS)
         self._node_logs.close(_STDERR_SECONDS)
@@ -134,7 +135,7 @@ class Agent:
         except Refused as refusal:
             return self._refuse(identity, str(refusal))
         except asyncio.CancelledError:
-            sys.stderr.write("orch-agent: told to end before it began, or its job is gone\n")
+            sys.stderr.write("orch-agent: asked to end before it started, or its job is gone\n")
             return ExitCode.RETRY
 
     def _config(self, identity: NodeIdentity) -> JobConfig:
@@ -164,7 +165,7 @@ class Agent:
             self._main.cancel()
 
     def _follow_job(self, identity: NodeIdentity) -> None:
-        """On one machine the job is submitit's process: when it is gone, so is the job, and nobody else would know."""
+        """On one machine the job is submitit's process: when it is gone, so is the job, and nothing else notices."""
         if identity.kind != "local":
             return
         handle = os.pidfd_open(int(identity.job_id.partition("-")[0]))
@@ -222,10 +223,11 @@ class Agent:
 
     async def _lead(self, identity: NodeIdentity, config: JobConfig, token: LaunchToken) -> "asyncio.Task[int]":
         """Node 0 leads: its coordinator runs in this loop."""
-        coordinator = Coordinator(
+        state = AttemptState(
             run=self._run, attempt=self._attempt, config=config, identity=identity, events=self._log("coordinator"),
             token=token, started=self._started,
         )  # fmt: skip
+        coordinator = Coordinator(state)
         try:
             host = address.reachable(identity.kind, config.cluster.interface)
         except RuntimeError as error:
@@ -251,10 +253,10 @@ class Agent:
 
 
 def copy_stderr_to_log(descriptor: int) -> list[WriteBehind]:
-    """Copy what is said on stderr into the agent's log as well: submitit's files are not for users.
+    """Copy stderr into the agent's log as well: submitit's files are not for users.
 
     Both lie in the run directory, which may hang, so both are written behind. Submitit's file is never rotated: it
-    gets the first words only.
+    gets the first messages only.
     """
     stderr = sys.stderr
     left = LogsConfig().max_bytes
@@ -275,11 +277,11 @@ def copy_stderr_to_log(descriptor: int) -> list[WriteBehind]:
 
 
 def _drop_lost_stderr(text: str, why: str) -> None:
-    """There is nowhere left to say it."""
+    """There is nowhere left to report it."""
 
 
 class _TeeStderr:
-    """Stands for stderr; a log that cannot be written does not silence the other."""
+    """Replaces stderr; when one log cannot be written the other still is."""
 
     def __init__(self, fileno: Callable[[], int], both: Sequence[WriteBehind]) -> None:
         self.fileno, self._both = fileno, both
@@ -290,4 +292,4 @@ class _TeeStderr:
         return len(text)
 
     def flush(self) -> None:
-        """Nothing is kept back, and nobody is to wait."""
+        """Nothing is buffered here, and no caller has to wait."""

@@ -1,4 +1,4 @@
-"""The agent of one node: obeys the coordinator, owns the fork server and the ranks, reports what happens to them."""
+"""The agent of one node: owns the fork server and the ranks, and reports what happens to them to the coordinator."""
 
 import asyncio
 import signal
@@ -73,7 +73,7 @@ class NodeAgent:
         for number in self._early:
             self.on_signal(number)
         try:
-            # Whoever says nothing is lost, and a driver or a file system may keep the examination for longer.
+            # A silent agent is lost, and a driver or a file system may delay the preflight for longer.
             self._spawn(self._report_progress())
             self._spawn(self._run_preflight())
             return await self._listen()
@@ -83,13 +83,13 @@ class NodeAgent:
             await self._shut_down()
 
     async def _run_preflight(self) -> None:
-        """Tell what is wrong with this node; a fit one gets its fork server."""
+        """Report the faults of this node; without any it gets its fork server."""
         faults = await detached_thread.start_detached(lambda: preflight.examine(self._run.path, self._config))
         reasons = "; ".join(fault.reason for fault in faults)
         node = self._node
         self._events.write(EventKind.PREFLIGHT, node=node.node, name=node.name, ok=not faults, reason=reasons)
-        told = [fault.to_json() for fault in faults]
-        self._peer.send("fit", faults=told, wall=time.time(), machine=machine_identity.identity())
+        found = [fault.to_json() for fault in faults]
+        self._peer.send("fit", faults=found, wall=time.time(), machine=machine_identity.identity())
         if not faults:
             self._start_fork_server()
 
@@ -160,7 +160,7 @@ class NodeAgent:
         )
 
     def _take_node_rank(self, node_rank: int) -> None:
-        """Take this seat for good. Writers begin before step 1; a user's own script saves in its own way."""
+        """Keep this node rank. Writers start before step 1; a user's own script saves in its own way."""
         if self._node_rank == node_rank:
             return
         self._node_rank = node_rank
@@ -204,11 +204,11 @@ class NodeAgent:
         self._spawn(self._replace_fork_server(reason))
 
     async def _replace_fork_server(self, reason: str) -> None:
-        """Ranks of a dead fork server are this process's children now: end them, collect them, then begin anew."""
+        """Ranks of a dead fork server are this process's children now: kill and collect them, then start a new one."""
         ranks = self._ranks
         if ranks is not None:
             if not ranks.all_gone():
-                # Who ended before the fork server did is heard first.
+                # Ranks that ended before the fork server did are reported first.
                 await self._exit_reports.wait_until_sent()
                 self._peer.send("broken", generation=ranks.generation, reason=reason)
             helpers = self._pids_of_helpers()
@@ -238,7 +238,7 @@ class NodeAgent:
             return
         for local_rank, local in enumerate(ranks.by_rank.values()):
             order = self._launcher.launch_order(self._node_rank, local_rank, ranks.generation, master, self._options)
-            # A fork server that is lost in here tells so itself, and what was not started is buried with it.
+            # If the fork server is lost in here, `_on_fork_server_lost` follows, and these ranks are killed as orphans.
             self._start_rank(order, local, local_rank)
             self._watch_control_socket(local)
             assert local.theirs is not None
@@ -288,7 +288,7 @@ class NodeAgent:
         asyncio.get_running_loop().call_later(kill_generation.OBEY_SECONDS, doubt)
 
     def _on_exited(self, rank: int, exit_code: int | None, number: int | None) -> None:
-        """A rank has ended: tell everything that is known about it."""
+        """A rank has ended: report everything that is known about it."""
         assert self._ranks is not None
         local = self._ranks.by_rank[rank]
         local.ended = True
@@ -336,7 +336,7 @@ class NodeAgent:
             self._peer.send("gone", generation=generation)
             return
         ranks.killed = True
-        if self._link is not None:  # without one they are being buried
+        if self._link is not None:  # without one they are being killed as orphans
             politely = bool(self._config.command) and not self._sigterm_sent
             self._spawn(kill_generation.kill_all(ranks, self._link, politely=politely))
 
@@ -365,7 +365,7 @@ class NodeAgent:
 
     async def _report_progress(self) -> None:
         """Look ten times a second, report now and then, and at once when a generation has made its first step."""
-        told, waited = 0, 0.0
+        reported, waited = 0, 0.0
         pause = report_seconds(self._config.cluster.all_nodes)
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
@@ -377,8 +377,8 @@ class NodeAgent:
                     self._peer.send("progress", generation=0)
                 continue
             summary = ranks.summary()
-            first = told != ranks.generation and summary["stepped"]
-            told = ranks.generation if first else told
+            first = reported != ranks.generation and summary["stepped"]
+            reported = ranks.generation if first else reported
             if first or waited >= pause:
                 waited = 0.0
                 self._peer.send("progress", generation=ranks.generation, **summary, **sampler.report())

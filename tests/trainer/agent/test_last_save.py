@@ -2,8 +2,8 @@
 
 import pytest
 
-from trainer.agent.coordination.deadline import SLURM_EARLY, Bounds
-from trainer.agent.coordination.stopping import Stopping
+from trainer.agent.attempt_state.deadline import SLURM_EARLY, Bounds
+from trainer.agent.attempt_state.stopping import Stopping
 from trainer.contract.progress import ProgressCell, StopReason
 
 

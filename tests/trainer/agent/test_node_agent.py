@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from trainer.agent import node_agent
+from trainer.agent.attempt_state.timeouts import Timeouts
 from trainer.agent.control import peer_timeout
-from trainer.agent.coordination import startup
 from trainer.agent.node_agent import NodeAgent
 from trainer.agent.nodes import preflight
 from trainer.agent.nodes.preflight import Fault
@@ -214,7 +214,7 @@ def test_an_agent_speaks_while_its_node_is_examined_and_can_be_told_to_end(alone
 
 
 def test_a_driver_that_hangs_is_found_out_before_its_node_is_given_up():
-    assert 4 * preflight._DRIVER_SECONDS < startup.EXAMINE_SECONDS
+    assert Timeouts().preflight > 4 * preflight._DRIVER_SECONDS
 
 
 def test_a_file_system_that_stands_still_when_ranks_die_stops_no_agent(alone, monkeypatch):

@@ -2,9 +2,9 @@
 
 import pytest
 
+from trainer.agent.attempt_state.deadline import Bounds, bound, lead, parse_time, reason_of
 from trainer.agent.attempt_state.heartbeat import AttemptProgress
-from trainer.agent.coordination.deadline import Bounds, bound, lead, parse_time, reason_of
-from trainer.agent.coordination.stopping import Stopping
+from trainer.agent.attempt_state.stopping import Stopping
 from trainer.agent.fork_server import cpu_binding
 from trainer.agent.nodes import preflight
 from trainer.agent.nodes.preflight import Fault, examine, find_blamed_node

@@ -38,7 +38,7 @@ def test_a_step_that_is_no_number_is_rolled_back_and_the_run_ends_as_if_told_to_
     assert (work.outcome().result, work.outcome().generations) == (AttemptResult.FINISHED, 2)
     decision, _ = work.events(EventKind.DECISION)
     assert decision.data["action"] == "roll_back"
-    assert "rollback 1 of 3, with that batch left out" in decision.data["reason"]
+    assert "rollback 1 of 3, skipping that batch" in decision.data["reason"]
     (left_out,) = work.events(EventKind.BATCH_SKIPPED)
     assert (left_out.data["step"], left_out.data["position"]) == (6, 5 * BATCH)
     assert [(one.step, one.position) for one in skipped_batches.read(work.attempt)] == [(6, 5 * BATCH)]
@@ -60,7 +60,7 @@ def test_a_step_that_stays_bad_holds_the_run(training: Callable[..., LocalJob]) 
     outcome = work.outcome()
     assert outcome.failure is not None
     assert (outcome.generations, outcome.failure.kind, outcome.failure.node) == (2, "numeric", None)
-    assert "step 3 was bad before, and the batch it had then was left out" in outcome.reason
+    assert "step 3 was bad before, and the batch it had then was skipped" in outcome.reason
 
 
 def test_different_collectives_end_the_attempt_for_good(training: Callable[..., LocalJob]) -> None:  # noqa: F811

@@ -14,7 +14,6 @@ import pytest
 from tests.trainer.agent.coordination.test_coordinator import Scene, hear
 from tests.trainer.agent.job import LocalJob, alive, until
 from trainer.agent.control.tcp_transport import Peer
-from trainer.agent.coordination import startup
 from trainer.agent.nodes.preflight import Fault
 from trainer.contract import token_shards
 from trainer.contract.events import EventKind
@@ -74,11 +73,11 @@ def test_with_all_spares_used_the_next_loss_ends_the_attempt(job):
     assert (failure.kind, failure.node) == ("agent_lost", "local-2")
 
 
-def led(folder: Path, script: Callable[[Scene], Any], spares: int = 1) -> None:
+def led(folder: Path, script: Callable[[Scene], Any], spares: int = 1, **timeouts: float) -> None:
     """Run this beside a coordinator of two seats and spares whose agents it plays."""
 
     async def whole() -> None:
-        async with Scene(folder, spares=spares).led() as scene:
+        async with Scene(folder, spares=spares, **timeouts).led() as scene:
             await script(scene)
 
     asyncio.run(whole())
@@ -101,9 +100,7 @@ def test_a_node_that_is_not_fit_is_left_out_and_the_spare_begins_in_its_place(tm
     led(tmp_path, script)
 
 
-def test_a_job_starts_without_a_node_that_does_not_come_and_takes_it_as_a_spare_when_it_does(tmp_path, monkeypatch):
-    monkeypatch.setattr(startup, "SPARE_SECONDS", 0.5)
-
+def test_a_job_starts_without_a_node_that_does_not_come_and_takes_it_as_a_spare_when_it_does(tmp_path):
     async def script(scene: Scene) -> None:
         peers = [await scene.join(0), await scene.join(2)]
         assert [(await hear(peer, "start"))["seat"] for peer in peers] == [0, 1]
@@ -115,7 +112,7 @@ def test_a_job_starts_without_a_node_that_does_not_come_and_takes_it_as_a_spare_
         start = await hear(late, "start")
         assert (start["seat"], start["generation"]) == (1, 2)
 
-    led(tmp_path, script)
+    led(tmp_path, script, more_nodes=0.5)
 
 
 def test_too_few_fit_nodes_end_the_attempt_with_the_node_named(tmp_path):
@@ -145,9 +142,7 @@ def test_a_node_that_is_lost_while_the_others_warm_up_is_replaced(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["barren", "silent"])
-def test_a_node_that_cannot_start_ranks_is_replaced(tmp_path, monkeypatch, how):
-    monkeypatch.setattr(startup, "READY_SECONDS", 1.5)
-
+def test_a_node_that_cannot_start_ranks_is_replaced(tmp_path, how):
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node, ready=node != 1) for node in (0, 1, 2)]
         assert (await hear(peers[1], "seat"))["seat"] == 1
@@ -158,7 +153,7 @@ def test_a_node_that_cannot_start_ranks_is_replaced(tmp_path, monkeypatch, how):
         assert (used.data["name"], used.data["instead"]) == ("n2", "n1")
         assert ("died 3 times" if how == "barren" else "had no fork server ready") in used.data["reason"]
 
-    led(tmp_path, script)
+    led(tmp_path, script, ready=1.5)
 
 
 UNLOADABLE = {"exception": "OSError", "message": "[Errno 5] model.py"}
@@ -169,7 +164,7 @@ def test_a_spare_that_cannot_import_the_workload_ends_nothing_and_takes_no_seat(
         peers = [await scene.join(node) for node in (0, 1, 2)]
         await hear(peers[1], "start")
         peers[2].send("unloadable", **UNLOADABLE)
-        while not scene.leader._roster.members[2].excluded:
+        while not scene.state.roster.members[2].excluded:
             await hear(peers[0], "ping")
         for _ in range(2):
             await hear(peers[0], "ping")
@@ -186,7 +181,7 @@ def test_a_node_alone_that_cannot_import_the_workload_is_replaced(tmp_path):
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node, ready=node != 1) for node in (0, 1, 2)]
         await hear(peers[1], "seat")
-        while not all(scene.leader._roster.members[node].ready for node in (0, 2)):
+        while not all(scene.state.roster.members[node].ready for node in (0, 2)):
             await hear(peers[1], "ping")
         peers[1].send("unloadable", **UNLOADABLE)
         assert (await hear(peers[2], "start"))["seat"] == 1

@@ -213,4 +213,4 @@ def test_training_code_that_leaves_with_zero_has_not_finished_the_run(training, 
     work = training(workload={"target": "leaving_workload:Leaving", "path": [str(tmp_path)]}).start()
     work.go()
     assert work.wait(60) == [78, 78], work.story()
-    assert "left without a word (exit code 0), before the first step" in work.outcome().reason
+    assert "exited 0 without reporting completion, before the first step" in work.outcome().reason

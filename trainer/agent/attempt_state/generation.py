@@ -1,4 +1,4 @@
-"""What the coordinator knows of the generation that runs."""
+"""What the coordinator knows of the current generation, and of those before it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,15 +15,15 @@ from trainer.contract.skipped_batches import Skip
 
 @dataclass(kw_only=True)
 class AttemptHistory:
-    """What the generations of this attempt that are over leave to the next ones."""
+    """What is kept of the generations of this attempt that are over."""
 
     restarts: int = 0
     trained: bool = False  # a step of this attempt, or of one before it
     mark: str = ""  # of the newest failure
     failed_generations: list[FailedGeneration] = field(default_factory=list)
-    suspects: list[int] = field(default_factory=list)  # steps whose checkpoints are to be left out
-    skipped: list[Skip] = field(default_factory=list)  # batches that rollbacks of this attempt have left out
-    hung: list[str] = field(default_factory=list)  # nodes blamed for a hang, once for each
+    suspects: list[int] = field(default_factory=list)  # steps whose checkpoints are not restored
+    skipped: list[Skip] = field(default_factory=list)  # batches that rollbacks of this attempt have skipped
+    hung: list[str] = field(default_factory=list)  # nodes blamed for a hang, once for each hang
     generations: int = 0
     new_nodes: bool = True  # since the last generation, or because there was none
     fruitless_before: int = 0  # restarts in a row that trained no new step
@@ -33,7 +33,7 @@ class AttemptHistory:
 
     @classmethod
     def of(cls, token: LaunchToken) -> "AttemptHistory":
-        """What the attempt begins with: earlier ones that have left a checkpoint have trained."""
+        """The history at the start of an attempt: earlier ones that have written a checkpoint have trained."""
         found = [parse_name(name) for name in (*token.checkpoints, *token.perhaps)]
         return cls(trained=any(name is not None and name.step > 0 for name in found))
 
@@ -45,7 +45,7 @@ class AttemptHistory:
         return self.fruitless_before + (self.generations > 0)
 
     def situation_fields(self) -> dict[str, Any]:
-        """What of it a `rungs.Situation` asks for."""
+        """The fields of `in_job_policy.Situation` that come from the history."""
         return {
             "trained": self.trained,
             "restarts": self.restarts,
@@ -76,27 +76,29 @@ class AttemptHistory:
             self.suspects.append(suspect)
 
     def add_report(self, report: Mapping[str, Any]) -> None:
-        """What a node tells of its ranks: a step of theirs, a checkpoint of theirs."""
+        """Take in a node's progress report."""
         self.trained = self.trained or bool(report.get("stepped")) or int(report.get("restored", 0)) > 0
         if report.get("stepped"):
             self.reached = max(self.reached, int(report.get("step", 0)))
         saved = int(report.get("saved", 0))
         if saved in self.suspects and int(report.get("restored", 0)) < saved:
-            # Trained again and saved again: what has this step now is another state, newer than the doubted one.
+            # Saved anew from an older checkpoint: the state of this step is not the one that was doubted.
             self.suspects.remove(saved)
             self.failed_generations = [one for one in self.failed_generations if one.restored != saved]
 
 
 @dataclass(kw_only=True)
 class Generation:
-    """One generation: its ends so far, and when and how it first failed (seconds on the coordinator's clock)."""
+    """One generation; times are on the coordinator's monotonic clock, in seconds."""
 
     number: int = 0
     started: float = 0.0
     ends: dict[int, RankEnd] = field(default_factory=dict)
     first_failure: float | None = None
-    broken: Failure | None = None
+    broken: Failure | None = None  # what failed it besides the exits of its ranks
     dead_ranks_analysed: bool = False  # its dead ranks' flight records were read
+    restored: int = 0  # step of the checkpoint that it began from; 0: none
+    stop_announced: float = 0.0  # when its ranks were told to expect a stop, on the coordinator's clock
 
     def note(self, end: RankEnd) -> None:
         """A rank has ended."""
@@ -105,8 +107,8 @@ class Generation:
             self.first_failure = end.at
 
     def fail(self, failure: Failure, now: float) -> None:
-        """The machinery failed; the first such failure counts, unless one comes that no new generation mends."""
-        # Who waits for a dead peer does not move either: its end says more.
+        """Something other than a rank failed; the first failure counts, unless no restart fixes a later one."""
+        # Ranks that wait for a dead peer do not move either: the exit of that peer says more.
         if failure.kind is FailureKind.HANG and any(not end.good for end in self.ends.values()):
             return
         worse = (

@@ -1,10 +1,21 @@
-"""heartbeat.json: the coordinator's sign of life, once a second, for those who can only read files."""
+"""heartbeat.json: shows once a second that the coordinator is alive, to processes that can only read files."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from checkpointing.storage.durable import dump_line, write_atomically
+
+
+class Stage(StrEnum):
+    """What the coordinator is doing."""
+
+    JOINING = "joining"  # it waits for agents and their preflight
+    WARMING = "warming"  # it waits for fork servers
+    RUNNING = "running"  # ranks run
+    CLEARING = "clearing"  # it kills what is left of a generation
+    ENDED = "ended"  # the outcome is written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +33,7 @@ class Heartbeat:
     phase: str
     saved_step: int
     nodes: list[str]
-    state: str
+    state: str  # a Stage
 
     def write(self, path: Path) -> None:
         line = dump_line({"schema": "orch.heartbeat/1", **asdict(self)}) + "\n"
@@ -39,7 +50,7 @@ class AttemptProgress:
         self.phase = "init"
 
     def merge(self, reports: list[dict[str, object]]) -> None:
-        """Take in the newest report of every node, node 0's first; nodes that know no step yet do not count."""
+        """Take in the newest report of every node, node rank 0's first; nodes that know no step yet do not count."""
         if not reports:
             return
         steps = [_integer(report, "step") for report in reports]

@@ -1,4 +1,4 @@
-"""The coordinator's files besides its events, written so that a file system that hangs holds up nothing else."""
+"""The coordinator's files besides its events, written so that a file system that hangs delays nothing else."""
 
 import asyncio
 import sys
@@ -13,37 +13,34 @@ from trainer.agent.processes.detached_thread import run_detached, start_detached
 from trainer.contract.outcome import AttemptOutcome
 from trainer.contract.run_dir import AttemptDir
 
-PUBLISH_SECONDS = 5.0
-"""How long a heartbeat is waited for; the next one is due after a second."""
-OUTCOME_SECONDS = 10.0
-"""How long the outcome is waited for: the agents still have to be told, and Slurm's KillWait is 30."""
 ADDRESS_SECONDS = 60.0
-"""How long the coordinator's address is waited for: agents give up looking for it then."""
+"""How long writing the coordinator's address may take: after this agents stop looking for it."""
 
 Reading = tuple[Heartbeat, Mapping[str, Any] | None]
 """What heartbeat.json says, and ranks.json, when there is something new."""
 
 
 class Outbox:
-    """Every write and look has a bound, in a thread that nobody waits for at the exit; raises no OSError."""
+    """Every read and write has a bound, in a thread that the exit does not wait for; raises no OSError."""
 
-    def __init__(self, attempt: AttemptDir) -> None:
-        self._attempt = attempt
+    def __init__(self, attempt: AttemptDir, *, heartbeat: float, outcome: float) -> None:
+        """`heartbeat` and `outcome` are the seconds that their writing may take."""
+        self._attempt, self._heartbeat_seconds, self._outcome_seconds = attempt, heartbeat, outcome
         self._showing: asyncio.Future[None] | None = None
         self._looking: asyncio.Future[bool] | None = None
 
     async def be_found(self, fields: Mapping[str, Any]) -> None:
-        """Tell the agents where the coordinator listens; raises OSError: without it nothing can begin."""
+        """Write where the coordinator listens; raises OSError: without it no agent can join."""
         await run_detached(
             lambda: write_durably(self._attempt.coordinator, dump_line(dict(fields)).encode()), ADDRESS_SECONDS
         )
 
     async def show(self, reading: Callable[[], Reading]) -> None:
-        """Replace heartbeat.json and ranks.json; left out while an earlier one is still being written.
+        """Replace heartbeat.json and ranks.json; skipped while an earlier write is still under way.
 
-        Never two at once: the older one could end last, and stand.
+        Never two at once: the older one could finish last, and its content would stay.
         """
-        give_up = time.monotonic() + PUBLISH_SECONDS
+        give_up = time.monotonic() + self._heartbeat_seconds
         while self._showing is not None and not self._showing.done():
             if (left := give_up - time.monotonic()) <= 0:
                 return
@@ -55,27 +52,28 @@ class Outbox:
         self._raise_bugs()
 
     def _raise_bugs(self) -> None:
-        """A full disk must not end a run that computes; its heartbeat falls silent, which shows."""
+        """A full disk must not end a run that computes; its heartbeat grows old, and that is seen."""
         if self._showing is not None and self._showing.done():
             error = self._showing.exception()
             if error is not None and not isinstance(error, OSError):
                 raise error
 
     async def look(self, condition: Callable[[], bool]) -> bool:
-        """Whether it holds; a file system that does not answer says no, and is not asked again before it has."""
+        """Whether `condition` holds; False, and not asked again, while the file system does not answer."""
         if self._looking is None:
             self._looking = start_detached(condition)
-        await asyncio.wait([self._looking], timeout=PUBLISH_SECONDS)
+        await asyncio.wait([self._looking], timeout=self._heartbeat_seconds)
         if not self._looking.done():
             return False
         looked, self._looking = self._looking, None
         return looked.result()
 
     async def leave(self, outcome: AttemptOutcome) -> None:
-        """The attempt's last word; the exit code tells as much when it cannot be written."""
+        """Write the outcome; where that fails the agents' exit code still says how the attempt ended."""
         path = self._attempt.outcome
         try:
-            await run_detached(lambda: outcome.write(path), OUTCOME_SECONDS)
+            await run_detached(lambda: outcome.write(path), self._outcome_seconds)
         except OSError as error:
-            why = f"it takes longer than {OUTCOME_SECONDS:.0f} s" if isinstance(error, TimeoutError) else str(error)
+            late = f"it takes longer than {self._outcome_seconds:.0f} s"
+            why = late if isinstance(error, TimeoutError) else str(error)
             sys.stderr.write(f"orch-agent: cannot write {path}: {why}; it would say: {outcome.reason}\n")

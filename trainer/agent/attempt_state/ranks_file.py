@@ -1,4 +1,4 @@
-"""ranks.json: where every rank stands, for those who look on from a login node."""
+"""ranks.json: what every rank is doing, for readers on a login node."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from trainer.agent.watch.rank_sample import RankSample
 from trainer.contract.run_dir import AttemptDir
 
 MOST = 64
-"""Ranks that are told one by one; of a larger job, those that have stood still longest."""
+"""Ranks that are listed; of a larger job, the slow ones and those that have stood still longest."""
 
 
 def rank_rows(

@@ -1,1 +1,1 @@
-"""The control port: who may speak to the coordinator, and the words that travel between agents."""
+"""The control port: which processes may connect to the coordinator, and the messages between agents."""

@@ -1,4 +1,4 @@
-"""The coordinator's listening socket: who knows the token comes in, everybody else costs as little as can be."""
+"""The coordinator's listening socket: peers with the token are admitted, all others cost as little as possible."""
 
 import asyncio
 import contextlib
@@ -15,34 +15,34 @@ LONGEST_HELLO = 1 << 12
 MAX_UNAUTHENTICATED = 256
 _AT_ONCE = 64
 _PAUSE = 0.01
-"""At most so many are let in at once, with a pause after: a flood gets a bounded share of the loop's time."""
+"""So many connections are accepted at once, then a pause: a flood gets a bounded share of the loop's time."""
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 Serve = Callable[[Message, Peer], Awaitable[None]]
 
 
 class _UnauthenticatedPeer:
-    """A connection that has not shown the token: a socket and the bytes that came, no task, no stream."""
+    """A connection that has not sent the token: a socket and the bytes received, no task, no stream."""
 
     def __init__(self, connection: socket.socket, due: float) -> None:
         self.connection, self.due = connection, due
-        self.heard = bytearray()
+        self._received = bytearray()
 
     def hello(self) -> tuple[Message, bytes] | None:
-        """Its first line and what followed it, when it is there; raises OSError or WireError when it never will be."""
+        """Its first line and what followed it; None while it is not complete. Raises OSError or WireError."""
         with contextlib.suppress(BlockingIOError):
             data = self.connection.recv(LONGEST_HELLO)
             if not data:
                 raise ConnectionResetError("it hung up")
-            self.heard += data
-        line, end, rest = self.heard.partition(b"\n")
+            self._received += data
+        line, end, rest = self._received.partition(b"\n")
         if len(line) > LONGEST_HELLO:
             raise WireError("a hello that is too long")
         return (parse(line), bytes(rest)) if end else None
 
 
 class ControlServer:
-    """Lets in who knows the token; a newcomer displaces the oldest stranger, so that holding places blocks nobody."""
+    """Admits peers with the token; a new connection displaces the oldest without, so that idle ones block no agent."""
 
     def __init__(
         self, token: str, *, admit: Callable[[Message, Peer], bool], serve: Serve, patience: float = HELLO_SECONDS
@@ -66,7 +66,7 @@ class ControlServer:
         if self._clock is not None:
             self._clock.cancel()
         while self._unauthenticated:
-            self._part(next(iter(self._unauthenticated)))
+            self._drop(next(iter(self._unauthenticated)))
         if self._listener is not None:
             asyncio.get_running_loop().remove_reader(self._listener)
             self._listener.close()
@@ -75,14 +75,13 @@ class ControlServer:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    # -- strangers ---------------------------------------------------------------------------------------------------
+    # -- unauthenticated peers ---------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
         if self._listener is not None:
-            asyncio.get_running_loop().add_reader(self._listener, self._answer)
+            asyncio.get_running_loop().add_reader(self._listener, self._accept)
 
-    def _answer(self) -> None:
-        """Somebody knocks."""
+    def _accept(self) -> None:
         assert self._listener is not None
         for _ in range(_AT_ONCE):
             try:
@@ -93,71 +92,71 @@ class ControlServer:
                 if error.errno in _EXHAUSTED:
                     self._make_room(len(self._unauthenticated) // 2)
                 break
-            self._meet(connection)
+            self._add(connection)
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._listener)
         loop.call_later(_PAUSE, self._listen)
 
-    def _meet(self, connection: socket.socket) -> None:
+    def _add(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         loop = asyncio.get_running_loop()
         self._make_room(MAX_UNAUTHENTICATED - 1)
         self._unauthenticated[connection.fileno()] = _UnauthenticatedPeer(connection, loop.time() + self._patience)
-        loop.add_reader(connection, self._hear, connection.fileno())
+        loop.add_reader(connection, self._read_hello, connection.fileno())
         if self._clock is None:
             self._clock = loop.call_later(self._patience, self._expire)
 
     def _make_room(self, places: int) -> None:
         while len(self._unauthenticated) > places:
             oldest = next(iter(self._unauthenticated))
-            # It may have said all in the same moment: nobody goes who was not listened to.
-            self._hear(oldest)
+            # Its hello may have arrived in the same moment: none is dropped unread.
+            self._read_hello(oldest)
             if oldest in self._unauthenticated:
-                self._part(oldest)
+                self._drop(oldest)
 
     def _expire(self) -> None:
-        """Part with those whose time is up; they stand in the order of their coming."""
+        """Drop those whose time is up; they are ordered by their arrival."""
         loop = asyncio.get_running_loop()
         self._clock = None
-        for descriptor, stranger in list(self._unauthenticated.items()):
-            if stranger.due > loop.time():
-                self._clock = loop.call_at(stranger.due, self._expire)
+        for descriptor, peer in list(self._unauthenticated.items()):
+            if peer.due > loop.time():
+                self._clock = loop.call_at(peer.due, self._expire)
                 return
-            self._part(descriptor)
+            self._drop(descriptor)
 
-    def _hear(self, descriptor: int) -> None:
-        stranger = self._unauthenticated[descriptor]
+    def _read_hello(self, descriptor: int) -> None:
+        peer = self._unauthenticated[descriptor]
         try:
-            said = stranger.hello()
+            received = peer.hello()
         except (OSError, WireError):
-            self._part(descriptor)
+            self._drop(descriptor)
             return
-        if said is None:
+        if received is None:
             return
-        hello, rest = said
-        if not self._knows(hello):
-            self._part(descriptor)
+        hello, rest = received
+        if not self._has_token(hello):
+            self._drop(descriptor)
             return
         asyncio.get_running_loop().remove_reader(descriptor)
         del self._unauthenticated[descriptor]
-        task = asyncio.get_running_loop().create_task(self._converse(stranger.connection, hello, rest))
+        task = asyncio.get_running_loop().create_task(self._serve_peer(peer.connection, hello, rest))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _part(self, descriptor: int) -> None:
+    def _drop(self, descriptor: int) -> None:
         asyncio.get_running_loop().remove_reader(descriptor)
         self._unauthenticated.pop(descriptor).connection.close()
 
-    def _knows(self, hello: Message) -> bool:
+    def _has_token(self, hello: Message) -> bool:
         offered = hello.get("token")
         if hello["say"] != "hello" or not isinstance(offered, str):
             return False
         # As bytes: compare_digest refuses text that is not ASCII, and a lone surrogate does not encode strictly.
         return hmac.compare_digest(offered.encode(errors="replace"), self.token.encode())
 
-    # -- members -----------------------------------------------------------------------------------------------------
+    # -- agents ------------------------------------------------------------------------------------------------------
 
-    async def _converse(self, connection: socket.socket, hello: Message, rest: bytes) -> None:
+    async def _serve_peer(self, connection: socket.socket, hello: Message, rest: bytes) -> None:
         peer: Peer | None = None
         try:
             loop = asyncio.get_running_loop()

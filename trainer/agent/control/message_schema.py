@@ -1,4 +1,4 @@
-"""PURE: what an agent may say, and of what type each word is: what is kept for later must not break its reader then."""
+"""PURE: what an agent may send, and the type of each key, so that a stored message cannot break a later reader."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from trainer.agent.control.tcp_transport import Message, WireError
 
 _OWN = frozenset({"joined", "lost", "tick", "fenced", "request"})
-"""The coordinator's words to itself."""
+"""Messages of the coordinator to itself."""
 
 _LONGEST_ROWS = 4096
 """Rows in one message: a few for each rank of a node."""
@@ -15,7 +15,7 @@ Check = Callable[[Any], bool]
 
 
 def check(message: Message) -> None:
-    """Raises WireError when no agent says so; words that are not known are for whoever handles the message."""
+    """Raises WireError when no agent may send this; unknown keys are left to the handler of the message."""
     say = message["say"]
     if say in _OWN:
         raise WireError(f"{say!r}, which no agent may say")
@@ -69,7 +69,7 @@ _WORDS: dict[str, Check] = {
     "unanswered": _rows(_int),
     "p99": _by_name(_number),
 }
-"""By key; a key means the same in whatever message it stands."""
+"""By key; a key means the same in every message."""
 
 
 def _short(value: Any) -> str:

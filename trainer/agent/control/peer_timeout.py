@@ -1,23 +1,23 @@
-"""PURE: how long another side has said nothing, the time left out in which this process itself stood still."""
+"""PURE: how long a peer has been silent, without the time in which this process itself was suspended."""
 
 POLL_SECONDS = 2.0
-"""Who listens looks up so often."""
+"""How often a listener checks."""
 LATE_SECONDS = 3.0
-"""A look that was due so long ago tells that this process had no time: it was suspended, or starved."""
+"""A check that is so late means that this process was suspended, or got no CPU time."""
 
 
 class PeerTimeout:
-    """After a pause of its own the listener begins anew: the other side may have had it, too, and wakes later."""
+    """After a pause of its own the listener starts anew: the peer may have been suspended too, and wake up later."""
 
     def __init__(self, now: float) -> None:
         self._since = self._looked = now
 
     def received(self, now: float) -> None:
-        """The other side has spoken."""
+        """The peer has sent something."""
         self._since = self._looked = now
 
     def silent_for(self, now: float) -> float:
-        """Seconds of it, at a look that was due SLICE_SECONDS after the last look or word."""
+        """Seconds of silence, at a check that was due POLL_SECONDS after the last check or message."""
         if now - self._looked > POLL_SECONDS + LATE_SECONDS:
             self._since = now
         self._looked = now

@@ -15,20 +15,20 @@ WELCOME_SECONDS = 10.0
 _LARGEST_BACKLOG = 1 << 20
 _LARGEST_PILE = 2 * LONGEST_LINE
 _BURST, _A_SECOND = 2048.0, 512.0
-"""Messages that one peer may send at once, and in every second after: more of them wait in its own socket."""
+"""Messages that one peer may send at once, and in every second after that: the rest waits in its socket."""
 _DIGITS, _LONG, _EXPONENT = bytes.maketrans(b"123456789E", b"000000000e"), b"0" * 19, b"e000"
 
 Message = dict[str, Any]
 
 
 class WireError(Exception):
-    """What came is not a message."""
+    """What was received is not a message."""
 
 
 def parse(line: bytes | bytearray) -> Message:
     """The message in one line; its numbers fit into 64 bits and are finite. Raises WireError."""
     try:
-        # Looking at every number costs as much as all the rest: only where one could be too large.
+        # Checking every number costs as much as all the rest, so it is done only where one could be too large.
         message = (_CAREFUL if _is_doubtful(line) else _QUICK).decode(line.decode())
     except (ValueError, RecursionError) as error:  # deep nesting exhausts the parser's stack
         raise WireError(f"no JSON: {bytes(line[:40])!r}") from error
@@ -115,7 +115,7 @@ class Peer(asyncio.Protocol):
         self._lines.extend(more)
 
     def _hold(self) -> None:
-        """Leave the rest in the sender's hands while what came is not handled: memory stays small."""
+        """Stop reading while what was received is not handled: memory stays small."""
         if not self._paused and self._pile > _LARGEST_PILE:
             self._paused = True
             self._transport.pause_reading()
@@ -130,7 +130,7 @@ class Peer(asyncio.Protocol):
         """Queue one message; a message for a lost peer is dropped, its reader notices the loss."""
         if self._transport.is_closing():
             return
-        # Nor may a lone surrogate in what is told go on: whoever writes it down could not encode it.
+        # A lone surrogate is replaced: the receiver could not encode it when it writes it to a file.
         self._transport.write((dump_line({"say": say, **fields}) + "\n").encode(errors="replace"))
         if self._transport.get_write_buffer_size() > _LARGEST_BACKLOG:
             self._transport.abort()
@@ -161,7 +161,7 @@ class Peer(asyncio.Protocol):
             self._waiter = None
 
     async def _afford(self) -> None:
-        """Wait while this peer has used up what it may say."""
+        """Wait while this peer has sent more than its share."""
         now = time.monotonic()
         self._allowance = min(_BURST, self._allowance + (now - self._refilled) * _A_SECOND) - 1.0
         self._refilled = now
@@ -169,11 +169,11 @@ class Peer(asyncio.Protocol):
             await asyncio.sleep(-self._allowance / _A_SECOND)
 
     def hung_up(self) -> bool:
-        """Whether the other side has ended the connection and all it said was read."""
+        """Whether the peer has closed the connection and everything that it sent was read."""
         return (self._ended and not self._lines) or self._transport.is_closing()
 
     async def close(self) -> None:
-        """Send what is queued, then hang up."""
+        """Send what is queued, then close the connection."""
         self._transport.close()
         try:
             await asyncio.wait_for(asyncio.shield(self._closed), 2.0)
@@ -185,9 +185,9 @@ class Peer(asyncio.Protocol):
 
 
 async def connect(host: str, port: int, hello: Message) -> Peer:
-    """Open a connection, say hello and be let in; raises OSError when the coordinator cannot be reached, or hangs up.
+    """Connect, send the hello and wait for the welcome; raises OSError when that fails or the connection is closed.
 
-    A coordinator under attack may hang up on one whose hello it has not read yet: trying again is right then.
+    A coordinator under attack may drop a connection whose hello it has not read yet: trying again is right then.
     Raises WireError when it has read the hello and refuses.
     """
     async with asyncio.timeout(WELCOME_SECONDS):  # TimeoutError is an OSError

@@ -12,13 +12,13 @@ _MOST_DESCRIPTORS = 8
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """A connected pair that keeps packet borders and shows the other side's death as an empty packet."""
+    """A connected pair that keeps packet boundaries and shows the other side's death as an empty packet."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def send(link: socket.socket, packet: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
-    """Send one packet; raises OSError when the other side is gone or does not listen."""
-    # A lone surrogate (of a file name in an exception, say) must not silence the rest.
+    """Send one packet; raises OSError when the other side is gone or does not read."""
+    # A lone surrogate (of a file name in an exception, say) must not suppress the rest.
     data = dump_line(packet).encode(errors="replace")
     if len(data) > _LARGEST:
         raise OSError(f"packet of {len(data)} bytes is larger than {_LARGEST}")

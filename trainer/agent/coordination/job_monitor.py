@@ -1,4 +1,4 @@
-"""The coordinator's watch over the ranks, generation after generation: hangs and stragglers, told and kept."""
+"""Hangs, desyncs, stragglers and slow nodes, found by the coordinator in what agents report of their ranks."""
 
 import asyncio
 import sys
@@ -7,42 +7,38 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from trainer.agent.attempt_state.generation import Generation
+from trainer.agent.attempt_state.attempt_state import AttemptState
 from trainer.agent.attempt_state.ranks_file import rank_rows
 from trainer.agent.control.tcp_transport import Message
 from trainer.agent.evidence.autopsy import analyse_dead_ranks, desync_judgement, is_needed
 from trainer.agent.evidence.incidents import event_fields, failure_of, write_verdict
 from trainer.agent.nodes.node_benchmark import NodeBenchmark, usual_speeds
-from trainer.agent.nodes.roster import Roster
 from trainer.agent.processes import detached_thread
 from trainer.agent.watch.hang_detector import HangDetector, Incident
 from trainer.agent.watch.root_cause import RankEnd
 from trainer.agent.watch.stragglers import coordinate
 from trainer.agent.watch.work_windows import WorkWindows
-from trainer.contract.config import JobConfig
-from trainer.contract.events import EventKind, EventLog
+from trainer.contract.events import EventKind
 from trainer.contract.outcome import Failure
-from trainer.contract.run_dir import AttemptDir, RunDir
 
-_KEEP_SECONDS = 5.0
-"""How long a hung file system may hold up the kill after the evidence's own time is over."""
 _SETTLED = 0.5
 """Seconds after a first bad end until most of the others have come, and their flight records are written."""
 
 
 class JobMonitor:
-    """Hears what agents tell of their ranks, and says when a generation hangs."""
+    """Takes the agents' reports; says when the current generation has to fail."""
 
-    def __init__(self, run: RunDir, attempt: AttemptDir, config: JobConfig, events: EventLog, roster: Roster) -> None:
-        self._run, self._attempt, self._config, self._events, self._roster = run, attempt, config, events, roster
+    def __init__(self, state: AttemptState) -> None:
+        self._state, self._config, self._roster, self._events = state, state.config, state.roster, state.events
         self._generation, self._hang_detector = 0, self._new_hang_detector(0)
         self._work_windows: WorkWindows | None = None
         self._benchmark: NodeBenchmark | None = None
         self._slow_node: Failure | None = None
         self._usual_speeds: asyncio.Future[dict[str, float]] | None = None
 
-    def start_generation(self, generation: int) -> None:
-        """A new generation: nothing of the one before counts."""
+    def start_generation(self) -> None:
+        """Forget what was seen of the generation before."""
+        generation = self._state.generation.number
         self._generation, self._hang_detector = generation, self._new_hang_detector(generation)
         cluster, straggler = self._config.cluster, self._config.recovery.straggler
         nodes = [member.name for member in self._roster.training_members() for _ in range(cluster.ranks_per_node)]
@@ -55,7 +51,7 @@ class JobMonitor:
         # On one machine there is no other node to take, and what else runs there would count as the node's.
         if self._usual_speeds is None and cluster.kind == "slurm":
             self._usual_speeds = detached_thread.start_detached(
-                lambda: usual_speeds(self._run, self._attempt.number, preflight)
+                lambda: usual_speeds(self._state.run_dir, self._state.attempt_dir.number, preflight)
             )
         self._slow_node = None
 
@@ -92,7 +88,7 @@ class JobMonitor:
         )
         whose = {} if slow_node is None else {"name": slow_node.node}
         late = benchmark.missing()
-        why = f"nothing was told by {len(late)} rank(s) within recovery.preflight.seconds: {late[:8]}" if late else ""
+        why = f"no figures from {len(late)} rank(s) within recovery.preflight.seconds: {late[:8]}" if late else ""
         reason, speeds = why if slow_node is None else slow_node.reason, benchmark.median_speeds()
         self._events.write(EventKind.PREFLIGHT, ok=slow_node is None, reason=reason, speeds=speeds, **whose)
 
@@ -103,13 +99,14 @@ class JobMonitor:
         ratios = {verdict.rank: verdict.ratio for verdict in self._work_windows.slow()} if self._work_windows else {}
         return rank_rows(seen, time=wall, generation=self._generation, p99=snapshot.p99(), ratios=ratios)
 
-    async def check(self, now: Generation) -> Failure | None:
-        """What breaks the generation that its ranks cannot say themselves; None while there is no such thing."""
+    async def check(self) -> Failure | None:
+        """What fails the current generation and no rank can report: a hang, a desync, a slow node; None: nothing."""
+        now = self._state.generation
         if now.first_failure is None:
             return self._find_slow_node() or await self._find_hang()
         if now.dead_ranks_analysed or now.broken is not None:
             return None
-        # With all of them gone, the next decision waits for nobody.
+        # Once all of them have ended, the next decision waits for nothing else.
         if len(now.ends) < self._config.cluster.world_size and time.monotonic() - now.first_failure < _SETTLED:
             return None
         now.dead_ranks_analysed = True
@@ -132,8 +129,8 @@ class JobMonitor:
         """Ranks had called different collectives, although each that died only says that others went away."""
         world = self._config.cluster.world_size
         try:
-            async with asyncio.timeout(_KEEP_SECONDS):
-                finding = await asyncio.to_thread(analyse_dead_ranks, self._attempt, self._generation, world)
+            async with asyncio.timeout(self._state.timeouts.verdict):
+                finding = await asyncio.to_thread(analyse_dead_ranks, self._state.attempt_dir, self._generation, world)
         except TimeoutError:
             return None
         judgement = None if finding is None else desync_judgement(finding, ends)
@@ -146,15 +143,16 @@ class JobMonitor:
 
     async def _conclude(self, incident: Incident) -> Failure | None:
         withdrawn = self._hang_detector.moved_since(incident)
-        bundle = self._attempt.incident(incident.name)
+        bundle = self._state.attempt_dir.incident(incident.name)
         seen = self._hang_detector.snapshot.at(incident.began)
         try:
             await asyncio.wait_for(
-                asyncio.to_thread(write_verdict, bundle, incident, seen, withdrawn=withdrawn), _KEEP_SECONDS
+                asyncio.to_thread(write_verdict, bundle, incident, seen, withdrawn=withdrawn),
+                self._state.timeouts.verdict,
             )
         except (OSError, TimeoutError) as error:  # what is wrong with the disk may be what hangs
             sys.stderr.write(f"orch-agent: cannot write {bundle}: {error!r}\n")
-        path = str(bundle.relative_to(self._run.path))
+        path = str(bundle.relative_to(self._state.run_dir.path))
         self._events.write(EventKind.INCIDENT, **event_fields(incident, path, withdrawn=withdrawn))
         if withdrawn:
             self._hang_detector.withdraw()

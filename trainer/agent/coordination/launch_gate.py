@@ -18,7 +18,7 @@ class Refused(Exception):
 
 async def wait_for_go(path: Path, identity: NodeIdentity, attempt: int, *, seconds: float | None = None) -> LaunchToken:
     """The attempt's launch token once it is there; raises Refused when it is not for this job, or does not come."""
-    # Somebody else restarted this job: its first life has trained already, under the same token.
+    # Slurm restarted this job: it has trained before under the same token.
     if identity.restarts > 0:
         raise Refused(
             f"Slurm has restarted job {identity.job_id} ({identity.restarts} times); orch starts new jobs instead"
@@ -48,13 +48,13 @@ async def _read_late(path: Path, patience: float) -> LaunchToken:
 
 
 class Fence:
-    """Looks at GO again and again: a token that is gone, or another's, means that this attempt must end."""
+    """Reads GO again and again: a token that is gone, or of another job, means that this attempt must end."""
 
     def __init__(self, path: Path, token: LaunchToken) -> None:
         self._path, self._token, self._misses = path, token, 0
 
     def is_down(self) -> bool:
-        """Whether two looks in a row found no token of ours; a file system that does not answer proves nothing."""
+        """Whether two reads in a row found no token of ours; a file system that does not answer proves nothing."""
         try:
             held = self._token.is_same(LaunchToken.read(self._path))
         except FileNotFoundError:

@@ -1,24 +1,33 @@
-"""The coordinator's two rhythms: one that must not stop, and one that waits for files."""
+"""What the coordinator does once a second: pings, whatever the file system does, and files, as fast as it answers."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import time
+
+from trainer.agent.attempt_state.attempt_state import AttemptState
+from trainer.agent.attempt_state.heartbeat import Stage
+from trainer.agent.attempt_state.outbox import Reading
+from trainer.agent.coordination.job_monitor import JobMonitor
+from trainer.agent.coordination.launch_gate import Fence
+from trainer.agent.coordination.request_inbox import RequestInbox
 
 SECONDS = 1.0
 
 
 class Timers:
-    """Calls `strong` every second whatever `weak`, which may hang on a file system for minutes, is waiting for."""
+    """Two tasks: the one that touches files may hang for minutes, the other one goes on."""
 
-    def __init__(self, tick: Callable[[], None], file_tick: Callable[[], Awaitable[None]]) -> None:
-        self._tick, self._file_tick = tick, file_tick
+    def __init__(self, state: AttemptState, monitor: JobMonitor) -> None:
+        self._state, self._monitor = state, monitor
+        self._fence = Fence(state.attempt_dir.go, state.token)
+        self._request_inbox = RequestInbox(state.run_dir.requests, state.attempt_dir.number)
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._run_ticks()), loop.create_task(self._run_file_ticks())]
+        self._tasks = [loop.create_task(self._ping_agents()), loop.create_task(self._touch_files())]
 
     def check(self) -> None:
-        """Raise what ended either rhythm: the coordinator must not go on in silence."""
+        """Raise what ended either task: the coordinator must not go on without it."""
         for task in self._tasks:
             if task.done():
                 task.result()
@@ -27,12 +36,28 @@ class Timers:
         for task in self._tasks:
             task.cancel()
 
-    async def _run_ticks(self) -> None:
+    async def write_status(self) -> None:
+        """Write heartbeat.json, and ranks.json while ranks run."""
+        # First, so that a hung file system cannot delay it: failures and the outcome contain the step.
+        self._state.merge_reports()
+        await self._state.outbox.show(self._read_status)
+
+    def _read_status(self) -> Reading:
+        beat = self._state.heartbeat()
+        return beat, self._monitor.ranks_file(time.time()) if self._state.stage is Stage.RUNNING else None
+
+    async def _ping_agents(self) -> None:
         while True:
-            self._tick()
+            self._state.roster.tick(time.monotonic())
+            self._state.roster.broadcast("ping")
+            self._state.deliver(-1, {"say": "tick"})
             await asyncio.sleep(SECONDS)
 
-    async def _run_file_ticks(self) -> None:
+    async def _touch_files(self) -> None:
         while True:
-            await self._file_tick()
+            await self.write_status()
+            for request in await self._request_inbox.poll():
+                self._state.deliver(-1, {"say": "request", "request": request})
+            if await self._state.outbox.look(self._fence.is_down):
+                self._state.deliver(-1, {"say": "fenced"})
             await asyncio.sleep(SECONDS)

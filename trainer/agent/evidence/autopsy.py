@@ -1,4 +1,4 @@
-"""What the flight records of dead ranks say: gloo ends ranks at once when collectives differ, and nobody hangs."""
+"""What the flight records of dead ranks say: gloo ends ranks at once when collectives differ, so that none hangs."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from trainer.contract.run_dir import AttemptDir
 
 
 def is_needed(ends: Sequence[RankEnd]) -> bool:
-    """Whether nobody among these explains himself: all were aborted, or say that a peer went away."""
+    """Whether none of these exits explains itself: all were aborted, or report that a peer went away."""
     bad = [end for end in ends if not end.good]
     return bool(bad) and all(secondary_order(end) > 0 for end in bad)
 

@@ -155,7 +155,7 @@ def _living(one: Subject) -> int:
 
 
 def _running(one: Subject) -> int:
-    """As `_living`, of one that can answer: who asks a stopped process waits in vain, and training waits too."""
+    """As `_living`, of one that can answer: a query to a stopped process blocks, and training with it."""
     pid = _living(one)
     signs = proc.read_activity(pid)
     if signs is not None and signs.state == "T":

@@ -1,4 +1,4 @@
-"""What one node has to say about an incident: its ranks' flight records, and its part of the evidence."""
+"""One node's answers about an incident: its ranks' flight records, and its part of the evidence."""
 
 from dataclasses import asdict
 from typing import Any
@@ -15,7 +15,7 @@ from trainer.contract.run_dir import AttemptDir
 _AT_ONCE = 4
 """Flight records in one message: `flight_record.WIRE` bytes each, and quoted once more."""
 _TOLD = 100
-"""Parts that could not be collected, as far as the coordinator is told of them."""
+"""Parts that could not be collected, as far as they are reported to the coordinator."""
 
 
 class EvidenceCollector:

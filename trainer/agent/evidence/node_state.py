@@ -1,4 +1,4 @@
-"""What the node itself has to say when something went wrong on it: kernel messages, memory and pressure, GPUs."""
+"""The state of the node itself at an incident: kernel messages, memory and pressure, GPUs."""
 
 import shutil
 import subprocess

@@ -17,9 +17,9 @@ from trainer.contract.process_group_file import decode_runs, encode_runs
 KEPT = 30
 """Newest collectives kept of each group."""
 WIRE = 8000
-"""Bytes that one rank's record may take on the wire; of longer ones the oldest collectives are left out."""
+"""Bytes that one rank's record may take on the wire; of longer ones the oldest collectives are dropped."""
 _FEWEST = 4
-"""Oldest unfinished collectives of a group that are never left out."""
+"""Oldest unfinished collectives of a group that are never dropped."""
 _DIMENSIONS = 64
 """Dimensions that a tensor may have."""
 _LONGEST = 60
@@ -85,11 +85,6 @@ class FlightRecord:
     messages: tuple[P2PMessage, ...] = ()  # between two ranks, not over, in their order
     timed: bool = False  # it tells which calls have begun (TORCH_NCCL_ENABLE_TIMING)
     whole: bool = False  # it holds something that was over before all that is not: nothing unfinished is lost
-
-    @property
-    def talking(self) -> int:
-        """Sends and receives between two ranks that are not over."""
-        return len(self.messages)
 
     def waits(self) -> set[str]:
         """Groups in which it is inside a collective."""

@@ -9,7 +9,7 @@ from trainer.agent.flight.dump_fields import group_name, number, word
 def counters(dump: Mapping[str, Any], entries: Iterable[Mapping[str, Any]]) -> dict[str, tuple[int, int]]:
     """By name of the group: the last collective that was enqueued and the last one that was over.
 
-    Groups in which messages were seen are left out, for torch counts those in the same place. So is every group whose
+    Groups in which messages were seen are skipped, for torch counts those in the same place. So is every group whose
     counter is not that of its newest collective here. Empty for gloo, which counts failed collectives as over.
     """
     status, config = dump.get("pg_status"), dump.get("pg_config")

@@ -16,7 +16,7 @@ from trainer.agent.processes.process_tree import block_slurm_signals
 
 
 class ForkServerLink:
-    """One fork server process; a lost one is not mended but replaced by a new link."""
+    """One fork server process; a lost one is replaced by a new link."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class ForkServerLink:
         self._lose("")
 
     def kill(self, reason: str) -> None:
-        """Put an end to a fork server that does not do what it was told."""
+        """Kill a fork server that does not do what it was told."""
         self._lose(reason)
 
     def _lose(self, reason: str) -> None:
@@ -115,7 +115,7 @@ class ForkServerLink:
         self._on_lost(reason or _how_it_ended(status))
 
     def _drain(self) -> None:
-        """Hear the last words of a dead fork server before its death is told."""
+        """Read the last packets of a dead fork server before its death is reported."""
         self._socket.setblocking(False)
         try:
             while True:

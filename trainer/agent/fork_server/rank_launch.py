@@ -1,4 +1,4 @@
-"""What an agent tells its fork server about each rank that is to be born."""
+"""What an agent tells its fork server about each rank to start."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ class GenerationOptions:
     """What the coordinator wants of a generation beyond its being born."""
 
     suspects: tuple[int, ...] = ()  # steps whose checkpoints are not to be loaded
-    skip: tuple[int, ...] = ()  # positions in the data that are left out
+    skip: tuple[int, ...] = ()  # positions in the data that are skipped
     fit: bool = True  # ranks measure their nodes: some of these are new to them
 
     @classmethod
@@ -53,7 +53,7 @@ class RankLauncher:
     def launch_order(
         self, node_rank: int, local_rank: int, generation: int, master: Sequence[Any] | None, options: GenerationOptions
     ) -> dict[str, Any]:
-        """The order for one rank of this seat; `master` is where the ranks of a user's own command meet."""
+        """The order for one rank of this node; `master` is where the ranks of a user's own command meet."""
         config = self._config
         rank = node_rank * config.cluster.ranks_per_node + local_rank
         order: dict[str, Any] = {

@@ -1,6 +1,6 @@
 """PURE: what the coordinator does next inside its attempt.
 
-Rungs 1 (roll back, leave a batch out), 2 (restart in place), 3 (use a spare node) and 4 (leave the attempt).
+Rungs 1 (roll back, skip a batch), 2 (restart in place), 3 (use a spare node) and 4 (leave the attempt).
 """
 
 from dataclasses import dataclass, replace
@@ -14,37 +14,37 @@ from trainer.contract.progress import StopReason
 from trainer.contract.skipped_batches import Skip
 
 SETTLE_SECONDS = 1.0
-"""How long peers get to leave their own outcomes; they may be blocked in a collective for ever, so no longer."""
+"""How long peers get to report their own outcomes: no longer, for they may be blocked in a collective for ever."""
 
 SURE_SECONDS = 0.2
-"""The same when an end explains itself: only an earlier one could be the cause, and that one is on its way."""
+"""The same when an exit explains itself: only an earlier one could be the cause, and that one is on its way."""
 
 QUICK_SECONDS = 60.0
-"""The same exception at the same step twice, each time sooner than this, is taken for a deterministic bug."""
+"""The same exception at the same step twice, each time sooner than this, is classified as a deterministic bug."""
 
 FRUITLESS = 3
 """So many restarts in a row without a step that is new to the attempt are enough."""
 
 FIXED_BY_RESTART = frozenset({FailureKind.RANK_KILLED, FailureKind.HANG})
-"""Failures of the machinery that a new generation on the same nodes mends."""
+"""Failures that a new generation on the same nodes fixes."""
 
 AGAIN_SECONDS = 30.0
 """What a restart for the sake of a save needs at least: the kill, a warm start, a restore, a step or two, the save.
 
-More than the 20 s after a SIGTERM: who sends that will soon kill, and a clean end is worth more than a try.
+More than the 20 s after a SIGTERM: SIGKILL follows soon, and a clean end is worth more than a try.
 """
 
 START_SECONDS = 10.0
 """The same once everything is ready: with less than this left, a generation is not started only to be killed."""
 
 LONGEST_REASON = 2000
-"""Characters of an attempt's last word: agents refuse lines that are too long, and what ranks called has no bound."""
+"""Characters of the outcome's reason: agents refuse lines that are too long, and a desync may name every rank."""
 
 _LOOKED_INTO = frozenset({FailureKind.HANG, FailureKind.DESYNC})
-"""Failures that are declared after all ranks have been looked at: nobody has more to say."""
+"""Failures that are declared after all ranks were examined: no rank will report anything else."""
 
 _NEVER_RETRY = frozenset({FailureKind.USER_ERROR, FailureKind.DESYNC, FailureKind.NUMERIC})
-"""Failures that come back until a person has changed something."""
+"""Failures that come back until somebody has changed something."""
 
 
 class Action(Enum):
@@ -52,8 +52,8 @@ class Action(Enum):
     FINISH = auto()
     STOP = auto()
     RESTART = auto()  # in place
-    ROLL_BACK = auto()  # the same, with a batch left out
-    REPLACE = auto()  # a spare node takes the seat of one that is lost
+    ROLL_BACK = auto()  # the same, and a batch is skipped
+    REPLACE = auto()  # a spare node replaces one that is lost
     END = auto()  # the attempt has failed
 
 
@@ -79,9 +79,9 @@ class Situation:
     restored: int = 0  # step of the checkpoint that this generation began from; 0: none
     failed_generations: tuple[FailedGeneration, ...] = ()  # of the generations before it
     suspects: tuple[int, ...] = ()  # steps whose checkpoints are doubted already
-    spares: int = 0  # nodes that could take the seat of another
-    home: str = ""  # the coordinator's own node, which nobody can replace
-    skipped: tuple[Skip, ...] = ()  # batches that rollbacks of this attempt have left out
+    spares: int = 0  # nodes that could replace another
+    home: str = ""  # the coordinator's own node, which no spare can replace
+    skipped: tuple[Skip, ...] = ()  # batches that rollbacks of this attempt have skipped
     spike_budget: int = 0  # recovery.spike.roll_backs
     hung: tuple[str, ...] = ()  # nodes blamed for hangs of generations before it
     fruitless: int = 0  # restarts in a row, this one included, without a step that is new to the attempt
@@ -98,11 +98,11 @@ class Decision:
     reason: str
     failure: Failure | None = None
     mark: str = ""
-    suspect: int | None = None  # step whose checkpoints are to be left out from now on
-    skip: Skip | None = None  # the batch that is to be left out from now on
+    suspect: int | None = None  # step whose checkpoints are not restored from now on
+    skip: Skip | None = None  # the batch that is skipped from now on
     own: CommandFailure | None = None  # of a command: how it ended by itself
     set_aside: str = ""  # of a command: why its newest checkpoint is to be set aside
-    lost: tuple[str, ...] = ()  # nodes in whose place spares go on
+    lost: tuple[str, ...] = ()  # nodes that spares replace
 
 
 _STOP_FAILURES = {
@@ -114,44 +114,44 @@ _STOP_FAILURES = {
 
 def decide(now: Situation) -> Decision:
     """The next action of a running generation."""
-    # An agent is gone, and its node's ranks with it: only a spare or a new attempt can replace them.
+    # An agent is lost, and its node's ranks with it: only a spare or a new attempt can replace them.
     if now.broken is not None and now.broken.kind is FailureKind.AGENT_LOST:
         return _replace(now, now.broken) or end(now.broken.reason, now.broken)
     if not now.bad() and now.broken is None:
         return _without_failure(now)
-    # Of a hang everybody has been asked already, and nobody will say more by himself.
+    # Before a hang is declared all ranks are examined, and none of them reports more by itself.
     asked = now.broken is not None and now.broken.kind in (FailureKind.HANG, FailureKind.DESYNC)
     if now.broken is not None and now.broken.kind in _LOOKED_INTO and now.stopping is StopReason.NONE:
         return _after_failure(now)
-    # The first bad end need not be the cause: give the others a moment to say what they know.
+    # The first bad exit need not be the cause: give the other ranks a moment to report theirs.
     settle = 0.0 if asked else SURE_SECONDS if any(secondary_order(end) == 0 for end in now.bad()) else SETTLE_SECONDS
     if now.since_failure < settle and len(now.ends) < now.world:
-        return Decision(action=Action.WAIT, reason="a rank has failed; waiting for what its peers have to say")
+        return Decision(action=Action.WAIT, reason="a rank has failed; waiting for the reports of its peers")
     if now.stopping is not StopReason.NONE:
         return _failed_while_stopping(now)
     return _after_failure(now)
 
 
 def _replace(now: Situation, lost: Failure, reason: str = "", nodes: tuple[str, ...] = ()) -> Decision | None:
-    """Rung 3, if it can be used: spares go on in the place of all nodes that are lost or blamed, or none does."""
+    """Rung 3, if there are spares for all nodes that are lost or blamed."""
     nodes = nodes or lost.nodes
     if not nodes or len(nodes) > now.spares or now.stopping is not StopReason.NONE or now.home in nodes:
         return None
-    who = "a spare node takes" if len(nodes) == 1 else f"{len(nodes)} spare nodes take"
+    takers = "a spare node takes" if len(nodes) == 1 else f"{len(nodes)} spare nodes take"
     left = now.spares - len(nodes)
-    reason = f"{reason or lost.reason}; {who} the place of {', '.join(nodes)}, {left} left after it"
+    reason = f"{reason or lost.reason}; {takers} the place of {', '.join(nodes)}, {left} left after it"
     return Decision(action=Action.REPLACE, reason=reason, failure=lost, mark="lost", lost=nodes)
 
 
 def _without_failure(now: Situation) -> Decision:
     if len(now.ends) == now.world:
         stopped = any(end.exit_code == ExitCode.STOPPED_AFTER_SAVE for end in now.ends)
-        # A command that was told to stop may well leave with 0; only its own checkpoints know whether it was done.
+        # A command that was asked to stop may well exit 0; only its own checkpoints say whether it had finished.
         if stopped or (now.command is not None and now.stopping is not StopReason.NONE):
             return Decision(action=Action.STOP, reason=f"all ranks stopped: {now.stopping.name.lower()}")
-        # Slurm signals every process of a step: ranks may leave with 0 before their agents can tell of the signal.
+        # Slurm signals every process of a step: ranks may exit 0 before their agents have reported the signal.
         if now.command is not None and now.since_end < SETTLE_SECONDS:
-            return Decision(action=Action.WAIT, reason="all ranks have ended; waiting for word of a signal")
+            return Decision(action=Action.WAIT, reason="all ranks have ended; waiting for reports of a signal")
         return Decision(action=Action.FINISH, reason="all ranks finished")
     if now.overdue:
         return stop_failure(now.stopping, "ranks were told to stop and save, did not do so in time, and were killed")
@@ -180,11 +180,11 @@ def _failed_while_stopping(now: Situation) -> Decision:
 
 
 def _bad_while_stopping(now: Situation, cause: Cause, reason: str) -> Decision:
-    """The batch is left out whether or not there is time to go on from before it and save: the next attempt can."""
+    """The batch is skipped even if there is no time to train on and save: the next attempt can."""
     rollback = _roll_back(now, cause, reason, doubted=False)
     if rollback.action is not Action.ROLL_BACK or not (why_not := _no_time(now)):
         return rollback
-    stopped = stop_failure(now.stopping, f"{cause.failure.reason}, {why_not}; that batch is left out from now on")
+    stopped = stop_failure(now.stopping, f"{cause.failure.reason}, {why_not}; that batch is skipped from now on")
     return replace(stopped, skip=rollback.skip)
 
 
@@ -199,7 +199,7 @@ def _no_time(now: Situation) -> str:
     """The same of a rollback, which uses no restart."""
     if now.again:
         return "once more after a restart for the save"
-    # A stop's bound is also put off while ranks move; what is left of it now is certain.
+    # A stop's bound is also moved while ranks make progress; only what is left of it now is certain.
     return "" if now.left >= AGAIN_SECONDS else f"with {now.left:.0f} s left, too few to start again"
 
 
@@ -237,7 +237,7 @@ def _rung(now: Situation, cause: Cause, reason: str, *, doubted: bool) -> Decisi
         return _roll_back(now, cause, reason, doubted=doubted)
     if failure.kind is FailureKind.NODE_SUSPECT:
         return _replace(now, failure, reason) or end(reason, failure, cause.mark)
-    # Once is an accident, of the program or of anything; twice on one node speaks of that node.
+    # One hang can have any cause; two on one node point to that node.
     again = tuple(node for node in failure.nodes if node in now.hung)
     if failure.kind is FailureKind.HANG and again:
         verb = "is" if len(again) == 1 else "are"
@@ -247,21 +247,21 @@ def _rung(now: Situation, cause: Cause, reason: str, *, doubted: bool) -> Decisi
 
 
 def _roll_back(now: Situation, cause: Cause, reason: str, *, doubted: bool) -> Decision:
-    """Rung 1: the newest checkpoint again, and the batch of the bad step left out; uses no restart."""
+    """Rung 1: the newest checkpoint again, and the batch of the bad step is skipped; uses no restart."""
     failure, used = cause.failure, len(now.skipped)
     assert cause.position is not None
     assert failure.step is not None
     if cause.position in {skip.position for skip in now.skipped}:
-        return end(f"{reason}; that batch was to be left out already", failure, cause.mark)
+        return end(f"{reason}; that batch was to be skipped already", failure, cause.mark)
     # It was not the batch; from an older checkpoint it may not come back.
     if not doubted and failure.step in {skip.step for skip in now.skipped}:
-        reason = f"{reason}; step {failure.step} was bad before, and the batch it had then was left out"
+        reason = f"{reason}; step {failure.step} was bad before, and the batch it had then was skipped"
         return end(reason, failure, cause.mark)
     if used >= now.spike_budget:
         return end(f"{reason}; all {now.spike_budget} rollbacks of this attempt are used", failure, cause.mark)
     return Decision(
         action=Action.ROLL_BACK,
-        reason=f"{reason}; rollback {used + 1} of {now.spike_budget}, with that batch left out",
+        reason=f"{reason}; rollback {used + 1} of {now.spike_budget}, skipping that batch",
         failure=failure,
         mark=cause.mark,
         skip=Skip(step=failure.step, position=cause.position, reason=failure.reason),
@@ -273,7 +273,7 @@ def _restart(now: Situation, cause: Cause, reason: str) -> Decision:
     failure = cause.failure
     if not cause.retry:
         return end(reason, failure, cause.mark)
-    # Of a command no step is known.
+    # The steps of a command are not known.
     if now.fruitless >= FRUITLESS and now.command is None:
         return end(f"{reason}; {now.fruitless} restarts in a row have trained no new step", failure, cause.mark)
     if now.restarts >= now.budget:
@@ -324,7 +324,7 @@ def _cut(reason: str) -> str:
 
 
 def exit_code(failure: Failure) -> ExitCode:
-    """With what code agents leave after this failure."""
+    """The agents' exit code after this failure."""
     if failure.kind in _NEVER_RETRY:
         return ExitCode.NEVER_RETRY
     if failure.kind is FailureKind.NODE_SUSPECT:

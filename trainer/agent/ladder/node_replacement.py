@@ -1,4 +1,4 @@
-"""Rung 3: spare nodes take the seats of those that are lost or blamed, within the job."""
+"""Rung 3: spare nodes replace those that are lost or blamed, within the job."""
 
 from trainer.agent.ladder import in_job_policy
 from trainer.agent.ladder.in_job_policy import Action, Decision
@@ -8,11 +8,11 @@ from trainer.contract.outcome import Failure, FailureKind
 
 
 def replace(decision: Decision, roster: Roster, events: EventLog) -> Decision | None:
-    """Let spares take every vacant seat; how the attempt ends, when that cannot be.
+    """Replace every lost or excluded node by a spare; a Decision to end the attempt when that is not possible.
 
-    Why this is safe although a lost node may live on, out of reach, for a while, and ranks of a blamed one may, too:
-    - Its agent ends its ranks when its connection ends or falls silent, and is never admitted again; that of a blamed
-      node has been told to kill them, and has a seat no more.
+    Why this is safe although a lost node, or the ranks of a blamed one, may live on out of reach for a while:
+    - Its agent ends its ranks when its connection ends or times out, and is never admitted again; that of a blamed
+      node has been told to kill them, and has no node rank any more.
     - Its ranks cannot train: every step needs all ranks of their generation, and those of the other nodes are killed
       before a new generation starts.
     - They cannot commit or delete a checkpoint: rank 0, which sits beside the coordinator, leads both, and a commit
@@ -25,20 +25,20 @@ def replace(decision: Decision, roster: Roster, events: EventLog) -> Decision | 
     moves, why = roster.replace_nodes()
     for move in moves:
         name, left = roster.members[move.node].name, roster.members[move.instead]
-        told = {"reason": left.excluded or failure.reason, "kind": str(_failure_kind_of(left, failure))}
-        events.write(EventKind.SPARE_USED, node=move.node, name=name, instead=left.name, **told)
+        about = {"reason": left.excluded or failure.reason, "kind": str(_failure_kind_of(left, failure))}
+        events.write(EventKind.SPARE_USED, node=move.node, name=name, instead=left.name, **about)
     return None if moves else in_job_policy.end(f"{decision.reason}; {why}", failure)
 
 
 def _failure_kind_of(left: Member, failure: Failure) -> FailureKind:
-    """The kind of failure that this node has lost its seat for."""
+    """The kind of failure for which this node was replaced."""
     if left.name in failure.nodes:
         return failure.kind
     return FailureKind.AGENT_LOST if left.lost else FailureKind.NODE_SUSPECT
 
 
 def _exclude_nodes(decision: Decision, roster: Roster) -> None:
-    """The nodes that are given up train no more, although they may answer."""
+    """The nodes that are replaced must not train, although their agents may answer."""
     failure = decision.failure
     assert failure is not None
     for name in _replaced_nodes(decision):
@@ -47,7 +47,7 @@ def _exclude_nodes(decision: Decision, roster: Roster) -> None:
 
 
 def _replaced_nodes(decision: Decision) -> tuple[str, ...]:
-    """The nodes in whose place spares go on."""
+    """The names of the nodes that spares replace."""
     return decision.lost or (decision.failure.nodes if decision.failure is not None else ())
 
 
@@ -64,7 +64,7 @@ def replace_unkillable_nodes(
 ) -> Decision:
     """What is done instead of `decision` when ranks of this generation could not be killed within `seconds`.
 
-    A node on which a rank cannot die must not train, whoever was the cause of the kill.
+    A node on which a rank cannot be killed must not train, whatever the kill was for.
     """
     assert decision.failure is not None
     stuck = [
@@ -90,7 +90,7 @@ def can_replace(decision: Decision | None, roster: Roster) -> bool:
     """Whether this end of an attempt, between two generations, comes of one node alone, and spares are left."""
     if decision is None or decision.action is not Action.END or decision.failure is None or not roster.spares():
         return False
-    # A program that nobody could load yet will not load on a spare.
+    # A program that no node could import will not load on a spare.
     if decision.failure.kind is FailureKind.USER_ERROR:
         return False
     node = roster.node_of(decision.failure.node)

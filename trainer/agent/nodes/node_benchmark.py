@@ -51,7 +51,7 @@ class NodeBenchmark:
         return True
 
     def missing(self) -> list[int]:
-        """Ranks that have told nothing."""
+        """Ranks that have reported nothing."""
         return [rank for rank in range(len(self._nodes)) if rank not in self._measured]
 
     def failure(self, history: Mapping[str, float] | None = None) -> Failure | None:

@@ -1,4 +1,4 @@
-"""Small, true checks of a node before anything trains on it, and whom a failed one blames."""
+"""Small, real checks of a node before anything trains on it, and which node a failed one blames."""
 
 import errno
 import os
@@ -23,7 +23,7 @@ _FEWEST_FILES = 1024
 _DEVICES = Path("/dev")
 _AMD = Path("/dev/kfd")
 _DRIVER_SECONDS = 20.0
-"""Asked a few times in a row, it must have answered before the coordinator gives the whole examination up."""
+"""The driver is queried a few times in a row, within the coordinator's timeout for the whole preflight."""
 _SHARED_MEMORY = Path("/dev/shm")
 _LEAST_SHARED = 16 << 20  # for each rank: NCCL's buffers; gloo and the progress cells need none
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -31,7 +31,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One check that failed; `shared`: it looks at something that all nodes see, so others can bear witness."""
+    """One check that failed; `shared`: it is about something that all nodes see, so that nodes can be compared."""
 
     check: str
     reason: str
@@ -150,7 +150,7 @@ def _broken_devices(wanted: int) -> Fault | None:
         found = gpu_health.complaints(_driver("-q", "-x"))
         lost = gpu_health.lost_links(_driver("nvlink", "--status")) if wanted > 1 else ""
     except (subprocess.TimeoutExpired, OSError):
-        return None  # `_devices` has its word on a driver that does not answer
+        return None  # `_devices` reports a driver that does not answer
     reasons = [*found, lost] if lost else found
     return Fault(check="GPU health", reason="; ".join(reasons), shared=False) if reasons else None
 
@@ -161,7 +161,7 @@ def _driver(*arguments: str) -> str:
 
 
 def find_blamed_node(faults: Mapping[str, Sequence[Fault]]) -> Failure | None:
-    """PURE: whom to blame when the nodes (by name) report these faults; None when all are fit.
+    """PURE: which node to blame when the nodes (by name) report these faults; None when all are fit.
 
     A node is suspect only for what the others do not suffer from, or what is its own by nature.
     """
@@ -183,9 +183,9 @@ def find_blamed_node(faults: Mapping[str, Sequence[Fault]]) -> Failure | None:
 
 
 def skew(ahead: Mapping[str, float], config: PreflightConfig) -> Failure | None:
-    """PURE: whom to blame when the nodes' clocks are so many seconds ahead of the coordinator's.
+    """PURE: which node to blame when the nodes' clocks are so many seconds ahead of the coordinator's.
 
-    Of two nodes that disagree nobody knows which is right.
+    Of two nodes that disagree it is not known which one is right.
     """
     if not ahead:
         return None

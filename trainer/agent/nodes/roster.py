@@ -12,14 +12,11 @@ from trainer.agent.nodes.node_ranks import NodeRanks, Replacement, assign_node_r
 from trainer.agent.nodes.preflight import Fault
 
 AGENT_TIMEOUT_SECONDS = 60.0
-"""An agent (or coordinator) that says nothing for so long is lost; it speaks twice a second when it lives."""
+"""An agent (or coordinator) that sends nothing for so long is lost; a live one sends twice a second."""
 STALLED_TIMEOUT_SECONDS = 10.0
-"""The same while no rank of the job moves, as when a node has gone from the network: its peers wait for it."""
-RETURN_SECONDS = 5.0
-"""An agent that goes before it has said anything may be about to say hello again: it was not let in soon enough."""
-
+"""The same while no rank of the job moves, as when a node has lost the network: its peers wait for it."""
 LATE_SECONDS = 3.0
-"""A look that was due so long ago tells that the coordinator itself had no time: it was suspended, or starved."""
+"""A tick that is so late means that the coordinator itself was suspended, or got no CPU time."""
 LOOK_SECONDS = 1.0
 
 
@@ -31,14 +28,14 @@ class Member:
     name: str
     peer: Peer
     last_message_at: float
-    has_sent: bool = False  # it has said more than hello
+    has_sent: bool = False  # a message after its hello
     faults: list[Fault] | None = None
     ready: bool = False
     gone: int = 0  # newest generation of which nothing is left on this node
     lost: str = ""  # why it is lost
     machine: str = ""  # identity of the machine it runs on, where that is known
-    ahead: float = 0.0  # seconds by which its clock is ahead of the coordinator's, the wire's delay included
-    excluded: str = ""  # why its node must not train, though it answers
+    ahead: float = 0.0  # seconds by which its clock is ahead of the coordinator's, network delay included
+    excluded: str = ""  # why its node must not train, although its agent answers
     progress: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -47,13 +44,14 @@ class Member:
 
 
 class Roster:
-    """Who has joined; turns connections into messages for the coordinator's inbox."""
+    """The agents that have joined; turns their connections into messages for the coordinator's inbox."""
 
     def __init__(
-        self, nodes: int, attempt: int, deliver: Callable[[int, Message], None], *, node_ranks: int | None = None
-    ) -> None:
-        """`seats`: how many of the nodes train; the others are spares."""
-        self._nodes, self._attempt, self._deliver = nodes, attempt, deliver
+        self, nodes: int, attempt: int, deliver: Callable[[int, Message], None], *, node_ranks: int | None = None,
+        rejoin: float = 5.0,
+    ) -> None:  # fmt: skip
+        """`node_ranks`: how many of the nodes train; the others are spares. `rejoin`: see `Timeouts`, in seconds."""
+        self._nodes, self._attempt, self._deliver, self._rejoin_seconds = nodes, attempt, deliver, rejoin
         self._wanted = nodes if node_ranks is None else node_ranks
         self._assigned = False
         self._last_tick: float | None = None
@@ -78,7 +76,7 @@ class Roster:
             return True
         if member.has_sent or member.lost:
             return False
-        # Its agent has waited in vain for the welcome, and says hello again.
+        # It got no welcome in time, and connects again.
         member.peer.drop()
         member.peer, member.name, member.last_message_at = peer, name, time.monotonic()
         return True
@@ -90,14 +88,14 @@ class Roster:
         try:
             broken = await self._receive(member, peer)
             if not broken and not member.has_sent:
-                await asyncio.sleep(RETURN_SECONDS)
+                await asyncio.sleep(self._rejoin_seconds)
             reason = broken or reason
         finally:
             if member.peer is peer:
                 self._deliver(member.node, {"say": "lost", "reason": reason})
 
     async def _receive(self, member: Member, peer: Peer) -> str:
-        """Until the connection ends; why it cannot go on when what it brings cannot be read."""
+        """Until the connection ends; returns why it cannot go on when a message cannot be read."""
         try:
             while (message := await peer.receive()) is not None and member.peer is peer:
                 message_schema.check(message)
@@ -108,7 +106,7 @@ class Roster:
         return ""
 
     def _note(self, member: Member, message: Message, now: float) -> None:
-        """It has spoken; a report that differs from the one before tells that ranks of it move."""
+        """Note when it was heard; a report that differs from the one before means that its ranks move."""
         member.last_message_at, member.has_sent = now, True
         if message["say"] == "progress" and any(
             message.get(key) != member.progress.get(key) for key in ("generation", "step", "phase")
@@ -116,7 +114,7 @@ class Roster:
             self._moved = now
 
     def record_preflight(self, node: int, faults: list[Fault], message: Message, wall: float) -> None:
-        """An agent has looked at its own node; `wall` is the time of day here. Raises TypeError or ValueError."""
+        """Take in an agent's preflight; `wall` is the time of day here. Raises TypeError or ValueError."""
         member = self.members[node]
         member.faults, member.machine = faults, str(message.get("machine", ""))
         member.ahead = float(message.get("wall", wall)) - wall
@@ -125,17 +123,17 @@ class Roster:
         return [member for member in self.members.values() if not member.lost]
 
     def training_members(self) -> list[Member]:
-        """Those who train and are there, by seat."""
+        """Those that train and are not lost, by node rank."""
         found = (self.members.get(node) for _, node in sorted(self.node_ranks.items()))
         return [member for member in found if member is not None and not member.lost]
 
     def spares(self) -> list[Member]:
-        """Those who could take a seat."""
+        """Those that could replace a training node."""
         training = set(self.node_ranks.values())
         return [member for member in self._usable() if member.node not in training]
 
     def _usable(self) -> list[Member]:
-        """Those who can be relied on: they have been examined and nothing was found."""
+        """Those that have passed preflight and are neither lost nor excluded."""
         return [member for member in self.members.values() if member.usable and member.faults == []]
 
     def enough(self) -> bool:
@@ -143,16 +141,16 @@ class Roster:
         return assign_node_ranks_to(self._wanted, [member.node for member in self.present()])[0] is not None
 
     def can_train(self) -> bool:
-        """Whether enough fit nodes are there for all seats, the leader among them."""
+        """Whether enough nodes have passed preflight for all node ranks, the leader among them."""
         return assign_node_ranks_to(self._wanted, [member.node for member in self._usable()])[0] is not None
 
     def could_train(self) -> bool:
-        """The same, if all that is still to be heard were good."""
+        """The same, if every node whose preflight is still missing passed it."""
         gone = {node for node, member in self.members.items() if not member.usable or member.faults}
         return assign_node_ranks_to(self._wanted, set(range(self._nodes)) - gone)[0] is not None
 
     def assign_node_ranks(self) -> str:
-        """Give out the seats, if there are nodes enough, and tell who has one; returns how that went."""
+        """Assign node ranks and send them, if there are enough nodes; returns the reason."""
         node_ranks, reason = assign_node_ranks_to(self._wanted, [member.node for member in self._usable()])
         if node_ranks is None:
             return reason
@@ -162,7 +160,7 @@ class Roster:
         return reason
 
     def replace_nodes(self) -> tuple[tuple[Replacement, ...], str]:
-        """Let spares take the seats of nodes that are lost or unfit; no moves, and why, when there is no such way."""
+        """Give spares the node ranks of lost or excluded nodes; no moves, and the reason, when that is not possible."""
         fit = [member.node for member in self._usable()]
         moves, reason = replacements(self.node_ranks, fit, [node for node in fit if self.members[node].ready])
         for move in moves:
@@ -175,7 +173,7 @@ class Roster:
         return node in self.node_ranks.values() if self._assigned else not self.could_train()
 
     def node_of(self, name: str | None) -> int | None:
-        """The node of this name among those that are there."""
+        """The node of this name, if its agent is not lost."""
         return next((member.node for member in self.present() if member.name == name), None)
 
     def missing(self) -> list[int]:
@@ -186,7 +184,7 @@ class Roster:
         return not self.missing()
 
     def all_examined(self) -> bool:
-        """Whether all who have joined have been examined."""
+        """Whether all that have joined have reported their preflight."""
         return all(member.faults is not None for member in self.present())
 
     def unexamined(self) -> list[str]:
@@ -196,22 +194,22 @@ class Roster:
         return [member.name for member in self.training_members() if not member.ready]
 
     def all_ready(self) -> bool:
-        """Whether every seat has a fork server that can start ranks."""
+        """Whether every training node has a fork server that can start ranks."""
         return len(self.training_members()) == len(self.node_ranks) and all(
             member.ready for member in self.training_members()
         )
 
     def all_gone(self, generation: int, *, but: Collection[str] = ()) -> bool:
-        """Whether nothing of this generation is left on any node that had a seat and still answers.
+        """Whether nothing of this generation is left on any training node that is not lost.
 
-        `but`: of these nodes it does not matter.
+        `but`: names of nodes that do not matter.
         """
         training_members = (self.members.get(node) for node in self.node_ranks.values())
         training = [member for member in training_members if member is None or member.name not in but]
         return all(member.gone >= generation for member in training if member is not None and not member.lost)
 
     def tick(self, now: float) -> None:
-        """Once a second. After a pause of the coordinator itself all begin anew: the whole job may have had it."""
+        """Once a second. After a pause of the coordinator all timeouts start anew: the whole job may have paused."""
         if self._last_tick is not None and now - self._last_tick > LOOK_SECONDS + LATE_SECONDS:
             for member in self.members.values():
                 member.last_message_at = now
@@ -219,8 +217,8 @@ class Roster:
         self._last_tick = now
 
     def find_timed_out(self, now: float) -> tuple[Member, str] | None:
-        """An agent that should have spoken long ago, and for how long it has not; sooner when nothing moves."""
-        # Measured by the last word of any agent: a coordinator that was stopped itself must not take all for lost.
+        """An agent that has been silent for too long, and the reason; the limit is shorter while no rank moves."""
+        # Relative to the newest message of any agent: a coordinator that was stopped must not lose all of them.
         latest = min(now, max((member.last_message_at for member in self.present()), default=now))
         standing = self._moved is not None and now - self._moved > STALLED_TIMEOUT_SECONDS
         patience = STALLED_TIMEOUT_SECONDS if standing else AGENT_TIMEOUT_SECONDS
@@ -231,25 +229,25 @@ class Roster:
         return quiet, f"it has been silent for {now - quiet.last_message_at:.0f} s{also}"
 
     def broadcast(self, say: str, **fields: Any) -> None:
-        """Send one message to every agent that is there."""
+        """Send one message to every agent that is not lost."""
         for member in self.present():
             member.peer.send(say, **fields)
 
     def start_generation(self, **fields: Any) -> None:
-        """Tell everyone who has a seat to start its ranks."""
+        """Tell every training node to start its ranks."""
         self._moved = time.monotonic()
         for node_rank, node in self.node_ranks.items():
             if not self.members[node].lost:
                 self.members[node].peer.send("start", seat=node_rank, **fields)
 
     def names(self) -> list[str]:
-        """Of all nodes that have joined: those with a seat in its order, then the others that are still there."""
+        """Of all nodes that have joined: those that train by node rank, then the others that are not lost."""
         order = [node for _, node in sorted(self.node_ranks.items())]
         order += sorted({member.node for member in self.present()} - set(order))
         return [self.members[node].name for node in order if node in self.members]
 
     async def wait_until_disconnected(self, seconds: float) -> None:
-        """Wait until every agent has hung up, but not longer than `seconds`."""
+        """Wait until every agent has disconnected, for `seconds` at most."""
         give_up = time.monotonic() + seconds
         while any(not member.peer.hung_up() for member in self.present()) and time.monotonic() < give_up:
             await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The report of an agent that ends without its coordinator's word: the controller can hear of it by files alone."""
+"""The report of an agent that ends without its coordinator: the controller can learn of it from files only."""
 
 import time
 from contextlib import suppress

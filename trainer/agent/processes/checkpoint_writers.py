@@ -116,7 +116,7 @@ class CheckpointWriters:
         self._first = ranks.start
 
     def connection(self, local_rank: int) -> "contextlib.AbstractContextManager[list[int]]":
-        """As Scribe.connection, for one of the node's ranks."""
+        """As `connection` of one writer, for one of the node's ranks."""
         return self._writers[local_rank].connection()
 
     def pid_of(self, rank: int) -> int | None:

@@ -1,4 +1,4 @@
-"""Running what may hang (a file system, a driver) in a thread that nobody has to wait for, not even at the exit."""
+"""Running what may hang (a file system, a driver) in a thread that nothing has to wait for, not even the exit."""
 
 import asyncio
 import threading
@@ -23,7 +23,7 @@ def start_detached(function: Callable[[], T]) -> "asyncio.Future[T]":
     future: asyncio.Future[T] = loop.create_future()
 
     def settle(value: T | None, error: BaseException | None) -> None:
-        if future.done():  # nobody waits any more
+        if future.done():  # its caller waits no more
             return
         if error is not None:
             future.set_exception(error)

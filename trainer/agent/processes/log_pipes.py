@@ -18,7 +18,7 @@ from trainer.contract.log_files import LogFile, LogsConfig
 PIPE_BYTES = 1 << 20
 _BLOCK = 1 << 18
 MOST_WAITING = 32 << 20
-"""Bytes that wait for the file system at most; then those who print have to wait as well."""
+"""Bytes that wait for the file system at most; then processes that print have to wait as well."""
 STALL_SECONDS = 5.0
 """How long they wait when the file system takes nothing at all; what they print from then on is dropped."""
 
@@ -60,7 +60,7 @@ class LogPipes:
         self._limits = limits
 
     def descriptor(self, path: Path) -> int:
-        """What a process must write to for its words to come into this log; kept open for the next process."""
+        """The descriptor that a process writes to for this log; kept open for the next process."""
         with self._news:
             if path not in self._logs:
                 ours, theirs = os.pipe2(os.O_CLOEXEC)
@@ -85,7 +85,7 @@ class LogPipes:
             self._closed = True
             self._news.notify_all()
             for log in self._logs.values():
-                os.close(log.theirs)  # the reader sees the end of every pipe that nobody else holds
+                os.close(log.theirs)  # the reader sees the end of every pipe that no other process holds
 
     def _is_written(self, path: Path) -> bool:
         log = self._logs.get(path)
@@ -100,7 +100,7 @@ class LogPipes:
 
     def _take(self, log: _Log) -> None:
         with self._news:
-            # One that prints faster than the disk writes waits; for a disk that does not answer nobody waits for long.
+            # A process that prints faster than the disk writes waits, but not for long when the disk does not answer.
             patience = 0.0 if self._stalled else self._stall_seconds
             has_room = self._news.wait_for(lambda: self._waiting < MOST_WAITING, patience)
             self._stalled = not has_room

@@ -1,4 +1,4 @@
-"""Who dies with whom, and who listens to Slurm: parent-death signals, orphans that come back, deafness."""
+"""Parent-death signals, adopted orphans, and which processes handle Slurm's signals."""
 
 import ctypes
 import os
@@ -22,7 +22,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 def set_pdeathsig(parent: int, number: int = signal.SIGKILL) -> None:
     """Ask the kernel for `number` when the process `parent` dies; exits at once when it is dead already."""
     _prctl(_PR_SET_PDEATHSIG, number)
-    # The parent may have died before the kernel heard the wish.
+    # The parent may have died before the call.
     if os.getppid() != parent:
         os._exit(ExitCode.RETRY)
 
@@ -34,7 +34,7 @@ def become_subreaper() -> None:
 
 @contextmanager
 def block_slurm_signals() -> Iterator[None]:
-    """Hold Slurm's signals back while a child is started: it inherits the mask and is deaf from birth."""
+    """Hold Slurm's signals back while a child is started: it inherits the mask."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SLURM_SIGNALS)
     try:
         yield
@@ -43,14 +43,14 @@ def block_slurm_signals() -> Iterator[None]:
 
 
 def ignore_slurm_signals() -> None:
-    """Ignore Slurm's signals from now on, across exec too; ends what `unheard` began."""
+    """Ignore Slurm's signals from now on, across exec too; ends what `block_slurm_signals` began."""
     for number in SLURM_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SLURM_SIGNALS)
 
 
 def kill_group(group: int, number: int = signal.SIGKILL) -> bool:
-    """Signal a process group; False when nobody is left in it."""
+    """Signal a process group; False when no process is left in it."""
     try:
         os.killpg(group, number)
     except ProcessLookupError:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 LOOK_SECONDS = 1.0
 LATE_SECONDS = 3.0
-"""A look so late tells that this process stood still itself: the whole job was suspended, or the machine starved."""
+"""A check so late means that this process did not run either: the whole job was suspended, or had no CPU time."""
 REPORT_SECONDS = 5.0
 """How long the report may take: a file system that hangs may be what the agent is stuck in."""
 
@@ -59,7 +59,7 @@ def process_state(pid: int) -> str:
 
 
 def report(path: Path, node: int, name: str, reason: str) -> None:
-    """Leave the word of an agent that cannot speak for itself."""
+    """Write the report of an agent that cannot do so itself."""
     fields = {"node": node, "name": name, "end": "frozen", "reason": reason, "time": time.time()}
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(json.dumps(fields))

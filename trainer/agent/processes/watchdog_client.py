@@ -38,7 +38,7 @@ class WatchdogClient:
             await asyncio.sleep(BEAT_SECONDS)
 
     def close(self) -> None:
-        """The agent leaves in good order: nobody has to watch it."""
+        """The agent ends in good order: the watchdog is not needed any more."""
         self._task.cancel()
         os.close(self._ours)
         with suppress(subprocess.TimeoutExpired):

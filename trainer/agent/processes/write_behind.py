@@ -1,4 +1,4 @@
-"""Text that a thread of its own writes: a file system that hangs does not hold up who has something to say."""
+"""Text that a thread of its own writes: a file system that hangs does not delay the caller."""
 
 import threading
 import time
@@ -10,7 +10,7 @@ MOST_CHARACTERS = 16 << 20
 """So much waits at most for a file that hangs; what comes then is lost."""
 
 CLOSE_SECONDS = 5.0
-"""How long a file that hangs may hold up the end."""
+"""How long a file that hangs may delay the end."""
 
 
 class WriteBehind:
@@ -47,7 +47,7 @@ class WriteBehind:
         """Why nothing more can be taken; empty when it can."""
         if self._closed:
             return "it came after the end"
-        # Once full it takes nothing before all is written: gaps are few, and each is told.
+        # Once full it takes nothing until all is written: gaps are few, and each is reported.
         if len(self._texts) >= MOST_TEXTS or self._characters >= MOST_CHARACTERS:
             self._full = True
         return "too much waits for a file that hangs; what follows is lost too, until it answers" if self._full else ""
@@ -71,7 +71,7 @@ class WriteBehind:
         while (text := self._next()) is not None:
             try:
                 self._write(text)
-            except (OSError, ValueError) as error:  # ValueError: a stream that somebody has closed
+            except (OSError, ValueError) as error:  # ValueError: a stream that was closed
                 self._lost(text, str(error))
             with self._news:
                 self._texts.popleft()

@@ -1,4 +1,4 @@
-"""The ends of ranks, told in their order: what is known of each is read meanwhile, for as long as that takes."""
+"""Exit reports of ranks, sent in the order of the exits, each as soon as everything about it was read."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
@@ -9,7 +9,7 @@ Task = asyncio.Task[None]
 
 
 class ExitReports:
-    """The first death tells most: none is told before those that came before it."""
+    """The first exit matters most: no report is sent before those of earlier exits."""
 
     def __init__(self, spawn: Callable[[Coroutine[Any, Any, None]], Task]) -> None:
         """`spawn` starts a task that ends with its agent."""
@@ -17,7 +17,7 @@ class ExitReports:
         self._last: Task | None = None
 
     def add(self, read: Callable[[], Awaitable[Known]], send: Callable[[Known], None]) -> None:
-        """Read what is known of an end now, and tell it when its turn comes."""
+        """Read what is known of an exit now, and send it when its turn comes."""
         self._last = self._spawn(self._send(read, send, self._last))
 
     async def wait_until_sent(self) -> None:

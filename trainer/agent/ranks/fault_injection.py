@@ -1,4 +1,4 @@
-"""Faults on purpose in a live job: what a drill request orders, and how an agent brings it about."""
+"""Faults injected into a live job: what a drill request orders, and how an agent carries it out."""
 
 import os
 import signal
@@ -15,14 +15,14 @@ AGENT_KINDS = {
     "kill-agent": "SIGKILL to the agent of a node",
     "kill-node": "SIGKILL to the agent of a node and to everything that it has started",
 }
-"""Faults that an agent brings upon its own node; those in `KINDS` are brought about by the rank that they hit."""
+"""Faults that an agent injects into its own node; those in `KINDS` are injected by the rank that they hit."""
 
 _BY_SIGNAL = {"kill-rank": signal.SIGKILL, "stop-rank": signal.SIGSTOP}
 """Kinds for which no step has to come: the agent does it itself."""
 
 
 def drill_order(request: Request, cluster: ClusterShape) -> tuple[dict[str, Any] | None, str]:
-    """What all agents are told of a drill request, or None when it cannot be; and the answer."""
+    """The message to all agents about a drill request, or None when it is refused; and the answer."""
     kind, at = request.detail, 0 if request.value is None else int(request.value)
     node = kind in AGENT_KINDS
     if not node and kind not in KINDS:
@@ -43,7 +43,7 @@ def is_here(message: Message, ranks: LocalRanks, node_rank: int | None) -> bool:
 
 
 def inject(message: Message, ranks: LocalRanks) -> None:
-    """Bring it about; of a fault that ends the agent nothing returns."""
+    """Inject it; a fault that ends the agent does not return."""
     kind = message["kind"]
     if kind == "kill-node":
         for local in ranks.by_rank.values():

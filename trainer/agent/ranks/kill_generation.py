@@ -8,28 +8,31 @@ from trainer.agent.fork_server.link import ForkServerLink
 from trainer.agent.ranks.local_ranks import LocalRanks
 
 OBEY_SECONDS = 3.0
-"""A fork server does within milliseconds what it is told; one that has not after so long is looked at."""
-_TERM_SECONDS = 5.0
+"""A fork server kills its ranks within milliseconds; one that has not after so long is checked."""
+TERM_SECONDS = 5.0
+"""How long a user's program has between SIGTERM and SIGKILL."""
 
 
-async def kill_all(ranks: LocalRanks, link: ForkServerLink, *, politely: bool) -> None:
-    """Until all are gone or the fork server is lost, whose ranks are buried.
+async def kill_all(
+    ranks: LocalRanks, link: ForkServerLink, *, politely: bool, term: float = TERM_SECONDS, obey: float = OBEY_SECONDS
+) -> None:
+    """Until all are gone, or the fork server is lost: then `kill_orphaned_ranks` takes over.
 
-    `politely`: SIGTERM first, where it says anything: to a user's program that has not had it yet. Our ranks ignore it.
+    `politely`: send SIGTERM first, to a user's program that has not had it yet; our own ranks ignore it.
     """
     if politely:
         link.signal_ranks(signal.SIGTERM)
-        give_up = time.monotonic() + _TERM_SECONDS
+        give_up = time.monotonic() + term
         while not ranks.all_gone() and time.monotonic() < give_up:
             await asyncio.sleep(0.02)
-    if ranks.all_gone():  # who runs now is of the next generation
+    if ranks.all_gone():  # ranks that run now are of the next generation
         return
     link.signal_ranks(signal.SIGKILL)
     while True:
-        await asyncio.sleep(OBEY_SECONDS)
+        await asyncio.sleep(obey)
         if ranks.all_gone() or link.lost:
             return
-        # With memory pinned for a GPU a rank takes long to die: that is no fault of its fork server, which stays.
+        # With memory pinned for a GPU a rank takes long to die: that is not the fault of its fork server, which stays.
         ranks.kill_uncollected()
         reason = _why_not_obeyed(ranks, link)
         if reason:
@@ -37,7 +40,7 @@ async def kill_all(ranks: LocalRanks, link: ForkServerLink, *, politely: bool) -
 
 
 def _why_not_obeyed(ranks: LocalRanks, link: ForkServerLink) -> str:
-    """Why this fork server must go before its ranks can; one that leaves a dead rank uncollected is found elsewhere."""
+    """Why this fork server must be killed first; one that leaves a dead rank uncollected is found elsewhere."""
     if link.stopped():
         return "it was stopped when its ranks had to be killed"
     if any(local.pid is None and not local.gone for local in ranks.by_rank.values()):

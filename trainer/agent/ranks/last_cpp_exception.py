@@ -1,4 +1,4 @@
-"""What a rank's log says of the moment when the process was aborted: the rank itself could tell nothing more."""
+"""The C++ exception in a rank's log, for a process that was aborted and could report nothing itself."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ from trainer.contract.rank_messages import generation_mark
 
 _TAIL = 16384
 _WHAT = re.compile(r"^[ \t]*what\(\):[ \t]*(\S.*)$", re.MULTILINE)
-"""How the C++ runtime tells an exception that nobody has caught; `\\s` would look over all blank lines from each."""
+"""How the C++ runtime prints an uncaught exception; `\\s` would look over all blank lines from each."""
 
 
 def last_cpp_exception(log: Path, generation: int) -> str | None:
@@ -21,6 +21,6 @@ def last_cpp_exception(log: Path, generation: int) -> str | None:
 
 
 def uncaught(text: str) -> str | None:
-    """The newest uncaught C++ exception that a text tells of."""
+    """The newest uncaught C++ exception in a text."""
     found = _WHAT.findall(text)
     return found[-1].strip() if found else None

@@ -11,9 +11,9 @@ from trainer.contract.log_files import read_tail
 from trainer.contract.rank_messages import generation_mark
 
 LINES, WIDTH = 20, 200
-"""So much of a log travels and is shown."""
+"""So much of a log is sent and shown."""
 _MOST = 1 << 20
-"""Bytes of a log that are looked at; of a program that wrote more, only so much is known."""
+"""Bytes of a log that are read; of a program that wrote more, only these are known."""
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(\x07|\x1b\\)|\x1b.")
 _CONTROLS = {number: None for number in (*range(9), *range(11, 32), *range(127, 160))} | {9: " "}
 _RANK = re.compile(r"^\[rank\d+\]: ?")

@@ -26,9 +26,9 @@ class LocalRank:
     handle: int | None = None  # pidfd
     ended: bool = False
     gone: bool = False
-    reported: bool = False  # the coordinator has heard how it ended
+    reported: bool = False  # its exit was reported to the coordinator
     last: Progress = field(default_factory=Progress)
-    exit_message: dict[str, Any] | None = None  # how it said that it ends, over its control socket
+    exit_message: dict[str, Any] | None = None  # how it reported its end, over its control socket
 
     def descriptors(self) -> list[int]:
         assert self.theirs is not None
@@ -73,7 +73,7 @@ class LocalRanks:
             self.by_rank[rank] = LocalRank(rank=rank, cell=cell, control=ours, theirs=theirs, stacks=stacks)
 
     def ask(self, reason: StopReason, deadline: float) -> None:
-        """Put a wish into every cell; `deadline` is on this node's monotonic clock."""
+        """Write a request into every cell; `deadline` is on this node's monotonic clock."""
         for local in self.by_rank.values():
             local.cell.ask_stop(reason, deadline)
 
@@ -104,7 +104,7 @@ class LocalRanks:
             local.ended = local.gone = local.reported = True
 
     def summary(self) -> dict[str, Any]:
-        """What the coordinator wants to know: the slowest rank's step and phase, the first one's loss."""
+        """The progress report: the slowest rank's step and phase, the first one's loss."""
         readings = [(local, local.read_progress()) for local in self.by_rank.values()]
         slowest = min((reading for _, reading in readings), key=lambda reading: reading.step)
         _, first = readings[0]
@@ -127,7 +127,7 @@ class LocalRanks:
                 kill_group(local.pid, signal.SIGKILL)
 
     def kill_uncollected(self) -> None:
-        """With a fork server that may collect them at any moment: until then a group's number is no one else's."""
+        """With a fork server that may collect them at any moment: until then a group's number is not used again."""
         for local in self.by_rank.values():
             if local.pid is None or local.handle is None or local.ended:
                 continue

@@ -1,4 +1,4 @@
-"""How a rank ended: by what the kernel says, by its own last words, or by what it left in its log."""
+"""How a rank ended: from the kernel, from its own report, or from its log."""
 
 import signal
 from contextlib import suppress
@@ -18,11 +18,11 @@ from trainer.contract.run_dir import AttemptDir
 _KEYS = ("exit_code", "step", "exception", "message", "echo")
 _LONGEST = 4000
 _READ_SECONDS = 2.0
-"""A file system that shows a file later than this must not keep the coordinator waiting for the news."""
+"""A file system that shows a file later than this must not delay the report to the coordinator."""
 
 
 def decode_shell_exit(exit_code: int | None, number: int | None) -> tuple[int | None, int | None]:
-    """Exit code and signal, with a shell's way to say that its child was killed taken for what it means."""
+    """Exit code and signal; a shell's exit code above 128 means that its child was killed by a signal."""
     if exit_code is not None and 128 < exit_code <= 128 + signal.SIGRTMAX:
         return None, exit_code - 128
     return exit_code, number
@@ -30,7 +30,7 @@ def decode_shell_exit(exit_code: int | None, number: int | None) -> tuple[int | 
 
 @dataclass(frozen=True, kw_only=True)
 class ExitInfo:
-    """What a rank has left to its agent alone: no file system has a part in it."""
+    """What a rank has reported over its socket and shared memory: no file system is involved."""
 
     rank: int
     node: str
@@ -50,10 +50,10 @@ async def exit_report(
     attempt: AttemptDir, generation: int, info: ExitInfo, exit_code: int | None, number: int | None, *, command: bool,
     logs: LogPipes,
 ) -> dict[str, Any]:  # fmt: skip
-    """All that is known of the end of this rank, as the coordinator wants to hear it.
+    """The `exit` message about this rank, for the coordinator.
 
-    `command`: it was a user's own program, which leaves its exit and its log. What it left in files is done
-    without where the file system does not show them at once: a rank of ours has said the same over its socket.
+    `command`: it was a user's own program, of which only its exit and its log are known. Files that the file system
+    does not show at once are not waited for: a rank of ours has reported the same over its socket.
     """
     with suppress(TimeoutError, RuntimeError):  # the latter: the node has no thread left to give
         await run_detached(lambda: logs.settle(attempt.rank_log(info.rank), _READ_SECONDS), _READ_SECONDS)
@@ -67,7 +67,7 @@ async def exit_report(
         word = written or word
     said = {key: word.get(key) for key in (*_KEYS, "position")} if word and set(_KEYS) <= word.keys() else None
     if said is not None:
-        # It had said all when it died: dying in the interpreter's teardown changes nothing.
+        # It had reported everything when it died: a crash in the interpreter's teardown changes nothing.
         end = {**said, "signal": None, "message": (said["message"] or "")[:_LONGEST]}
     elif number == signal.SIGABRT:
         end["message"] = cpp_exception
@@ -77,7 +77,7 @@ async def exit_report(
 async def _command_exit_report(
     attempt: AttemptDir, generation: int, info: ExitInfo, exit_code: int | None, number: int | None
 ) -> dict[str, Any]:
-    """No step is known of it; what it raised stands in its log."""
+    """Its step is not known; its exception is in its log."""
     end: dict[str, Any] = {"exit_code": exit_code, "signal": number, "word": True, "stepped": False}
     if exit_code == 0:
         return end

@@ -20,7 +20,7 @@ from trainer.contract.run_dir import AttemptDir, RunDir
 
 
 class CommandRun:
-    """Remembers from one generation to the next; of a workload of orch nothing is done here."""
+    """Kept from one generation to the next; does nothing for a workload of orch."""
 
     def __init__(
         self, run: RunDir, attempt: AttemptDir, config: JobConfig, events: EventLog, progress: AttemptProgress
@@ -37,7 +37,7 @@ class CommandRun:
         self._recalled = self._progress_kept = False
 
     def past(self) -> CommandPast | None:
-        """What a `rungs.Situation` asks for; None of a workload of orch."""
+        """What `in_job_policy.Situation` needs; None for a workload of orch."""
         if not self._on:
             return None
         known, newest = None, self._command_progress.began_from if self._command_progress else None
@@ -79,7 +79,7 @@ class CommandRun:
         self._remember(decision, now)
         if decision.set_aside and cleared:
             await self._set_aside(decision.set_aside, now.number)
-        # A person has to look: what was tried in vain is undone, and the next attempt begins with a clean slate.
+        # Somebody has to look at it: what was tried in vain is undone, and the next attempt starts without it.
         failure = decision.failure if decision.action is Action.END else None
         if failure is not None and failure.kind in (FailureKind.USER_ERROR, FailureKind.STORAGE):
             await self._put_back()
@@ -129,7 +129,7 @@ class CommandRun:
             step=newest.step, identity=newest.identity, original=str(newest.path), path=str(target), bytes=newest.bytes,
             damage=newest.damage,
         )  # fmt: skip
-        # Written down first: whenever this coordinator dies, somebody knows what to put back.
+        # Recorded first: whenever this coordinator dies, the next one knows what to put back.
         self._memory.aside.append(aside)
         renamed = await run_bounded(lambda: set_aside(newest, target)) if await self._keep(self._memory) else False
         if not renamed:  # it was written to since, or cannot be renamed: the program gets it again
@@ -156,7 +156,7 @@ class CommandRun:
 
 
 def _lasted(attempt: AttemptDir) -> float:
-    """Seconds from the coordinator's beginning to its last heartbeat; 0 where nothing tells."""
+    """Seconds from the coordinator's beginning to its last heartbeat; 0 where that is not known."""
     try:
         return attempt.heartbeat.stat().st_mtime - attempt.coordinator.stat().st_mtime
     except OSError:

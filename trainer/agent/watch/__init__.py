@@ -1,1 +1,1 @@
-"""Where ranks stand, and what follows: who hangs, who is slow, who is to blame. Pure but for the sampling."""
+"""What ranks are doing, and what follows: which hang, are slow or to blame. Pure but for the sampling."""

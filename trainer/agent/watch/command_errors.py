@@ -2,7 +2,7 @@
 
 No step of such a program is known, and most programs turn every error into exit code 1, that of a lost peer included.
 So two failures are alike when what was raised, the time trained and the amount written are alike; and only those that
-come again and again soon after the start, with nothing saved, are the user's to mend.
+come again and again soon after the start, with nothing saved, are the user's to fix.
 """
 
 import re
@@ -192,7 +192,7 @@ def likely_cause(root: RankEnd, past: CommandPast) -> str:
 
 
 def _of_its_checkpoint(root: RankEnd, past: CommandPast) -> bool:
-    """Whether not the code but what it loads has to be mended."""
+    """Whether not the code but what it loads has to be fixed."""
     if past.newest is not None and past.newest.damage:
         return True
     return _loading(root, past) and (past.trained or past.newest is not None)

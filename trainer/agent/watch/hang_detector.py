@@ -1,6 +1,6 @@
-"""The coordinator's watch over one generation: sees that nobody moves, has it looked into, keeps the evidence.
+"""Detects hangs of one generation: sees that no rank moves, asks for flight records, has the evidence collected.
 
-Nothing here decides: `hangs.judge` does, and what comes of a verdict is for `rungs.decide`.
+Nothing is decided here: `hangs.judge` finds the verdict, and `in_job_policy.decide` what follows from it.
 """
 
 from collections.abc import Mapping
@@ -19,16 +19,16 @@ from trainer.agent.watch.sampling import report_seconds
 from trainer.contract.monitoring_config import HangConfig
 
 QUIET_SECONDS = 1.0
-"""Seconds without any movement before anybody thinks about it: most steps are shorter."""
+"""Seconds without any movement before anything is judged: most steps are shorter."""
 _ANSWER_SECONDS, _NODES_A_SECOND = 2.0, 300.0
-"""How long agents may take to fetch their ranks' flight records, and how many of them are heard in a second."""
+"""How long agents may take to fetch their ranks' flight records, and how many nodes are handled in a second."""
 _QUERY_AGAIN_SECONDS = 4.0
-"""Seconds between two inquiries; `hangs.FRESH` says how old an answer may be."""
+"""Seconds between two queries; `hangs.FRESH` says how old an answer may be."""
 _LOCK_HELD_SECONDS = 3.0
 """Seconds without Python's lock that are no accident."""
 _HEALTHY_RANKS = 2
 _MAX_FULL_EVIDENCE = 16
-"""Culprits of whom everything is kept."""
+"""Culprits whose full evidence is kept."""
 
 
 @dataclass(kw_only=True)
@@ -37,7 +37,7 @@ class _FlightQuery:
 
     serial: int
     asked: float
-    seconds: float  # for which the answers are waited for
+    seconds: float  # how long answers are waited for
     waits: set[int]
     flights: dict[int, FlightRecord] = field(default_factory=dict)
     unanswered: set[int] = field(default_factory=set)
@@ -54,20 +54,20 @@ class Incident:
     name: str
     judgement: Judgement
     began: float  # when it was declared, on the coordinator's clock
-    quiet: float  # for how long nobody had moved by then
+    quiet: float  # for how long no rank had moved by then
     until: float
     waits: set[int]
     missing: dict[str, Any] = field(default_factory=dict)
 
 
 class HangDetector:
-    """One generation's watch; all times are on the coordinator's monotonic clock."""
+    """For one generation; all times are on the coordinator's monotonic clock."""
 
     def __init__(
         self, config: HangConfig, roster: Roster, generation: int, started: float, *, world: int, seen: bool = True,
         on_gpus: bool = False,
     ) -> None:  # fmt: skip
-        """`seen` is False for ranks of which no step is known: nothing is judged then."""
+        """`seen` is False when the ranks' steps are not known: nothing is judged then."""
         self._config, self._roster, self._generation = config, roster, generation
         self._on, self._on_gpus = config.on and seen, on_gpus
         self.snapshot = JobSnapshot(started, world)
@@ -80,7 +80,7 @@ class HangDetector:
     # -- what is heard
 
     def add_report(self, node: int, report: Mapping[str, Any], now: float) -> None:
-        """An agent's report; raises TypeError or ValueError when its rows are none."""
+        """An agent's report; raises TypeError or ValueError when its rows are malformed."""
         self._report_gaps.add_report(self._roster.members[node].name, now)
         self.snapshot.add_report(report, self._roster.members[node].name, now)
 
@@ -103,10 +103,10 @@ class HangDetector:
             if message.get("missing"):
                 self.incident.missing[self._roster.members[node].name] = message["missing"]
 
-    # -- what is done about it
+    # -- what follows
 
     def look(self, now: float) -> Incident | None:
-        """Judge, and do what the judgement asks for; an Incident once its evidence is there or late."""
+        """Judge, and do what the judgement calls for; an Incident once its evidence is complete or late."""
         if self.incident is not None:
             return self.incident if not self.incident.waits or now >= self.incident.until else None
         if not self._on or now - self.snapshot.moved < QUIET_SECONDS or not len(self.snapshot):
@@ -124,7 +124,7 @@ class HangDetector:
         return self.snapshot.moved > incident.began
 
     def withdraw(self) -> None:
-        """It moves again: nothing is killed, and the watch goes on."""
+        """The ranks move again: nothing is killed, and detection goes on."""
         self.incident = self._query = None
 
     def _judge(self, seen: list[RankSample], now: float) -> Judgement:
@@ -158,7 +158,7 @@ class HangDetector:
 
     @staticmethod
     def _analysed(query: _FlightQuery, seen: list[RankSample]) -> Finding:
-        # Whose node has not answered would look like one that never came.
+        # Ranks of a node that has not answered would look like ranks that never entered the collective.
         if query.waits:
             return Finding(kind="none", reason=f"{len(query.waits)} nodes have not told their ranks' flight records")
         expected = [one.rank for one in seen if not one.ended]
@@ -178,7 +178,7 @@ class HangDetector:
 
     def _declare(self, judgement: Judgement, seen: list[RankSample], now: float) -> None:
         self._incidents += 1
-        # A name of its own: what a withdrawn one has left, or still writes, is not this one's.
+        # A name of its own: files of a withdrawn incident do not belong to this one.
         again = f"-{self._incidents}" if self._incidents > 1 else ""
         name = f"g{self._generation:03d}-{judgement.kind}{again}"
         waits = {member.node for member in self._roster.training_members()}

@@ -1,4 +1,4 @@
-"""What the coordinator knows of all ranks of a generation: agents tell changes, and time makes them older."""
+"""What the coordinator knows of all ranks of a generation: agents report changes, and ages grow with time."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from trainer.agent.watch.rank_sample import RankSample
 
 
 class JobSnapshot:
-    """The coordinator's picture of one generation: the newest sighting of every rank, made as old as it is."""
+    """One generation: the newest sample of every rank, with its age."""
 
     def __init__(self, started: float, world: int) -> None:
         self._world = world
@@ -17,7 +17,7 @@ class JobSnapshot:
         self._p99: dict[str, dict[str, float]] = {}  # phase -> node -> seconds
 
     def add_report(self, report: Mapping[str, Any], node: str, now: float) -> None:
-        """Take in one agent's report; raises TypeError or ValueError when it is none."""
+        """Take in one agent's report; raises TypeError or ValueError when it is malformed."""
         for row in report.get("sightings", ()):
             sample = RankSample.from_row(row, node)
             if not 0 <= sample.rank < self._world:
@@ -41,7 +41,7 @@ class JobSnapshot:
 
 
 def _aged(sample: RankSample, seconds: float) -> RankSample:
-    """What is still believed of a rank so long after it was seen."""
+    """The sample of a rank so many seconds later."""
     return RankSample(
         rank=sample.rank, node=sample.node, step=sample.step, phase=sample.phase, first=sample.first,
         collective=sample.collective, age=sample.age + seconds, alive=sample.alive + seconds,

@@ -1,4 +1,4 @@
-"""When nothing was heard of a node: a rank is not to be judged by time in which nobody looked at it."""
+"""When no reports came from a node: a rank is not judged by time in which it was not sampled."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -43,7 +43,7 @@ class ReportGaps:
 
 
 def seconds_still(one: RankSample, report_gaps: Gaps) -> float:
-    """Seconds for which this rank is known not to have moved, its node's silences left out."""
+    """Seconds for which this rank is known not to have moved, without the gaps in its node's reports."""
     gaps = report_gaps.get(one.node)
     if not gaps:
         return one.age

@@ -32,7 +32,7 @@ GOOD = (ExitCode.FINISHED, ExitCode.STOPPED_AFTER_SAVE)
 class RankEnd:
     """How one rank ended; `exception`, `message` and `echo` are what it said itself, if it still could.
 
-    `word`: it said how it ends, or is a command, which cannot.
+    `word`: it reported how it ends, or is a command, which cannot.
     """
 
     rank: int
@@ -51,7 +51,7 @@ class RankEnd:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any], node: str, at: float) -> "RankEnd":
-        """As an agent tells it; raises LookupError, TypeError or ValueError for what is no such message."""
+        """From an agent's message; raises LookupError, TypeError or ValueError for what is no such message."""
         fields = {key: message.get(key) for key in ("step", "exit_code", "signal", "exception", "message", "position")}
         return cls(
             rank=int(message["rank"]), node=node, at=at, echo=bool(message.get("echo")), word=bool(message["word"]),
@@ -60,7 +60,7 @@ class RankEnd:
 
     @property
     def good(self) -> bool:
-        # Training code can leave with 0 in many ways; only a rank that says so has trained all its steps.
+        # Training code can exit 0 in many ways; only a rank that reports it has trained all its steps.
         return self.exit_code in GOOD and self.word
 
 
@@ -86,7 +86,7 @@ class Cause:
     failure: Failure
     retry: bool
     mark: str
-    position: int | None = None  # of the batch that is to be left out
+    position: int | None = None  # of the batch that is to be skipped
     own: CommandFailure | None = None  # of a command: how it ended by itself
     set_aside: str = ""  # of a command: why its newest checkpoint is not to be loaded again
 
@@ -107,7 +107,7 @@ def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "") -
     # A deterministic bug comes back at the same place.
     elif own_exception and mark == last_mark:
         retry, what = False, f"{what}, for the second time at step {root.step}"
-    # All ranks read the same sums: who says so first is not to blame.
+    # All ranks read the same sums: the first one to report is not to blame.
     nobody = kind is FailureKind.NUMERIC
     failure = Failure(
         kind=kind,
@@ -163,12 +163,12 @@ def _classify(end: RankEnd) -> tuple[FailureKind, bool, str]:
     if end.exception is not None:
         return FailureKind.USER_ERROR, True, f"raised {_short(said)}"
     if end.exit_code in GOOD:
-        return FailureKind.USER_ERROR, True, f"left without a word (exit code {end.exit_code})"
+        return FailureKind.USER_ERROR, True, f"exited {end.exit_code} without reporting completion"
     return FailureKind.USER_ERROR, True, f"ended with exit code {end.exit_code}"
 
 
 def _mismatch(end: RankEnd) -> bool:
-    """Whether it says that ranks called different collectives, which no new start mends."""
+    """Whether it says that ranks called different collectives, which no restart fixes."""
     return bool(end.message) and not end.echo and bool(_MISMATCH.search(end.message or ""))
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from trainer.agent.attempt_state import outbox
+from trainer.agent.attempt_state.attempt_state import AttemptState
 from trainer.agent.attempt_state.heartbeat import AttemptProgress, Heartbeat
 from trainer.agent.attempt_state.outbox import Outbox
+from trainer.agent.attempt_state.timeouts import Timeouts
 from trainer.agent.control.tcp_transport import Message, Peer, connect
-from trainer.agent.coordination import startup, teardown
 from trainer.agent.coordination.coordinator import Coordinator
-from trainer.agent.ladder import rollback
+from trainer.agent.ladder.rollback import record_skip
 from trainer.agent.main import NonBlockingEventLog
 from trainer.contract import skipped_batches
 from trainer.contract.config import ClusterShape, JobConfig
@@ -34,8 +34,9 @@ class Scene:
     """One coordinator of two nodes and the agents that have joined it."""
 
     def __init__(
-        self, folder: Path, spares: int = 0, log: type[EventLog] = EventLog, checkpoints: tuple[str, ...] = ()
-    ) -> None:
+        self, folder: Path, spares: int = 0, log: type[EventLog] = EventLog, checkpoints: tuple[str, ...] = (),
+        **timeouts: float,
+    ) -> None:  # fmt: skip
         self.run = RunDir(folder / "run-1")
         self.run.make()
         self.attempt = self.run.attempt(1)
@@ -43,11 +44,12 @@ class Scene:
         self._token = LaunchToken(attempt=1, epoch=1, job_id="7", nonce="0badcafe", checkpoints=checkpoints)
         self._token.write(self.attempt.go)
         self._events = log(self.attempt.event_file("coordinator"), "coordinator", 1)
-        self.leader = Coordinator(
+        self.state = AttemptState(
             run=self.run, attempt=self.attempt, config=JobConfig(cluster=ClusterShape(nodes=2, spare_nodes=spares)),
             identity=NodeIdentity(kind="slurm", job_id="7", node=0, nodes=2 + spares, name="n0"), events=self._events,
-            token=self._token, started=time.monotonic(),
+            token=self._token, started=time.monotonic(), timeouts=Timeouts(**timeouts),
         )  # fmt: skip
+        self.leader = Coordinator(self.state)
         self._found: dict[str, Any] = {}
         self._peers: list[Peer] = []
         self.leading: asyncio.Task[int]
@@ -126,8 +128,6 @@ def test_agents_are_told_to_end_although_the_run_directory_hangs(play, monkeypat
     for name, what, how in writes:
         if hung in (name, "all"):
             monkeypatch.setattr(what, how, lambda *_: back.wait(60))
-    monkeypatch.setattr(outbox, "PUBLISH_SECONDS", 0.5)
-    monkeypatch.setattr(outbox, "OUTCOME_SECONDS", 0.5)
 
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node) for node in (0, 1)]
@@ -141,7 +141,7 @@ def test_agents_are_told_to_end_although_the_run_directory_hangs(play, monkeypat
         finally:
             back.set()
 
-    play(script, log=NonBlockingEventLog)
+    play(script, log=NonBlockingEventLog, heartbeat=0.5, outcome=0.5)
 
 
 async def leave(peers: list[Peer], exit_code: int, generation: int = 1) -> None:
@@ -160,11 +160,10 @@ def test_heartbeats_never_overtake_one_another_and_the_last_one_stands(tmp_path,
         written.append(beat.seq)
 
     monkeypatch.setattr(Heartbeat, "write", write)
-    monkeypatch.setattr(outbox, "PUBLISH_SECONDS", 0.2)
     standing = AttemptProgress(1, "7", time.time)
 
     async def script() -> None:
-        keeper = Outbox(RunDir(tmp_path).attempt(1))
+        keeper = Outbox(RunDir(tmp_path).attempt(1), heartbeat=0.2, outcome=10.0)
         for _ in range(3):  # the second and the third are left out
             await keeper.show(lambda: (standing.beat(generation=1, nodes=[], state="running"), None))
         slow.set()
@@ -177,11 +176,10 @@ def test_heartbeats_never_overtake_one_another_and_the_last_one_stands(tmp_path,
 def test_a_batch_is_left_out_although_that_cannot_be_written_down_in_time(tmp_path, monkeypatch):
     back = threading.Event()
     monkeypatch.setattr(skipped_batches, "add", lambda *_: back.wait(60))
-    monkeypatch.setattr(rollback, "RECORD_SKIP_SECONDS", 0.2)
     log = EventLog(tmp_path / "events.jsonl", "coordinator", 1)
     one = Skip(step=3, position=24, reason="loss nan")
     try:
-        asyncio.run(asyncio.wait_for(rollback.record_skip(one, RunDir(tmp_path).attempt(1), log), 5))
+        asyncio.run(asyncio.wait_for(record_skip(one, RunDir(tmp_path).attempt(1), log, seconds=0.2), 5))
     finally:
         back.set()
         log.close()
@@ -203,15 +201,13 @@ def test_a_save_that_is_asked_for_after_a_stop_is_answered_by_the_stop(play):
 
 
 @pytest.mark.parametrize(
-    ("patience", "says", "words"),
+    ("timeout", "says", "words"),
     [
-        ("EXAMINE_SECONDS", {"fit": False}, "n1 was not examined within"),
-        ("READY_SECONDS", {"ready": False}, "n1 had no fork server ready within"),
+        ("preflight", {"fit": False}, "n1 was not examined within"),
+        ("ready", {"ready": False}, "n1 had no fork server ready within"),
     ],
 )
-def test_a_node_that_does_not_answer_is_not_taken_for_fit_and_is_named(play, monkeypatch, patience, says, words):
-    monkeypatch.setattr(startup, patience, 1.5)
-
+def test_a_node_that_does_not_answer_is_not_taken_for_fit_and_is_named(play, timeout, says, words):
     async def script(scene: Scene) -> None:
         await scene.join(0)
         await scene.join(1, **says)
@@ -221,7 +217,7 @@ def test_a_node_that_does_not_answer_is_not_taken_for_fit_and_is_named(play, mon
         assert outcome.failure is not None
         assert outcome.failure.node == "n1"
 
-    play(script)
+    play(script, **{timeout: 1.5})
 
 
 def test_agents_hear_when_a_stop_is_due_and_save_times_bring_it_forward(play):
@@ -297,9 +293,7 @@ def test_a_node_that_gets_no_nursery_after_a_restart_was_decided_ends_the_attemp
         peers = [await scene.join(node) for node in (0, 1)]
         await hear(peers[1], "start")
         if first == "hang":
-            scene.leader._node_failures.fail(
-                Failure(kind=FailureKind.HANG, reason="rank 1 on n1 stopped first", node="n1")
-            )
+            scene.state.fail(Failure(kind=FailureKind.HANG, reason="rank 1 on n1 stopped first", node="n1"))
         peers[1].send("unready", reason="killed")
         if first == "broken":
             peers[1].send("broken", generation=1, reason="killed")
@@ -319,7 +313,7 @@ def test_a_reason_of_any_length_reaches_the_agents(play):
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node) for node in (0, 1)]
         await hear(peers[1], "start")
-        scene.leader._node_failures.fail(Failure(kind=FailureKind.DESYNC, reason="rank 0 called \u2026" * 10_000))
+        scene.state.fail(Failure(kind=FailureKind.DESYNC, reason="rank 0 called \u2026" * 10_000))
         await hear(peers[1], "kill")
         for peer in peers:
             peer.send("gone", generation=1)
@@ -342,8 +336,7 @@ async def die_stuck(scene: Scene, peers: list[Peer], stop: bool = False) -> None
     peers[0].send("gone", generation=1)
 
 
-def test_a_spare_takes_the_place_of_a_node_on_which_a_rank_cannot_be_killed(play, monkeypatch):
-    monkeypatch.setattr(teardown, "KILL_SECONDS", 1.0)
+def test_a_spare_takes_the_place_of_a_node_on_which_a_rank_cannot_be_killed(play):
 
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node) for node in (0, 1, 2)]
@@ -357,12 +350,11 @@ def test_a_spare_takes_the_place_of_a_node_on_which_a_rank_cannot_be_killed(play
             "node_suspect",
         )
 
-    play(script, spares=1)
+    play(script, spares=1, kill=1.0)
 
 
 @pytest.mark.parametrize("stop", [False, True])
-def test_without_a_spare_or_time_the_node_on_which_a_rank_cannot_be_killed_is_named(play, monkeypatch, stop):
-    monkeypatch.setattr(teardown, "KILL_SECONDS", 1.0)
+def test_without_a_spare_or_time_the_node_on_which_a_rank_cannot_be_killed_is_named(play, stop):
 
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node) for node in (range(3) if stop else range(2))]
@@ -374,7 +366,7 @@ def test_without_a_spare_or_time_the_node_on_which_a_rank_cannot_be_killed_is_na
         assert "rank 0 on n0 was killed by SIGKILL" in outcome.reason
         assert "n1: its ranks could not be killed within 1 s" in outcome.reason
 
-    play(script, spares=int(stop))
+    play(script, spares=int(stop), kill=1.0)
 
 
 def test_a_blamed_node_whose_rank_cannot_be_killed_does_not_hold_up_the_spare(play):
@@ -382,7 +374,7 @@ def test_a_blamed_node_whose_rank_cannot_be_killed_does_not_hold_up_the_spare(pl
         peers = [await scene.join(node) for node in (0, 1, 2)]
         await hear(peers[0], "start")
         blamed = Failure(kind=FailureKind.NODE_SUSPECT, reason="n1: slow", node="n1")
-        scene.leader._node_failures.fail(blamed)
+        scene.state.fail(blamed)
         await hear(peers[0], "kill")
         peers[0].send("gone", generation=1)  # n1 says nothing: its rank is in a driver for ever
         assert (await hear(peers[2], "start", 5))["seat"] == 1

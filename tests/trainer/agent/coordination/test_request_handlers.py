@@ -1,65 +1,101 @@
 """Requests to a live job, and what the coordinator answers."""
 
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from trainer.agent.attempt_state.attempt_state import AttemptState
+from trainer.agent.attempt_state.generation import Generation
 from trainer.agent.coordination.request_handlers import RequestHandlers
-from trainer.agent.coordination.request_inbox import RequestInbox
 from trainer.contract.config import ClusterShape, JobConfig
+from trainer.contract.events import EventKind, EventLog, read_events
+from trainer.contract.launch_token import LaunchToken
+from trainer.contract.node_identity import NodeIdentity
+from trainer.contract.progress import StopReason
 from trainer.contract.requests import Request, RequestKind
 from trainer.contract.run_dir import RunDir
 
 
+class FakePeer:
+    """An agent's connection: remembers what was sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, dict[str, Any]]] = []
+
+    def send(self, say: str, **fields: Any) -> None:
+        self.sent.append((say, fields))
+
+
 class Desk:
-    """The coordinator's answers, without a coordinator."""
+    """The handlers of an attempt whose second generation of two nodes is at step 7."""
 
     def __init__(self, folder: Path, **config: Any) -> None:
-        self.told: list[tuple[str, dict[str, Any]]] = []
-        self.stopping = SimpleNamespace(stop=None, asked=lambda reason, now: "stop", correct=self.correct)
-        self.stops: list[Any] = []
-        members = [SimpleNamespace(node=0), SimpleNamespace(node=1)]
-        roster = SimpleNamespace(
-            broadcast=lambda say, **fields: self.told.append((say, fields)), training_members=lambda: members
-        )
-        shape = ClusterShape(nodes=2, ranks_per_node=2)
         run = RunDir(folder / "run-1")
-        self.handlers = RequestHandlers(
-            JobConfig(cluster=shape, **config), attempt=run.attempt(1), stopping=self.stopping,  # type: ignore[arg-type]
-            request_inbox=RequestInbox(run.requests, 1, lambda *_: None), ask_stop=self.stops.append,
-            roster=roster, wall=lambda: 1000.0,  # type: ignore[arg-type]
+        run.make()
+        attempt = run.attempt(1)
+        attempt.make()
+        self.log = attempt.event_file("coordinator")
+        self.events = EventLog(self.log, "coordinator", 1)
+        self.state = AttemptState(
+            run=run, attempt=attempt, config=JobConfig(cluster=ClusterShape(nodes=2, ranks_per_node=2), **config),
+            identity=NodeIdentity(kind="slurm", job_id="7", node=0, nodes=2, name="n0"), events=self.events,
+            token=LaunchToken(attempt=1, epoch=1, job_id="7", nonce="0badcafe"), started=time.monotonic(),
         )  # fmt: skip
-        self.corrected = 0.0
+        self.peers = [FakePeer(), FakePeer()]
+        for node, peer in enumerate(self.peers):
+            hello = {"node": node, "name": f"n{node}", "attempt": 1}
+            assert self.state.roster.admit(hello, peer)  # type: ignore[arg-type]
+        self.state.generation = Generation(number=2)
+        self.report(step=7)
+        self.handlers = RequestHandlers(self.state)
 
-    def correct(self, end: float) -> None:
-        self.corrected = end
+    @property
+    def told(self) -> list[tuple[str, dict[str, Any]]]:
+        """What every agent was sent."""
+        assert self.peers[0].sent == self.peers[1].sent
+        return self.peers[0].sent
+
+    def report(self, **fields: int) -> None:
+        for member in self.state.roster.members.values():
+            member.progress = {"generation": 2, **fields}
 
     def ask(self, kind: RequestKind, **fields: Any) -> str | None:
         request = Request(kind=kind, attempt=1, reason="why", name=f"{kind}.001.abcd.json", **fields)
-        return self.handlers.to(request, 50.0, begun=7, generation=2)
+        return self.handlers.handle(request, now=50.0, wall=1000.0)
+
+    def finished(self, now: float) -> list[tuple[str, str]]:
+        return list(self.handlers.finished(now))
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Desk:
-    return Desk(tmp_path)
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    made = Desk(tmp_path)
+    yield made
+    made.events.close()
 
 
 def test_a_stop_and_a_deadline(desk) -> None:
     assert desk.ask(RequestKind.STOP) == "the ranks are told to save and stop"
-    assert desk.stops == ["stop"]
+    ((say, order),) = desk.told
+    assert (say, order["reason"]) == ("ask", int(StopReason.CANCEL))
+    (event,) = read_events(desk.log)[0]
+    assert (event.kind, event.data["reason"]) == (EventKind.STOP_REQUESTED, "cancel: why")
     assert desk.ask(RequestKind.DEADLINE, value=1300.0) == "the job ends in 300 s"
-    assert desk.corrected == 350.0
+    assert desk.state.stopping.end == 350.0
     assert desk.ask(RequestKind.DEADLINE) == "refused: a deadline request needs a value"
 
 
 def test_a_save_is_answered_when_it_is_there(desk) -> None:
     assert desk.ask(RequestKind.SAVE) is None
     assert desk.told[0][0] == "ask"
-    assert list(desk.handlers.late(51.0, 7)) == []
-    assert list(desk.handlers.late(52.0, 9)) == [("save.001.abcd.json", "saved at step 9")]
-    assert list(desk.handlers.late(53.0, 9)) == []
+    desk.report(step=8, saved=7)
+    assert desk.finished(51.0) == []
+    desk.report(step=9, saved=9)
+    assert desk.finished(52.0) == [("save.001.abcd.json", "saved at step 9")]
+    assert desk.finished(53.0) == []
 
 
 @pytest.mark.parametrize(("fields", "ranks"), [({}, [0, 1, 2, 3]), ({"value": 2}, [2]), ({"detail": "1"}, [2, 3])])
@@ -68,15 +104,15 @@ def test_stacks_are_answered_with_their_folder_when_all_have_written(desk, field
     ((say, order),) = desk.told
     assert (say, order["incident"], order["full"], order["generation"]) == ("evidence", "attach-abcd", ranks, 2)
     desk.handlers.evidence_collected(0, {"incident": "attach-abcd"})
-    assert list(desk.handlers.late(51.0, 7)) == []
+    assert desk.finished(51.0) == []
     desk.handlers.evidence_collected(1, {"incident": "attach-abcd"})
-    assert list(desk.handlers.late(51.0, 7)) == [("stacks.001.abcd.json", "attempts/001/evidence/attach-abcd")]
+    assert desk.finished(51.0) == [("stacks.001.abcd.json", "attempts/001/evidence/attach-abcd")]
 
 
 def test_stacks_of_a_node_that_never_answers_are_not_waited_for(desk) -> None:
     desk.ask(RequestKind.STACKS)
-    assert list(desk.handlers.late(55.0, 7)) == []
-    assert [name for name, _ in desk.handlers.late(62.0, 7)] == ["stacks.001.abcd.json"]
+    assert desk.finished(55.0) == []
+    assert [name for name, _ in desk.finished(62.0)] == ["stacks.001.abcd.json"]
 
 
 @pytest.mark.parametrize("fields", [{"value": 4}, {"value": -1}, {"detail": "2"}, {"detail": "x"}])
@@ -88,6 +124,8 @@ def test_of_a_command_neither_saves_nor_stacks(tmp_path) -> None:
     desk = Desk(tmp_path, command=("true",))
     assert "own command" in str(desk.ask(RequestKind.SAVE))
     assert "own command" in str(desk.ask(RequestKind.STACKS))
+    assert desk.told == []
+    desk.events.close()
 
 
 def test_every_drill_has_its_own_number(desk) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.trainer.agent.coordination.test_coordinator import Scene, hear
 from trainer.agent.control.tcp_transport import Peer
-from trainer.agent.coordination.request_inbox import newest_begun_save, newest_own_save
+from trainer.agent.coordination.request_handlers import newest_begun_save, newest_own_save
 from trainer.contract.events import EventKind
 from trainer.contract.progress import StopReason
 from trainer.contract.requests import Request, RequestKind
@@ -34,7 +34,7 @@ async def answers(scene: Scene, peer: Peer, pings: int) -> list[str]:
 
 
 async def known(scene: Scene, peer: Peer, step: int) -> None:
-    while any(member.progress.get("step") != step for member in scene.leader._roster.members.values()):
+    while any(member.progress.get("step") != step for member in scene.state.roster.members.values()):
         await hear(peer, "ping")
 
 

@@ -102,7 +102,7 @@ def test_a_spare_takes_the_place_of_a_lost_or_suspect_node(fields, action, words
 
 
 BAD = [
-    ({}, Action.ROLL_BACK, "rollback 1 of 3, with that batch left out"),
+    ({}, Action.ROLL_BACK, "rollback 1 of 3, skipping that batch"),
     ({"skipped": (OTHER,)}, Action.ROLL_BACK, "rollback 2 of 3"),
     ({"restarts": 5}, Action.ROLL_BACK, "rollback 1 of 3"),
     ({"fruitless": 9}, Action.ROLL_BACK, "rollback 1 of 3"),
@@ -113,7 +113,7 @@ BAD = [
         Action.END,
         "step 7 was bad before, and the batch it had then",
     ),
-    ({"skipped": (Skip(step=6, position=56, reason=""),)}, Action.END, "that batch was to be left out already"),
+    ({"skipped": (Skip(step=6, position=56, reason=""),)}, Action.END, "that batch was to be skipped already"),
     (
         {"stopping": StopReason.TIME_LIMIT, "left": 90.0},
         Action.ROLL_BACK,
@@ -137,7 +137,7 @@ def test_a_bad_step_without_time_to_save_ends_as_the_stop_does_and_leaves_its_ba
     assert decision.skip == Skip(step=7, position=56, reason=find_cause(now.ends, trained=True).failure.reason)
     why = "once more after a restart" if again else "with 5 s left, too few to start again"
     assert f"data, {why}" in decision.reason
-    assert "that batch is left out from now on (time_limit)" in decision.reason
+    assert "that batch is skipped from now on (time_limit)" in decision.reason
 
 
 @pytest.mark.parametrize(("fields", "action", "words"), BAD)

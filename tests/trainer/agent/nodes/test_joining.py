@@ -11,13 +11,13 @@ import pytest
 
 from tests.trainer.agent.coordination.test_coordinator import Scene, hear
 from trainer.agent.control.tcp_transport import WireError
-from trainer.agent.nodes import roster
+from trainer.agent.nodes.roster import Member
 from trainer.contract.events import EventKind
 
 
-def led(folder: Path, script: Callable[[Scene], Any]) -> None:
+def led(folder: Path, script: Callable[[Scene], Any], **timeouts: float) -> None:
     async def whole() -> None:
-        async with Scene(folder).led() as scene:
+        async with Scene(folder, **timeouts).led() as scene:
             await script(scene)
 
     asyncio.run(whole())
@@ -31,9 +31,9 @@ def knock(scene: Scene) -> None:
         connection.sendall(json.dumps(hello).encode() + b"\n")
 
 
-async def known(scene: Scene) -> roster.Member:
+async def known(scene: Scene) -> Member:
     """Node 1, when the coordinator has seen it come and go."""
-    members = scene.leader._roster.members
+    members = scene.state.roster.members
     async with asyncio.timeout(5):
         while 1 not in members or not members[1].peer.hung_up():
             await asyncio.sleep(0.01)
@@ -41,9 +41,7 @@ async def known(scene: Scene) -> roster.Member:
 
 
 @pytest.mark.parametrize("seen", [False, True], ids=["at_once", "when_its_first_connection_was_seen_to_end"])
-def test_an_agent_that_gave_up_waiting_for_its_welcome_may_say_hello_again(tmp_path, monkeypatch, seen):
-    monkeypatch.setattr(roster, "RETURN_SECONDS", 1.0)
-
+def test_an_agent_that_gave_up_waiting_for_its_welcome_may_say_hello_again(tmp_path, seen):
     async def script(scene: Scene) -> None:
         knock(scene)
         if seen:
@@ -56,12 +54,10 @@ def test_an_agent_that_gave_up_waiting_for_its_welcome_may_say_hello_again(tmp_p
         assert not scene.events(EventKind.AGENT_LOST)
         assert sorted(event.data["node"] for event in scene.events(EventKind.AGENT_JOINED)) == [0, 1]
 
-    led(tmp_path, script)
+    led(tmp_path, script, rejoin=1.0)
 
 
-def test_one_that_does_not_come_again_is_lost(tmp_path, monkeypatch):
-    monkeypatch.setattr(roster, "RETURN_SECONDS", 0.1)
-
+def test_one_that_does_not_come_again_is_lost(tmp_path):
     async def script(scene: Scene) -> None:
         knock(scene)
         await known(scene)
@@ -69,14 +65,14 @@ def test_one_that_does_not_come_again_is_lost(tmp_path, monkeypatch):
         (lost,) = scene.events(EventKind.AGENT_LOST)
         assert (lost.data["node"], lost.data["reason"]) == (1, "its connection ended")
 
-    led(tmp_path, script)
+    led(tmp_path, script, rejoin=0.1)
 
 
 def test_nobody_takes_the_place_of_an_agent_that_has_spoken(tmp_path):
     async def script(scene: Scene) -> None:
         first = await scene.join(1)
         async with asyncio.timeout(5):
-            while not scene.leader._roster.members[1].has_sent:
+            while not scene.state.roster.members[1].has_sent:
                 await asyncio.sleep(0.01)
         with pytest.raises(WireError, match="no place for this agent"):
             await scene.join(1)

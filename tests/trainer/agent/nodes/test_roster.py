@@ -24,8 +24,8 @@ class Told:
 @pytest.mark.parametrize(
     ("count", "fit", "node_ranks", "reason"),
     [
-        (2, {0, 1, 2}, {0: 0, 1: 1}, "2 of 3 node(s) that can train have a seat"),
-        (2, {0, 2, 3}, {0: 0, 1: 2}, "2 of 3 node(s) that can train have a seat"),
+        (2, {0, 1, 2}, {0: 0, 1: 1}, "2 of 3 node(s) that can train have a node rank"),
+        (2, {0, 2, 3}, {0: 0, 1: 2}, "2 of 3 node(s) that can train have a node rank"),
         (2, {0}, None, "1 node(s) can train, 2 are needed"),
         (1, {1, 2}, None, "node 0, which leads the job, cannot train"),
     ],
@@ -37,20 +37,20 @@ def test_the_first_seating(count, fit, node_ranks, reason):
 @pytest.mark.parametrize(
     ("fit", "ready", "moves", "reason"),
     [
-        ({0, 1, 2, 3, 4}, {3, 4}, (), "no seat is vacant"),
-        ({0, 2, 3, 4}, {3, 4}, (Replacement(node_rank=1, node=3, instead=1),), "1 of 2 spare node(s) take a seat"),
-        ({0, 2, 3, 4}, {4}, (Replacement(node_rank=1, node=4, instead=1),), "1 of 2 spare node(s) take a seat"),
+        ({0, 1, 2, 3, 4}, {3, 4}, (), "no node has to be replaced"),
+        ({0, 2, 3, 4}, {3, 4}, (Replacement(node_rank=1, node=3, instead=1),), "1 of 2 spare node(s) take a node rank"),
+        ({0, 2, 3, 4}, {4}, (Replacement(node_rank=1, node=4, instead=1),), "1 of 2 spare node(s) take a node rank"),
         (
             {0, 3, 4},
             {3, 4},
             (Replacement(node_rank=1, node=3, instead=1), Replacement(node_rank=2, node=4, instead=2)),
             "2 of 2 ",
         ),
-        ({0, 4}, {4}, (), "2 seat(s) are vacant, 1 spare node(s) are left"),
+        ({0, 4}, {4}, (), "2 node(s) have to be replaced, 1 spare node(s) are left"),
         ({1, 2, 3, 4}, {3, 4}, (), "node 0, which leads the job, is lost"),
     ],
 )
-def test_who_takes_a_vacant_seat(fit, ready, moves, reason):
+def test_which_spare_replaces_which_node(fit, ready, moves, reason):
     found, why = replacements({0: 0, 1: 1, 2: 2}, fit, ready)
     assert found == moves
     assert why.startswith(reason)

@@ -212,7 +212,6 @@ def test_a_hang_is_ended_although_evidence_events_and_words_hang(tmp_path, monke
     monkeypatch.setattr(HangDetector, "look", lambda *_: found.pop() if stuck.is_set() and found else None)
     monkeypatch.setattr(HangDetector, "moved_since", lambda *_: False)
     monkeypatch.setattr(job_monitor, "write_verdict", lambda *_, **__: back.wait(60))
-    monkeypatch.setattr(job_monitor, "_KEEP_SECONDS", 0.2)
     monkeypatch.setattr(LineFile, "append", lambda *_: back.wait(60))
     read, write = os.pipe()
     fill(write)
@@ -221,7 +220,7 @@ def test_a_hang_is_ended_although_evidence_events_and_words_hang(tmp_path, monke
     words = copy_stderr_to_log(os.open(tmp_path / "agent.log", os.O_WRONLY | os.O_CREAT))
 
     async def script() -> None:
-        async with Scene(tmp_path, log=NonBlockingEventLog).led() as scene:
+        async with Scene(tmp_path, log=NonBlockingEventLog, verdict=0.2).led() as scene:
             try:
                 peers = [await scene.join(node) for node in (0, 1)]
                 await hear(peers[1], "start")

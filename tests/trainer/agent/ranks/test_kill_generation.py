@@ -29,12 +29,6 @@ class Idle:
         self.killed, self.lost = reason, True
 
 
-@pytest.fixture(autouse=True)
-def soon(monkeypatch) -> None:
-    monkeypatch.setattr(kill_generation, "OBEY_SECONDS", 0.05)
-    monkeypatch.setattr(kill_generation, "_TERM_SECONDS", 0.05)
-
-
 @pytest.fixture
 def rank() -> Iterator["subprocess.Popen[bytes]"]:
     process = subprocess.Popen(["sleep", "60"], process_group=0)
@@ -53,7 +47,7 @@ def ranks(rank) -> Iterator[LocalRanks]:
 
 async def told_later(ranks: LocalRanks, link: Idle) -> None:
     """The rank is gone only after many looks."""
-    task = asyncio.create_task(kill_generation.kill_all(ranks, link, politely=False))
+    task = asyncio.create_task(kill_generation.kill_all(ranks, link, politely=False, term=0.05, obey=0.05))
     await asyncio.sleep(0.4)
     assert not task.done()
     ranks.mark_never_started()
@@ -79,6 +73,6 @@ def test_a_nursery_that_cannot_do_it_goes_first(ranks, stopped, known, reason):
     link = Idle(stopped=stopped)
     if not known:
         ranks.by_rank[0].pid = None
-    asyncio.run(asyncio.wait_for(kill_generation.kill_all(ranks, link, politely=True), 5))
+    asyncio.run(asyncio.wait_for(kill_generation.kill_all(ranks, link, politely=True, term=0.05, obey=0.05), 5))
     assert link.told == [15, 9]
     assert link.killed.startswith(reason)

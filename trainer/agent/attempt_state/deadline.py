@@ -7,14 +7,14 @@ from trainer.contract.progress import StopReason
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
 PRESSING = ("SIGTERM", "SIGINT")
-"""Signals after which the sender will soon kill."""
+"""Signals that SIGKILL follows soon."""
 SLURM_EARLY = 60.0
 """Slurm may send the signal of --signal up to so many seconds before it was asked to."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """Seconds that ranks get to agree, save and leave."""
+    """Seconds that ranks get to agree, save and exit."""
 
     asked: float = 60.0  # after a request or USR2, or after the last progress since then
     longest: float = 1800.0  # after a request or USR2, whatever progress there is
@@ -50,7 +50,7 @@ def reason_of(signal_name: str, *, kind: str, left: float | None, lead_seconds: 
         return StopReason.TIME_LIMIT
     if signal_name == "SIGUSR2" or kind == "slurm":
         return StopReason.PREEMPTION
-    # Nothing preempts a job on this machine: somebody ends it.
+    # Nothing preempts a job on this machine: a person ends it.
     return StopReason.CANCEL
 
 

@@ -5,22 +5,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from checkpointing.save_interval import last_save_before
-from trainer.agent.coordination.deadline import PRESSING, SLURM_EARLY, Bounds, bound, lead, parse_time, reason_of
+from trainer.agent.attempt_state.deadline import PRESSING, SLURM_EARLY, Bounds, bound, lead, parse_time, reason_of
 from trainer.contract.progress import StopReason
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stop:
-    """A stop that was asked for; `until` is when ranks that have not saved are killed."""
+    """A requested stop; `until` is when ranks that have not saved are killed."""
 
     reason: StopReason
     why: str
     until: float
-    latest: float  # `until` is never put off beyond this
+    latest: float  # `until` is never moved beyond this
 
 
 class Stopping:
-    """Keeps the job's end and the first reason to stop; all times are on the coordinator's monotonic clock."""
+    """The end of the job and the first reason to stop; all times are on the coordinator's monotonic clock."""
 
     def __init__(self, *, kind: str, started: float, limit: str, signal_lead: float, bounds: Bounds) -> None:
         seconds = parse_time(limit)
@@ -34,7 +34,7 @@ class Stopping:
         self.stop: Stop | None = None
 
     def correct(self, end: float) -> None:
-        """The scheduler's word on when the job ends."""
+        """The scheduler says when the job ends."""
         self.end = end
 
     def heard(self, signal_name: str, now: float) -> Stop:
@@ -44,7 +44,7 @@ class Stopping:
         return self._ask(reason, signal_name, f"an agent got {signal_name}", now)
 
     def asked(self, why: str, now: float) -> Stop:
-        """Somebody put a stop request into the run directory."""
+        """There is a stop request in the run directory."""
         return self._ask(StopReason.CANCEL, "", why or "a stop request", now)
 
     def due(self, now: float) -> bool:
@@ -80,11 +80,11 @@ class Stopping:
         return self.stop is not None and now >= self.stop.until
 
     def left(self, now: float) -> float:
-        """Seconds that ranks still have to save and leave; for ever while no stop is asked for."""
+        """Seconds that ranks still have to save and exit; infinity while no stop is requested."""
         return float("inf") if self.stop is None else max(0.0, self.stop.until - now)
 
     def again(self, now: float) -> None:
-        """New ranks are told to stop: they get their time as if it were asked for now."""
+        """New ranks are asked to stop: they get as much time as if the stop were requested now."""
         if self.stop is not None:
             self._put_off(self.stop, now)
 
@@ -94,7 +94,7 @@ class Stopping:
         self._step = max([_seconds(report, "step_seconds") for report in reports], default=self._step) or self._step
 
     def watch(self, reports: Sequence[Mapping[str, Any]], now: float) -> None:
-        """Once a second, the nodes' newest reports: who trains on or writes its checkpoint gets its time again."""
+        """Once a second, the nodes' newest reports: ranks that train on or write a checkpoint get more time."""
         seen = [(report.get("generation"), report.get("step"), report.get("saved")) for report in reports]
         moved = seen != self._seen or any(report.get("phase") == "checkpoint" for report in reports)
         self._seen = seen
@@ -102,7 +102,7 @@ class Stopping:
             self._put_off(self.stop, now)
 
     def _put_off(self, stop: Stop, now: float) -> None:
-        """Give the ranks their time again, as far as that goes."""
+        """Give the ranks as much time again, up to `latest` and the end of the job."""
         until = min(now + self._bounds.asked, stop.latest)
         if self.end is not None:
             until = min(until, self.end - self._bounds.margin)

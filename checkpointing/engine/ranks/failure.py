@@ -12,6 +12,7 @@ from checkpointing.engine.ranks.peer_codec import peer_message
 from checkpointing.errors import CheckpointError, FencedOff, Refused, SaveFailed, Unsound
 
 T = TypeVar("T")
+F = TypeVar("F")
 
 # Everything that reading, writing, torch and our own code may raise: a rank that fails in a collective act must say so
 # to its peers, or they wait for it. CheckpointException is a BaseException, so that it must be named.
@@ -66,10 +67,19 @@ class Failed:
     fenced: bool = False
     final: bool = False
 
+    @classmethod
+    def of(cls, error: BaseException) -> "Failed":
+        return cls(explain(error), fenced=isinstance(error, FencedOff), final=isinstance(error, Unsound))
 
-def result_or_failed(act: Callable[[], T]) -> T | Failed:
-    """Do one rank's part; a failure becomes a message, so that the peers are not left waiting."""
+
+def result_or(act: Callable[[], T], failed: Callable[[BaseException], F]) -> T | F:
+    """Do one rank's part; `failed` makes a message of a failure, so that the peers are not left waiting."""
     try:
         return act()
     except FAILURES as error:
-        return Failed(explain(error), fenced=isinstance(error, FencedOff), final=isinstance(error, Unsound))
+        return failed(error)
+
+
+def result_or_failed(act: Callable[[], T]) -> T | Failed:
+    """`result_or` for saves."""
+    return result_or(act, Failed.of)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +39,24 @@ class OptionalKeys:
 
 def _folder(key: str) -> str:
     return key.rpartition("/")[0]
+
+
+TensorsFor = Callable[[dict[str, Any]], Mapping[str, Tensor]]
+"""From the `extra` of a checkpoint to the tensors that are to be filled from it."""
+
+
+class Targets:
+    """The tensors to be filled: the same for every checkpoint, or made for each that is tried."""
+
+    def __init__(self, tensors: Mapping[str, Tensor] | TensorsFor) -> None:
+        self._make: TensorsFor = tensors if callable(tensors) else lambda _: tensors
+        self.last: Mapping[str, Tensor] = {}
+        """Those of the checkpoint that was tried last."""
+
+    def of(self, extra: dict[str, Any]) -> Mapping[str, Tensor]:
+        """Called on all ranks with the same `extra`."""
+        self.last = self._make(extra)
+        return self.last
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from checkpointing.engine.ranks.background_thread import start_background_thread
 from checkpointing.engine.ranks.failure import FAILURES, Failed, explain, result_or_failed
 from checkpointing.engine.ranks.group import RankGroup
-from checkpointing.engine.save.saver import EmitEvent, Job, Saved, Saver
+from checkpointing.engine.save.saver import Job, Saved, Saver
 from checkpointing.errors import FencedOff, SaveFailed, Unsound
+from checkpointing.event_sink import EmitEvent
 
 RETRY_PAUSES = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0)
 """Seconds before a failed save is tried again."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 
@@ -17,42 +17,27 @@ from checkpointing.engine.state.plausibility_judge import Judgement, Plausibilit
 from checkpointing.engine.state.save_plan import Plan
 from checkpointing.engine.state.staging import Bucket, Staged
 from checkpointing.errors import FencedOff, SaveFailed, Unsound
+from checkpointing.event_sink import EmitEvent
 from checkpointing.format.commit import fresh_name, seal
 from checkpointing.format.index import FINGERPRINTS, INDEX, encode_fingerprints
 from checkpointing.format.manifest import METADATA, FileEntry, Manifest
-from checkpointing.retention.policy import delete
+from checkpointing.owner import Owner
+from checkpointing.retention.garbage import delete
 from checkpointing.tiers.lustre_striping import make_folder
 from checkpointing.tiers.tier import ResolvedTier
 from checkpointing.writer.arena import Arena
 from checkpointing.writer.write_orders import WriteOrder, WriteResult
 
-T = TypeVar("T")
-EmitEvent = Callable[[str, dict[str, Any]], None]
-
 STUCK_SECONDS = 30.0
-"""A write that takes so much longer than a slow disk would is told as stuck."""
+"""A write that takes so much longer than a slow disk would is reported as stuck."""
 
 _SLOW_DISK = 32 << 20  # bytes per second
 _POLL_SECONDS = 1.0
 _HEAD_START = 0.001
 _NAMED_RANKS = 2
-"""Ranks whose failures are told one by one: a disk that is full is full for all of them."""
+"""Ranks whose failures are reported one by one: a disk that is full is full for all of them."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Owner:
-    """Whose checkpoints these are; `fence` says whether the owner may still commit and delete.
-
-    `ended_attempts` are earlier attempts, as `<attempt>-<nonce>`: what they left half-written is debris.
-    """
-
-    attempt: int
-    nonce: str
-    inherit: tuple[str, ...]
-    fence: Callable[[], bool]
-    ended_attempts: tuple[str, ...] = ()
 
 
 class Writer(Protocol):
@@ -115,14 +100,12 @@ class Saver:
         writer: Writer,
         judge: PlausibilityJudge,
         emit: EmitEvent,
-        *,
-        leads_node: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`place` is the first tier; when it is a node's own, the rank that leads its node seals there."""
+        """`place` is the first tier."""
         self._place, self._storage, self._ranks, self._owner = place, place.storage, ranks, owner
         self._judge, self._emit, self._clock = judge, emit, clock
-        self._seals = ranks.leads if place.shared else leads_node
+        self._seals = ranks.looks_after(shared=place.shared)
         self.writer = writer
 
     def run(self, job: Job) -> Saved:

@@ -23,7 +23,7 @@ from checkpointing.engine.restore.source import OptionalKeys, Targets, TensorsFo
 from checkpointing.engine.save.save_agreement import SaveAgreement, SaveReadiness, agree_on_save
 from checkpointing.engine.save.save_queue import RETRY_PAUSES, SaveQueue
 from checkpointing.engine.save.saver import Job, Saved, Saver, Writer
-from checkpointing.engine.state.plausibility_judge import PlausibilityJudge
+from checkpointing.engine.state.plausibility import PlausibilityJudge
 from checkpointing.engine.state.save_plan import Plan, agree_on_plan, budgeted
 from checkpointing.engine.state.staging import Stager, Structure
 from checkpointing.engine.tiers.flusher import Flusher

@@ -15,6 +15,7 @@ from checkpointing.storage.digests import digest
 from checkpointing.verification.digest_scan import DigestScan, PageCacheState, digester_of
 
 Progress = Callable[[int, int], None]
+"""Takes how much is done, and how much there is: bytes or pieces."""
 
 LEVELS = {0: "committed, sizes", 1: "sampled chunks", 2: "all chunks"}
 _SAMPLE_ONE_IN = 16

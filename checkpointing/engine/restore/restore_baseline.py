@@ -8,11 +8,10 @@ from torch.distributed.tensor import DTensor
 
 from checkpointing.engine.ranks.failure import Failed, result_or_failed
 from checkpointing.engine.ranks.group import RankGroup
-from checkpointing.engine.state.plausibility_judge import PlausibilityJudge
+from checkpointing.engine.state.plausibility import PlausibilityJudge, highest
 from checkpointing.format.index import FINGERPRINTS, parse_fingerprints
 from checkpointing.owner import Owner
 from checkpointing.tiers.tier import ResolvedTier
-from checkpointing.verification.plausibility import highest
 from checkpointing.verification.verify import read_listed, read_sealed
 
 

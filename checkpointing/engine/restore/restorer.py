@@ -16,7 +16,7 @@ from checkpointing.engine.ranks.peer_codec import peer_message
 from checkpointing.engine.restore.foreign_dcp import describe, foreign_names, source_of, step_of
 from checkpointing.engine.restore.loader import Loaded, load, load_own, on_all_ranks
 from checkpointing.engine.restore.memory_tier import TIER, Memory
-from checkpointing.engine.restore.metadata_reader import index_from_metadata, read_index, read_metadata, with_places
+from checkpointing.engine.restore.metadata_reader import read_index, with_places
 from checkpointing.engine.restore.saved_layout import owners
 from checkpointing.engine.restore.source import OptionalKeys, Source, Targets, shards_of
 from checkpointing.errors import NothingVerifies, Refused
@@ -288,9 +288,7 @@ class Restorer:
             raise Refused(name, "; ".join(map(str, faults)), any(fault.is_damage for fault in faults))
         if self.memory is not None and place.shared and self.memory.layout.matches(manifest):
             return manifest, None
-        if manifest.file(INDEX) is not None:
-            return manifest, read_index(place.storage, manifest)
-        return manifest, index_from_metadata(read_metadata(place.storage, manifest))
+        return manifest, read_index(place.storage, manifest)
 
     def _resolved(self, place: ResolvedTier, manifest: Manifest, index: Index) -> Index:
         """With the places of all values; in older checkpoints only the files tell, of which each rank looks at some."""

@@ -15,7 +15,7 @@ from checkpointing.engine.restore.read_buffers import Open
 from checkpointing.errors import Refused
 from checkpointing.format.index import Index
 from checkpointing.format.manifest import FileEntry
-from checkpointing.format.read_plan import Box, Shard, Slice, Strip, intersect, overlap, parts, strips
+from checkpointing.format.read_plan import Box, Shard, Slice, Strip, intersect, overlaps, parts, strips
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +196,7 @@ def _check_cover(name: str, key: str, local: Box, needs: Sequence[Slice]) -> Non
     covered = sum(box.volume for box in boxes)
     if covered != local.volume:
         raise Refused(name, f"{key}: its shards hold {covered} of the {local.volume} values needed here")
-    if len(boxes) > 1 and overlap(boxes):
+    if len(boxes) > 1 and any(overlaps(boxes)):
         raise Refused(name, f"{key}: its shards overlap")
 
 

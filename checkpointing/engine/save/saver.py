@@ -13,7 +13,7 @@ import torch
 from checkpointing.engine.ranks.failure import Failed, result_or_failed
 from checkpointing.engine.ranks.group import RankGroup
 from checkpointing.engine.state.inspection import InspectionReport
-from checkpointing.engine.state.plausibility_judge import Judgement, PlausibilityJudge
+from checkpointing.engine.state.plausibility import Judgement, PlausibilityJudge
 from checkpointing.engine.state.save_plan import Plan
 from checkpointing.engine.state.staging import Bucket, Staged
 from checkpointing.errors import FencedOff, SaveFailed, Unsound
@@ -23,7 +23,7 @@ from checkpointing.format.index import FINGERPRINTS, INDEX, encode_fingerprints
 from checkpointing.format.manifest import METADATA, FileEntry, Manifest
 from checkpointing.owner import Owner
 from checkpointing.retention.garbage import delete
-from checkpointing.tiers.lustre_striping import make_folder
+from checkpointing.tiers.lustre_striping import make_striped_folder
 from checkpointing.tiers.tier import ResolvedTier
 from checkpointing.writer.arena import Arena
 from checkpointing.writer.write_orders import WriteOrder, WriteResult
@@ -161,7 +161,7 @@ class Saver:
         # Steps grow within a generation: no name comes twice, though retention has let its first bearer go.
         name = fresh_name(step, owner.attempt, owner.nonce, taken, first=int(job.world.get("generation") or 1))
         self._emit("checkpoint.saving", {"step": step, "name": name})
-        warning = make_folder(self._place, name)
+        warning = make_striped_folder(self._place, name)
         if warning:
             _log.warning("%s", warning)
         return name

@@ -21,7 +21,7 @@ from checkpointing.retention.garbage import delete
 from checkpointing.retention.policy import Policy, TierRetention
 from checkpointing.tiers.catalog import DistrustedCheckpoints
 from checkpointing.tiers.copy_plan import Choice, TierContents, choose_checkpoint
-from checkpointing.tiers.lustre_striping import make_folder
+from checkpointing.tiers.lustre_striping import make_striped_folder
 from checkpointing.tiers.tier import ResolvedTier, RunTiers
 from checkpointing.verification.verify import read_sealed
 
@@ -199,7 +199,7 @@ class Flusher:
     def _make_folder(self, tier: ResolvedTier, name: str) -> None:
         if tier.catalog.is_tombstoned(name):
             delete(tier.storage, name, self._owner.fence)  # somebody began to, and did not finish
-        warning = make_folder(tier, name)
+        warning = make_striped_folder(tier, name)
         if warning:
             _log.warning("%s", warning)
 

@@ -5,9 +5,9 @@ import random
 import torch
 from torch import Tensor
 
+from checkpointing.engine.state.inspection import TrainedKeys
 from checkpointing.engine.verification.audit import Expected
 from checkpointing.format.manifest import Manifest
-from checkpointing.verification.plausibility import TrainedKeys
 from trainer.contract.config import JobConfig, WorkloadConfig
 from trainer.worker.saved_state.checkpoint_contents import rng_name
 

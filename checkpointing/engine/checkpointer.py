@@ -107,7 +107,7 @@ class Checkpointer:
         assert self._saver is not None
         assert self._stager is not None
         self._judge.inspection().inspect(*self._stager.sample())  # its tables are made once
-        # What the writer cannot do now it will say at the first save.
+        # A writer that fails now reports it at the first save.
         concurrent.futures.wait([self._saver.writer.warm()], _WARM_SECONDS)
 
     def save(
@@ -145,7 +145,7 @@ class Checkpointer:
     def _admitted(
         self, step: int, tensors: Mapping[str, Tensor], facts: dict[str, Any], own: dict[str, Any]
     ) -> list[Tensor] | None:
-        """This rank's parts of the tensors, laid out for; None when this save has to be skipped.
+        """This rank's parts of the tensors, for which there is memory; None when this save has to be skipped.
 
         Adds the state of the ranks to `facts`.
         """
@@ -189,14 +189,14 @@ class Checkpointer:
     def _begin(self, step: int, parts: Sequence[Tensor], facts: dict[str, Any]) -> None:
         assert self._stager is not None
         assert self._queue is not None
-        # What became of an earlier save says nothing about this one.
+        # The result of an earlier save says nothing about this one.
         self._newest, self.failure = step, None
         staged = self._stager.stage(parts)
         self._queue.submit(Job(step=step, plan=self._stager.plan, staged=staged, extra=facts, world=self._facts))
         self._stager.stage_buckets(staged, parts)
 
     def _plan(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        """Agree on a plan and lay memory out for it; no save is under way. Returns this rank's parts."""
+        """Agree on a plan and allocate memory for it; no save is under way. Returns this rank's parts."""
         staging = self._config.staging
         lay = budgeted(staging.files, staging.host_memory)
         plan = agree_on_plan(self._ranks, tensors, lay, int(staging.host_memory * GIB))
@@ -315,14 +315,14 @@ class Checkpointer:
         return restored
 
     def wait(self) -> None:
-        """Return when no save is under way and every event is told."""
+        """Return when no save is under way and every event has been written, or tried."""
         self.before_optimizer_step()
         if self._queue is not None:
             self._queue.wait()
         self._events.flush()
 
     def close(self, flush_for: Callable[[], float] | None = None) -> None:
-        """Wait, then give memory, writer and process groups back; raises what kept an event from being told.
+        """Wait, then give memory, writer and process groups back; raises what kept an event from being written.
 
         With `flush_for`, which says how many seconds are left, the newest checkpoint is first brought to every tier.
         """

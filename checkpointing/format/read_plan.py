@@ -159,7 +159,7 @@ class Part(NamedTuple):
 
 
 def parts(rows: Sequence[Strip], shard: Shard) -> Iterator[Part]:
-    """A need's bytes chunk by chunk; chunks that hold none of them are left out."""
+    """A need's bytes chunk by chunk; chunks that hold none of them are skipped."""
     low = 0
     for chunk in shard.chunks(rows[0].offset, rows[-1].end):
         high = before(rows, shard.span(chunk)[1])

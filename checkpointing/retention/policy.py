@@ -1,4 +1,4 @@
-"""Which checkpoints may go (pure), and the pass over one tier that deletes them."""
+"""Which checkpoints are deleted (pure), and the pass over one tier that deletes them."""
 
 import logging
 import math

@@ -31,7 +31,7 @@ class Entry:
 
 
 class Catalog:
-    """Reads names and COMMIT markers only; folders it does not know and half-written ones are never listed."""
+    """Reads names and COMMIT markers only; other folders and half-written ones are never listed."""
 
     def __init__(self, root: Path | str, storage: Storage | None = None) -> None:
         self.root, self.place = Path(root), str(root).rstrip("/")
@@ -50,7 +50,7 @@ class Catalog:
         return self._has(name, COMMIT, unreadable=True) and not self.is_tombstoned(name)
 
     def is_tombstoned(self, name: str) -> bool:
-        """Whether its deletion was begun: whoever comes by may finish it."""
+        """Whether its deletion was begun: any process that may delete here may finish it."""
         return self._has(name, DELETED, unreadable=False)
 
     def _has(self, name: str, file: str, *, unreadable: bool) -> bool:

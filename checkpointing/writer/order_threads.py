@@ -1,4 +1,4 @@
-"""Orders that run beside each other, each in a thread of its own, and how one of them is told to stop."""
+"""Orders that run beside each other, each in a thread of its own, and the token that stops one."""
 
 import errno
 import os

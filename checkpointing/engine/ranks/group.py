@@ -1,8 +1,8 @@
 """The ranks that save and restore together: values exchanged over a gloo group of their own, authenticated.
 
-gloo takes whoever connects for a peer. Every message therefore carries an HMAC of the generation's key, over the group,
-the number of the exchange, sender, receiver and contents: what no rank of this generation said here and now is refused
-before it is parsed.
+gloo treats any process that connects as a peer. Every message therefore carries an HMAC of the generation's key, over
+the group, the number of the exchange, sender, receiver and contents: what no rank of this generation sent in this
+exchange is refused before it is parsed.
 """
 
 import hmac

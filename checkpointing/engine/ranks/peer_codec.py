@@ -1,4 +1,4 @@
-"""What ranks tell each other, as typed JSON: plain values and classes that are registered here. Never code.
+"""What ranks send each other, as typed JSON: plain values and classes that are registered here. Never code.
 
 Plain JSON stands for itself; everything else is an object with one key, its kind: `{"tuple": [...]}`, or with fields in
 their order, `{"Failed": [...]}`. Decoding makes no class but the registered ones, each of fields of its declared types.
@@ -33,7 +33,7 @@ _CLASSES: dict[str, type] = {}
 
 
 class InvalidMessage(ValueError):
-    """Bytes that no rank of this version has sent, or a value that none can send."""
+    """Bytes that no rank of this version sends, or a value that none can send."""
 
 
 def peer_message(kind: type[T]) -> type[T]:

@@ -72,7 +72,7 @@ class Job:
 
 @dataclass
 class _Submitted:
-    """What the writer was given, and what this rank has seen of it."""
+    """What the writer was ordered to write, and what this rank has seen of it."""
 
     writes: "list[tuple[Bucket, Future[WriteResult]]]" = field(default_factory=list)
     described: "list[Future[FileEntry]]" = field(default_factory=list)
@@ -118,7 +118,7 @@ class Saver:
         reports = self._ranks.gather(submitted.report)
         judgement = None if reports is None else result_or_failed(lambda: self._checked(job, name, reports, described))
         if self._ranks.broadcast(_refusal(judgement) is not None):
-            self._forget(job)  # at once: the disk may take long, and who restarts meanwhile prefers what is in memory
+            self._forget(job)  # now: the disk may take long, and a restart meanwhile would prefer what is in memory
         everything = self._ranks.gather(result_or_failed(lambda: self._written(job, submitted)))
         manifest: Manifest | Failed | None = None
         if everything is not None:
@@ -136,7 +136,7 @@ class Saver:
         saved = Saved(name, told, self._clock() - start, manifest if isinstance(manifest, Manifest) else None)
         if isinstance(judgement, Judgement):
             accepted = judgement
-            # It is committed: who cannot hear of it must not make it look as if it were not, on one rank of all.
+            # It is committed: an event that cannot be written must not make one rank believe otherwise.
             not_emitted = result_or_failed(lambda: self._emit_saved(job, saved, accepted))
             if isinstance(not_emitted, Failed):
                 _log.error("%s is committed, which could not be told: %s", name, not_emitted.reason)
@@ -158,7 +158,7 @@ class Saver:
     def _named(self, job: Job, there: Sequence[Any] | None) -> str:
         owner, step = self._owner, job.step
         taken = self._place.catalog.names() if there is None else [each for names in there for each in names]
-        # Steps grow within a generation: no name comes twice, though retention has let its first bearer go.
+        # Steps grow within a generation: no name is used twice, even after retention has deleted its first folder.
         name = fresh_name(step, owner.attempt, owner.nonce, taken, first=int(job.world.get("generation") or 1))
         self._emit("checkpoint.saving", {"step": step, "name": name})
         warning = make_striped_folder(self._place, name)
@@ -174,7 +174,7 @@ class Saver:
             self.writer = self.writer.replacement()
 
     def _submit_parts(self, job: Job, name: str, submitted: _Submitted) -> InspectionReport:
-        """Hand every part to the writer as soon as it is copied, and look at it while it is being written."""
+        """Hand every part to the writer as soon as it is copied, and inspect it while it is being written."""
         self._ensure_writer()
         inspection = self._judge.inspection()
         for bucket in job.staged.buckets():
@@ -277,7 +277,7 @@ class Saver:
         return self._ranks.broadcast(verdict)
 
     def _undo(self, job: Job, name: str, failed: Failed) -> None:
-        """Take a half-written folder away: all ranks have stopped writing to it, and nobody else ever will."""
+        """Delete a half-written folder: all ranks have stopped writing to it, and no other process ever will."""
         if failed.final:
             self._forget(job)
         if failed.fenced or not self._seals:
@@ -288,7 +288,7 @@ class Saver:
             _log.warning("half-written %s could not be removed yet: %s", name, error)
 
     def _forget(self, job: Job) -> None:
-        """It must not be loaded from memory either; the writer vouches for it as soon as it has seen all of it."""
+        """It must not be loaded from memory either; the writer publishes its record once all of it is digested."""
         for bucket in job.staged.buckets() if job.staged.kept else ():
             self.writer.arena.clear(bucket.buffer)
 
@@ -319,7 +319,7 @@ def _first_failure(result: Any) -> Failed | None:
 
 
 def _refusal(result: Any) -> Failed | None:
-    """What no further try can change, and so outweighs whatever went wrong with the disk."""
+    """A failure that no further try can change; it outweighs whatever went wrong with the disk."""
     return result if isinstance(result, Failed) and result.final else None
 
 

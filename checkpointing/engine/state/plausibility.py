@@ -49,13 +49,13 @@ def _not_finite(broken: Sequence[tuple[str, int]]) -> str | None:
 def miscounted(now: StateSummary, before: StateSummary | None) -> str | None:
     """The optimizer's counter may have begun elsewhere, but it must move with the trainer's."""
     made, expected = _moved(now, before)
-    if made == expected or before is None or math.isnan(made):  # a NaN is told as one
+    if made == expected or before is None or math.isnan(made):  # a NaN is reported as one
         return None
     return f"since step {before.step} the trainer counts {expected} steps, the optimizer {made:g}"
 
 
 def skipped(now: StateSummary, before: StateSummary | None) -> bool:
-    """Whether the optimizer has taken some of the trainer's steps and left others out."""
+    """Whether the optimizer has taken some of the trainer's steps and skipped others."""
     made, expected = _moved(now, before)
     return 0 < made < expected
 
@@ -84,7 +84,7 @@ class Judgement:
     implausible_reasons: tuple[str, ...]
     refused: bool = False
     miscounted: bool = False
-    """Whether the optimizer's count is all there is to doubt."""
+    """Whether the optimizer's count is the only reason."""
 
 
 class PlausibilityJudge:
@@ -111,7 +111,7 @@ class PlausibilityJudge:
         broken = [found for each in findings for found in each.broken]
         found = [] if self._mode == OFF else implausible_reasons(summary, self._before, broken)
         counted = found == [miscounted(summary, self._before)]
-        # A gradient scaler skips steps by right: the state is sound, and its owner should hear of it, not lose it.
+        # A gradient scaler skips steps on purpose: the state is sound, so it is saved and reported.
         refused = self._mode == REFUSE and bool(found) and not (counted and skipped(summary, self._before))
         return Judgement(fingerprints, summary, tuple(found), refused, counted)
 
@@ -120,7 +120,7 @@ class PlausibilityJudge:
         self._before = judgement.summary
 
     def reject(self, judgement: Judgement) -> None:
-        """This state was refused: if only for its count, the next one is counted from here, not doubted for ever.
+        """This state was refused: if only for its count, the next one is counted from here, not refused for ever.
 
         It is still compared with the values of the last good one.
         """
@@ -138,7 +138,7 @@ class PlausibilityJudge:
 
 
 def _added_up(everything: Sequence[Sequence[Item]], partials: Sequence[bytes]) -> dict[str, str]:
-    """Fingerprints by key. It holds the interpreter that trains: most keys have one part, and those are cheap."""
+    """Fingerprints by key. It holds the GIL while training runs: most keys have one part, and those are cheap."""
     found: dict[str, str] = {}
     several: dict[str, list[str]] = {}
     for items, numbers in zip(everything, partials, strict=True):

@@ -105,7 +105,7 @@ def agree_on_plan(ranks: RankGroup, tensors: Mapping[str, Tensor], lay: Lay, mos
     if layouts is not None:
         everything = tuple(found[0] for found in layouts if not isinstance(found, Failed))
         described = _combined_failure(layouts) or result_or_failed(lambda: _described(planned.metadata, everything))
-        # One rank with buckets makes them all forgetful: who retries or remembers alone is out of step with the others.
+        # With buckets on one rank, no rank retries or remembers: one that did so alone would be out of step.
         whole = all(found[1] for found in layouts if not isinstance(found, Failed))
         agreed = described if isinstance(described, Failed) else (described[0], whole)
     told = ranks.broadcast(agreed)
@@ -201,7 +201,7 @@ class _Planned:
 
 
 def _distribute(ranks: RankGroup, plan: SavePlan | Failed) -> _Planned:
-    """Rank 0 lets torch's planner decide and tells each rank which items are its; raises ValueError everywhere."""
+    """Rank 0 lets torch's planner decide and sends each rank its items; raises ValueError on every rank."""
     plans = ranks.gather(plan if isinstance(plan, Failed) else result_or_failed(lambda: _plan_message(plan)))
     shares: list[Any] | None = None
     metadata = None

@@ -36,7 +36,7 @@ class FileCopier(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class TransferTimeouts:
     """Seconds: for one access to names and markers, for a rank's copies on top of what a slow disk takes for them, and
-    between two looks at how far the other ranks are, and until what other ranks have written must be in sight."""
+    between two looks at how far the other ranks are, and until files of other ranks must be visible."""
 
     access: float = 120.0
     copy: float = 300.0
@@ -70,7 +70,7 @@ class Transfer:
         self._link, self._timeouts, self._state = link, timeouts, state
 
     def run(self, route: Route) -> TransferFailure | None:
-        """Copy and seal; None when the checkpoint is committed at the target, else the same reason on every rank."""
+        """Copy and seal; None when the checkpoint is committed in the target, else the same failure on every rank."""
         seen = self._ranks.all_gather(tried(lambda: self._seen(route)))
         failure = _first(seen)
         if failure is not None:

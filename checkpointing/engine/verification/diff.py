@@ -1,4 +1,4 @@
-"""Two checkpoints tensor by tensor: what is equal is told from fingerprints, the rest is read, little at a time."""
+"""Two checkpoints tensor by tensor: fingerprints show what is equal, the rest is read, a few rows at a time."""
 
 import math
 from collections.abc import Iterator, Mapping

@@ -26,7 +26,7 @@ from checkpointing.config import CheckpointConfig, StagingConfig  # noqa: E402
 from checkpointing.engine.checkpointer import Checkpointer  # noqa: E402
 from checkpointing.engine.ranks.group import World  # noqa: E402
 from checkpointing.owner import Owner  # noqa: E402
-from checkpointing.storage.backends import LocalStorage, Storage  # noqa: E402
+from checkpointing.storage.backends import LocalStorage, Storage, storage_at  # noqa: E402
 from checkpointing.tiers.catalog import Catalog  # noqa: E402
 from checkpointing.tiers.tier import ResolvedTier, RunTiers  # noqa: E402
 from checkpointing.writer.link import InProcessWriter  # noqa: E402
@@ -75,13 +75,13 @@ def equal(tensors: Placed, state: Placed) -> bool:
 
 
 def checkpointer(folder: Path, told: Told, **options: Any) -> Checkpointer:
-    storage = options.pop("storage", None)
+    storage, tier = options.pop("storage", None), options.pop("tier", None)
     if storage is not None:
         options.setdefault("link", InProcessWriter(storage))  # another process could not see what it does
     return Checkpointer(
         Owner(1, NONCE, (), lambda: True),
         World(),
-        RunTiers.single(folder, storage),
+        RunTiers((tier,), storage_at(folder)) if tier else RunTiers.single(folder, storage),
         lambda kind, data: told.append((kind, data)),
         **{"pauses": (), **options},
     )
@@ -232,7 +232,7 @@ def disks_of_their_own(folder: Path, told: Told) -> dict[str, Any]:
     def one() -> Checkpointer:
         storage = LocalStorage(mine)
         place = ResolvedTier(str(mine), storage, Catalog(mine, storage), keep=2, shared=False)
-        return checkpointer(folder, told, tiers=(place,))
+        return checkpointer(folder, told, tier=place)
 
     made = one()
     for seed in (1, 2, 3):

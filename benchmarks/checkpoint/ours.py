@@ -9,7 +9,10 @@ from typing import Any
 from benchmarks.checkpoint.states import State
 from checkpointing.config import CheckpointConfig, StagingConfig
 from checkpointing.engine.checkpointer import Checkpointer
+from checkpointing.engine.ranks.group import World
 from checkpointing.format.manifest import Manifest, parse
+from checkpointing.owner import Owner
+from checkpointing.tiers.tier import RunTiers
 
 
 @dataclass(frozen=True)
@@ -29,11 +32,10 @@ class Ours:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.state = folder, state
         self.events: list[tuple[float, str, dict[str, Any]]] = []
-        fixed: dict[str, Any] = {"token_attempt": 1, "nonce": "ab12cd34", "inherit": (), "process_group": None}
-        self.checkpointer = Checkpointer(
-            folder, fence=lambda: True, keep=2, on_event=self._told, world={},
-            config=CheckpointConfig(keep=2, staging=StagingConfig(mode=mode)), **{**fixed, **options},
-        )  # fmt: skip
+        owner = Owner(1, "ab12cd34", (), lambda: True)
+        config = CheckpointConfig(keep=2, staging=StagingConfig(mode=mode))
+        tiers = RunTiers.single(folder, keep=2)
+        self.checkpointer = Checkpointer(owner, World(), tiers, self._told, config=config, **options)
         self.checkpointer.prepare(state.tensors)
 
     @classmethod

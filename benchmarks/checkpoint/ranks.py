@@ -17,6 +17,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from benchmarks.checkpoint.rows import Measured, Setting
 from checkpointing.engine.checkpointer import Checkpointer
+from checkpointing.engine.ranks.group import World
+from checkpointing.event_sink import emit_nothing
+from checkpointing.owner import Owner
+from checkpointing.tiers.tier import RunTiers
 
 ROWS_CUT, COLUMNS_CUT, WHOLE = Shard(0), Shard(1), Replicate()
 TURNS: dict[str, tuple[tuple[int, Placement], tuple[int, Placement]]] = {
@@ -89,10 +93,8 @@ def rank_main(turn: str, act: str, scale: float, folder: Path, rank: int, size: 
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=120))
     (_, saved_as), (_, loaded_as) = TURNS[turn]
     number = max(4, int(_TENSORS * scale))
-    checkpointer = Checkpointer(
-        folder / "ranks", token_attempt=1, nonce="ab12cd34", inherit=(), process_group=None, fence=lambda: True,
-        keep=2, on_event=lambda kind, data: None, world={},
-    )  # fmt: skip
+    owner = Owner(1, "ab12cd34", (), lambda: True)
+    checkpointer = Checkpointer(owner, World(), RunTiers.single(folder / "ranks", keep=2), emit_nothing)
     if act == "save":
         checkpointer.save(1, _state(number, saved_as, 1), {})
         checkpointer.wait()

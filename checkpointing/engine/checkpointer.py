@@ -3,45 +3,42 @@
 import collections
 import concurrent.futures
 import json
+import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from checkpointing.config import CheckpointConfig
-from checkpointing.engine.event_sink import EventSink
+from checkpointing.engine.ranks.background_thread import start_background_thread
 from checkpointing.engine.ranks.failure import Failed, explain, result_or_failed
-from checkpointing.engine.ranks.group import RankGroup
+from checkpointing.engine.ranks.group import World
 from checkpointing.engine.restore.memory_tier import Memory
 from checkpointing.engine.restore.restore_baseline import set_restore_baseline
-from checkpointing.engine.restore.restorer import Restored, Restorer
-from checkpointing.engine.restore.source import OptionalKeys
-from checkpointing.engine.restore.targets import Targets, TensorsFor
+from checkpointing.engine.restore.restorer import Restored, RestoreOptions, Restorer
+from checkpointing.engine.restore.source import OptionalKeys, Targets, TensorsFor
 from checkpointing.engine.save.save_agreement import SaveAgreement, SaveReadiness, agree_on_save
 from checkpointing.engine.save.save_queue import RETRY_PAUSES, SaveQueue
-from checkpointing.engine.save.saver import EmitEvent, Job, Owner, Saved, Saver, Writer
-from checkpointing.engine.state.plausibility_judge import PlausibilityJudge
+from checkpointing.engine.save.saver import Job, Saved, Saver, Writer
+from checkpointing.engine.state.plausibility import PlausibilityJudge
 from checkpointing.engine.state.save_plan import Plan, agree_on_plan, budgeted
 from checkpointing.engine.state.staging import Stager, Structure
-from checkpointing.engine.tiers.debris_gc import DebrisCollector
 from checkpointing.engine.tiers.flusher import Flusher
-from checkpointing.retention.policy import Metrics, Policy, apply_retention
-from checkpointing.storage.backends import Storage, storage_at
+from checkpointing.event_sink import EmitEvent, EventSink, emit_nothing
+from checkpointing.owner import Owner
+from checkpointing.retention.policy import Policy, TierRetention
 from checkpointing.storage.digests import digest
 from checkpointing.storage.durable import canonical
-from checkpointing.tiers.tier import ResolvedTier, single_tier
-from checkpointing.writer.link import InProcessWriter, WriterLink
-
-__all__ = ["Checkpointer", "Restored"]
+from checkpointing.tiers.tier import RunTiers
+from checkpointing.writer.link import WriterLink
 
 GIB = 1 << 30
 
 _LONG = timedelta(days=7)
-_WARM_SECONDS = 30.0
+_WARM_SECONDS, _DEBRIS_SECONDS = 30.0, 10.0
 _FACTS_ROOM = 1 << 18
 """Bytes in the arena's records for the caller's own facts."""
 
@@ -50,55 +47,41 @@ class Checkpointer:
     """One per rank and generation; all ranks call the same methods in the same order.
 
     `on_event` is called on rank 0 (for what only one rank can know: on that one), for saves from the saving thread.
-    `extra` is rank 0's; `fence` is asked before every COMMIT and every delete.
+    `extra` is rank 0's; the owner's `fence` is asked before every COMMIT and every delete.
     """
 
     def __init__(
         self,
-        root: Path | str,
+        owner: Owner,
+        world: World,
+        tiers: RunTiers,
+        on_event: EmitEvent,
         *,
-        token_attempt: int,
-        nonce: str,
-        inherit: Sequence[str],
-        process_group: dist.ProcessGroup | None,
-        fence: Callable[[], bool],
-        keep: int,
-        on_event: Callable[[str, dict[str, Any]], None],
-        world: dict[str, Any],
-        storage: Storage | None = None,
         config: CheckpointConfig | None = None,
         link: Writer | None = None,
-        tiers: Sequence[ResolvedTier] = (),
-        suspects: Collection[int] = (),
-        leads_node: bool = True,
-        trust_foreign: bool = False,
-        optional_names: Collection[str] = (),
-        ended_attempts: Sequence[str] = (),
+        restore: RestoreOptions | None = None,
         pauses: Sequence[float] = RETRY_PAUSES,
-        key: bytes = b"",
     ) -> None:
         """Create the process groups of the saves: collective, on the caller's thread, before any training step.
 
-        `link` goes to the writer that the agent owns; without one, a writer of one's own is started when needed (in
-        threads of this process when `storage` is given, which another process could not see). `pauses` are the seconds
-        before a failed save is tried again. `optional_names` are those of `inherit` that need not be there,
-        `ended_attempts` those that write no more, as `<attempt>-<nonce>`. `key` authenticates ranks to each other.
+        `link` goes to the writer that the agent owns; without one, a writer process is started when needed. `pauses`
+        are the seconds before a failed save is tried again.
         """
-        self._config = config or CheckpointConfig(keep=keep)
-        self._places = tuple(tiers) or (single_tier(root, storage, keep),)
-        self._storage, self._link = storage, link
-        self._owner = Owner(token_attempt, nonce, tuple(inherit), fence, tuple(ended_attempts))
-        self._world, self._leads_node, self._pauses = _plain(world, "world"), leads_node, pauses
+        self._owner, self._tiers, self._facts = owner, tiers, _plain(world.facts, "world")
+        self._config, self._link, self._pauses = config or CheckpointConfig(), link, pauses
         self._events = EventSink(on_event)
-        # A disk may keep a rank in its save for long; a dead peer shows at once all the same.
-        self._ranks, self._save_ranks, self._flush_ranks = _groups(process_group, key, len(self._places) > 1)
-        self._restorer = Restorer(
-            self._places, self._ranks, self._owner, self._events.emit, None, suspects, trust_foreign, optional_names
-        )
+        # One group each for the caller's thread, for saves, and for copies to further tiers. A disk may keep a rank in
+        # its save for long; a dead peer is noticed at once all the same.
+        self._ranks, self._save_ranks = world.group(), world.group(_LONG)
+        self._flush_ranks = world.group(_LONG) if len(tiers.tiers) > 1 else None
+        self._restorer = Restorer(tiers.tiers, self._ranks, owner, self._events.emit, options=restore)
         self._judge = PlausibilityJudge(self._config.plausibility)
         self._flusher: Flusher | None = None
-        self._pins, self._debris = storage_at(root) if tiers else self._places[0].storage, DebrisCollector()
-        self._metrics: Metrics = {}
+        self._first = tiers.tiers[0]
+        policy = Policy.of(self._first.keep, self._config.retention)
+        emit = self._events.emit if self._ranks.leads else emit_nothing
+        self._retention = TierRetention(self._first, policy, owner, emit, tiers.pins)
+        self._debris_thread: threading.Thread | None = None
         self._stager: Stager | None = None
         self._saver: Saver | None = None
         self._queue: SaveQueue | None = None
@@ -124,7 +107,7 @@ class Checkpointer:
         assert self._saver is not None
         assert self._stager is not None
         self._judge.inspection().inspect(*self._stager.sample())  # its tables are made once
-        # What the writer cannot do now it will say at the first save.
+        # A writer that fails now reports it at the first save.
         concurrent.futures.wait([self._saver.writer.warm()], _WARM_SECONDS)
 
     def save(
@@ -162,7 +145,7 @@ class Checkpointer:
     def _admitted(
         self, step: int, tensors: Mapping[str, Tensor], facts: dict[str, Any], own: dict[str, Any]
     ) -> list[Tensor] | None:
-        """This rank's parts of the tensors, laid out for; None when this save has to be skipped.
+        """This rank's parts of the tensors, for which there is memory; None when this save has to be skipped.
 
         Adds the state of the ranks to `facts`.
         """
@@ -206,14 +189,14 @@ class Checkpointer:
     def _begin(self, step: int, parts: Sequence[Tensor], facts: dict[str, Any]) -> None:
         assert self._stager is not None
         assert self._queue is not None
-        # What became of an earlier save says nothing about this one.
+        # The result of an earlier save says nothing about this one.
         self._newest, self.failure = step, None
         staged = self._stager.stage(parts)
-        self._queue.submit(Job(step=step, plan=self._stager.plan, staged=staged, extra=facts, world=self._world))
+        self._queue.submit(Job(step=step, plan=self._stager.plan, staged=staged, extra=facts, world=self._facts))
         self._stager.stage_buckets(staged, parts)
 
     def _plan(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        """Agree on a plan and lay memory out for it; no save is under way. Returns this rank's parts."""
+        """Agree on a plan and allocate memory for it; no save is under way. Returns this rank's parts."""
         staging = self._config.staging
         lay = budgeted(staging.files, staging.host_memory)
         plan = agree_on_plan(self._ranks, tensors, lay, int(staging.host_memory * GIB))
@@ -246,12 +229,9 @@ class Checkpointer:
 
     def _open_writer(self) -> Writer:
         if self._saver is None:
-            link = self._link or (WriterLink.start() if self._storage is None else InProcessWriter(self._storage))
-            self._link = link
+            self._link = self._link or WriterLink.start()
             emit = self._events.emit
-            self._saver = Saver(
-                self._places[0], self._save_ranks, self._owner, link, self._judge, emit, leads_node=self._leads_node
-            )
+            self._saver = Saver(self._first, self._save_ranks, self._owner, self._link, self._judge, emit)
             self._queue = SaveQueue(self._saver, self._save_ranks, emit, self._ended, self._pauses)
         return self._saver.writer
 
@@ -260,15 +240,13 @@ class Checkpointer:
         if self._flush_ranks is None or self._flusher is not None:
             return
         self._flusher = Flusher(
-            self._places,
+            self._tiers,
             self._flush_ranks,
             self._owner,
             lambda: self._saver.writer,
             self._events.emit,
-            leads_node=self._leads_node,
             retention=self._config.retention,
-            refused=self._restorer.distrusted.of,
-            pins=self._pins,
+            distrusted=self._restorer.distrusted,
         )
 
     def _ended(self, job: Job, saved: Saved | None, reason: str) -> None:
@@ -279,34 +257,29 @@ class Checkpointer:
             return
         self.committed_step = job.step
         self.save_seconds.append(saved.seconds)
-        self._apply_retention(saved.name)
+        if self._looks_after_first_tier:  # the flusher deletes in the others
+            if self._debris_thread is not None:
+                self._debris_thread.join()  # one at a time
+            held = self._flusher.held if self._flusher is not None else ()
+            self._retention.apply(saved.name, self._restorer.distrusted.of(self._first.path), held)
         if self._flusher is not None:
             self._flusher.committed(saved.name)
 
-    def _apply_retention(self, newest: str) -> None:
-        """Delete in the first tier what is not kept any more; the flusher does it in the others."""
-        place = self._places[0]
-        if not self._looks_after(place):
-            return
-        with self._debris.lock:
-            apply_retention(
-                place,
-                Policy.of(place.keep, self._config.retention),
-                self._owner,
-                newest,
-                self._owner.fence,
-                self._restorer.distrusted.of(place.path),
-                self._emit_deletions(),
-                held=self._flusher.held if self._flusher is not None else (),
-                pins=self._pins,
-                metrics=self._metrics,
-            )
+    @property
+    def _looks_after_first_tier(self) -> bool:
+        return self._ranks.looks_after(shared=self._first.shared)
 
-    def _looks_after(self, place: ResolvedTier) -> bool:
-        return self._ranks.leads if place.shared else self._leads_node
+    def _start_debris_collection(self) -> None:
+        """Collect what died half-written in the first tier, beside training.
 
-    def _emit_deletions(self) -> EmitEvent:
-        return self._events.emit if self._ranks.leads else _emit_nothing
+        No save is under way at this moment, so what is unfinished now is nobody's; no later save takes its name.
+        """
+        if self._debris_thread is not None:
+            self._debris_thread.join()
+        there = result_or_failed(self._first.catalog.names)
+        if there and not isinstance(there, Failed):
+            collect = partial(self._retention.collect_debris, there)
+            self._debris_thread = start_background_thread(collect, "checkpoint-tidying")
 
     def before_optimizer_step(self) -> None:
         """Return when the tensors of the last save may change; without lazy staging that is always so."""
@@ -331,31 +304,33 @@ class Checkpointer:
         self.wait()
         targets = Targets(tensors)
         restored = self._restorer.run(targets, OptionalKeys(alone=optional_prefixes, together=optional_folders))
-        if self._looks_after(self._places[0]):
-            self._debris.start(self._places[0], self._owner, self._emit_deletions())
+        if self._looks_after_first_tier:
+            self._start_debris_collection()
         if restored is None:
             self.committed_step = self.agreed_committed_step = None
             return None
-        beginning = set_restore_baseline(self._ranks, self._places, self._owner, self._judge, restored, targets.last)
+        places = self._tiers.tiers
+        beginning = set_restore_baseline(self._ranks, places, self._owner, self._judge, restored, targets.last)
         self.committed_step = self.agreed_committed_step = beginning
         return restored
 
     def wait(self) -> None:
-        """Return when no save is under way and every event is told."""
+        """Return when no save is under way and every event has been written, or tried."""
         self.before_optimizer_step()
         if self._queue is not None:
             self._queue.wait()
         self._events.flush()
 
     def close(self, flush_for: Callable[[], float] | None = None) -> None:
-        """Wait, then give memory, writer and process groups back; raises what kept an event from being told.
+        """Wait, then give memory, writer and process groups back; raises what kept an event from being written.
 
         With `flush_for`, which says how many seconds are left, the newest checkpoint is first brought to every tier.
         """
         self.wait()
         if self._queue is not None:
             self._queue.close()
-        self._debris.wait()
+        if self._debris_thread is not None:
+            self._debris_thread.join(_DEBRIS_SECONDS)  # one that hangs is a daemon
         if self._flusher is not None:
             if flush_for is not None:
                 self._flusher.drain(flush_for)
@@ -377,18 +352,6 @@ class Checkpointer:
     def _emit_on_leader(self, kind: str, **data: Any) -> None:
         if self._ranks.leads:
             self._events.emit(kind, data)
-
-
-def _emit_nothing(kind: str, data: dict[str, Any]) -> None:
-    """One rank tells for all."""
-
-
-def _groups(
-    process_group: dist.ProcessGroup | None, key: bytes, flushes: bool
-) -> tuple[RankGroup, RankGroup, RankGroup | None]:
-    """One group each for the caller's thread, for saves, and for copies to further tiers."""
-    ranks, saves = RankGroup(process_group, key=key), RankGroup(process_group, _LONG, key=key)
-    return ranks, saves, RankGroup(process_group, _LONG, key=key) if flushes else None
 
 
 def _plain(value: dict[str, Any], what: str) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def seal(storage: Storage, manifest: Manifest, fence: Callable[[], bool], now: f
             raise FileExistsError(f"{manifest.name} is committed already, with another manifest")
         return earlier
     storage.publish(f"{manifest.name}/{MANIFEST}", data)
-    # The fence is read as late as possible: whoever revoked it in the meantime must not see a new checkpoint.
+    # The fence is read as late as possible: after a revocation no new checkpoint may appear.
     if not fence():
         raise FencedOff(manifest.step, "fenced off: the launch token of this attempt was revoked before COMMIT")
     storage.publish(f"{manifest.name}/{COMMIT}", commit.encode())

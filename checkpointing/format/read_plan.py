@@ -100,20 +100,20 @@ def before(rows: Iterable[Strip], place: int) -> int:
     return sum(strip.before(place) for strip in rows)
 
 
-def overlap(boxes: Iterable[Box]) -> bool:
-    """Whether any two boxes share a value; sweeps along the first dimension."""
-    ordered = sorted((box for box in boxes if box.volume), key=lambda box: box.offsets)
-    active: list[Box] = []
-    for box in ordered:
-        if not box.offsets:
-            if active:
-                return True
-        else:
-            active = [other for other in active if other.offsets[0] + other.sizes[0] > box.offsets[0]]
-        if any(_meet(box, other) for other in active):
-            return True
-        active.append(box)
-    return False
+def overlaps(boxes: Iterable[Box]) -> Iterator[tuple[Box, Box]]:
+    """Pairs of boxes that share a value; only boxes whose first dimensions meet are compared."""
+    full = sorted((box for box in boxes if box.volume), key=lambda box: box.offsets)
+    if full and not full[0].sizes:
+        yield from itertools.pairwise(full)
+        return
+    for at, box in enumerate(full):
+        end = box.offsets[0] + box.sizes[0]
+        for following in range(at + 1, len(full)):
+            other = full[following]
+            if other.offsets[0] >= end:
+                break
+            if _meet(box, other):
+                yield box, other
 
 
 def _meet(one: Box, other: Box) -> bool:
@@ -159,7 +159,7 @@ class Part(NamedTuple):
 
 
 def parts(rows: Sequence[Strip], shard: Shard) -> Iterator[Part]:
-    """A need's bytes chunk by chunk; chunks that hold none of them are left out."""
+    """A need's bytes chunk by chunk; chunks that hold none of them are skipped."""
     low = 0
     for chunk in shard.chunks(rows[0].offset, rows[-1].end):
         high = before(rows, shard.span(chunk)[1])

@@ -24,7 +24,7 @@ _STORAGES = {
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _MARK = b"PK\x03\x04"
 _LONGEST = 1 << 20
-MALFORMED = (
+_MALFORMED = (
     zipfile.BadZipFile, pickle.UnpicklingError, ValueError, KeyError, EOFError, TypeError, AttributeError, IndexError,
     struct.error, NotImplementedError, RuntimeError, RecursionError,
 )  # fmt: skip
@@ -56,7 +56,24 @@ def read_record(read: ReadAt, start: int, length: int) -> TorchRecord:
         place = start + offset_of(read, start, length, described)
         dtype, shape = _describe(read(place, described.file_size))
         return TorchRecord(dtype, shape, offset_of(read, start, length, values), values.file_size)
-    except MALFORMED as error:
+    except _MALFORMED as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def locate_values(read: ReadAt, start: int, length: int) -> tuple[int, int]:
+    """Place in the file, and number, of the bytes of an archive's only tensor: by its headers, nothing is unpickled.
+
+    Raises ValueError when it has none. Checksums in the archive are not compared: torch may write none, and a manifest
+    has better ones.
+    """
+    try:
+        with zipfile.ZipFile(FileSection(read, start, length)) as archive:
+            records = [info for info in archive.infolist() if info.filename.partition("/")[2].startswith("data/")]
+        if len(records) != 1 or records[0].compress_type != zipfile.ZIP_STORED:
+            raise ValueError(f"it has {len(records)} plain records of values instead of one")
+        (record,) = records
+        return start + offset_of(read, start, length, record), record.file_size
+    except _MALFORMED as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 

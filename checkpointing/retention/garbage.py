@@ -1,4 +1,4 @@
-"""Taking checkpoints and debris away: a deletion in two phases, and which half-written folders may go (pure)."""
+"""Deleting checkpoints and debris: a deletion in two phases, and which half-written folders are deleted (pure)."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -86,7 +86,7 @@ def _decide(
     attempt, nonce = folder.attempt_id
     if folder.name in busy:
         return verdict(False, "is being written")
-    # Whoever published the tombstone held the fence, and no reader has taken it for a checkpoint since.
+    # The process that published the tombstone held the fence, and no reader has loaded it since.
     if folder.state is DebrisState.TOMBSTONED:
         return verdict(True, "its deletion was begun and not finished")
     if folder.attempt_id == owner:

@@ -1,14 +1,16 @@
-"""Which checkpoints may go (pure), and the pass over one tier that deletes them."""
+"""Which checkpoints are deleted (pure), and the pass over one tier that deletes them."""
 
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from checkpointing.config import RetentionConfig
+from checkpointing.event_sink import EmitEvent
 from checkpointing.format.commit import parse_name
 from checkpointing.format.manifest import Manifest
+from checkpointing.owner import Owner
 from checkpointing.retention.garbage import (
     DebrisFolder,
     DebrisState,
@@ -26,42 +28,10 @@ from checkpointing.tiers.tier import ResolvedTier
 from checkpointing.verification.verdicts import known_bad
 from checkpointing.verification.verify import read_sealed
 
-__all__ = [
-    "FLOOR",
-    "Owner",
-    "Policy",
-    "delete",
-    "apply_retention",
-    "collect_debris",
-    "decide_retention",
-    "expired",
-    "metric_of",
-]
-
 _log = logging.getLogger(__name__)
 
 FLOOR = 2
 """So many trusted checkpoints always stay, so that a damaged newest one has a substitute."""
-
-Metrics = MutableMapping[str, float | None]
-EmitEvent = Callable[[str, dict[str, Any]], None]
-
-
-class Owner(Protocol):
-    """Whose checkpoints may be deleted: the attempt's own and those that its launch token lists."""
-
-    @property
-    def attempt(self) -> int: ...
-
-    @property
-    def nonce(self) -> str: ...
-
-    @property
-    def inherit(self) -> tuple[str, ...]: ...
-
-    @property
-    def ended_attempts(self) -> tuple[str, ...]:
-        """`<attempt>-<nonce>` of earlier attempts, which write no more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +117,7 @@ def _best(trusted: Sequence[Entry], policy: Policy, metrics: Mapping[str, float 
 
 
 def expired(entries: Sequence[Entry], policy: Policy, **facts: Any) -> list[tuple[Entry, str]]:
-    """What `judge` (same arguments) lets go, oldest first, each with the reason."""
+    """What `decide_retention` (same arguments) does not keep, oldest first, each with the reason."""
     return [(judged.entry, judged.reason) for judged in decide_retention(entries, policy, **facts) if not judged.stays][
         ::-1
     ]
@@ -164,97 +134,77 @@ def metric_of(manifest: Manifest, metric: str) -> float | None:
         return None
 
 
-def apply_retention(
-    place: ResolvedTier,
-    policy: Policy,
-    owner: Owner,
-    newest: str,
-    fence: Callable[[], bool],
-    refused: Collection[str],
-    emit: EmitEvent,
-    *,
-    held: Collection[str] = (),
-    pins: Storage | None = None,
-    metrics: Metrics | None = None,
-) -> None:
-    """Delete in one tier what `policy` no longer keeps and what died half-written; what fails is tried next time.
+class TierRetention:
+    """Deletes in one tier what `policy` no longer keeps and what died half-written; the next pass retries what fails.
 
-    `pins` is the storage of the run's own folder (default: the tier's own), `metrics` a cache between calls. Never
-    raises OSError: old checkpoints that cannot be deleted yet are no reason to fail.
+    It never raises OSError: old checkpoints that cannot be deleted yet are no reason to fail.
     """
-    retention_pass = _RetentionPass(place, policy, owner, newest, fence, emit, held, pins or place.storage)
-    metrics = metrics if metrics is not None else {}
-    parts: list[Callable[[], bool]] = [
-        lambda: retention_pass.delete_expired(refused, metrics),
-        retention_pass.delete_orphaned,
-        retention_pass.collect,
-    ]
-    for part in parts:
+
+    def __init__(
+        self, tier: ResolvedTier, policy: Policy, owner: Owner, emit: EmitEvent, pins: Storage | None = None
+    ) -> None:
+        """`pins` is the storage of the run's own folder (default: the tier's own)."""
+        self._tier, self._policy, self._owner, self._emit = tier, policy, owner, emit
+        self._pins = pins or tier.storage
+        self.metrics: dict[str, float | None] = {}
+        """By name, of checkpoints whose files were found whole."""
+
+    def apply(self, newest: str, refused: Collection[str] = (), held: Collection[str] = ()) -> None:
+        """One pass after `newest` was committed; `refused` ones are not trusted, `held` ones are being read."""
+        parts: list[Callable[[], bool]] = [
+            lambda: self._delete_expired(newest, refused, held),
+            lambda: self._delete_orphaned(held),
+            lambda: self._collect(held),
+        ]
+        for part in parts:
+            try:
+                if not part():
+                    return
+            except OSError as error:
+                _log.warning("%s: old checkpoints could not be deleted yet: %s", self._tier.path, error)
+
+    def collect_debris(self, there: Collection[str]) -> None:
+        """At a start: collect what died half-written among the folders `there`.
+
+        A disk that is full of debris takes no save, and retention comes only after one.
+        """
         try:
-            if not part():
-                return
+            self._collect((), there)
         except OSError as error:
-            _log.warning("%s: old checkpoints could not be deleted yet: %s", place.path, error)
+            _log.warning("%s: half-written checkpoints could not be deleted yet: %s", self._tier.path, error)
 
-
-def collect_debris(
-    place: ResolvedTier, owner: Owner, there: Collection[str], fence: Callable[[], bool], emit: EmitEvent
-) -> None:
-    """At a start: collect what died half-written among the folders `there`; raises no OSError either.
-
-    A disk that is full of debris takes no save, and retention comes only after one.
-    """
-    try:
-        _RetentionPass(place, Policy(), owner, "", fence, emit, (), place.storage).collect(there)
-    except OSError as error:
-        _log.warning("%s: half-written checkpoints could not be deleted yet: %s", place.path, error)
-
-
-@dataclass(frozen=True)
-class _RetentionPass:
-    place: ResolvedTier
-    policy: Policy
-    owner: Owner
-    newest: str
-    fence: Callable[[], bool]
-    emit: EmitEvent
-    held: Collection[str]
-    pins: Storage
-
-    def delete_expired(self, refused: Collection[str], metrics: Metrics) -> bool:
+    def _delete_expired(self, newest: str, refused: Collection[str], held: Collection[str]) -> bool:
         """False when the fence was lost."""
-        owner, catalog = self.owner, self.place.catalog
-        entries = catalog.accepted(owner.attempt, owner.nonce, owner.inherit)
-        pinned = pinned_names(self.pins)
-        rule = self.policy
-        if len(entries) <= max(rule.keep, FLOOR):
+        entries = self._tier.catalog.accepted(self._owner)
+        pinned = pinned_names(self._pins)
+        if len(entries) <= max(self._policy.keep, FLOOR):
             return True
-        refused = {*refused, *known_bad(self.pins, self.place.path, self.place.storage)}
-        refused |= self._unsound(entries, refused, metrics)
-        facts = {"metrics": metrics, "pinned": pinned, "refused": refused, "held": self.held, "newest": self.newest}
-        return self._delete([entry for entry, _ in expired(entries, rule, **facts)])
+        refused = {*refused, *known_bad(self._pins, self._tier.path, self._tier.storage)}
+        refused |= self._unsound(entries, refused)
+        facts = {"metrics": self.metrics, "pinned": pinned, "refused": refused, "held": held, "newest": newest}
+        return self._delete([entry for entry, _ in expired(entries, self._policy, **facts)])
 
-    def delete_orphaned(self) -> bool:
-        """On a node's own disk: delete what attempts that are over left to nobody, once this one has its own there."""
-        place, owner, ended_attempts = self.place, self.owner, attempt_ids(self.owner.ended_attempts)
-        if place.shared or not ended_attempts:
+    def _delete_orphaned(self, held: Collection[str]) -> bool:
+        """On a node's own disk: delete what ended attempts left and nobody inherits, once this attempt has its own."""
+        tier, owner, ended_attempts = self._tier, self._owner, attempt_ids(self._owner.ended_attempts)
+        if tier.shared or not ended_attempts:
             return True
-        committed = place.catalog.committed()
+        committed = tier.catalog.committed()
         own = [entry for entry in committed if (entry.attempt, entry.nonce) == (owner.attempt, owner.nonce)]
         if len(own) < FLOOR:
             return True
         left = [entry for entry in committed if (entry.attempt, entry.nonce) in ended_attempts]
-        return self._delete([entry for entry in left if entry.name not in {*owner.inherit, *self.held}][::-1])
+        return self._delete([entry for entry in left if entry.name not in {*owner.inherit, *held}][::-1])
 
     def _delete(self, entries: Sequence[Entry]) -> bool:
         """False when the fence was lost; one that cannot be deleted keeps none of the others, then raises OSError."""
         errors = []
         for entry in entries:
             try:
-                # Asked again: somebody may pin it while its elders are being deleted.
-                if entry.name in pinned_names(self.pins):
+                # Read again: somebody may pin it while older ones are being deleted.
+                if entry.name in pinned_names(self._pins):
                     continue
-                if not delete(self.place.storage, entry.name, self.fence):
+                if not delete(self._tier.storage, entry.name, self._owner.fence):
                     return False
             except OSError as error:
                 errors.append(error)
@@ -267,38 +217,38 @@ class _RetentionPass:
     def _emit_deleted(self, name: str) -> None:
         parts = parse_name(name)
         step = parts.step if parts is not None else 0
-        self.emit("checkpoint.deleted", {"step": step, "name": name, "tier": self.place.path})
+        self._emit("checkpoint.deleted", {"step": step, "name": name, "tier": self._tier.path})
 
-    def _unsound(self, entries: Sequence[Entry], refused: Collection[str], metrics: Metrics) -> set[str]:
-        """Those that no longer are what was committed, by names and sizes: no substitutes for anything."""
+    def _unsound(self, entries: Sequence[Entry], refused: Collection[str]) -> set[str]:
+        """Those whose files are no longer what was committed, by names and sizes: substitutes for nothing."""
         unsound = set()
         for entry in entries:
-            if entry.name in refused or entry.name in metrics:
+            if entry.name in refused or entry.name in self.metrics:
                 continue
-            manifest, faults = read_sealed(self.place.storage, entry.name)
+            manifest, faults = read_sealed(self._tier.storage, entry.name)
             # On a node's own disk the files of other nodes are missing, and that is right.
-            if manifest is None or (faults and self.place.shared):
+            if manifest is None or (faults and self._tier.shared):
                 unsound.add(entry.name)
                 continue
-            metrics[entry.name] = metric_of(manifest, self.policy.metric)
+            self.metrics[entry.name] = metric_of(manifest, self._policy.metric)
         return unsound
 
-    def collect(self, there: Collection[str] | None = None) -> bool:
-        """Collect debris, `there` limits it to some folders; a deletion that somebody began is told at its end."""
-        owner = self.owner
+    def _collect(self, held: Collection[str], there: Collection[str] | None = None) -> bool:
+        """Collect debris, only in the folders `there` if given; reports the end of a deletion that others began."""
+        owner = self._owner
         ended = {(parts.attempt, parts.nonce) for name in owner.inherit if (parts := parse_name(name)) is not None}
         ended |= attempt_ids(owner.ended_attempts)
         verdicts = decide_debris(
-            [folder for folder in find_debris(self.place.catalog) if there is None or folder.name in there],
+            [folder for folder in find_debris(self._tier.catalog) if there is None or folder.name in there],
             owner=(owner.attempt, owner.nonce),
             ended=ended,
             inherit=owner.inherit,
-            busy=self.held,
+            busy=held,
         )
 
         def gone(folder: DebrisFolder) -> None:
             if folder.state is DebrisState.TOMBSTONED and folder.attempt_id in {(owner.attempt, owner.nonce), *ended}:
                 self._emit_deleted(folder.name)
 
-        delete_debris(self.place.storage, verdicts, self.fence, gone)
+        delete_debris(self._tier.storage, verdicts, owner.fence, gone)
         return True

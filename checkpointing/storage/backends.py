@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
 from checkpointing.storage.digests import Bytes, Sink
-from checkpointing.storage.durable import fsync_dir, fsync_file, write_durably
+from checkpointing.storage.durable import fsync_dir, fsync_file, make_folder, write_durably
 from checkpointing.storage.remote_errors import as_oserror
 
 _BUFFER_BYTES = 1 << 20
@@ -92,12 +92,12 @@ class LocalStorage:
 
     def create(self, path: str) -> Sink:
         target = self.root / path
-        self._make(target.parent)
+        make_folder(target.parent)
         return _DurableFile(target)
 
     def publish(self, path: str, data: bytes) -> None:
         target = self.root / path
-        self._make(target.parent)
+        make_folder(target.parent)
         write_durably(target, data)
 
     def open(self, path: str) -> BinaryIO:
@@ -128,17 +128,6 @@ class LocalStorage:
         except FileNotFoundError:
             return
         fsync_dir(target.parent)
-
-    def make_folder(self, path: str) -> None:
-        """Make a folder and those above it, durably; nothing happens when it is there."""
-        self._make(self.root / path)
-
-    def _make(self, folder: Path) -> None:
-        missing = [folder, *folder.parents]
-        missing = missing[: next(at for at, path in enumerate(missing) if path.is_dir())]
-        for path in reversed(missing):
-            path.mkdir(mode=0o700, exist_ok=True)  # two ranks may get here at once
-            fsync_dir(path.parent)
 
 
 class _RemoteFile:

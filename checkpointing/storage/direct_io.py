@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from checkpointing.storage import shared_memory
-from checkpointing.storage.durable import fsync_dir
 
 BLOCK = 16 << 20
 
@@ -39,18 +38,6 @@ def write_direct(
     finally:
         os.close(descriptor)
     return file.direct
-
-
-def make_folder(folder: Path) -> None:
-    """Create a folder and what is missing above it, durably; others may be creating it at the same time."""
-    try:
-        folder.mkdir(mode=0o700)
-    except FileExistsError:
-        return
-    except FileNotFoundError:
-        make_folder(folder.parent)
-        folder.mkdir(mode=0o700, exist_ok=True)
-    fsync_dir(folder.parent)
 
 
 class _DirectFile:

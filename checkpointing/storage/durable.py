@@ -21,6 +21,18 @@ def fsync_dir(folder: Path) -> None:
         os.close(descriptor)
 
 
+def make_folder(folder: Path) -> None:
+    """Create a folder and what is missing above it, durably; others may be creating it at the same time."""
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        return
+    except FileNotFoundError:
+        make_folder(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+    fsync_dir(folder.parent)
+
+
 def fsync_file(path: Path) -> None:
     """Make the bytes of a file durable, whoever wrote them, and forget them: they are next read from the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

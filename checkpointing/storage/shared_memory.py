@@ -13,8 +13,11 @@ _PROT_READ_WRITE, _MAP_SHARED = 3, 1
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _POPULATE_WRITE, _COLLAPSE = 23, 25
 _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NO_RESERVE = 2, 0x10, 0x20, 0x4000
-_PAGE, _HUGE = 4096, 2 << 20
+_HUGE = 2 << 20
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+PAGE = 4096
+"""Bytes of a page, to which arenas, files in them and direct reads and writes are aligned."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -37,12 +40,12 @@ def map_shared(descriptor: int, size: int) -> memoryview:
     The mapping begins at a multiple of a huge page, without which the kernel could not use any for it.
     """
     reserved = _mmap(None, size + _HUGE, 0, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NO_RESERVE, -1)
-    start, end = _up(reserved, _HUGE), reserved + _up(size + _HUGE, _PAGE)
+    start, end = _up(reserved, _HUGE), reserved + _up(size + _HUGE, PAGE)
     address = _mmap(start, size, _PROT_READ_WRITE, _MAP_SHARED | _MAP_FIXED, descriptor)
     if start > reserved:
         _libc.munmap(reserved, start - reserved)
-    if end > start + _up(size, _PAGE):
-        _libc.munmap(start + _up(size, _PAGE), end - start - _up(size, _PAGE))
+    if end > start + _up(size, PAGE):
+        _libc.munmap(start + _up(size, PAGE), end - start - _up(size, PAGE))
     span: Any = type("_Mapped", (_Span, ctypes.c_ubyte * size), {})
     return memoryview(span.from_address(address)).cast("B")
 
@@ -57,6 +60,11 @@ def _mmap(address: int | None, size: int, protection: int, flags: int, descripto
 
 def _up(number: int, step: int) -> int:
     return -(-number // step) * step
+
+
+def whole_pages(size: int) -> int:
+    """`size` rounded up to pages."""
+    return _up(size, PAGE)
 
 
 def use_huge_pages(view: memoryview, stopped: Callable[[], bool] = lambda: False) -> bool:

@@ -1,4 +1,4 @@
-"""Which checkpoints exist: committed folders below one root, newest first."""
+"""Which checkpoints exist: committed folders below one root, newest first; and which of them are not trusted."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ from pathlib import Path
 from checkpointing.errors import ManifestError
 from checkpointing.format.commit import DELETED, Commit, Name, parse_name, read_commit
 from checkpointing.format.manifest import COMMIT
+from checkpointing.owner import Owner
 from checkpointing.storage.backends import Storage, storage_at
 
 _UNREADABLE = Commit(manifest="", size=0, committed_at=0.0)
@@ -30,7 +31,7 @@ class Entry:
 
 
 class Catalog:
-    """Reads names and COMMIT markers only; folders it does not know and half-written ones are never listed."""
+    """Reads names and COMMIT markers only; other folders and half-written ones are never listed."""
 
     def __init__(self, root: Path | str, storage: Storage | None = None) -> None:
         self.root, self.place = Path(root), str(root).rstrip("/")
@@ -49,7 +50,7 @@ class Catalog:
         return self._has(name, COMMIT, unreadable=True) and not self.is_tombstoned(name)
 
     def is_tombstoned(self, name: str) -> bool:
-        """Whether its deletion was begun: whoever comes by may finish it."""
+        """Whether its deletion was begun: any process that may delete here may finish it."""
         return self._has(name, DELETED, unreadable=False)
 
     def _has(self, name: str, file: str, *, unreadable: bool) -> bool:
@@ -70,10 +71,10 @@ class Catalog:
         listed = set(names)
         return [self._entry(name) for name in self.names() if name in listed and self.is_committed(name)]
 
-    def accepted(self, attempt: int, nonce: str, inherit: Iterable[str]) -> list[Entry]:
+    def accepted(self, owner: Owner) -> list[Entry]:
         """What an attempt may load or delete: its own checkpoints and those its launch token lists."""
-        own = [name for name in self.names() if _is_of(name, attempt, nonce)]
-        return self.inheritable({*own, *inherit})
+        own = [name for name in self.names() if _is_of(name, owner.attempt, owner.nonce)]
+        return self.inheritable({*own, *owner.inherit})
 
     def _entry(self, name: str) -> Entry:
         parts = parse_name(name)
@@ -97,3 +98,23 @@ class Catalog:
 def _is_of(name: str, attempt: int, nonce: str) -> bool:
     parts: Name | None = parse_name(name)
     return parts is not None and (parts.attempt, parts.nonce) == (attempt, nonce)
+
+
+class DistrustedCheckpoints:
+    """Copies that were refused, by the tier that they lie in, and names that a restore passed over in every tier."""
+
+    def __init__(self) -> None:
+        self._refused: set[tuple[str, str]] = set()
+        self._passed_over: frozenset[str] = frozenset()
+
+    def refuse(self, tier: str, name: str) -> None:
+        """The copy in this tier (a path, or `memory`) is bad; one elsewhere may be good."""
+        self._refused.add((tier, name))
+
+    def pass_over(self, names: Iterable[str]) -> None:
+        """A restore has skipped these, or has chosen an older one."""
+        self._passed_over = frozenset(names)
+
+    def of(self, tier: str) -> frozenset[str]:
+        """Names that count neither as a substitute nor as a source in this tier."""
+        return self._passed_over | {name for path, name in self._refused if path == tier}

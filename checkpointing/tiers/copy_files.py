@@ -19,7 +19,7 @@ T = TypeVar("T")
 MIB = float(1 << 20)
 
 _PERMANENT = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ECANCELED)
-"""Errors that trying again within a minute does not mend."""
+"""Errors that trying again within a minute does not fix."""
 
 
 class Throttle:
@@ -188,7 +188,7 @@ class _Copy:
             raise
 
     def _delete_target(self) -> None:
-        if self.stopped():  # whoever came after this process may have made a new file under the same name
+        if self.stopped():  # a later process may have made a new file under the same name
             return
         with contextlib.suppress(OSError):
             self.target.delete(self.path)

@@ -6,13 +6,14 @@ import subprocess
 from pathlib import Path
 
 from checkpointing.storage.backends import LocalStorage
+from checkpointing.storage.durable import make_folder
 from checkpointing.tiers.tier import ResolvedTier
 
 MOUNTS = Path("/proc/self/mounts")
 _SECONDS = 20.0
 
 
-def make_folder(place: ResolvedTier, name: str, mounts: Path = MOUNTS) -> str | None:
+def make_striped_folder(place: ResolvedTier, name: str, mounts: Path = MOUNTS) -> str | None:
     """Make the folder of a checkpoint, before anybody writes into it, with the tier's stripe count.
 
     Once, by one rank. Elsewhere than on Lustre with `lfs` nothing is done: folders come with their first file. Returns
@@ -23,7 +24,7 @@ def make_folder(place: ResolvedTier, name: str, mounts: Path = MOUNTS) -> str | 
     if lfs is None or not isinstance(storage, LocalStorage) or not on_lustre(storage.root, mounts):
         return None
     folder = storage.root / name
-    storage.make_folder(name)
+    make_folder(folder)
     return _set_stripes(lfs, folder, place.stripes)
 
 

@@ -25,11 +25,20 @@ class ResolvedTier:
     stripes: int = 0  # Lustre stripe count of a new checkpoint's folder; 0: the site's default
 
 
-def single_tier(root: Path | str, storage: Storage | None, keep: int) -> ResolvedTier:
-    """The folder itself as the only tier, on storage of its own kind unless one is passed."""
-    path = str(root) if "://" in str(root) else str(Path(root).absolute())
-    storage = storage if storage is not None else storage_at(path)
-    return ResolvedTier(path=path, storage=storage, catalog=Catalog(Path(root), storage), keep=keep)
+@dataclass(frozen=True)
+class RunTiers:
+    """All tiers of a run, the fastest first; `pins` is the storage of the run's own folder, with pins and verdicts."""
+
+    tiers: tuple[ResolvedTier, ...]
+    pins: Storage
+
+    @classmethod
+    def single(cls, root: Path | str, storage: Storage | None = None, keep: int = 3) -> "RunTiers":
+        """The folder itself as the only tier, on storage of its own kind unless one is passed."""
+        path = str(root) if "://" in str(root) else str(Path(root).absolute())
+        storage = storage if storage is not None else storage_at(path)
+        catalog = Catalog(Path(root), storage)
+        return cls((ResolvedTier(path=path, storage=storage, catalog=catalog, keep=keep),), storage)
 
 
 def resolve_tiers(

@@ -15,6 +15,7 @@ from checkpointing.storage.digests import digest
 from checkpointing.verification.digest_scan import DigestScan, PageCacheState, digester_of
 
 Progress = Callable[[int, int], None]
+"""Takes how much is done, and how much there is: bytes or pieces."""
 
 LEVELS = {0: "committed, sizes", 1: "sampled chunks", 2: "all chunks"}
 _SAMPLE_ONE_IN = 16
@@ -91,9 +92,9 @@ def verify(path: Path, level: int, progress: Progress | None = None) -> Report:
 def verify_in(
     storage: Storage, name: str, level: int, progress: Progress | None = None, before: PageCacheState | None = None
 ) -> Report:
-    """Like `verify`, on any storage; `progress` is told (bytes done, bytes in all) after every chunk.
+    """Like `verify`, on any storage; `progress` is called with (bytes done, bytes in all) after every chunk.
 
-    `before` is told what was in the page cache, and may keep what is read for somebody who reads it again.
+    `before` records what was in the page cache, and may keep what is read there for a second reading.
     """
     if level not in LEVELS:
         raise ValueError(f"verify level {level}: must be one of {sorted(LEVELS)}")

@@ -16,8 +16,7 @@ import xxhash
 from checkpointing.format.manifest import FileEntry
 from checkpointing.storage import shared_memory
 from checkpointing.storage.digests import CHUNK
-
-PAGE = 4096
+from checkpointing.storage.shared_memory import PAGE, whole_pages
 
 _SHAPE_MARK, _RECORD_MARK = b"orchare1", b"orchrec1"
 _SEAL = struct.Struct("<8sQ16s")  # mark, length of the payload, its xxh3-128
@@ -102,10 +101,10 @@ class Arena:
         A record has room for `extra_room` bytes of the caller's own facts. `buffer_bytes` is rounded up to pages.
         """
         assert plan, "an arena without a plan has no shape"
-        whole = _pages(buffer_bytes)
+        whole = whole_pages(buffer_bytes)
         room = _SEAL.size + PAGE + extra_room + _MOST_FILES * _FILE_ROOM + -(-whole // CHUNK) * _DIGEST_ROOM
         shape = _Shape(
-            plan=plan, buffer_bytes=whole, buffers=buffers, record_bytes=_pages(room), stamp=os.urandom(8).hex()
+            plan=plan, buffer_bytes=whole, buffers=buffers, record_bytes=whole_pages(room), stamp=os.urandom(8).hex()
         )
         self._forget()
         shared_memory.reserve(self.descriptor, shape.size)
@@ -184,10 +183,6 @@ class Arena:
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
-
-
-def _pages(size: int) -> int:
-    return -(-size // PAGE) * PAGE
 
 
 def _seal(area: memoryview, mark: bytes, payload: bytes) -> None:

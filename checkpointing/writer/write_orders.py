@@ -12,10 +12,10 @@ from typing import Any, Protocol
 from checkpointing.format.manifest import FileEntry
 from checkpointing.storage.backends import LocalStorage, Storage, storage_at
 from checkpointing.storage.digests import CHUNK, DigestSink, digest
-from checkpointing.storage.direct_io import BLOCK, make_folder, write_direct
-from checkpointing.storage.durable import fsync_dir
+from checkpointing.storage.direct_io import BLOCK, write_direct
+from checkpointing.storage.durable import fsync_dir, make_folder
 from checkpointing.writer.arena import Arena, Record
-from checkpointing.writer.cancel_token import CancelToken
+from checkpointing.writer.order_threads import CancelToken
 
 _MOST_AT_ONCE = 4
 _HEAD_START = 0.001

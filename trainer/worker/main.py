@@ -13,8 +13,10 @@ import setproctitle
 import torch
 import torch.distributed as dist
 
+from checkpointing.owner import Owner
+from checkpointing.storage.backends import storage_at
 from checkpointing.storage.durable import canonical, read_json
-from checkpointing.tiers.tier import resolve_tiers
+from checkpointing.tiers.tier import RunTiers, resolve_tiers
 from trainer.contract import skipped_batches
 from trainer.contract.config import JobConfig, load
 from trainer.contract.events import EventKind
@@ -208,32 +210,27 @@ def _checkpointer(
 ) -> Saver:  # fmt: skip
     """The run's checkpointer, fenced by the attempt's GO."""
     from checkpointing.engine.checkpointer import Checkpointer
+    from checkpointing.engine.ranks.group import World
+    from checkpointing.engine.restore.restorer import RestoreOptions
 
     parallel, go = config.parallel, run_dir.attempt(spec.attempt).go
+    inherit = (*token.checkpoints, *token.perhaps)
+    facts = {
+        "size": spec.world_size,
+        "dp_replicate": parallel.dp_replicate,
+        "dp_shard": parallel.shard_size(spec.world_size),
+        "tp": parallel.tp,
+        "generation": spec.generation,
+    }
+    tiers = resolve_tiers(config.checkpoint, run_dir.checkpoints, run_dir.name, spec.node_name)
     return Checkpointer(
-        run_dir.checkpoints,
-        token_attempt=token.attempt,
-        nonce=token.nonce,
-        inherit=(*token.checkpoints, *token.perhaps),
-        optional_names=token.perhaps,
-        ended_attempts=token.over,
-        process_group=None,
-        fence=lambda: holds(go, token),
-        keep=config.checkpoint.keep,
-        on_event=on_event,
-        world={
-            "size": spec.world_size,
-            "dp_replicate": parallel.dp_replicate,
-            "dp_shard": parallel.shard_size(spec.world_size),
-            "tp": parallel.tp,
-            "generation": spec.generation,
-        },
+        Owner(token.attempt, token.nonce, inherit, lambda: holds(go, token), token.over),
+        World(facts=facts, key=key, leads_node=spec.local_rank == 0),
+        RunTiers(tiers, storage_at(run_dir.checkpoints)),
+        on_event,
         config=config.checkpoint,
         link=_agent_writer(spec),
-        tiers=resolve_tiers(config.checkpoint, run_dir.checkpoints, run_dir.name, spec.node_name),
-        suspects=spec.suspects,
-        leads_node=spec.local_rank == 0,
-        key=key,
+        restore=RestoreOptions(suspects=spec.suspects, optional_names=token.perhaps),
     )
 
 

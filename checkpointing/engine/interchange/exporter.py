@@ -33,11 +33,10 @@ from checkpointing.format.index import FINGERPRINTS, TensorInfo
 from checkpointing.format.safetensors import lay_out
 from checkpointing.storage.durable import fsync_dir
 from checkpointing.storage.temporary_folder import temporary_folder
+from checkpointing.verification.verify import Progress
 
 LARGEST_FILE = 5 * 10**9
 """Bytes of values in one safetensors file; a larger tensor has a file of its own."""
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ One machine, no ranks; tensors pass through a few rows at a time, and what is wr
 
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,13 +30,11 @@ from checkpointing.format.index import FINGERPRINTS, INDEX, Index, Piece, Tensor
 from checkpointing.format.manifest import METADATA, FileEntry, Manifest
 from checkpointing.storage.backends import Storage
 from checkpointing.storage.digests import DigestSink
+from checkpointing.storage.shared_memory import PAGE
+from checkpointing.verification.verify import Progress
 
 FILE_BYTES = 16 << 30
 """A file of the checkpoint is closed once it is so large."""
-
-_PAGE = 4096
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +163,7 @@ class _Writer:
         if sink is None:
             return
         with sink:
-            sink.write(bytes(-sink.size % _PAGE))
+            sink.write(bytes(-sink.size % PAGE))
         self._files.append(FileEntry(name=self._name, size=sink.size, chunks=sink.chunks))
 
     def _values(self, key: str, sink: DigestSink) -> None:

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from checkpointing.engine.interchange.external_tensors import spans
-from checkpointing.engine.restore.metadata_reader import index_from_metadata, read_index, read_metadata, with_places
+from checkpointing.engine.restore.metadata_reader import read_whole_index
 from checkpointing.engine.verification.structure import cover_faults
 from checkpointing.engine.verification.values import Values
 from checkpointing.errors import ManifestError, Refused
-from checkpointing.format.index import FINGERPRINTS, INDEX, Index, parse_fingerprints
+from checkpointing.format.index import FINGERPRINTS, parse_fingerprints
 from checkpointing.format.manifest import Manifest
 from checkpointing.storage.backends import Storage
 from checkpointing.verification.verify import read_listed, read_sealed
@@ -22,7 +22,7 @@ class SealedCheckpoint:
     def __init__(self, storage: Storage, name: str) -> None:
         """Raises Refused or OSError."""
         self.manifest = _sealed(storage, name)
-        self.index = _index(storage, self.manifest)
+        self.index = read_whole_index(storage, self.manifest)
         listed = {entry.name for entry in self.manifest.files}
         faults = [f"{file} is not listed" for file in sorted({piece.file for piece in self.index.pieces} - listed)]
         faults += [str(fault) for fault in cover_faults(self.index)]
@@ -62,13 +62,6 @@ def _sealed(storage: Storage, name: str) -> Manifest:
     if manifest is None or faults:
         raise Refused(name, "; ".join(map(str, faults[:4])))
     return manifest
-
-
-def _index(storage: Storage, manifest: Manifest) -> Index:
-    if manifest.file(INDEX) is not None:
-        return read_index(storage, manifest)
-    index = index_from_metadata(read_metadata(storage, manifest))
-    return Index(index.tensors, tuple(with_places(storage, manifest, index, sorted({p.file for p in index.pieces}))))
 
 
 def _fingerprints(storage: Storage, manifest: Manifest) -> dict[str, str]:

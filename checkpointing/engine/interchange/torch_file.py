@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.serialization import get_crc32_options, set_crc32_options, skip_data
 
+from checkpointing.format.torch_record import offset_of, read_at
+
 _NO_RESERVE = 0x4000  # MAP_NORESERVE, which this Python's mmap does not name
-_LOCAL_HEADER = 30
 
 
 def stand_in(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -62,10 +63,7 @@ def _records(path: Path) -> list[int]:
     """Where the values of storage 0, 1, ... begin in the file."""
     with zipfile.ZipFile(path) as archive, path.open("rb") as stream:
         members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-        found = []
+        read, size, found = read_at(stream), path.stat().st_size, list[int]()
         while (info := members.get(f"data/{len(found)}")) is not None:
-            stream.seek(info.header_offset)
-            header = stream.read(_LOCAL_HEADER)
-            lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-            found.append(info.header_offset + _LOCAL_HEADER + lengths)
+            found.append(offset_of(read, 0, size, info))
     return found

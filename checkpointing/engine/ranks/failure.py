@@ -1,4 +1,4 @@
-"""What a failed save or load is called: which exceptions count, and what they mean in words."""
+"""Failures of saves and loads: which exceptions count, what they say in words, and how one becomes a value."""
 
 import errno
 from collections.abc import Callable
@@ -12,9 +12,10 @@ from checkpointing.engine.ranks.peer_codec import peer_message
 from checkpointing.errors import CheckpointError, FencedOff, Refused, SaveFailed, Unsound
 
 T = TypeVar("T")
+F = TypeVar("F")
 
-# Everything that reading, writing, torch and our own code may raise: a rank that fails in a collective act must say so
-# to its peers, or they wait for it. CheckpointException is a BaseException, so that it must be named.
+# Everything that reading, writing, torch and our own code may raise: a rank that fails in a collective operation must
+# report it to its peers, or they wait for it. CheckpointException is a BaseException, so that it must be named.
 FAILURES = (
     ArithmeticError,
     AssertionError,
@@ -37,7 +38,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def explain(error: BaseException) -> str:
-    """One line for people: a full disk is called one, whatever torch made of it."""
+    """One line for people: a full disk is called that, whatever torch raised."""
     if isinstance(error, (Refused, SaveFailed)):
         return error.reason
     if isinstance(error, OSError):
@@ -49,7 +50,7 @@ def explain(error: BaseException) -> str:
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether what a load met says something of the checkpoint, not only of this moment or this machine."""
+    """Whether the error of a load says something about the checkpoint, not only about this moment or this machine."""
     return error.damaged if isinstance(error, Refused) else not isinstance(error, _OF_THE_MOMENT)
 
 
@@ -66,10 +67,19 @@ class Failed:
     fenced: bool = False
     final: bool = False
 
+    @classmethod
+    def of(cls, error: BaseException) -> "Failed":
+        return cls(explain(error), fenced=isinstance(error, FencedOff), final=isinstance(error, Unsound))
 
-def result_or_failed(act: Callable[[], T]) -> T | Failed:
-    """Do one rank's part; a failure becomes a message, so that the peers are not left waiting."""
+
+def result_or(act: Callable[[], T], failed: Callable[[BaseException], F]) -> T | F:
+    """Do one rank's part; `failed` makes a message of a failure, so that the peers are not left waiting."""
     try:
         return act()
     except FAILURES as error:
-        return Failed(explain(error), fenced=isinstance(error, FencedOff), final=isinstance(error, Unsound))
+        return failed(error)
+
+
+def result_or_failed(act: Callable[[], T]) -> T | Failed:
+    """`result_or` for saves."""
+    return result_or(act, Failed.of)

@@ -1,12 +1,13 @@
 """The ranks that save and restore together: values exchanged over a gloo group of their own, authenticated.
 
-gloo takes whoever connects for a peer. Every message therefore carries an HMAC of the generation's key, over the group,
-the number of the exchange, sender, receiver and contents: what no rank of this generation said here and now is refused
-before it is parsed.
+gloo treats any process that connects as a peer. Every message therefore carries an HMAC of the generation's key, over
+the group, the number of the exchange, sender, receiver and contents: what no rank of this generation sent in this
+exchange is refused before it is parsed.
 """
 
 import hmac
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -39,15 +40,21 @@ class RankGroup:
     """
 
     def __init__(
-        self, process_group: dist.ProcessGroup | None, patience: timedelta | None = None, *, key: bytes = b""
+        self,
+        process_group: dist.ProcessGroup | None,
+        patience: timedelta | None = None,
+        *,
+        key: bytes = b"",
+        leads_node: bool = True,
     ) -> None:
         """Create the group; collective over the whole default group, so it belongs on the caller's main thread.
 
         `patience` is how long a member may keep the others waiting; by default as long as in the default group.
-        `key` is known to the ranks of this generation alone; an empty one authenticates nobody.
+        `key` is known to the ranks of this generation alone; an empty one authenticates nobody. `leads_node`: this rank
+        looks after the disks of its own node.
         """
         self._group: dist.ProcessGroup | None = None
-        self.rank, self.size = 0, 1
+        self.rank, self.size, self._leads_node = 0, 1, leads_node
         self._key, self._name, self._exchanges = key, "", 0
         if not dist.is_available() or not dist.is_initialized():
             return
@@ -59,6 +66,10 @@ class RankGroup:
     @property
     def leads(self) -> bool:
         return self.rank == 0
+
+    def looks_after(self, *, shared: bool) -> bool:
+        """Whether this rank seals and deletes in a tier: rank 0 in a shared one, one rank of each node elsewhere."""
+        return self.leads if shared else self._leads_node
 
     def gather(self, value: T) -> list[T] | None:
         """Every rank's value, in rank order, on rank 0; None elsewhere."""
@@ -157,6 +168,23 @@ class RankGroup:
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """The ranks of one generation; `facts` about them (sizes of the mesh) stand in every manifest.
+
+    `key` authenticates the ranks to each other; `leads_node`: this rank looks after the disks of its own node.
+    """
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    process_group: dist.ProcessGroup | None = None
+    key: bytes = b""
+    leads_node: bool = True
+
+    def group(self, patience: timedelta | None = None) -> RankGroup:
+        """A new group of all of them; collective, see `RankGroup`."""
+        return RankGroup(self.process_group, patience, key=self.key, leads_node=self.leads_node)
 
 
 def _room(size: int) -> tuple[Tensor, bytearray]:

@@ -1,4 +1,4 @@
-"""What ranks tell each other, as typed JSON: plain values and classes that are registered here. Never code.
+"""What ranks send each other, as typed JSON: plain values and classes that are registered here. Never code.
 
 Plain JSON stands for itself; everything else is an object with one key, its kind: `{"tuple": [...]}`, or with fields in
 their order, `{"Failed": [...]}`. Decoding makes no class but the registered ones, each of fields of its declared types.
@@ -23,7 +23,6 @@ from checkpointing.format.index import Index, Piece, TensorInfo
 from checkpointing.format.manifest import FileEntry, Manifest
 from checkpointing.format.read_plan import Strip
 from checkpointing.tiers.copy_files import Copied
-from checkpointing.verification.plausibility import Findings
 
 T = TypeVar("T")
 
@@ -34,7 +33,7 @@ _CLASSES: dict[str, type] = {}
 
 
 class InvalidMessage(ValueError):
-    """Bytes that no rank of this version has sent, or a value that none can send."""
+    """Bytes that no rank of this version sends, or a value that none can send."""
 
 
 def peer_message(kind: type[T]) -> type[T]:
@@ -50,19 +49,19 @@ def _register(kind: type[T], fields: tuple[str, ...]) -> type[T]:
     return kind
 
 
-for _kind in (Commit, Copied, FileEntry, Findings, Index, Manifest, Piece, Strip, TensorInfo):
+for _kind in (Commit, Copied, FileEntry, Index, Manifest, Piece, Strip, TensorInfo):
     peer_message(_kind)
 for _error in (Refused, UnsafePickle):
     _register(_error, ("name", "reason", "damaged"))
 
 
 def encode(value: Any) -> bytes:
-    """The message that says `value`; raises NoMessage for what ranks do not tell each other."""
+    """The message that says `value`; raises InvalidMessage for what ranks do not send each other."""
     return json.dumps(_encoded(value), allow_nan=False, separators=(",", ":")).encode()
 
 
 def decode(message: bytes | bytearray) -> Any:
-    """The value that `encode` was given; raises NoMessage."""
+    """The value that `encode` was called with; raises InvalidMessage."""
     try:
         return json.loads(message, object_hook=_decoded, parse_constant=_refused)
     except (ValueError, TypeError, AttributeError, RecursionError) as error:

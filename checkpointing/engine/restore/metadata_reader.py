@@ -15,18 +15,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from checkpointing.engine.restore.source import OptionalKeys
 from checkpointing.errors import ManifestError, Refused, UnsafePickle
 from checkpointing.format.index import INDEX, Index, Piece, TensorInfo, parse_index
 from checkpointing.format.manifest import METADATA, FileEntry, Manifest
-from checkpointing.format.record_values import locate_values
+from checkpointing.format.torch_record import locate_values
 from checkpointing.storage.backends import Storage
 from checkpointing.storage.digests import digest
-
-__all__ = [
-    "AllowList", "OptionalKeys", "VerifiedFile", "index_from_metadata", "metadata_from", "read_index", "read_metadata",
-    "with_places",
-]  # fmt: skip
 
 _META = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {
@@ -132,11 +126,25 @@ def _read(storage: Storage, manifest: Manifest, file: str) -> bytes:
 
 
 def read_index(storage: Storage, manifest: Manifest) -> Index:
-    """`index.json` from verified bytes; raises Refused or OSError."""
+    """The index of a checkpoint from verified bytes; raises Refused or OSError.
+
+    One that has no `index.json` is described by its `.metadata`, without the places of values: see `with_places`.
+    """
+    if manifest.file(INDEX) is None:
+        return index_from_metadata(read_metadata(storage, manifest))
     try:
         return parse_index(_read(storage, manifest, INDEX))
     except ManifestError as error:
         raise Refused(manifest.name, str(error)) from error
+
+
+def read_whole_index(storage: Storage, manifest: Manifest) -> Index:
+    """The index with the places of all values, for one process alone; raises Refused or OSError."""
+    index = read_index(storage, manifest)
+    if manifest.file(INDEX) is not None:
+        return index
+    files = sorted({piece.file for piece in index.pieces})
+    return Index(index.tensors, tuple(with_places(storage, manifest, index, files)))
 
 
 def read_metadata(storage: Storage, manifest: Manifest) -> Metadata:

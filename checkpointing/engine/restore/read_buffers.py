@@ -20,9 +20,9 @@ from torch import Tensor
 from checkpointing.errors import Refused
 from checkpointing.format.read_plan import Shard
 from checkpointing.storage.digests import digest
+from checkpointing.storage.shared_memory import PAGE, whole_pages
 from checkpointing.verification.verify import Fault
 
-PAGE = 4096
 READ = 8 << 20
 """Bytes of one read call, where chunks are larger."""
 
@@ -92,7 +92,7 @@ class ReadBuffers:
         block, delta = self._at[chunk]
         start, end = shard.span(chunk)
         size = end - start
-        room = size if shard.chunk_size % PAGE else _pages(size)
+        room = size if shard.chunk_size % PAGE else whole_pages(size)
         whole = self._blocks[block][start + delta : start + delta + room]
         return whole[:size], whole
 
@@ -122,11 +122,7 @@ def _runs(shards: Sequence[Shard], chunks: Sequence[int]) -> Iterator[tuple[Shar
             while (chunk := next(wanted, None)) == last + 1 and chunk < end:
                 last = chunk
             size = shard.span(last)[1] - shard.span(first)[0]
-            yield shard, range(first, last + 1), _pages(size)
-
-
-def _pages(size: int) -> int:
-    return -(-size // PAGE) * PAGE
+            yield shard, range(first, last + 1), whole_pages(size)
 
 
 def _fresh(size: int) -> memoryview:

@@ -8,11 +8,10 @@ from torch.distributed.tensor import DTensor
 
 from checkpointing.engine.ranks.failure import Failed, result_or_failed
 from checkpointing.engine.ranks.group import RankGroup
-from checkpointing.engine.save.saver import Owner
-from checkpointing.engine.state.plausibility_judge import PlausibilityJudge
+from checkpointing.engine.state.plausibility import PlausibilityJudge, highest
 from checkpointing.format.index import FINGERPRINTS, parse_fingerprints
+from checkpointing.owner import Owner
 from checkpointing.tiers.tier import ResolvedTier
-from checkpointing.verification.plausibility import highest
 from checkpointing.verification.verify import read_listed, read_sealed
 
 
@@ -70,7 +69,7 @@ def _known(places: Sequence[ResolvedTier], name: str) -> dict[str, str]:
 
 
 def _committed(places: Sequence[ResolvedTier], owner: Owner, restored: Restored) -> int | None:
-    entries = [entry for place in places for entry in place.catalog.accepted(owner.attempt, owner.nonce, owner.inherit)]
+    entries = [entry for place in places for entry in place.catalog.accepted(owner)]
     if any(entry.name == restored.name for entry in entries):
         return restored.step
     return max((entry.step for entry in entries if entry.step <= restored.step), default=None)

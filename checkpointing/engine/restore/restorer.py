@@ -3,38 +3,52 @@
 import gc
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-from checkpointing.engine.ranks.failure import FAILURES, explain, is_damage
+from checkpointing.engine.ranks.failure import explain, is_damage, result_or
 from checkpointing.engine.ranks.group import RankGroup
 from checkpointing.engine.ranks.peer_codec import peer_message
-from checkpointing.engine.restore.distrusted import DistrustedCheckpoints
 from checkpointing.engine.restore.foreign_dcp import describe, foreign_names, source_of, step_of
 from checkpointing.engine.restore.loader import Loaded, load, load_own, on_all_ranks
 from checkpointing.engine.restore.memory_tier import TIER, Memory
-from checkpointing.engine.restore.metadata_reader import index_from_metadata, read_index, read_metadata, with_places
+from checkpointing.engine.restore.metadata_reader import read_index, with_places
 from checkpointing.engine.restore.saved_layout import owners
-from checkpointing.engine.restore.source import OptionalKeys, Source, shards_of
-from checkpointing.engine.restore.targets import Targets
-from checkpointing.engine.save.saver import EmitEvent, Owner
+from checkpointing.engine.restore.source import OptionalKeys, Source, Targets, shards_of
 from checkpointing.errors import NothingVerifies, Refused
+from checkpointing.event_sink import EmitEvent
 from checkpointing.format.commit import parse_name
 from checkpointing.format.index import INDEX, Index
 from checkpointing.format.manifest import Manifest
-from checkpointing.tiers.catalog import Catalog
+from checkpointing.owner import Owner
+from checkpointing.tiers.catalog import DistrustedCheckpoints
 from checkpointing.tiers.tier import ResolvedTier
 from checkpointing.verification.verify import read_sealed
+
+T = TypeVar("T")
 
 LATE_S = 30.0
 """How long to wait for what must be there by what others have seen: shared file systems show names late."""
 
 _PATIENCE_S = 0.2
 _PROMPT_S = 0.0002
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoreOptions:
+    """Which checkpoints a restore may choose: steps that are `suspects` only when nothing else can be loaded.
+
+    `optional_names` are inherited names that need not be there: nodes that are not in this job may hold them.
+    `trust_foreign` allows DCP checkpoints of other makers, for whose bytes nothing vouches.
+    """
+
+    suspects: Collection[int] = ()
+    optional_names: Collection[str] = ()
+    trust_foreign: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,21 +88,18 @@ class Restorer:
 
     def __init__(
         self,
-        places: Sequence[ResolvedTier] | Catalog,
+        places: Sequence[ResolvedTier],
         ranks: RankGroup,
         owner: Owner,
         emit: EmitEvent,
         memory: Memory | None = None,
-        suspects: Collection[int] = (),
-        trust_foreign: bool = False,
-        optional_names: Collection[str] = (),
+        options: RestoreOptions | None = None,
     ) -> None:
-        """`optional_names` are inherited names that need not be there: nodes that are not in this job may hold them."""
-        self._places = (_place(places),) if isinstance(places, Catalog) else tuple(places)
-        self._ranks, self._owner, self._emit = ranks, owner, emit
-        self._suspects, self._trust_foreign = frozenset(suspects), trust_foreign
-        self._required_names = tuple(name for name in owner.inherit if name not in optional_names)
-        self._optional_names = tuple(optional_names)
+        options = options or RestoreOptions()
+        self._places, self._ranks, self._owner, self._emit = tuple(places), ranks, owner, emit
+        self._suspects, self._trust_foreign = frozenset(options.suspects), options.trust_foreign
+        self._required_names = tuple(name for name in owner.inherit if name not in options.optional_names)
+        self._optional_names = tuple(options.optional_names)
         self.memory = memory
         self.distrusted = DistrustedCheckpoints()
         """What must not be relied on from now on."""
@@ -126,7 +137,7 @@ class Restorer:
 
     def _candidates(self) -> tuple[list[Candidate], list[str]]:
         """What there is to load, best first, and what should be there and be newer than all of it, but is not."""
-        listed = [_tried(self._listed)] if self._ranks.leads or self._some_places_are_of_a_node() else [None]
+        listed = [_or_refused(self._listed)] if self._ranks.leads or self._some_places_are_of_a_node() else [None]
         told = [each for (each,) in self._ranks.all_gather(listed) if each is not None]
         for each in told:
             if isinstance(each, Refused):
@@ -151,7 +162,7 @@ class Restorer:
                 Candidate(entry.step, entry.name, number)
                 for number, place in enumerate(self._places)
                 if self._ranks.leads or not place.shared
-                for entry in place.catalog.accepted(owner.attempt, owner.nonce, owner.inherit)
+                for entry in place.catalog.accepted(owner)
             ]
             # Only what lies in a shared place can be late; the others' nodes tell for themselves.
             late = self._ranks.leads and not self._some_places_are_of_a_node() and _newer(self._required_names, found)
@@ -257,12 +268,12 @@ class Restorer:
         """
         ranks = self._ranks
         if place.shared:
-            mine = _tried(lambda: self._read_sealed(place, name)) if ranks.leads else None
+            mine = _or_refused(lambda: self._read_sealed(place, name)) if ranks.leads else None
             found = ranks.broadcast(mine)
             if isinstance(found, Refused):
                 raise Refused(name, found.reason, found.damaged)
         else:
-            told = ranks.all_gather(_tried(lambda: self._read_sealed(place, name)))
+            told = ranks.all_gather(_or_refused(lambda: self._read_sealed(place, name)))
             found = next((each for each in told if not isinstance(each, Refused)), None)
             if found is None:
                 refused = [each for each in told if isinstance(each, Refused)]
@@ -277,9 +288,7 @@ class Restorer:
             raise Refused(name, "; ".join(map(str, faults)), any(fault.is_damage for fault in faults))
         if self.memory is not None and place.shared and self.memory.layout.matches(manifest):
             return manifest, None
-        if manifest.file(INDEX) is not None:
-            return manifest, read_index(place.storage, manifest)
-        return manifest, index_from_metadata(read_metadata(place.storage, manifest))
+        return manifest, read_index(place.storage, manifest)
 
     def _resolved(self, place: ResolvedTier, manifest: Manifest, index: Index) -> Index:
         """With the places of all values; in older checkpoints only the files tell, of which each rank looks at some."""
@@ -327,22 +336,12 @@ class Restorer:
 
     def _emit_restored(self, restored: Restored, seconds: float) -> None:
         more = {} if restored.verified else {"verified": False}
-        self._emit_event(
-            "checkpoint.restored",
-            step=restored.step,
-            name=restored.name,
-            seconds=seconds,
-            tier=restored.tier,
-            **more,
-        )
+        facts = {"step": restored.step, "name": restored.name, "seconds": seconds, "tier": restored.tier}
+        self._emit_event("checkpoint.restored", **facts, **more)
 
     def _emit_event(self, kind: str, **data: Any) -> None:
         if self._ranks.leads:
             self._emit(kind, data)
-
-
-def _place(catalog: Catalog) -> ResolvedTier:
-    return ResolvedTier(path=str(catalog.root), storage=catalog.storage, catalog=catalog)
 
 
 def _restored(candidate: Candidate, tier: str, extra: dict[str, Any], loaded: Loaded) -> Restored:
@@ -389,10 +388,8 @@ def _without_gc() -> Iterator[None]:
             gc.enable()
 
 
-def _tried(act: Any) -> Any:
-    try:
-        return act()
-    except Refused as refusal:
-        return refusal
-    except FAILURES as error:
-        return Refused("", explain(error), is_damage(error))
+def _or_refused(act: Callable[[], T]) -> T | Refused:
+    """`result_or` for restores."""
+    return result_or(
+        act, lambda error: error if isinstance(error, Refused) else Refused("", explain(error), is_damage(error))
+    )

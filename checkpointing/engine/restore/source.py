@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from checkpointing.engine.restore.read_buffers import Open
 from checkpointing.errors import Refused
 from checkpointing.format.index import Index
 from checkpointing.format.manifest import FileEntry
-from checkpointing.format.read_plan import Box, Shard, Slice, Strip, intersect, overlap, parts, strips
+from checkpointing.format.read_plan import Box, Shard, Slice, Strip, intersect, overlaps, parts, strips
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,24 @@ class OptionalKeys:
 
 def _folder(key: str) -> str:
     return key.rpartition("/")[0]
+
+
+TensorsFor = Callable[[dict[str, Any]], Mapping[str, Tensor]]
+"""From the `extra` of a checkpoint to the tensors that are to be filled from it."""
+
+
+class Targets:
+    """The tensors to be filled: the same for every checkpoint, or made for each that is tried."""
+
+    def __init__(self, tensors: Mapping[str, Tensor] | TensorsFor) -> None:
+        self._make: TensorsFor = tensors if callable(tensors) else lambda _: tensors
+        self.last: Mapping[str, Tensor] = {}
+        """Those of the checkpoint that was tried last."""
+
+    def of(self, extra: dict[str, Any]) -> Mapping[str, Tensor]:
+        """Called on all ranks with the same `extra`."""
+        self.last = self._make(extra)
+        return self.last
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -178,7 +196,7 @@ def _check_cover(name: str, key: str, local: Box, needs: Sequence[Slice]) -> Non
     covered = sum(box.volume for box in boxes)
     if covered != local.volume:
         raise Refused(name, f"{key}: its shards hold {covered} of the {local.volume} values needed here")
-    if len(boxes) > 1 and overlap(boxes):
+    if len(boxes) > 1 and any(overlaps(boxes)):
         raise Refused(name, f"{key}: its shards overlap")
 
 

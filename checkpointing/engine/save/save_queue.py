@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from checkpointing.engine.ranks.background_thread import start_background_thread
 from checkpointing.engine.ranks.failure import FAILURES, Failed, explain, result_or_failed
 from checkpointing.engine.ranks.group import RankGroup
-from checkpointing.engine.save.saver import EmitEvent, Job, Saved, Saver
+from checkpointing.engine.save.saver import Job, Saved, Saver
 from checkpointing.errors import FencedOff, SaveFailed, Unsound
+from checkpointing.event_sink import EmitEvent
 
 RETRY_PAUSES = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0)
 """Seconds before a failed save is tried again."""
@@ -40,7 +41,7 @@ class SaveQueue:
 
     @property
     def alive(self) -> bool:
-        """False when the thread ended by what nobody expected: no save of this rank comes to an end any more."""
+        """False when the thread ended by an unexpected error: no save of this rank ends any more."""
         return not self._dead
 
     def submit(self, job: Job) -> None:
@@ -82,13 +83,13 @@ class SaveQueue:
     def _serve_one(self, job: Job) -> None:
         saved, reason = self._work(job)
         job.staged.drain()
-        # What it is worth is decided by now: nothing that follows it may change that, or keep the next one from coming.
+        # The save is committed or failed by now: nothing that follows may change that, or stop the next one.
         ended = result_or_failed(lambda: self._ended(job, saved, reason))
         if isinstance(ended, Failed):
             _log.error("after the save of step %d: %s", job.step, ended.reason)
 
     def _die(self, job: Job, error: Exception) -> None:
-        """Leave nobody waiting: not who waits here, not training on its way into buckets, not the other ranks."""
+        """Leave nothing waiting: no caller of `wait`, no training on its way into buckets, no other rank."""
         _log.error("the thread that saves has ended", exc_info=error)
         with self._changed:
             self._dead = True

@@ -6,53 +6,38 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 
 from checkpointing.engine.ranks.failure import Failed, result_or_failed
 from checkpointing.engine.ranks.group import RankGroup
 from checkpointing.engine.state.inspection import InspectionReport
-from checkpointing.engine.state.plausibility_judge import Judgement, PlausibilityJudge
+from checkpointing.engine.state.plausibility import Judgement, PlausibilityJudge
 from checkpointing.engine.state.save_plan import Plan
 from checkpointing.engine.state.staging import Bucket, Staged
 from checkpointing.errors import FencedOff, SaveFailed, Unsound
+from checkpointing.event_sink import EmitEvent
 from checkpointing.format.commit import fresh_name, seal
 from checkpointing.format.index import FINGERPRINTS, INDEX, encode_fingerprints
 from checkpointing.format.manifest import METADATA, FileEntry, Manifest
-from checkpointing.retention.policy import delete
-from checkpointing.tiers.lustre_striping import make_folder
+from checkpointing.owner import Owner
+from checkpointing.retention.garbage import delete
+from checkpointing.tiers.lustre_striping import make_striped_folder
 from checkpointing.tiers.tier import ResolvedTier
 from checkpointing.writer.arena import Arena
 from checkpointing.writer.write_orders import WriteOrder, WriteResult
 
-T = TypeVar("T")
-EmitEvent = Callable[[str, dict[str, Any]], None]
-
 STUCK_SECONDS = 30.0
-"""A write that takes so much longer than a slow disk would is told as stuck."""
+"""A write that takes so much longer than a slow disk would is reported as stuck."""
 
 _SLOW_DISK = 32 << 20  # bytes per second
 _POLL_SECONDS = 1.0
 _HEAD_START = 0.001
 _NAMED_RANKS = 2
-"""Ranks whose failures are told one by one: a disk that is full is full for all of them."""
+"""Ranks whose failures are reported one by one: a disk that is full is full for all of them."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Owner:
-    """Whose checkpoints these are; `fence` says whether the owner may still commit and delete.
-
-    `ended_attempts` are earlier attempts, as `<attempt>-<nonce>`: what they left half-written is debris.
-    """
-
-    attempt: int
-    nonce: str
-    inherit: tuple[str, ...]
-    fence: Callable[[], bool]
-    ended_attempts: tuple[str, ...] = ()
 
 
 class Writer(Protocol):
@@ -87,7 +72,7 @@ class Job:
 
 @dataclass
 class _Submitted:
-    """What the writer was given, and what this rank has seen of it."""
+    """What the writer was ordered to write, and what this rank has seen of it."""
 
     writes: "list[tuple[Bucket, Future[WriteResult]]]" = field(default_factory=list)
     described: "list[Future[FileEntry]]" = field(default_factory=list)
@@ -115,14 +100,12 @@ class Saver:
         writer: Writer,
         judge: PlausibilityJudge,
         emit: EmitEvent,
-        *,
-        leads_node: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`place` is the first tier; when it is a node's own, the rank that leads its node seals there."""
+        """`place` is the first tier."""
         self._place, self._storage, self._ranks, self._owner = place, place.storage, ranks, owner
         self._judge, self._emit, self._clock = judge, emit, clock
-        self._seals = ranks.leads if place.shared else leads_node
+        self._seals = ranks.looks_after(shared=place.shared)
         self.writer = writer
 
     def run(self, job: Job) -> Saved:
@@ -135,7 +118,7 @@ class Saver:
         reports = self._ranks.gather(submitted.report)
         judgement = None if reports is None else result_or_failed(lambda: self._checked(job, name, reports, described))
         if self._ranks.broadcast(_refusal(judgement) is not None):
-            self._forget(job)  # at once: the disk may take long, and who restarts meanwhile prefers what is in memory
+            self._forget(job)  # now: the disk may take long, and a restart meanwhile would prefer what is in memory
         everything = self._ranks.gather(result_or_failed(lambda: self._written(job, submitted)))
         manifest: Manifest | Failed | None = None
         if everything is not None:
@@ -153,7 +136,7 @@ class Saver:
         saved = Saved(name, told, self._clock() - start, manifest if isinstance(manifest, Manifest) else None)
         if isinstance(judgement, Judgement):
             accepted = judgement
-            # It is committed: who cannot hear of it must not make it look as if it were not, on one rank of all.
+            # It is committed: an event that cannot be written must not make one rank believe otherwise.
             not_emitted = result_or_failed(lambda: self._emit_saved(job, saved, accepted))
             if isinstance(not_emitted, Failed):
                 _log.error("%s is committed, which could not be told: %s", name, not_emitted.reason)
@@ -175,10 +158,10 @@ class Saver:
     def _named(self, job: Job, there: Sequence[Any] | None) -> str:
         owner, step = self._owner, job.step
         taken = self._place.catalog.names() if there is None else [each for names in there for each in names]
-        # Steps grow within a generation: no name comes twice, though retention has let its first bearer go.
+        # Steps grow within a generation: no name is used twice, even after retention has deleted its first folder.
         name = fresh_name(step, owner.attempt, owner.nonce, taken, first=int(job.world.get("generation") or 1))
         self._emit("checkpoint.saving", {"step": step, "name": name})
-        warning = make_folder(self._place, name)
+        warning = make_striped_folder(self._place, name)
         if warning:
             _log.warning("%s", warning)
         return name
@@ -191,7 +174,7 @@ class Saver:
             self.writer = self.writer.replacement()
 
     def _submit_parts(self, job: Job, name: str, submitted: _Submitted) -> InspectionReport:
-        """Hand every part to the writer as soon as it is copied, and look at it while it is being written."""
+        """Hand every part to the writer as soon as it is copied, and inspect it while it is being written."""
         self._ensure_writer()
         inspection = self._judge.inspection()
         for bucket in job.staged.buckets():
@@ -294,7 +277,7 @@ class Saver:
         return self._ranks.broadcast(verdict)
 
     def _undo(self, job: Job, name: str, failed: Failed) -> None:
-        """Take a half-written folder away: all ranks have stopped writing to it, and nobody else ever will."""
+        """Delete a half-written folder: all ranks have stopped writing to it, and no other process ever will."""
         if failed.final:
             self._forget(job)
         if failed.fenced or not self._seals:
@@ -305,7 +288,7 @@ class Saver:
             _log.warning("half-written %s could not be removed yet: %s", name, error)
 
     def _forget(self, job: Job) -> None:
-        """It must not be loaded from memory either; the writer vouches for it as soon as it has seen all of it."""
+        """It must not be loaded from memory either; the writer publishes its record once all of it is digested."""
         for bucket in job.staged.buckets() if job.staged.kept else ():
             self.writer.arena.clear(bucket.buffer)
 
@@ -336,7 +319,7 @@ def _first_failure(result: Any) -> Failed | None:
 
 
 def _refusal(result: Any) -> Failed | None:
-    """What no further try can change, and so outweighs whatever went wrong with the disk."""
+    """A failure that no further try can change; it outweighs whatever went wrong with the disk."""
     return result if isinstance(result, Failed) and result.final else None
 
 

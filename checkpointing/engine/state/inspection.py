@@ -10,10 +10,33 @@ from torch import Tensor
 from checkpointing.engine.ranks.peer_codec import peer_message
 from checkpointing.engine.state.fingerprints import Form, blocks, weighted, word_type
 from checkpointing.engine.state.layout import Item
-from checkpointing.verification.plausibility import Findings, TrainedKeys
 
 _ROUNDED_SUM = (torch.float16,)
 """Types whose own sums overflow early."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedKeys:
+    """Which keys mean what: tensors below `prefixes` train, those that begin and end like this count steps."""
+
+    prefixes: tuple[str, ...] = ("model/", "optimizer/")
+    step_prefix: str = "optimizer/"
+    step_suffix: str = "/step"
+
+    def trains(self, key: str) -> bool:
+        return key.startswith(self.prefixes)
+
+    def counts(self, key: str) -> bool:
+        return key.startswith(self.step_prefix) and key.endswith(self.step_suffix)
+
+
+@peer_message
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What one rank has seen in its part of a state; `broken` are keys with their numbers of NaN and infinities."""
+
+    broken: tuple[tuple[str, int], ...] = ()
+    optimizer_step: float | None = None
 
 
 @peer_message
@@ -29,7 +52,7 @@ class Inspection:
     """Fingerprint parts and findings of one rank, collected part by part."""
 
     def __init__(self, trained_keys: TrainedKeys | None) -> None:
-        """Without `watched`, nothing is judged; the fingerprints are taken all the same."""
+        """Without `trained_keys` there are no findings; the fingerprints are taken all the same."""
         self._trained_keys = trained_keys
         self._partials = bytearray()
         self._broken: list[tuple[str, int]] = []

@@ -14,9 +14,7 @@ import torch
 from checkpointing.engine.ranks.peer_codec import peer_message
 from checkpointing.engine.state.record_template import ALIGNMENT, RecordTemplate, template
 from checkpointing.format.index import Piece
-
-PAGE = 4096
-"""Alignment of files in the buffer, and of their sizes."""
+from checkpointing.storage.shared_memory import PAGE, whole_pages
 
 FileSpan = tuple[str, int, int]
 """Name, offset in the buffer, size."""
@@ -198,4 +196,4 @@ def _placed(shares: Iterable[Share], name: str, offset: int) -> tuple[list[Item]
         )
         items.append(Item(share, offset + values, piece))
         start += _room(share)
-    return items, -(-start // PAGE) * PAGE
+    return items, whole_pages(start)

@@ -7,7 +7,6 @@ its two halves, again and again; what comes out is a stock torch.save file. Ever
 import io
 import math
 import mmap
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.serialization import get_crc32_options, set_crc32_options
+
+from checkpointing.format.torch_record import locate_values, read_at
 
 ALIGNMENT = 64
 """Bytes to which torch.save aligns values; a record that begins at such an offset keeps them aligned."""
@@ -95,14 +96,11 @@ def _saved(tensor: Tensor) -> bytes:
 
 def _place_of_values(saved: bytes) -> tuple[int, int]:
     """Where the values begin in a torch.save file, and how many bytes they are."""
-    with zipfile.ZipFile(io.BytesIO(saved)) as archive:
-        found = [info for info in archive.infolist() if info.filename.endswith("/data/0")]
-        if len(found) != 1 or found[0].compress_type != zipfile.ZIP_STORED:
-            raise RecordFormatError(f"torch {torch.__version__} does not store a tensor's values as one plain record")
-    info = found[0]
-    name_length = int.from_bytes(saved[info.header_offset + 26 : info.header_offset + 28], "little")
-    extra_length = int.from_bytes(saved[info.header_offset + 28 : info.header_offset + 30], "little")
-    return info.header_offset + 30 + name_length + extra_length, info.file_size
+    try:
+        return locate_values(read_at(io.BytesIO(saved)), 0, len(saved))
+    except ValueError as error:
+        reason = f"torch {torch.__version__} does not store a tensor's values as one plain record: {error}"
+        raise RecordFormatError(reason) from error
 
 
 class _Around:

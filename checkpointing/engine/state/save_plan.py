@@ -13,16 +13,23 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from checkpointing.engine.ranks.failure import Failed, result_or_failed
 from checkpointing.engine.ranks.group import RankGroup
-from checkpointing.engine.state.layout import PAGE, FileSpan, Item, Layout, Part, Share, lay_out, lay_out_in_buckets
-from checkpointing.engine.state.local_plan import LocalPlan, kept, plan_message, save_plan
+from checkpointing.engine.ranks.peer_codec import peer_message
+from checkpointing.engine.state.layout import FileSpan, Item, Layout, Part, Share, lay_out, lay_out_in_buckets
 from checkpointing.format.index import Index, Piece, TensorInfo, parse_index
 from checkpointing.storage.digests import digest
+from checkpointing.storage.shared_memory import PAGE
 
 LEAST_WINDOW = 64 * PAGE
 """Bytes of the smallest bucket, whatever the memory cap says."""
@@ -98,7 +105,7 @@ def agree_on_plan(ranks: RankGroup, tensors: Mapping[str, Tensor], lay: Lay, mos
     if layouts is not None:
         everything = tuple(found[0] for found in layouts if not isinstance(found, Failed))
         described = _combined_failure(layouts) or result_or_failed(lambda: _described(planned.metadata, everything))
-        # One rank with buckets makes them all forgetful: who retries or remembers alone is out of step with the others.
+        # With buckets on one rank, no rank retries or remembers: one that did so alone would be out of step.
         whole = all(found[1] for found in layouts if not isinstance(found, Failed))
         agreed = described if isinstance(described, Failed) else (described[0], whole)
     told = ranks.broadcast(agreed)
@@ -111,6 +118,82 @@ def agree_on_plan(ranks: RankGroup, tensors: Mapping[str, Tensor], lay: Lay, mos
     return Plan(told[0], layout, buffers, told[1], described[1], described[2], everything)
 
 
+# ---- a rank's local plan in plain fields, as it is sent: the receiver makes torch's own classes again
+
+
+@peer_message
+@dataclass(frozen=True, slots=True)
+class PlannedItem:
+    """What a rank would write of one tensor if it were alone: `sizes` values from `offsets` on, of shape `whole`."""
+
+    key: str
+    sharded: bool
+    dtype: torch.dtype
+    requires_grad: bool
+    pinned: bool
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    whole: tuple[int, ...]
+
+
+@peer_message
+@dataclass(frozen=True)
+class LocalPlan:
+    """The items, and the keys of the state, of which a rank may write nothing."""
+
+    items: tuple[PlannedItem, ...]
+    keys: tuple[str, ...]
+
+
+def _plan_message(plan: SavePlan) -> LocalPlan:
+    """The plan as it is sent; raises ValueError for what a dense tensor's never holds."""
+    return LocalPlan(tuple(map(_planned, plan.items)), tuple(plan.planner_data))
+
+
+def _save_plan(plan: LocalPlan) -> SavePlan:
+    """The plan as torch's planner takes it."""
+    return SavePlan([_write_item(item) for item in plan.items], planner_data={key: (key,) for key in plan.keys})
+
+
+def _kept(before: SavePlan, after: SavePlan) -> tuple[int, ...]:
+    """The numbers, in the local plan, of the items that the agreed one keeps."""
+    number = {item.index: at for at, item in enumerate(before.items)}
+    return tuple(number[item.index] for item in after.items)
+
+
+def _planned(item: WriteItem) -> PlannedItem:
+    data = item.tensor_data
+    if data is None or data.properties.memory_format != torch.contiguous_format:
+        raise ValueError(f"{item.index.fqn}: is no dense tensor to torch's planner")
+    return PlannedItem(
+        key=item.index.fqn,
+        sharded=item.type == WriteItemType.SHARD,
+        dtype=data.properties.dtype,
+        requires_grad=data.properties.requires_grad,
+        pinned=data.properties.pin_memory,
+        offsets=tuple(data.chunk.offsets),
+        sizes=tuple(data.chunk.sizes),
+        whole=tuple(data.size),
+    )
+
+
+def _write_item(item: PlannedItem) -> WriteItem:
+    offsets = torch.Size(item.offsets)
+    properties = TensorProperties(dtype=item.dtype, requires_grad=item.requires_grad, pin_memory=item.pinned)
+    return WriteItem(
+        index=MetadataIndex(item.key, offsets),
+        type=WriteItemType.SHARD if item.sharded else WriteItemType.TENSOR,
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(item.sizes)),
+            properties=properties,
+            size=torch.Size(item.whole),
+        ),
+    )
+
+
+# ---- the agreement
+
+
 @dataclass(frozen=True)
 class _Planned:
     plan: SavePlan
@@ -118,8 +201,8 @@ class _Planned:
 
 
 def _distribute(ranks: RankGroup, plan: SavePlan | Failed) -> _Planned:
-    """Rank 0 lets torch's planner decide and tells each rank which items are its; raises ValueError everywhere."""
-    plans = ranks.gather(plan if isinstance(plan, Failed) else result_or_failed(lambda: plan_message(plan)))
+    """Rank 0 lets torch's planner decide and sends each rank its items; raises ValueError on every rank."""
+    plans = ranks.gather(plan if isinstance(plan, Failed) else result_or_failed(lambda: _plan_message(plan)))
     shares: list[Any] | None = None
     metadata = None
     if plans is not None:
@@ -137,9 +220,9 @@ def _distribute(ranks: RankGroup, plan: SavePlan | Failed) -> _Planned:
 
 def _decided(told: Sequence[LocalPlan]) -> tuple[list[tuple[int, ...]], Metadata]:
     """For each rank the numbers of those of its items that it writes, and what they all are."""
-    plans = [save_plan(each) for each in told]
+    plans = [_save_plan(each) for each in told]
     agreed, metadata = DefaultSavePlanner().create_global_plan(plans)
-    return [kept(before, after) for before, after in zip(plans, agreed, strict=True)], metadata
+    return [_kept(before, after) for before, after in zip(plans, agreed, strict=True)], metadata
 
 
 def _combined_failure(results: Sequence[Any]) -> Failed | None:

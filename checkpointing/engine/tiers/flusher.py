@@ -4,26 +4,26 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 
 from checkpointing.config import RetentionConfig
 from checkpointing.engine.ranks.background_thread import start_background_thread
 from checkpointing.engine.ranks.failure import FAILURES, explain
 from checkpointing.engine.ranks.group import RankGroup
-from checkpointing.engine.save.saver import EmitEvent, Owner
-from checkpointing.engine.tiers.bounded_io import BoundedIO
-from checkpointing.engine.tiers.transfer import Copier, Route, Transfer, TransferFailure, TransferTimeouts, tried
+from checkpointing.engine.tiers.bounded_tier import BoundedTier
+from checkpointing.engine.tiers.flush_state import FlushState, TransferFailure
+from checkpointing.engine.tiers.transfer import FileCopier, Route, Transfer, TransferTimeouts, tried
 from checkpointing.errors import Refused
-from checkpointing.format.commit import parse_name
+from checkpointing.event_sink import EmitEvent, emit_nothing
 from checkpointing.format.manifest import Manifest
-from checkpointing.retention.policy import Metrics, Policy, apply_retention, delete
-from checkpointing.storage.backends import Storage
+from checkpointing.owner import Owner
+from checkpointing.retention.garbage import delete
+from checkpointing.retention.policy import Policy, TierRetention
+from checkpointing.tiers.catalog import DistrustedCheckpoints
 from checkpointing.tiers.copy_plan import Choice, TierContents, choose_checkpoint
-from checkpointing.tiers.lustre_striping import make_folder
-from checkpointing.tiers.tier import ResolvedTier
+from checkpointing.tiers.lustre_striping import make_striped_folder
+from checkpointing.tiers.tier import ResolvedTier, RunTiers
 from checkpointing.verification.verify import read_sealed
-
-__all__ = ["Copier", "Flusher", "TransferTimeouts"]
 
 _log = logging.getLogger(__name__)
 
@@ -40,64 +40,54 @@ class Flusher:
 
     def __init__(
         self,
-        places: Sequence[ResolvedTier],
+        tiers: RunTiers,
         ranks: RankGroup,
         owner: Owner,
-        link: Callable[[], Copier],
+        link: Callable[[], FileCopier],
         emit: EmitEvent,
         *,
-        leads_node: bool = True,
         retention: RetentionConfig | None = None,
-        refused: Callable[[str], Collection[str]] = lambda tier: (),
-        pins: Storage | None = None,
-        patience: TransferTimeouts | None = None,
+        distrusted: DistrustedCheckpoints | None = None,
+        timeouts: TransferTimeouts | None = None,
     ) -> None:
-        """Begin with what an earlier generation or attempt has left undone.
+        """Begin with what an earlier generation or attempt has not copied.
 
-        Takes `ranks` over: a group for this thread alone. `link` gives the writer of the moment, `refused` the names
-        of checkpoints in a tier that are not to be relied on, `pins` is the storage of the run's own folder.
+        Takes `ranks` over: a group for this thread alone. `link` returns the current writer; `distrusted` checkpoints
+        are neither copied nor counted as substitutes.
         """
-        self._places, self._ranks, self._owner, self._emit = tuple(places), ranks, owner, emit
-        self._refused, self._pins, self._patience = refused, pins, patience or TransferTimeouts()
-        self._policies = [Policy.of(place.keep, retention or RetentionConfig()) for place in self._places]
-        self._metrics: list[Metrics] = [{} for _ in self._places]
-        self._bounded_io = [BoundedIO(place.path) for place in self._places]
-        self._transfer = Transfer(
-            self._places,
-            self._bounded_io,
-            ranks,
-            owner,
-            link,
-            self._patience,
-            leads_node,
-            lambda: self._closing,
-            self._report_failure,
-        )
+        self._timeouts = timeouts or TransferTimeouts()
+        emit = emit if ranks.leads else emit_nothing
+        self._tiers = [BoundedTier(tier, self._timeouts.access) for tier in tiers.tiers]
+        self._retention = [
+            TierRetention(tier, Policy.of(tier.keep, retention or RetentionConfig()), owner, emit, tiers.pins)
+            for tier in tiers.tiers
+        ]
+        self._ranks, self._owner, self._state = ranks, owner, FlushState(emit)
+        self._transfer = Transfer(self._tiers, ranks, owner, link, self._timeouts, self._state)
+        self._distrusted, self._damaged = distrusted or DistrustedCheckpoints(), DistrustedCheckpoints()
         self._last: dict[int, str] = {}
-        self._bad: set[tuple[int, str]] = set()
         self._changed = threading.Condition()
         self._signals = self._done = self._whole = self._everything = 0
         self._stuck: set[int] = set()
-        self._reached = [0] * len(self._places)
-        self._latest: str | None = None
-        self._closing = self._ended = False
+        self._reached = [0] * len(self._tiers)
+        self._ended = False
         self.held: frozenset[str] = frozenset()
-        """Checkpoints that are being copied: retention must leave them alone."""
+        """Checkpoints that are being copied: retention must not delete them."""
         self._thread: threading.Thread | None = None
-        if len(self._places) > 1:
+        if len(self._tiers) > 1:
             self._signals = self._everything = 1
             self._thread = start_background_thread(self._serve, "checkpoint-flush")
 
-    def committed(self, name: str, manifest: Manifest | None = None) -> None:
-        """A save was committed in the first tier; returns at once. The manifest itself is read back from there."""
+    def committed(self, name: str) -> None:
+        """A save was committed in the first tier; returns at once."""
         with self._changed:
-            self._latest = name
+            self._state.latest = name
             self._signal()
 
     def drain(self, timeout: float | Callable[[], float]) -> bool:
         """Bring the newest checkpoint to every tier, whatever `every` says; False when that failed or took too long.
 
-        `timeout` in seconds, or what says once a second how many are left; rank 0's counts for all.
+        `timeout` in seconds, or a function that is asked once a second how many are left; rank 0's counts for all.
         """
         if self._thread is None:
             return True
@@ -111,7 +101,7 @@ class Flusher:
         return arrived
 
     def _await(self, at: int, left: Callable[[], float]) -> None:
-        # The others hear from rank 0 that it waits no longer; one that left earlier would take its copies along.
+        # Rank 0 tells the others that it waits no longer; a rank that left earlier would end its copies.
         slack = 0.0 if self._ranks.leads else _SLACK
         with self._changed:
             while self._done < at and not self._ended and (rest := left() + slack) > 0:
@@ -121,7 +111,7 @@ class Flusher:
         """End, without waiting for a copy that is under way: the run's next start goes on with it."""
         if self._thread is not None:
             with self._changed:
-                self._closing = True
+                self._state.closing = True
                 self._signal()
             self._thread.join(timeout)
             if self._thread.is_alive():
@@ -131,7 +121,7 @@ class Flusher:
         self._ranks.close()
 
     def _signal(self) -> int:
-        """Ranks number the same signals in the same way, whenever each of them comes to hear of one."""
+        """All ranks number the same signals in the same way, whenever each of them receives one."""
         self._signals += 1
         self._changed.notify_all()
         return self._signals
@@ -141,27 +131,27 @@ class Flusher:
             while self._round():
                 pass
         except FAILURES as error:
-            # The group itself broke: the generation is at its end, and so is this thread.
+            # The group itself broke: the generation ends, and so does this thread.
             _log.warning("checkpoints are no longer copied to further tiers: %s", explain(error))
         with self._changed:
             self._ended = True
             self._changed.notify_all()
 
     def _round(self) -> bool:
-        """Deal with all signals that rank 0 has heard by now; False at the end."""
+        """Serve all signals that rank 0 has received by now; False at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._signals > self._done)
-            order = (self._signals, self._everything > self._done, self._closing)
+            order = (self._signals, self._everything > self._done, self._state.closing)
         upto, everything, closing = self._ranks.broadcast(order if self._ranks.leads else None)
         if closing:
             return False
         arrived = []
-        # The same on all ranks: who gave no answer, or was too slow, waits for those who did answer.
-        for target in sorted(range(1, len(self._places)), key=lambda target: target in self._stuck):
+        # The same on all ranks: tiers that did not answer, or were too slow, come after those that did.
+        for target in sorted(range(1, len(self._tiers)), key=lambda target: target in self._stuck):
             arrived.append(self._serve_tier(target, everything))
             self._reached[target] = upto
         with self._changed:
-            # A rank that has yet to hear of some of them finds them done already.
+            # A rank that receives some of these signals later finds them served already.
             self._done = upto
             self._whole = upto if all(arrived) else self._whole
             self._changed.notify_all()
@@ -179,10 +169,10 @@ class Flusher:
             self._arrived(route, time.monotonic() - start)
             return True
         if failure.bad and isinstance(route, Route):
-            self._bad.add((route.source, route.manifest.name))
+            self._damaged.refuse(self._tiers[route.source].tier.path, route.manifest.name)
         if failure.stuck:
             self._stuck.add(target)
-        self._report_failure(target, failure)
+        self._state.report_failure(self._tiers[target].tier, failure)
         return False
 
     def _carried(self, route: Route) -> TransferFailure | None:
@@ -197,114 +187,72 @@ class Flusher:
         if not self._owner.fence():
             return ()
         choice = self._choice(target, everything)
+        goal = self._tiers[target]
         if choice.name is None:
-            _log.debug("%s: %s", self._places[target].path, choice.reason)
+            _log.debug("%s: %s", goal.tier.path, choice.reason)
             return ()
-        manifest = self._manifest(choice.name, choice.source)
-        if self._places[target].shared:
-            self._bounded_io[target].run(lambda: self._make_room(target, manifest.name), self._patience.access)
+        manifest = self._manifest(choice.name, self._tiers[choice.source])
+        if goal.tier.shared:
+            goal.run(self._make_folder, goal.tier, manifest.name)
         return Route(choice.source, target, manifest)
 
-    def _make_room(self, target: int, name: str) -> None:
-        place = self._places[target]
-        if place.catalog.is_tombstoned(name):
-            delete(place.storage, name, self._owner.fence)  # somebody began to, and did not finish
-        warning = make_folder(place, name)
+    def _make_folder(self, tier: ResolvedTier, name: str) -> None:
+        if tier.catalog.is_tombstoned(name):
+            delete(tier.storage, name, self._owner.fence)  # somebody began to, and did not finish
+        warning = make_striped_folder(tier, name)
         if warning:
             _log.warning("%s", warning)
 
     def _choice(self, target: int, everything: bool) -> Choice:
         contents = []
-        for tier in range(target + 1):
-            content = tried(lambda tier=tier: self._contents_of(tier))
+        for number, each in enumerate(self._tiers[: target + 1]):
+            content = tried(lambda each=each: self._contents(each))
             if isinstance(content, TransferFailure):
-                if tier == target:
+                if number == target:
                     raise OSError(errno.ETIMEDOUT if content.stuck else None, content.reason)
                 content = TierContents(())  # some other tier may have what is needed
-            if tier < target:
-                doubted = self._doubted(tier)
+            if number < target:
+                doubted = self._doubted(each.tier)
                 content = TierContents(tuple(name for name in content.committed if name not in doubted))
             contents.append(content)
         return choose_checkpoint(
             contents,
             target,
-            every=self._places[target].every,
-            latest=self._latest,
+            every=self._tiers[target].tier.every,
+            latest=self._state.latest,
             last=self._last.get(target),
             everything=everything,
         )
 
-    def _doubted(self, tier: int) -> set[str]:
-        return {*self._refused(self._places[tier].path), *(name for at, name in self._bad if at == tier)}
+    def _doubted(self, tier: ResolvedTier) -> frozenset[str]:
+        return self._distrusted.of(tier.path) | self._damaged.of(tier.path)
 
-    def _contents_of(self, tier: int) -> TierContents:
-        catalog, owner = self._places[tier].catalog, self._owner
-        entries = self._bounded_io[tier].run(
-            lambda: catalog.accepted(owner.attempt, owner.nonce, owner.inherit), self._patience.access
-        )
-        return TierContents(tuple(entry.name for entry in entries))
+    def _contents(self, bounded: BoundedTier) -> TierContents:
+        return TierContents(tuple(entry.name for entry in bounded.run(bounded.tier.catalog.accepted, self._owner)))
 
-    def _manifest(self, name: str, source: int) -> Manifest:
-        storage = self._places[source].storage
-        manifest, faults = self._bounded_io[source].run(lambda: read_sealed(storage, name), self._patience.access)
+    def _manifest(self, name: str, source: BoundedTier) -> Manifest:
+        manifest, faults = source.run(read_sealed, source.tier.storage, name)
         if manifest is None:
-            self._bad.add((source, name))
+            self._damaged.refuse(source.tier.path, name)
             raise Refused(name, f"the source is damaged: {'; '.join(map(str, faults))}")
         return manifest
 
     def _arrived(self, route: Route, seconds: float) -> None:
-        manifest, place = route.manifest, self._places[route.target]
-        self._last[route.target] = manifest.name
-        if self._ranks.leads:
-            facts = {"step": manifest.step, "name": manifest.name, "tier": place.path}
-            self._emit("checkpoint.flushed", {**facts, "bytes": manifest.size, "seconds": seconds})
-        if self._transfer.leads(route.target):
-            failure = tried(
-                lambda: self._bounded_io[route.target].run(lambda: self._apply_retention(route), self._patience.copy)
-            )
+        name, target = route.manifest.name, self._tiers[route.target]
+        self._last[route.target] = name
+        self._state.report_arrival(target.tier, route.manifest, seconds)
+        if self._ranks.looks_after(shared=target.tier.shared):
+            retention, doubted = self._retention[route.target], self._doubted(target.tier)
+            failure = tried(lambda: target.run_within(self._timeouts.copy, lambda: retention.apply(name, doubted)))
             if isinstance(failure, TransferFailure):
-                _log.warning("%s: old checkpoints could not be deleted yet: %s", place.path, failure.reason)
-
-    def _apply_retention(self, route: Route) -> None:
-        apply_retention(
-            self._places[route.target],
-            self._policies[route.target],
-            self._owner,
-            route.manifest.name,
-            self._owner.fence,
-            self._doubted(route.target),
-            self._emit if self._ranks.leads else _emit_nothing,
-            pins=self._pins,
-            metrics=self._metrics[route.target],
-        )
-
-    def _report_failure(self, target: int, failure: TransferFailure) -> None:
-        if not self._ranks.leads or self._closing:
-            return
-        path = self._places[target].path
-        parts = parse_name(self._latest or "")
-        kind = "checkpoint.stuck" if failure.stuck else "checkpoint.failed"
-        reason = f"not copied to {path}: {failure.reason}"
-        self._emit(kind, {"step": parts.step if parts else 0, "reason": reason, "tier": path})
+                _log.warning("%s: old checkpoints could not be deleted yet: %s", target.tier.path, failure.reason)
 
     def _report_late(self, at: int) -> None:
-        if not self._ranks.leads:
-            return
-        parts = parse_name(self._latest or "")
-        for target, place in enumerate(self._places):
-            there = self._latest is not None and self._last.get(target) == self._latest
+        for target, each in enumerate(self._tiers):
+            there = self._state.latest is not None and self._last.get(target) == self._state.latest
             if target and self._reached[target] < at and not there:
-                reason = (
-                    f"the newest checkpoint is not known to be in {place.path}: there was no time left to copy it from "
-                    f"{self._places[0].path}, where the next start finds it"
-                )
-                facts = {"step": parts.step if parts else 0, "reason": reason, "tier": place.path}
-                self._emit("checkpoint.failed", facts)
+                self._state.report_late(each.tier, self._tiers[0].tier)
 
 
 def _until(at: float) -> Callable[[], float]:
     return lambda: at - time.monotonic()
-
-
-def _emit_nothing(kind: str, data: dict[str, object]) -> None:
-    """Other nodes do the same; rank 0 speaks for all."""

@@ -1,4 +1,4 @@
-"""Two checkpoints tensor by tensor: what is equal is told from fingerprints, the rest is read, little at a time."""
+"""Two checkpoints tensor by tensor: fingerprints show what is equal, the rest is read, a few rows at a time."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from checkpointing.engine.verification.structure import index_of
+from checkpointing.engine.restore.metadata_reader import read_whole_index
 from checkpointing.engine.verification.values import BLOCK, Values
 from checkpointing.errors import ManifestError, Refused
 from checkpointing.format.index import FINGERPRINTS, Index, parse_fingerprints
@@ -35,7 +35,7 @@ def open_side(storage: Storage, name: str) -> Side:
     if manifest is None or faults:
         raise Refused(name, "; ".join(map(str, faults)))
     try:
-        index = index_of(storage, manifest)
+        index = read_whole_index(storage, manifest)
         listed = manifest.file(FINGERPRINTS) is not None
         known = parse_fingerprints(read_listed(storage, manifest, FINGERPRINTS)) if listed else {}
     except ManifestError as error:

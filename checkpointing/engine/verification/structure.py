@@ -10,14 +10,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 from checkpointing.engine.restore.metadata_reader import (
     VerifiedFile,
     index_from_metadata,
-    read_index,
     read_metadata,
-    with_places,
+    read_whole_index,
 )
 from checkpointing.engine.restore.source import dtype_of
 from checkpointing.errors import Refused
 from checkpointing.format.index import INDEX, Index, Piece, TensorInfo
 from checkpointing.format.manifest import COMMIT, MANIFEST, METADATA, FileEntry, Manifest
+from checkpointing.format.read_plan import Box, overlaps
 from checkpointing.format.torch_record import ReadAt, read_record
 from checkpointing.storage.backends import Storage
 from checkpointing.verification.verify import Fault, Progress
@@ -30,25 +30,13 @@ def strays(storage: Storage, manifest: Manifest) -> list[Fault]:
     return [Fault(file=name, chunk=None, reason=f"is not listed in {MANIFEST}") for name in found]
 
 
-def index_of(storage: Storage, manifest: Manifest) -> Index:
-    """The index of a checkpoint; one that has none is described by its `.metadata` and its frames.
-
-    Raises Refused or OSError.
-    """
-    if manifest.file(INDEX) is not None:
-        return read_index(storage, manifest)
-    index = index_from_metadata(read_metadata(storage, manifest))
-    files = sorted({piece.file for piece in index.pieces})
-    return Index(index.tensors, tuple(with_places(storage, manifest, index, files)))
-
-
 def structure_faults(
     storage: Storage, manifest: Manifest, progress: Progress | None = None
 ) -> tuple[Index | None, list[Fault]]:
     """What is wrong with the structure of a checkpoint whose bytes are as they were written, and its index."""
     faults = strays(storage, manifest)
     try:
-        index = index_of(storage, manifest)
+        index = read_whole_index(storage, manifest)
     except Refused as refusal:
         file = INDEX if manifest.file(INDEX) else METADATA
         return None, [*faults, Fault(file=file, chunk=None, reason=refusal.reason)]
@@ -113,29 +101,11 @@ def _cover(info: TensorInfo, pieces: Sequence[Piece]) -> str:
     for piece in pieces:
         if piece.nbytes != math.prod(piece.sizes) * dtype.itemsize:
             return f"the shard at {piece.offsets} has {piece.nbytes} bytes for {piece.sizes} of {info.dtype}"
-    clash = next(_overlaps(pieces), None)
+    clash = next(overlaps(Box(piece.offsets, piece.sizes) for piece in pieces), None)
     if clash:
         return f"the shards at {clash[0].offsets} and {clash[1].offsets} overlap"
     held, wanted = sum(math.prod(piece.sizes) for piece in pieces), math.prod(info.shape)
     return "" if held == wanted else f"its shards hold {held} of {wanted} values"
-
-
-def _overlaps(pieces: Sequence[Piece]) -> Iterator[tuple[Piece, Piece]]:
-    """Pairs of boxes that share a value; only boxes whose first dimensions meet are compared."""
-    full = sorted((piece for piece in pieces if math.prod(piece.sizes)), key=lambda piece: piece.offsets)
-    if full and not full[0].sizes:
-        yield from pairwise(full)
-        return
-    for at, piece in enumerate(full):
-        for other in full[at + 1 :]:
-            if other.offsets[0] >= piece.offsets[0] + piece.sizes[0]:
-                break
-            if all(_meet(*spans) for spans in zip(piece.offsets, piece.sizes, other.offsets, other.sizes, strict=True)):
-                yield piece, other
-
-
-def _meet(start: int, size: int, other_start: int, other_size: int) -> bool:
-    return start < other_start + other_size and other_start < start + size
 
 
 def _outside(index: Index, files: Mapping[str, FileEntry]) -> Iterator[Fault]:

@@ -15,6 +15,10 @@ with warnings.catch_warnings():
     import torch.distributed.tensor
 
     from checkpointing.engine.checkpointer import Checkpointer
+    from checkpointing.engine.ranks.group import World
+    from checkpointing.engine.restore.restorer import RestoreOptions
+    from checkpointing.owner import Owner
+    from checkpointing.tiers.tier import RunTiers
     from checkpointing.writer.link import InProcessWriter
 
 from checkpointing.config import CheckpointConfig
@@ -69,21 +73,15 @@ class Bench:
         link: Any = None,
     ) -> Checkpointer:
         made = Checkpointer(
-            self.root,
-            token_attempt=attempt,
-            nonce=nonce,
-            inherit=inherit,
-            optional_names=optional_names,
-            process_group=None,
-            fence=fence,
-            keep=keep,
-            on_event=tell or (lambda kind, data: self.events.append((kind, data))),
-            world={"dp_shard": 1, "tp": 1},
-            storage=storage,
-            pauses=pauses,
+            Owner(attempt, nonce, inherit, fence),
+            World(facts={"dp_shard": 1, "tp": 1}),
+            RunTiers.single(self.root, storage, keep),
+            tell or (lambda kind, data: self.events.append((kind, data))),
             config=config,
             # In threads of this process, unless a test is about the other one.
             link=link or InProcessWriter(storage),
+            restore=RestoreOptions(optional_names=optional_names),
+            pauses=pauses,
         )
         self.made.append(made)
         return made

@@ -44,6 +44,7 @@ class Member:
     thread_group: ThreadGroup
     rank: int
     closed: bool = False
+    leads_node: bool = True
 
     @property
     def size(self) -> int:
@@ -52,6 +53,9 @@ class Member:
     @property
     def leads(self) -> bool:
         return self.rank == 0
+
+    def looks_after(self, *, shared: bool) -> bool:
+        return self.leads if shared else self.leads_node
 
     def all_gather(self, value: Any) -> list[Any]:
         return self.thread_group.exchange(self.rank, value)

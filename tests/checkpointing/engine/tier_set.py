@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from checkpointing.engine.save.saver import Owner
 from checkpointing.engine.tiers.flusher import Flusher, TransferTimeouts
+from checkpointing.owner import Owner
 from checkpointing.tiers.catalog import Catalog
-from checkpointing.tiers.tier import ResolvedTier
+from checkpointing.tiers.tier import ResolvedTier, RunTiers
 from tests.checkpointing.engine.thread_ranks import ThreadedWriter, ThreadGroup, together
 from tests.checkpointing.fake_storages import Faulty
 from tests.checkpointing.made_checkpoint import NONCE, make
@@ -52,8 +52,9 @@ class Tiers:
         owner = Owner(1, NONCE, (), lambda: self.alive)
         for member in self.thread_group.members():
             known = places(member.rank) if places else [self.place(name) for name in self.names]
-            arguments = {"patience": TransferTimeouts(look=0.02), **self.options, **options}
-            self.flushers.append(Flusher(known, member, owner, lambda: self.writer, self.tell, **arguments))
+            arguments = {"timeouts": TransferTimeouts(look=0.02), **self.options, **options}
+            run_tiers = RunTiers(tuple(known), known[0].storage)
+            self.flushers.append(Flusher(run_tiers, member, owner, lambda: self.writer, self.tell, **arguments))
         self.idle()  # what was there before is dealt with
 
     def tell(self, kind: str, data: dict[str, Any]) -> None:

@@ -24,8 +24,10 @@ import torch.distributed as dist  # noqa: E402
 
 from checkpointing.config import CheckpointConfig, TierConfig  # noqa: E402
 from checkpointing.engine.checkpointer import Checkpointer  # noqa: E402
+from checkpointing.engine.ranks.group import World  # noqa: E402
+from checkpointing.owner import Owner  # noqa: E402
 from checkpointing.tiers.catalog import Catalog  # noqa: E402
-from checkpointing.tiers.tier import resolve_tiers  # noqa: E402
+from checkpointing.tiers.tier import RunTiers, resolve_tiers  # noqa: E402
 from tests.checkpointing.proofs.dying import sitecustomize as dying  # noqa: E402
 from tests.checkpointing.proofs.world import NONCE, marked, same, state  # noqa: E402
 
@@ -104,10 +106,10 @@ def await_flushed(place: Path, step: int) -> None:
 def checkpointer(folder: Path, on_event: Callable[[str, dict[str, Any]], None]) -> Checkpointer:
     tiers = (TierConfig(path="run", keep=KEEP), TierConfig(path=str(folder / "durable"), keep=KEEP))
     config = CheckpointConfig(keep=KEEP, tiers=tiers)
+    known = resolve_tiers(config, folder / "checkpoints", "run", "node")
     return Checkpointer(
-        folder / "checkpoints", token_attempt=1, nonce=NONCE, inherit=(), process_group=None, fence=lambda: True,
-        keep=KEEP, on_event=on_event, world={}, config=config, pauses=(0.01, 0.05, 0.2, 1.0),
-        tiers=resolve_tiers(config, folder / "checkpoints", "run", "node"),
+        Owner(1, NONCE, (), lambda: True), World(), RunTiers(known, known[0].storage), on_event, config=config,
+        pauses=(0.01, 0.05, 0.2, 1.0),
     )  # fmt: skip
 
 

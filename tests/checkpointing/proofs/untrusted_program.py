@@ -24,6 +24,7 @@ warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 
 
 from checkpointing.engine.ranks.failure import FAILURES  # noqa: E402
+from checkpointing.engine.restore.restorer import RestoreOptions  # noqa: E402
 from checkpointing.errors import CheckpointError  # noqa: E402
 from checkpointing.format.commit import Commit  # noqa: E402
 from checkpointing.format.index import FINGERPRINTS, INDEX  # noqa: E402
@@ -121,7 +122,7 @@ def combinations(folder: Path, canary: Path) -> list[tuple[Payload, str, str]]:
 def read_every_way(world: World, folder: Path) -> Counter[str]:
     """Everything of ours that opens a checkpoint; what it made of it."""
     outcomes: Counter[str] = Counter()
-    for options in ({}, {"trust_foreign": True}):
+    for options in ({}, {"restore": RestoreOptions(trust_foreign=True)}):
         target = marked(state(2))
         with world.checkpointer(**options) as made:
             watch.on = True

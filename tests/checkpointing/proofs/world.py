@@ -16,6 +16,10 @@ with warnings.catch_warnings():
     from torch import Tensor
 
     from checkpointing.engine.checkpointer import Checkpointer
+    from checkpointing.engine.ranks import group
+    from checkpointing.owner import Owner
+    from checkpointing.tiers.tier import RunTiers
+    from checkpointing.writer.link import InProcessWriter
 
 from checkpointing.config import CheckpointConfig, StagingConfig
 
@@ -68,12 +72,17 @@ class World:
     @contextmanager
     def checkpointer(self, *, files: int = 1, keep: int = 2, **options: Any) -> Iterator[Checkpointer]:
         self.root.mkdir(parents=True, exist_ok=True)
-        fixed: dict[str, Any] = {"token_attempt": 1, "nonce": NONCE, "inherit": (), "process_group": None, "world": {}}
-        fixed["config"] = CheckpointConfig(keep=keep, staging=StagingConfig(files=files))
+        config = CheckpointConfig(keep=keep, staging=StagingConfig(files=files))
+        storage = options.pop("storage", None)
+        if storage is not None:
+            options.setdefault("link", InProcessWriter(storage))  # another process could not see what it does
         made = Checkpointer(
-            self.root, fence=lambda: True, keep=keep, on_event=lambda kind, data: self.events.append((kind, data)),
-            **{**fixed, **options},
-        )  # fmt: skip
+            Owner(1, NONCE, (), lambda: True),
+            group.World(),
+            RunTiers.single(self.root, storage, keep),
+            lambda kind, data: self.events.append((kind, data)),
+            **{"config": config, **options},
+        )
         try:
             yield made
         finally:

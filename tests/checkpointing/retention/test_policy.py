@@ -13,8 +13,16 @@ from hypothesis import strategies as st
 from checkpointing.config import RetentionConfig
 from checkpointing.format.commit import DELETED
 from checkpointing.format.manifest import parse
+from checkpointing.owner import Owner
 from checkpointing.retention.pins import pin
-from checkpointing.retention.policy import FLOOR, Policy, apply_retention, decide_retention, expired, metric_of
+from checkpointing.retention.policy import (
+    FLOOR,
+    Policy,
+    TierRetention,
+    decide_retention,
+    expired,
+    metric_of,
+)
 from checkpointing.storage.backends import LocalStorage, Storage
 from checkpointing.tiers.catalog import Catalog, Entry
 from checkpointing.tiers.tier import ResolvedTier
@@ -152,12 +160,7 @@ def test_of_two_equally_good_ones_the_newer_stays() -> None:
 # ---- a pass over a real folder
 
 
-@dataclass(frozen=True)
-class Whose:
-    attempt: int = 1
-    nonce: str = NONCE
-    inherit: tuple[str, ...] = ()
-    ended_attempts: tuple[str, ...] = ()
+OWNER = Owner(1, NONCE, (), lambda: True)
 
 
 class Tier:
@@ -176,14 +179,17 @@ class Tier:
         return [entry.step for entry in self.place.catalog.committed()]
 
     def apply_retention(
-        self, newest: str, policy: Policy | None = None, owner: Whose | None = None, **options: Any
-    ) -> None:
-        arguments = {"fence": lambda: True, "refused": (), **options}
+        self,
+        newest: str,
+        policy: Policy | None = None,
+        owner: Owner = OWNER,
+        pins: Storage | None = None,
+        **options: Any,
+    ) -> TierRetention:
         tell = lambda kind, data: self.told.append((kind, data))  # noqa: E731
-        fence, refused = arguments.pop("fence"), arguments.pop("refused")
-        apply_retention(
-            self.place, policy or Policy(keep=2), owner or Whose(), newest, fence, refused, tell, **arguments
-        )
+        retention = TierRetention(self.place, policy or Policy(keep=2), owner, tell, pins)
+        retention.apply(newest, **options)
+        return retention
 
 
 @pytest.fixture
@@ -221,16 +227,16 @@ def test_pins_that_cannot_be_read_stop_all_deletion(tmp_path: Path, caplog: pyte
 
 def test_a_checkpoint_that_is_pinned_during_the_pass_stays(tier: Tier) -> None:
     names = tier.make(1, 2, 3, 4)
-    tier.apply_retention(names[-1], fence=lambda: pin(tier.storage, names[1], "quick", 0.0) is None)
+    fence = lambda: pin(tier.storage, names[1], "quick", 0.0) is None  # noqa: E731
+    tier.apply_retention(names[-1], owner=replace(OWNER, fence=fence))
     assert tier.steps() == [4, 3, 2]
 
 
 def test_the_best_are_found_by_what_the_checkpoints_say(tier: Tier) -> None:
     names = tier.make(1, 2, 3, 4, 5, losses={1: 0.5, 2: 0.1, 3: "nan", 4: 0.9, 5: 0.9})
-    cache: dict[str, float | None] = {}
-    tier.apply_retention(names[-1], Policy.of(2, RetentionConfig(best=1)), metrics=cache)
+    retention = tier.apply_retention(names[-1], Policy.of(2, RetentionConfig(best=1)))
     assert tier.steps() == [5, 4, 2]
-    assert cache[names[1]] == 0.1
+    assert retention.metrics[names[1]] == 0.1
 
 
 def test_one_whose_file_is_gone_counts_for_nothing_and_stays(tier: Tier) -> None:
@@ -256,7 +262,7 @@ def test_what_was_just_committed_stays_although_older_work_has_higher_steps(tier
 
 def test_a_lost_fence_stops_the_pass(tier: Tier) -> None:
     names = tier.make(1, 2, 3, 4)
-    tier.apply_retention(names[-1], fence=lambda: False)
+    tier.apply_retention(names[-1], owner=replace(OWNER, fence=lambda: False))
     assert tier.steps() == [4, 3, 2, 1]
     assert tier.told == []
 
@@ -271,7 +277,7 @@ def test_debris_of_its_own_and_of_ended_attempts_goes_with_it(tier: Tier) -> Non
     for name in (half_own, half_held, half_ended, half_foreign):
         (tier.root / name / "COMMIT").unlink()
     (tier.root / buried / DELETED).write_text("")
-    tier.apply_retention(names[-1], Policy(keep=3), Whose(inherit=(handed,)), held=[half_held])
+    tier.apply_retention(names[-1], Policy(keep=3), replace(OWNER, inherit=(handed,)), held=[half_held])
     assert {path.name for path in tier.root.iterdir()} == {*names, half_held, handed, half_foreign}
 
 
@@ -281,7 +287,7 @@ def test_debris_of_attempts_that_left_nothing_else_goes_by_name_and_nonce(tier: 
     (half_foreign,) = tier.make(4, attempt=1, nonce="99999999")
     for name in (half, half_foreign):
         (tier.root / name / "COMMIT").unlink()
-    tier.apply_retention(names[-1], owner=Whose(ended_attempts=("1-00000001", "2", "x-99999999", "")))
+    tier.apply_retention(names[-1], owner=replace(OWNER, ended_attempts=("1-00000001", "2", "x-99999999", "")))
     assert {path.name for path in tier.root.iterdir()} == {*names, half_foreign}
 
 
@@ -290,7 +296,7 @@ def test_a_deletion_that_is_finished_for_somebody_is_told(tier: Tier) -> None:
     own, handed, foreign = *tier.make(3), *tier.make(4, nonce="00000001"), *tier.make(5, nonce="99999999")
     for name in (own, handed, foreign):
         (tier.root / name / DELETED).write_text("")
-    tier.apply_retention(names[-1], owner=Whose(ended_attempts=("1-00000001",)))
+    tier.apply_retention(names[-1], owner=replace(OWNER, ended_attempts=("1-00000001",)))
     assert {path.name for path in tier.root.iterdir()} == set(names)
     assert [data["name"] for kind, data in tier.told if kind == "checkpoint.deleted"] == [handed, own]
 
@@ -313,7 +319,7 @@ def test_one_folder_that_cannot_go_keeps_no_other_one(tier: Tier, caplog: pytest
 def test_a_nodes_own_disk_is_rid_of_what_no_attempt_inherits(tier: Tier) -> None:
     gone, handed, pinned = tier.make(1, 2, 3, nonce="00000001")
     tier.make(4, nonce="99999999")
-    owner = Whose(inherit=(handed,), ended_attempts=("1-00000001",))
+    owner = replace(OWNER, inherit=(handed,), ended_attempts=("1-00000001",))
     pin(tier.storage, pinned, "", 0.0)
     tier.apply_retention(*tier.make(10), Policy(keep=9), owner)
     assert tier.steps() == [10, 4, 3, 2, 1], "a shared tier is the next attempt's business"

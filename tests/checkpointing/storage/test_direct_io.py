@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpointing.storage.direct_io import make_folder, write_direct
+from checkpointing.storage.direct_io import write_direct
+from checkpointing.storage.durable import make_folder
 from checkpointing.writer.arena import Arena
 from tests.checkpointing.proofs.mounts import loop_ext4, ramfs, remount, small_tmpfs
 

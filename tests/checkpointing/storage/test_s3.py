@@ -4,29 +4,21 @@ import errno
 import logging
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from checkpointing.format.manifest import parse
+from checkpointing.owner import Owner
 from checkpointing.retention.garbage import decide_debris, delete, delete_debris, find_debris
-from checkpointing.retention.policy import Policy, apply_retention
+from checkpointing.retention.policy import Policy, TierRetention
 from checkpointing.storage.backends import FsspecStorage, LocalStorage, storage_at
 from checkpointing.tiers.catalog import Catalog
 from checkpointing.tiers.copy_files import CopyOrder, copy_file, copy_files
 from checkpointing.tiers.tier import ResolvedTier
 from checkpointing.verification.verify import verify_in
 from tests.checkpointing.made_checkpoint import FILES, NONCE, make
-
-
-@dataclass(frozen=True)
-class Whose:
-    attempt: int = 1
-    nonce: str = NONCE
-    inherit: tuple[str, ...] = ()
-    ended_attempts: tuple[str, ...] = ()
 
 
 @pytest.fixture
@@ -103,9 +95,8 @@ def test_retention_and_debris_work_there(store: FsspecStorage, s3_url: str) -> N
     store.delete(f"{half}/COMMIT")
     place = ResolvedTier(path=s3_url, storage=store, catalog=Catalog(s3_url, store))
     told: list[tuple[str, dict[str, Any]]] = []
-    apply_retention(
-        place, Policy(keep=2), Whose(), names[-1], lambda: True, (), lambda kind, data: told.append((kind, data))
-    )
+    owner = Owner(1, NONCE, (), lambda: True)
+    TierRetention(place, Policy(keep=2), owner, lambda kind, data: told.append((kind, data))).apply(names[-1])
     assert [entry.step for entry in place.catalog.committed()] == [4, 3]
     assert sorted(store.list("")) == names[2:]
     assert [data["tier"] for _, data in told] == [s3_url] * 2

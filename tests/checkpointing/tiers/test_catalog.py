@@ -4,6 +4,7 @@ import errno
 from pathlib import Path
 
 from checkpointing.format.commit import DELETED
+from checkpointing.owner import Owner
 from checkpointing.retention.garbage import find_debris
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.catalog import Catalog
@@ -67,7 +68,10 @@ def test_an_attempt_sees_its_own_and_what_it_may_inherit(tmp_path: Path) -> None
     own = make(storage, 20, attempt=2, nonce="22222222")
     make(storage, 25, attempt=2, nonce="33333333")  # another submission that called itself attempt 2
     catalog = Catalog(tmp_path)
-    assert names(catalog.accepted(2, "22222222", [inherited, "step-00000099.001-ab12cd34"])) == [own, inherited]
+    assert names(catalog.accepted(Owner(2, "22222222", (inherited, "step-00000099.001-ab12cd34"), lambda: True))) == [
+        own,
+        inherited,
+    ]
     assert names(catalog.inheritable([inherited, "../elsewhere"])) == [inherited]
 
 
@@ -76,7 +80,7 @@ def test_a_buried_checkpoint_is_none_even_while_its_marker_is_still_seen(tmp_pat
     (tmp_path / name / DELETED).write_text("")
     catalog = Catalog(tmp_path)
     assert catalog.committed() == []
-    assert catalog.accepted(1, NONCE, [name]) == []
+    assert catalog.accepted(Owner(1, NONCE, (name,), lambda: True)) == []
     assert catalog.is_tombstoned(name)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from checkpointing.storage.backends import LocalStorage, storage_at
 from checkpointing.tiers.catalog import Catalog
-from checkpointing.tiers.lustre_striping import make_folder, on_lustre
+from checkpointing.tiers.lustre_striping import make_striped_folder, on_lustre
 from checkpointing.tiers.tier import ResolvedTier
 
 NAME = "step-00000005.001-ab12cd34"
@@ -42,7 +42,7 @@ def place(root: Path, stripes: int) -> ResolvedTier:
 
 def test_a_folder_on_lustre_is_made_and_striped(tmp_path: Path, calls: Path) -> None:
     root = tmp_path / "run" / "checkpoints"
-    assert make_folder(place(root, 4), NAME, lustre(tmp_path)) is None
+    assert make_striped_folder(place(root, 4), NAME, lustre(tmp_path)) is None
     assert (root / NAME).is_dir()
     assert calls.read_text() == f"setstripe -c 4 {root / NAME}\n"
 
@@ -61,7 +61,7 @@ def test_elsewhere_nothing_is_done(tmp_path: Path, calls: Path, monkeypatch: pyt
         tier = ResolvedTier(
             path="memory://stripes", storage=remote, catalog=Catalog("memory://stripes", remote), stripes=4
         )
-    assert make_folder(tier, NAME, table) is None
+    assert make_striped_folder(tier, NAME, table) is None
     assert not calls.exists()
     assert not (tmp_path / "tier").exists()
 
@@ -69,7 +69,7 @@ def test_elsewhere_nothing_is_done(tmp_path: Path, calls: Path, monkeypatch: pyt
 def test_an_lfs_that_fails_is_a_warning(tmp_path: Path, calls: Path) -> None:
     script = tmp_path / "bin" / "lfs"
     script.write_text("#!/bin/sh\necho 'error: stripe count 4 exceeds 2' >&2\nexit 22\n")
-    warning = make_folder(place(tmp_path / "tier", 4), NAME, lustre(tmp_path))
+    warning = make_striped_folder(place(tmp_path / "tier", 4), NAME, lustre(tmp_path))
     assert warning is not None
     assert "setstripe -c 4" in warning
     assert "(22): error: stripe count 4 exceeds 2" in warning

@@ -1,9 +1,11 @@
 """Verdicts of verifications by hand: what is kept of them, and which copies they are about."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from checkpointing.retention.policy import Policy, apply_retention
+from checkpointing.event_sink import emit_nothing
+from checkpointing.owner import Owner
+from checkpointing.retention.policy import Policy, TierRetention
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.catalog import Catalog
 from checkpointing.tiers.tier import ResolvedTier
@@ -76,19 +78,11 @@ def test_a_damaged_verdict_is_none(tmp_path: Path) -> None:
     assert read_verdicts(storage) == []
 
 
-@dataclass(frozen=True)
-class Whose:
-    attempt: int = 1
-    nonce: str = NONCE
-    inherit: tuple[str, ...] = ()
-    ended_attempts: tuple[str, ...] = ()
-
-
 def test_retention_takes_a_condemned_copy_for_nobody_s_substitute(tmp_path: Path) -> None:
     """Its sizes are right: only whoever read every byte knows."""
     storage = LocalStorage(tmp_path)
     names = [make(storage, step) for step in (10, 20, 30, 40)]
     record(storage, bad(storage, names[2], str(tmp_path)))
     place = ResolvedTier(path=str(tmp_path), storage=storage, catalog=Catalog(tmp_path, storage))
-    apply_retention(place, Policy(keep=2), Whose(), names[3], lambda: True, (), lambda kind, data: None)
+    TierRetention(place, Policy(keep=2), Owner(1, NONCE, (), lambda: True), emit_nothing).apply(names[3])
     assert [entry.step for entry in place.catalog.committed()] == [40, 30, 20]

@@ -12,7 +12,8 @@ import pytest
 
 from checkpointing.format.manifest import FileEntry
 from checkpointing.storage.digests import CHUNK
-from checkpointing.writer.arena import PAGE, Arena, Record
+from checkpointing.storage.shared_memory import PAGE
+from checkpointing.writer.arena import Arena, Record
 
 MIB = 1 << 20
 

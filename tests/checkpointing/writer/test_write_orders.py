@@ -13,11 +13,12 @@ from checkpointing.engine.save.saver import _error, _failures
 from checkpointing.errors import FencedOff
 from checkpointing.storage import direct_io
 from checkpointing.storage.backends import LocalStorage
+from checkpointing.storage.shared_memory import PAGE
 from checkpointing.writer import order_threads
-from checkpointing.writer.arena import PAGE, Arena
-from checkpointing.writer.cancel_token import CancelToken
+from checkpointing.writer.arena import Arena
 from checkpointing.writer.ipc_codec import MessageStream
 from checkpointing.writer.link import InProcessWriter, WriterLink, WriterLost
+from checkpointing.writer.order_threads import CancelToken
 from checkpointing.writer.write_orders import WriteOrder, write_files
 
 

@@ -1,8 +1,8 @@
 """What a checkpoint of a run must hold besides sound bytes: for `checkpointing.engine.verification.audit`."""
 
+from checkpointing.engine.state.inspection import TrainedKeys
 from checkpointing.engine.verification.audit import Expected
 from checkpointing.format.manifest import Manifest
-from checkpointing.verification.plausibility import TrainedKeys
 from trainer.contract.config import JobConfig
 from trainer.worker.saved_state.rng_state import generators_fault, rng_name
 

@@ -9,14 +9,13 @@ import torch
 from checkpointing.engine.ranks.failure import Failed
 from checkpointing.engine.ranks.peer_codec import InvalidMessage, decode, encode
 from checkpointing.engine.restore.restorer import Candidate
-from checkpointing.engine.state.inspection import InspectionReport
+from checkpointing.engine.state.inspection import Findings, InspectionReport
 from checkpointing.engine.state.layout import Item, Share
 from checkpointing.engine.tiers.transfer import Route
 from checkpointing.errors import Refused
 from checkpointing.format.index import Piece
 from checkpointing.format.manifest import FileEntry, Manifest
 from checkpointing.format.read_plan import Strip
-from checkpointing.verification.plausibility import Findings
 
 MANIFEST = Manifest(
     name="step-00000001.001-ab", step=1, attempt=1, nonce="ab", created_at=0.1, torch=torch.__version__,

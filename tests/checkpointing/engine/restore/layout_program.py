@@ -25,9 +25,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: E402
 
 from checkpointing.engine.checkpointer import Checkpointer  # noqa: E402
-from checkpointing.engine.ranks.group import RankGroup  # noqa: E402
+from checkpointing.engine.ranks.group import RankGroup, World  # noqa: E402
 from checkpointing.engine.restore.source import local_box  # noqa: E402
 from checkpointing.engine.state.fingerprints import combine, fingerprint, of_state  # noqa: E402
+from checkpointing.owner import Owner  # noqa: E402
+from checkpointing.tiers.tier import RunTiers  # noqa: E402
 from checkpointing.writer.link import InProcessWriter  # noqa: E402
 
 NONCE = "ab12cd34"
@@ -102,10 +104,9 @@ def _spread(key: str, tensor: Tensor, layout: str, mesh: DeviceMesh) -> Tensor:
 
 
 def checkpointer(folder: Path, told: list[Any]) -> Checkpointer:
-    return Checkpointer(
-        folder, token_attempt=1, nonce=NONCE, inherit=(), process_group=None, fence=lambda: True, keep=3, world={},
-        on_event=lambda kind, data: told.append((kind, data)), link=InProcessWriter(),
-    )  # fmt: skip
+    owner = Owner(1, NONCE, (), lambda: True)
+    on_event = lambda kind, data: told.append((kind, data))  # noqa: E731
+    return Checkpointer(owner, World(), RunTiers.single(folder), on_event, link=InProcessWriter())
 
 
 def save(layout: str, folder: Path) -> dict[str, Any]:

@@ -24,9 +24,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from checkpointing.config import CheckpointConfig, StagingConfig  # noqa: E402
 from checkpointing.engine.checkpointer import Checkpointer  # noqa: E402
-from checkpointing.storage.backends import LocalStorage, Storage  # noqa: E402
+from checkpointing.engine.ranks.group import World  # noqa: E402
+from checkpointing.owner import Owner  # noqa: E402
+from checkpointing.storage.backends import LocalStorage, Storage, storage_at  # noqa: E402
 from checkpointing.tiers.catalog import Catalog  # noqa: E402
-from checkpointing.tiers.tier import ResolvedTier  # noqa: E402
+from checkpointing.tiers.tier import ResolvedTier, RunTiers  # noqa: E402
+from checkpointing.writer.link import InProcessWriter  # noqa: E402
 from tests.checkpointing.fake_storages import Faulty  # noqa: E402
 
 NONCE = "ab12cd34"
@@ -72,17 +75,16 @@ def equal(tensors: Placed, state: Placed) -> bool:
 
 
 def checkpointer(folder: Path, told: Told, **options: Any) -> Checkpointer:
-    fixed = {
-        "token_attempt": 1,
-        "nonce": NONCE,
-        "inherit": (),
-        "process_group": None,
-        "keep": 3,
-        "world": {},
-        "pauses": (),
-    }
-    fixed["fence"] = lambda: True
-    return Checkpointer(folder, on_event=lambda kind, data: told.append((kind, data)), **{**fixed, **options})
+    storage, tier = options.pop("storage", None), options.pop("tier", None)
+    if storage is not None:
+        options.setdefault("link", InProcessWriter(storage))  # another process could not see what it does
+    return Checkpointer(
+        Owner(1, NONCE, (), lambda: True),
+        World(),
+        RunTiers((tier,), storage_at(folder)) if tier else RunTiers.single(folder, storage),
+        lambda kind, data: told.append((kind, data)),
+        **{"pauses": (), **options},
+    )
 
 
 # ---- scenarios: each returns what the test asserts on
@@ -230,7 +232,7 @@ def disks_of_their_own(folder: Path, told: Told) -> dict[str, Any]:
     def one() -> Checkpointer:
         storage = LocalStorage(mine)
         place = ResolvedTier(str(mine), storage, Catalog(mine, storage), keep=2, shared=False)
-        return checkpointer(folder, told, tiers=(place,))
+        return checkpointer(folder, told, tier=place)
 
     made = one()
     for seed in (1, 2, 3):

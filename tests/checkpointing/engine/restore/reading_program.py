@@ -24,18 +24,18 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor  # noqa: E402
 
 from checkpointing.engine.checkpointer import Checkpointer  # noqa: E402
-from checkpointing.engine.ranks.group import RankGroup  # noqa: E402
+from checkpointing.engine.ranks.group import RankGroup, World  # noqa: E402
 from checkpointing.engine.restore import exchange as exchange_module  # noqa: E402
 from checkpointing.engine.restore.exchange import Send, exchange  # noqa: E402
 from checkpointing.engine.restore.read_buffers import ReadBuffers  # noqa: E402
 from checkpointing.engine.restore.restorer import Restorer  # noqa: E402
 from checkpointing.engine.restore.source import OptionalKeys, in_one_row  # noqa: E402
-from checkpointing.engine.save.saver import Owner  # noqa: E402
 from checkpointing.errors import NothingVerifies  # noqa: E402
 from checkpointing.format.read_plan import Strip  # noqa: E402
+from checkpointing.owner import Owner  # noqa: E402
 from checkpointing.storage.backends import LocalStorage  # noqa: E402
 from checkpointing.tiers.catalog import Catalog  # noqa: E402
-from checkpointing.tiers.tier import ResolvedTier  # noqa: E402
+from checkpointing.tiers.tier import ResolvedTier, RunTiers  # noqa: E402
 from checkpointing.writer.arena import Arena  # noqa: E402
 from checkpointing.writer.link import InProcessWriter  # noqa: E402
 
@@ -80,10 +80,9 @@ def zeroed() -> dict[str, Tensor]:
 
 
 def checkpointer(root: Path, told: list[Any], link: Any = None) -> Checkpointer:
-    return Checkpointer(
-        root, token_attempt=1, nonce=NONCE, inherit=(), process_group=None, fence=lambda: True, keep=3, world={},
-        on_event=lambda kind, data: told.append((kind, data)), link=link or InProcessWriter(),
-    )  # fmt: skip
+    owner = Owner(1, NONCE, (), lambda: True)
+    on_event = lambda kind, data: told.append((kind, data))  # noqa: E731
+    return Checkpointer(owner, World(), RunTiers.single(root), on_event, link=link or InProcessWriter())
 
 
 # ---- scenarios

@@ -12,12 +12,12 @@ import torch.distributed.checkpoint as dcp
 
 from checkpointing.engine.ranks.group import RankGroup
 from checkpointing.engine.restore.foreign_dcp import describe, foreign_names, source_of, step_of
-from checkpointing.engine.restore.restorer import Restored, Restorer
+from checkpointing.engine.restore.restorer import Restored, RestoreOptions, Restorer
 from checkpointing.engine.restore.source import OptionalKeys
-from checkpointing.engine.save.saver import Owner
 from checkpointing.errors import NothingVerifies, Refused, UnsafePickle
+from checkpointing.owner import Owner
 from checkpointing.storage.backends import LocalStorage
-from checkpointing.tiers.catalog import Catalog
+from checkpointing.tiers.tier import RunTiers
 from tests.checkpointing.engine.conftest import NONCE, Bench, blank, same, state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -35,7 +35,8 @@ def restore(bench: Bench, target: dict[str, torch.Tensor], *, trust: bool = True
     def tell(kind: str, data: dict[str, Any]) -> None:
         bench.events.append((kind, data))
 
-    restorer = Restorer(Catalog(bench.root), RankGroup(None), owner, tell, trust_foreign=trust)
+    tiers, options = RunTiers.single(bench.root).tiers, RestoreOptions(trust_foreign=trust)
+    restorer = Restorer(tiers, RankGroup(None), owner, tell, options=options)
     return restorer.run(target, OptionalKeys(**lack))
 
 

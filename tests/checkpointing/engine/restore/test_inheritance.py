@@ -11,10 +11,10 @@ import torch
 from checkpointing.engine.checkpointer import Checkpointer
 from checkpointing.engine.ranks.group import RankGroup
 from checkpointing.engine.restore import restorer
-from checkpointing.engine.restore.restorer import Restored, Restorer
+from checkpointing.engine.restore.restorer import Restored, RestoreOptions, Restorer
 from checkpointing.engine.restore.source import OptionalKeys
-from checkpointing.engine.save.saver import Owner
 from checkpointing.errors import NothingVerifies
+from checkpointing.owner import Owner
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.catalog import Catalog
 from checkpointing.tiers.tier import ResolvedTier
@@ -133,7 +133,8 @@ def two(bench: Bench, tmp_path: Path) -> tuple[ResolvedTier, ResolvedTier]:
 
 def restore(bench: Bench, tiers: tuple[ResolvedTier, ...], target: dict[str, Any], **options: Any) -> Restored | None:
     owner = Owner(1, NONCE, (), lambda: True)
-    made = Restorer(tiers, RankGroup(None), owner, lambda kind, data: bench.events.append((kind, data)), **options)
+    tell = lambda kind, data: bench.events.append((kind, data))  # noqa: E731
+    made = Restorer(tiers, RankGroup(None), owner, tell, options=RestoreOptions(**options))
     return made.run(target, OptionalKeys())
 
 

@@ -10,12 +10,12 @@ import torch
 
 from checkpointing.engine.ranks.group import RankGroup
 from checkpointing.engine.restore.memory_tier import Memory
-from checkpointing.engine.restore.restorer import Restored, Restorer
+from checkpointing.engine.restore.restorer import Restored, RestoreOptions, Restorer
 from checkpointing.engine.restore.source import OptionalKeys
-from checkpointing.engine.save.saver import Owner
 from checkpointing.engine.state.save_plan import Plan, agree_on_plan, budgeted
 from checkpointing.errors import NothingVerifies
 from checkpointing.format.manifest import FileEntry
+from checkpointing.owner import Owner
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.digests import CHUNK, digest
 from checkpointing.tiers.catalog import Catalog
@@ -62,7 +62,8 @@ class Generation:
             self.bench.events.append((kind, data))
 
         memory = Memory(self.arena, options.pop("plan", self.plan), write_templates)
-        return Restorer([place], RankGroup(None), owner, tell, memory, **options).run(target, OptionalKeys())
+        restorer = Restorer([place], RankGroup(None), owner, tell, memory, RestoreOptions(**options))
+        return restorer.run(target, OptionalKeys())
 
 
 @pytest.fixture

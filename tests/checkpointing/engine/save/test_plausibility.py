@@ -11,12 +11,12 @@ import torch
 
 from checkpointing.config import CheckpointConfig
 from checkpointing.engine.state.fingerprints import fingerprint
-from checkpointing.engine.state.inspection import Inspection
+from checkpointing.engine.state.inspection import Findings, Inspection, TrainedKeys
 from checkpointing.engine.state.layout import Share, lay_out
+from checkpointing.engine.state.plausibility import StateSummary, highest, implausible_reasons
 from checkpointing.format.index import FINGERPRINTS, parse_fingerprints
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.catalog import Catalog
-from checkpointing.verification.plausibility import Findings, StateSummary, TrainedKeys, highest, implausible_reasons
 from checkpointing.writer.link import InProcessWriter
 from tests.checkpointing.engine.conftest import Bench, state
 

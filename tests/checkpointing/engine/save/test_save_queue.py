@@ -19,7 +19,7 @@ def test_what_follows_a_commit_neither_undoes_it_nor_ends_the_lane(
         raise ValueError("a library gave up")
 
     made = bench.checkpointer(keep=2)
-    monkeypatch.setattr("checkpointing.engine.checkpointer.apply_retention", broken)
+    monkeypatch.setattr("checkpointing.retention.policy.TierRetention.apply", broken)
     for step in (1, 2, 3):
         assert made.save(step, state(step), {})
         made.wait()

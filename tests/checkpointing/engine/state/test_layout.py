@@ -7,7 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from checkpointing.engine.state.layout import PAGE, Layout, Share, lay_out, lay_out_in_buckets, split
+from checkpointing.engine.state.layout import Layout, Share, lay_out, lay_out_in_buckets, split
+from checkpointing.storage.shared_memory import PAGE
 
 
 def share(key: str, *shape: int, dtype: torch.dtype = torch.float32) -> Share:

@@ -12,11 +12,11 @@ with warnings.catch_warnings():
     import torch.distributed as dist
 
 from checkpointing.engine.ranks.group import RankGroup  # noqa: E402
-from checkpointing.engine.save.saver import Owner  # noqa: E402
 from checkpointing.engine.tiers.flusher import Flusher, TransferTimeouts  # noqa: E402
+from checkpointing.owner import Owner  # noqa: E402
 from checkpointing.storage.backends import LocalStorage  # noqa: E402
 from checkpointing.tiers.catalog import Catalog  # noqa: E402
-from checkpointing.tiers.tier import ResolvedTier  # noqa: E402
+from checkpointing.tiers.tier import ResolvedTier, RunTiers  # noqa: E402
 from checkpointing.writer.link import WriterLink  # noqa: E402
 from tests.checkpointing.made_checkpoint import NONCE, make  # noqa: E402
 
@@ -31,15 +31,15 @@ def place(root: Path, **options: Any) -> ResolvedTier:
 def main(rank: int, size: int, folder: Path) -> dict[str, Any]:
     store = dist.FileStore(str(folder / "store"), size)
     dist.init_process_group("gloo", rank=rank, world_size=size, store=store, timeout=timedelta(seconds=60))
-    places = [place(folder / "fast"), place(folder / "slow", bandwidth=20.0)]
+    places = (place(folder / "fast"), place(folder / "slow", bandwidth=20.0))
     link, told = WriterLink.start(), []
     flusher = Flusher(
-        places,
+        RunTiers(places, places[0].storage),
         RankGroup(None),
         Owner(1, NONCE, (), lambda: True),
         lambda: link,
         lambda kind, data: told.append([kind, data["step"]]),
-        patience=TransferTimeouts(look=0.05),
+        timeouts=TransferTimeouts(look=0.05),
     )
     for step in (10, 20):
         names = [None]

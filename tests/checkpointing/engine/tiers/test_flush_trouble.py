@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from checkpointing.engine.tiers.flusher import TransferTimeouts
-from checkpointing.tiers.catalog import Catalog
+from checkpointing.tiers.catalog import Catalog, DistrustedCheckpoints
 from tests.checkpointing.engine.thread_ranks import together
 from tests.checkpointing.engine.tier_set import FOUR, SECONDS, Tiers, tiers_of
 from tests.checkpointing.fake_storages import full_after
@@ -76,7 +76,7 @@ def test_a_hung_tier_is_told_and_holds_up_nobody(tmp_path: Path, operation: str)
     for step in (1, 2):
         make(slow, step)
     slow.hung = lambda met: hung.is_set() and met.startswith(operation)
-    tiers.start(patience=TransferTimeouts(access=0.3, copy=0.3, look=0.02))
+    tiers.start(timeouts=TransferTimeouts(access=0.3, copy=0.3, look=0.02))
     tiers.idle()
     hung.set()
     start = time.monotonic()
@@ -100,7 +100,7 @@ def test_a_hung_tier_is_told_and_holds_up_nobody(tmp_path: Path, operation: str)
 
 def test_a_copy_that_takes_far_too_long_is_told_while_it_is_under_way(tiers: Tiers) -> None:
     tiers.storages["slow"].hung = lambda met: met.startswith("write")
-    tiers.start(patience=TransferTimeouts(access=0.05, look=0.02))
+    tiers.start(timeouts=TransferTimeouts(access=0.05, look=0.02))
     tiers.commit(10)
     told = tiers.wait_for("checkpoint.stuck")
     assert (told["tier"], told["step"]) == (str(tiers.root / "slow"), 10)
@@ -116,13 +116,13 @@ def test_a_tier_that_was_stuck_is_served_after_the_others(tmp_path: Path) -> Non
     tiers = tiers_of(tmp_path, "fast", "slow", "far", size=2)
     slow = tiers.storages["slow"]
     slow.hung = lambda met: met.startswith("write") and not slow.healed.is_set()
-    tiers.start(patience=TransferTimeouts(access=SECONDS, copy=0.1, look=0.02))
+    tiers.start(timeouts=TransferTimeouts(access=SECONDS, copy=0.1, look=0.02))
     tiers.commit(10)
     tiers.wait_for("checkpoint.stuck")
     tiers.idle()
     slow.healed.set()
     deadline = time.monotonic() + SECONDS
-    while any(flusher._bounded_io[1].stuck for flusher in tiers.flushers) and time.monotonic() < deadline:
+    while any(flusher._tiers[1].stuck for flusher in tiers.flushers) and time.monotonic() < deadline:
         time.sleep(0.002)
     for step, order in ((20, ["far", "far", "slow", "slow"]), (30, ["slow", "slow", "far", "far"])):
         made = tiers.commit(step)
@@ -193,17 +193,23 @@ def test_a_copy_that_lost_a_file_on_the_way_is_not_sealed(tiers: Tiers, lost: Ca
                 lost(path)
         return 0
 
-    tiers.start(patience=TransferTimeouts(look=0.02, late=0.1))
+    tiers.start(timeouts=TransferTimeouts(look=0.02, late=0.1))
     slow.broken = lose
     tiers.commit(10)
     assert "__0_0.distcp is not there" in tiers.wait_for("checkpoint.failed")["reason"]
     assert tiers.steps("slow") == []
 
 
+def refused(tier: Path, name: str) -> DistrustedCheckpoints:
+    distrusted = DistrustedCheckpoints()
+    distrusted.refuse(str(tier), name)
+    return distrusted
+
+
 def test_refused_checkpoints_are_not_passed_on(tiers: Tiers) -> None:
     make(tiers.storages["fast"], 10)
     suspect = make(tiers.storages["fast"], 20)
-    tiers.start(refused=lambda tier: {suspect} if tier == str(tiers.root / "fast") else {})
+    tiers.start(distrusted=refused(tiers.root / "fast", suspect))
     tiers.idle()
     assert tiers.steps("slow") == [10]
 
@@ -212,7 +218,7 @@ def test_a_copy_that_was_refused_in_one_tier_is_passed_on_from_another(tmp_path:
     tiers = tiers_of(tmp_path, "fast", "slow", "far")
     for tier in ("fast", "slow"):
         made = make(tiers.storages[tier], 20)
-    tiers.start(refused=lambda tier: {made} if tier == str(tmp_path / "fast") else {})
+    tiers.start(distrusted=refused(tmp_path / "fast", made))
     tiers.idle()
     assert tiers.steps("far") == [20]
     assert {order.source for order in tiers.writer.orders} == {str(tmp_path / "slow")}

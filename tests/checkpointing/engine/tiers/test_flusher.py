@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from checkpointing.config import RetentionConfig
-from checkpointing.engine.save.saver import Owner
 from checkpointing.engine.tiers.flusher import Flusher, TransferTimeouts
 from checkpointing.format.manifest import parse
+from checkpointing.owner import Owner
 from checkpointing.tiers.catalog import Catalog
+from checkpointing.tiers.tier import RunTiers
 from checkpointing.verification.verify import verify
 from tests.checkpointing.engine.thread_ranks import ThreadGroup, together
 from tests.checkpointing.engine.tier_set import FOUR, SECONDS, Tiers, tiers_of
@@ -261,19 +262,11 @@ def test_a_shared_tier_feeds_the_disks_of_the_nodes(tmp_path: Path) -> None:
     tiers.thread_group = ThreadGroup(4)
     owner = Owner(1, NONCE, (), lambda: True)
     for member in tiers.thread_group.members():
-        places = [tiers.place("shared"), tiers.place(f"node-{member.rank // 2}")]
-        leads = member.rank % 2 == 0
-        tiers.flushers.append(
-            Flusher(
-                places,
-                member,
-                owner,
-                lambda: tiers.writer,
-                tiers.tell,
-                leads_node=leads,
-                patience=TransferTimeouts(look=0.02),
-            )
-        )
+        shared, own = tiers.place("shared"), tiers.place(f"node-{member.rank // 2}")
+        member.leads_node = member.rank % 2 == 0
+        timeouts = TransferTimeouts(look=0.02)
+        both = RunTiers((shared, own), shared.storage)
+        tiers.flushers.append(Flusher(both, member, owner, lambda: tiers.writer, tiers.tell, timeouts=timeouts))
     tiers.idle()
     manifests = {node: (tmp_path / node / made / "manifest.json").read_bytes() for node in ("node-0", "node-1")}
     assert manifests["node-0"] == manifests["node-1"]

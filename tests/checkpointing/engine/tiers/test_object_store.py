@@ -6,26 +6,23 @@ from typing import Any
 
 from checkpointing.config import CheckpointConfig, TierConfig
 from checkpointing.engine.checkpointer import Checkpointer
+from checkpointing.engine.ranks.group import World
+from checkpointing.owner import Owner
+from checkpointing.storage.backends import storage_at
 from checkpointing.tiers.catalog import Catalog
-from checkpointing.tiers.tier import resolve_tiers
+from checkpointing.tiers.tier import RunTiers, resolve_tiers
 from tests.checkpointing.engine.conftest import NONCE, blank, same, state
 
 
 def checkpointer(run: Path, url: str, told: list[tuple[str, dict[str, Any]]]) -> Checkpointer:
     config = CheckpointConfig(tiers=(TierConfig(), TierConfig(path=url)))
-    return Checkpointer(
-        run / "checkpoints",
-        token_attempt=1,
-        nonce=NONCE,
-        inherit=(),
-        process_group=None,
-        fence=lambda: True,
-        keep=3,
-        on_event=lambda kind, data: told.append((kind, data)),
-        world={},
-        config=config,
-        tiers=resolve_tiers(config, run / "checkpoints", "my-run", "node-0"),
-    )
+    known = resolve_tiers(config, run / "checkpoints", "my-run", "node-0")
+    return made_for(RunTiers(known, storage_at(run / "checkpoints")), config, told)
+
+
+def made_for(tiers: RunTiers, config: CheckpointConfig, told: list[tuple[str, dict[str, Any]]]) -> Checkpointer:
+    owner = Owner(1, NONCE, (), lambda: True)
+    return Checkpointer(owner, World(), tiers, lambda kind, data: told.append((kind, data)), config=config)
 
 
 def test_a_run_comes_back_from_the_object_store_alone(tmp_path: Path, s3_url: str) -> None:
@@ -55,19 +52,7 @@ def test_an_object_store_may_be_the_only_tier(tmp_path: Path, s3_url: str) -> No
     told: list[tuple[str, dict[str, Any]]] = []
     config = CheckpointConfig(tiers=(TierConfig(path=s3_url, keep=2),))
     only = resolve_tiers(config, tmp_path / "checkpoints", "my-run", "node-0")
-    made = Checkpointer(
-        tmp_path / "checkpoints",
-        token_attempt=1,
-        nonce=NONCE,
-        inherit=(),
-        process_group=None,
-        fence=lambda: True,
-        keep=2,
-        on_event=lambda kind, data: told.append((kind, data)),
-        world={},
-        config=config,
-        tiers=only,
-    )
+    made = made_for(RunTiers(only, storage_at(tmp_path / "checkpoints")), config, told)
     for step in (1, 2, 3):
         made.save(step, state(step), {})
         made.wait()

@@ -1,7 +1,7 @@
 """A run with a fast and a slow tier, one rank: its end, what it lets go, and what its start tidies."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,12 @@ import pytest
 
 from checkpointing.config import CheckpointConfig, TierConfig
 from checkpointing.engine.checkpointer import Checkpointer
-from checkpointing.engine.restore.distrusted import DistrustedCheckpoints
-from checkpointing.tiers.catalog import Catalog
-from checkpointing.tiers.tier import resolve_tiers
+from checkpointing.engine.ranks.group import World
+from checkpointing.engine.restore.restorer import RestoreOptions
+from checkpointing.owner import Owner
+from checkpointing.storage.backends import storage_at
+from checkpointing.tiers.catalog import Catalog, DistrustedCheckpoints
+from checkpointing.tiers.tier import RunTiers, resolve_tiers
 from tests.checkpointing.engine.conftest import NONCE, blank, state
 
 
@@ -33,21 +36,19 @@ class Run:
     def slow(self) -> Path:
         return self.root / "slow" / "my-run"
 
-    def checkpointer(self, **options: Any) -> Checkpointer:
+    def checkpointer(self, suspects: Collection[int] = (), world: World | None = None, **options: Any) -> Checkpointer:
         config = CheckpointConfig(
             tiers=(TierConfig(keep=2), TierConfig(path=str(self.root / "slow"), every=self.every, keep=2))
         )
-        facts: dict[str, Any] = {"token_attempt": 1, "nonce": NONCE, "inherit": (), "world": {}}
+        owner = {"attempt": 1, "nonce": NONCE, "inherit": (), "fence": lambda: True}
         made = Checkpointer(
-            self.fast,
-            process_group=None,
-            fence=lambda: True,
-            keep=2,
-            on_event=lambda kind, data: self.told.append((kind, data)),
+            Owner(**{**owner, **options}),
+            world or World(),
+            RunTiers(resolve_tiers(config, self.fast, "my-run", "node-0"), storage_at(self.fast)),
+            lambda kind, data: self.told.append((kind, data)),
             config=config,
-            tiers=resolve_tiers(config, self.fast, "my-run", "node-0"),
+            restore=RestoreOptions(suspects=suspects),
             pauses=(),
-            **{**facts, **options},
         )
         self.made.append(made)
         return made
@@ -146,7 +147,7 @@ def test_a_copy_that_is_bad_in_memory_alone_is_trusted_on_disk() -> None:
 def test_a_name_that_retention_let_go_is_not_used_again(make_run: Callable[..., Run]) -> None:
     """What a slower tier or the registry still has under it is another state."""
     run = make_run(every=1000)
-    first = run.checkpointer(world={"generation": 1})
+    first = run.checkpointer(world=World(facts={"generation": 1}))
     run.saved(first, 10, 20, 30)
     assert first._flusher.drain(20.0)
     run.saved(first, 40, 50)
@@ -154,7 +155,7 @@ def test_a_name_that_retention_let_go_is_not_used_again(make_run: Callable[..., 
     gone = f"step-00000030.001-{NONCE}"
     assert (run.slow / gone).exists()
     assert not (run.fast / gone).exists()
-    again = run.checkpointer(world={"generation": 3}, suspects={40, 50})
+    again = run.checkpointer(world=World(facts={"generation": 3}), suspects={40, 50})
     run.saved(again, 30)
     assert (run.fast / f"{gone}-3" / "COMMIT").exists()
 

@@ -1,23 +1,78 @@
-"""What the ranks' looks at their parts add up to: the fingerprints of a save, and whether it is to be believed."""
+"""Whether a state can be right: finite, advanced since the last save, and counted alike by optimizer and trainer.
 
+Bytes that match their digests may still be the wrong bytes: a stale copy, a diverged model, a step half taken.
+"""
+
+import math
 import sys
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from checkpointing.engine.state.fingerprints import combine
-from checkpointing.engine.state.inspection import Inspection, InspectionReport
+from checkpointing.engine.state.inspection import Inspection, InspectionReport, TrainedKeys
 from checkpointing.engine.state.layout import Item
-from checkpointing.verification.plausibility import (
-    OFF,
-    REFUSE,
-    StateSummary,
-    TrainedKeys,
-    highest,
-    implausible_reasons,
-    miscounted,
-    skipped,
-)
+
+REFUSE, OFF = "refuse", "off"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateSummary:
+    """One state as far as it is judged: the trainer's step, the optimizer's highest, fingerprints of what trains."""
+
+    step: int
+    optimizer_step: float | None = None
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
+
+
+def highest(steps: Sequence[float | None]) -> float | None:
+    """The largest of several ranks' step counts, None when nobody counts."""
+    return max((step for step in steps if step is not None), default=None)
+
+
+def implausible_reasons(now: StateSummary, before: StateSummary | None, broken: Sequence[tuple[str, int]]) -> list[str]:
+    """Reasons why a state cannot be right; `before` is what was saved or restored last, if anything was."""
+    return [reason for reason in (_not_finite(broken), miscounted(now, before), _stale(now, before)) if reason]
+
+
+def _not_finite(broken: Sequence[tuple[str, int]]) -> str | None:
+    totals: dict[str, int] = {}
+    for key, count in broken:
+        totals[key] = totals.get(key, 0) + count
+    if not totals:
+        return None
+    told = ", ".join(f"{key} ({totals[key]})" for key in sorted(totals)[:4])
+    more = f" and {len(totals) - 4} more tensors" if len(totals) > 4 else ""
+    return f"values that are NaN or infinite in {told}{more}"
+
+
+def miscounted(now: StateSummary, before: StateSummary | None) -> str | None:
+    """The optimizer's counter may have begun elsewhere, but it must move with the trainer's."""
+    made, expected = _moved(now, before)
+    if made == expected or before is None or math.isnan(made):  # a NaN is reported as one
+        return None
+    return f"since step {before.step} the trainer counts {expected} steps, the optimizer {made:g}"
+
+
+def skipped(now: StateSummary, before: StateSummary | None) -> bool:
+    """Whether the optimizer has taken some of the trainer's steps and skipped others."""
+    made, expected = _moved(now, before)
+    return 0 < made < expected
+
+
+def _moved(now: StateSummary, before: StateSummary | None) -> tuple[float, float]:
+    """Steps that the optimizer and the trainer have counted since; none of either when one of them does not count."""
+    if before is None or now.optimizer_step is None or before.optimizer_step is None:
+        return 0.0, 0.0
+    return now.optimizer_step - before.optimizer_step, now.step - before.step
+
+
+def _stale(now: StateSummary, before: StateSummary | None) -> str | None:
+    if before is None or now.step <= before.step or not now.fingerprints:
+        return None
+    if dict(now.fingerprints) != dict(before.fingerprints):
+        return None
+    return f"all {len(now.fingerprints)} tensors that train are the same as at step {before.step}"
 
 
 @dataclass(frozen=True)
@@ -29,7 +84,7 @@ class Judgement:
     implausible_reasons: tuple[str, ...]
     refused: bool = False
     miscounted: bool = False
-    """Whether the optimizer's count is all there is to doubt."""
+    """Whether the optimizer's count is the only reason."""
 
 
 class PlausibilityJudge:
@@ -56,7 +111,7 @@ class PlausibilityJudge:
         broken = [found for each in findings for found in each.broken]
         found = [] if self._mode == OFF else implausible_reasons(summary, self._before, broken)
         counted = found == [miscounted(summary, self._before)]
-        # A gradient scaler skips steps by right: the state is sound, and its owner should hear of it, not lose it.
+        # A gradient scaler skips steps on purpose: the state is sound, so it is saved and reported.
         refused = self._mode == REFUSE and bool(found) and not (counted and skipped(summary, self._before))
         return Judgement(fingerprints, summary, tuple(found), refused, counted)
 
@@ -65,7 +120,7 @@ class PlausibilityJudge:
         self._before = judgement.summary
 
     def reject(self, judgement: Judgement) -> None:
-        """This state was refused: if only for its count, the next one is counted from here, not doubted for ever.
+        """This state was refused: if only for its count, the next one is counted from here, not refused for ever.
 
         It is still compared with the values of the last good one.
         """
@@ -83,7 +138,7 @@ class PlausibilityJudge:
 
 
 def _added_up(everything: Sequence[Sequence[Item]], partials: Sequence[bytes]) -> dict[str, str]:
-    """Fingerprints by key. It holds the interpreter that trains: most keys have one part, and those are cheap."""
+    """Fingerprints by key. It holds the GIL while training runs: most keys have one part, and those are cheap."""
     found: dict[str, str] = {}
     several: dict[str, list[str]] = {}
     for items, numbers in zip(everything, partials, strict=True):

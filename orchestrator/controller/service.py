@@ -11,19 +11,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from orchestrator.controller.jobs.usable_schedulers import PartitionSizes, usable
+from orchestrator.controller.jobs.partition_sizes import PartitionSizes
 from orchestrator.controller.leasing import lease as leases
 from orchestrator.controller.leasing.lease import Holder, displayed_state, host_name
 from orchestrator.controller.leasing.lease_wait import SLACK, acquire_once, host_file, single_waiter, wait_for_lease
-from orchestrator.controller.leasing.observed_since import Clock, ObservedSince, boot_id
+from orchestrator.controller.leasing.observed_since import Clock, ObservedSince
 from orchestrator.controller.reconciler.reconcile import Controller, TickReport
 from orchestrator.controller.run_dirs.bounded_files import BoundedFiles
 from orchestrator.controller.run_dirs.record_writer import RecordWriter
 from orchestrator.errors import Fenced, OrchError, Precondition, RegistryError, SchedulerChanged
 from orchestrator.home import state_home
+from orchestrator.process_identity import boot_id
 from orchestrator.registry import fast_queries, versions
 from orchestrator.registry.records import Lease
 from orchestrator.registry.store import Store
+from orchestrator.scheduler.choose import usable
 from orchestrator.scheduler.instance import instance_of, is_known, unknown_instance
 from orchestrator.scheduler.job_environment import package_root
 from orchestrator.states import LIVE_RUNS

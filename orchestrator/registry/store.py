@@ -18,13 +18,12 @@ from orchestrator.registry.operations.lease_writes import LeaseWrites
 from orchestrator.registry.operations.reads import Reads
 from orchestrator.registry.operations.rebuild_writes import RebuildWrites
 from orchestrator.registry.operations.run_record import write_records
-from orchestrator.registry.operations.submission_writes import SubmissionWrites
 from orchestrator.registry.operations.user_writes import UserWrites
 
 T = TypeVar("T")
 
 
-class Store(Reads, UserWrites, LeaseWrites, ControllerWrites, SubmissionWrites, RebuildWrites):
+class Store(Reads, UserWrites, LeaseWrites, ControllerWrites, RebuildWrites):
     """The open registry. Each write is one durable transaction, tried again while another process writes."""
 
     @classmethod

@@ -82,7 +82,8 @@ def test_the_job_of_another_registry_s_run_of_that_name_is_left_alone(tmp_path: 
     assert run.name == ours.name
     lease = store.take_lease("login:9:0", ours.clock.now, 60.0)
     assert lease is not None
-    theirs = Controller(store, {"slurm": ours.slurm}, clock=ours.clock.as_clock(), rng=Random(1))  # type: ignore[arg-type]
+    theirs = Controller(store, {"slurm": ours.slurm}, clock=ours.clock.as_clock())  # type: ignore[arg-type]
+    theirs.rng = Random(1)
     for _ in range(8):
         ours.controller.tick(ours.lease)
         theirs.tick(lease)

@@ -39,14 +39,17 @@ AGENT_ROOMS = (
 BANNED_NAMES = {"utils", "helpers", "common", "misc", "manager"}
 OLD_NAMES = set(
     """
-    asks barren births blind burial buried bury clearing condemned confirming courtesy cry deaf deciding door doubts
+    asks barren births blind burial buried bury condemned confirming courtesy cry deaf deciding door doubts
     fallen farewell fell framing growing judging lament landing lane maylack mended mischief nursery obituaries obituary
     pace packets parting progressed pulse questions rhythm rungs sabotage scene scribe scribes seat sighting silences
     speech stillborn story teller telling testify ticket tidying timetable trial unbarren unborn unheard unwatched vigil
-    warming watchman witness
+    watchman witness
     """.split()  # noqa: SIM905 (a list of this length would be a page)
 )
-"""Words that named parts of orch before the field's own words did; a new name needs no old one beside it."""
+"""Words that named parts of orch before the field's own words did; a new name needs no old one beside it.
+
+Not here: words that a JSON file or a message still bears (`warming`, `clearing`, `echo`, `sightings`, `flight`).
+"""
 STAYING_NAMES = {
     ("trainer/contract/events.py", "NURSERY"): "the event kind `nursery` is in the event files of every run",
 }

@@ -90,7 +90,7 @@ SCRIPT_HINT = "; the job's log (attempts/*/submission/*.out, *.err) tells why: s
 FREE_KINDS = frozenset({FailureKind.PREEMPTED, FailureKind.TIME_LIMIT})
 """Ends that are nobody's failure while the run makes progress."""
 
-LONGEST_GAP = 6 * 3600.0
+LONGEST_GAP = 2 * 3600.0
 """Seconds between two failures that count at most: a longer queue is no outage, nor is a clock that was set."""
 
 COMMAND_PROGRESS = 1800.0
@@ -192,7 +192,9 @@ def _gives_up(outage: Sequence[EndedAttempt], recovery: RecoveryConfig) -> float
 def _lasted(outage: Sequence[EndedAttempt]) -> float:
     """Seconds that an outage has lasted: long queues between failures are none of it, nor a clock that was set."""
     gaps = [later.ended_at - earlier.ended_at for earlier, later in pairwise(outage)]
-    return sum(min(max(0.0, gap), LONGEST_GAP) for gap in gaps)
+    counted = sum(min(max(0.0, gap), LONGEST_GAP) for gap in gaps)
+    whole = outage[-1].ended_at - outage[0].ended_at  # less, when the clock was set back and right again in between
+    return min(counted, whole) if whole > 0 else counted
 
 
 def _counted(row: Sequence[EndedAttempt]) -> str:

@@ -271,11 +271,19 @@ class ModelSlurm:
             job.agents.dead = True
 
     def crash(self) -> None:
-        """slurmctld dies and comes back: what it had not saved yet is gone, and its ids are given out again."""
+        """slurmctld dies and comes back: what it had not saved yet is gone, and its ids are given out again.
+
+        Jobs that had just started are held again, as they were when it saved them; their nodes end their processes.
+        """
         lost = [job for job in self.jobs if self.clock.now - job.submitted < SAVE_MAX_WAIT and job.started is None]
         self.jobs = [job for job in self.jobs if job not in lost]
         if lost:
             self._next_id = min(int(job.job_id) for job in lost)
+        for job in self.running():
+            if job.started is not None and self.clock.now - job.started < SAVE_MAX_WAIT:
+                job.state, job.started, job.nodes, job.held = "PENDING", None, (), True
+                if job.agents is not None:
+                    job.agents.dead = True
 
     def forget(self, job: ModelJob) -> None:
         """Slurm loses a running job; its processes are killed as of a defunct batch job."""

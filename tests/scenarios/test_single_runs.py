@@ -188,6 +188,19 @@ def test_a_requeued_job_is_ended_and_followed_by_a_new_attempt(tmp_path: Path) -
     assert "requeued job 1" in world.attempts[0].failure["reason"]
 
 
+def test_a_job_that_slurm_forgot_to_have_started_is_ended_and_followed_by_a_new_attempt(tmp_path: Path) -> None:
+    """slurmctld died before it saved that the job runs: it is held again, and its nodes end its processes."""
+    world = World(tmp_path)
+    world.turns(20, 1.0, lambda: world.attempts[0].state is AttemptState.RUNNING)
+    world.slurm.crash()
+    (job,) = world.slurm.jobs
+    assert (job.state, job.held, job.restarts) == ("PENDING", True, 0)
+    assert world.finish().state is RunState.SUCCEEDED
+    assert world.attempts[0].failure is not None
+    assert "requeued job 1" in world.attempts[0].failure["reason"]
+    assert len(world.attempts) == 2
+
+
 def test_a_job_stuck_in_completing_is_fenced_and_left_behind(tmp_path: Path) -> None:
     world = World(tmp_path)
     training(world, 12)

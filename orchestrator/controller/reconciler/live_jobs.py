@@ -5,7 +5,8 @@ from orchestrator.controller.run_dirs.collect_evidence import REQUEUED, SILENCED
 from orchestrator.controller.run_view import RunView
 from orchestrator.recovery.evidence import Evidence
 from orchestrator.recovery.silent_coordinator import Escalation, judge_silence
-from orchestrator.scheduler.base import LEAVING_STATES, RUNNING_STATES, JobStatus
+from orchestrator.scheduler.base import LEAVING_STATES, QUEUED_STATES, RUNNING_STATES, JobStatus
+from orchestrator.states import AttemptState
 from trainer.contract.requests import RequestKind
 
 
@@ -17,7 +18,9 @@ def end_job(actor: Actor, view: RunView, job_id: str, reason: str, detail: str =
 
 def maintain_job(actor: Actor, view: RunView, job: JobStatus) -> None:
     """What a live job needs: its release, its true deadline, or its end when Slurm has started it again."""
-    if job.restarts > 0 and job.state not in LEAVING_STATES:
+    # A slurmctld that lost its newest state has a running job queued again, and counts no restart.
+    forgotten = view.last.state is AttemptState.RUNNING and job.state in QUEUED_STATES
+    if (job.restarts > 0 or forgotten) and job.state not in LEAVING_STATES:
         end_job(actor, view, job.job_id, "requeued by Slurm: it must not train again", REQUEUED)
     elif job.held and view.cancel is None:
         actor.release(view.run, view.last, view.folder, view.config)

@@ -69,6 +69,17 @@ TABLE = {
         "launch failed 100 times in 24.0 h without a new checkpoint: recovery.no_progress_hours is spent; the",
     ),
     "few failures with long queues between": (outage(K.NODE_LOST, 200, 9), Action.RETRY, "node lost 9 times in 200"),
+    "20 hours, and a clock that was set right by a day in the middle": (
+        [*(replace(one, ended_at=one.ended_at - 86400) for one in outage(K.JOB_LOST, 20, 80)[:40]),
+         *outage(K.JOB_LOST, 20, 80)[40:]],
+        Action.RETRY, "job lost 80 times in",
+    ),
+    "20 hours, and a clock that was wrong for some of them": (
+        [*outage(K.JOB_LOST, 20, 80)[:20],
+         *(replace(one, ended_at=one.ended_at - 86400) for one in outage(K.JOB_LOST, 20, 80)[20:40]),
+         *outage(K.JOB_LOST, 20, 80)[40:]],
+        Action.RETRY, "job lost 80 times in",
+    ),
     "a refusal that passes": (outage(K.SUBMIT_DEFERRED, 10, 50), Action.RETRY, "submit deferred 50 times in 10.0 h"),
     "storage": (outage(K.STORAGE, 2, 5), Action.RETRY, "storage 5 times in 2.0 h; holds after"),
     "storage for a day": (outage(K.STORAGE, 24, 50), Action.HOLD, "storage 50 times in 24.0 h"),

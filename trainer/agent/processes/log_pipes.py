@@ -47,7 +47,7 @@ class LogPipes:
         self._limits, self._stall_seconds = limits or LogsConfig(), stall_seconds
         self._logs: dict[Path, _Log] = {}
         self._by_descriptor: dict[int, _Log] = {}
-        self._chunks: deque[tuple[_Log, bytes]] = deque()  # the one that is being written included
+        self._chunks: deque[tuple[_Log, bytes, int]] = deque()  # the one that is being written included
         self._waiting = 0
         self._stalled = self._closed = False
         self._news = threading.Condition()
@@ -69,7 +69,7 @@ class LogPipes:
                     fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
                 self._logs[path] = self._by_descriptor[ours] = _Log(path, ours, theirs)
                 self._poll.register(ours, select.EPOLLIN)
-                self._chunks.append((self._logs[path], b""))  # makes the file
+                self._chunks.append((self._logs[path], b"", 0))  # makes the file
                 self._news.notify_all()
             return self._logs[path].theirs
 
@@ -89,7 +89,7 @@ class LogPipes:
 
     def _is_written(self, path: Path) -> bool:
         log = self._logs.get(path)
-        return log is None or not (_unread(log.ours) or any(waiting is log for waiting, _ in self._chunks))
+        return log is None or not (_unread(log.ours) or any(chunk[0] is log for chunk in self._chunks))
 
     # -- the two threads
 
@@ -111,9 +111,8 @@ class LogPipes:
             if not data:
                 self._poll.unregister(log.ours)
             elif has_room:
-                data = _gap(log.lost) + data
+                self._chunks.append((log, data, log.lost))
                 log.lost = 0
-                self._chunks.append((log, data))
                 self._waiting += len(data)
             else:
                 log.lost += len(data)
@@ -125,12 +124,13 @@ class LogPipes:
                 self._news.wait_for(lambda: self._chunks or self._closed)
                 if not self._chunks:
                     return
-                log, data = self._chunks[0]
-            lost = 0
+                log, data, lost = self._chunks[0]  # bytes that were lost before it
             try:
-                log.write(data, self._limits)
+                log.write(_gap(lost) + data, self._limits)
             except OSError:
-                lost = len(data)
+                lost += len(data)
+            else:
+                lost = 0
             with self._news:
                 self._chunks.popleft()
                 self._waiting -= len(data)

@@ -152,7 +152,7 @@ def test_following_goes_on_over_attempts_until_the_run_ends(seeds: Seeds, place:
         assert child.stdout.readline() == "first attempt\n"
         place.attempt(2).make()
         write_log(place.attempt(2), 0, "second attempt")
-        assert child.stdout.readline() == "rank 0 | second attempt\n"
+        assert child.stdout.readline() == "second attempt\n"
         seeds.store.move_run(place.name, RunState.FAILED, "a bug", epoch=seeds.epoch, now=time.time())
         _, err = child.communicate(timeout=20)
     finally:

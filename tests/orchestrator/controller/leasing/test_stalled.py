@@ -80,12 +80,14 @@ def test_a_new_daemon_is_started_beside_a_stopped_one_and_only_one_waits(path: P
     assert service.ensure_running(path) is True
     (waits,) = path.parent.glob(f".{path.name}.waits.{host_name()}.*")
     until(lambda: f":{waits.stat().st_ino} " in Path("/proc/locks").read_text())
+    home = path.parent / "other-home"
+    home.mkdir()
     second = subprocess.run(
         [sys.executable, "-P", "-m", "orchestrator.controller.service", str(path)], timeout=60, check=False,
-        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(Path(service.__file__).parents[2])},
+        env={**os.environ, "PYTHONPATH": str(Path(service.__file__).parents[2]), "ORCH_HOME": str(home)},
     )  # fmt: skip
+    assert "another process waits for the lease" in (home / "controller.log").read_text()
     assert second.returncode == 0
-    assert "another process waits for the lease" in service.log_path().read_text()
     stopped.send_signal(signal.SIGCONT)
     # The one that was stopped goes on with its lease, and the one beside it has nothing to wait for.
     until(lambda: "another controller lives" in service.log_path().read_text())

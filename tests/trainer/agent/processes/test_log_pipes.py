@@ -78,8 +78,9 @@ def test_a_full_disk_stops_nobody_and_the_gap_is_told(pipes: LogPipes, tmp_path:
         write(file, data)
 
     monkeypatch.setattr(LogFile, "write", refuse)
-    printed(pipes, tmp_path / "log", "print('lost')")
+    for word in ("lo", "st"):
+        printed(pipes, tmp_path / "log", f"print('{word}', end='')")
     full[0] = False
     printed(pipes, tmp_path / "log", "print('kept')")
-    told = "[orch: 5 bytes are missing here: they could not be written]"
+    told = "[orch: 4 bytes are missing here: they could not be written]"
     assert (tmp_path / "log").read_text() == f"\n{told}\nkept\n"

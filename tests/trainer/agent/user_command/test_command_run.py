@@ -304,4 +304,4 @@ def test_of_a_workload_nothing_is_looked_at(tmp_path: Path) -> None:
     run.make()
     run.attempt(1).make()
     events = EventLog(run.attempt(1).event_file("c"), "c", 1)
-    assert CommandRun(run, run.attempt(1), JobConfig(), events, AttemptProgress(1, "1", lambda: 0.0)).told() is None
+    assert CommandRun(run, run.attempt(1), JobConfig(), events, AttemptProgress(1, "1", lambda: 0.0)).past() is None

@@ -16,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from orchestrator.registry.records import NewRun
 from orchestrator.registry.store import Store
 
 ORCH = [sys.executable, "-P", "-m", "orchestrator.cli.main"]
@@ -37,10 +38,10 @@ def seed(path: Path, runs: int) -> None:
 
     with Store.open(path) as store:
         digest = store.put_config({"train": {"steps": 200}})
-        run, _ = store.create_run(
-            slug="bench", cluster="local", root=path.parent, config_digest=digest, total_steps=200, identity={},
-            now=time.time(), nonce="0" * 8,
-        )  # fmt: skip
+        new = NewRun(
+            slug="bench", cluster="local", root=path.parent, config_digest=digest, total_steps=200, identity={}
+        )
+        run, _ = store.create_run(new, now=time.time(), nonce="0" * 8)
     connection = sqlite3.connect(path)
     with connection:
         _copies(connection, run.name, runs - 1)

@@ -56,11 +56,6 @@ def optimal(cost: float, mtbf: float) -> float:
     return math.sqrt(2 * cost * mtbf) * (1 + math.sqrt(share) / 3 + share / 9) - cost
 
 
-def lost_share(interval: float, measured: SaveCosts, mtbf: float) -> float:
-    """The share of time that saves and failures take, to first order: half an interval and a save in flight."""
-    return measured.cost / (interval + measured.cost) + (interval / 2 + measured.save) / mtbf
-
-
 def interval(measured: SaveCosts, mtbf: float, *, least: int, most: int) -> Interval:
     """Steps between two saves: the optimum, never faster than a save takes, within [least, most]."""
     wanted = optimal(measured.cost, mtbf)

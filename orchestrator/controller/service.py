@@ -11,20 +11,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from orchestrator.controller.jobs.usable_schedulers import PartitionSizes, usable
+from orchestrator.controller.jobs.partition_sizes import PartitionSizes
 from orchestrator.controller.leasing import lease as leases
 from orchestrator.controller.leasing.lease import Holder, displayed_state, host_name
 from orchestrator.controller.leasing.lease_wait import SLACK, acquire_once, host_file, single_waiter, wait_for_lease
-from orchestrator.controller.leasing.observed_since import Clock, ObservedSince, boot_id
+from orchestrator.controller.leasing.observed_since import Clock, ObservedSince
 from orchestrator.controller.reconciler.reconcile import Controller, TickReport
 from orchestrator.controller.run_dirs.bounded_files import BoundedFiles
 from orchestrator.controller.run_dirs.record_writer import RecordWriter
 from orchestrator.errors import Fenced, OrchError, Precondition, RegistryError, SchedulerChanged
 from orchestrator.home import state_home
-from orchestrator.registry import fast_queries
+from orchestrator.process_identity import boot_id
+from orchestrator.registry import fast_queries, versions
 from orchestrator.registry.records import Lease
 from orchestrator.registry.store import Store
-from orchestrator.registry.versions import HEAD
+from orchestrator.scheduler.choose import usable
 from orchestrator.scheduler.instance import instance_of, is_known, unknown_instance
 from orchestrator.scheduler.job_environment import package_root
 from orchestrator.states import LIVE_RUNS
@@ -100,8 +101,8 @@ def lease_key(kind: str) -> str:
 
 
 def _upgrade(store_path: Path) -> None:
-    """Bring the registry of an older version up to date: it cannot be read before. A newer one is refused later."""
-    if fast_queries.version(store_path) not in (None, HEAD):
+    """Upgrade a registry that only a writer may upgrade; raises RegistryError for one that nothing can upgrade."""
+    if fast_queries.version(store_path) not in (None, versions.HEAD):
         Store.open(store_path).close()
 
 

@@ -54,15 +54,6 @@ class Decision:
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "action": str(self.action), "exclude": list(self.exclude)}
 
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> "Decision":
-        return cls(
-            action=Action(fields["action"]),
-            reason=fields["reason"],
-            not_before=fields.get("not_before", 0.0),
-            exclude=tuple(fields.get("exclude", ())),
-        )
-
 
 class Budget(StrEnum):
     """What a failure without progress uses up; a new checkpoint gives all of it back."""

@@ -4,14 +4,14 @@ import json
 import sqlite3
 from collections.abc import Iterable
 from contextlib import closing
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from checkpointing.storage.durable import number
 from orchestrator.errors import RegistryError
-from orchestrator.registry import sqlite_errors
+from orchestrator.registry import sqlite_errors, versions
 from orchestrator.registry.records import Lease
-from orchestrator.registry.versions import HEAD, KNOWN
 from orchestrator.states import Trust
 
 _UNUSABLE = (Trust.WRITING, Trust.CORRUPT, Trust.DELETED)
@@ -50,13 +50,18 @@ def named(path: Path, names: Iterable[str]) -> list[dict[str, Any]]:
     return _newest(path, None, *_among("name", names))
 
 
-def leases(path: Path) -> list[Lease]:
-    """The lease of every scheduler instance, expired and dropped (no holder) ones included, the newest first."""
+def leases(path: Path, *, any_version: bool = False) -> list[Lease]:
+    """The lease of every scheduler instance, expired and dropped (no holder) ones included, the newest first.
+
+    `any_version` reads a registry of another version too: whether its controller lives must be known to replace it.
+    """
     if not path.exists():
         return []
-    columns = "epoch, holder, renewed_at, expires_at, ticked_at, scheduler"
-    rows = _rows(path, f"SELECT {columns} FROM lease ORDER BY holder = '', renewed_at DESC, epoch DESC", ())
-    return [Lease(**dict(row)) for row in rows]
+    columns = "epoch, holder, renewed_at, expires_at, ticked_at, *"  # all versions have these; some have no `scheduler`
+    query = f"SELECT {columns} FROM lease ORDER BY holder = '', renewed_at DESC, epoch DESC"
+    found = [dict(row) for row in _rows(path, query, (), any_version=any_version)]
+    known = {item.name for item in fields(Lease)}
+    return [Lease(**{name: value for name, value in row.items() if name in known}) for row in found]
 
 
 def lease(path: Path, scheduler: str | None = None) -> Lease | None:
@@ -70,12 +75,6 @@ def lease_for(found: Iterable[Lease], scheduler: str) -> Lease | None:
     of = {item.scheduler: item for item in found}
     whole = of.get("")
     return whole if whole is not None and whole.holder else of.get(scheduler)
-
-
-def lease_age(path: Path, now: float) -> float | None:
-    """Seconds since a controller last finished a pass over all runs; None when none ever did."""
-    held = lease(path)
-    return now - held.ticked_at if held and held.ticked_at else None
 
 
 def version(path: Path) -> str | None:
@@ -122,16 +121,14 @@ def _answer(row: sqlite3.Row) -> dict[str, Any]:
     return answer
 
 
-def _rows(path: Path, query: str, values: tuple[Any, ...]) -> list[sqlite3.Row]:
+def _rows(path: Path, query: str, values: tuple[Any, ...], *, any_version: bool = False) -> list[sqlite3.Row]:
     try:
         with closing(_connect(path)) as connection:
             found = _version(connection, path)
             if found is None:
                 return []
-            if found not in KNOWN:
-                raise sqlite_errors.newer(found, path)
-            if found != HEAD:
-                raise sqlite_errors.older(found, path)
+            if not any_version:
+                versions.require_head(found, path)
             return connection.execute(query, values).fetchall()
     except sqlite3.Error as error:
         raise _explained(error, path) from error

@@ -6,9 +6,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator.registry import backup, fast_queries, sqlite_errors
+from orchestrator.registry import backup, fast_queries, sqlite_errors, versions
 from orchestrator.registry.database import connect
-from orchestrator.registry.versions import HEAD, KNOWN
 
 if TYPE_CHECKING:
     import sqlalchemy
@@ -58,7 +57,7 @@ def upgrade(path: Path) -> None:
             config.attributes["connection"] = connection
             command.upgrade(config, "head")
             broken = connection.exec_driver_sql("PRAGMA foreign_key_check").first()
-            assert broken is None, f"the migration to {HEAD} broke a reference: {broken}"
+            assert broken is None, f"the migration to {versions.HEAD} broke a reference: {broken}"
     except sqlalchemy.exc.DBAPIError as error:
         raise sqlite_errors.explain(error.orig, path) from error
     finally:
@@ -78,5 +77,4 @@ def _refuse_foreign_tables(connection: "sqlalchemy.Connection", path: Path) -> N
     if "alembic_version" not in tables or "configs" not in tables:
         raise sqlite_errors.foreign(path)
     version = connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar()
-    if version not in KNOWN:
-        raise sqlite_errors.newer(str(version), path)
+    versions.require_known(str(version), path)

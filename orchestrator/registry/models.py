@@ -281,9 +281,3 @@ class CursorRow(Base):
     run: Mapped[str] = mapped_column(ForeignKey("runs.name"), primary_key=True)
     file: Mapped[str] = mapped_column(primary_key=True)
     offset: Mapped[int]
-
-
-class MetaRow(Base):
-    __tablename__ = "meta"
-    key: Mapped[str] = mapped_column(primary_key=True)
-    value: Mapped[str]

@@ -1,6 +1,7 @@
 """Rows of the registry as plain values: what the store returns."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from orchestrator.states import AttemptState, RunState, Trust
@@ -31,10 +32,18 @@ class Run:
         """What its nodes belong to: two clusters may have nodes of one name."""
         return self.scheduler or self.cluster
 
-    @property
-    def slurm_cluster(self) -> str | None:
-        """The Slurm that it belongs to; None for local runs, and while it is not known."""
-        return (self.scheduler or None) if self.cluster == "slurm" else None
+
+@dataclass(frozen=True, kw_only=True)
+class NewRun:
+    """What a run is made of; its name is `slug` with the next free number, its folder lies in `root`."""
+
+    slug: str
+    cluster: str  # slurm or local
+    root: Path
+    config_digest: str
+    total_steps: int
+    identity: dict[str, Any]
+    scheduler: str = ""  # as in Run
 
 
 @dataclass(frozen=True, kw_only=True)

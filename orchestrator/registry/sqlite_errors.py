@@ -4,7 +4,6 @@ import sqlite3
 from pathlib import Path
 
 from orchestrator.errors import RegistryError
-from orchestrator.registry.versions import HEAD
 
 ELSEWHERE = "ORCH_REGISTRY=/path/on/a/local/disk/registry.db"
 BUSY = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL})
@@ -38,24 +37,6 @@ def explain(error: BaseException | None, path: Path) -> RegistryError:
         return RegistryError("the registry is locked by another process", where=str(path), hint=hint)
     meaning, hint = _MEANINGS.get(code(error), (f"failed: {error}", "orch doctor"))
     return RegistryError(f"the registry {meaning}", where=str(path), hint=hint)
-
-
-def newer(version: str, path: Path) -> RegistryError:
-    """The refusal of a registry that a newer program has written."""
-    return RegistryError(
-        f"the registry has version {version}, which is newer than this orch knows (up to {HEAD})",
-        where=str(path),
-        hint="upgrade orch (pip install -U orch), or set ORCH_REGISTRY to another file",
-    )
-
-
-def older(version: str, path: Path) -> RegistryError:
-    """The refusal to read a registry that only a writer may bring up to date."""
-    return RegistryError(
-        f"the registry has the older version {version}, this orch reads {HEAD}",
-        where=str(path),
-        hint="orch controller tick upgrades it, after a backup",
-    )
 
 
 def foreign(path: Path) -> RegistryError:

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from orchestrator.errors import RegistryError
-from orchestrator.registry import fast_queries, migrate, sqlite_errors
+from orchestrator.registry import fast_queries, migrate, sqlite_errors, versions
 from orchestrator.registry.database import Database
 from orchestrator.registry.locks.filesystem import mounted
 from orchestrator.registry.locks.link_lock import LinkLock
@@ -18,36 +18,25 @@ from orchestrator.registry.operations.lease_writes import LeaseWrites
 from orchestrator.registry.operations.reads import Reads
 from orchestrator.registry.operations.rebuild_writes import RebuildWrites
 from orchestrator.registry.operations.run_record import write_records
-from orchestrator.registry.operations.submission_writes import SubmissionWrites
 from orchestrator.registry.operations.user_writes import UserWrites
-from orchestrator.registry.versions import HEAD, KNOWN
 
 T = TypeVar("T")
 
 
-class Store(Reads, UserWrites, LeaseWrites, ControllerWrites, SubmissionWrites, RebuildWrites):
+class Store(Reads, UserWrites, LeaseWrites, ControllerWrites, RebuildWrites):
     """The open registry. Each write is one durable transaction, tried again while another process writes."""
 
     @classmethod
     def open(cls, path: Path, *, readonly: bool = False) -> Self:
-        """Open the registry, made or migrated first when it must be; raises RegistryError."""
+        """Open the registry, made or upgraded first when it must be; raises RegistryError."""
         path = path.absolute()
-        lock: LinkLock | None = None
         if not readonly:
-            locking = _made_ready(path)
-            lock = LinkLock(path) if locking.linked else None
-            with lock.hold() if lock else nullcontext():
-                migrate.set_journal(path, locking.journal)
-        elif not path.exists():
+            lock = _prepared(path)
+        elif (found := fast_queries.version(path)) is None:
             raise RegistryError("there is no registry yet", where=str(path), hint="orch submit makes one")
-        found = fast_queries.version(path)
-        if found is not None and found not in KNOWN:
-            raise sqlite_errors.newer(found, path)
-        if found != HEAD:
-            if readonly:
-                raise sqlite_errors.older(str(found), path)
-            with lock.hold() if lock else nullcontext():
-                migrate.upgrade(path)
+        else:
+            versions.require_head(found, path)
+            lock = None
         store = cls(Database(path, readonly=readonly, lock=lock))
         store.database.after_commit = lambda runs: write_records(store, runs)
         return store
@@ -68,7 +57,20 @@ class Store(Reads, UserWrites, LeaseWrites, ControllerWrites, SubmissionWrites, 
         self.close()
 
 
-def _made_ready(path: Path) -> LockMode:
+def _prepared(path: Path) -> LinkLock | None:
+    """Bring the file to the journal and the tables of today; returns the lock for writes, where one is needed."""
+    locking = _made(path)
+    versions.require_known(fast_queries.version(path), path)  # before anything in the file changes
+    lock = LinkLock(path) if locking.linked else None
+    with lock.hold() if lock else nullcontext():
+        migrate.set_journal(path, locking.journal)
+    if fast_queries.version(path) != versions.HEAD:
+        with lock.hold() if lock else nullcontext():
+            migrate.upgrade(path)
+    return lock
+
+
+def _made(path: Path) -> LockMode:
     """Make the file where it may be, readable by its owner alone, before SQLite makes it with the ambient umask."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,6 +1,39 @@
 """Which registry versions this program knows; kept apart so that reading a version needs no alembic."""
 
-KNOWN = ("0001", "0002", "0003", "0004", "0005")
+from pathlib import Path
+
+from orchestrator.errors import RegistryError
+
+KNOWN = ("0005",)
 """Every revision in `migrations/versions`, oldest first; a test holds this list to the folder."""
 
 HEAD = KNOWN[-1]
+"""The tables of the registry that this program reads."""
+
+
+def require_known(version: str | None, path: Path) -> None:
+    """Raise RegistryError for a registry that this program can neither read nor upgrade; None is an empty one."""
+    if version is None or version in KNOWN:
+        return
+    if version < KNOWN[0]:
+        raise RegistryError(
+            f"the registry has version {version}, which this orch can neither read nor upgrade (it needs {HEAD})",
+            where=str(path),
+            hint="orch db rebuild --root FOLDER-OF-RUNS sets it aside and makes a new one from the run directories",
+        )
+    raise RegistryError(
+        f"the registry has version {version}, which is newer than this orch knows (up to {HEAD})",
+        where=str(path),
+        hint="upgrade orch (pip install -U orch), or set ORCH_REGISTRY to another file",
+    )
+
+
+def require_head(version: str | None, path: Path) -> None:
+    """Raise RegistryError for a registry that this program cannot read as it is; None is an empty one."""
+    require_known(version, path)
+    if version not in (None, HEAD):
+        raise RegistryError(
+            f"the registry has the older version {version}, this orch reads {HEAD}",
+            where=str(path),
+            hint="orch controller tick upgrades it, after a backup",
+        )

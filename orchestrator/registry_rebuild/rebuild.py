@@ -66,7 +66,7 @@ def rebuild(store_path: Path, roots: Sequence[Path], *, now: float | None = None
 
 def _refuse_while_served(path: Path, now: float) -> None:
     try:
-        leases = fast_queries.leases(path)
+        leases = fast_queries.leases(path, any_version=True)
     except RegistryError:
         return  # a registry that cannot be read is what this is for
     for lease in leases:

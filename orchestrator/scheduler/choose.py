@@ -1,26 +1,34 @@
-"""Which scheduler a run uses."""
+"""Which schedulers this machine can use, and which of them a run uses."""
 
 import shutil
+from collections.abc import Mapping
 
 from orchestrator.errors import ConfigError
 from orchestrator.scheduler.base import Scheduler
 
 
+def kinds() -> tuple[str, ...]:
+    """What this machine can use: local always, Slurm where its commands are."""
+    return ("slurm", "local") if shutil.which("sbatch") is not None else ("local",)
+
+
 def resolve(kind: str) -> str:
-    """`slurm` or `local`: `auto` is slurm where sbatch is found."""
+    """`slurm` or `local`: `auto` is slurm where it can be used; raises ConfigError for any other kind."""
     if kind == "auto":
-        return "slurm" if shutil.which("sbatch") else "local"
+        return kinds()[0]
     if kind not in ("slurm", "local"):
         raise ConfigError(f"cluster.kind={kind}: no such scheduler", where="cluster.kind", hint="auto, slurm or local")
     return kind
 
 
-def choose(kind: str) -> Scheduler:
-    """The scheduler for `cluster.kind`."""
-    if resolve(kind) == "slurm":
+def usable(kind: str) -> Mapping[str, Scheduler]:
+    """The scheduler of this kind; empty where its commands are missing: its runs wait, untouched."""
+    if kind not in kinds():
+        return {}
+    if kind == "slurm":
         from orchestrator.scheduler.slurm import SlurmScheduler  # only the one that is used is loaded
 
-        return SlurmScheduler()
+        return {kind: SlurmScheduler()}
     from orchestrator.scheduler.local import LocalScheduler  # see above
 
-    return LocalScheduler()
+    return {kind: LocalScheduler()}

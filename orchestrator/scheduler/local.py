@@ -20,6 +20,7 @@ from pathlib import Path
 from checkpointing.storage.durable import write_durably
 from orchestrator.errors import ConfigError, SlurmUnreachable, SubmitAmbiguous, SubmitRejected
 from orchestrator.home import state_home
+from orchestrator.process_identity import boot_id
 from orchestrator.scheduler import local_records as records
 from orchestrator.scheduler import submitit_payload
 from orchestrator.scheduler.base import UNREADABLE, JobSpec, JobStatus
@@ -90,7 +91,7 @@ class LocalScheduler:
                 records.signal_job_process(host, signal.SIGTERM)
             elif alive is False:
                 records.end_marked(intent.name, _ORPHAN_GRACE_S)
-            elif host.boot == records.boot_id():
+            elif host.boot == boot_id():
                 records.terminate_marked(intent.name)  # in a container that can be seen into
 
     def _intents(self) -> list[Intent]:
@@ -246,7 +247,7 @@ def _seems_alive(intent: Intent, host: JobProcess) -> bool:
 
 def _rebooted(intent: Intent, host: JobProcess) -> End | None:
     """The end that a restart of this machine was to the job; None for a job of this boot, or of another machine."""
-    if host.boot == records.boot_id() or _last_sign(intent, host) >= records.booted_at():
+    if host.boot == boot_id() or _last_sign(intent, host) >= records.booted_at():
         return None
     return End(state="NODE_FAIL", reason="the machine was started anew", ended_at=host.started_at or intent.asked_at)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.storage.durable import canonical, read_json, write_durably
-from orchestrator.process_space import is_visible, process_space
+from orchestrator.process_identity import boot_id, is_visible, process_space, process_state
 from trainer.contract.node_identity import local_job_id
 from trainer.contract.run_dir import AttemptDir
 
@@ -69,11 +69,6 @@ class End:
     reason: str
     ended_at: float
     exit_codes: tuple[int | None, ...] = field(default_factory=tuple)
-
-
-def boot_id() -> str:
-    """Identity of this start of the machine: pids and start times come again after the next one."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def booted_at() -> float:
@@ -184,7 +179,7 @@ def is_alive(host: JobProcess) -> bool | None:
     """Whether that very process still runs: same boot, pid and start time, and no zombie; None: it cannot be seen."""
     if host.boot != boot_id() or not is_visible(host.space):
         return None
-    return _state(host.pid) not in ("", "Z", "X") and _is(host)
+    return process_state(host.pid) not in ("", "Z", "X") and _is(host)
 
 
 def last_beat(submission: Path) -> float:
@@ -202,14 +197,6 @@ def _is(host: JobProcess) -> bool:
         return False
 
 
-def _state(pid: int) -> str:
-    """One letter, Z for a zombie; empty when there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
-
-
 def marked(name: str) -> list[int]:
     """Live processes of the job, by the mark in their environment; the calling one is left out."""
     wanted = f"{MARK}={name}".encode()
@@ -218,7 +205,8 @@ def marked(name: str) -> list[int]:
         if not entry.isdigit() or int(entry) == os.getpid():
             continue
         with contextlib.suppress(OSError):
-            if wanted in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0") and _state(int(entry)) not in "ZX":
+            marks = Path(f"/proc/{entry}/environ").read_bytes().split(b"\0")
+            if wanted in marks and process_state(int(entry)) not in ("", "Z", "X"):
                 found.append(int(entry))
     return found
 

@@ -2,7 +2,6 @@
 
 import copy
 import os
-import shutil
 import socket
 import tempfile
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from orchestrator.config.run_config import RunConfig
 from orchestrator.controller import failpoints
 from orchestrator.controller.run_dirs.run_folder import ensure_run_dir
 from orchestrator.errors import ConfigError, Precondition
-from orchestrator.registry.records import Attempt, Run
+from orchestrator.registry.records import Attempt, NewRun, Run
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.instance import instance_of
 from orchestrator.submission import user_code
@@ -60,15 +59,17 @@ def create_run(
         identity["imported"] = imported
     digest = store.put_config(data)
     run, attempt = store.create_run(
-        slug=name or config.name,
-        cluster=kind,
-        root=root,
-        config_digest=digest,
-        total_steps=0 if config.command else config.train.steps,  # a command alone knows how many it trains
-        identity=identity,
+        NewRun(
+            slug=name or config.name,
+            cluster=kind,
+            root=root,
+            config_digest=digest,
+            total_steps=0 if config.command else config.train.steps,
+            identity=identity,
+            scheduler=instance_of(kind)(),
+        ),
         now=now,
         nonce=token_hex(4),
-        scheduler=instance_of(kind)(),
     )
     failpoints.reach("after_create")
     try:
@@ -86,10 +87,10 @@ def _take_back(store: Store, run: Run, error: Precondition, now: float) -> NoRet
 
 
 def _kind(wanted: str) -> str:
-    from orchestrator.scheduler.choose import resolve
+    from orchestrator.scheduler.choose import kinds, resolve
 
     kind = resolve(wanted)
-    if kind == "slurm" and shutil.which("sbatch") is None:
+    if kind not in kinds():
         raise Precondition(
             "there is no Slurm on this machine: sbatch is not found",
             where="PATH",

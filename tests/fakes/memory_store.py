@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 from orchestrator.errors import Fenced, ForeignRun, NotFound
@@ -15,6 +14,7 @@ from orchestrator.registry.records import (
     Copy,
     Generation,
     Lease,
+    NewRun,
     Node,
     Notice,
     Run,
@@ -141,18 +141,14 @@ class MemoryStore:
         self._configs[digest] = data
         return digest
 
-    def create_run(
-        self, *, slug: str, cluster: str, root: Path, config_digest: str, total_steps: int,
-        identity: dict[str, Any], now: float, nonce: str, scheduler: str = "",
-    ) -> tuple[Run, Attempt]:  # fmt: skip
-        name = f"{slug}-{len(self._runs) + 1}"
-        run = Run(
-            name=name, state=RunState.CREATED, reason="", cluster=cluster, run_dir=str(root / name),
-            config_digest=config_digest, total_steps=total_steps, created_at=now, updated_at=now, identity=identity,
-            scheduler=scheduler,
+    def create_run(self, new: NewRun, *, now: float, nonce: str) -> tuple[Run, Attempt]:
+        name = f"{new.slug}-{len(self._runs) + 1}"
+        self._runs[name] = Run(
+            name=name, state=RunState.CREATED, reason="", cluster=new.cluster, run_dir=str(new.root / name),
+            config_digest=new.config_digest, total_steps=new.total_steps, created_at=now, updated_at=now,
+            identity=new.identity, scheduler=new.scheduler,
         )  # fmt: skip
-        self._runs[name] = run
-        return run, self._intent(name, 1, nonce, (), 0, now)
+        return self._runs[name], self._intent(name, 1, nonce, (), 0, now)
 
     def _intent(self, run: str, n: int, nonce: str, excluded: tuple[str, ...], epoch: int, now: float) -> Attempt:
         self._attempts[run, n] = Attempt(
@@ -295,21 +291,25 @@ class MemoryStore:
         self._moved(run, "checkpoint", name, row.trust, to, reason, now)
         self._checkpoints[run, name] = replace(row, trust=to, reason=reason)
 
-    def saw_node(
-        self, name: str, cluster: str, *, epoch: int, now: float,
-        failure: str | None = None, excluded_until: float | None = None, reason: str | None = None,
-        forgiven: bool = False,
-    ) -> None:  # fmt: skip
+    def saw_node(self, name: str, cluster: str, *, epoch: int, now: float, failure: str | None = None) -> None:
         self._check(epoch)
-        row = self._nodes.get((cluster, name)) or Node(name=name, cluster=cluster, first_seen=now, last_seen=now)
-        row = replace(row, last_seen=now, attempts=row.attempts + (failure is None and excluded_until is None))
-        if failure is not None:
-            row = replace(row, failures=row.failures + 1, reason=failure)
-        row = replace(row, reason=row.reason if reason is None else reason)
-        row = replace(row, failures=0 if forgiven else row.failures)
+        row = self._node(name, cluster, now)
+        failed = failure is not None
         self._nodes[cluster, name] = replace(
-            row, excluded_until=row.excluded_until if excluded_until is None else excluded_until
+            row, attempts=row.attempts + (not failed), failures=row.failures + failed, reason=failure or row.reason
         )
+
+    def exclude_node(self, name: str, cluster: str, until: float, reason: str, *, epoch: int, now: float) -> None:
+        self._check(epoch)
+        self._nodes[cluster, name] = replace(self._node(name, cluster, now), excluded_until=until, reason=reason)
+
+    def release_node(self, name: str, cluster: str, reason: str, *, epoch: int, now: float) -> None:
+        self.exclude_node(name, cluster, now, reason, epoch=epoch, now=now)
+        self._nodes[cluster, name] = replace(self._nodes[cluster, name], failures=0)
+
+    def _node(self, name: str, cluster: str, now: float) -> Node:
+        row = self._nodes.get((cluster, name)) or Node(name=name, cluster=cluster, first_seen=now, last_seen=now)
+        return replace(row, last_seen=now)
 
     def set_cursor(self, run: str, file: str, offset: int, *, epoch: int) -> None:
         self._check(epoch, run)

@@ -6,7 +6,7 @@ from typing import Any
 
 from orchestrator.controller.reconciler.reconcile import Controller
 from orchestrator.errors import Fenced, SchedulerChanged
-from orchestrator.registry.records import Lease, Run
+from orchestrator.registry.records import Lease, NewRun, Run
 from orchestrator.scheduler.instance import unknown_instance
 from orchestrator.states import AttemptState
 from tests.fakes.memory_store import MemoryStore
@@ -41,9 +41,8 @@ class Site:
         self.lives += 1
         self.lease = None
         schedulers = {"slurm": Switch(self)}
-        self.controller = Controller(
-            self.store, schedulers, clock=self.clock.as_clock(), rng=Random(self.rng.random()), instance=self,  # type: ignore[arg-type]
-        )  # fmt: skip
+        self.controller = Controller(self.store, schedulers, clock=self.clock.as_clock(), instance=self)  # type: ignore[arg-type]
+        self.controller.rng = Random(self.rng.random())
 
     def tick(self) -> None:
         """What the daemon does in a turn."""
@@ -93,9 +92,18 @@ class Clusters:
     def submit(self, scheduler: str, *, steps: int = 40, **identity: Any) -> str:
         digest = self.store.put_config(config(steps=steps))
         run, _ = self.store.create_run(
-            slug="sim", cluster="slurm", root=self.root, config_digest=digest, total_steps=steps, identity=identity,
-            now=self.clock.now, nonce=f"{len(self.runs) + 1:08x}", scheduler=scheduler,
-        )  # fmt: skip
+            NewRun(
+                slug="sim",
+                cluster="slurm",
+                root=self.root,
+                config_digest=digest,
+                total_steps=steps,
+                identity=identity,
+                scheduler=scheduler,
+            ),
+            now=self.clock.now,
+            nonce=f"{len(self.runs) + 1:08x}",
+        )
         self.runs.append(run.name)
         return str(run.name)
 

@@ -8,6 +8,7 @@ import pytest
 
 from orchestrator.controller.reconciler.reconcile import Controller
 from orchestrator.errors import Fenced, Precondition, RegistryError
+from orchestrator.registry.records import NewRun
 from orchestrator.scheduler.base import UNREADABLE, JobStatus
 from orchestrator.states import AttemptState, RunState
 from tests.scenarios.world import World, training
@@ -78,9 +79,10 @@ def test_a_go_in_force_is_never_rewritten_by_a_later_controller(tmp_path: Path) 
 def test_one_run_s_trouble_does_not_stop_the_others(tmp_path: Path) -> None:
     world = World(tmp_path)
     run, _ = world.store.create_run(
-        slug="bad", cluster="slurm", root=tmp_path, config_digest="missing", total_steps=1, identity={}, now=0.0,
+        NewRun(slug="bad", cluster="slurm", root=tmp_path, config_digest="missing", total_steps=1, identity={}),
+        now=0.0,
         nonce="00000002",
-    )  # fmt: skip
+    )
     controller = Controller(world.store, {"slurm": world.slurm}, clock=world.clock.as_clock())
     report = controller.tick(world.lease)
     assert [error.split(":")[0] for error in report.errors] == ["bad-2"]
@@ -128,9 +130,10 @@ def test_a_job_whose_record_cannot_be_read_is_never_given_up(tmp_path: Path, mon
 def test_a_damaged_config_is_its_run_s_trouble_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(tmp_path)
     world.store.create_run(
-        slug="bad", cluster="slurm", root=tmp_path, config_digest="damaged", total_steps=1, identity={}, now=0.0,
+        NewRun(slug="bad", cluster="slurm", root=tmp_path, config_digest="damaged", total_steps=1, identity={}),
+        now=0.0,
         nonce="00000002",
-    )  # fmt: skip
+    )
     read = world.store.config
 
     def config_of(digest: str) -> object:

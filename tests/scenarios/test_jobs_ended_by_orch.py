@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from orchestrator.controller.reconciler.reconcile import Controller
+from orchestrator.registry.records import NewRun
 from orchestrator.scheduler.base import JobStatus
 from orchestrator.states import RunState
 from tests.fakes.memory_store import MemoryStore
@@ -67,13 +68,22 @@ def test_the_job_of_another_registry_s_run_of_that_name_is_left_alone(tmp_path: 
         (tmp_path / name).mkdir()
     ours, store = World(tmp_path / "ours", data=FOREVER), MemoryStore()
     run, _ = store.create_run(
-        slug="sim", cluster="slurm", root=tmp_path / "theirs", config_digest=store.put_config(FOREVER),
-        total_steps=4000, identity={}, now=ours.clock.now, nonce="99999999",
-    )  # fmt: skip
+        NewRun(
+            slug="sim",
+            cluster="slurm",
+            root=tmp_path / "theirs",
+            config_digest=store.put_config(FOREVER),
+            total_steps=4000,
+            identity={},
+        ),
+        now=ours.clock.now,
+        nonce="99999999",
+    )
     assert run.name == ours.name
     lease = store.take_lease("login:9:0", ours.clock.now, 60.0)
     assert lease is not None
-    theirs = Controller(store, {"slurm": ours.slurm}, clock=ours.clock.as_clock(), rng=Random(1))  # type: ignore[arg-type]
+    theirs = Controller(store, {"slurm": ours.slurm}, clock=ours.clock.as_clock())  # type: ignore[arg-type]
+    theirs.rng = Random(1)
     for _ in range(8):
         ours.controller.tick(ours.lease)
         theirs.tick(lease)

@@ -179,7 +179,7 @@ def test_a_released_node_is_used_again(root: Path) -> None:
     for _ in range(2):
         world.store.add_user_request(world.name, "release", {"node": node}, world.clock.now)
         world.tick()
-        world.store.saw_node(node, "slurm", **stamp, excluded_until=world.clock.now + HOUR)
+        world.store.exclude_node(node, "slurm", world.clock.now + HOUR, "", **stamp)
     first, second = world.store.user_requests(pending=False)
     assert (first.answer, second.answer) == (f"{node} is not excluded", f"{node} may be used again")
 
@@ -191,7 +191,8 @@ def test_a_node_of_a_known_cluster_is_released_and_its_failures_count_no_more(ro
     assert two.a.lease is not None
     stamp = {"epoch": two.a.lease.epoch, "now": two.clock.now}
     for cluster in (A, B):
-        two.store.saw_node("n9", cluster, **stamp, failure="it hung", excluded_until=two.clock.now + HOUR)
+        two.store.saw_node("n9", cluster, **stamp, failure="it hung")
+        two.store.exclude_node("n9", cluster, two.clock.now + HOUR, "it hung", **stamp)
     two.store.add_user_request(name, "release", {"node": "n9"}, two.clock.now)
     two.turns(2)
     (ask,) = two.store.user_requests(pending=False)

@@ -9,6 +9,7 @@ from orchestrator.controller import failpoints
 from orchestrator.controller.leasing.lease import LEASE_TTL
 from orchestrator.errors import Fenced
 from orchestrator.recovery.silent_coordinator import GRACE
+from orchestrator.registry.records import NewRun
 from orchestrator.states import RunState
 from tests.fakes.hung_files import HungFiles
 from tests.scenarios.world import World, training
@@ -55,9 +56,17 @@ def test_a_controller_that_wakes_in_the_middle_of_a_pass_harms_nobody(
     late = [job for job in world.slurm.jobs if job.live]
     assert all(job.held for job in late), "what was submitted after the end runs nothing"
     world.store.create_run(
-        slug="next", cluster="slurm", root=tmp_path, config_digest=world.run.config_digest, total_steps=1, identity={},
-        now=world.clock.now, nonce="00000002",
-    )  # fmt: skip
+        NewRun(
+            slug="next",
+            cluster="slurm",
+            root=tmp_path,
+            config_digest=world.run.config_digest,
+            total_steps=1,
+            identity={},
+        ),
+        now=world.clock.now,
+        nonce="00000002",
+    )
     world.turns(10, 10.0)
     assert not any(job.live for job in late), "and is swept with the next run"
 

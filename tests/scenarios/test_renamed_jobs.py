@@ -9,6 +9,7 @@ import pytest
 from orchestrator.controller import failpoints
 from orchestrator.controller.jobs.submission_limits import MOST_FOR_ATTEMPT, MOST_IN_AN_HOUR
 from orchestrator.errors import SubmitAmbiguous
+from orchestrator.registry.records import NewRun
 from orchestrator.states import ENDED_RUNS, AttemptState, RunState
 from tests.fakes.model_slurm import REWRITES, SlurmFaults
 from tests.scenarios.world import World, config, moves, training
@@ -155,9 +156,10 @@ def test_no_more_than_twenty_in_an_hour_over_all_runs_and_restarts(tmp_path: Pat
     digest = world.run.config_digest
     for number in range(2, 12):
         world.store.create_run(
-            slug="sim", cluster="slurm", root=tmp_path, config_digest=digest, total_steps=40, identity={},
-            now=world.clock.now, nonce=f"{number:08x}",
-        )  # fmt: skip
+            NewRun(slug="sim", cluster="slurm", root=tmp_path, config_digest=digest, total_steps=40, identity={}),
+            now=world.clock.now,
+            nonce=f"{number:08x}",
+        )
     invisible(world)
     begun = world.clock.now
     while world.clock.now - begun < 3500.0:
@@ -178,9 +180,17 @@ def test_jobs_that_start_as_they_should_do_not_count(tmp_path: Path) -> None:
     world.slurm.down = set(world.slurm.nodes)
     for number in range(2, 42):
         world.store.create_run(
-            slug="sim", cluster="slurm", root=tmp_path, config_digest=world.run.config_digest, total_steps=40,
-            identity={}, now=world.clock.now, nonce=f"{number:08x}",
-        )  # fmt: skip
+            NewRun(
+                slug="sim",
+                cluster="slurm",
+                root=tmp_path,
+                config_digest=world.run.config_digest,
+                total_steps=40,
+                identity={},
+            ),
+            now=world.clock.now,
+            nonce=f"{number:08x}",
+        )
     world.turns(2)
     assert {run.state for run in world.store.runs()} == {RunState.QUEUED}
 
@@ -224,9 +234,17 @@ def test_answers_that_lack_rows_or_cannot_be_read_disturb_nothing(tmp_path: Path
 def test_one_run_s_unreadable_row_leaves_the_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(tmp_path)
     other, _ = world.store.create_run(
-        slug="sim", cluster="slurm", root=tmp_path, config_digest=world.run.config_digest, total_steps=40,
-        identity={}, now=world.clock.now, nonce="00000002",
-    )  # fmt: skip
+        NewRun(
+            slug="sim",
+            cluster="slurm",
+            root=tmp_path,
+            config_digest=world.run.config_digest,
+            total_steps=40,
+            identity={},
+        ),
+        now=world.clock.now,
+        nonce="00000002",
+    )
     world.turns(3)
     damaged = next(job for job in world.slurm.jobs if job.spec.name.startswith(f"orch-{other.name}"))
     damaged.shown = {"state": "UNREADABLE", "reason": "its row is damaged"}

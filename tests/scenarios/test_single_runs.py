@@ -125,7 +125,7 @@ def test_what_a_node_was_kept_away_for_is_not_held_against_it_when_it_is_back(tm
         return standing.hangs, standing.slow
 
     assert known() == (1, 1)
-    world.store.saw_node(node, "slurm", **stamp, now=now, excluded_until=now + 50)
+    world.store.exclude_node(node, "slurm", now + 50, "", **stamp, now=now)
     assert known() == (0, 0)
 
 

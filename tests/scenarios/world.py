@@ -13,7 +13,7 @@ from orchestrator.controller.leasing.observed_since import ObservedSince
 from orchestrator.controller.reconciler.reconcile import Controller, TickReport
 from orchestrator.errors import Fenced, RegistryError
 from orchestrator.recovery.classify_failure import LEAVING_LIMIT
-from orchestrator.registry.records import Attempt, Lease, Run
+from orchestrator.registry.records import Attempt, Lease, NewRun, Run
 from orchestrator.states import ENDED_RUNS, AttemptState, RunState
 from tests.fakes.hung_files import HungFiles
 from tests.fakes.memory_store import MemoryStore
@@ -51,9 +51,17 @@ class World:
         data = data or config()
         digest = self.store.put_config(json.loads(canonical(data)))
         run, _ = self.store.create_run(
-            slug="sim", cluster="slurm", root=root, config_digest=digest, total_steps=data["train"]["steps"],
-            identity={}, now=self.clock.now, nonce="00000001",
-        )  # fmt: skip
+            NewRun(
+                slug="sim",
+                cluster="slurm",
+                root=root,
+                config_digest=digest,
+                total_steps=data["train"]["steps"],
+                identity={},
+            ),
+            now=self.clock.now,
+            nonce="00000001",
+        )
         self.name = run.name
         self.kill_at: Callable[[str], bool] = lambda point: False
         self.files = HungFiles()
@@ -83,8 +91,9 @@ class World:
 
     def _control(self, lease: Lease | None) -> None:
         assert lease is not None
-        self.lease, clock, rng = lease, self.clock.as_clock(), Random(self.rng.random())
-        self.controller = Controller(self.store, {"slurm": self.slurm}, clock=clock, rng=rng, files=self.files)
+        self.lease, clock = lease, self.clock.as_clock()
+        self.controller = Controller(self.store, {"slurm": self.slurm}, clock=clock, files=self.files)
+        self.controller.rng = Random(self.rng.random())
 
     def tick(self) -> TickReport | None:
         """One pass; None when the controller was killed in it (a new one is started), or replaced meanwhile."""

@@ -1,13 +1,27 @@
-"""Which cluster a run belongs to, whether this host reaches it, and what to type where when it does not."""
+"""Which cluster a run belongs to, whether a controller lives there, and what to type where when none is reached."""
 
 import time
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.cli.access.controller_alive import controller_lives
-from orchestrator.controller.leasing.lease import host_of
+from orchestrator.controller.leasing.lease import LeaseState, displayed_state, host_of
 from orchestrator.errors import Precondition
 from orchestrator.home import registry_path
+
+TAKE_OVER = "`orch controller tick` or the next `orch submit` takes over once its lease has expired"
+"""What to type while a controller stalls."""
+
+
+def controller_state(now: float, scheduler: str = "") -> LeaseState:
+    """Whether a controller drives the runs of this scheduler (empty: of any), or stalls instead, and why."""
+    from orchestrator.registry import fast_queries  # sqlite3: not for `orch --help`
+
+    return displayed_state(fast_queries.lease(registry_path(), scheduler or None), now)
+
+
+def controller_lives(now: float, scheduler: str = "") -> bool:
+    """Whether a controller drives the runs of this scheduler; whether any lives where that is not known (empty)."""
+    return controller_state(now, scheduler).alive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +61,7 @@ def locate_run(row: dict[str, Any]) -> RunLocation:
 
 def reaches(kind: str, scheduler: str) -> bool:
     """Whether this host reaches that scheduler; one that does not answer just now may well be it."""
-    from orchestrator.controller.jobs.usable_schedulers import kinds
+    from orchestrator.scheduler.choose import kinds
     from orchestrator.scheduler.instance import instance_of
 
     if not scheduler:

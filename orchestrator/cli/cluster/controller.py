@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from orchestrator.cli.access.controller_alive import TAKE_OVER, controller_state
+from orchestrator.cli.access.run_location import TAKE_OVER, controller_state
 from orchestrator.cli.terminal.command_classes import Noun
 from orchestrator.cli.terminal.render import Screen, iso, span
 from orchestrator.errors import Precondition, SlurmUnreachable
@@ -77,7 +77,7 @@ def _pass() -> "tuple[TickReport | None, str]":
     With it why nobody acts for one of them.
     """
     from orchestrator.controller import service
-    from orchestrator.controller.jobs.usable_schedulers import kinds
+    from orchestrator.scheduler.choose import kinds
 
     reports = {kind: service.tick_once(registry_path(), kind) for kind in kinds()}
     acted = [report for report in reports.values() if report is not None]

@@ -14,9 +14,9 @@ SRUN = ("srun", "--quiet", "--immediate=60", "--nodes=1", "--ntasks=1", "--time=
 def registry_locks(peer: str) -> Iterator[Check]:
     """Try the locks with `peer` by ssh, else with a node of Slurm, and keep what was proved."""
     from orchestrator.registry.locks.filesystem import mounted
+    from orchestrator.registry.locks.lock_mode import LockSupport, lock_support
     from orchestrator.registry.locks.lock_probe import ProbeFailed
     from orchestrator.registry.locks.lock_proof import Proof, prove_with
-    from orchestrator.registry.locks.lock_support import LockSupport, lock_support
     from orchestrator.registry.sqlite_errors import ELSEWHERE
 
     path = registry_path().absolute()

@@ -16,8 +16,7 @@ from orchestrator.home import registry_path, state_home
 OK, INFO, WARN, FAIL = "ok", "info", "warn", "fail"
 NEEDED = {
     "torch": "2.10", "click": "8.2", "sqlalchemy": "2.0", "alembic": "1.13", "omegaconf": "2.3.1", "submitit": "1.5.3",
-    "fsspec": "", "xxhash": "", "psutil": "", "setproctitle": "", "jinja2": "", "ClusterShell": "", "tenacity": "",
-    "rich": "",
+    "fsspec": "", "xxhash": "", "psutil": "", "setproctitle": "", "jinja2": "", "ClusterShell": "", "rich": "",
 }  # fmt: skip
 _LITTLE = 5 * 1024**3
 
@@ -93,7 +92,8 @@ def registry(path: Path) -> Iterator[Check]:
     try:
         mount = filesystem.mounted(path.absolute().parent)
         found = lock_mode.lock_mode_for(path.absolute(), mount)
-        version = fast_queries.version(path) if path.exists() else None
+        version = fast_queries.version(path)
+        versions.require_known(version, path)
     except RegistryError as error:
         yield Check("registry", FAIL, error.what, error.hint)
         return
@@ -101,10 +101,6 @@ def registry(path: Path) -> Iterator[Check]:
         yield Check("registry", FAIL, f"{path}: {error.strerror}", "set ORCH_REGISTRY to a file on a local disk")
         return
     kind = mount.kind if mount else "unknown"
-    if version is not None and version not in versions.KNOWN:
-        newer = f"the registry has version {version}, this orch knows up to {versions.HEAD}"
-        yield Check("registry", FAIL, newer, "upgrade orch, or set ORCH_REGISTRY to another file")
-        return
     what = "not made yet" if version is None else f"version {version}"
     if found.journal == "wal":
         yield Check("registry", OK, f"registry {path} ({kind}, {what}, write-ahead log)")

@@ -1,14 +1,11 @@
 """What happened to a run that was hit: the kill, the recovery and the losses around it, read from its directory."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.cli.runs.event_text import EventFeed
-from orchestrator.cli.runs.tail import OpenAttempts, tail_offset
+from orchestrator.cli.runs.run_reader import EventFeed, StepLines
 from trainer.contract.events import Event, EventKind
-from trainer.contract.line_file import read_new_lines
 from trainer.contract.run_dir import RunDir
 
 
@@ -35,7 +32,7 @@ class DemoReport:
 
 def read_demo_report(run_dir: Path) -> DemoReport:
     """Read events and metrics of all attempts."""
-    events, steps = EventFeed(run_dir).poll(), read_steps(RunDir(run_dir))
+    events, steps = EventFeed(run_dir).poll(), StepLines(RunDir(run_dir)).read()
     fault = next((event for event in events if _is_fault(event)), None)
     first = _after(events, fault, EventKind.GENERATION_FIRST_STEP)
     restored = _after(events, fault, EventKind.CHECKPOINT_RESTORED)
@@ -54,41 +51,6 @@ def read_demo_report(run_dir: Path) -> DemoReport:
         replayed=len(pairs),
         replayed_equal=sum(1 for one, other in pairs if one == other),
     )
-
-
-def read_steps(place: RunDir) -> list[dict[str, Any]]:
-    """Every whole line of every attempt's steps.jsonl, in the order they were trained."""
-    return StepLines(place).read()
-
-
-class StepLines:
-    """Lines of steps.jsonl in the order they were trained, each read once."""
-
-    def __init__(self, place: RunDir, *, recent_only: bool = False) -> None:
-        """`recent_only`: only the newest lines that are there by now, and all that come."""
-        self._open_attempts = OpenAttempts(place, newest=recent_only)
-        self._lines: list[dict[str, Any]] = []
-        newest = place.all_attempts()[-1:] if recent_only else []
-        self._offsets = {attempt.metrics: tail_offset(attempt.metrics) for attempt in newest}
-
-    def read(self) -> list[dict[str, Any]]:
-        """All lines so far."""
-        for attempt in self._open_attempts.attempts():
-            path = attempt.metrics
-            lines, self._offsets[path] = read_new_lines(path, self._offsets.get(path, 0))
-            if lines:
-                self._open_attempts.mark_written(attempt)
-            self._lines += [fields for line in lines if (fields := _fields(line)) is not None]
-        return self._lines
-
-
-def _fields(line: bytes) -> dict[str, Any] | None:
-    """None for what was torn by a kill in mid-write."""
-    try:
-        fields = json.loads(line)
-    except ValueError:
-        return None
-    return fields if isinstance(fields, dict) and "step" in fields and "loss" in fields else None
 
 
 def _is_fault(event: Event) -> bool:

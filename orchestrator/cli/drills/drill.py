@@ -11,12 +11,12 @@ from typing import Any
 import click
 
 from orchestrator.cli.access.registry import open_store
-from orchestrator.cli.drills.demo_report import StepLines
 from orchestrator.cli.drills.disk_faults import damage_newest, expendable, fill_disk
 from orchestrator.cli.drills.drill_preconditions import why_undetectable
 from orchestrator.cli.drills.scorecard import ALIASES, EXPECTED, Scorecard, score
 from orchestrator.cli.live_jobs.live_attempt import LiveAttempt, await_answer, await_end, find_live_attempt
 from orchestrator.cli.runs.follow import RunFollower, following, is_over
+from orchestrator.cli.runs.run_reader import StepLines
 from orchestrator.cli.runs.status import one_row
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen

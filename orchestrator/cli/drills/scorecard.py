@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from orchestrator.cli.runs.event_text import event_sentence
 from orchestrator.states import RunState
 from trainer.contract.events import Event, EventKind
 
@@ -220,18 +221,15 @@ def _struck(fault: Event) -> str:
     return f"{who or 'the run'}{step}"
 
 
+_TOLD_WHOLE = (EventKind.RANK_EXITED, EventKind.STRAGGLER, EventKind.AGENT_LOST)
+"""Signs whose reason alone does not say whose it is."""
+
+
 def _words(event: Event) -> str:
-    data = event.data
-    if event.kind == EventKind.RANK_EXITED:
-        return f"rank {data.get('rank')} ended: {data.get('reason')}"
-    if event.kind == EventKind.STRAGGLER:
-        ratio = f"{float(data.get('ratio') or 0.0):.2f}"
-        return f"rank {data.get('rank')} is slow: {data.get('section')} takes {ratio} x its peers' time"
     if event.kind == EventKind.ATTEMPT_STARTED:
         return f"attempt {event.attempt} began"
-    if event.kind == EventKind.AGENT_LOST:
-        return f"the agent of {data.get('name')} is lost: {data.get('reason')}"
-    return str(data.get("reason") or event.kind)
+    told = event_sentence(event) if event.kind in _TOLD_WHOLE else None
+    return told or str(event.data.get("reason") or event.kind)
 
 
 def _since(fault: Event, event: Event | None) -> float | None:

@@ -5,9 +5,9 @@ from typing import Any
 
 import click
 
-from checkpointing.storage.durable import read_json
 from orchestrator.cli.live_jobs.live_attempt import LiveAttempt, await_answer, find_live_attempt
 from orchestrator.cli.live_jobs.stacks import Thread, read_stacks
+from orchestrator.cli.runs.run_reader import json_object
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import ConfigError, Precondition
@@ -103,19 +103,10 @@ _STATES = {
 
 def _seen(found: LiveAttempt, folder: Path) -> dict[int, Row]:
     """Node and state of each rank, by what its agent saw when it was asked, else by what the job told last."""
-    rows = _read(found.attempt_dir.ranks).get("ranks")
+    rows = json_object(found.attempt_dir.ranks).get("ranks")
     seen = {row["rank"]: row for row in rows if isinstance(row, dict) and "rank" in row} if rows else {}
     for path in sorted(folder.glob("node-*/cells.json")):
-        for rank, cell in _read(path).items():
+        for rank, cell in json_object(path).items():
             if rank.isdigit() and isinstance(cell, dict) and isinstance(cell.get("seen"), dict):
                 seen[int(rank)] = cell["seen"]
     return seen
-
-
-def _read(path: Path) -> Row:
-    """An object that is being replaced, or was never written, counts as empty."""
-    try:
-        found = read_json(path)
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpointing.storage.durable import read_json
+from orchestrator.cli.runs.run_reader import json_object
 from orchestrator.cli.runs.status import one_row
 from orchestrator.errors import Precondition, WaitTimeout
 from orchestrator.states import ENDED_RUNS, RunState
@@ -75,8 +75,8 @@ def find_live_attempt(name: str, now: float | None = None) -> LiveAttempt:
         )
     folder = RunDir(Path(row["run_dir"]))
     attempts = folder.all_attempts()
-    heartbeat = _read_heartbeat(attempts[-1]) if attempts else None
-    if heartbeat is None:
+    heartbeat = json_object(attempts[-1].heartbeat) if attempts else {}
+    if not heartbeat:
         raise Precondition(
             f"{run} is {state}: its job has not begun", where=row["reason"], hint=f"wait for it:  orch status {run} -w"
         )
@@ -124,10 +124,10 @@ def await_end(found: LiveAttempt, request: str, timeout: float, clock: Callable[
     Raises Precondition when it refuses the request that is to end it, and WaitTimeout.
     """
     began = clock()
-    heartbeat, still = _read_heartbeat(found.attempt_dir), began
+    heartbeat, still = json_object(found.attempt_dir.heartbeat), began
     while _end_reason(found.attempt_dir) is None:
         found.raise_if_refused(request)
-        now, newest = clock(), _read_heartbeat(found.attempt_dir)
+        now, newest = clock(), json_object(found.attempt_dir.heartbeat)
         if newest != heartbeat:
             heartbeat, still = newest, now
         elif now - still >= STOPPED:
@@ -138,14 +138,6 @@ def await_end(found: LiveAttempt, request: str, timeout: float, clock: Callable[
                 hint=f"orch show {found.run}",
             )  # fmt: skip
         time.sleep(LOOK_EVERY)
-
-
-def _read_heartbeat(attempt_dir: AttemptDir) -> dict[str, Any] | None:
-    try:
-        fields = read_json(attempt_dir.heartbeat)
-    except (OSError, ValueError):
-        return None
-    return fields if isinstance(fields, dict) else None
 
 
 def _end_reason(attempt_dir: AttemptDir) -> str | None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import click
 
-from checkpointing.storage.durable import read_json
-from orchestrator.cli.runs.event_text import EventFeed, StepMetrics, describe_event
+from orchestrator.cli.runs.event_text import describe_event
 from orchestrator.cli.runs.follow import is_over
+from orchestrator.cli.runs.run_reader import EventFeed, StepMetrics, json_object
 from orchestrator.cli.runs.status import one_row
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, decimal, iso, one_line, progress, span
@@ -72,7 +72,7 @@ class Reader:
             if text is not None:
                 self._told.append((event.time, text))
         attempts = self._folder.all_attempts()
-        beat = _fields(attempts[-1].heartbeat) if attempts else {}
+        beat = json_object(attempts[-1].heartbeat) if attempts else {}
         board = _board(attempts[-1], beat) if attempts else {}
         ranks = [row for row in board.get("ranks", []) if isinstance(row, dict)]
         return Reading(
@@ -83,16 +83,8 @@ class Reader:
 
 def _board(attempt: AttemptDir, beat: dict[str, Any]) -> dict[str, Any]:
     """Where the ranks stand; nothing of a generation that is over."""
-    board = _fields(attempt.ranks)
+    board = json_object(attempt.ranks)
     return board if board.get("generation") == beat.get("generation") else {}
-
-
-def _fields(path: Path) -> dict[str, Any]:
-    try:
-        found = read_json(path)
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _since(now: float, moment: Any) -> float | None:

@@ -1,111 +1,12 @@
-"""What a run does, as it does it: the newest events and metrics of its run directory, put into sentences."""
+"""What happens to a run, put into sentences for a person."""
 
-import json
-import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from orchestrator.cli.runs.tail import OpenAttempts, file_size, tail_offset
+from orchestrator.cli.runs.run_reader import StepMetrics
 from orchestrator.cli.terminal.render import count, decimal, progress, size
-from trainer.contract.events import Event, EventKind, read_events
-from trainer.contract.line_file import read_new_lines
+from trainer.contract.events import Event, EventKind
 from trainer.contract.outcome import ExitCode
-from trainer.contract.run_dir import AttemptDir, RunDir
-
-_MAIN_FILES = ("coordinator.jsonl", "rank-00000.jsonl")
-"""Event files in which most is told: opened at every poll, since on NFS only an open asks the server for the size."""
-_RANK_ZERO = "rank-00000"
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepMetrics:
-    """Where training stands; loss is as it was written (nan and inf as words)."""
-
-    attempt: int
-    generation: int
-    step: int
-    loss: float | str | None
-    tokens_per_s: float | None
-    time: float
-
-
-class EventFeed:
-    """Reads on where it stopped: every event once, and the newest metric."""
-
-    def __init__(self, run_dir: Path, *, recent_only: bool = False) -> None:
-        """`recent_only`: only the newest attempt, of it only rank 0, and only the ends of long files."""
-        self._place, self._recent_only = RunDir(run_dir), recent_only
-        self._open_attempts = OpenAttempts(self._place, newest=recent_only)
-        self._events: dict[Path, int] = {}
-        self._rank_zero: set[Path] = set()  # files in which it has told something
-        self._metrics: dict[Path, int] = {}
-        self.latest: StepMetrics | None = None
-
-    def skip_existing(self) -> None:
-        """What is there by now is never told; `latest` is brought up to date."""
-        self._open_attempts = OpenAttempts(self._place, newest=True)
-        for attempt in self._open_attempts.attempts():
-            for path in self._files(attempt):
-                self._events[path] = file_size(path)
-            self._read_metrics(attempt)
-
-    def poll(self) -> list[Event]:
-        """Events that are new since the last call, by their time; `latest` is brought up to date."""
-        fresh: list[Event] = []
-        for attempt in self._open_attempts.attempts():
-            found = self._fresh_events(attempt)
-            if found:
-                self._open_attempts.mark_written(attempt)
-            fresh += found
-            self._read_metrics(attempt)
-        return sorted(fresh, key=lambda event: (event.time, event.attempt, event.seq))
-
-    def _files(self, attempt: AttemptDir) -> list[Path]:
-        names = sorted(os.listdir(attempt.events)) if attempt.events.is_dir() else []
-        wanted = (name for name in names if not (self._recent_only and name.startswith("rank-")) or name in _MAIN_FILES)
-        return [attempt.events / name for name in wanted]
-
-    def _fresh_events(self, attempt: AttemptDir) -> list[Event]:
-        found: list[Event] = []
-        for path in self._files(attempt):
-            if path not in self._events:
-                self._events[path] = tail_offset(path) if self._recent_only else 0
-            if path.name in _MAIN_FILES or path in self._rank_zero or file_size(path) > self._events[path]:
-                events, self._events[path] = read_events(path, self._events[path])
-                found += self._wanted(events)
-                if any(event.source == _RANK_ZERO for event in events):
-                    self._rank_zero.add(path)
-        return found
-
-    def _wanted(self, events: list[Event]) -> list[Event]:
-        if not self._recent_only:
-            return events
-        return [event for event in events if event.source == _RANK_ZERO or not event.source.startswith("rank-")]
-
-    def _read_metrics(self, attempt: AttemptDir) -> None:
-        path = attempt.metrics
-        if path not in self._metrics:
-            self._metrics[path] = tail_offset(path)  # only the newest line counts
-        lines, self._metrics[path] = read_new_lines(path, self._metrics[path])
-        for line in reversed(lines):
-            latest = _metrics_of_line(line)
-            if latest is not None:
-                self.latest = latest
-                return
-
-
-def _metrics_of_line(line: bytes) -> StepMetrics | None:
-    """One line of steps.jsonl; None for a torn one."""
-    try:
-        fields = json.loads(line)
-        return StepMetrics(
-            attempt=fields["attempt"], generation=fields["generation"], step=fields["step"], loss=fields.get("loss"),
-            tokens_per_s=fields.get("tokens_per_s"), time=fields["time"],
-        )  # fmt: skip
-    except (ValueError, KeyError, TypeError):
-        return None
 
 
 def progress_line(run: str, state: str, total: int, latest: StepMetrics | None) -> str:
@@ -120,15 +21,18 @@ def progress_line(run: str, state: str, total: int, latest: StepMetrics | None) 
 
 def describe_event(event: Event) -> str | None:
     """What an event means to somebody who watches; None for what they need not see."""
-    words = _DESCRIPTIONS.get(event.kind)
-    if words is None:
-        return None
-    try:
-        text = words(event.data)
-    except (KeyError, TypeError, ValueError):
-        return None  # written by another version: better silent than wrong
+    text = event_sentence(event)
     where = f"attempt {event.attempt}" + (f" generation {event.generation}" if event.generation else "")
     return f"{where}: {text}" if text else None
+
+
+def event_sentence(event: Event) -> str | None:
+    """The same without the attempt and generation that it happened in."""
+    words = _DESCRIPTIONS.get(event.kind)
+    try:
+        return words(event.data) or None if words is not None else None
+    except (KeyError, TypeError, ValueError):
+        return None  # written by another version: better silent than wrong
 
 
 def _exited(data: dict[str, Any]) -> str:

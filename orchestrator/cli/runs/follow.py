@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from orchestrator.cli.access import run_location
-from orchestrator.cli.access.controller_alive import controller_lives
-from orchestrator.cli.runs.event_text import EventFeed, describe_event, progress_line
+from orchestrator.cli.runs.event_text import describe_event, progress_line
+from orchestrator.cli.runs.run_reader import EventFeed
 from orchestrator.cli.runs.status import one_row
 from orchestrator.cli.terminal.render import Screen, Ticker, progress
 from orchestrator.errors import Fenced, RunCancelled, RunFailed, WaitTimeout
@@ -99,7 +99,7 @@ class RunFollower:
 
         Raises Precondition when nobody can from this host.
         """
-        if time.monotonic() < self._next_tick or controller_lives(time.time(), row["scheduler"]):
+        if time.monotonic() < self._next_tick or run_location.controller_lives(time.time(), row["scheduler"]):
             return
         run_location.locate_run(row).require_answer()
         from orchestrator.controller import service  # sqlalchemy: only where nobody else drives

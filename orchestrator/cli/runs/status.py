@@ -5,8 +5,8 @@ from typing import Any
 
 import click
 
-from orchestrator.cli.access.controller_alive import TAKE_OVER, controller_state
 from orchestrator.cli.access.registry import open_store, require_registry
+from orchestrator.cli.access.run_location import TAKE_OVER, controller_state
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, decimal, host_list, iso, plain, progress, span
 from orchestrator.controller.leasing.lease import displayed_state, host_of

@@ -2,15 +2,14 @@
 
 import json
 import os
-import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 import click
 
-from orchestrator.cli.access.controller_alive import TAKE_OVER, controller_state
 from orchestrator.cli.access.registry import open_store
+from orchestrator.cli.access.run_location import TAKE_OVER, controller_state
 from orchestrator.cli.config import OVERRIDES, SOURCE, print_config
 from orchestrator.cli.runs.follow import end_error, wait_until_end
 from orchestrator.cli.runs.status import one_row
@@ -199,10 +198,10 @@ def preview(screen: Screen, composed: Any, cluster: str | None, *, only_script: 
 
 def _kind(screen: Screen, wanted: str) -> str:
     """Where the run would go; a script for Slurm can be looked at on a machine without Slurm."""
-    from orchestrator.scheduler.choose import resolve
+    from orchestrator.scheduler.choose import kinds, resolve
 
     kind = resolve(wanted)
-    if kind == "slurm" and shutil.which("sbatch") is None:
+    if kind not in kinds():
         screen.warn("no_slurm", "there is no Slurm on this machine: submitting from here would be refused")
     return kind
 

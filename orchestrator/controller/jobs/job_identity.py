@@ -4,10 +4,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from orchestrator.controller.jobs.submission_limits import unresolved
 from orchestrator.registry.records import Attempt, Run, Submission
 from orchestrator.scheduler.base import UNREADABLE, JobStatus
 from orchestrator.scheduler.job_tags import tags
 from orchestrator.scheduler.slurm_text import epoch
+from orchestrator.states import LIVE_ATTEMPTS
 from trainer.contract.run_dir import RunDir
 
 EARLIER, LATER = 60.0, 120.0
@@ -43,6 +45,14 @@ class JobRecord:
         """Ids that Slurm has given this attempt; each may have been given to another job since."""
         told = {one.job_id for one in self.submissions} | {self.job_id, self.fresh}
         return frozenset(job_id for job_id in told if job_id)
+
+    def wanted_ids(self, attempt: Attempt) -> list[str]:
+        """Ids under which the attempt's job is asked for: the adopted one, else those that sbatch has answered."""
+        if attempt.state not in LIVE_ATTEMPTS:
+            return []
+        if attempt.job_id is not None:
+            return [attempt.job_id]
+        return [one.job_id for one in unresolved(self.submissions) if one.job_id]
 
 
 def identify(job: JobStatus, record: JobRecord) -> tuple[bool, str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from orchestrator.controller.leasing.observed_since import ObservedSince
-from orchestrator.process_space import is_visible, process_space
+from orchestrator.process_identity import is_visible, process_space, process_state, start_time
 from orchestrator.registry.records import Lease
 
 if TYPE_CHECKING:
@@ -78,25 +78,6 @@ def host_name() -> str:
     return socket.gethostname()
 
 
-def start_time(pid: int) -> str | None:
-    """When the process was started, in clock ticks since boot; None when there is none, or only its remains."""
-    try:
-        with open(f"/proc/{pid}/stat") as stream:
-            fields = stream.read().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in ("Z", "X") else fields[19]
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a signal (SIGSTOP, Ctrl-Z) keeps the process from running."""
-    try:
-        with open(f"/proc/{pid}/stat") as stream:
-            return stream.read().rpartition(")")[2].split()[0] == "T"
-    except OSError:
-        return False
-
-
 @dataclass(frozen=True, kw_only=True)
 class LeaseFacts:
     """What is known of a held lease; `unrenewed_for` in seconds, by whichever clock the caller can vouch for."""
@@ -113,7 +94,7 @@ class LeaseFacts:
         return cls(
             holder=holder,
             lives=holder.lives if holder is not None else None,
-            stopped=holder is not None and holder.is_here and is_stopped(holder.pid),
+            stopped=holder is not None and holder.is_here and process_state(holder.pid) == "T",
             own=holder in (this_process(), this_process(once=True)),
             unrenewed_for=unrenewed_for,
         )

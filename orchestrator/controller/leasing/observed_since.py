@@ -64,11 +64,6 @@ class ObservedSince:
         self._seen.pop(key, None)
         self._lasted.pop(key, None)
 
-    def forget_below(self, prefix: str) -> None:
-        """Forget every key that starts so."""
-        for key in [key for key in self._seen if key.startswith(prefix)]:
-            del self._seen[key]
-
     def save(self) -> None:
         """Keep what was seen for the next process."""
         if self._path is not None:
@@ -87,11 +82,3 @@ class ObservedSince:
                 self._lasted = {key: (str(value), float(at), float(so)) for key, (value, at, so) in lasted}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             self._seen, self._lasted = {}, {}
-
-
-def boot_id() -> str:
-    """Names this boot of this host."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""

@@ -19,13 +19,12 @@ from orchestrator.controller.jobs.submission_limits import (
     submit_permission,
     unresolved,
 )
-from orchestrator.controller.jobs.submit_refusal import submit_refusal
 from orchestrator.controller.leasing.lease import LEASE_TTL
 from orchestrator.controller.leasing.observed_since import Clock, ObservedSince
 from orchestrator.controller.run_dirs.bounded_files import DirectFiles, Files
 from orchestrator.controller.run_dirs.run_folder import ensure_attempt_dir
 from orchestrator.controller.run_view import RunView
-from orchestrator.errors import ConfigError, Precondition, SlurmUnreachable, SubmitRejected
+from orchestrator.errors import ConfigError, Precondition, Retryable, SlurmUnreachable, SubmitRejected
 from orchestrator.recovery import failure_rate
 from orchestrator.registry.records import Attempt, Lease, Run, Submission
 from orchestrator.registry.store import Store
@@ -154,13 +153,27 @@ class Actor:
     def _submissions(self, view: RunView) -> list[Submission]:
         return [one for one in self.store.submissions(view.run.name) if one.attempt == view.last.number]
 
+    def _refused(self, view: RunView, error: SubmitRejected | ConfigError) -> Failure:
+        """The failure of an attempt whose job was not taken; an exclusion of a node that is no more ends with it."""
+        stamp, domain = self.stamp(), view.run.domain
+        for node in error.unknown_nodes if isinstance(error, SubmitRejected) else ():
+            self.store.exclude_node(node, domain, stamp["now"], "Slurm does not know this node any more", **stamp)
+        retryable = error.retryable if isinstance(error, SubmitRejected) else Retryable.NEVER
+        # Slurm has taken a job of this run before, with the same configuration: it was no typo.
+        accepted = any(attempt.job_id for attempt in view.attempts)
+        passes = retryable is Retryable.YES or (retryable is Retryable.ONCE_ACCEPTED and accepted)
+        return Failure(
+            kind=FailureKind.SUBMIT_DEFERRED if passes else FailureKind.SUBMIT_REJECTED,
+            reason=f"{error.what}; {error.hint}" if error.hint else error.what,
+        )
+
     def _submit_and_look(self, view: RunView) -> Failure | None:
         attempt, scheduler = view.last, self.schedulers[view.run.cluster]
         job_id, answered = None, False
         try:
             job_id, answered = self._submit(view, scheduler), True
         except (SubmitRejected, ConfigError) as error:
-            return submit_refusal(self.store, view, error, **self.stamp())
+            return self._refused(view, error)
         except SlurmUnreachable as error:
             # Whatever went wrong, the job may exist: only look-ups decide, in this tick or a later one.
             self.record_action(f"{view.run.name}/{attempt.number}: {error.what}: looking for the job")

@@ -85,13 +85,15 @@ def _note_nodes(actor: Actor, run: Run, attempt: Attempt, failure: Failure | Non
     """Count the failure on its node, and write down which nodes are avoided from now on."""
     if run.cluster == "local":
         return
-    stamp, until = actor.stamp(), {one.node: one.until for one in blamed}
+    stamp = actor.stamp()
     why = "" if failure is None else f"{failure.kind} in {run.name}/{attempt.number}"
-    for node in () if failure is None else failure.nodes:
-        actor.store.saw_node(node, run.domain, **stamp, failure=why, excluded_until=until.pop(node, None))
+    failed = () if failure is None else failure.nodes
+    for node in failed:
+        actor.store.saw_node(node, run.domain, **stamp, failure=why)
     for one in blamed:
-        if one.node is not None and one.node in until:
-            actor.store.saw_node(one.node, run.domain, **stamp, excluded_until=one.until, reason=one.reason)
+        if one.node is not None:
+            because = why if one.node in failed else one.reason
+            actor.store.exclude_node(one.node, run.domain, one.until, because, **stamp)
 
 
 def apply(actor: Actor, run: Run, decision: Decision, now: float) -> None:

@@ -1,13 +1,15 @@
 """Which runs are a controller's: those of its own scheduler, and those that can be shown to belong there."""
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from orchestrator.controller.jobs.scheduler_snapshot import SchedulerSnapshot
+from orchestrator.controller.jobs.job_identity import JobRecord
+from orchestrator.controller.jobs.scheduler_snapshot import Records, SchedulerSnapshot
+from orchestrator.controller.jobs.submission_limits import ORPHANS_FOR, unresolved
 from orchestrator.controller.reconciler.actor import Actor
 from orchestrator.errors import SchedulerChanged
-from orchestrator.registry.records import Attempt, Run, UserRequest
+from orchestrator.registry.records import Attempt, Run, Submission, UserRequest
 from orchestrator.scheduler.base import UNREADABLE, JobStatus
 from orchestrator.scheduler.instance import Instance, is_known, same_cluster_name
 from orchestrator.scheduler.job_tags import tags
@@ -104,6 +106,21 @@ class Domain:
         if not self.scheduler or is_known(self.scheduler):
             return []
         return [run for run in self._actor.store.runs(LIVE_RUNS) if run.cluster in self._actor.schedulers]
+
+    def job_records(self, attempts: Mapping[str, tuple[Attempt, ...]], now: float) -> Records:
+        """What is written down about the jobs of these runs, and of our runs with submissions that nobody has found."""
+        store, made = self._actor.store, dict[str, list[Submission]]()
+        for one in store.submissions(since=now - ORPHANS_FOR):
+            made.setdefault(one.run, []).append(one)
+        runs = {name: store.run(name) for name in {*attempts, *made}}
+        # An id means nothing to another Slurm than the one that gave it.
+        orphaned = [name for name, several in made.items() if name not in attempts and unresolved(several)]
+        known = {**attempts, **{name: tuple(store.attempts(name)) for name in orphaned if self.has(runs[name])}}
+        return {
+            (name, attempt.number): JobRecord.of(runs[name], attempt, made.get(name, ()))
+            for name, several in known.items()
+            for attempt in several
+        }
 
     def count(self) -> int:
         """How many live runs there is a controller here for."""

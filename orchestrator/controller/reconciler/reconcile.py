@@ -18,7 +18,6 @@ from orchestrator.controller.leasing.observed_since import Clock, ObservedSince
 from orchestrator.controller.reconciler import user_requests
 from orchestrator.controller.reconciler.actor import SUBMIT_WITHIN, Actor
 from orchestrator.controller.reconciler.conclude import PoolSize, conclude, to_avoid
-from orchestrator.controller.reconciler.job_records import job_records, wanted_ids
 from orchestrator.controller.reconciler.live_jobs import end_job, end_silent_job, maintain_job
 from orchestrator.controller.reconciler.orphaned_jobs import sweep_orphans
 from orchestrator.controller.reconciler.ownership import Domain, never_submitted
@@ -80,13 +79,12 @@ class Controller:
         schedulers: Mapping[str, Scheduler],
         *,
         clock: Clock | None = None,
-        rng: Random | None = None,
         observed: ObservedSince | None = None,
         pool_size: PoolSize = lambda config: None,
         files: Files | None = None,
         instance: Instance | None = None,
     ) -> None:
-        self.store, self.schedulers, self.rng = store, schedulers, rng or Random()
+        self.store, self.schedulers, self.rng = store, schedulers, Random()
         self.clock = clock or Clock()
         self.observed = observed or ObservedSince(self.clock.mono)
         self.actor = Actor(store, schedulers, self.clock, self.observed)
@@ -106,7 +104,7 @@ class Controller:
         user_requests.answer_idle(self.actor)
         runs = self.domain.looked_for()
         attempts = {run.name: tuple(self.store.attempts(run.name)) for run in runs}
-        records = job_records(self.store, self.domain, attempts, self.clock.wall())
+        records = self.domain.job_records(attempts, self.clock.wall())
         snapshots = {
             kind: self._take_snapshot(kind, runs, attempts, records) for kind in sorted({run.cluster for run in runs})
         }
@@ -147,7 +145,7 @@ class Controller:
         last = [attempts[run.name][-1] for run in mine if self.domain.expects(run, attempts[run.name])]
         adopted = [attempt for attempt in last if attempt.state in (AttemptState.SUBMITTED, AttemptState.RUNNING)]
         due = self.clock.mono() - self._swept_at.get(kind, -SWEEP_EVERY) >= SWEEP_EVERY
-        wanted = [job_id for attempt in last for job_id in wanted_ids(attempt, records[attempt.run, attempt.number])]
+        wanted = [job_id for attempt in last for job_id in records[attempt.run, attempt.number].wanted_ids(attempt)]
         self.actor.renew_lease_if_due()
 
         def sweep(seen: SchedulerSnapshot) -> bool:

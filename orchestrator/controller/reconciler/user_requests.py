@@ -98,8 +98,7 @@ def _release(actor: Actor, run: Run, request: UserRequest) -> bool:
     def release() -> None:
         stamp = actor.stamp()
         for cluster in excluded:
-            why = "released by a person"
-            actor.store.saw_node(name, cluster, **stamp, excluded_until=now, reason=why, forgiven=True)
+            actor.store.release_node(name, cluster, "released by a person", **stamp)
         actor.store.answer(request.id, f"{name} may be used again", **stamp)
 
     actor.store.together(release)

@@ -17,12 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from orchestrator.errors import RegistryError
-from orchestrator.process_space import is_visible, process_space
+from orchestrator.process_identity import boot_id, is_visible, process_space, start_time
 
 STALE_SECONDS = 45.0
 """Longer than any write transaction takes: those wait for SQLite for seconds."""
 PATIENCE = 75.0
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class LinkLock:
@@ -92,7 +91,7 @@ class LinkLock:
         who = _parsed(holder)
         # On this host the process itself can be looked at (not in another container); after a boot it is gone.
         if who.get("host") == socket.gethostname() and "pid" in who and is_visible(who.get("space", "")):
-            return who.get("boot") != _boot() or _started(int(who["pid"])) != who.get("started")
+            return who.get("boot") != boot_id() or start_time(int(who["pid"])) != who.get("started")
         now = self._clock()
         if self._seen[0] != holder:
             self._seen = (holder, now)
@@ -130,7 +129,7 @@ def _identity() -> str:
     """This process, and this one time that it takes the lock."""
     pid = os.getpid()
     space = process_space()
-    who = {"host": socket.gethostname(), "boot": _boot(), "space": space, "pid": pid, "started": _started(pid)}
+    who = {"host": socket.gethostname(), "boot": boot_id(), "space": space, "pid": pid, "started": start_time(pid)}
     return json.dumps({**who, "nonce": secrets.token_hex(8)})
 
 
@@ -145,16 +144,3 @@ def _parsed(holder: str) -> dict[str, str]:
 def _write_new(path: Path, text: str) -> None:
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
         stream.write(text)
-
-
-def _boot() -> str:
-    return _BOOT_ID.read_text().strip()
-
-
-def _started(pid: int) -> str | None:
-    """When a process was started, in clock ticks since boot; None when there is none."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in ("Z", "X") else fields[19]

@@ -3,7 +3,7 @@
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import Connection, case, delete, func, select, update
+from sqlalchemy import Connection, case, delete, func, insert, select, update
 from sqlalchemy.dialects.sqlite import insert as insert_or
 
 from orchestrator.registry.database import StoreOperations, writes
@@ -16,6 +16,7 @@ from orchestrator.registry.models import (
     NodeRow,
     NoticeRow,
     RunRow,
+    SubmissionRow,
     UserRequestRow,
 )
 from orchestrator.registry.operations.lease_writes import fence
@@ -187,40 +188,51 @@ class ControllerWrites(StoreOperations):
 
     @writes
     def saw_node(
-        self,
-        connection: Connection,
-        name: str,
-        cluster: str,
-        *,
-        epoch: int,
-        now: float,
-        failure: str | None = None,
-        excluded_until: float | None = None,
-        reason: str | None = None,
-        forgiven: bool = False,
+        self, connection: Connection, name: str, cluster: str, *, epoch: int, now: float, failure: str | None = None
     ) -> None:
-        """Count one more attempt on a node, or, with `failure`, one failure on it; may exclude it for a time.
-
-        `reason` is why it is excluded, where that is not the failure. `forgiven`: its failures count no more.
-        """
+        """Count one more attempt on a node, or, with `failure`, one failure on it."""
+        if failure is None:
+            values: dict[str, Any] = {"attempts": NodeRow.attempts + 1}
+        else:
+            values = {"failures": NodeRow.failures + 1, "reason": failure}
         fence(connection, epoch)
-        key = {"cluster": cluster, "name": name}
-        fresh = {"attempts": 0, "failures": 0, "excluded_until": 0.0, "reason": ""}
-        row = insert_or(NodeRow).values(**key, first_seen=now, last_seen=now, **fresh)
-        connection.execute(row.on_conflict_do_nothing())
-        values: dict[str, Any] = {"last_seen": func.max(NodeRow.last_seen, now)}
-        if failure is not None:
-            values |= {"failures": NodeRow.failures + 1, "reason": failure}
-        elif excluded_until is None:
-            values["attempts"] = NodeRow.attempts + 1
-        if excluded_until is not None:
-            values["excluded_until"] = excluded_until
-        if reason is not None:
-            values["reason"] = reason
-        if forgiven:
-            values["failures"] = 0
-        wanted = (NodeRow.cluster == cluster) & (NodeRow.name == name)
-        connection.execute(update(NodeRow).where(wanted).values(**values))
+        _alter_node(connection, name, cluster, now, values)
+
+    @writes
+    def exclude_node(
+        self, connection: Connection, name: str, cluster: str, until: float, reason: str, *, epoch: int, now: float
+    ) -> None:
+        """Avoid a node until a time (`now`: no longer), and write down why."""
+        fence(connection, epoch)
+        _alter_node(connection, name, cluster, now, {"excluded_until": until, "reason": reason})
+
+    @writes
+    def release_node(
+        self, connection: Connection, name: str, cluster: str, reason: str, *, epoch: int, now: float
+    ) -> None:
+        """Avoid a node no longer: its failures count no more."""
+        fence(connection, epoch)
+        _alter_node(connection, name, cluster, now, {"excluded_until": now, "reason": reason, "failures": 0})
+
+    @writes
+    def add_submission(self, connection: Connection, run: str, attempt: int, *, epoch: int, now: float) -> int:
+        """Write down that the attempt's job is about to be submitted (again); returns the submission's number."""
+        fence(connection, epoch)
+        wanted = (SubmissionRow.run == run) & (SubmissionRow.attempt == attempt)
+        query = select(func.coalesce(func.max(SubmissionRow.number), 0)).where(wanted)
+        number = int(connection.execute(query).scalar_one()) + 1
+        values = {"run": run, "attempt": attempt, "number": number, "submitted_at": now, "outcome": ""}
+        connection.execute(insert(SubmissionRow).values(**values))
+        return number
+
+    @writes
+    def note_submission(
+        self, connection: Connection, /, run: str, attempt: int, number: int, *, epoch: int, **changes: Any
+    ) -> None:
+        """Write down what became of a submission."""
+        fence(connection, epoch)
+        wanted = (SubmissionRow.run == run) & (SubmissionRow.attempt == attempt) & (SubmissionRow.number == number)
+        connection.execute(update(SubmissionRow).where(wanted).values(**changed(SubmissionRow, changes)))
 
     @writes
     def set_cursor(self, connection: Connection, run: str, file: str, offset: int, *, epoch: int) -> None:
@@ -236,6 +248,16 @@ class ControllerWrites(StoreOperations):
         wanted = (UserRequestRow.id == request_id) & UserRequestRow.answered_at.is_(None)
         fence(connection, epoch, connection.execute(select(UserRequestRow.run).where(wanted)).scalar())
         connection.execute(update(UserRequestRow).where(wanted).values(answer=answer, answered_at=now))
+
+
+def _alter_node(connection: Connection, name: str, cluster: str, now: float, values: dict[str, Any]) -> None:
+    """Change what is known of a node, which may be seen for the first time."""
+    fresh = {"attempts": 0, "failures": 0, "excluded_until": 0.0, "reason": ""}
+    row = insert_or(NodeRow).values(cluster=cluster, name=name, first_seen=now, last_seen=now, **fresh)
+    connection.execute(row.on_conflict_do_nothing())
+    wanted = (NodeRow.cluster == cluster) & (NodeRow.name == name)
+    seen = func.max(NodeRow.last_seen, now)
+    connection.execute(update(NodeRow).where(wanted).values(last_seen=seen, **values))
 
 
 def _keep_nodes(connection: Connection, old: str, new: str) -> None:

@@ -10,7 +10,7 @@ from sqlalchemy.dialects.sqlite import insert as insert_or
 from checkpointing.storage.durable import canonical
 from orchestrator.registry.database import StoreOperations, writes
 from orchestrator.registry.models import AttemptRow, ConfigRow, RunRow, UserRequestRow
-from orchestrator.registry.records import Attempt, Run
+from orchestrator.registry.records import Attempt, NewRun, Run
 from orchestrator.registry.rows import note_transition, the_attempt, the_run
 from orchestrator.states import AttemptState, RunState
 
@@ -28,42 +28,29 @@ class UserWrites(StoreOperations):
         return digest
 
     @writes
-    def create_run(
-        self,
-        connection: Connection,
-        *,
-        slug: str,
-        cluster: str,
-        root: Path,
-        config_digest: str,
-        total_steps: int,
-        identity: dict[str, Any],
-        now: float,
-        nonce: str,
-        scheduler: str = "",
-    ) -> tuple[Run, Attempt]:
+    def create_run(self, connection: Connection, new: NewRun, *, now: float, nonce: str) -> tuple[Run, Attempt]:
         """A new run `<slug>-<n>` (CREATED) with the intent of its first attempt.
 
-        `n` is one more than the highest of that slug here, and skips folders that `root` has already, so that a
+        `n` is one more than the highest of that slug here, and skips folders that its root has already, so that a
         registry that was lost, or a second user of the same root, takes no name twice.
         """
-        name = _free_name(connection, slug, root)
+        name = _free_name(connection, new.slug, new.root)
         connection.execute(
             insert(RunRow).values(
                 name=name,
                 state=RunState.CREATED,
                 reason="",
-                cluster=cluster,
-                run_dir=str(root / name),
-                config_digest=config_digest,
-                total_steps=total_steps,
+                cluster=new.cluster,
+                run_dir=str(new.root / name),
+                config_digest=new.config_digest,
+                total_steps=new.total_steps,
                 step=0,
                 not_before=0.0,
                 fresh_from=1,
                 created_at=now,
                 updated_at=now,
-                identity=identity,
-                scheduler=scheduler,
+                identity=new.identity,
+                scheduler=new.scheduler,
             )
         )
         note_transition(connection, name, "run", name, "", RunState.CREATED, "submitted", now)

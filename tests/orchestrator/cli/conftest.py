@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from orchestrator.cli import main
-from orchestrator.registry.records import Checkpoint, Generation
+from orchestrator.registry.records import Checkpoint, Generation, NewRun
 from orchestrator.registry.store import Store
 from orchestrator.states import AttemptState, RunState, Trust
 from trainer.contract.outcome import Failure, FailureKind
@@ -76,10 +76,17 @@ class Seeds:
         """A run at step 120 of 200 in its first attempt."""
         now = time.time()
         run, _ = self.store.create_run(
-            slug=slug, cluster="local", root=self.root, config_digest=self.digest, total_steps=200,
-            identity={"code": {"git": "1a2b3c4"}, "env": {"python": "3.11.7"}, "data": {"fingerprint": "f00d"}},
-            now=now, nonce="0123abcd",
-        )  # fmt: skip
+            NewRun(
+                slug=slug,
+                cluster="local",
+                root=self.root,
+                config_digest=self.digest,
+                total_steps=200,
+                identity={"code": {"git": "1a2b3c4"}, "env": {"python": "3.11.7"}, "data": {"fingerprint": "f00d"}},
+            ),
+            now=now,
+            nonce="0123abcd",
+        )
         self.store.move_attempt(
             run.name, 1, AttemptState.SUBMITTED, "job 41", epoch=self.epoch, now=now, job_id="41", job_state="PENDING"
         )

@@ -13,9 +13,9 @@ import pytest
 from checkpointing.storage.backends import LocalStorage
 from orchestrator.cli.cluster import crontab, machine_checks, slurm_checks
 from orchestrator.controller import service
-from orchestrator.controller.jobs import usable_schedulers
 from orchestrator.controller.reconciler.reconcile import TickReport
 from orchestrator.errors import SlurmUnreachable
+from orchestrator.scheduler import choose
 from orchestrator.states import RunState
 from tests.checkpointing.made_checkpoint import make
 from tests.orchestrator.cli.conftest import Seeds, Type
@@ -132,9 +132,9 @@ def test_ckpt_verify_without_a_checkpoint(orch: Type, seeds: Seeds) -> None:
 def test_nodes(orch: Type, seeds: Seeds) -> None:
     now = time.time()
     seeds.store.saw_node("n1", "slurm", epoch=seeds.epoch, now=now)
-    seeds.store.saw_node(
-        "n2", "slurm", epoch=seeds.epoch, now=now, failure="two ranks blamed it", excluded_until=now + 3600
-    )
+    why = "two ranks blamed it"
+    seeds.store.saw_node("n2", "slurm", epoch=seeds.epoch, now=now, failure=why)
+    seeds.store.exclude_node("n2", "slurm", now + 3600, why, epoch=seeds.epoch, now=now)
     first, second = orch("nodes", "ls", "--json").data
     assert (first["node"], first["excluded_until"]) == ("n1", None)
     assert second["excluded_until"].endswith("Z")
@@ -146,7 +146,8 @@ def test_nodes_release_takes_an_exclusion_back(orch: Type, seeds: Seeds) -> None
     now = time.time()
     run = seeds.run(state=RunState.SUCCEEDED)
     cluster = seeds.store.run(run).cluster
-    seeds.store.saw_node("n2", cluster, epoch=seeds.epoch, now=now, failure="it hung", excluded_until=now + 3600)
+    seeds.store.saw_node("n2", cluster, epoch=seeds.epoch, now=now, failure="it hung")
+    seeds.store.exclude_node("n2", cluster, now + 3600, "it hung", epoch=seeds.epoch, now=now)
     seeds.store.drop_lease(seeds.store.lease())
     (row,) = orch("nodes", "release", "n2", "--no-controller", "--json").data
     assert row == {"node": "n2", "answer": "n2 may be used again"}
@@ -348,7 +349,7 @@ def test_a_pass_without_an_answer_of_slurm_says_so_by_its_exit_code(
 ) -> None:
     report = TickReport(live=1, changed=False, unreachable=("slurm",))
     monkeypatch.setattr(service, "tick_once", lambda path, kind: report if kind == "slurm" else None)
-    monkeypatch.setattr(usable_schedulers, "kinds", lambda: ("slurm", "local"))
+    monkeypatch.setattr(choose, "kinds", lambda: ("slurm", "local"))
     silent = orch("controller", "tick")
     assert silent.code == 5
     assert "slurm does not answer" in silent.out

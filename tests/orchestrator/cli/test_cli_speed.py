@@ -18,7 +18,6 @@ HEAVY = [
     "submitit",
     "rich",
     "jinja2",
-    "tenacity",
     "ClusterShell",
     "fsspec",
 ]

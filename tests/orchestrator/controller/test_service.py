@@ -13,12 +13,13 @@ import psutil
 import pytest
 
 from orchestrator.controller import service
-from orchestrator.controller.leasing.lease import Holder, host_name, start_time, this_process
+from orchestrator.controller.leasing.lease import Holder, host_name, this_process
 from orchestrator.controller.leasing.observed_since import Clock
 from orchestrator.controller.reconciler.reconcile import Controller
 from orchestrator.errors import RegistryError
 from orchestrator.home import registry_path, state_home
-from orchestrator.registry.records import Lease
+from orchestrator.process_identity import start_time
+from orchestrator.registry.records import Lease, NewRun
 from orchestrator.registry.store import Store
 from trainer.contract.run_dir import RunDir
 
@@ -188,9 +189,10 @@ def test_a_run_s_folder_that_cannot_be_read_is_no_news(path: Path, monkeypatch: 
     with Store.open(path) as store:
         digest = store.put_config({"name": "a"})
         store.create_run(
-            slug="a", cluster="local", root=path.parent, config_digest=digest, total_steps=1, identity={}, now=1.0,
+            NewRun(slug="a", cluster="local", root=path.parent, config_digest=digest, total_steps=1, identity={}),
+            now=1.0,
             nonce="00000001",
-        )  # fmt: skip
+        )
         monkeypatch.setattr(RunDir, "all_attempts", stale)
         assert Controller(store, {}, clock=Clock()).news() == ((), ("a-1",), (False,))
 
@@ -313,9 +315,18 @@ FIRST, OTHER = "lab@login1:6817/aaaaaaaa", "other@login2:6817/bbbbbbbb"
 def live_run(store: Store, folder: Path, scheduler: str) -> None:
     digest = store.put_config({"name": "a"})
     store.create_run(
-        slug="a", cluster="slurm", root=folder, config_digest=digest, total_steps=1, identity={}, now=time.time(),
-        nonce="00000001", scheduler=scheduler,
-    )  # fmt: skip
+        NewRun(
+            slug="a",
+            cluster="slurm",
+            root=folder,
+            config_digest=digest,
+            total_steps=1,
+            identity={},
+            scheduler=scheduler,
+        ),
+        now=time.time(),
+        nonce="00000001",
+    )
 
 
 @pytest.mark.parametrize("served", [True, False])

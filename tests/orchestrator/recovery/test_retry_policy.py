@@ -1,5 +1,6 @@
 """Decisions between attempts: tables with their reasons, and what holds for every history."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -205,7 +206,12 @@ def test_every_decision_has_a_reason_and_a_pause_within_bounds(
     assert decision.action in (Action.RETRY, Action.FAIL, Action.HOLD)
     if decision.action is Action.RETRY:
         assert NOW <= decision.not_before <= NOW + CONFIG.backoff_max
-    assert Decision.from_json(decision.to_json()) == decision
+    assert json.loads(json.dumps(decision.to_json())) == {
+        "action": str(decision.action),
+        "reason": decision.reason,
+        "not_before": decision.not_before,
+        "exclude": list(decision.exclude),
+    }
 
 
 @given(histories, st.sampled_from([kind for kind in FailureKind if BUDGETS[kind] is not Budget.PERSON]))

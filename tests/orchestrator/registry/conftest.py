@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.registry.records import Attempt, Lease, Run
+from orchestrator.registry.records import Attempt, Lease, NewRun, Run
 from orchestrator.registry.store import Store
 
 
@@ -27,9 +27,17 @@ class Desk:
         digest = self.store.put_config({"name": slug})
         number = len(self.store.runs())
         return self.store.create_run(
-            slug=slug, cluster="local", root=self.root, config_digest=digest, total_steps=100,
-            identity={"code": {"sha": "abc"}}, now=now, nonce=f"{number:08x}",
-        )  # fmt: skip
+            NewRun(
+                slug=slug,
+                cluster="local",
+                root=self.root,
+                config_digest=digest,
+                total_steps=100,
+                identity={"code": {"sha": "abc"}},
+            ),
+            now=now,
+            nonce=f"{number:08x}",
+        )
 
 
 @pytest.fixture

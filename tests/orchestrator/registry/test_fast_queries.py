@@ -55,10 +55,13 @@ def test_newest_first_limited_by_state_and_by_name(desk: Desk) -> None:
 
 
 def test_the_lease_tells_how_old_the_answer_is(desk: Desk, tmp_path: Path) -> None:
-    assert fast_queries.lease_age(desk.path, 50.0) is None
+    before = fast_queries.lease(desk.path)
     desk.store.ticked(desk.lease, 40.0)
-    assert fast_queries.lease(desk.path) == desk.store.lease()
-    assert fast_queries.lease_age(desk.path, 50.0) == 10.0
+    after = fast_queries.lease(desk.path)
+    assert after == desk.store.lease()
+    assert before is not None
+    assert after is not None
+    assert (before.ticked_at, after.ticked_at) == (0.0, 40.0)
 
 
 def test_no_registry_is_an_empty_answer(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from orchestrator.errors import Fenced
-from orchestrator.registry.records import Lease
+from orchestrator.registry.records import Lease, NewRun
 from orchestrator.registry.store import Store
 from orchestrator.states import LIVE_ATTEMPTS, AttemptState, may_move
 
@@ -39,9 +39,10 @@ class Controllers(RuleBasedStateMachine):
         self.store = Store.open(self.folder / "registry.db")
         digest = self.store.put_config({})
         run, _ = self.store.create_run(
-            slug="r", cluster="local", root=self.folder, config_digest=digest, total_steps=1, identity={}, now=0.0,
+            NewRun(slug="r", cluster="local", root=self.folder, config_digest=digest, total_steps=1, identity={}),
+            now=0.0,
             nonce="00000000",
-        )  # fmt: skip
+        )
         self.run = run.name
         self.now = 0.0
         self.leases: dict[str, Lease] = {}

@@ -7,7 +7,7 @@ import pytest
 
 from orchestrator.errors import Fenced, ForeignRun
 from orchestrator.registry import fast_queries
-from orchestrator.registry.records import Lease
+from orchestrator.registry.records import Lease, NewRun
 from orchestrator.registry.store import Store
 from orchestrator.states import RunState
 
@@ -29,9 +29,18 @@ def taken(store: Store, scheduler: str, holder: str = "", now: float = 0.0) -> L
 def submitted(store: Store, tmp_path: Path, scheduler: str) -> str:
     digest = store.put_config({"name": "a"})
     run, attempt = store.create_run(
-        slug="a", cluster="slurm", root=tmp_path, config_digest=digest, total_steps=1, identity={}, now=0.0,
-        nonce=f"{len(store.runs()):08x}", scheduler=scheduler,
-    )  # fmt: skip
+        NewRun(
+            slug="a",
+            cluster="slurm",
+            root=tmp_path,
+            config_digest=digest,
+            total_steps=1,
+            identity={},
+            scheduler=scheduler,
+        ),
+        now=0.0,
+        nonce=f"{len(store.runs()):08x}",
+    )
     assert attempt.scheduler == run.scheduler == scheduler
     return run.name
 
@@ -89,7 +98,7 @@ def test_a_run_is_claimed_once_and_its_attempts_follow(store: Store, tmp_path: P
     assert store.claim_run(name, A, epoch=first.epoch)
     assert store.claim_run(name, A, epoch=first.epoch), "repeating it is harmless"
     assert not store.claim_run(name, B, epoch=second.epoch)
-    assert (store.run(name).slurm_cluster, store.attempts(name)[0].scheduler) == (A, A)
+    assert (store.run(name).scheduler, store.attempts(name)[0].scheduler) == (A, A)
     assert store.claim_run(name, B, epoch=second.epoch, before=A)
     added = store.add_attempt(name, nonce="ffffffff", excluded=(), epoch=second.epoch, now=1.0)
     assert [attempt.scheduler for attempt in store.attempts(name)] == [A, B] == [A, added.scheduler]
@@ -100,12 +109,13 @@ def test_what_is_known_of_nodes_by_the_cluster_s_old_name_goes_on_with_a_claimed
 ) -> None:
     name, epoch = submitted(store, tmp_path, ""), taken(store, A).epoch
     for node, cluster, until in (("n1", "slurm", 90.0), ("n2", "slurm", 90.0), ("n2", A, 50.0), ("n3", "slurm", 40.0)):
-        store.saw_node(node, cluster, epoch=epoch, now=1.0, failure=f"{cluster} {node}", excluded_until=until)
-    store.saw_node("n3", A, epoch=epoch, now=1.0, excluded_until=60.0, reason="slow")
+        store.saw_node(node, cluster, epoch=epoch, now=1.0, failure=f"{cluster} {node}")
+        store.exclude_node(node, cluster, until, f"{cluster} {node}", epoch=epoch, now=1.0)
+    store.exclude_node("n3", A, 60.0, "slow", epoch=epoch, now=1.0)
     assert store.claim_run(name, A, epoch=epoch)
     known = {node.name: (node.excluded_until, node.reason) for node in store.nodes() if node.cluster == A}
     assert known == {"n1": (90.0, "slurm n1"), "n2": (90.0, "slurm n2"), "n3": (60.0, "slow")}
-    store.saw_node("n1", A, epoch=epoch, now=2.0, excluded_until=2.0, forgiven=True)
+    store.release_node("n1", A, "asked", epoch=epoch, now=2.0)
     assert store.claim_run(name, A, epoch=epoch)
     (released,) = [node for node in store.nodes() if (node.name, node.cluster) == ("n1", A)]
     assert (released.excluded_until, released.failures) == (2.0, 0), "only the first claim brings them along"

@@ -1,9 +1,10 @@
-"""Versions of the registry: made, upgraded with a backup, refused when newer."""
+"""Versions of the registry: made, upgraded with a backup, refused when newer or older than any release."""
 
 import hashlib
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,15 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import create_engine
 
 from orchestrator.errors import RegistryError
-from orchestrator.registry import fast_queries, migrate, store, versions
+from orchestrator.registry import fast_queries, migrate, versions
 from orchestrator.registry.models import Base
 from orchestrator.registry.store import Store
+from orchestrator.registry_rebuild.rebuild import rebuild
+from tests.orchestrator.registry.old_registry import old_registry
 
 Desk = Any
+MODELLED = {"compare_type": True, "include_name": lambda name, kind, parents: name != "meta"}
+"""Nothing reads `meta`: it stays because registries have it."""
 MIGRATIONS = Path(migrate.__file__).parent / "migrations"
 STEPS = sorted((MIGRATIONS / "versions").glob("v*.py"))
 TODAY, NEXT = versions.HEAD, f"{int(versions.HEAD) + 1:04d}"
@@ -41,7 +46,7 @@ def upgrade() -> None:
 def test_migrations_make_exactly_the_tables_of_the_models(desk: Desk) -> None:
     engine = create_engine(f"sqlite:///{desk.path}")
     with engine.connect() as connection:
-        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        context = MigrationContext.configure(connection, opts=MODELLED)
         assert compare_metadata(context, Base.metadata) == []
     engine.dispose()
 
@@ -82,14 +87,12 @@ class Tomorrow:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, then: str = "") -> None:
         (folder / "versions").mkdir(parents=True)
-        for name in ("env.py", "script.py.mako", *(f"versions/{step.name}" for step in STEPS)):
+        for name in ("env.py", *(f"versions/{step.name}" for step in STEPS)):
             (folder / name).write_text((MIGRATIONS / name).read_text())
         (folder / "versions" / f"v{NEXT}_note.py").write_text(SECOND.format(then=then, today=TODAY, next=NEXT))
         monkeypatch.setattr(migrate, "FOLDER", folder)
-        for module in (migrate, store, fast_queries):
-            monkeypatch.setattr(module, "KNOWN", (*versions.KNOWN, NEXT))
-        for module in (store, fast_queries, migrate):
-            monkeypatch.setattr(module, "HEAD", NEXT)
+        monkeypatch.setattr(versions, "KNOWN", (*versions.KNOWN, NEXT))
+        monkeypatch.setattr(versions, "HEAD", NEXT)
 
 
 def test_an_older_registry_is_upgraded_after_a_backup(
@@ -112,35 +115,72 @@ def test_an_older_registry_is_upgraded_after_a_backup(
     assert fast_queries.version(desk.path.with_name(f"registry.db.{TODAY}.bak")) == TODAY
 
 
-def test_a_registry_of_the_first_version_gets_what_came_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of the first version stay, and what they could not tell is empty."""
-    path, first = tmp_path / "old.db", tmp_path / "first"
-    (first / "versions").mkdir(parents=True)
-    for name in ("env.py", "script.py.mako", "versions/v0001_first_tables.py"):
-        (first / name).write_text((MIGRATIONS / name).read_text())
-    with monkeypatch.context() as patch:
-        patch.setattr(migrate, "FOLDER", first)
-        path.touch()
-        migrate.upgrade(path)
-    assert fast_queries.version(path) == "0001"
-    raw = sqlite3.connect(path)
-    digest = hashlib.sha256(b"{}").hexdigest()
-    raw.execute("INSERT INTO configs VALUES (?, '{}')", (digest,))
-    raw.execute(
-        "INSERT INTO runs (name, state, reason, cluster, run_dir, config_digest, total_steps, step, not_before,"
-        " fresh_from, created_at, updated_at, identity)"
-        " VALUES ('r-1', 'RUNNING', '', 'slurm', '/r', ?, 9, 3, 0, 1, 1, 1, '{}')",
-        (digest,),
-    )
-    raw.execute("INSERT INTO checkpoints VALUES ('r-1', 'a', 5, 1, 'VERIFIED', 7, '/r/a', 1.0, 'read')")
-    raw.commit()
-    raw.close()
-    with Store.open(path) as upgraded:
-        (saved,) = upgraded.checkpoints("r-1")
+def schema(path: Path) -> dict[str, list[tuple[Any, ...]]]:
+    """What SQLite says of every table, index and trigger, whatever words made them."""
+    with closing(sqlite3.connect(path)) as raw:
+        rows = raw.execute("SELECT name, type, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite_%'").fetchall()
+        pragmas = ("table_info", "foreign_key_list", "index_list", "index_info")
+        found = {name: [row for word in pragmas for row in raw.execute(f"PRAGMA {word}({name})")] for name, *_ in rows}
+        return found | {name: [(sql,)] for name, kind, sql in rows if kind == "trigger"}
+
+
+def test_a_registry_that_the_five_first_migrations_made_is_one_of_today(desk: Desk, tmp_path: Path) -> None:
+    path = tmp_path / "grown.db"
+    old_registry(path, "0005")
+    assert schema(path) == schema(desk.path)
+    with closing(sqlite3.connect(path)) as raw:
+        digest = hashlib.sha256(b"{}").hexdigest()
+        raw.execute("INSERT INTO configs VALUES (?, '{}')", (digest,))
+        raw.execute(
+            "INSERT INTO runs (name, state, reason, cluster, run_dir, config_digest, total_steps, step, not_before,"
+            " fresh_from, created_at, updated_at, identity)"
+            f" VALUES ('r-1', 'RUNNING', '', 'slurm', '{tmp_path}/r', ?, 9, 3, 0, 1, 1, 1, '{{}}')",
+            (digest,),
+        )
+        raw.execute(
+            "INSERT INTO checkpoints (run, name, step, attempt, trust, bytes, path, committed_at, reason)"
+            " VALUES ('r-1', 'a', 5, 1, 'VERIFIED', 7, '/r/a', 1.0, 'read')"
+        )
+        raw.commit()
+        before = list(raw.iterdump())
+    with Store.open(path) as store:
+        (saved,) = store.checkpoints("r-1")
         assert (saved.trust, saved.tier, saved.seconds, saved.stall) == ("VERIFIED", "", None, None)
-        assert upgraded.copies("r-1") == []
-        assert upgraded.notices("r-1") == []
-        assert (upgraded.run("r-1").scheduler, upgraded.run("r-1").slurm_cluster) == ("", None)
+        assert store.run("r-1").scheduler == ""
+    with closing(sqlite3.connect(path)) as raw:
+        assert list(raw.iterdump()) == before
+    assert not list(tmp_path.glob("*.bak"))
+
+
+@pytest.mark.parametrize("version", ["0001", "0002", "0003", "0004"])
+def test_an_unreleased_registry_is_refused_and_left_alone(tmp_path: Path, version: str) -> None:
+    path = tmp_path / "registry.db"
+    old_registry(path, version)
+    before = path.read_bytes()
+    for opens in (
+        lambda: Store.open(path),
+        lambda: Store.open(path, readonly=True),
+        lambda: fast_queries.newest(path),
+        lambda: fast_queries.leases(path),
+        lambda: migrate.upgrade(path),
+    ):
+        with pytest.raises(RegistryError, match=f"version {version}, which this orch can neither read nor") as caught:
+            opens()
+        assert caught.value.where == str(path)
+        assert caught.value.hint.startswith("orch db rebuild --root")
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("version", ["0001", "0003", "0004"])
+def test_an_unreleased_registry_is_not_replaced_while_its_controller_lives(tmp_path: Path, version: str) -> None:
+    path = tmp_path / "registry.db"
+    values = "(3, 'elsewhere:1:1', 1000.0, 1060.0, 0)"
+    lease = f"INSERT INTO lease (epoch, holder, renewed_at, expires_at, ticked_at) VALUES {values}"
+    old_registry(path, version, lease)
+    with pytest.raises(RegistryError, match=r"a controller is alive \(elsewhere:1:1\)"):
+        rebuild(path, [tmp_path], now=1001.0)
+    assert fast_queries.version(path) == version
+    assert rebuild(path, [tmp_path], now=1061.0) == 0
     assert fast_queries.version(path) == versions.HEAD
 
 

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from checkpointing.storage.durable import canonical, dump_line
-from orchestrator.controller.leasing.lease import Holder, host_name, start_time
+from orchestrator.controller.leasing.lease import Holder, host_name
 from orchestrator.controller.run_dirs.run_folder import ensure_run_dir
 from orchestrator.errors import RegistryError
-from orchestrator.registry.records import Checkpoint, Copy, Generation, Notice
+from orchestrator.process_identity import start_time
+from orchestrator.registry.records import Checkpoint, Copy, Generation, NewRun, Notice
 from orchestrator.registry.store import Store
 from orchestrator.registry_rebuild.rebuild import rebuild
 from orchestrator.states import AttemptState, RunState, Trust
@@ -33,9 +34,10 @@ def begin(desk: Desk, slug: str = "tiny", now: float = 1.0) -> RunDir:
     digest = desk.store.put_config(CONFIG)
     identity = {"code": {"sha": "abc"}}
     run, attempt = desk.store.create_run(
-        slug=slug, cluster="slurm", root=desk.root, config_digest=digest, total_steps=100, identity=identity, now=now,
+        NewRun(slug=slug, cluster="slurm", root=desk.root, config_digest=digest, total_steps=100, identity=identity),
+        now=now,
         nonce=f"{len(desk.store.runs()):08x}",
-    )  # fmt: skip
+    )
     folder = RunDir(Path(run.run_dir))
     folder.make()
     fields = {key: getattr(run, key) for key in ("name", "cluster", "created_at", "total_steps", "config_digest")}
@@ -89,7 +91,8 @@ def live_through_two_attempts(desk: Desk) -> RunDir:
     )  # fmt: skip
     store.put_notice(hang, epoch=epoch)
     failure = {"kind": "node_lost", "reason": "NODE_FAIL", "node": "n1"}
-    store.saw_node("n1", "slurm", **stamp, failure="node_lost", excluded_until=500.0)
+    store.saw_node("n1", "slurm", **stamp, failure="node_lost")
+    store.exclude_node("n1", "slurm", 500.0, "node_lost", **stamp)
     store.move_attempt(
         name, 1, AttemptState.ENDED, "NODE_FAIL", **stamp, nodes=("n1", "n2"), failure=failure, ended_at=30.0,
         decision={"action": "retry", "reason": "budget left"}, last_step=25,
@@ -356,9 +359,18 @@ def test_a_run_stays_with_its_cluster(desk: Desk, recorded: bool) -> None:
     """By its record, and by run.json and the intents where that is lost, too."""
     there, digest = "lab@login1:6817/aaaaaaaa", desk.store.put_config(CONFIG)
     run, attempt = desk.store.create_run(
-        slug="tiny", cluster="slurm", root=desk.root, config_digest=digest, total_steps=100, identity={}, now=1.0,
-        nonce="00000000", scheduler=there,
-    )  # fmt: skip
+        NewRun(
+            slug="tiny",
+            cluster="slurm",
+            root=desk.root,
+            config_digest=digest,
+            total_steps=100,
+            identity={},
+            scheduler=there,
+        ),
+        now=1.0,
+        nonce="00000000",
+    )
     folder = ensure_run_dir(run, attempt, CONFIG)
     desk.store.move_run(run.name, RunState.HELD, "", **desk.stamp)
     if not recorded:

@@ -160,11 +160,12 @@ def test_nodes_count_attempts_and_failures(desk: Desk) -> None:
     epoch = desk.lease.epoch
     desk.store.saw_node("n1", "slurm", epoch=epoch, now=1.0)
     desk.store.saw_node("n1", "slurm", epoch=epoch, now=2.0)
-    desk.store.saw_node("n1", "slurm", epoch=epoch, now=3.0, failure="XID 79", excluded_until=99.0)
+    desk.store.saw_node("n1", "slurm", epoch=epoch, now=3.0, failure="XID 79")
+    desk.store.exclude_node("n1", "slurm", 99.0, "XID 79", epoch=epoch, now=3.0)
     (node,) = desk.store.nodes()
     assert (node.attempts, node.failures, node.excluded_until, node.reason) == (2, 1, 99.0, "XID 79")
     assert (node.first_seen, node.last_seen) == (1.0, 3.0)
-    desk.store.saw_node("n1", "slurm", epoch=epoch, now=4.0, excluded_until=200.0, reason="slow")
+    desk.store.exclude_node("n1", "slurm", 200.0, "slow", epoch=epoch, now=4.0)
     (node,) = desk.store.nodes()
     assert (node.attempts, node.failures, node.excluded_until, node.reason) == (2, 1, 200.0, "slow")
 
@@ -231,6 +232,8 @@ def test_a_fenced_controller_writes_nothing(desk: Desk) -> None:
         lambda: store.trust(run.name, "step-5", Trust.CORRUPT, "x", **stamp),
         lambda: store.rehome(Copy(run=run.name, name="s", tier="t", path="p", bytes=1, copied_at=1.0), "", epoch=old),
         lambda: store.saw_node("n", "slurm", **stamp),
+        lambda: store.exclude_node("n", "slurm", 9.0, "slow", **stamp),
+        lambda: store.release_node("n", "slurm", "asked", **stamp),
         lambda: store.put_notice(
             Notice(run=run.name, attempt=1, source="s", seq=1, kind="incident", generation=1, time=1.0), epoch=old
         ),

@@ -207,7 +207,8 @@ def test_cancel_reaches_the_tasks_of_a_killed_holder(world: World) -> None:
 
 def test_after_a_restart_of_the_machine_its_jobs_are_gone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, job = running(world)
-    monkeypatch.setattr(local_records, "boot_id", lambda: "another")
+    for module in (local, local_records):
+        monkeypatch.setattr(module, "boot_id", lambda: "another")
     monkeypatch.setattr(local_records, "booted_at", lambda: time.time() + 1.0)
     assert world.state(job) == "NODE_FAIL"
     world.scheduler.cancel(job.job_id)
@@ -219,7 +220,8 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, machine: bool) -> None:
     monkeypatch.setattr(local_records, "is_visible", lambda space: False)
     monkeypatch.setattr(local_records, "marked", lambda name: [])
     if machine:
-        monkeypatch.setattr(local_records, "boot_id", lambda: "another")
+        for module in (local, local_records):
+            monkeypatch.setattr(module, "boot_id", lambda: "another")
 
 
 @pytest.mark.parametrize("machine", [False, True])

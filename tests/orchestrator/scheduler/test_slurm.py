@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.errors import ConfigError, Precondition, SlurmUnreachable, SubmitAmbiguous
 from orchestrator.scheduler.base import UNREADABLE, JobSpec, Resources
-from orchestrator.scheduler.choose import choose, resolve
+from orchestrator.scheduler.choose import resolve, usable
 from orchestrator.scheduler.job_environment import Submitter
 from orchestrator.scheduler.slurm import SlurmScheduler
 from orchestrator.scheduler.submitit_payload import adopt_payload, ids_in
@@ -309,11 +309,15 @@ def test_a_missing_payload_is_said(tmp_path: Path) -> None:
 
 
 def test_auto_is_slurm_where_sbatch_is(program: Program) -> None:
-    assert (resolve("auto"), choose("auto").kind) == ("local", "local")
+    assert (resolve("auto"), *usable("local"), *usable("slurm")) == ("local", "local")
     program("sbatch", "true")
-    assert (resolve("auto"), choose("auto").kind, choose("local").kind) == ("slurm", "slurm", "local")
+    found = {**usable("slurm"), **usable("local")}
+    assert (resolve("auto"), {kind: one.kind for kind, one in found.items()}) == (
+        "slurm",
+        {"slurm": "slurm", "local": "local"},
+    )
     with pytest.raises(ConfigError, match="cluster.kind=pbs"):
-        choose("pbs")
+        resolve("pbs")
 
 
 def test_the_agents_entry_travels_by_reference(program: Program, tmp_path: Path) -> None:

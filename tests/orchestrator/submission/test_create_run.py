@@ -13,6 +13,7 @@ from orchestrator.controller import failpoints
 from orchestrator.controller.reconciler.reconcile import Controller
 from orchestrator.controller.run_dirs.run_folder import ensure_run_dir
 from orchestrator.errors import ConfigError, Precondition
+from orchestrator.registry.records import NewRun
 from orchestrator.registry.store import Store
 from orchestrator.states import AttemptState, RunState
 from orchestrator.submission import create_run
@@ -107,9 +108,12 @@ def test_the_submitter_and_a_controller_may_make_the_folder_at_once(tmp_path: Pa
     runs = []
     for number in range(count):
         run, attempt = store.create_run(
-            slug="both", cluster="local", root=tmp_path / "runs", config_digest=digest, total_steps=1, identity={},
-            now=1.0, nonce=f"{number:08x}",
-        )  # fmt: skip
+            NewRun(
+                slug="both", cluster="local", root=tmp_path / "runs", config_digest=digest, total_steps=1, identity={}
+            ),
+            now=1.0,
+            nonce=f"{number:08x}",
+        )
         runs.append((run, attempt, config))
     fork = multiprocessing.get_context("fork")
     barrier, answers = fork.Barrier(2), fork.SimpleQueue()

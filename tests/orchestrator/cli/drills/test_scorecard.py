@@ -46,7 +46,7 @@ def test_a_killed_rank_from_the_blow_to_the_next_step() -> None:
     tape = killed().add(102.0, EventKind.GENERATION_FIRST_STEP, generation=2, step=21, seconds=1.4)
     card = tape.score("kill-rank")
     assert (card.detected_s, card.back_s, card.back_step, card.steps_lost) == (0.1, 2.0, 21, 5)
-    assert (card.noticed, card.named, card.culprit_right) == ("rank 1 ended: killed by SIGKILL", "rank 1", True)
+    assert (card.noticed, card.named, card.culprit_right) == ("rank 1 on n1 ended: killed by SIGKILL", "rank 1", True)
     assert (card.failure, card.kind_right, card.decision) == ("rank_killed", True, "restart: rank 1 was killed")
     assert (card.over, card.passed, card.verdict) == (True, True, "noticed, rightly named, and training again")
 
@@ -99,7 +99,7 @@ def test_a_straggler_is_named_and_training_goes_on() -> None:
     tape.add(105.0, EventKind.STRAGGLER, rank=1, node="n1", section="forward", ratio=1.4, over=False)
     card = tape.score("slow-rank", state=RunState.RUNNING)
     assert (card.passed, card.over, card.kind_right) == (True, True, None)
-    assert card.noticed == "rank 1 is slow: forward takes 1.40 x its peers' time"
+    assert card.noticed == "rank 1 on n1 is slow: forward takes 1.40 x its peers' time"
     tape.events[-1].data["over"] = True
     assert tape.score("slow-rank").verdict == "it was not noticed"
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.cli.drills.demo_report import read_demo_report
-from orchestrator.cli.runs.event_text import EventFeed, describe_event
+from orchestrator.cli.runs.event_text import describe_event
+from orchestrator.cli.runs.run_reader import EventFeed
 from orchestrator.states import RunState
 from tests.orchestrator.cli.conftest import Seeds, Type
 from trainer.contract.events import EventKind, EventLog

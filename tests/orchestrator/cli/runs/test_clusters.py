@@ -125,7 +125,8 @@ def test_a_request_waits_for_the_run_s_own_controller(
 def test_a_node_of_a_cluster_that_nobody_serves_from_here_is_not_said_to_be_released(orch: Type, sites: Sites) -> None:
     sites.run(FAR)
     now, epoch = time.time(), sites.seeds.epoch
-    sites.store.saw_node("n2", FAR, epoch=epoch, now=now, failure="it hung", excluded_until=now + 3600)
+    sites.store.saw_node("n2", FAR, epoch=epoch, now=now, failure="it hung")
+    sites.store.exclude_node("n2", FAR, now + 3600, "it hung", epoch=epoch, now=now)
     sites.alone()
     refused = orch("nodes", "release", "n2")
     assert refused.code == 4

@@ -15,14 +15,12 @@ from orchestrator.controller.leasing.lease import (
     displayed_state,
     host_name,
     host_of,
-    is_stopped,
     observed_state,
-    start_time,
     this_process,
 )
 from orchestrator.controller.leasing.observed_since import ObservedSince
 from orchestrator.errors import Fenced
-from orchestrator.process_space import UNKNOWN, process_space
+from orchestrator.process_identity import UNKNOWN, process_space, process_state, start_time
 from orchestrator.registry.records import Lease
 from orchestrator.registry.store import Store
 from tests.fakes.model_clock import FakeClock
@@ -78,7 +76,7 @@ def test_a_process_in_another_container_is_neither_alive_nor_dead_until_its_leas
 
 def test_a_pid_namespace_is_a_space_of_its_own() -> None:
     """Without a /proc of its own the space is not even known."""
-    program = "from orchestrator.process_space import *; print(process_space(), is_visible(''))"
+    program = "from orchestrator.process_identity import *; print(process_space(), is_visible(''))"
     words = [sys.executable, "-c", program]
     spaces = []
     for within in ([], ["--mount-proc"], None):
@@ -185,7 +183,7 @@ def test_a_stopped_process_is_said_to_stall_at_once_and_keeps_its_lease_for_its_
         lease = held(f"{host_name()}:{sleeper.pid}:{start_time(sleeper.pid)}")
         assert displayed_state(lease, lease.renewed_at + 10.0).alive
         os.kill(sleeper.pid, signal.SIGSTOP)
-        while not is_stopped(sleeper.pid):
+        while process_state(sleeper.pid) != "T":
             pass
         state = displayed_state(lease, lease.renewed_at + 10.0)
         assert (state.alive, state.stalled, state.may_take) == (False, True, False)

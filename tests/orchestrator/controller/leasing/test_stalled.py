@@ -15,7 +15,8 @@ import pytest
 from orchestrator.cli import main
 from orchestrator.controller import service
 from orchestrator.controller.leasing import lease as leases
-from orchestrator.controller.leasing.lease import Holder, host_name, start_time
+from orchestrator.controller.leasing.lease import Holder, host_name
+from orchestrator.process_identity import process_state, start_time
 from orchestrator.registry.store import Store
 
 
@@ -48,7 +49,7 @@ def stopped(path: Path) -> psutil.Process:
     pid = service.status(path).pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
-    until(lambda: leases.is_stopped(pid))
+    until(lambda: process_state(pid) == "T")
     return psutil.Process(pid)
 
 

@@ -15,11 +15,10 @@ from orchestrator.errors import RegistryError
 from orchestrator.registry import fast_queries, store
 from orchestrator.registry.locks import lock_peer, lock_proof
 from orchestrator.registry.locks.filesystem import Mount, mount_of, mounted
-from orchestrator.registry.locks.lock_mode import lock_mode_for
+from orchestrator.registry.locks.lock_mode import LockSupport, lock_mode_for, lock_support
 from orchestrator.registry.locks.lock_peer import LockPeer
 from orchestrator.registry.locks.lock_probe import PeerCall, ProbeFailed, lock_fault, locks_work, other_peer, probe_file
 from orchestrator.registry.locks.lock_proof import Proof, is_proved, proofs, prove, prove_with
-from orchestrator.registry.locks.lock_support import LockSupport, lock_support
 from orchestrator.registry.store import Store
 
 LOCAL, SHARED, UNKNOWN, UNSHARED = LockSupport

@@ -1,30 +1,13 @@
-"""The schedulers this machine can use, and how large a partition is."""
+"""How many nodes a partition of Slurm has."""
 
-import shutil
 import subprocess
 import time
-from collections.abc import Mapping
 
 from orchestrator.config.run_config import RunConfig
-from orchestrator.scheduler.base import Scheduler
 
 KEEP = 600.0
 """Seconds for which the size of a partition is believed."""
 ANSWER_WITHIN = 10.0
-
-
-def kinds() -> tuple[str, ...]:
-    """What this machine can use: local always, Slurm where its commands are."""
-    return ("slurm", "local") if shutil.which("sbatch") is not None else ("local",)
-
-
-def usable(kind: str) -> Mapping[str, Scheduler]:
-    """The scheduler of this kind; none where its commands are missing: its runs wait, untouched."""
-    if kind not in kinds():
-        return {}
-    from orchestrator.scheduler.choose import choose  # brings what starts processes
-
-    return {kind: choose(kind)}
 
 
 class PartitionSizes:

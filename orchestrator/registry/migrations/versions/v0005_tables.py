@@ -1,9 +1,9 @@
-"""The first tables."""
+"""The tables of the first release. Registries of the revisions 0001 to 0004 were never released and are refused."""
 
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0001"
+revision = "0005"
 down_revision = None
 
 _IMMUTABLE = """
@@ -22,6 +22,10 @@ def _text(name: str, *, null: bool = False) -> "sa.Column[str]":
     return sa.Column(name, sa.Text(), nullable=null)
 
 
+def _text_or_empty(name: str) -> "sa.Column[str]":
+    return sa.Column(name, sa.Text(), nullable=False, server_default="")
+
+
 def _whole(name: str, *, null: bool = False) -> "sa.Column[int]":
     return sa.Column(name, sa.Integer(), nullable=null)
 
@@ -34,14 +38,13 @@ def upgrade() -> None:
     _configs()
     _runs()
     _attempts()
+    _submissions()
     _generations()
     _checkpoints()
+    _copies()
     _transitions()
+    _notices()
     _controller()
-
-
-def downgrade() -> None:
-    raise NotImplementedError("restore the backup that the upgrade has made")
 
 
 def _configs() -> None:
@@ -63,6 +66,7 @@ def _runs() -> None:
         _real("created_at"),
         _real("updated_at"),
         _text("identity"),
+        _text_or_empty("scheduler"),
         sa.PrimaryKeyConstraint("id"),
         sa.UniqueConstraint("name"),
         sa.ForeignKeyConstraint(["config_digest"], ["configs.digest"], name="fk_runs_config_digest"),
@@ -84,10 +88,25 @@ def _attempts() -> None:
         *(_whole(name, null=True) for name in ("resumed_from", "first_step", "last_step", "saved_step")),
         _whole("generations"),
         *(_text(name, null=True) for name in ("failure", "decision")),
+        _text_or_empty("scheduler"),
         sa.PrimaryKeyConstraint("run", "number"),
         sa.UniqueConstraint("job_name"),
         sa.ForeignKeyConstraint(["run"], ["runs.name"], name="fk_attempts_run"),
     )
+
+
+def _submissions() -> None:
+    op.create_table(
+        "submissions",
+        _text("run"),
+        *(_whole(name) for name in ("attempt", "number")),
+        _real("submitted_at"),
+        _text("job_id", null=True),
+        _text("outcome"),
+        sa.PrimaryKeyConstraint("run", "attempt", "number"),
+        sa.ForeignKeyConstraint(["run", "attempt"], ["attempts.run", "attempts.number"], name="fk_submissions_attempt"),
+    )
+    op.create_index("ix_submissions_submitted_at", "submissions", ["submitted_at"])
 
 
 def _generations() -> None:
@@ -101,6 +120,7 @@ def _generations() -> None:
         *(_whole(name, null=True) for name in ("resumed_from", "last_step")),
         _text("reason"),
         _text("failure", null=True),
+        _text_or_empty("tier"),
         sa.PrimaryKeyConstraint("run", "attempt", "number"),
         sa.ForeignKeyConstraint(["run", "attempt"], ["attempts.run", "attempts.number"], name="fk_generations_attempt"),
     )
@@ -117,10 +137,23 @@ def _checkpoints() -> None:
         _text("path"),
         _real("committed_at"),
         _text("reason"),
+        _text_or_empty("tier"),
+        *(_real(name, null=True) for name in ("seconds", "stall")),
         sa.PrimaryKeyConstraint("run", "name"),
         sa.ForeignKeyConstraint(["run"], ["runs.name"], name="fk_checkpoints_run"),
     )
     op.create_index("ix_checkpoints_step", "checkpoints", ["run", "step"])
+
+
+def _copies() -> None:
+    op.create_table(
+        "copies",
+        *(_text(name) for name in ("run", "name", "tier", "path")),
+        _whole("bytes"),
+        _real("copied_at"),
+        sa.PrimaryKeyConstraint("run", "name", "tier"),
+        sa.ForeignKeyConstraint(["run", "name"], ["checkpoints.run", "checkpoints.name"], name="fk_copies_checkpoint"),
+    )
 
 
 def _transitions() -> None:
@@ -133,6 +166,23 @@ def _transitions() -> None:
         sa.ForeignKeyConstraint(["run"], ["runs.name"], name="fk_transitions_run"),
     )
     op.create_index("ix_transitions_run", "transitions", ["run", "id"])
+
+
+def _notices() -> None:
+    op.create_table(
+        "notices",
+        _text("run"),
+        _whole("attempt"),
+        _text("source"),
+        _whole("seq"),
+        _text("kind"),
+        _whole("generation"),
+        _real("time"),
+        *(_text(name) for name in ("node", "data")),
+        sa.PrimaryKeyConstraint("run", "attempt", "source", "seq"),
+        sa.ForeignKeyConstraint(["run", "attempt"], ["attempts.run", "attempts.number"], name="fk_notices_attempt"),
+    )
+    op.create_index("ix_notices_kind", "notices", ["kind", "time"])
 
 
 def _controller() -> None:
@@ -151,8 +201,10 @@ def _controller() -> None:
         *(_whole(name) for name in ("id", "epoch")),
         _text("holder"),
         *(_real(name) for name in ("renewed_at", "expires_at", "ticked_at")),
+        _text_or_empty("scheduler"),
         sa.PrimaryKeyConstraint("id"),
     )
+    op.create_index("ix_lease_scheduler", "lease", ["scheduler"], unique=True)
     op.create_table(
         "asks",
         _whole("id"),

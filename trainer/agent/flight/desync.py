@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import permutations
 
 from trainer.agent.flight.finding import Culprit, Finding, Kind, ranks_text
 from trainer.agent.flight.stalls import Records, Stall
@@ -68,12 +69,32 @@ def _usual(
     records: Records, key: str, sequence: int, told: Mapping[int, tuple[object, str]], ways: Sequence[object]
 ) -> list[object]:
     """Of the ways in which ranks entered a collective, those that some rank's own record holds before it; else all."""
+    # One that skipped a call goes on with the calls that its peer makes later: either may be the one that is wrong.
+    if _is_shifted(records, key, sequence, told):
+        return list(ways)
     often = dict.fromkeys(ways, 0)
     for rank, (what, text) in told.items():
         before = [e for e in records.flights[rank].entries if e.group == key and e.sequence < sequence]
         often[what] = max(often.get(what, 0), sum(str(entry) == text for entry in before))
     # How often proves nothing: only what was never done before stands out.
     return [what for what, count in often.items() if count] or list(often)
+
+
+def _is_shifted(records: Records, key: str, sequence: int, told: Mapping[int, tuple[object, str]]) -> bool:
+    """Whether what one rank calls from here on is what another one calls one later."""
+    calls = {
+        tuple(
+            str(entry) for entry in records.flights[rank].entries if entry.group == key and entry.sequence >= sequence
+        )
+        for rank in told
+    }
+    if len(calls) > _WAYS:
+        return False
+    for behind, ahead in permutations(calls, 2):
+        length = min(len(behind), len(ahead) - 1)
+        if length > 0 and behind[0] != ahead[0] and behind[:length] == ahead[1 : 1 + length]:
+            return True
+    return False
 
 
 def crossed(stalls: Sequence[Stall]) -> Finding | None:

@@ -100,7 +100,7 @@ def test_who_waits_where_nobody_knows_for_whom_is_not_named_elsewhere() -> None:
 
 
 PROGRAM = """
-import sys, torch, torch.distributed as dist
+import json, sys, time, torch, torch.distributed as dist
 from torch._C._distributed_c10d import _dump_fr_trace_json
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 for count in (5, 2):
@@ -108,7 +108,14 @@ for count in (5, 2):
     for _ in range(count):
         dist.all_reduce(torch.ones(2), group=group)
     dist.destroy_process_group(group)
-sys.stdout.buffer.write(_dump_fr_trace_json())
+# gloo's own thread writes that a collective is over: soon after its caller has gone on.
+until = time.monotonic() + 30
+while time.monotonic() < until:
+    record = _dump_fr_trace_json()
+    if all(entry["state"] == "completed" for entry in json.loads(record)["entries"]):
+        break
+    time.sleep(0.01)
+sys.stdout.buffer.write(record)
 """
 
 

@@ -120,6 +120,13 @@ def test_culprits_of_made_up_incidents_are_named_and_nobody_innocent(block: int)
     assert counts["named"] > 20
 
 
+def test_of_two_ranks_nobody_is_named_when_either_may_have_skipped_a_call() -> None:
+    """Seed 1418: short records, in which one rank's next call has a precedent by chance and the other one's has not."""
+    one = incident(1418)
+    assert (one.untellable, one.tellable) == ({1: "skip"}, {})
+    assert found(one).culprits == ()
+
+
 @pytest.mark.proof
 @pytest.mark.timeout(3600)
 def test_culprits_of_many_made_up_incidents(record_property: Callable[[str, object], None]) -> None:

@@ -25,11 +25,11 @@ from orchestrator.process_identity import boot_id
 from orchestrator.registry import fast_queries, versions
 from orchestrator.registry.records import Lease
 from orchestrator.registry.store import Store
-from orchestrator.scheduler.choose import usable
-from orchestrator.scheduler.instance import instance_of, is_known, unknown_instance
+from orchestrator.scheduler.available_schedulers import usable
 from orchestrator.scheduler.job_environment import package_root
+from orchestrator.scheduler.scheduler_instance import instance_of, is_known, unknown_instance
 from orchestrator.states import LIVE_RUNS
-from trainer.contract.log_files import LogFile, LogsConfig
+from trainer.contract.log_rotation import LogFile, LogsConfig
 
 log = logging.getLogger("orch.controller")
 

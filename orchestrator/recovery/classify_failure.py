@@ -5,7 +5,7 @@ from enum import StrEnum
 
 from orchestrator.recovery.evidence import Evidence
 from orchestrator.recovery.signatures import Role, earliest, scan
-from orchestrator.scheduler.base import JobStatus
+from orchestrator.scheduler.interface import JobStatus
 from trainer.contract.outcome import AgentEnd, AttemptOutcome, AttemptResult, Failure, FailureKind
 
 LOST_AFTER = 60.0

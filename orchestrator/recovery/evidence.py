@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from orchestrator.scheduler.base import ENDED_STATES, LEAVING_STATES, JobStatus
+from orchestrator.scheduler.interface import ENDED_STATES, LEAVING_STATES, JobStatus
 from trainer.contract.outcome import AgentReport, AttemptOutcome
 
 

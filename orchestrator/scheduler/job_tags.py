@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from orchestrator.scheduler.base import JobStatus
+from orchestrator.scheduler.interface import JobStatus
 
 PREFIX = "orch-"
 TAG_VARIABLE = "ORCH_JOB"

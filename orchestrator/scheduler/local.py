@@ -23,7 +23,7 @@ from orchestrator.home import state_home
 from orchestrator.process_identity import boot_id
 from orchestrator.scheduler import local_records as records
 from orchestrator.scheduler import submitit_payload
-from orchestrator.scheduler.base import UNREADABLE, JobSpec, JobStatus
+from orchestrator.scheduler.interface import UNREADABLE, JobSpec, JobStatus
 from orchestrator.scheduler.job_environment import package_root
 from orchestrator.scheduler.local_records import End, Intent, JobProcess
 from orchestrator.scheduler.sbatch_values import check_field, minutes

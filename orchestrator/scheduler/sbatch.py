@@ -13,8 +13,8 @@ from submitit.slurm.slurm import SlurmExecutor
 
 from orchestrator.errors import ConfigError, Retryable, SubmitAmbiguous, SubmitRejected
 from orchestrator.scheduler import submitit_payload
-from orchestrator.scheduler.base import JobSpec, Resources
 from orchestrator.scheduler.commands import require, run_command
+from orchestrator.scheduler.interface import JobSpec, Resources
 from orchestrator.scheduler.job_environment import Submitter
 from orchestrator.scheduler.job_tags import TAG_VARIABLE
 from orchestrator.scheduler.refusals import submit_error

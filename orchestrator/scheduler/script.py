@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import ConfigError
-from orchestrator.scheduler.base import JobSpec
+from orchestrator.scheduler.interface import JobSpec
 from orchestrator.scheduler.sbatch_values import check_text
 
 _FENCE = "#---"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from orchestrator.errors import SlurmUnreachable
 from orchestrator.scheduler import submitit_payload
-from orchestrator.scheduler.base import ENDED_STATES, LEAVING_STATES, UNREADABLE, JobSpec, JobStatus
 from orchestrator.scheduler.commands import TIMEOUT_S, run_command, unreachable
+from orchestrator.scheduler.interface import ENDED_STATES, LEAVING_STATES, UNREADABLE, JobSpec, JobStatus
 from orchestrator.scheduler.job_tags import is_marked, tag_in, tags
 from orchestrator.scheduler.slurm_text import (
     SACCT_FORMAT,

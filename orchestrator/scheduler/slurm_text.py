@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from orchestrator.scheduler.base import ENDED_STATES, UNREADABLE, JobStatus
+from orchestrator.scheduler.interface import ENDED_STATES, UNREADABLE, JobStatus
 from orchestrator.scheduler.job_tags import names_in
 
 SEPARATOR = "\x1f"

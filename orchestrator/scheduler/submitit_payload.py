@@ -8,7 +8,7 @@ from pathlib import Path
 
 from checkpointing.storage.durable import fsync_dir, write_durably
 from orchestrator.errors import Precondition
-from orchestrator.scheduler.base import JobSpec
+from orchestrator.scheduler.interface import JobSpec
 
 AGENT = "trainer.agent.main:run_agent"
 _SCRIPT = re.compile(r"(\d+)_submission\.sh", re.ASCII)

@@ -16,7 +16,7 @@ from orchestrator.controller.run_dirs.run_folder import ensure_run_dir
 from orchestrator.errors import ConfigError, Precondition
 from orchestrator.registry.records import Attempt, NewRun, Run
 from orchestrator.registry.store import Store
-from orchestrator.scheduler.instance import instance_of
+from orchestrator.scheduler.scheduler_instance import instance_of
 from orchestrator.submission import user_code
 from orchestrator.submission.run_identity import identify
 from trainer.contract.config import WorkloadConfig
@@ -87,7 +87,7 @@ def _take_back(store: Store, run: Run, error: Precondition, now: float) -> NoRet
 
 
 def _kind(wanted: str) -> str:
-    from orchestrator.scheduler.choose import kinds, resolve
+    from orchestrator.scheduler.available_schedulers import kinds, resolve
 
     kind = resolve(wanted)
     if kind not in kinds():

@@ -3,7 +3,7 @@
 import json
 
 from checkpointing.format.commit import checkpoint_name
-from orchestrator.scheduler.base import JobSpec
+from orchestrator.scheduler.interface import JobSpec
 from tests.fakes.model_clock import FakeClock
 from trainer.contract.config import load
 from trainer.contract.events import EventKind, EventLog

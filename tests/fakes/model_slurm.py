@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from orchestrator.errors import SlurmUnreachable, SubmitAmbiguous, SubmitRejected
-from orchestrator.scheduler.base import ENDED_STATES, UNREADABLE, JobSpec, JobStatus, Resources
+from orchestrator.scheduler.interface import ENDED_STATES, UNREADABLE, JobSpec, JobStatus, Resources
 from orchestrator.scheduler.job_tags import is_marked, tags
 from tests.fakes.model_agents import ModelAgents
 from tests.fakes.model_clock import FakeClock

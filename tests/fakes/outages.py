@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.errors import Retryable, SubmitRejected
-from orchestrator.scheduler.base import JobSpec
+from orchestrator.scheduler.interface import JobSpec
 from orchestrator.scheduler.refusals import submit_error
 from tests.fakes.model_slurm import ModelJob, ModelSlurm
 

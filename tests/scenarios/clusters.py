@@ -7,7 +7,7 @@ from typing import Any
 from orchestrator.controller.reconciler.reconcile import Controller
 from orchestrator.errors import Fenced, SchedulerChanged
 from orchestrator.registry.records import Lease, NewRun, Run
-from orchestrator.scheduler.instance import unknown_instance
+from orchestrator.scheduler.scheduler_instance import unknown_instance
 from orchestrator.states import AttemptState
 from tests.fakes.memory_store import MemoryStore
 from tests.fakes.model_clock import FakeClock

@@ -9,7 +9,7 @@ import pytest
 from orchestrator.controller.reconciler.reconcile import Controller
 from orchestrator.errors import Fenced, Precondition, RegistryError
 from orchestrator.registry.records import NewRun
-from orchestrator.scheduler.base import UNREADABLE, JobStatus
+from orchestrator.scheduler.interface import UNREADABLE, JobStatus
 from orchestrator.states import AttemptState, RunState
 from tests.scenarios.world import World, training
 from trainer.contract.launch_token import LaunchToken

@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.controller.reconciler.reconcile import Controller
 from orchestrator.registry.records import NewRun
-from orchestrator.scheduler.base import JobStatus
+from orchestrator.scheduler.interface import JobStatus
 from orchestrator.states import RunState
 from tests.fakes.memory_store import MemoryStore
 from tests.fakes.model_slurm import ModelJob

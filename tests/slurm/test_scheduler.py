@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import SlurmUnreachable, SubmitAmbiguous, SubmitRejected
-from orchestrator.scheduler.base import Resources
+from orchestrator.scheduler.interface import Resources
 from orchestrator.scheduler.slurm import SlurmScheduler
 from tests.orchestrator.scheduler.contract import SchedulerContract, World, eventually
 from tests.slurm.lab import SlurmLab

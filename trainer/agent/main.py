@@ -28,7 +28,7 @@ from trainer.contract.config import JobConfig, load
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.launch_token import LaunchToken
 from trainer.contract.line_file import LineFile
-from trainer.contract.log_files import LogsConfig
+from trainer.contract.log_rotation import LogsConfig
 from trainer.contract.node_identity import NodeIdentity, discover
 from trainer.contract.outcome import ExitCode
 from trainer.contract.run_dir import AttemptDir, RunDir

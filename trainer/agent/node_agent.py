@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from checkpointing.storage.durable import dump_line
-from trainer.agent.control.peer_timeout import POLL_SECONDS, PeerTimeout
+from trainer.agent.control.peer_timeout import AGENT_TIMEOUT_SECONDS, POLL_SECONDS, PeerTimeout
 from trainer.agent.control.tcp_transport import Message, Peer, WireError
 from trainer.agent.evidence.collector import EvidenceCollector
 from trainer.agent.flight.recorder import FlightSockets
@@ -17,7 +17,6 @@ from trainer.agent.fork_server import cpu_binding
 from trainer.agent.fork_server.link import ForkServerLink
 from trainer.agent.fork_server.rank_launch import GenerationOptions, RankLauncher
 from trainer.agent.nodes import machine_identity, preflight
-from trainer.agent.nodes.roster import AGENT_TIMEOUT_SECONDS
 from trainer.agent.processes import agent_report, detached_thread
 from trainer.agent.processes.checkpoint_writers import CheckpointWriters
 from trainer.agent.processes.log_pipes import LogPipes

@@ -11,8 +11,8 @@ from checkpointing.config import CheckpointConfig
 from checkpointing.storage.durable import read_json
 from trainer.contract.command_checkpoints import CommandCheckpointsConfig
 from trainer.contract.drill_config import DrillConfig
-from trainer.contract.log_files import LogsConfig
-from trainer.contract.monitoring_config import HangConfig, PreflightConfig, SpikeConfig, StragglerConfig
+from trainer.contract.fault_detection_config import HangConfig, PreflightConfig, SpikeConfig, StragglerConfig
+from trainer.contract.log_rotation import LogsConfig
 from trainer.contract.run_dir import RunDir
 
 

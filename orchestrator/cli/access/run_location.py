@@ -61,8 +61,8 @@ def locate_run(row: dict[str, Any]) -> RunLocation:
 
 def reaches(kind: str, scheduler: str) -> bool:
     """Whether this host reaches that scheduler; one that does not answer just now may well be it."""
-    from orchestrator.scheduler.choose import kinds
-    from orchestrator.scheduler.instance import instance_of
+    from orchestrator.scheduler.available_schedulers import kinds
+    from orchestrator.scheduler.scheduler_instance import instance_of
 
     if not scheduler:
         return True

@@ -34,7 +34,7 @@ def run(screen: Screen, idle_exit: float | None, cluster: str) -> None:
     `--cluster local`), the local jobs of this host.
     """
     from orchestrator.controller import service
-    from orchestrator.scheduler.choose import resolve
+    from orchestrator.scheduler.available_schedulers import resolve
 
     # The daemon tells what it does by logging; in the foreground that goes to the terminal.
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
@@ -77,7 +77,7 @@ def _pass() -> "tuple[TickReport | None, str]":
     With it why nobody acts for one of them.
     """
     from orchestrator.controller import service
-    from orchestrator.scheduler.choose import kinds
+    from orchestrator.scheduler.available_schedulers import kinds
 
     reports = {kind: service.tick_once(registry_path(), kind) for kind in kinds()}
     acted = [report for report in reports.values() if report is not None]

@@ -8,7 +8,7 @@ from typing import Any
 
 from orchestrator.cli.terminal.render import plain
 from trainer.contract.events import Event, EventKind, read_events
-from trainer.contract.log_files import read_tail
+from trainer.contract.log_rotation import read_tail
 from trainer.contract.outcome import AttemptOutcome, ExitCode, Failure
 from trainer.contract.rank_messages import generation_mark
 from trainer.contract.rank_outcomes import all_outcomes

@@ -17,7 +17,7 @@ from orchestrator.cli.terminal.render import Screen, plain
 from orchestrator.errors import ConfigError, NotFound
 from orchestrator.home import state_home
 from orchestrator.states import ENDED_RUNS, RunState
-from trainer.contract.log_files import LogReader, log_files, read_tail
+from trainer.contract.log_rotation import LogReader, log_files, read_tail
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 POLL = 0.5

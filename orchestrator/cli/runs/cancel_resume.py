@@ -109,7 +109,7 @@ def _may_have_job(attempts: list[Any]) -> bool:
 
 def _key_here(kind: str, *, must: bool) -> str:
     """The scheduler that this host reaches, to go on with a run there; empty, or an error, while it is silent."""
-    from orchestrator.scheduler.instance import instance_of
+    from orchestrator.scheduler.scheduler_instance import instance_of
 
     found = instance_of(kind)
     key = found()

@@ -198,7 +198,7 @@ def preview(screen: Screen, composed: Any, cluster: str | None, *, only_script: 
 
 def _kind(screen: Screen, wanted: str) -> str:
     """Where the run would go; a script for Slurm can be looked at on a machine without Slurm."""
-    from orchestrator.scheduler.choose import kinds, resolve
+    from orchestrator.scheduler.available_schedulers import kinds, resolve
 
     kind = resolve(wanted)
     if kind not in kinds():

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from orchestrator.errors import ConfigError
-from orchestrator.scheduler.base import JobSpec, JobStatus
+from orchestrator.scheduler.interface import JobSpec, JobStatus
 from orchestrator.scheduler.sbatch_values import minutes
 
 _SHOWN = 80

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from orchestrator.controller.jobs.submission_limits import unresolved
 from orchestrator.registry.records import Attempt, Run, Submission
-from orchestrator.scheduler.base import UNREADABLE, JobStatus
+from orchestrator.scheduler.interface import UNREADABLE, JobStatus
 from orchestrator.scheduler.job_tags import tags
 from orchestrator.scheduler.slurm_text import epoch
 from orchestrator.states import LIVE_ATTEMPTS

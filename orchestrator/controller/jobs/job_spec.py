@@ -5,7 +5,7 @@ from pathlib import Path
 
 from orchestrator.config.run_config import RunConfig
 from orchestrator.registry.records import Attempt, Run
-from orchestrator.scheduler.base import ENDED_STATES, JobSpec, JobStatus, Resources
+from orchestrator.scheduler.interface import ENDED_STATES, JobSpec, JobStatus, Resources
 from orchestrator.scheduler.job_environment import Submitter
 from orchestrator.scheduler.job_tags import comment_of
 from trainer.contract.run_dir import RunDir

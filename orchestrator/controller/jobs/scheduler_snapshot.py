@@ -8,7 +8,7 @@ from orchestrator.controller.jobs.job_identity import JobRecord, identify
 from orchestrator.controller.jobs.job_spec import is_live
 from orchestrator.errors import OrchError, Precondition, SlurmUnreachable
 from orchestrator.registry.records import Attempt, Run
-from orchestrator.scheduler.base import UNREADABLE, JobStatus, Scheduler
+from orchestrator.scheduler.interface import UNREADABLE, JobStatus, Scheduler
 from orchestrator.scheduler.job_tags import PREFIX, tags
 
 Records = Mapping[tuple[str, int], JobRecord]

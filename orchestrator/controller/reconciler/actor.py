@@ -28,7 +28,7 @@ from orchestrator.errors import ConfigError, Precondition, Retryable, SlurmUnrea
 from orchestrator.recovery import failure_rate
 from orchestrator.registry.records import Attempt, Lease, Run, Submission
 from orchestrator.registry.store import Store
-from orchestrator.scheduler.base import UNREADABLE, JobStatus, Scheduler
+from orchestrator.scheduler.interface import UNREADABLE, JobStatus, Scheduler
 from orchestrator.scheduler.submitit_payload import ids_in
 from orchestrator.states import AttemptState, RunState
 from trainer.contract.launch_token import LaunchToken, is_revoked, revoke

@@ -9,7 +9,7 @@ from orchestrator.controller.reconciler.actor import Actor
 from orchestrator.controller.reconciler.ownership import Domain
 from orchestrator.errors import NotFound, Precondition, SlurmUnreachable
 from orchestrator.registry.store import Store
-from orchestrator.scheduler.base import LEAVING_STATES, UNREADABLE, JobStatus
+from orchestrator.scheduler.interface import LEAVING_STATES, UNREADABLE, JobStatus
 from orchestrator.scheduler.job_tags import tags
 from orchestrator.states import LIVE_ATTEMPTS
 

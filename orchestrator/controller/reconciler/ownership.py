@@ -10,9 +10,9 @@ from orchestrator.controller.jobs.submission_limits import ORPHANS_FOR, unresolv
 from orchestrator.controller.reconciler.actor import Actor
 from orchestrator.errors import SchedulerChanged
 from orchestrator.registry.records import Attempt, Run, Submission, UserRequest
-from orchestrator.scheduler.base import UNREADABLE, JobStatus
-from orchestrator.scheduler.instance import Instance, is_known, same_cluster_name
+from orchestrator.scheduler.interface import UNREADABLE, JobStatus
 from orchestrator.scheduler.job_tags import tags
+from orchestrator.scheduler.scheduler_instance import Instance, is_known, same_cluster_name
 from orchestrator.states import LIVE_RUNS
 
 

@@ -18,9 +18,9 @@ from orchestrator.controller.leasing.observed_since import Clock, ObservedSince
 from orchestrator.controller.reconciler import user_requests
 from orchestrator.controller.reconciler.actor import SUBMIT_WITHIN, Actor
 from orchestrator.controller.reconciler.conclude import PoolSize, conclude, to_avoid
-from orchestrator.controller.reconciler.live_jobs import end_job, end_silent_job, maintain_job
 from orchestrator.controller.reconciler.orphaned_jobs import sweep_orphans
 from orchestrator.controller.reconciler.ownership import Domain, never_submitted
+from orchestrator.controller.reconciler.running_jobs import end_job, end_silent_job, maintain_job
 from orchestrator.controller.run_dirs.bounded_files import DirectFiles, Files, RunDirHangs
 from orchestrator.controller.run_dirs.collect_evidence import collect_evidence
 from orchestrator.controller.run_dirs.ingest import ingest
@@ -32,8 +32,8 @@ from orchestrator.recovery.evidence import Evidence
 from orchestrator.recovery.silent_coordinator import judge_silence
 from orchestrator.registry.records import Attempt, Lease, Run
 from orchestrator.registry.store import Store
-from orchestrator.scheduler.base import LEAVING_STATES, RUNNING_STATES, JobStatus, Scheduler
-from orchestrator.scheduler.instance import Instance
+from orchestrator.scheduler.interface import LEAVING_STATES, RUNNING_STATES, JobStatus, Scheduler
+from orchestrator.scheduler.scheduler_instance import Instance
 from orchestrator.states import LIVE_ATTEMPTS, AttemptState, RunState
 from trainer.contract.config import build
 from trainer.contract.run_dir import RunDir

@@ -9,7 +9,7 @@ from orchestrator.controller.run_view import RunView
 from orchestrator.errors import NotFound
 from orchestrator.recovery.retry_policy import after_cancel
 from orchestrator.registry.records import Run, UserRequest
-from orchestrator.scheduler.base import LEAVING_STATES, QUEUED_STATES
+from orchestrator.scheduler.interface import LEAVING_STATES, QUEUED_STATES
 from orchestrator.states import LIVE_ATTEMPTS, LIVE_RUNS, AttemptState, RunState
 from trainer.contract.outcome import Failure, FailureKind
 from trainer.contract.requests import RequestKind

@@ -15,7 +15,7 @@ from orchestrator.controller.run_view import RunView
 from orchestrator.recovery.classify_failure import LOST_AFTER
 from orchestrator.recovery.evidence import Evidence, LogTail
 from orchestrator.registry.records import Attempt
-from orchestrator.scheduler.base import ENDED_STATES, LEAVING_STATES, RUNNING_STATES, JobStatus
+from orchestrator.scheduler.interface import ENDED_STATES, LEAVING_STATES, RUNNING_STATES, JobStatus
 from trainer.contract.outcome import AgentReport, AttemptOutcome
 from trainer.contract.requests import RequestKind, pending
 from trainer.contract.run_dir import AttemptDir, RunDir

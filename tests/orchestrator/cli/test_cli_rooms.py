@@ -15,7 +15,7 @@ from orchestrator.cli.cluster import crontab, machine_checks, slurm_checks
 from orchestrator.controller import service
 from orchestrator.controller.reconciler.reconcile import TickReport
 from orchestrator.errors import SlurmUnreachable
-from orchestrator.scheduler import choose
+from orchestrator.scheduler import available_schedulers
 from orchestrator.states import RunState
 from tests.checkpointing.made_checkpoint import make
 from tests.orchestrator.cli.conftest import Seeds, Type
@@ -349,7 +349,7 @@ def test_a_pass_without_an_answer_of_slurm_says_so_by_its_exit_code(
 ) -> None:
     report = TickReport(live=1, changed=False, unreachable=("slurm",))
     monkeypatch.setattr(service, "tick_once", lambda path, kind: report if kind == "slurm" else None)
-    monkeypatch.setattr(choose, "kinds", lambda: ("slurm", "local"))
+    monkeypatch.setattr(available_schedulers, "kinds", lambda: ("slurm", "local"))
     silent = orch("controller", "tick")
     assert silent.code == 5
     assert "slurm does not answer" in silent.out

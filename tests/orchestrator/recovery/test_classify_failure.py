@@ -7,7 +7,7 @@ import pytest
 
 from orchestrator.recovery.classify_failure import LEAVING_LIMIT, End, classify, judge
 from orchestrator.recovery.evidence import Evidence, LogTail
-from orchestrator.scheduler.base import JobStatus
+from orchestrator.scheduler.interface import JobStatus
 from trainer.contract.outcome import AttemptOutcome, AttemptResult, Failure, FailureKind
 
 

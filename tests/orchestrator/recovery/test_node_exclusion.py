@@ -23,7 +23,7 @@ from orchestrator.recovery.node_exclusion import (
 from orchestrator.registry.records import Notice
 from trainer.contract.config import RecoveryConfig
 from trainer.contract.events import EventKind
-from trainer.contract.monitoring_config import StragglerConfig
+from trainer.contract.fault_detection_config import StragglerConfig
 from trainer.contract.outcome import Culprit, Failure, FailureKind
 
 CONFIG = RecoveryConfig()

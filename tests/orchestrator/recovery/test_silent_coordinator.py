@@ -7,7 +7,7 @@ import pytest
 from orchestrator.recovery.classify_failure import End, classify, judge
 from orchestrator.recovery.evidence import Evidence
 from orchestrator.recovery.silent_coordinator import ABANDONED, GRACE, OVERSTAY, Escalation, judge_silence
-from orchestrator.scheduler.base import JobStatus
+from orchestrator.scheduler.interface import JobStatus
 from trainer.contract.outcome import AgentEnd, AgentReport, AttemptOutcome, AttemptResult, FailureKind
 
 LIMIT = 900.0

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from orchestrator.scheduler.base import ENDED_STATES, JobSpec, JobStatus, Resources, Scheduler
+from orchestrator.scheduler.interface import ENDED_STATES, JobSpec, JobStatus, Resources, Scheduler
 
 PATIENCE_S = 30.0
 

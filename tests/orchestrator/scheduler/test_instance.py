@@ -7,7 +7,7 @@ from subprocess import CompletedProcess
 import pytest
 
 from orchestrator.errors import SlurmUnreachable
-from orchestrator.scheduler.instance import (
+from orchestrator.scheduler.scheduler_instance import (
     KEEP_FOR,
     SlurmInstance,
     is_known,

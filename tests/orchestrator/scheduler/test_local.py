@@ -15,7 +15,7 @@ import pytest
 
 from orchestrator.errors import ConfigError, SlurmUnreachable, SubmitRejected
 from orchestrator.scheduler import local, local_records
-from orchestrator.scheduler.base import UNREADABLE, JobSpec, JobStatus, Resources
+from orchestrator.scheduler.interface import UNREADABLE, JobSpec, JobStatus, Resources
 from orchestrator.scheduler.job_environment import Submitter
 from orchestrator.scheduler.local import LocalScheduler
 from tests.orchestrator.scheduler.contract import World, eventually
@@ -110,7 +110,7 @@ SUBMIT_AND_DIE = """
 import os, signal, subprocess, sys
 from pathlib import Path
 from orchestrator.scheduler import local
-from orchestrator.scheduler.base import JobSpec, Resources
+from orchestrator.scheduler.interface import JobSpec, Resources
 
 def killed_right_after_the_spawn(command, *, timeout, check, capture_output, text, errors, **more):
     subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **more)

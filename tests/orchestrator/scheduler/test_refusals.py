@@ -7,7 +7,7 @@ import pytest
 
 from orchestrator.errors import Retryable, SubmitAmbiguous, SubmitRejected
 from orchestrator.scheduler import sbatch
-from orchestrator.scheduler.base import Resources
+from orchestrator.scheduler.interface import Resources
 from orchestrator.scheduler.refusals import REFUSALS, submit_error
 
 FAILED = "sbatch: error: Batch job submission failed: "

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from orchestrator.cli.main import orch
 from orchestrator.errors import ConfigError
-from orchestrator.scheduler.base import JobSpec, Resources
+from orchestrator.scheduler.interface import JobSpec, Resources
 from orchestrator.scheduler.sbatch_values import KNOWN, OWNED, check_nodes, check_options, minutes
 from orchestrator.scheduler.slurm import render
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import ConfigError
-from orchestrator.scheduler.base import JobSpec, Resources
+from orchestrator.scheduler.interface import JobSpec, Resources
 from orchestrator.scheduler.script import load, parse, prepare
 
 SHIPPED = Path(__file__).parents[3] / "sbatch_templates"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import ConfigError, Precondition, SlurmUnreachable, SubmitAmbiguous
-from orchestrator.scheduler.base import UNREADABLE, JobSpec, Resources
-from orchestrator.scheduler.choose import resolve, usable
+from orchestrator.scheduler.available_schedulers import resolve, usable
+from orchestrator.scheduler.interface import UNREADABLE, JobSpec, Resources
 from orchestrator.scheduler.job_environment import Submitter
 from orchestrator.scheduler.slurm import SlurmScheduler
 from orchestrator.scheduler.submitit_payload import adopt_payload, ids_in

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.scheduler.base import UNREADABLE
+from orchestrator.scheduler.interface import UNREADABLE
 from orchestrator.scheduler.job_tags import is_marked
 from orchestrator.scheduler.slurm_text import (
     SACCT_FIELDS,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from trainer.agent import node_agent
-from trainer.agent.attempt_state.timeouts import Timeouts
+from trainer.agent.attempt_state.coordinator_timeouts import Timeouts
 from trainer.agent.control import peer_timeout
 from trainer.agent.node_agent import NodeAgent
 from trainer.agent.nodes import preflight

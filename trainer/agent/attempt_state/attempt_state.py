@@ -4,12 +4,12 @@ import asyncio
 import time
 from typing import Any
 
+from trainer.agent.attempt_state.coordinator_timeouts import Timeouts
 from trainer.agent.attempt_state.deadline import Bounds
 from trainer.agent.attempt_state.generation import AttemptHistory, Generation
 from trainer.agent.attempt_state.heartbeat import AttemptProgress, Heartbeat, Stage
 from trainer.agent.attempt_state.outbox import Outbox
 from trainer.agent.attempt_state.stopping import Stop, Stopping
-from trainer.agent.attempt_state.timeouts import Timeouts
 from trainer.agent.control.tcp_transport import Message
 from trainer.agent.ladder import node_replacement
 from trainer.agent.ladder.in_job_policy import Decision, Situation

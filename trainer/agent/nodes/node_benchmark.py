@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer.agent.nodes.slow_nodes import RankMeasurement, find_slow_node, median_speeds_of_nodes
 from trainer.contract.events import EventKind
-from trainer.contract.monitoring_config import PreflightConfig
+from trainer.contract.fault_detection_config import PreflightConfig
 from trainer.contract.outcome import Failure
 from trainer.contract.run_dir import RunDir
 

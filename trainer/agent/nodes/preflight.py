@@ -16,7 +16,7 @@ from checkpointing.storage.durable import write_durably
 from trainer.agent.control import address
 from trainer.agent.nodes import gpu_health
 from trainer.contract.config import JobConfig
-from trainer.contract.monitoring_config import PreflightConfig
+from trainer.contract.fault_detection_config import PreflightConfig
 from trainer.contract.outcome import Failure, FailureKind
 
 _FEWEST_FILES = 1024

@@ -7,14 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.agent.control import message_schema
+from trainer.agent.control.peer_timeout import AGENT_TIMEOUT_SECONDS, STALLED_TIMEOUT_SECONDS
 from trainer.agent.control.tcp_transport import Message, Peer, WireError
 from trainer.agent.nodes.node_ranks import NodeRanks, Replacement, assign_node_ranks_to, replacements
 from trainer.agent.nodes.preflight import Fault
 
-AGENT_TIMEOUT_SECONDS = 60.0
-"""An agent (or coordinator) that sends nothing for so long is lost; a live one sends twice a second."""
-STALLED_TIMEOUT_SECONDS = 10.0
-"""The same while no rank of the job moves, as when a node has lost the network: its peers wait for it."""
 LATE_SECONDS = 3.0
 """A tick that is so late means that the coordinator itself was suspended, or got no CPU time."""
 LOOK_SECONDS = 1.0

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from trainer.contract.monitoring_config import PreflightConfig
+from trainer.contract.fault_detection_config import PreflightConfig
 from trainer.contract.outcome import Failure, FailureKind
 
 _WORDS = {"matmul": "matrix multiplication", "memory": "memory bandwidth"}

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainer.contract.log_files import LogFile, LogsConfig
+from trainer.contract.log_rotation import LogFile, LogsConfig
 
 PIPE_BYTES = 1 << 20
 _BLOCK = 1 << 18

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from trainer.contract.log_files import read_tail
+from trainer.contract.log_rotation import read_tail
 from trainer.contract.rank_messages import generation_mark
 
 _TAIL = 16384

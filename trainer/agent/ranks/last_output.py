@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.agent.ranks.last_cpp_exception import uncaught
-from trainer.contract.log_files import read_tail
+from trainer.contract.log_rotation import read_tail
 from trainer.contract.rank_messages import generation_mark
 
 LINES, WIDTH = 20, 200

@@ -16,7 +16,7 @@ from trainer.agent.watch.job_snapshot import JobSnapshot
 from trainer.agent.watch.rank_sample import RankSample
 from trainer.agent.watch.report_gaps import LONGEST, ReportGaps
 from trainer.agent.watch.sampling import report_seconds
-from trainer.contract.monitoring_config import HangConfig
+from trainer.contract.fault_detection_config import HangConfig
 
 QUIET_SECONDS = 1.0
 """Seconds without any movement before anything is judged: most steps are shorter."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trainer.agent.watch.rank_sample import RankSample
-from trainer.contract.monitoring_config import HangConfig
+from trainer.contract.fault_detection_config import HangConfig
 
 FAST = frozenset({"data", "forward", "backward", "optimizer"})
 """Phases of a step; all others, and every phase of a first step, may be slow for good reasons."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from trainer.contract.config import ParallelConfig
-from trainer.contract.monitoring_config import StragglerConfig
+from trainer.contract.fault_detection_config import StragglerConfig
 from trainer.contract.progress import SECTIONS
 
 WINDOW = 4

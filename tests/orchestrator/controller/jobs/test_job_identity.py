@@ -11,7 +11,7 @@ from orchestrator.controller.jobs.job_identity import JobRecord, identify
 from orchestrator.controller.jobs.job_spec import job_spec
 from orchestrator.controller.jobs.scheduler_snapshot import SchedulerSnapshot
 from orchestrator.registry.records import Attempt, Run, Submission
-from orchestrator.scheduler.base import UNREADABLE, JobStatus
+from orchestrator.scheduler.interface import UNREADABLE, JobStatus
 from orchestrator.scheduler.job_tags import tags
 from orchestrator.scheduler.slurm_text import epoch
 from orchestrator.states import AttemptState, RunState

@@ -9,7 +9,7 @@ import pytest
 from orchestrator.config.run_config import ClusterConfig, RunConfig
 from orchestrator.controller.jobs.job_spec import job_spec
 from orchestrator.registry.records import Attempt, Run
-from orchestrator.scheduler.base import JobSpec
+from orchestrator.scheduler.interface import JobSpec
 from orchestrator.scheduler.script import prepare
 from orchestrator.states import AttemptState, RunState
 from orchestrator.submission.run_identity import identify

@@ -9,7 +9,7 @@ from orchestrator.controller.leasing.observed_since import ObservedSince
 from orchestrator.controller.run_dirs.collect_evidence import collect_evidence, leader_gone, removed_nodes
 from orchestrator.controller.run_view import RunView
 from orchestrator.registry.records import Attempt
-from orchestrator.scheduler.base import JobStatus
+from orchestrator.scheduler.interface import JobStatus
 from orchestrator.states import AttemptState
 from tests.scenarios.world import World, config
 

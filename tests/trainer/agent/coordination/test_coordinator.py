@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from trainer.agent.attempt_state.attempt_state import AttemptState
+from trainer.agent.attempt_state.coordinator_timeouts import Timeouts
 from trainer.agent.attempt_state.heartbeat import AttemptProgress, Heartbeat
 from trainer.agent.attempt_state.outbox import Outbox
-from trainer.agent.attempt_state.timeouts import Timeouts
 from trainer.agent.control.tcp_transport import Message, Peer, connect
 from trainer.agent.coordination.coordinator import Coordinator
 from trainer.agent.ladder.rollback import record_skip

@@ -7,7 +7,7 @@ import pytest
 
 from trainer.agent.nodes.node_benchmark import NodeBenchmark, usual_speeds
 from trainer.contract.events import EventKind, EventLog
-from trainer.contract.monitoring_config import PreflightConfig
+from trainer.contract.fault_detection_config import PreflightConfig
 from trainer.contract.outcome import FailureKind
 from trainer.contract.run_dir import RunDir
 

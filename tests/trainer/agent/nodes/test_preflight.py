@@ -7,7 +7,7 @@ import pytest
 
 from trainer.agent.nodes import preflight
 from trainer.contract.config import ClusterShape, JobConfig
-from trainer.contract.monitoring_config import PreflightConfig
+from trainer.contract.fault_detection_config import PreflightConfig
 from trainer.contract.outcome import FailureKind
 
 

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
+from trainer.agent.control.peer_timeout import AGENT_TIMEOUT_SECONDS, STALLED_TIMEOUT_SECONDS
 from trainer.agent.nodes.node_ranks import Replacement, assign_node_ranks_to, replacements
 from trainer.agent.nodes.preflight import Fault
-from trainer.agent.nodes.roster import AGENT_TIMEOUT_SECONDS, LATE_SECONDS, STALLED_TIMEOUT_SECONDS, Member, Roster
+from trainer.agent.nodes.roster import LATE_SECONDS, Member, Roster
 
 FAULT = Fault(check="open files", reason="few", shared=False)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from trainer.agent.nodes.slow_nodes import RankMeasurement, find_slow_node, median_speeds_of_nodes
-from trainer.contract.monitoring_config import PreflightConfig
+from trainer.contract.fault_detection_config import PreflightConfig
 from trainer.contract.outcome import FailureKind
 from trainer.worker.startup.node_benchmark import partners
 

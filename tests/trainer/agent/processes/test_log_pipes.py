@@ -10,7 +10,7 @@ import pytest
 
 from trainer.agent.processes import log_pipes
 from trainer.agent.processes.log_pipes import LogPipes
-from trainer.contract.log_files import LogFile, LogsConfig, log_files, read_tail
+from trainer.contract.log_rotation import LogFile, LogsConfig, log_files, read_tail
 
 LIMITS = LogsConfig(max_mib=1.0, keep=2)
 

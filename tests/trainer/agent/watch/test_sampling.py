@@ -17,7 +17,7 @@ from trainer.agent.watch.hang_limits import Limits
 from trainer.agent.watch.job_snapshot import JobSnapshot
 from trainer.agent.watch.rank_sample import RankSample
 from trainer.agent.watch.sampling import Sampler, report_seconds
-from trainer.contract.monitoring_config import HangConfig
+from trainer.contract.fault_detection_config import HangConfig
 from trainer.contract.progress import Phase
 
 

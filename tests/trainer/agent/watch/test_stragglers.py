@@ -12,7 +12,7 @@ from trainer.agent.watch import stragglers
 from trainer.agent.watch.stragglers import LONG, SHORT, WINDOW, Verdict
 from trainer.agent.watch.work_windows import WorkWindows
 from trainer.contract.config import ParallelConfig
-from trainer.contract.monitoring_config import StragglerConfig
+from trainer.contract.fault_detection_config import StragglerConfig
 
 CONFIG = StragglerConfig()
 SECOND = 10**9

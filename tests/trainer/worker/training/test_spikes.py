@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.contract.monitoring_config import SpikeConfig
+from trainer.contract.fault_detection_config import SpikeConfig
 from trainer.worker.training.spikes import BadStep, SpikeDetector
 
 

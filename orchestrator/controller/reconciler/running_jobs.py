@@ -5,7 +5,7 @@ from orchestrator.controller.run_dirs.collect_evidence import REQUEUED, SILENCED
 from orchestrator.controller.run_view import RunView
 from orchestrator.recovery.evidence import Evidence
 from orchestrator.recovery.silent_coordinator import Escalation, judge_silence
-from orchestrator.scheduler.base import LEAVING_STATES, QUEUED_STATES, RUNNING_STATES, JobStatus
+from orchestrator.scheduler.interface import LEAVING_STATES, QUEUED_STATES, RUNNING_STATES, JobStatus
 from orchestrator.states import AttemptState
 from trainer.contract.requests import RequestKind
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.contract import log_files
-from trainer.contract.log_files import LogFile, LogReader, LogsConfig, read_tail, rotated_files
+from trainer.contract import log_rotation
+from trainer.contract.log_rotation import LogFile, LogReader, LogsConfig, read_tail, rotated_files
 
 SMALL = LogsConfig(max_mib=0.001, keep=3)  # 1,048 bytes
 
@@ -25,7 +25,7 @@ def filled(path: Path, count: int, limits: LogsConfig = SMALL) -> LogFile:
 def test_a_log_never_takes_more_than_its_bound_and_keeps_the_newest_lines(tmp_path: Path) -> None:
     path = tmp_path / "rank-00000.log"
     filled(path, 1000).close()
-    files = log_files.log_files(path)
+    files = log_rotation.log_files(path)
     assert len(files) == SMALL.keep
     assert all(file.stat().st_size <= SMALL.max_bytes for file in files)
     kept = b"".join(file.read_bytes() for file in files)
@@ -39,7 +39,7 @@ def test_one_write_of_many_files_size_is_bounded_as_well(tmp_path: Path) -> None
     log.write(lines(0, 500))
     log.write(b"y" * 5000)  # a line longer than a file
     log.close()
-    files = log_files.log_files(tmp_path / "log")
+    files = log_rotation.log_files(tmp_path / "log")
     assert len(files) == SMALL.keep
     assert all(file.stat().st_size <= SMALL.max_bytes for file in files)
     assert set(b"".join(file.read_bytes() for file in files)) == {ord("y")}
@@ -60,7 +60,7 @@ def test_keep_one_leaves_one_file(tmp_path: Path) -> None:
 
 def test_a_tail_is_read_over_all_files(tmp_path: Path) -> None:
     filled(tmp_path / "log", 40).close()
-    everything = b"".join(file.read_bytes() for file in log_files.log_files(tmp_path / "log"))
+    everything = b"".join(file.read_bytes() for file in log_rotation.log_files(tmp_path / "log"))
     for nbytes in (0, 1, 900, 1500, 2500, 10**6):
         assert read_tail(tmp_path / "log", nbytes) == (everything[-nbytes:] if nbytes else b"")
     with pytest.raises(FileNotFoundError, match="there is no log"):

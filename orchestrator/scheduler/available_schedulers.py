@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Mapping
 
 from orchestrator.errors import ConfigError
-from orchestrator.scheduler.base import Scheduler
+from orchestrator.scheduler.interface import Scheduler
 
 
 def kinds() -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-RANKS = Path(__file__).parent / "fitness_ranks.py"
+RANKS = Path(__file__).parent / "node_benchmark_ranks.py"
 
 
 def measured(folder: Path, **wanted: object) -> list[dict]:

@@ -1,7 +1,8 @@
 """Processes of one host append to one file: every line arrives whole, and once."""
 
-import multiprocessing
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 from trainer.contract.events import EventKind, EventLog, read_events
@@ -19,16 +20,16 @@ def _write(path: Path, writer: int) -> None:
 
 def test_processes_that_append_at_once_lose_nothing_and_tear_nothing(tmp_path: Path) -> None:
     path = tmp_path / "ranks-n.jsonl"
-    context = multiprocessing.get_context("spawn")
-    writers = [context.Process(target=_write, args=(path, writer)) for writer in range(WRITERS)]
-    for writer in writers:
-        writer.start()
+    writers = []
+    for writer in range(WRITERS):
+        program = f"from pathlib import Path; from {__name__} import _write; _write(Path({str(path)!r}), {writer})"
+        writers.append(subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parents[3]))
     seen, offset = [], 0
-    while any(writer.is_alive() for writer in writers):  # as the controller does: on from where it stood
+    while any(writer.poll() is None for writer in writers):  # as the controller does: on from where it stood
         events, offset = read_events(path, offset)
         seen += events
     seen += read_events(path, offset)[0]
-    assert [writer.exitcode for writer in writers] == [0] * WRITERS
+    assert [writer.returncode for writer in writers] == [0] * WRITERS
     for writer in range(WRITERS):
         told = [event for event in seen if event.source == f"rank-{writer:05d}"]
         assert [(event.seq, event.data["step"]) for event in told] == [(n + 1, n) for n in range(LINES)]

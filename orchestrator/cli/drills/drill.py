@@ -38,7 +38,7 @@ ANSWER = 30.0
 _OF_NODES = ("kill-agent", "kill-node")
 COSTLY = {
     "desync": "the run will be held", "desync-order": "the run will be held",
-    "nan": "a batch is left out of the data for good", "spike": "a batch may be left out of the data for good",
+    "nan": "a batch is skipped for good", "spike": "a batch may be skipped for good",
     "full-disk": "its saves fail until a new job starts", "slow-rank": "its rank stays slow until the next restart",
     "corrupt-checkpoint": "its newest checkpoint is damaged for good",
 }  # fmt: skip

@@ -44,6 +44,18 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             process.kill()
 
 
+class Shifting:
+    """The scheduler that commands reach: the first of `answers` at every moment, empty while there is none."""
+
+    silence = "no answer"
+
+    def __init__(self, answers: list[str]) -> None:
+        self._answers = answers
+
+    def __call__(self) -> str:
+        return self._answers[0]
+
+
 def test_a_daemon_is_started_once_found_and_stopped(path: Path) -> None:
     assert not service.status(path).alive
     assert service.ensure_running(path) is True
@@ -258,14 +270,8 @@ def test_a_daemon_whose_commands_reach_another_slurm_gives_its_lease_back(
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     answers = ["first", "first", "", "second"]
 
-    class Shifting:
-        silence = "no answer"
-
-        def __call__(self) -> str:
-            return answers[0]
-
     with Store.open(path) as store:
-        controller = Controller(store, {}, clock=Clock(), instance=Shifting())  # type: ignore[arg-type]
+        controller = Controller(store, {}, clock=Clock(), instance=Shifting(answers))  # type: ignore[arg-type]
         daemon = service.Daemon(controller, idle_exit_s=None, kind="slurm")
         held: list[list[str]] = []
 
@@ -336,18 +342,12 @@ def test_a_daemon_whose_commands_reach_another_slurm_for_a_while_comes_back_to_i
     """Whether the other one has a controller of its own or not; here it would have ended, idle."""
     now = [FIRST]
 
-    class Shifting:
-        silence = ""
-
-        def __call__(self) -> str:
-            return now[0]
-
     with Store.open(path) as store:
         live_run(store, path.parent, FIRST)
         if served:
             pid = os.getppid()
             store.take_lease(f"{host_name()}:{pid}:{start_time(pid)}", time.time(), 60.0, OTHER)
-        controller = Controller(store, {}, clock=Clock(), instance=Shifting())  # type: ignore[arg-type]
+        controller = Controller(store, {}, clock=Clock(), instance=Shifting(now))  # type: ignore[arg-type]
         daemon = service.Daemon(controller, idle_exit_s=0.0, kind="slurm")
         monkeypatch.setattr(daemon, "_rest", lambda report: None)
         assert daemon._turn() is True
@@ -362,17 +362,11 @@ def test_a_daemon_whose_commands_reach_another_slurm_for_a_while_comes_back_to_i
 def test_a_daemon_ends_when_others_serve_what_it_left(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [FIRST]
 
-    class Shifting:
-        silence = ""
-
-        def __call__(self) -> str:
-            return now[0]
-
     with Store.open(path) as store:
         live_run(store, path.parent, FIRST)
         holder = f"{host_name()}:{os.getppid()}:{start_time(os.getppid())}"
         store.take_lease(holder, time.time(), 60.0, OTHER)
-        controller = Controller(store, {}, clock=Clock(), instance=Shifting())  # type: ignore[arg-type]
+        controller = Controller(store, {}, clock=Clock(), instance=Shifting(now))  # type: ignore[arg-type]
         daemon = service.Daemon(controller, idle_exit_s=None, kind="slurm")
         monkeypatch.setattr(daemon, "_rest", lambda report: None)
         assert daemon._turn() is True
@@ -385,18 +379,12 @@ def test_a_daemon_ends_when_others_serve_what_it_left(path: Path, monkeypatch: p
 def test_a_lease_that_cannot_be_given_back_does_not_end_the_daemon(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = [FIRST]
 
-    class Shifting:
-        silence = ""
-
-        def __call__(self) -> str:
-            return answers[0]
-
     def locked(lease: Lease) -> None:
         raise RegistryError("the registry is locked by another process")
 
     with Store.open(path) as store:
         live_run(store, path.parent, FIRST)
-        controller = Controller(store, {}, clock=Clock(), instance=Shifting())  # type: ignore[arg-type]
+        controller = Controller(store, {}, clock=Clock(), instance=Shifting(answers))  # type: ignore[arg-type]
         daemon = service.Daemon(controller, idle_exit_s=None, kind="slurm")
         monkeypatch.setattr(daemon, "_rest", lambda report: None)
         assert daemon._turn() is True

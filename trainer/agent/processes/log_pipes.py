@@ -79,7 +79,7 @@ class LogPipes:
             return self._news.wait_for(lambda: self._is_written(path), seconds)
 
     def close(self, seconds: float) -> None:
-        """Settle all logs, within `seconds` together, and give their pipes back."""
+        """Settle all logs, within `seconds` together, and close the ends that are written to."""
         with self._news:
             self._news.wait_for(lambda: all(map(self._is_written, self._logs)), seconds)
             self._closed = True

@@ -66,7 +66,7 @@ NOTICED: list[tuple[EventKind, dict[str, Any], str]] = [
     (EventKind.STRAGGLER, {"rank": 1, "node": "n1", "section": "forward", "ratio": 1.0, "over": True},
      "rank 1 on n1 is as fast as its peers again"),
     (EventKind.BATCH_SKIPPED, {"step": 7, "position": 96, "reason": "loss nan"},
-     "the batch of step 7 is left out from now on: loss nan"),
+     "the batch of step 7 is skipped from now on: loss nan"),
     (EventKind.SPARE_USED, {"node": 2, "name": "n3", "instead": "n2", "reason": "gone"},
      "n3 takes the place of n2: gone"),
     (EventKind.DRILL, {"kind": "kill-agent", "rank": None, "node": "n2", "step": 7}, "drill: kill-agent n2 at step 7"),

@@ -41,6 +41,6 @@ def arm(number: int, note: str) -> None:
 
 
 # Only the writer: whoever starts it has the variable, too, and lives.
-if os.environ.get(VARIABLE) and any("writer_process" in word for word in sys.orig_argv):
+if os.environ.get(VARIABLE) and "checkpointing.writer.process" in sys.orig_argv:
     _number, _, _note = os.environ[VARIABLE].partition(":")
     arm(int(_number), _note)

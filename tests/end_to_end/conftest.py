@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.user import User
+from tests.end_to_end.user import SMALL, User
 
 
 @pytest.fixture
@@ -13,4 +13,14 @@ def user(tmp_path: Path) -> Iterator[User]:
     """A user of the embedded default: simulated nodes on this machine."""
     someone = User(tmp_path, "local")
     yield someone
+    someone.leave()
+
+
+@pytest.fixture(scope="session")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[User, str]]:
+    """A run of tiny-gpt as in `SMALL`, undisturbed, to compare with bit for bit."""
+    someone = User(tmp_path_factory.mktemp("calm"), "local")
+    run = someone.submit("tiny-gpt", *SMALL)["run"]
+    assert someone.wait(run) == 0
+    yield someone, run
     someone.leave()

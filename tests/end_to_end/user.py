@@ -15,6 +15,12 @@ import psutil
 from trainer.contract.run_dir import RunDir
 from trainer.contract.work_log import work_lines
 
+SMALL = [
+    "cluster.nodes=2", "cluster.ranks_per_node=1", "parallel.tp=1", "recovery.backoff=0.2", "train.steps=30",
+    "checkpoint.every=4",
+]  # fmt: skip
+"""A run of tiny-gpt on two simulated nodes, with as few ranks as can lose one another."""
+
 
 class User:
     """One user with a state folder, a folder of runs, and a controller of their own."""
@@ -87,18 +93,18 @@ class User:
     def step(self, run: str) -> int:
         return max((line["step"] for line in self.steps(run)), default=0)
 
-    def until(self, true: Callable[[], Any], seconds: float, what: str) -> Any:
-        """Wait for something outside to happen; fails with `what` when it does not in time."""
+    def until(self, true: Callable[[], Any], seconds: float, what: str, every: float = 0.1) -> Any:
+        """Wait for something outside to happen; fails with `what`, and all runs' status, when it does not in time."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             found = true()
             if found:
                 return found
-            time.sleep(0.1)
-        raise AssertionError(f"{what}: not within {seconds} s")
+            time.sleep(every)
+        raise AssertionError(f"{what}: not within {seconds} s\n{self.run('status', '--all').stdout}")
 
     def processes(self, name: str) -> list[psutil.Process]:
-        """This user's live processes whose command line starts with `name` (their own title)."""
+        """This user's live processes whose command line starts with `name` (their own title); "" for all."""
         found = []
         for process in psutil.process_iter(["cmdline", "status", "environ"]):
             words = process.info["cmdline"] or [""]
@@ -112,14 +118,10 @@ class User:
         return sum(1 for process in self.processes("orch-controller") if not process.send_signal(signal.SIGKILL))
 
     def leave(self) -> None:
-        """Stop everything of this user: the controller, then the runs."""
-        self.run("controller", "stop")
-        for row in self.ask("status", "--all") if (self.folder / "home").exists() else []:
-            if row["state"] in ("CREATED", "QUEUED", "RUNNING", "RECOVERING"):
-                self.run("cancel", row["run"])
-        for name in ("orch-controller", "orch-agent", "orch-forkserver", "orch-rank"):
-            for process in self.processes(name):
-                process.kill()
+        """Kill everything of this user; the controller first, which would follow up what has died."""
+        self.kill_controller()
+        for process in self.processes(""):
+            process.kill()
 
 
 def assert_gone(family: list[psutil.Process], seconds: float) -> None:
@@ -154,6 +156,13 @@ def assert_exact(user: User, disturbed: str, calm: str) -> None:
         assert line["loss"] == reference[line["step"]], f"step {line['step']} differs"
     assert set(losses(user, disturbed)) == set(reference)
     assert final(user, disturbed)["weights_digest"] == final(user, calm)["weights_digest"]
+
+
+def compare(user: User, disturbed: str, calm: tuple[User, str]) -> None:
+    """`assert_exact` with an undisturbed run of another user."""
+    other, run = calm
+    (user.root / "calm").symlink_to(other.run_dir(run).path)
+    assert_exact(user, disturbed, "calm")
 
 
 def assert_no_step_twice_at_once(user: User, run: str) -> None:

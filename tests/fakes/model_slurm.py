@@ -31,6 +31,7 @@ class ModelJob:
     restarts: int = 0
     nodes: tuple[str, ...] = ()
     started: float | None = None
+    limit: float = 3600.0
     becomes: tuple[str, float] | None = None  # final state, and when COMPLETING ends
     leaving: float | None = None
     ended: float | None = None
@@ -155,7 +156,7 @@ class ModelSlurm:
         status = JobStatus(
             job_id=job.job_id, name=job.spec.name, state=job.state, submit_time=slurm_time(job.submitted),
             comment=job.spec.comment, nodes=job.nodes, restarts=job.restarts, held=job.held and job.state == "PENDING",
-            end_time=job.started + 3600.0 if job.started is not None else None, reason="None",
+            end_time=job.started + job.limit if job.started is not None else None, reason="None",
             files=(str(job.spec.submission / "submission_file_0.sh"), str(job.spec.submission / "%j_0_log.out")),
         )  # fmt: skip
         status = replace(status, **job.shown)

@@ -210,11 +210,21 @@ def test_a_job_stuck_in_completing_is_fenced_and_left_behind(tmp_path: Path) -> 
     assert world.finish().state is RunState.SUCCEEDED
 
 
-def test_the_deadline_is_told_once_for_each_attempt(tmp_path: Path) -> None:
+def test_the_deadline_is_told_once_and_again_when_somebody_moves_it(tmp_path: Path) -> None:
     world = World(tmp_path)
     training(world, 12)
-    told = [item for item in pending(world.folder.requests, 1, set()) if item.kind is RequestKind.DEADLINE]
-    assert [item.value for item in told] == [world.slurm.running()[0].started + 3600.0]  # type: ignore[operator]
+    job = world.slurm.running()[0]
+    assert job.started is not None
+    first = job.started + 3600.0
+    assert deadlines(world) == [first]
+    job.limit += 1800.0
+    world.turns(3, 5.0)
+    assert deadlines(world) == [first, first + 1800.0]
+
+
+def deadlines(world: World) -> list[float | None]:
+    asked = pending(world.folder.requests, 1, set())
+    return [request.value for request in asked if request.kind is RequestKind.DEADLINE]
 
 
 def test_go_lists_what_may_be_inherited_and_leaves_the_corrupt_out(tmp_path: Path) -> None:

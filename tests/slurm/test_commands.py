@@ -116,19 +116,6 @@ def assert_succeeded(program: Program) -> dict[str, Any]:
     return shown
 
 
-@pytest.mark.timeout(600)
-def test_a_plain_ddp_script_is_killed_and_preempted(lab: SlurmLab, user: User, tmp_path: Path) -> None:
-    steps = ["--steps", "200", "--every", "5"]
-    killed = Program(lab, user, PLAIN_DDP, tmp_path / "killed", *steps, "--pause", "0.2", settings=[])
-    disturb(killed, ["rank", "preemption"])
-    shown = assert_succeeded(killed)
-    first = shown["attempts"][0]
-    assert (first["generations"], first["failure"]["kind"]) == (2, "preempted")
-    calm = Program(lab, user, PLAIN_DDP, tmp_path / "calm", *steps, settings=[])
-    assert_succeeded(calm)
-    assert killed.final()["loss"] == calm.final()["loss"]
-
-
 @pytest.mark.proof
 @pytest.mark.timeout(2400)
 def test_a_plain_ddp_script_three_times_in_each_way(

@@ -82,7 +82,7 @@ def user(strict: SlurmLab, tmp_path: Path) -> Iterator[User]:
     someone.until(lambda: not strict.ask("squeue", "-h", "--me").stdout.strip(), 60, "an empty queue")
 
 
-short_and_long = pytest.mark.parametrize("seconds", [25, pytest.param(130, marks=pytest.mark.proof)])
+SHORT, LONG = 25, pytest.param(130, marks=pytest.mark.proof)
 
 
 def waits(user: User, run: str, words: str) -> None:
@@ -95,7 +95,7 @@ def waits(user: User, run: str, words: str) -> None:
     user.until(said, 60, words)
 
 
-@short_and_long
+@pytest.mark.parametrize("seconds", [SHORT, LONG])
 def test_a_limit_of_a_qos_that_passes(strict: SlurmLab, user: User, seconds: int) -> None:
     for words in (
         ("add", "qos", "one", "MaxSubmitJobsPerUser=1"), ("add", "account", "test"),
@@ -118,7 +118,7 @@ def test_a_limit_of_a_qos_that_passes(strict: SlurmLab, user: User, seconds: int
     assert last["failure"] is None
 
 
-@short_and_long
+@pytest.mark.parametrize("seconds", [LONG])
 def test_a_node_that_does_not_boot_for_a_while(strict: SlurmLab, user: User, seconds: int) -> None:
     def state() -> str:
         return strict.ask("sinfo", "-h", "-N", "-n", "c1", "-p", "cloud", "-o", "%T").stdout.strip()

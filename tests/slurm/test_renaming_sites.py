@@ -61,7 +61,7 @@ def follow(user: User, lab: SlurmLab, run: str, foreign: list[str]) -> None:
         assert status["reason"]
         return status["state"] in ("SUCCEEDED", "HELD", "FAILED")
 
-    user.until(ended, 240, "the end of the run")
+    user.until(ended, 240, "the end of the run", every=1.0)
     assert user.status(run)["state"] == "SUCCEEDED", user.status(run)["reason"]
 
 

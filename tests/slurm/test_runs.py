@@ -10,7 +10,7 @@ from tests.end_to_end.user import User, assert_exact, assert_gone, assert_no_ste
 from tests.slurm import processes
 from tests.slurm.lab import SlurmLab
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(500)]
 SMALL = [
     "cluster.nodes=2", "cluster.ranks_per_node=2", "cluster.cpus_per_task=2", "cluster.partition=low",
     "cluster.time=10", "recovery.backoff=0.5", "train.steps=40", "checkpoint.every=8",
@@ -36,6 +36,7 @@ def training(user: User, run: str, beyond: int, seconds: float = 90) -> None:
     user.until(lambda: user.step(run) > beyond, seconds, f"training beyond step {beyond}")
 
 
+@pytest.mark.proof
 def test_a_killed_rank_restarts_in_place_bit_for_bit(lab: SlurmLab, user: User, calm: tuple[User, str]) -> None:
     run = user.submit("tiny-gpt", *SMALL)["run"]
     training(user, run, 18)
@@ -65,6 +66,7 @@ def test_a_dead_node_leads_to_a_new_job_elsewhere(lab: SlurmLab, user: User, cal
     assert_exact(user, run, "calm")
 
 
+@pytest.mark.proof
 def test_a_node_whose_ranks_outlive_its_daemons_is_left_too(lab: SlurmLab, user: User) -> None:
     submitted = user.submit("tiny-gpt", *SMALL, "train.steps=4000")
     run = submitted["run"]
@@ -118,6 +120,28 @@ def test_usr2_is_an_agreed_stop_with_a_save(lab: SlurmLab, user: User) -> None:
     assert_no_step_twice_at_once(user, run)
 
 
+@pytest.mark.proof
+def test_a_moved_time_limit_is_met_with_a_save_and_a_new_attempt(lab: SlurmLab, user: User) -> None:
+    """It is moved once ranks train, so that no slow start can meet it; Slurm sends its signal by itself."""
+    lead = ["cluster.time=0:30:00", "cluster.signal_lead=20", "recovery.max_failures=1"]
+    slowly = "drill.events=[{kind: slow-rank, rank: 1, step: 2, generation: 0, attempt: 0, value: 0.5}]"
+    submitted = user.submit("tiny-gpt", *SMALL, *lead, slowly, "train.steps=4000", "checkpoint.every=0")
+    run, job = submitted["run"], submitted["job_id"]
+    training(user, run, 2)
+    elapsed = lab.ask("squeue", "-h", "-j", job, "-o", "%M").stdout.strip()
+    seconds = sum(int(part) * 60**place for place, part in enumerate(reversed(elapsed.split(":"))))
+    # Slurm's signal may be a minute early: by then the job must know its new end.
+    assert lab.ask("scontrol", "update", f"jobid={job}", f"timelimit={seconds // 60 + 3}").returncode == 0
+    user.until(lambda: {line["attempt"] for line in user.steps(run)} == {1, 2}, 350, "training in a second attempt")
+    # Ranks write their steps faster than the controller reads events.
+    user.until(lambda: user.show(run)["attempts"][1]["resumed_from"], 30, "where the second attempt went on", every=1.0)
+    first, second = user.show(run)["attempts"]
+    assert (first["failure"]["kind"], first["generations"]) == ("time_limit", 1)
+    assert second["resumed_from"] == first["last_step"]
+    assert_no_step_twice_at_once(user, run)
+
+
+@pytest.mark.proof
 def test_a_killed_agent_leaves_no_process_and_the_run_recovers(lab: SlurmLab, user: User) -> None:
     submitted = user.submit("tiny-gpt", *SMALL)
     run = submitted["run"]
@@ -133,6 +157,7 @@ def test_a_killed_agent_leaves_no_process_and_the_run_recovers(lab: SlurmLab, us
     assert_no_step_twice_at_once(user, run)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("point", ["after_submit", "after_submitted", "after_go"])
 def test_a_controller_killed_in_the_middle_of_a_launch(lab: SlurmLab, user: User, point: str) -> None:
     submitted = user.run(
@@ -147,6 +172,7 @@ def test_a_controller_killed_in_the_middle_of_a_launch(lab: SlurmLab, user: User
     assert {line["attempt"] for line in user.work(run)} == {1}
 
 
+@pytest.mark.proof
 def test_a_killed_controller_while_a_node_dies(lab: SlurmLab, user: User) -> None:
     submitted = user.submit("tiny-gpt", *SMALL)
     run = submitted["run"]

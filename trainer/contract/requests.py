@@ -43,9 +43,9 @@ REFUSED = "refused: "
 
 
 def pending(folder: Path, attempt: int, answered: set[str]) -> list[Request]:
-    """Requests for `attempt` that are not answered yet, by name; files that are no request are ignored."""
+    """Requests for `attempt` that are not answered yet, oldest first; files that are no request are ignored."""
     found = []
-    for name in sorted(os.listdir(folder)) if folder.is_dir() else []:
+    for name in _by_age(folder):
         if name in answered or not name.endswith(".json") or name.startswith("."):
             continue
         try:
@@ -58,3 +58,18 @@ def pending(folder: Path, attempt: int, answered: set[str]) -> list[Request]:
         if request.attempt == attempt:
             found.append(request)
     return found
+
+
+def _by_age(folder: Path) -> list[str]:
+    """Names in the folder by the time of their writing: a later request may correct an earlier one."""
+    if not folder.is_dir():
+        return []
+    with os.scandir(folder) as entries:
+        return [name for _, name in sorted((_written(entry), entry.name) for entry in entries)]
+
+
+def _written(entry: "os.DirEntry[str]") -> int:
+    try:
+        return entry.stat(follow_symlinks=False).st_mtime_ns
+    except FileNotFoundError:
+        return 0

@@ -33,7 +33,7 @@ from orchestrator.scheduler.submitit_payload import ids_in
 from orchestrator.states import AttemptState, RunState
 from trainer.contract.launch_token import LaunchToken, is_revoked, revoke
 from trainer.contract.outcome import Failure, FailureKind
-from trainer.contract.requests import Request, RequestKind
+from trainer.contract.requests import Request, RequestKind, pending
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 AMBIGUOUS_FOR = 60.0
@@ -41,6 +41,9 @@ AMBIGUOUS_FOR = 60.0
 
 SUBMIT_WITHIN = 180.0
 """Seconds for what may take long in good health: Slurm's commands beside the files, and tiers full of checkpoints."""
+
+SAME_TIME_S = 30.0
+"""Seconds by which an end that is asked for again may differ from the last one: less is no news."""
 
 
 class Stamp(TypedDict):
@@ -347,8 +350,8 @@ class Actor:
     def request_once(
         self, folder: RunDir, kind: RequestKind, attempt: int, reason: str, value: float | None, detail: str = ""
     ) -> bool:
-        """Ask an attempt for something, at most once for each kind; whether it was asked now."""
-        if self.files.call(folder.path, lambda: _is_asked(folder, kind, attempt)):
+        """Ask an attempt for something, at most once for each kind and value; whether it was asked now."""
+        if self.files.call(folder.path, lambda: _is_asked(folder, kind, attempt, value)):
             return False
         self.renew_lease()
         request = Request(kind=kind, attempt=attempt, reason=reason, value=value, detail=detail)
@@ -357,8 +360,13 @@ class Actor:
         return True
 
 
-def _is_asked(folder: RunDir, kind: RequestKind, attempt: int) -> bool:
-    return folder.requests.is_dir() and any(folder.requests.glob(f"{kind}.{attempt:03d}.*.json"))
+def _is_asked(folder: RunDir, kind: RequestKind, attempt: int, value: float | None) -> bool:
+    """Whether the newest request of this kind asks for the same, times being the same within `SAME_TIME_S`."""
+    asked = [request for request in pending(folder.requests, attempt, set()) if request.kind is kind]
+    if not asked or value is None:
+        return bool(asked)
+    last = asked[-1].value
+    return last is not None and abs(last - value) < SAME_TIME_S
 
 
 def _put(request: Request, folder: RunDir) -> None:

@@ -1,4 +1,4 @@
-"""A server that speaks S3, for every test that asks for one."""
+"""The order of tests among workers, and a server that speaks S3, for every test that asks for one."""
 
 import logging
 import os
@@ -11,6 +11,22 @@ from tests.checkpointing.proofs.mounts import hide_mounts
 
 BUCKET = "checkpoints"
 _CREDENTIALS = {"AWS_ACCESS_KEY_ID": "tester", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests begin first, so that short ones fill up the end.
+
+    For `--dist loadgroup`: those of one file stay together, as do all that share the Slurm lab.
+    """
+    for item in filter(_long, items):
+        shared = "lab" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("slurm" if shared else item.path.stem))
+    items.sort(key=lambda item: not _long(item))
+
+
+def _long(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(name) for name in ("slurm", "multi"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-LINES = 4096
-"""Printed between two looks; one has 64 bytes."""
+LINES = 16384
+"""Printed between two looks; one has 64 bytes. A MiB: the log keeps three."""
 
 
 def line(life: int, number: int) -> str:
@@ -18,8 +18,14 @@ def line(life: int, number: int) -> str:
 
 
 def wait_until_seen(seen: Path, text: str) -> None:
-    while text.encode() not in seen.read_bytes()[-4096:]:
+    while text.encode() not in end_of(seen):
         time.sleep(0.02)
+
+
+def end_of(path: Path) -> bytes:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 4096))
+        return file.read()
 
 
 def main() -> None:

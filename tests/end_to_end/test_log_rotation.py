@@ -17,7 +17,7 @@ PROGRAM = Path(__file__).with_name("printing_program.py")
 
 
 def followed(user: User, run: str, seen: Path) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-P", "-m", "orchestrator.cli.main", "logs", run, "--rank", "0", "-f", "--tail", "10000"]
+    command = [sys.executable, "-P", "-m", "orchestrator.cli.main", "logs", run, "--rank", "0", "-f", "--tail", "20000"]
     with seen.open("wb") as output:
         return subprocess.Popen(command, env=user.environment, cwd=user.folder, stdout=output)
 

@@ -7,6 +7,7 @@ line), from the templates, or from the node. `SBATCH_*`, `SRUN_*` and most of `S
 silently override the script: a controller that itself runs inside a job would pass its own job's shape on.
 """
 
+import functools
 import re
 import sys
 import sysconfig
@@ -44,6 +45,7 @@ def allowed(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if passes(name)}
 
 
+@functools.cache
 def package_root() -> str:
     """The folder of our packages when the interpreter does not find them by itself (a source tree), else ""."""
     root = Path(trainer.__path__[0]).resolve().parent

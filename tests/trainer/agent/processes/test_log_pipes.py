@@ -84,3 +84,31 @@ def test_a_full_disk_stops_nobody_and_the_gap_is_told(pipes: LogPipes, tmp_path:
     printed(pipes, tmp_path / "log", "print('kept')")
     told = "[orch: 4 bytes are missing here: they could not be written]"
     assert (tmp_path / "log").read_text() == f"\n{told}\nkept\n"
+
+
+def test_a_gap_is_told_where_it_is(pipes: LogPipes, tmp_path: Path, monkeypatch) -> None:
+    write, begun, go_on = LogFile.write, threading.Event(), threading.Event()
+
+    def refuse_once(file: LogFile, data: bytes) -> None:
+        monkeypatch.setattr(LogFile, "write", write)
+        begun.set()
+        go_on.wait(60)
+        raise OSError(28, "No space left on device")
+
+    output = pipes.descriptor(tmp_path / "log")
+    assert pipes.settle(tmp_path / "log", 60)
+    monkeypatch.setattr(LogFile, "write", refuse_once)
+    os.write(output, b"lost\n")
+    assert begun.wait(60)
+    os.write(output, b"kept\n")  # read while the other is being written
+    while log_pipes._unread(pipes._logs[tmp_path / "log"].ours):
+        os.sched_yield()
+    go_on.set()
+    assert pipes.settle(tmp_path / "log", 60)
+    told = "[orch: 5 bytes are missing here: they could not be written]"
+    assert (tmp_path / "log").read_text() == f"\n{told}\nkept\n"
+
+
+def test_a_program_that_makes_its_output_non_blocking_does_so_for_itself_only(pipes: LogPipes, tmp_path: Path) -> None:
+    printed(pipes, tmp_path / "log", "import os; os.set_blocking(1, False)")
+    assert os.get_blocking(pipes.descriptor(tmp_path / "log"))

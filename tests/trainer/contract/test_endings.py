@@ -46,6 +46,7 @@ def test_torn_outcomes_are_skipped_and_those_of_older_versions_are_read(tmp_path
     append_outcome(attempt, outcome)
     (attempt.outcomes / "rank-00002.g001.json").write_text(replace(outcome, rank=2).to_line())
     (attempt.outcomes / "rank-00003.g001.json").write_text('{"rank":3,"gen')
+    (attempt.outcomes / "rank-00004.g001.json").write_text(outcome.to_line().replace('"rank":0', '"rank":null'))
     assert sorted(found.rank for found, _ in all_outcomes(attempt)) == [0, 2]
     assert find_outcome(attempt, "n", 0, 1) == outcome
 

@@ -1,6 +1,7 @@
 """An order that cannot be carried out says so: no file that is missing, and no answer that never comes."""
 
 import errno
+import os
 import socket
 import threading
 from pathlib import Path
@@ -19,7 +20,7 @@ from checkpointing.writer.arena import Arena
 from checkpointing.writer.ipc_codec import MessageStream
 from checkpointing.writer.link import InProcessWriter, WriterLink, WriterLost
 from checkpointing.writer.order_threads import CancelToken
-from checkpointing.writer.write_orders import WriteOrder, write_files
+from checkpointing.writer.write_orders import WriteOrder, put_file, write_files
 
 
 def an_order(root: Path, files: int) -> WriteOrder:
@@ -136,3 +137,11 @@ def test_a_fence_on_any_rank_counts_for_all() -> None:
     failed = _failures([None, Failed("no token", fenced=True), Failed("disk full")])
     assert failed is not None
     assert _error(failed) is FencedOff
+
+
+def test_a_small_file_lets_large_writes_end_before_it_waits_for_the_disk(tmp_path: Path, monkeypatch) -> None:
+    order: list[str] = []
+    (tmp_path / "step").mkdir()
+    monkeypatch.setattr(os, "fsync", lambda _: order.append("fsync"))
+    put_file(LocalStorage(tmp_path), "step", "x", b"y", lambda: order.append("others have ended"))
+    assert order.index("others have ended") < order.index("fsync")

@@ -1,7 +1,9 @@
 """Outcomes, launch tokens, requests and rank messages: what is written reads back, and damage is noticed."""
 
+import os
 import socket
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +38,14 @@ def test_an_outcome_with_words_that_are_no_unicode(tmp_path):
     append_outcome(AttemptDir(tmp_path), outcome)
     ((found, _),) = all_outcomes(AttemptDir(tmp_path))
     assert found.message == "caf\\udce9"
+
+
+def test_a_ranks_outcome_and_the_name_of_its_file_are_durable(tmp_path, monkeypatch):
+    attempt, synced = AttemptDir(tmp_path), []
+    attempt.outcomes.mkdir()
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(Path(f"/proc/self/fd/{descriptor}").readlink()))
+    append_outcome(attempt, RankOutcome(rank=0, generation=1, node="n", step=1, exit_code=1, time=1.0))
+    assert synced == [attempt.rank_outcomes("n"), attempt.outcomes]
 
 
 def test_torn_outcomes_are_skipped_and_those_of_older_versions_are_read(tmp_path):

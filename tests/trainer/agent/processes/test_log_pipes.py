@@ -54,10 +54,12 @@ def test_who_prints_does_not_wait_for_a_file_system_that_hangs(tmp_path: Path, m
     write = LogFile.write
     monkeypatch.setattr(LogFile, "write", lambda file, data: (back.wait(60), write(file, data)))
     monkeypatch.setattr(log_pipes, "MOST_WAITING", 1 << 20)
-    pipes, path = LogPipes(LIMITS, stall_seconds=0.1), tmp_path / "log"
+    pipes, path = LogPipes(LIMITS, stall_seconds=1.0), tmp_path / "log"
     output = pipes.descriptor(path)
-    # It ends although nothing is written, and although it prints more than is kept for later.
-    subprocess.run([sys.executable, "-c", "for _ in range(300): print('x' * 19_999)"], stdout=output, check=True)
+    # It ends although nothing is written, and although it prints more than is kept for later: 40 times what is read at
+    # once, of which only the first has to wait.
+    program = "for _ in range(600): print('x' * 19_999)"
+    subprocess.run([sys.executable, "-c", program], stdout=output, check=True, timeout=20)
     assert not pipes.settle(path, 0.1)
     back.set()
     assert pipes.settle(path, 30)

@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -369,9 +369,8 @@ class _RotatedLog(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            file = LogFile(self._path, LogsConfig())
-            file.write(self.format(record).encode(errors="replace") + b"\n")
-            file.close()
+            with closing(LogFile(self._path, LogsConfig())) as file:
+                file.write(self.format(record).encode(errors="replace") + b"\n")
         except OSError:
             self.handleError(record)
 

@@ -78,7 +78,10 @@ def lease_for(found: Iterable[Lease], scheduler: str) -> Lease | None:
 
 
 def version(path: Path) -> str | None:
-    """The version of the registry's tables; None for a missing or empty file; raises RegistryError."""
+    """The version of the registry's tables, "" where it is lost; None for a missing or empty file.
+
+    Raises RegistryError.
+    """
     if not path.exists():
         return None
     try:
@@ -92,8 +95,10 @@ def _version(connection: sqlite3.Connection, path: Path) -> str | None:
     tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     if tables and not {"alembic_version", "configs"} <= tables:
         raise sqlite_errors.foreign(path)
-    row = connection.execute("SELECT version_num FROM alembic_version").fetchone() if tables else None
-    return None if row is None else str(row[0])
+    if not tables:
+        return None
+    row = connection.execute("SELECT version_num FROM alembic_version").fetchone()
+    return "" if row is None else str(row[0])
 
 
 def _among(column: str, values: Iterable[str] | None) -> tuple[str, list[str]]:

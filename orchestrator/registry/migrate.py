@@ -77,4 +77,4 @@ def _refuse_foreign_tables(connection: "sqlalchemy.Connection", path: Path) -> N
     if "alembic_version" not in tables or "configs" not in tables:
         raise sqlite_errors.foreign(path)
     version = connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar()
-    versions.require_known(str(version), path)
+    versions.require_known(str(version or ""), path)

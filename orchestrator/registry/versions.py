@@ -17,7 +17,8 @@ def require_known(version: str | None, path: Path) -> None:
         return
     if version < KNOWN[0]:
         raise RegistryError(
-            f"the registry has version {version}, which this orch can neither read nor upgrade (it needs {HEAD})",
+            f"the registry has version {version or '?'}, which this orch can neither read nor upgrade "
+            f"(it needs {HEAD})",
             where=str(path),
             hint="orch db rebuild --root FOLDER-OF-RUNS sets it aside and makes a new one from the run directories",
         )

@@ -111,7 +111,9 @@ def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
 
 def _parse(line: bytes) -> Event | None:
     try:
-        fields = json.loads(line)
-        return Event(**fields)
-    except (ValueError, TypeError):
+        event = Event(**json.loads(line))
+    except (ValueError, TypeError, RecursionError):
         return None
+    numbers = (event.time, event.seq, event.attempt, event.generation)
+    sound = all(isinstance(each, (int, float)) for each in numbers) and isinstance(event.kind, str)
+    return event if sound and isinstance(event.data, dict) else None

@@ -12,6 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from typing import BinaryIO
+
+from checkpointing.storage.durable import open_regular
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,13 +73,28 @@ def read_tail(path: Path, nbytes: int) -> bytes:
     return b"".join(parts)
 
 
-def _opened_newest_first(path: Path) -> Iterator[FileIO]:
+def _opened_newest_first(path: Path) -> Iterator[BinaryIO]:
     # The one that is written first: when it is rotated meanwhile, it is found twice, and not missed.
     with suppress(FileNotFoundError):
-        yield FileIO(path)
+        yield open_regular(path)
     for old in reversed(rotated_files(path).values()):
         with suppress(FileNotFoundError):  # deleted just now
-            yield FileIO(old)
+            yield open_regular(old)
+
+
+def read_files(path: Path) -> Iterator[bytes]:
+    """What is in each file of a log, oldest first; one that is rotated meanwhile is neither missed nor read twice."""
+    last = 0
+    while True:
+        rotated = {number: file for number, file in rotated_files(path).items() if number > last}
+        if rotated:
+            last = min(rotated)
+            yield _read(rotated[last])
+            continue
+        current = _read(path)
+        if max(rotated_files(path), default=0) <= last:
+            yield current
+            return
 
 
 class LogFile:
@@ -88,7 +106,9 @@ class LogFile:
         self._open()
 
     def _open(self) -> None:
-        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        # Without O_NONBLOCK the opening of a FIFO waits for a reader.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
+        self._descriptor = os.open(self.path, flags, 0o600)
         self._size = os.fstat(self._descriptor).st_size
 
     def write(self, data: bytes) -> None:
@@ -111,9 +131,12 @@ class LogFile:
     def _rotate(self) -> None:
         numbers = list(rotated_files(self.path))
         number = max(numbers, default=0) + 1
-        os.rename(self.path, self.path.with_name(f"{self.path.name}.{number}"))
-        os.close(self._descriptor)
+        with suppress(FileNotFoundError):  # somebody has deleted it
+            os.rename(self.path, self.path.with_name(f"{self.path.name}.{number}"))
+        full = self._descriptor
         self._open()
+        # WARNING: only now. Had there been no new file, the next write would go wherever its number leads by then.
+        os.close(full)
         for old in [*numbers, number]:
             if old <= number - (self.limits.keep - 1):
                 self.path.with_name(f"{self.path.name}.{old}").unlink(missing_ok=True)
@@ -151,6 +174,10 @@ class LogReader:
             found += self._gap + (self._file.read() or b"")
         return found
 
+    def _newer(self) -> dict[int, Path]:
+        """The rotated files after this one."""
+        return {number: file for number, file in rotated_files(self._path).items() if number > self._number}
+
     def _is_current(self) -> bool:
         try:
             return os.stat(self._path).st_ino == os.fstat(self._file.fileno()).st_ino
@@ -159,12 +186,16 @@ class LogReader:
 
     def _advance(self) -> bool:
         """Go on to the next file; False when it was deleted in the meantime."""
-        newer = {number: file for number, file in rotated_files(self._path).items() if number > self._number}
-        number = min(newer, default=max(rotated_files(self._path), default=self._number) + 1)
-        try:
-            successor = FileIO(newer.get(number, self._path))
-        except FileNotFoundError:
-            return False
+        while True:
+            newer = self._newer()
+            number = min(newer, default=max(rotated_files(self._path), default=self._number) + 1)
+            try:
+                successor = FileIO(newer.get(number, self._path))
+            except FileNotFoundError:
+                return False
+            if newer or not self._newer():
+                break
+            successor.close()  # of the two files that were rotated meanwhile the first one is next
         self._gap = b"[orch: lines are missing here: they were deleted before they were read]\n"
         self._gap = self._gap if number > self._number + 1 else b""
         self._file.close()
@@ -177,7 +208,8 @@ class LogReader:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        with open_regular(path) as stream:
+            return stream.read()
     except FileNotFoundError:
         return b""
 

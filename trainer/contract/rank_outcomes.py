@@ -56,6 +56,9 @@ def _read(path: Path) -> Iterator[RankOutcome]:
         return
     for line in block.splitlines():
         try:
-            yield RankOutcome(**json.loads(line))
+            outcome = RankOutcome(**json.loads(line))
         except (ValueError, TypeError, RecursionError):  # torn by a kill
             continue
+        numbers = (outcome.rank, outcome.generation, outcome.step, outcome.exit_code)
+        if all(isinstance(each, int) for each in numbers) and isinstance(outcome.time, (int, float)):
+            yield outcome

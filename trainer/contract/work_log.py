@@ -14,6 +14,6 @@ def work_lines(attempt: AttemptDir) -> list[dict[str, Any]]:
         for line in read_new_lines(path, 0)[0]:
             try:
                 found.append(json.loads(line))
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
     return found

@@ -158,6 +158,11 @@ def _around(path: Path, generation: int) -> str:
 
 def _part(lines: list[str], generation: int) -> list[str]:
     """What stands between this generation's opening line and the next one's; everything where there is none."""
-    first, after = generation_mark(generation), generation_mark(generation + 1)
-    start = lines.index(first) + 1 if first in lines else 0
-    return lines[start : lines.index(after)] if after in lines else lines[start:]
+    # A rank that was killed within a line has left it open: then the next mark stands at its end.
+    marks = [generation_mark(each) for each in (generation, generation + 1)]
+    first, after = ([at for at, line in enumerate(lines) if line.endswith(mark)] for mark in marks)
+    start = first[0] + 1 if first else 0
+    if not after:
+        return lines[start:]
+    last = lines[after[0]].removesuffix(marks[1])
+    return [*lines[start : after[0]], *([last] if last else [])]

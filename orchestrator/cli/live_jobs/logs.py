@@ -1,8 +1,10 @@
 """`orch logs`: what ranks, agents and the controller printed, of live and of ended runs alike."""
 
+import re
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,13 @@ from orchestrator.cli.terminal.render import Screen, plain
 from orchestrator.errors import ConfigError, NotFound
 from orchestrator.home import state_home
 from orchestrator.states import ENDED_RUNS, RunState
-from trainer.contract.log_rotation import LogReader, log_files, read_tail
+from trainer.contract.log_rotation import LogReader, log_files, read_files, read_tail
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 POLL = 0.5
 _BLOCK = 65536
+_RANK_LOG = re.compile(r"rank-(\d+)\.log(?:\.\d+)?")
+"""A log that is being rotated, or was when its agent died, has rotated files only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,8 +127,8 @@ def _of_attempt(attempt: AttemptDir, wanted: Wanted) -> list[Source]:
     if wanted.node is not None:
         return _existing([Source(f"node {wanted.node}", attempt.agent_log(wanted.node))])
     if wanted.rank == "all":
-        files = sorted(attempt.logs.glob("rank-*.log"))
-        return [Source(f"rank {int(path.stem.rpartition('-')[2])}", path) for path in files]
+        ranks = {int(match[1]) for path in attempt.logs.glob("rank-*") if (match := _RANK_LOG.fullmatch(path.name))}
+        return [Source(f"rank {rank}", attempt.rank_log(rank)) for rank in sorted(ranks)]
     rank = int(wanted.rank or 0)
     found = _existing([Source(f"rank {rank}", attempt.rank_log(rank))])
     if found or wanted.rank is not None:
@@ -138,7 +142,8 @@ def _of_attempt(attempt: AttemptDir, wanted: Wanted) -> list[Source]:
 
 
 def _existing(sources: list[Source]) -> list[Source]:
-    return [source for source in sources if source.path.exists()]
+    """In the middle of a rotation there are only rotated files."""
+    return [source for source in sources if log_files(source.path)]
 
 
 def _paths(screen: Screen, sources: list[Source], place: RunDir, wanted: Wanted) -> int:
@@ -174,11 +179,8 @@ def _lines(path: Path, tail: int | None, only: str) -> Iterator[str]:
 def _every_line(path: Path) -> Iterator[str]:
     """Over all files of the log, one file in memory at a time; a line may begin in one and end in the next."""
     rest = b""
-    for file in log_files(path):
-        try:
-            *lines, rest = (rest + file.read_bytes()).split(b"\n")
-        except FileNotFoundError:  # rotated away meanwhile
-            continue
+    for content in read_files(path):
+        *lines, rest = (rest + content).split(b"\n")
         yield from (_text(line) for line in lines)
     if rest:
         yield _text(rest)
@@ -186,9 +188,9 @@ def _every_line(path: Path) -> Iterator[str]:
 
 def _last_lines(path: Path, count: int) -> list[str]:
     """The last lines, without reading the whole of a large log."""
-    size, wanted = sum(file.stat().st_size for file in log_files(path)), _BLOCK
+    wanted = _BLOCK
     found = read_tail(path, wanted)
-    while found.count(b"\n") <= count and wanted < size:
+    while found.count(b"\n") <= count and len(found) >= wanted:
         wanted *= 4
         found = read_tail(path, wanted)
     lines = found.removesuffix(b"\n").split(b"\n") if found else []
@@ -212,6 +214,10 @@ class _Tail:
         whole, mark, self._rest = block.rpartition(b"\n")
         return (whole + mark).decode(errors="replace").splitlines()
 
+    def rest(self) -> list[str]:
+        """What stands after the last whole line, of a log that does not grow any more."""
+        return [_text(self._rest)] if self._rest else []
+
     def close(self) -> None:
         self._reader.close()
 
@@ -222,17 +228,21 @@ def _follow(screen: Screen, place: RunDir, wanted: Wanted, run: str, lines: int)
     try:
         while True:
             row = one_row(run)
+            # The first look shows the ends of what is there; a file that appears later is shown whole.
+            begin = None if tails else lines
             for source in _sources(place, wanted, run):
                 if source.path not in tails:
-                    # The first look shows the end of what is there; a file that appears later is shown whole.
-                    tails[source.path] = _Tail(source, None if tails else lines)
-            fresh = [(tail.source.label, line) for tail in tails.values() for line in tail.read()]
+                    with suppress(FileNotFoundError):  # in the middle of a rotation: it is there at the next look
+                        tails[source.path] = _Tail(source, begin)
+            fresh = [(tail, line) for tail in tails.values() for line in tail.read()]
+            dry = not fresh and (row["state"] in ENDED_RUNS or row["state"] == RunState.HELD)
+            fresh += [(tail, line) for tail in tails.values() for line in tail.rest()] if dry else []
             several = len({tail.source.label for tail in tails.values()}) > 1
-            for label, line in fresh:
+            for tail, line in fresh:
                 if not wanted.controller or run in line:
-                    screen.raw(f"{label} | {line}" if several else line)
+                    screen.raw(f"{tail.source.label} | {line}" if several else line)
             screen.flush()
-            if not fresh and (row["state"] in ENDED_RUNS or row["state"] == RunState.HELD):
+            if dry:
                 trouble = end_error(row)
                 screen.note(f"{run} is {row['state']}" + (f": {row['reason']}" if row["reason"] else ""))
                 return trouble.exit_code if trouble else 0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from checkpointing.storage.durable import NotAFile, number, open_regular, read_json
+from checkpointing.storage.durable import NotAFile, number, read_json
 from orchestrator.controller.jobs.scheduler_snapshot import SchedulerSnapshot
 from orchestrator.controller.leasing.observed_since import ObservedSince
 from orchestrator.controller.run_dirs.bounded_files import DirectFiles, Files
@@ -16,6 +16,7 @@ from orchestrator.recovery.classify_failure import LOST_AFTER
 from orchestrator.recovery.evidence import Evidence, LogTail
 from orchestrator.registry.records import Attempt
 from orchestrator.scheduler.interface import ENDED_STATES, LEAVING_STATES, RUNNING_STATES, JobStatus
+from trainer.contract.log_rotation import read_tail
 from trainer.contract.outcome import AgentReport, AttemptOutcome
 from trainer.contract.requests import RequestKind, pending
 from trainer.contract.run_dir import AttemptDir, RunDir
@@ -206,8 +207,6 @@ def read_tails(place: AttemptDir) -> tuple[LogTail, ...]:
 
 def _tail(path: Path) -> str:
     try:
-        with open_regular(path) as stream:
-            stream.seek(max(0, os.fstat(stream.fileno()).st_size - TAIL))
-            return stream.read(TAIL).decode(errors="replace")
+        return read_tail(path, TAIL).decode(errors="replace")
     except OSError:
         return ""

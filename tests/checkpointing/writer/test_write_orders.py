@@ -1,6 +1,7 @@
 """An order that cannot be carried out says so: no file that is missing, and no answer that never comes."""
 
 import errno
+import os
 import socket
 import threading
 from pathlib import Path
@@ -14,12 +15,12 @@ from checkpointing.errors import FencedOff
 from checkpointing.storage import direct_io
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.shared_memory import PAGE
-from checkpointing.writer import order_threads
+from checkpointing.writer import order_threads, write_orders
 from checkpointing.writer.arena import Arena
 from checkpointing.writer.ipc_codec import MessageStream
 from checkpointing.writer.link import InProcessWriter, WriterLink, WriterLost
 from checkpointing.writer.order_threads import CancelToken
-from checkpointing.writer.write_orders import WriteOrder, write_files
+from checkpointing.writer.write_orders import WriteOrder, put_file, write_files
 
 
 def an_order(root: Path, files: int) -> WriteOrder:
@@ -136,3 +137,20 @@ def test_a_fence_on_any_rank_counts_for_all() -> None:
     failed = _failures([None, Failed("no token", fenced=True), Failed("disk full")])
     assert failed is not None
     assert _error(failed) is FencedOff
+
+
+def test_a_small_file_lets_large_writes_end_before_it_waits_for_the_disk(tmp_path: Path, monkeypatch) -> None:
+    order: list[str] = []
+    (tmp_path / "step").mkdir()
+    monkeypatch.setattr(os, "fsync", lambda _: order.append("fsync"))
+    put_file(LocalStorage(tmp_path), "step", "x", b"y", lambda: order.append("others have ended"))
+    assert order.index("others have ended") < order.index("fsync")
+
+
+def test_the_names_of_the_files_are_durable_when_an_order_is_done(
+    tmp_path: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[set[str]] = []
+    monkeypatch.setattr(write_orders, "fsync_dir", lambda folder: synced.append(set(os.listdir(folder))))
+    write_files(an_order(tmp_path, 2), arena, CancelToken())
+    assert synced == [{"__0_0.distcp", "__0_1.distcp"}]

@@ -1,5 +1,6 @@
 """The controller as a process: started once, found, stopped, replaced."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from orchestrator.home import registry_path, state_home
 from orchestrator.process_identity import start_time
 from orchestrator.registry.records import Lease, NewRun
 from orchestrator.registry.store import Store
+from trainer.contract.log_rotation import LogFile
 from trainer.contract.run_dir import RunDir
 
 
@@ -392,3 +394,15 @@ def test_a_lease_that_cannot_be_given_back_does_not_end_the_daemon(path: Path, m
         answers[0] = OTHER
         assert daemon._turn() is True
         assert daemon._turn() is True
+
+
+def test_a_full_disk_costs_the_controller_log_lines_and_no_descriptors(tmp_path: Path, monkeypatch) -> None:
+    def refuse(file: LogFile, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(LogFile, "write", refuse)
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    log, before = service._RotatedLog(tmp_path / "controller.log"), len(os.listdir("/proc/self/fd"))
+    for _ in range(10):
+        log.emit(logging.makeLogRecord({"msg": "a pass"}))
+    assert len(os.listdir("/proc/self/fd")) == before

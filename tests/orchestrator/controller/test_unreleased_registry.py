@@ -1,6 +1,8 @@
 """A registry of a version that was never released, as it lies there after `pip install -U`."""
 
 import os
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,17 @@ def test_every_verb_refuses_it_in_one_line_until_it_is_rebuilt(
     assert main.run(["db", "rebuild", "--root", str(path.parent / "runs")]) == 0
     assert fast_queries.version(path) == HEAD
     assert main.run(["status"]) == 0
+
+
+def test_a_registry_that_has_lost_its_version_is_not_taken_for_an_empty_one(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old_registry(path, HEAD)
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("DELETE FROM alembic_version")
+    for words in (["status"], ["controller", "tick"]):
+        assert main.run(words) == 6, words
+        assert REFUSED in capsys.readouterr().err, words
 
 
 def test_no_controller_is_started_for_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

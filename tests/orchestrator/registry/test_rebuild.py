@@ -156,6 +156,18 @@ def test_a_registry_that_is_there_is_set_aside(desk: Desk) -> None:
         assert everything(store) == everything(old) == before
 
 
+def test_a_journal_goes_with_the_registry_that_it_belongs_to(tmp_path: Path) -> None:
+    """SQLite would play the journal of the old file into the new one."""
+    (tmp_path / "runs").mkdir()
+    for tail in ("", "-wal", "-shm", "-journal"):
+        (tmp_path / f"registry.db{tail}").write_bytes(b"a machine that lost its power")
+    rebuild(tmp_path / "registry.db", [tmp_path / "runs"], now=0.0)
+    aside = "registry.db.19700101-000000.old"
+    for tail in ("", "-wal", "-shm", "-journal"):
+        assert (tmp_path / f"{aside}{tail}").read_bytes() == b"a machine that lost its power"
+        assert not tail or not (tmp_path / f"registry.db{tail}").exists()
+
+
 def test_a_living_controller_is_not_robbed_of_its_registry(desk: Desk) -> None:
     with pytest.raises(RegistryError, match="a controller is alive") as caught:
         rebuild(desk.path, [desk.root], now=50.0)

@@ -1,7 +1,9 @@
 """Outcomes, launch tokens, requests and rank messages: what is written reads back, and damage is noticed."""
 
+import os
 import socket
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +40,14 @@ def test_an_outcome_with_words_that_are_no_unicode(tmp_path):
     assert found.message == "caf\\udce9"
 
 
+def test_a_ranks_outcome_and_the_name_of_its_file_are_durable(tmp_path, monkeypatch):
+    attempt, synced = AttemptDir(tmp_path), []
+    attempt.outcomes.mkdir()
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(Path(f"/proc/self/fd/{descriptor}").readlink()))
+    append_outcome(attempt, RankOutcome(rank=0, generation=1, node="n", step=1, exit_code=1, time=1.0))
+    assert synced == [attempt.rank_outcomes("n"), attempt.outcomes]
+
+
 def test_torn_outcomes_are_skipped_and_those_of_older_versions_are_read(tmp_path):
     attempt = AttemptDir(tmp_path)
     outcome = RankOutcome(rank=0, generation=1, node="n", step=1, exit_code=1, time=1.0)
@@ -46,6 +56,7 @@ def test_torn_outcomes_are_skipped_and_those_of_older_versions_are_read(tmp_path
     append_outcome(attempt, outcome)
     (attempt.outcomes / "rank-00002.g001.json").write_text(replace(outcome, rank=2).to_line())
     (attempt.outcomes / "rank-00003.g001.json").write_text('{"rank":3,"gen')
+    (attempt.outcomes / "rank-00004.g001.json").write_text(outcome.to_line().replace('"rank":0', '"rank":null'))
     assert sorted(found.rank for found, _ in all_outcomes(attempt)) == [0, 2]
     assert find_outcome(attempt, "n", 0, 1) == outcome
 

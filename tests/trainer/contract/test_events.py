@@ -1,5 +1,6 @@
 """Event files: whole lines only, and no line lost to a torn one."""
 
+import json
 import os
 
 import pytest
@@ -48,6 +49,18 @@ def test_a_torn_last_line_waits_for_its_end(log, path):
 def test_a_line_torn_by_a_kill_costs_only_itself(log, path):
     with path.open("a") as stream:
         stream.write('{"time":1,"sou\n[1]\n{"other":1}\n')
+    log.write(EventKind.DECISION, action="restart")
+    events, _ = read_events(path)
+    assert [event.data for event in events] == [{"action": "restart"}]
+
+
+EVENT = {"time": 1.0, "source": "a", "seq": 1, "kind": "decision", "attempt": 1, "generation": 1}
+ODD = ({"data": []}, {"time": None}, {"attempt": "1"}, {"kind": {}})
+
+
+@pytest.mark.parametrize("line", [b"[" * 100_000, *(json.dumps({**EVENT, **odd}).encode() for odd in ODD)])
+def test_a_line_of_another_shape_costs_only_itself(log, path, line):
+    path.write_bytes(line + b"\n")
     log.write(EventKind.DECISION, action="restart")
     events, _ = read_events(path)
     assert [event.data for event in events] == [{"action": "restart"}]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from trainer.contract import log_rotation
-from trainer.contract.log_rotation import LogFile, LogReader, LogsConfig, read_tail, rotated_files
+from trainer.contract.log_rotation import LogFile, LogReader, LogsConfig, read_files, read_tail, rotated_files
 
 SMALL = LogsConfig(max_mib=0.001, keep=3)  # 1,048 bytes
 
@@ -112,6 +112,75 @@ def test_a_reader_that_comes_too_late_goes_on_with_what_is_kept(tmp_path: Path) 
     assert lines(0, 500).endswith(after)
     log.close()
     reader.close()
+
+
+def test_a_log_that_was_deleted_goes_on_in_a_new_file_when_it_is_full(tmp_path: Path) -> None:
+    log = filled(tmp_path / "log", 1)
+    (tmp_path / "log").unlink()
+    log.write(lines(1, 40))
+    log.close()
+    assert read_tail(tmp_path / "log", 10**6).endswith(lines(39, 40))
+
+
+def test_a_rotation_without_a_new_file_writes_into_no_other_one(tmp_path: Path, monkeypatch) -> None:
+    log, real = filled(tmp_path / "log", 1), os.open
+
+    def full(path: Path, *how: int) -> int:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(os, "open", full)
+    with pytest.raises(OSError, match="No space left"):
+        log.write(lines(1, 40))
+    monkeypatch.setattr(os, "open", real)
+    with open(tmp_path / "other", "w+b") as other:  # gets the lowest number that is free
+        log.write(b"after\n")
+        log.close()
+        assert os.pread(other.fileno(), 100, 0) == b""
+    assert read_tail(tmp_path / "log", 10**6).endswith(b"after\n")
+
+
+@pytest.mark.parametrize("read_all", [lambda path: b"".join(read_files(path)), lambda path: read_tail(path, 10**6)])
+def test_a_rotation_while_a_log_is_read_hides_nothing(tmp_path: Path, monkeypatch, read_all) -> None:
+    log, listed = filled(tmp_path / "log", 20), log_rotation.rotated_files
+    before = b"".join(file.read_bytes() for file in log_rotation.log_files(tmp_path / "log"))
+
+    def rotated_just_after(path: Path) -> dict[int, Path]:
+        found = listed(path)
+        monkeypatch.setattr(log_rotation, "rotated_files", listed)
+        log.limits = LogsConfig(max_mib=0.001, keep=10)
+        log.write(lines(20, 40))
+        return found
+
+    monkeypatch.setattr(log_rotation, "rotated_files", rotated_just_after)
+    found = read_all(tmp_path / "log")
+    assert (before + lines(20, 40)).startswith(found)
+    assert found.startswith(before)
+    log.close()
+
+
+def test_a_reader_misses_no_file_that_is_rotated_while_it_looks_for_the_next_one(tmp_path: Path, monkeypatch) -> None:
+    log, listed = filled(tmp_path / "log", 1, LogsConfig(max_mib=0.001, keep=10)), log_rotation.rotated_files
+    reader = LogReader(tmp_path / "log", None)
+    log.write(lines(1, 20))  # rotated once
+
+    def rotated_just_after(path: Path) -> dict[int, Path]:
+        found = listed(path)
+        if found:
+            monkeypatch.setattr(log_rotation, "rotated_files", listed)
+            log.write(lines(20, 60))
+        return found
+
+    monkeypatch.setattr(log_rotation, "rotated_files", rotated_just_after)
+    assert reader.read() + reader.read() == lines(0, 60)
+    log.close()
+    reader.close()
+
+
+def test_a_fifo_in_the_place_of_a_log_stops_neither_writer_nor_readers(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "log")
+    for use in (lambda path: LogFile(path, SMALL), lambda path: read_tail(path, 10), lambda path: [*read_files(path)]):
+        with pytest.raises(OSError, match="No such device or address|a FIFO"):
+            use(tmp_path / "log")
 
 
 @pytest.mark.parametrize("wrong", [{"max_mib": 0.0}, {"max_mib": float("nan")}, {"keep": 0}])

@@ -31,6 +31,9 @@ class _Log:
     ours: int
     theirs: int
     lost: int = 0
+    """Bytes that were dropped since the newest chunk."""
+    unwritten: int = 0
+    """Bytes of chunks since the last one that could be written; only the writing thread looks here."""
     file: LogFile | None = field(default=None)
 
     def write(self, data: bytes, limits: LogsConfig) -> None:
@@ -71,7 +74,9 @@ class LogPipes:
                 self._poll.register(ours, select.EPOLLIN)
                 self._chunks.append((self._logs[path], b"", 0))  # makes the file
                 self._news.notify_all()
-            return self._logs[path].theirs
+            theirs = self._logs[path].theirs
+            os.set_blocking(theirs, True)  # all writers share this: one may have changed it for those after it
+            return theirs
 
     def settle(self, path: Path, seconds: float) -> bool:
         """Wait until what was printed so far is in the log's file, for so long at most; whether it is."""
@@ -125,17 +130,17 @@ class LogPipes:
                 if not self._chunks:
                     return
                 log, data, lost = self._chunks[0]  # bytes that were lost before it
+            lost += log.unwritten
             try:
                 log.write(_gap(lost) + data, self._limits)
             except OSError:
-                lost += len(data)
+                log.unwritten = lost + len(data)
             else:
-                lost = 0
+                log.unwritten = 0
             with self._news:
                 self._chunks.popleft()
                 self._waiting -= len(data)
                 self._stalled = False
-                log.lost += lost
                 self._news.notify_all()
 
 

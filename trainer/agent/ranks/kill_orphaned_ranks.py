@@ -19,7 +19,7 @@ async def kill_all(
 ) -> None:
     """Kill the process groups of all ranks that are left, and what had left those groups; report each end.
 
-    `spare` are children of this process that are no rank's: the checkpoint writers.
+    `exclude` are children of this process that are no rank's: the checkpoint writers.
 
     A process that cannot be killed (it hangs in the kernel) is given up after half a minute and not reported gone.
     """

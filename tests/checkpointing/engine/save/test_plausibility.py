@@ -17,6 +17,7 @@ from checkpointing.engine.state.plausibility import StateSummary, highest, impla
 from checkpointing.format.index import FINGERPRINTS, parse_fingerprints
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.catalog import Catalog
+from checkpointing.writer.arena import Record
 from checkpointing.writer.link import InProcessWriter
 from tests.checkpointing.engine.conftest import Bench, state
 
@@ -205,6 +206,35 @@ def test_it_leaves_memory_before_the_disk_is_done(bench: Bench, monkeypatch: pyt
         assert cleared.wait(10), "the disk has not answered yet"
     finally:
         storage.gate.set()
+    made.wait()
+    assert [record.step for at in range(2) if (record := link.arena.record(at))] == [1]
+
+
+def test_it_leaves_memory_although_the_writer_vouches_for_it_late(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, cleared = InProcessWriter(LocalStorage(bench.root)), threading.Event()
+    made = bench.checkpointer(link=link)
+    saved(made, 1, training(1))
+    bad, clear, publish = (
+        {**training(2), "model/w": torch.full((40, 3), math.nan)},
+        link.arena.clear,
+        link.arena.publish,
+    )
+    made.prepare(bad)
+
+    def noted(at: int) -> None:
+        clear(at)
+        if threading.current_thread().name == "checkpoint-saves":
+            cleared.set()
+
+    def late(at: int, record: Record) -> None:
+        assert cleared.wait(10)
+        publish(at, record)
+
+    monkeypatch.setattr(link.arena, "clear", noted)
+    monkeypatch.setattr(link.arena, "publish", late)
+    assert made.save(2, bad, {})
     made.wait()
     assert [record.step for at in range(2) if (record := link.arena.record(at))] == [1]
 

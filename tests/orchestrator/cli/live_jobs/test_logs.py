@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.cli.drills.demo_report import read_demo_report
+from orchestrator.cli.live_jobs.first_error import _around
 from orchestrator.cli.runs.event_text import describe_event
 from orchestrator.cli.runs.run_reader import EventFeed
 from orchestrator.states import RunState
@@ -161,6 +162,33 @@ def test_following_goes_on_over_attempts_until_the_run_ends(seeds: Seeds, place:
         child.kill()
     assert child.returncode == 8
     assert "is FAILED: a bug" in err
+
+
+def test_following_all_ranks_begins_with_the_end_of_each_and_leaves_out_no_last_word(
+    orch: Type, seeds: Seeds, place: RunDir
+) -> None:
+    for rank in (0, 1):
+        write_log(place.attempt(1), rank, *(f"line {n}" for n in range(50)))
+    with place.attempt(1).rank_log(1).open("a") as log:
+        log.write("no end of line")
+    seeds.store.move_run(place.name, RunState.SUCCEEDED, "done", epoch=seeds.epoch, now=time.time())
+    shown = orch("logs", place.name, "--rank", "all", "-f", "--tail", 1)
+    assert shown.out.splitlines() == ["rank 0 | line 49", "rank 1 | line 49", "rank 1 | no end of line"]
+
+
+def test_a_log_without_a_newest_file_is_there_all_the_same(orch: Type, place: RunDir) -> None:
+    place.attempt(1).agent_log(0).write_text("an agent\n")
+    write_log(place.attempt(1), 0, "killed in the middle of a rotation")
+    log = place.attempt(1).rank_log(0)
+    log.rename(log.with_name(f"{log.name}.1"))
+    for more in ((), ("--rank", 0), ("--rank", "all"), ("--tail", 5)):
+        assert orch("logs", place.name, *more).out == "killed in the middle of a rotation\n"
+
+
+def test_a_generation_begins_in_the_line_that_a_killed_rank_left_open(place: RunDir) -> None:
+    log = place.attempt(1).rank_log(0)
+    log.write_text("--- generation 1 ---\none\nstep 5 los--- generation 2 ---\ntwo\n--- generation 3 ---\nthree\n")
+    assert [_around(log, number) for number in (1, 2, 3)] == ["one\nstep 5 los", "two", "three"]
 
 
 def test_following_ends_by_ctrl_c_without_harm(seeds: Seeds, place: RunDir) -> None:

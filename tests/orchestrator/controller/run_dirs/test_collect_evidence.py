@@ -6,12 +6,19 @@ import pytest
 
 from orchestrator.controller.jobs.scheduler_snapshot import SchedulerSnapshot
 from orchestrator.controller.leasing.observed_since import ObservedSince
-from orchestrator.controller.run_dirs.collect_evidence import collect_evidence, leader_gone, removed_nodes
+from orchestrator.controller.run_dirs.collect_evidence import (
+    collect_evidence,
+    leader_gone,
+    read_tails,
+    removed_nodes,
+)
 from orchestrator.controller.run_view import RunView
 from orchestrator.registry.records import Attempt
 from orchestrator.scheduler.interface import JobStatus
 from orchestrator.states import AttemptState
 from tests.scenarios.world import World, config
+from trainer.contract.log_rotation import LogFile, LogsConfig
+from trainer.contract.run_dir import RunDir
 
 
 def attempt(*nodes: str) -> Attempt:
@@ -77,3 +84,13 @@ def test_only_a_job_with_spares_goes_on_without_a_node(tmp_path: Path, spares: i
 def test_without_a_job_or_a_record_of_its_nodes_nothing_is_said():
     assert leader_gone(attempt("n1"), None, ("n1",)) == ""
     assert leader_gone(attempt(), job("RUNNING", "n2"), ("n1",)) == ""
+
+
+def test_the_end_of_a_log_that_was_just_rotated_is_in_two_files(tmp_path: Path):
+    place = RunDir(tmp_path).attempt(1)
+    place.make()
+    log = LogFile(place.agent_log(0), LogsConfig(max_mib=0.001, keep=2))
+    log.write(b"slurmstepd: error: Detected 1 oom_kill event\n" + b"x" * 2000 + b"\n")
+    log.close()
+    (tail,) = read_tails(place)
+    assert (tail.source, tail.text.endswith("x" * 2000 + "\n")) == ("agent-0000.log", True)

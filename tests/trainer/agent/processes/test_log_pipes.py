@@ -54,10 +54,12 @@ def test_who_prints_does_not_wait_for_a_file_system_that_hangs(tmp_path: Path, m
     write = LogFile.write
     monkeypatch.setattr(LogFile, "write", lambda file, data: (back.wait(60), write(file, data)))
     monkeypatch.setattr(log_pipes, "MOST_WAITING", 1 << 20)
-    pipes, path = LogPipes(LIMITS, stall_seconds=0.1), tmp_path / "log"
+    pipes, path = LogPipes(LIMITS, stall_seconds=1.0), tmp_path / "log"
     output = pipes.descriptor(path)
-    # It ends although nothing is written, and although it prints more than is kept for later.
-    subprocess.run([sys.executable, "-c", "for _ in range(300): print('x' * 19_999)"], stdout=output, check=True)
+    # It ends although nothing is written, and although it prints more than is kept for later: 40 times what is read at
+    # once, of which only the first has to wait.
+    program = "for _ in range(600): print('x' * 19_999)"
+    subprocess.run([sys.executable, "-c", program], stdout=output, check=True, timeout=20)
     assert not pipes.settle(path, 0.1)
     back.set()
     assert pipes.settle(path, 30)
@@ -84,3 +86,31 @@ def test_a_full_disk_stops_nobody_and_the_gap_is_told(pipes: LogPipes, tmp_path:
     printed(pipes, tmp_path / "log", "print('kept')")
     told = "[orch: 4 bytes are missing here: they could not be written]"
     assert (tmp_path / "log").read_text() == f"\n{told}\nkept\n"
+
+
+def test_a_gap_is_told_where_it_is(pipes: LogPipes, tmp_path: Path, monkeypatch) -> None:
+    write, begun, go_on = LogFile.write, threading.Event(), threading.Event()
+
+    def refuse_once(file: LogFile, data: bytes) -> None:
+        monkeypatch.setattr(LogFile, "write", write)
+        begun.set()
+        go_on.wait(60)
+        raise OSError(28, "No space left on device")
+
+    output = pipes.descriptor(tmp_path / "log")
+    assert pipes.settle(tmp_path / "log", 60)
+    monkeypatch.setattr(LogFile, "write", refuse_once)
+    os.write(output, b"lost\n")
+    assert begun.wait(60)
+    os.write(output, b"kept\n")  # read while the other is being written
+    while log_pipes._unread(pipes._logs[tmp_path / "log"].ours):
+        os.sched_yield()
+    go_on.set()
+    assert pipes.settle(tmp_path / "log", 60)
+    told = "[orch: 5 bytes are missing here: they could not be written]"
+    assert (tmp_path / "log").read_text() == f"\n{told}\nkept\n"
+
+
+def test_a_program_that_makes_its_output_non_blocking_does_so_for_itself_only(pipes: LogPipes, tmp_path: Path) -> None:
+    printed(pipes, tmp_path / "log", "import os; os.set_blocking(1, False)")
+    assert os.get_blocking(pipes.descriptor(tmp_path / "log"))

@@ -1,0 +1,81 @@
+"""What is known of the current generation, and what the next one is told."""
+
+import asyncio
+import time
+from dataclasses import replace
+
+from tests.trainer.agent.coordination.test_coordinator import Scene, hear
+from trainer.agent.attempt_state.generation import Generation
+from trainer.agent.control.tcp_transport import Peer
+from trainer.agent.watch.root_cause import RankEnd
+from trainer.contract.outcome import Failure, FailureKind
+
+HANG = Failure(kind=FailureKind.HANG, reason="rank 1 stopped first")
+KILLED = RankEnd(rank=0, node="n0", at=5.0, signal=9, word=False)
+
+
+def run(scene: Scene, script) -> None:
+    async def whole() -> None:
+        async with scene.led():
+            await script(scene)
+
+    asyncio.run(whole())
+
+
+async def killed(peers: list[Peer], generation: int = 1) -> None:
+    """Rank 0 is killed, and nothing is left of any rank."""
+    peers[0].send("exit", generation=generation, rank=0, step=3, exit_code=None, signal=9, word=False)
+    await hear(peers[0], "kill")
+    for peer in peers:
+        peer.send("gone", generation=generation)
+
+
+def test_ranks_that_wait_for_a_dead_peer_do_not_hang():
+    alone, beside = Generation(), Generation()
+    alone.fail(HANG, 9.0)
+    assert (alone.broken, alone.first_failure) == (HANG, 9.0)
+    beside.note(KILLED)
+    beside.fail(HANG, 9.0)
+    assert (beside.broken, beside.first_failure) == (None, 5.0)
+
+
+def test_nodes_are_measured_again_when_some_of_them_are_new(tmp_path):
+    async def script(scene: Scene) -> None:
+        peers = [await scene.join(node) for node in (0, 1, 2)]
+        assert (await hear(peers[0], "start"))["fit"]
+        await killed(peers[:2])
+        assert not (await hear(peers[0], "start"))["fit"]
+        await peers[1].close()
+        await hear(peers[0], "kill")
+        peers[0].send("gone", generation=2)
+        start = await hear(peers[2], "start")
+        assert (start["generation"], start["fit"]) == (3, True)
+        assert scene.state.generation.broken is None
+
+    run(Scene(tmp_path, spares=1, rejoin=0.1), script)
+
+
+def test_reports_of_an_older_generation_are_no_reports_of_this_one(tmp_path):
+    async def script(scene: Scene) -> None:
+        peers = [await scene.join(node) for node in (0, 1)]
+        await hear(peers[0], "start")
+        peers[0].send("progress", generation=1, step=7, saved=0, total=9, phase="data")
+        while not scene.state.reports():
+            await hear(peers[0], "ping")
+        scene.state.generation = Generation(number=2, started=time.monotonic())
+        assert scene.state.reports() == []
+
+    run(Scene(tmp_path), script)
+
+
+def test_ranks_that_are_started_to_save_and_stop_get_the_whole_time(tmp_path):
+    async def script(scene: Scene) -> None:
+        peers = [await scene.join(node) for node in (0, 1)]
+        await hear(peers[0], "start")
+        stop, now = scene.state.stopping, time.monotonic()
+        stop.stop = replace(stop.asked("enough", now), until=now + 40.0)
+        await killed(peers)
+        assert (await hear(peers[0], "start"))["generation"] == 2
+        assert (await hear(peers[0], "ask"))["seconds"] > 50.0
+
+    run(Scene(tmp_path), script)

@@ -1,0 +1,29 @@
+"""What is reported of a rank that has ended: its last words too, although they go to its log through a pipe."""
+
+import asyncio
+import os
+import threading
+
+from trainer.agent.processes.log_pipes import LogPipes
+from trainer.agent.ranks.rank_exit import ExitInfo, exit_report
+from trainer.contract.log_rotation import LogFile
+from trainer.contract.run_dir import AttemptDir
+
+
+def test_words_that_are_still_on_their_way_to_the_log_are_waited_for(tmp_path, monkeypatch):
+    attempt, write, waited_for = AttemptDir(tmp_path / "001"), LogFile.write, threading.Event()
+    attempt.make()
+
+    class Pipes(LogPipes):
+        def settle(self, path, seconds):
+            waited_for.set()
+            return super().settle(path, seconds)
+
+    monkeypatch.setattr(LogFile, "write", lambda file, data: (waited_for.wait(60), write(file, data)))
+    pipes = Pipes()
+    os.write(pipes.descriptor(attempt.rank_log(0)), b"Traceback (most recent call last):\n  ...\nMyError: last words\n")
+    info = ExitInfo(rank=0, node="n", step=0, stepped=False, word=None)
+    report = asyncio.run(exit_report(attempt, 1, info, 1, None, command=True, logs=pipes))
+    waited_for.set()
+    pipes.close(10)
+    assert (report["exception"], report["message"]) == ("MyError", "last words")

@@ -126,5 +126,5 @@ def periodic_passes() -> Check:
             "neither cron nor scrontab can be used: after a reboot of this host runs wait for your next `orch` command"
         )
         return Check("controller", WARN, text)
-    text = "after a reboot of this host nobody drives the runs until you type an `orch` command"
+    text = "after a reboot of this host no controller runs until you type an `orch` command"
     return Check("controller", INFO, text, f"orch controller install --via {ways[0]}")

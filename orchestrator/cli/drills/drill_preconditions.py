@@ -13,15 +13,17 @@ def why_undetectable(kind: str, config: JobConfig) -> str | None:
     command, recovery = config.command, config.recovery
     # A program of the user's own has no progress cell: it takes no orders, and nobody knows its steps.
     if command and kind == "stop-rank":
-        return "its ranks are a command of its own, nobody watches them: they would stand until the time limit"
+        return (
+            "its ranks run a command of their own, which is not watched for hangs: they would wait until the time limit"
+        )
     if command and kind == "corrupt-checkpoint":
         return "its ranks are a command of its own, which saves and loads in its own way"
     if command and kind not in _FROM_OUTSIDE:
         return "its ranks are a command of its own, which takes no such order"
     # What stands still is found by the watch alone.
     if EventKind.INCIDENT in EXPECTED[kind].signs and not recovery.hang.on:
-        return "nobody watches for hangs (recovery.hang.on=false): its ranks would stand until the time limit"
+        return "hang detection is off (recovery.hang.on=false): its ranks would wait until the time limit"
     # So is what is slow, by the comparison of ranks.
     if EventKind.STRAGGLER in EXPECTED[kind].signs and not recovery.straggler.on:
-        return "nobody compares its ranks (recovery.straggler.on=false): it would be slow for ever"
+        return "straggler detection is off (recovery.straggler.on=false): the rank would stay slow"
     return None

@@ -46,7 +46,7 @@ def attach(screen: Screen, run: str, stack: bool, rank: int | None, node: int | 
     ]
     if not threads:
         raise Precondition(
-            f"{found.run}: no rank told where it stands: {'; '.join(_silence(row) for row in missing[:_NAMED])}",
+            f"{found.run}: no rank reported its stack: {'; '.join(_silence(row) for row in missing[:_NAMED])}",
             where=str(folder), hint="a rank that is stopped cannot; what else there is lies in that folder",
         )  # fmt: skip
     _show(screen, found, folder, threads, seen, missing)

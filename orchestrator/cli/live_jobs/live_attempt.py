@@ -90,7 +90,7 @@ def find_live_attempt(name: str, now: float | None = None) -> LiveAttempt:
     silent = (time.time() if now is None else now) - float(heartbeat.get("time", 0.0))
     if silent > SILENT:
         raise Precondition(
-            f"attempt {attempt_dir.number} of {run} has been silent for {silent:.0f} s: nobody would answer",
+            f"attempt {attempt_dir.number} of {run} has been silent for {silent:.0f} s: it would not answer",
             where=str(attempt_dir.heartbeat), hint=f"orch logs {run} --node 0",
         )  # fmt: skip
     return LiveAttempt(run=run, folder=folder, attempt_dir=attempt_dir, heartbeat=heartbeat)

@@ -109,7 +109,7 @@ def launch(
         )
     if row["job_id"] is None and not (state := controller_state(time.time(), run.scheduler)).alive:
         raise Precondition(
-            f"{run.name} is written down, and nobody drives it: {state.reason}",
+            f"{run.name} is recorded, but no controller runs it: {state.reason}",
             where=run.run_dir,
             hint=f"do not submit it again; {TAKE_OVER if state.stalled else '`orch controller run` goes on with it'}",
         )

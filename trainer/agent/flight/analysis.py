@@ -16,7 +16,7 @@ from trainer.agent.flight.wait_roots import RootKind, WaitRoots, fronts, gpu_roo
 __all__ = ["Finding", "FlightRecord", "analyse", "parse"]
 
 _FRONTS = 3
-"""Places where nobody gets on that are told one by one."""
+"""Places where no rank makes progress that are told one by one."""
 
 
 def analyse(flights: Iterable[FlightRecord], expected_ranks: Iterable[int], unanswered: Iterable[int] = ()) -> Finding:
@@ -118,15 +118,19 @@ def _reason(waits: WaitGraph, kind: RootKind, node: Node, ranks: Sequence[int]) 
 
 
 def _together(stalled: Sequence[Stall], stuck: Sequence[object]) -> Finding:
-    """Nobody can be named: all have come and nobody gets on, or they wait in a ring."""
+    """Nobody can be named: all have come and no rank makes progress, or they wait in a ring."""
     places = [place for place in stuck if isinstance(place, Stall)] or [s for s in stalled if not s.missing]
     if not places and not stalled:
         return _lost_message([place for place in stuck if isinstance(place, Channel)])
     stall = max(places or stalled, key=lambda stall: len(stall.inside))
     ranks = tuple(sorted({rank for place in places or [stall] for rank in place.inside}))
-    rest = "nobody is missing, and it does not end" if places else "whom they miss waits for others in turn"
+    rest = (
+        "no rank is missing, and it does not complete"
+        if places
+        else "the ranks that are missing wait for others in turn"
+    )
     if stall.doubtful:
-        rest = "the group was made again under its name, and the records do not tell who is missing"
+        rest = "the group was made again under its name, and the records do not show which rank is missing"
     if len(places) > 1:
         rest += f"; so it is in {len(places) - 1:,} more group(s)"
     return Finding(
@@ -147,7 +151,7 @@ def _lost_message(channels: Sequence[Channel]) -> Finding:
         kind="stuck_together",
         ranks=ranks,
         group=channels[0].group,
-        reason=f"both ends have called {told}, and it does not arrive: the link between them, or the GPU of either",
+        reason=f"both ends have called {told}, but it does not complete: the link between them, or the GPU of either",
     )
 
 

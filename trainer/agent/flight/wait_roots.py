@@ -112,7 +112,7 @@ def _waits_for_messages_only(waits: WaitGraph, node: Node) -> bool:
 
 
 def fronts(waits: WaitGraph, explained: Mapping[Node, object]) -> list[Node]:
-    """Where all have come, nothing lies before it, and nobody gets on."""
+    """Where all have come, nothing lies before it, and no rank makes progress."""
     return [node for node, after in enumerate(waits.after) if not after and node not in explained]
 
 

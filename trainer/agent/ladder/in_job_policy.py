@@ -154,7 +154,7 @@ def _without_failure(now: Situation) -> Decision:
             return Decision(action=Action.WAIT, reason="all ranks have ended; waiting for reports of a signal")
         return Decision(action=Action.FINISH, reason="all ranks finished")
     if now.overdue:
-        return stop_failure(now.stopping, "ranks were told to stop and save, did not do so in time, and were killed")
+        return stop_failure(now.stopping, "ranks were asked to save and stop, did not do so in time, and were killed")
     return Decision(action=Action.WAIT, reason=f"{len(now.ends)} of {now.world} ranks have ended")
 
 

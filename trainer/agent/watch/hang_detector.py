@@ -160,7 +160,7 @@ class HangDetector:
     def _analysed(query: _FlightQuery, seen: list[RankSample]) -> Finding:
         # Ranks of a node that has not answered would look like ranks that never entered the collective.
         if query.waits:
-            return Finding(kind="none", reason=f"{len(query.waits)} nodes have not told their ranks' flight records")
+            return Finding(kind="none", reason=f"{len(query.waits)} nodes have not sent their ranks' flight records")
         expected = [one.rank for one in seen if not one.ended]
         return analyse(list(query.flights.values()), expected, sorted(query.unanswered))
 

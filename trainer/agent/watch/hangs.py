@@ -46,7 +46,7 @@ class Stall(StrEnum):
     STUCK_IN_COMPUTE = "stuck_in_compute"
     LOCK_HELD = "lock_held"  # Python's
     DESYNC = "desync"  # ranks call different collectives: a bug of the program
-    NETWORK = "network"  # all have joined a collective over several nodes, and nobody gets on
+    NETWORK = "network"  # all have joined a collective over several nodes, and none makes progress
     UNKNOWN = "unknown"
 
 
@@ -336,7 +336,7 @@ def _who_stopped(roots: Sequence[RankSample], why: str, limit: str, waiting: int
 
 
 def _hung_together(suspicion: Suspicion, allowed: Allowed, limit: str, waiting: tuple[int, ...]) -> Judgement:
-    """All have joined and nobody gets on: no rank is to blame, and a node only when it is the only one."""
+    """All have joined and no rank makes progress: no rank is to blame, and a node only when it is the only one."""
     joined = suspicion.rivals
     nodes = sorted({one.node for one in joined})
     oldest = max(joined, key=lambda one: one.age)
@@ -345,7 +345,7 @@ def _hung_together(suspicion: Suspicion, allowed: Allowed, limit: str, waiting: 
     return Judgement(
         verdict=Verdict.HUNG,
         reason=f"no rank stopped first: {suspicion.why}; "
-        f"for {format_seconds(oldest.age)} nobody gets on, {limit}; {what}",
+        f"no rank has made progress for {format_seconds(oldest.age)}, {limit}; {what}",
         node=nodes[0] if len(nodes) == 1 else None,
         phase=oldest.phase,
         step=oldest.step,

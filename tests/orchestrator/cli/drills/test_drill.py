@@ -156,7 +156,7 @@ def test_a_real_disk_is_never_filled(orch: Type, seeds: Seeds, yes: tuple[str, .
 
 
 @pytest.mark.parametrize(("fields", "kind", "why"), [
-    ({"command": ["python", "train.py"]}, "stop-rank", "nobody watches them: they would stand until the time limit"),
+    ({"command": ["python", "train.py"]}, "stop-rank", "not watched for hangs: they would wait until the time limit"),
     ({"command": ["python", "train.py"]}, "nan", "its ranks are a command of its own"),
     ({"recovery": {"hang": {"on": False}}}, "hang-in-collective", "recovery.hang.on=false"),
 ])  # fmt: skip
@@ -178,7 +178,7 @@ def test_a_demo_that_nobody_watches_is_not_started(orch: Type, monkeypatch: pyte
     monkeypatch.setattr(submit, "launch", lambda *_args, **_named: pytest.fail("it was started"))
     said = orch("drill", "--demo", "stop-rank", "recovery.hang.on=false")
     assert said.code == 4
-    assert "stop-rank tells nothing in this demo: nobody watches for hangs" in said.err
+    assert "stop-rank tells nothing in this demo: hang detection is off" in said.err
 
 
 @pytest.mark.parametrize("form", ["people", "json"])

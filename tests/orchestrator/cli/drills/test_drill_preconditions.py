@@ -23,7 +23,7 @@ def test_what_is_watched_can_be_hit() -> None:
 def test_a_command_of_the_users_own_takes_no_orders_and_is_not_watched() -> None:
     found = refused({"command": ["python", "train.py"]})
     assert set(EXPECTED) - set(found) == {"kill-rank", "kill-agent", "kill-node", "full-disk"}
-    assert "nobody watches them: they would stand until the time limit" in found["stop-rank"]
+    assert "not watched for hangs: they would wait until the time limit" in found["stop-rank"]
     assert "takes no such order" in found["nan"]
     assert "saves and loads in its own way" in found["corrupt-checkpoint"]
 

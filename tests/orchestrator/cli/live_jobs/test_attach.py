@@ -98,7 +98,7 @@ def test_ranks_that_cannot_tell_are_said_to_be_so(orch: Type, seeds: Seeds) -> N
     with Agent(begun(seeds, run), "attempts/001/evidence/attach-1"):
         said = orch("attach", run, "--stack")
     assert said.code == 4
-    assert "no rank told where it stands: rank 0 did not answer; rank 1 did not answer" in said.err
+    assert "no rank reported its stack: rank 0 did not answer; rank 1 did not answer" in said.err
 
 
 def test_attach_says_what_to_ask_for(orch: Type, seeds: Seeds) -> None:

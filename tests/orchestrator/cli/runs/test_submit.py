@@ -108,7 +108,7 @@ def test_a_run_that_nobody_drives_is_no_success(
     monkeypatch.setattr(submitting, "TAKEN_OVER_WITHIN", 0.3)
     done = orch(*words(tmp_path, text))
     assert done.code == 4
-    assert "tiny-gpt-1 is written down, and nobody drives it: controller stalled for 30" in done.err
+    assert "tiny-gpt-1 is recorded, but no controller runs it: controller stalled for 30" in done.err
     assert "(pid 7 on login2)" in done.err
     assert "do not submit it again" in done.err
     assert [row["run"] for row in orch("status", "--json").data] == ["tiny-gpt-1"]

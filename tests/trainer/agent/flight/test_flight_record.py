@@ -87,7 +87,7 @@ def test_a_silent_rank_is_the_one_when_all_others_wait() -> None:
 def test_all_inside_and_nobody_through() -> None:
     finding = analyse([flight(rank, *history("0", 4, inside=True)) for rank in range(3)], range(3))
     assert (finding.kind, finding.ranks) == ("stuck_together", (0, 1, 2))
-    assert "nobody is missing" in finding.reason
+    assert "no rank is missing" in finding.reason
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_ranks_that_wait_in_a_ring() -> None:
         flights.append(flight(rank, *history(own, 3, inside=True), *history(other, 2, inside=False), groups=told))
     finding = analyse(flights, range(3))
     assert finding.kind == "stuck_together"
-    assert finding.reason.endswith("whom they miss waits for others in turn")
+    assert finding.reason.endswith("the ranks that are missing wait for others in turn")
 
 
 def test_of_ten_thousand_the_one() -> None:

@@ -77,7 +77,7 @@ def test_where_records_have_lost_lives_nobody_is_named(library: str, last: tuple
     finding = found([whole, cut, cut, record(library, last, False)])
     assert (finding.kind, finding.culprits) == ("stuck_together", ())
     assert finding.reason.endswith(
-        "the group was made again under its name, and the records do not tell who is missing"
+        "the group was made again under its name, and the records do not show which rank is missing"
     )
 
 

@@ -15,14 +15,14 @@ from trainer.contract.skipped_batches import Skip
 LOST = Failure(kind=FailureKind.AGENT_LOST, reason="the agent of n1 is lost: reset", node="n1")
 UNFIT = Failure(kind=FailureKind.NODE_SUSPECT, reason="n1 multiplies at 40 % of its peers", node="n1")
 HANG = Failure(kind=FailureKind.HANG, reason="rank 1 on n1 stopped first", rank=1, node="n1", step=7)
-NETWORK = Failure(kind=FailureKind.HANG, reason="nobody gets on between n1 and n2", step=7)
+NETWORK = Failure(kind=FailureKind.HANG, reason="no rank makes progress between n1 and n2", step=7)
 DESYNC = Failure(kind=FailureKind.DESYNC, reason="rank 1 on n1 called another collective", rank=1, node="n1", step=7)
 SKIP = Skip(step=7, position=56, reason="loss nan")
 OTHER = Skip(step=5, position=32, reason="loss nan")
 
 HANGS = [
     ({}, Action.RESTART, "rank 1 on n1 stopped first; restart 1 of 5 in place"),
-    ({"broken": NETWORK, "hung": ("n1",)}, Action.RESTART, "nobody gets on between n1 and n2; restart 1 of 5"),
+    ({"broken": NETWORK, "hung": ("n1",)}, Action.RESTART, "no rank makes progress between n1 and n2; restart 1 of 5"),
     ({"hung": ("n2",)}, Action.RESTART, "restart 1 of 5 in place"),
     ({"hung": ("n1",)}, Action.END, "n1 is blamed for a hang for the second time in this attempt"),
     (

@@ -1,4 +1,4 @@
-"""The order of tests among workers, and a server that speaks S3, for every test that asks for one."""
+"""The order of tests among workers; a server that speaks S3 and a process that forks ranks, one of each."""
 
 import logging
 import os
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.checkpointing.proofs.mounts import hide_mounts
+from tests.warm_programs import WarmPrograms, warm_programs
 
 BUCKET = "checkpoints"
 _CREDENTIALS = {"AWS_ACCESS_KEY_ID": "tester", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
@@ -64,3 +65,9 @@ def s3_server() -> Iterator[str]:
 def s3_url(s3_server: str, request: pytest.FixtureRequest) -> str:
     """A prefix of the bucket that no other test uses."""
     return f"s3://{BUCKET}/{abs(hash(request.node.nodeid)):x}"
+
+
+@pytest.fixture(scope="session")
+def programs() -> Iterator[WarmPrograms]:
+    with warm_programs() as made:
+        yield made

@@ -1,6 +1,6 @@
 """One rank that saves DTensors of every kind with our engine, or loads them with plain DCP: prints one JSON line.
 
-interop_program.py save|load LAYOUT RANK SIZE FOLDER
+Its arguments: save|load LAYOUT RANK SIZE FOLDER
 """
 
 import json
@@ -83,7 +83,3 @@ def main() -> None:
     sys.stdout.write(json.dumps(result) + "\n")
     sys.stdout.flush()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

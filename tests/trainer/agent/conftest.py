@@ -8,22 +8,44 @@ from typing import Any
 import pytest
 
 from tests.trainer.agent.job import LocalJob, until
+from tests.trainer.agent.warm_agents import WarmAgents, warm_agents
 
 STAND_IN = Path(__file__).parent / "stand_in.py"
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Callable[..., LocalJob]]:
-    """Makes a local job whose ranks are stand-in scripts with the given orders."""
+def jobs() -> Iterator[list[LocalJob]]:
+    """Local jobs of this test, ended with it."""
     made: list[LocalJob] = []
-
-    def make(*orders: str, folder: str = "", **config: Any) -> LocalJob:
-        command = [sys.executable, str(STAND_IN), *orders]
-        found = LocalJob(tmp_path / folder, **{"command": command, **config})
-        made.append(found)
-        return found
-
-    yield make
+    yield made
     for one in made:
         one.close()
         until(lambda one=one: not one.processes(), 5, lambda one=one: f"left behind: {one.processes()}")
+
+
+@pytest.fixture
+def job(tmp_path: Path, jobs: list[LocalJob]) -> Callable[..., LocalJob]:
+    """Makes a local job whose ranks are stand-in scripts with the given orders."""
+
+    def make(*orders: str, folder: str = "", **config: Any) -> LocalJob:
+        command = [sys.executable, str(STAND_IN), *orders]
+        jobs.append(LocalJob(tmp_path / folder, **{"command": command, **config}))
+        return jobs[-1]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def agents() -> Iterator[WarmAgents]:
+    with warm_agents() as made:
+        yield made
+
+
+@pytest.fixture
+def warm_job(job: Callable[..., LocalJob], agents: WarmAgents) -> Callable[..., LocalJob]:
+    """Makes a local job of the built-in model, or of another workload, whose agents need not import anything."""
+
+    def make(**config: Any) -> LocalJob:
+        return job(command=[], starter=agents, **config)
+
+    return make

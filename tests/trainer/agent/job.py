@@ -6,9 +6,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Protocol
 
 from checkpointing.storage.durable import dump_line, write_durably
 from trainer.contract.events import Event, EventKind, read_events
@@ -17,13 +17,29 @@ from trainer.contract.node_identity import local_job_id
 from trainer.contract.outcome import AttemptOutcome
 from trainer.contract.run_dir import RunDir
 
+
+class AgentStarter(Protocol):
+    """Starts agents in another way than as programs."""
+
+    def start(self, run_dir: Path, environ: Mapping[str, str], log: int) -> "subprocess.Popen[bytes]": ...
+
+
 _AGENT = "import sys; from trainer.agent.main import run_agent; run_agent(sys.argv[1], sys.argv[2])"
 
 
 class LocalJob:
     """One attempt of one run on simulated nodes."""
 
-    def __init__(self, folder: Path, *, nodes: int = 2, ranks: int = 2, spares: int = 0, **config: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        nodes: int = 2,
+        ranks: int = 2,
+        spares: int = 0,
+        starter: AgentStarter | None = None,
+        **config: Any,
+    ) -> None:
         folder.mkdir(exist_ok=True)
         self.run = RunDir(folder / "run-1")
         self.run.make()
@@ -32,7 +48,7 @@ class LocalJob:
         shape = {"nodes": nodes, "spare_nodes": spares, "ranks_per_node": ranks}
         cluster = {"kind": "local", **shape, **config.pop("cluster", {})}
         write_durably(self.run.config, dump_line({"cluster": cluster, **config}).encode())
-        self.nodes = nodes + spares
+        self.nodes, self._starter = nodes + spares, starter
         self.agents: list[subprocess.Popen[bytes]] = []
         # Stands for submitit's process, whose end is the end of the job.
         self.job = subprocess.Popen(
@@ -54,17 +70,17 @@ class LocalJob:
                 "SUBMITIT_LOCAL_GLOBALID": str(node),
                 "SUBMITIT_LOCAL_NTASKS": str(self.nodes),
             }
-            place = place if local else {}
+            mark = {"ORCH_TEST_RUN": str(self.run.path.parent)}
+            environment = {**os.environ, **mark, **(environ or {}), **(place if local else {})}
             with (self.attempt.submission / f"{node}.err").open("ab") as log:
-                agent = subprocess.Popen(
-                    [*(within[node] if within else ()), sys.executable, "-P", "-c", _AGENT, str(self.run.path), "1"],
-                    env={**os.environ, "ORCH_TEST_RUN": str(self.run.path.parent), **(environ or {}), **place},
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                )
-            self.agents.append(agent)
+                self.agents.append(self._agent(within[node] if within else (), environment, log))
         return self
+
+    def _agent(self, within: Sequence[str], environment: Mapping[str, str], log: BinaryIO) -> "subprocess.Popen[bytes]":
+        if self._starter is not None and not within:
+            return self._starter.start(self.run.path, environment, log.fileno())
+        command = [*within, sys.executable, "-P", "-c", _AGENT, str(self.run.path), "1"]
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
 
     def wait(self, seconds: float = 30.0) -> list[int]:
         """Exit codes of all agents."""

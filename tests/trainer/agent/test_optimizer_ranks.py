@@ -34,20 +34,18 @@ def ended(work: LocalJob, generations: int) -> dict[str, Any]:
     return json.loads(work.attempt.final.read_text())
 
 
-@pytest.mark.parametrize("kind", ["kill-rank", "nan"])
-def test_a_restart_from_memory_ends_with_the_bits_of_an_undisturbed_run(
+def test_restarts_from_memory_end_with_the_bits_of_a_run_that_was_told_to_leave_the_batch_out(
     training: Callable[..., LocalJob],  # noqa: F811
-    tmp_path: Path,
-    kind: str,
 ) -> None:
-    hurt = training(**OVER, drill={"events": [{"kind": kind, "rank": 1, "step": 7}]})
-    first = ended(hurt, 2)
-    (restored,) = hurt.events(EventKind.CHECKPOINT_RESTORED)
-    assert restored.data["tier"] == "memory"
+    """A rollback, and then a rank is killed."""
+    bad, fatal = [{"kind": kind, "rank": 1, "step": step} for kind, step in (("nan", 7), ("kill-rank", 10))]
+    hurt = training(**OVER, drill={"events": [{**bad, "generation": 1}, {**fatal, "generation": 2}]})
+    first = ended(hurt, 3)
+    restored = hurt.events(EventKind.CHECKPOINT_RESTORED)
+    assert [event.data["tier"] for event in restored] == ["memory", "memory"]
     assert hurt.events(EventKind.CHECKPOINT_INCOMPLETE) == []
 
-    left_out = skipped_batches.read(hurt.attempt)
-    hurt.run.path.rename(tmp_path / "hurt")
-    calm = training(**OVER)
-    skipped_batches.add(calm.attempt, [Skip(step=one.step, position=one.position, reason="told") for one in left_out])
-    assert ended(calm, 1)["weights_digest"] == first["weights_digest"]
+    (left_out,) = skipped_batches.read(hurt.attempt)
+    told = training(**OVER, folder="told")
+    skipped_batches.add(told.attempt, [Skip(step=left_out.step, position=left_out.position, reason="told")])
+    assert ended(told, 1)["weights_digest"] == first["weights_digest"]

@@ -146,19 +146,40 @@ def text_tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+def new_run(ranks: Ranks, folder: Path, tokens: Path, world: int, over: dict[str, Any]) -> Run:
+    config = merged({**TINY, "data": {"path": str(tokens)}}, over)
+    config["cluster"] = {**config["cluster"], "ranks_per_node": world}
+    run = RunDir(folder)
+    run.make()
+    run.config.write_bytes(canonical(config))
+    attempt = run.attempt(1)
+    attempt.make()
+    LaunchToken(attempt=1, epoch=1, job_id="1", nonce="0123abcd").write(attempt.go)
+    return Run(ranks=ranks, dir=run, world=world)
+
+
 @pytest.fixture
 def make_run(ranks: Ranks, text_tokens: Path, tmp_path: Path) -> Any:
     """`make_run(world, parallel={...}, train={...})` -> Run."""
 
     def make(world: int = 1, name: str = "", **over: Any) -> Run:
-        config = merged({**TINY, "data": {"path": str(text_tokens)}}, over)
-        config["cluster"] = {**config["cluster"], "ranks_per_node": world}
-        folder = RunDir(tmp_path / (name or f"run-{len(list(tmp_path.iterdir()))}"))
-        folder.make()
-        folder.config.write_bytes(canonical(config))
-        attempt = folder.attempt(1)
-        attempt.make()
-        LaunchToken(attempt=1, epoch=1, job_id="1", nonce="0123abcd").write(attempt.go)
-        return Run(ranks=ranks, dir=folder, world=world)
+        folder = tmp_path / (name or f"run-{len(list(tmp_path.iterdir()))}")
+        return new_run(ranks, folder, text_tokens, world, over)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def undisturbed(ranks: Ranks, text_tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """As `make_run`, but trained to its end already, and one for all tests that ask for the same: to be read only."""
+    finished: dict[str, Run] = {}
+
+    def get(world: int = 1, **over: Any) -> Run:
+        key = json.dumps([world, over], sort_keys=True)
+        if key not in finished:
+            run = new_run(ranks, tmp_path_factory.mktemp("undisturbed") / "run", text_tokens, world, over)
+            assert run.train()["codes"] == [0] * world, run.log()
+            finished[key] = run
+        return finished[key]
+
+    return get

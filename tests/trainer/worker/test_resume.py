@@ -11,8 +11,12 @@ from trainer.contract.outcome import ExitCode
 
 pytestmark = pytest.mark.multi
 
-STEPS = 10
-LAYOUTS = [(1, {}), (2, {"dp_shard": 2}), (4, {"dp_shard": 2, "tp": 2})]
+STEPS = 12
+LAYOUTS = [
+    pytest.param(1, {}, id="1"),
+    pytest.param(2, {"dp_shard": 2}, id="dp2"),
+    pytest.param(4, {"dp_shard": 2, "tp": 2}, id="dp2xtp2", marks=pytest.mark.proof),
+]
 
 
 def kill(rank: int, after: int) -> dict:
@@ -24,11 +28,9 @@ def events(run, kind: EventKind, rank: int = 0):
     return [event for event in found if event.kind == kind]
 
 
-@pytest.mark.parametrize(("world", "parallel"), LAYOUTS, ids=["1", "dp2", "dp2xtp2"])
-def test_a_killed_run_ends_with_the_same_bits(make_run, world, parallel):
-    calm = make_run(world, parallel=parallel, train={"steps": STEPS})
-    assert calm.train()["codes"] == [0] * world, calm.log()
-
+@pytest.mark.parametrize(("world", "parallel"), LAYOUTS)
+def test_a_killed_run_ends_with_the_same_bits(make_run, undisturbed, world, parallel):
+    calm = undisturbed(world, parallel=parallel, train={"steps": STEPS})
     hurt = make_run(world, parallel=parallel, train={"steps": STEPS}, drill=hang(world - 1, step=9))
     codes = hurt.train_until_killed(world - 1, committed=6)["codes"]
     assert codes[world - 1] == -9
@@ -83,16 +85,22 @@ def test_a_run_that_is_already_finished_only_says_so(make_run):
     }
 
 
-def test_another_layout_goes_on_from_the_same_checkpoint(make_run):
-    run = make_run(2, parallel={"dp_shard": 2}, train={"steps": 8, "dtype": "float32"}, drill=hang(0, step=8))
+@pytest.mark.parametrize(
+    ("world", "parallel"),
+    [
+        pytest.param(2, {"dp_shard": 1, "tp": 2}, id="tp2"),
+        pytest.param(4, {"dp_shard": 2, "tp": 2}, id="dp2xtp2", marks=pytest.mark.proof),
+    ],
+)
+def test_another_layout_goes_on_from_the_same_checkpoint(make_run, undisturbed, world, parallel):
+    run = make_run(2, parallel={"dp_shard": 2}, train={"dtype": "float32"}, drill=hang(0, step=8))
     run.train_until_killed(0, committed=6)
     config = json.loads(run.dir.config.read_bytes())
-    config["parallel"], config["cluster"]["ranks_per_node"] = {"dp_shard": 2, "tp": 2}, 4
+    config["parallel"], config["cluster"]["ranks_per_node"] = parallel, world
     run.dir.config.write_text(json.dumps(config))
-    run.world = 4
-    assert run.train()["codes"] == [0] * 4, run.log()
-    calm = make_run(2, parallel={"dp_shard": 2}, train={"steps": 8, "dtype": "float32"})
-    calm.train()
+    run.world = world
+    assert run.train()["codes"] == [0] * world, run.log()
+    calm = undisturbed(2, parallel={"dp_shard": 2}, train={"dtype": "float32"})
     assert run.losses() == pytest.approx(calm.losses(), rel=1e-4)
 
 

@@ -1,8 +1,4 @@
-"""Every layout saved, and every one restored from all of them: `layout_program.py save|load|memory FOLDER`; JSON lines.
-
-One process imports torch and forks the ranks of one layout after the other, which is ten times faster than starting
-them all.
-"""
+"""One rank of a layout, saved, or restored from all of them: arguments save|load|memory LAYOUT RANK FOLDER."""
 
 import json
 import os
@@ -184,36 +180,13 @@ def _gathered(mine: dict[str, Any]) -> list[dict[str, Any]]:
 MODES: dict[str, Callable[[str, Path], dict[str, Any]]] = {"save": save, "load": load, "memory": memory}
 
 
-def rank_main(mode: str, layout: str, rank: int, folder: Path) -> None:
+def main() -> None:
+    mode, layout, rank, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
+    torch.set_num_threads(1)
     size = LAYOUTS[layout]
     if size > 1:
         meeting = f"file://{folder}/meeting-{mode}-{layout}"
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-    result = MODES[mode](layout, folder)
-    (folder / f"{mode}-{layout}-{rank}.json").write_text(json.dumps(result))
-
-
-def main() -> None:
-    mode, folder = sys.argv[1], Path(sys.argv[2])
-    torch.set_num_threads(1)
-    for layout, size in LAYOUTS.items():
-        children = []
-        for rank in range(size):
-            child = os.fork()
-            if child == 0:
-                code = 1
-                try:
-                    rank_main(mode, layout, rank, folder)
-                    code = 0
-                finally:
-                    sys.excepthook(*sys.exc_info()) if code else None  # type: ignore[arg-type]
-                    sys.stderr.flush()
-                    os._exit(code)
-            children.append(child)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        if any(codes):
-            sys.exit(f"{mode} {layout}: ranks ended with {codes}")
-
-
-if __name__ == "__main__":
-    main()
+    sys.stdout.write(json.dumps(MODES[mode](layout, folder)) + "\n")
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,4 +1,4 @@
-"""One real rank of a scenario: `rank_program.py SCENARIO RANK SIZE FOLDER`; prints one JSON line at its end."""
+"""One real rank of a scenario: arguments SCENARIO RANK SIZE FOLDER; prints one JSON line at its end."""
 
 import errno
 import json
@@ -360,7 +360,3 @@ def main() -> None:
     # As real ranks end: gloo's threads may still be letting go of tensors, and an interpreter that is being taken down
     # ends them with "terminate called without an active exception".
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

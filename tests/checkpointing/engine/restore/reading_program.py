@@ -1,7 +1,4 @@
-"""Two real ranks of a scenario of reading: `reading_program.py FOLDER SCENARIO ...`, one JSON file for each rank.
-
-One process imports torch and forks the ranks of all scenarios.
-"""
+"""One of two real ranks of a scenario of reading: arguments FOLDER SCENARIO RANK; prints one JSON line."""
 
 import contextlib
 import json
@@ -9,7 +6,7 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -209,40 +206,14 @@ SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {
 }
 
 
-@contextlib.contextmanager
-def one_rank(name: str, rank: int, folder: Path) -> Iterator[None]:
-    meeting = f"file://{folder}/meeting"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=SIZE, timeout=timedelta(seconds=40))
-    yield
-
-
 def main() -> None:
-    root = Path(sys.argv[1])
+    root, name, rank = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     torch.set_num_threads(1)
-    for name in sys.argv[2:]:
-        folder = root / name
-        (folder / "data").mkdir(parents=True)
-        children = []
-        for rank in range(SIZE):
-            child = os.fork()
-            if child:
-                children.append(child)
-                continue
-            code = 1
-            try:
-                with one_rank(name, rank, folder):
-                    result = SCENARIOS[name](folder / "data")
-                (folder / f"{rank}.json").write_text(json.dumps(result))
-                code = 0
-            finally:
-                if code:
-                    sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
-                sys.stderr.flush()
-                os._exit(code)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        if any(codes):
-            sys.exit(f"{name}: ranks ended with {codes}")
-
-
-if __name__ == "__main__":
-    main()
+    folder = root / name
+    (folder / "data").mkdir(parents=True, exist_ok=True)
+    meeting = f"file://{folder}/meeting"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=SIZE, timeout=timedelta(seconds=60))
+    result = SCENARIOS[name](folder / "data")
+    sys.stdout.write(json.dumps(result) + "\n")
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,10 +1,6 @@
 """Bytes that one rank has read and others need; and what several ranks agree on before any tensor changes."""
 
-import json
 import random
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +11,9 @@ from checkpointing.engine.restore.loader import _evenly, copy
 from checkpointing.engine.restore.read_buffers import ReadBuffers
 from checkpointing.engine.restore.source import in_one_row
 from checkpointing.format.read_plan import Slice, strips
+from tests.warm_programs import WarmPrograms
 
-PROGRAM = Path(__file__).with_name("reading_program.py")
-ROOT = Path(__file__).resolve().parents[4]
+PROGRAM = "tests.checkpointing.engine.restore.reading_program"
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -56,20 +52,13 @@ def test_copies_are_shared_out_by_bytes() -> None:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def told(programs: WarmPrograms, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """What both ranks of every scenario have found."""
     folder = tmp_path_factory.mktemp("reading")
-    names = ["rounds", "memory", "the_last_chunk", "disks_of_nodes", "replicated"]
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(folder), *names],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    return {name: [json.loads((folder / name / f"{rank}.json").read_text()) for rank in range(2)] for name in names}
+    return {
+        name: programs.results(PROGRAM, [(folder, name, rank) for rank in range(2)])
+        for name in ("rounds", "memory", "the_last_chunk", "disks_of_nodes", "replicated")
+    }
 
 
 @pytest.mark.multi

@@ -1,8 +1,6 @@
 """Several real ranks over gloo: resharding, and agreement when only one of them has trouble."""
 
-import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,43 +10,30 @@ import torch
 from checkpointing.tiers.catalog import Catalog
 from checkpointing.verification.verify import verify
 from tests.checkpointing.engine.conftest import Bench
+from tests.warm_programs import WarmPrograms
 
-PROGRAM = Path(__file__).with_name("rank_program.py")
-ROOT = Path(__file__).resolve().parents[4]
+PROGRAM = "tests.checkpointing.engine.restore.rank_program"
+Run = Callable[..., list[dict[str, Any]]]
 
 pytestmark = pytest.mark.multi
 
 
-def run(scenario: str, size: int, folder: Path, dies: tuple[int, ...] = ()) -> list[dict[str, Any]]:
-    """Run a scenario to its end; one result per surviving rank."""
-    folder.mkdir(exist_ok=True)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), scenario, str(rank), str(size), str(folder)],
-            cwd=ROOT,
-            env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        ended = [rank.communicate(timeout=120) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
-    failed = {n: err for n, (_, err) in enumerate(ended) if n not in dies and ranks[n].returncode != 0}
-    assert not failed, "\n".join(f"rank {n}: {err}" for n, err in failed.items())
-    return [json.loads(out.splitlines()[-1]) for n, (out, _) in enumerate(ended) if n not in dies]
+@pytest.fixture
+def run(programs: WarmPrograms) -> Run:
+    """Runs a scenario of so many ranks to its end; one result per surviving rank."""
+
+    def of(scenario: str, size: int, folder: Path, dies: tuple[int, ...] = ()) -> list[dict[str, Any]]:
+        folder.mkdir(exist_ok=True)
+        return programs.results(PROGRAM, [(scenario, rank, size, folder) for rank in range(size)], dies)
+
+    return of
 
 
 def kinds(result: dict[str, Any]) -> list[str]:
     return [kind for kind, _ in result["told"]]
 
 
-def test_two_ranks_save_and_any_number_restores(tmp_path: Path) -> None:
+def test_two_ranks_save_and_any_number_restores(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     first, second = run("save", 2, folder)
     assert (first["committed"], second["committed"]) == (2, 2)
@@ -64,7 +49,7 @@ def test_two_ranks_save_and_any_number_restores(tmp_path: Path) -> None:
             assert result["absent"] == ([] if rank < 2 else [f"rng/rank-{rank:05d}"])
 
 
-def test_a_lone_process_without_a_group_takes_over_and_hands_back(tmp_path: Path) -> None:
+def test_a_lone_process_without_a_group_takes_over_and_hands_back(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     run("save", 1, folder)
     bench = Bench(folder)
@@ -81,7 +66,7 @@ def test_a_lone_process_without_a_group_takes_over_and_hands_back(tmp_path: Path
     assert results[0]["absent"] == ["rng/rank-00000"]
 
 
-def test_a_full_disk_on_one_rank_fails_the_save_on_all(tmp_path: Path) -> None:
+def test_a_full_disk_on_one_rank_fails_the_save_on_all(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     results = run("disk_full_on_one_rank", 2, folder)
     assert [result["committed"] for result in results] == [[1, 1, 3], [1, 1, 3]]
@@ -92,7 +77,7 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all(tmp_path: Path) -> None:
     assert len(list(folder.iterdir())) == 2, "the half-written folder is gone"
 
 
-def test_all_ranks_leave_a_checkpoint_that_one_of_them_cannot_read(tmp_path: Path) -> None:
+def test_all_ranks_leave_a_checkpoint_that_one_of_them_cannot_read(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     run("save", 2, folder)
     results = run("one_rank_cannot_read", 2, folder)
@@ -102,7 +87,7 @@ def test_all_ranks_leave_a_checkpoint_that_one_of_them_cannot_read(tmp_path: Pat
     assert "Input/output error" in refusal["reason"]
 
 
-def test_a_save_whose_peer_died_is_told_by_the_survivor(tmp_path: Path) -> None:
+def test_a_save_whose_peer_died_is_told_by_the_survivor(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     (survivor,) = run("a_peer_dies_in_mid_save", 2, folder, dies=(1,))
     assert survivor["committed"] is None
@@ -111,7 +96,7 @@ def test_a_save_whose_peer_died_is_told_by_the_survivor(tmp_path: Path) -> None:
     assert Catalog(folder).committed() == []
 
 
-def test_a_peer_that_dies_while_it_writes_takes_the_save_along(tmp_path: Path) -> None:
+def test_a_peer_that_dies_while_it_writes_takes_the_save_along(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     (survivor,) = run("a_peer_dies_while_it_writes", 2, folder, dies=(1,))
     assert (survivor["begun"], survivor["committed"]) == (True, None)
@@ -119,7 +104,7 @@ def test_a_peer_that_dies_while_it_writes_takes_the_save_along(tmp_path: Path) -
     assert Catalog(folder).committed() == []
 
 
-def test_what_one_rank_sees_is_agreed_by_all(tmp_path: Path) -> None:
+def test_what_one_rank_sees_is_agreed_by_all(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     first, second = run("agreement", 2, folder)
     for result in (first, second):
@@ -133,7 +118,7 @@ def test_what_one_rank_sees_is_agreed_by_all(tmp_path: Path) -> None:
     assert [entry.step for entry in Catalog(folder).committed()] == [5, 4, 2]
 
 
-def test_ranks_of_which_one_has_too_little_memory_stay_in_step(tmp_path: Path) -> None:
+def test_ranks_of_which_one_has_too_little_memory_stay_in_step(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     for result in run("buckets_on_one_rank", 2, folder):
         assert result["failures"][0].startswith("rank 0: ")
@@ -143,7 +128,7 @@ def test_ranks_of_which_one_has_too_little_memory_stay_in_step(tmp_path: Path) -
     assert [entry.step for entry in Catalog(folder).committed()] == [2]
 
 
-def test_saves_that_end_on_one_rank_for_good_keep_no_other_waiting(tmp_path: Path) -> None:
+def test_saves_that_end_on_one_rank_for_good_keep_no_other_waiting(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     first, second = run("a_lane_dies", 2, folder)
     for result in (first, second):
@@ -153,7 +138,7 @@ def test_saves_that_end_on_one_rank_for_good_keep_no_other_waiting(tmp_path: Pat
     assert Catalog(folder).committed() == []
 
 
-def test_nodes_with_disks_of_their_own_each_keep_their_part(tmp_path: Path) -> None:
+def test_nodes_with_disks_of_their_own_each_keep_their_part(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     first, second = run("disks_of_their_own", 2, folder)
     assert first["manifest"] == second["manifest"]
@@ -164,7 +149,7 @@ def test_nodes_with_disks_of_their_own_each_keep_their_part(tmp_path: Path) -> N
     assert files == [{"__0_0.distcp"}, {"__1_0.distcp"}]
 
 
-def test_fsdp_over_tensor_parallel_restores_and_reshards(tmp_path: Path) -> None:
+def test_fsdp_over_tensor_parallel_restores_and_reshards(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     for result in run("fsdp_and_tensor_parallel", 4, folder):
         assert (result["step"], result["exact"]) == (1, True)

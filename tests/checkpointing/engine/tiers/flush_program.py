@@ -1,4 +1,4 @@
-"""One real rank of a flush between tiers, started by test_flushing: commits twice, then drains and closes."""
+"""One real rank of a flush between tiers: arguments RANK SIZE FOLDER; commits twice, then drains and closes."""
 
 import json
 import sys
@@ -28,7 +28,7 @@ def place(root: Path, **options: Any) -> ResolvedTier:
     return ResolvedTier(path=str(root), storage=storage, catalog=Catalog(root, storage), **options)
 
 
-def main(rank: int, size: int, folder: Path) -> dict[str, Any]:
+def flush(rank: int, size: int, folder: Path) -> dict[str, Any]:
     store = dist.FileStore(str(folder / "store"), size)
     dist.init_process_group("gloo", rank=rank, world_size=size, store=store, timeout=timedelta(seconds=60))
     places = (place(folder / "fast"), place(folder / "slow", bandwidth=20.0))
@@ -55,5 +55,5 @@ def main(rank: int, size: int, folder: Path) -> dict[str, Any]:
     return {"told": told, "drained": drained}
 
 
-if __name__ == "__main__":
-    print(json.dumps(main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))))  # noqa: T201
+def main() -> None:
+    sys.stdout.write(json.dumps(flush(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))) + "\n")

@@ -1,11 +1,8 @@
 """Flushing: what reaches the slower tiers, and when."""
 
 import errno
-import json
 import os
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +21,7 @@ from tests.checkpointing.engine.thread_ranks import ThreadGroup, together
 from tests.checkpointing.engine.tier_set import FOUR, SECONDS, Tiers, tiers_of
 from tests.checkpointing.fake_storages import Recording, replay
 from tests.checkpointing.made_checkpoint import FILES, NONCE, make
+from tests.warm_programs import WarmPrograms
 
 
 @pytest.fixture(autouse=True)
@@ -290,27 +288,9 @@ def test_a_peer_that_dies_ends_the_lane_and_nothing_else(tmp_path: Path, caplog:
 
 
 @pytest.mark.multi
-def test_real_ranks_flush_with_real_writers(tmp_path: Path) -> None:
-    root = Path(__file__).resolve().parents[4]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("flush_program.py")), str(rank), "2", str(tmp_path)],
-            cwd=root,
-            env={"PYTHONPATH": str(root), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        ended = [rank.communicate(timeout=90) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
-    assert [rank.returncode for rank in ranks] == [0, 0], ended
-    first, second = (json.loads(out.splitlines()[-1]) for out, _ in ended)
+def test_real_ranks_flush_with_real_writers(programs: WarmPrograms, tmp_path: Path) -> None:
+    rows = [(rank, 2, tmp_path) for rank in range(2)]
+    first, second = programs.results("tests.checkpointing.engine.tiers.flush_program", rows)
     assert first["told"][-1] == ["checkpoint.flushed", 20]
     assert second["told"] == [], "only rank 0 tells"
     assert (first["drained"], second["drained"]) == (True, True)

@@ -1,8 +1,8 @@
-"""Real gloo ranks that go wrong on purpose: `flight_program.py KIND WORLD RUN_DIR SOCKETS`.
+"""Real gloo ranks that go wrong on purpose: reads {kind, world, run_dir, sockets} lines, and forks the ranks of each.
 
-Forks WORLD ranks (two groups of neighbours and two of opposites besides the world, as tensor and data parallel make
-them), goes three rounds through all groups, and then does as KIND says. Prints `ready` when every rank is about to go
-wrong, {rank: pid} before that, and {rank: exit code} at the end, when its stdin is closed.
+Forks `world` ranks (two groups of neighbours and two of opposites besides the world, as tensor and data parallel make
+them), which go three rounds through all groups, and then do as `kind` says. Prints {rank: pid}, `ready` when every rank
+is about to go wrong, and, after a line `wait` (else they are killed), {rank: exit code}.
 """
 
 import ctypes
@@ -12,7 +12,6 @@ import signal
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -79,8 +78,7 @@ def rank_of(kind: str, rank: int, world: int, run_dir: str, sockets: str, ready:
     os._exit(0 if error is None else 1)
 
 
-def main() -> None:
-    kind, world, run_dir, sockets = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
+def play(kind: str, world: int, run_dir: str, sockets: str) -> None:
     read, write = os.pipe()
     pids = {}
     for rank in range(world):
@@ -92,6 +90,8 @@ def main() -> None:
     seen = 0
     while seen < world:
         seen += len(os.read(read, world))
+    os.close(read)
+    os.close(write)
     say("ready\n")
     sys.stdout.flush()
     command = sys.stdin.readline()
@@ -101,8 +101,13 @@ def main() -> None:
             os.kill(pid, signal.SIGKILL)
         codes[rank] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     say(json.dumps(codes) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    while line := sys.stdin.readline():
+        play(**json.loads(line))
 
 
 if __name__ == "__main__":
-    Path(sys.argv[4]).mkdir(exist_ok=True)
     main()

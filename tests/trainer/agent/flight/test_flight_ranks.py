@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,8 +30,9 @@ class Wrong:
     attempt: AttemptDir
     paths: dict[int, str]
     pids: dict[int, int]
+    ended: bool = False
 
-    def find(self, kind: str, seconds: float = 10.0) -> tuple[Finding, list[FlightRecord]]:
+    def find(self, kind: str, seconds: float = 60.0) -> tuple[Finding, list[FlightRecord]]:
         """Ask until the records say so twice in a row: the ranks need a moment to run into each other."""
         end, before = time.monotonic() + seconds, None
         while True:
@@ -41,32 +43,49 @@ class Wrong:
             before = finding
             time.sleep(0.2)
 
-    def ends(self) -> dict[int, int]:
-        """Let all ranks end by themselves; their exit codes."""
-        out, _ = self.process.communicate("wait\n", timeout=60)
-        return {int(rank): code for rank, code in json.loads(out).items()}
+    def ends(self, command: str = "wait") -> dict[int, int]:
+        """Let all ranks end by themselves, or kill them; their exit codes."""
+        self.ended = True
+        return {int(rank): code for rank, code in tell(self.process, command).items()}
+
+
+def tell(process: subprocess.Popen[str], line: str) -> Any:
+    """The answer."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(line + "\n")
+    process.stdin.flush()
+    return json.loads(process.stdout.readline())
+
+
+@pytest.fixture(scope="module")
+def program() -> Iterator[subprocess.Popen[str]]:
+    """A process that has imported torch and forks ranks for every test."""
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("flight_program.py"))],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    yield process
+    process.communicate(timeout=30)
 
 
 @pytest.fixture
-def wrong(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Wrong]:
+def wrong(program: subprocess.Popen[str], request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Wrong]:
     """`(kind, world)` as the program takes them."""
     kind, world = request.param
     run = RunDir(tmp_path / "run")
     run.make()
     run.attempt(1).make()
     with tempfile.TemporaryDirectory(prefix="orch-") as sockets:
-        process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(Path(__file__).with_name("flight_program.py")),
-             kind, str(world), str(run.path), sockets],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        assert process.stdout is not None
-        pids = {int(rank): pid for rank, pid in json.loads(process.stdout.readline()).items()}
-        assert process.stdout.readline() == "ready\n"
-        yield Wrong(process, run.attempt(1), {rank: f"{sockets}/{rank}.1" for rank in range(world)}, pids)
-        if process.poll() is None:
-            process.communicate("kill\n", timeout=30)
+        order = {"kind": kind, "world": world, "run_dir": str(run.path), "sockets": sockets}
+        pids = {int(rank): pid for rank, pid in tell(program, json.dumps(order)).items()}
+        assert program.stdout is not None
+        assert program.stdout.readline() == "ready\n"
+        made = Wrong(program, run.attempt(1), {rank: f"{sockets}/{rank}.1" for rank in range(world)}, pids)
+        yield made
+        if not made.ended:
+            made.ends("kill")
 
 
 def with_kind(kind: str, world: int = 4) -> pytest.MarkDecorator:

@@ -59,7 +59,8 @@ HANGS = [
     (crew(at(5, "forward")), desync(3), 3, Stall.DESYNC, "has sizes [4] here, [8] there"),
     (crew(), replace(desync(3, 4), kind="desync_order"), 3, Stall.DESYNC, "collective #4"),
     (crew(), together(*range(8)), None, Stall.NETWORK, "no rank stopped first: all are inside collective #4 of group 0"
-     "; no rank has made progress for 9.5 s, allowed are 8.0 s (8.0 s for optimizer); the network between n0, n1 is suspect"),
+     "; no rank has made progress for 9.5 s, allowed are 8.0 s (8.0 s for optimizer); "
+     "the network between n0, n1 is suspect"),
     (crew(), together(4, 5, 6, 7), None, Stall.UNKNOWN, "all of it is on n1"),
     # Then what each was doing: the one that is furthest behind is waited for.
     (crew(at(5, "data")), NOTHING, 5, Stall.STUCK_IN_DATA, "rank 5 on n1 stopped first: it is furthest behind; it "

@@ -1,28 +1,32 @@
 """What real ranks measure before their first step: figures, their time, and that nothing else is changed by it."""
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-RANKS = Path(__file__).parent / "node_benchmark_ranks.py"
+from tests.warm_programs import WarmPrograms
+
+PROGRAM = "tests.trainer.worker.startup.node_benchmark_ranks"
+Measured = Callable[..., list[dict[str, Any]]]
 
 
-def measured(folder: Path, **wanted: object) -> list[dict]:
-    command = [sys.executable, str(RANKS), json.dumps({"folder": str(folder), **wanted})]
-    root = Path(__file__).parents[4]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env={"PYTHONPATH": str(root)}, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+@pytest.fixture
+def measured(programs: WarmPrograms, tmp_path: Path) -> Measured:
+    """What every rank has told; `world` of them, `local` on a node."""
+
+    def of(**wanted: object) -> list[dict[str, Any]]:
+        (found,) = programs.results(PROGRAM, [[json.dumps({"folder": str(tmp_path), **wanted})]])
+        return found
+
+    return of
 
 
 @pytest.mark.multi
-def test_every_rank_tells_what_it_has_measured(tmp_path):
-    ranks = measured(tmp_path, world=4, local=2)
+def test_every_rank_tells_what_it_has_measured(measured):
+    ranks = measured(world=4, local=2)
     assert [rank["said"]["word"] for rank in ranks] == ["fitness"] * 4
     for rank in ranks:
         assert rank["said"]["matmul"] > 1e8
@@ -33,18 +37,18 @@ def test_every_rank_tells_what_it_has_measured(tmp_path):
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize(("seconds", "rounds"), [(0.001, 0), (1.4, 1)])
-def test_all_ranks_stop_measuring_together_when_the_time_is_over(tmp_path, seconds, rounds):
+@pytest.mark.parametrize(("seconds", "rounds"), [(0.001, 0), (600.0, 1)])
+def test_all_ranks_stop_measuring_together_when_the_time_is_over(measured, seconds, rounds):
     """Rank 1 is held up in each round: that one rank is late ends it for all of them, and what was told counts."""
-    ranks = measured(tmp_path, world=4, local=1, seconds=seconds)
+    ranks = measured(world=4, local=1, seconds=seconds)
     assert [len(rank["said"]["pairs"]) for rank in ranks] == [rounds] * 4
     assert all(rank["said"]["matmul"] > 1e8 for rank in ranks)
     assert len({rank["collectives"][1] for rank in ranks}) == 1
 
 
 @pytest.mark.multi
-def test_measuring_leaves_no_trace_in_what_is_trained(tmp_path):
-    ranks = measured(tmp_path, world=3, local=1)
+def test_measuring_leaves_no_trace_in_what_is_trained(measured):
+    ranks = measured(world=3, local=1)
     assert [[peer for peer, _ in rank["said"]["pairs"]] for rank in ranks] == [[1, 2], [0, 2], [1, 0]]
     for rank in ranks:
         assert rank["random"][0] == rank["random"][1], "the generators are where they were"
@@ -53,12 +57,12 @@ def test_measuring_leaves_no_trace_in_what_is_trained(tmp_path):
 
 @pytest.mark.multi
 @pytest.mark.parametrize("wanted", [{"on": False}, {"fit": False}])
-def test_nothing_is_measured_when_it_is_off_or_the_nodes_were_fit_before(tmp_path, wanted):
-    (rank,) = measured(tmp_path, world=1, local=1, **wanted)
+def test_nothing_is_measured_when_it_is_off_or_the_nodes_were_fit_before(measured, wanted):
+    (rank,) = measured(world=1, local=1, **wanted)
     assert rank["said"] is None
 
 
 @pytest.mark.multi
-def test_a_rank_that_is_alone_measures_itself(tmp_path):
-    (rank,) = measured(tmp_path, world=1, local=1)
+def test_a_rank_that_is_alone_measures_itself(measured):
+    (rank,) = measured(world=1, local=1)
     assert rank["said"]["pairs"] == []

@@ -35,10 +35,9 @@ def test_the_automatic_cadence_measures_and_all_ranks_follow(make_run: Any) -> N
     assert sum(line["stall"] > 0.0002 for line in lines.values()) < len(lines)
 
 
-def test_lazy_staging_goes_on_with_the_same_bits(make_run: Any) -> None:
-    calm = make_run(2, name="calm")
-    assert calm.train()["codes"] == [0, 0], calm.log()
-    lazy = make_run(2, name="lazy", checkpoint={"staging": {"mode": "lazy"}}, drill=hang(1, step=8))
+def test_lazy_staging_goes_on_with_the_same_bits(make_run: Any, undisturbed: Any) -> None:
+    calm = undisturbed(2, parallel={"dp_shard": 2}, train={"steps": 8})
+    lazy = make_run(2, parallel={"dp_shard": 2}, checkpoint={"staging": {"mode": "lazy"}}, drill=hang(1, step=8))
     assert -9 in lazy.train_until_killed(1, committed=6)["codes"]
     answer = lazy.train()
     assert answer["codes"] == [0, 0], lazy.log()

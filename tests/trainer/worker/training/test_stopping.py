@@ -20,9 +20,8 @@ def ask(reason: str, *, rank: int, at: int) -> dict:
 
 
 @pytest.mark.parametrize("asked", [0, 1])
-def test_all_ranks_stop_after_the_same_step_and_go_on_with_the_same_bits(make_run, asked):
-    calm = make_run(2, parallel={"dp_shard": 2}, train={"steps": STEPS}, checkpoint={"every": 0})
-    calm.train()
+def test_all_ranks_stop_after_the_same_step_and_go_on_with_the_same_bits(make_run, undisturbed, asked):
+    calm = undisturbed(2, parallel={"dp_shard": 2}, train={"steps": STEPS}, checkpoint={"every": 0})
     run = make_run(2, parallel={"dp_shard": 2}, train={"steps": STEPS}, checkpoint={"every": 0})
     answer = run.train([ask("PREEMPTION", rank=asked, at=5)])
     assert answer["codes"] == [ExitCode.STOPPED_AFTER_SAVE] * 2, run.log()

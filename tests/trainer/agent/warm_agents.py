@@ -1,0 +1,230 @@
+"""Agents as forks of one process that has imported torch, and fork servers as forks of their agents.
+
+Started as programs, both import for seconds before they do what most tests are about: of the work of a small job that
+is two thirds. Tests of how the real processes start use `LocalJob` as it is. Run as a program this is that process.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from trainer.agent.processes.process_tree import block_slurm_signals
+
+ROOT = Path(__file__).resolve().parents[3]
+_MOST = 1 << 20
+"""Bytes of a message: the environment of an agent is in it."""
+
+
+class ForkedProcess:
+    """As much of `subprocess.Popen` as a test or an agent uses, for a process that was not started by it."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def _ended(self, seconds: float | None) -> int | None:
+        """Its exit code, waited for so long."""
+        raise NotImplementedError
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._ended(0.0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            self.returncode = self._ended(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class WarmAgent(ForkedProcess):
+    """An agent: how it ends comes out of a pipe."""
+
+    def __init__(self, pid: int, status: int) -> None:
+        super().__init__(pid)
+        self._status = status
+
+    def _ended(self, seconds: float | None) -> int | None:
+        ready, _, _ = select.select([self._status], [], [], seconds)
+        if not ready:
+            return None
+        code = int(os.read(self._status, 16))
+        os.close(self._status)
+        return code
+
+
+class WarmAgents:
+    """The running process, asked for one agent at a time."""
+
+    def __init__(self) -> None:
+        self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in (self._link, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MOST)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.trainer.agent.warm_agents", str(theirs.fileno())],
+                cwd=ROOT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+                # Titles must not cover the environment, and what has threads cannot fork.
+                env={**os.environ, "PYTHONPATH": str(ROOT), "SPT_NOENV": "1", "OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+
+    def start(self, run_dir: Path, environ: Mapping[str, str], log: int) -> WarmAgent:
+        """The agent of attempt 1, in a session of its own, with this environment and its output in `log`."""
+        status, theirs = os.pipe()
+        order = json.dumps({"run_dir": str(run_dir), "environ": dict(environ)}).encode()
+        socket.send_fds(self._link, [order], [log, theirs])
+        os.close(theirs)
+        return WarmAgent(int(self._link.recv(64)), status)
+
+    def close(self) -> None:
+        self._link.close()
+        self._process.wait(30)
+
+
+@contextlib.contextmanager
+def warm_agents() -> Iterator[WarmAgents]:
+    made = WarmAgents()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+# ---- the process itself
+
+
+def serve(link: socket.socket) -> None:
+    """Fork agents, and tell how they have ended, until nobody asks any more."""
+    agents: dict[int, tuple[int, int]] = {}  # handle of an agent -> its pid, and where its end is told
+    while True:
+        for ready in select.select([link.fileno(), *agents], [], [])[0]:
+            if ready in agents:
+                pid, status = agents.pop(ready)
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                with contextlib.suppress(BrokenPipeError):  # its test is over
+                    os.write(status, str(code).encode())
+                os.close(status)
+                os.close(ready)
+                continue
+            message, descriptors, _, _ = socket.recv_fds(link, _MOST, 2)
+            if not message:
+                return
+            log, status = descriptors
+            if (pid := os.fork()) == 0:
+                as_program(partial(become_agent, json.loads(message), log))
+            os.close(log)
+            agents[os.pidfd_open(pid)] = (pid, status)
+            link.send(str(pid).encode())
+
+
+def as_program(main: Callable[[], object]) -> NoReturn:
+    """Run `main` in a forked child as if the child had been started with it."""
+    code = 1
+    try:
+        main()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001  # outermost edge
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def take_over(environ: Mapping[str, str], output: int, kept: int = -1) -> None:
+    """Be a process with this environment and output that has inherited nothing else but `kept`.
+
+    Descriptors are turned to nothing, not closed: what owns them here closes them one day, when they would be others.
+    """
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    for target in (1, 2):
+        os.dup2(output, target)
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # the one that the folder was read with
+            if descriptor > 2 and descriptor not in (kept, nothing):
+                os.fstat(descriptor)
+                os.dup2(nothing, descriptor, inheritable=False)
+    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+    os.environ.clear()
+    os.environ.update(environ)
+
+
+def become_agent(order: dict[str, Any], log: int) -> None:
+    from trainer.agent.fork_server.link import ForkServerLink
+    from trainer.agent.main import run_agent
+
+    os.setsid()
+    take_over(order["environ"], log)
+    ForkServerLink._start = staticmethod(start_fork_server)  # type: ignore[assignment,method-assign]
+    run_agent(order["run_dir"], "1")
+
+
+class ForkServerProcess(ForkedProcess):
+    """A fork server, to its agent: a child."""
+
+    def _ended(self, seconds: float | None) -> int | None:
+        handle = os.pidfd_open(self.pid)
+        try:
+            if not select.select([handle], [], [], seconds)[0]:
+                return None
+        finally:
+            os.close(handle)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def start_fork_server(
+    theirs: socket.socket, run_dir: Path, environ: Mapping[str, str], output: int
+) -> ForkServerProcess:
+    """In the place of ForkServerLink's own: the same process, less its imports."""
+    from trainer.agent.fork_server import server
+
+    words = [str(theirs.fileno()), str(os.getpid()), str(run_dir)]
+    quiet = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
+    def begin() -> None:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        take_over({**environ, **quiet}, output, kept=theirs.fileno())
+        server.main(words)
+
+    with block_slurm_signals():
+        if (pid := os.fork()) == 0:
+            as_program(begin)
+    return ForkServerProcess(pid)
+
+
+def main() -> None:
+    link = socket.socket(fileno=int(sys.argv[1]))
+    from trainer.agent.main import run_agent  # noqa: F401  so that no agent imports it
+    from trainer.contract.config import JobConfig
+    from trainer.worker.main import warm
+
+    warm(JobConfig())
+    serve(link)
+
+
+if __name__ == "__main__":
+    main()

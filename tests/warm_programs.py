@@ -1,0 +1,140 @@
+"""Programs of tests, each rank a fork of one process that has imported torch: importing it takes seconds of work.
+
+Run as a program this is that process. It reads JSON lines {module, ranks: [[argument ...] ...], folder, patience} from
+stdin, forks one child for each of `ranks`, in which `module`'s main() finds its arguments in sys.argv, and answers with
+the exit codes when all have ended. What a child prints goes into `folder`; one that takes longer is killed.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How one rank ended, and what it has printed."""
+
+    code: int
+    out: str
+    err: str
+
+    def result(self) -> Any:
+        """The JSON of its last line."""
+        return json.loads(self.out.splitlines()[-1])
+
+
+class WarmPrograms:
+    """The running process, asked for one program at a time."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.warm_programs"],
+            cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+    def run(self, module: str, ranks: Sequence[Sequence[object]], patience: float = 120.0) -> list[Ended]:
+        """All ranks of a program to their ends; one of them for each row of arguments."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with tempfile.TemporaryDirectory(prefix="orch-programs-") as folder:
+            rows = [[str(argument) for argument in row] for row in ranks]
+            order = {"module": module, "ranks": rows, "folder": folder, "patience": patience}
+            self._process.stdin.write(json.dumps(order) + "\n")
+            self._process.stdin.flush()
+            codes = json.loads(self._process.stdout.readline())
+            names = [[Path(folder, f"{rank}.{name}") for name in ("out", "err")] for rank in range(len(rows))]
+            printed = [[path.read_text() for path in pair] for pair in names]
+        return [Ended(code, out, err) for code, (out, err) in zip(codes, printed, strict=True)]
+
+    def results(self, module: str, ranks: Sequence[Sequence[object]], dies: Sequence[int] = ()) -> list[Any]:
+        """The JSON that every rank has printed last; all must end well, but those that die."""
+        ended = {rank: one for rank, one in enumerate(self.run(module, ranks)) if rank not in dies}
+        failed = {rank: one for rank, one in ended.items() if one.code != 0}
+        assert not failed, "\n".join(f"rank {rank} ended with {one.code}: {one.err}" for rank, one in failed.items())
+        return [one.result() for one in ended.values()]
+
+    def close(self) -> None:
+        self._process.communicate(timeout=30)
+
+
+@contextlib.contextmanager
+def warm_programs() -> Iterator[WarmPrograms]:
+    made = WarmPrograms()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+# ---- the process itself
+
+
+def forked(main: Callable[[], None], arguments: Sequence[str], output: Path) -> int:
+    """A child that runs `main` as if it were a program of its own."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for descriptor, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(output.with_suffix(f".{name}"), os.O_WRONLY | os.O_CREAT, 0o600), descriptor)
+        sys.argv = [str(output), *arguments]
+        main()
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        sys.stderr.write("" if isinstance(end.code, int | None) else f"{end.code}\n")
+    except Exception:  # noqa: BLE001  a forked child must end here, and say why
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def ended(pids: Sequence[int], patience: float) -> list[int]:
+    """Exit codes; whoever still runs when `patience` is over is killed."""
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + patience
+    while len(codes) < len(pids):
+        for pid in set(pids) - codes.keys():
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > deadline:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.002)
+    return [codes[pid] for pid in pids]
+
+
+def main() -> None:
+    from trainer.worker.startup import preimport  # seconds, and only for this process
+
+    preimport.import_lazy_parts()
+    for line in sys.stdin:
+        order = json.loads(line)
+        module = importlib.import_module(order["module"])
+        folder = Path(order["folder"])
+        pids = [forked(module.main, row, folder / str(rank)) for rank, row in enumerate(order["ranks"])]
+        sys.stdout.write(json.dumps(ended(pids, order["patience"])) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

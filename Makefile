@@ -44,7 +44,7 @@ check: lint  ## lint, types, house rules and the fast tests (under 2 minutes)
 	$(PYTEST) -n 2 -m "not slurm and not multi and not proof"
 
 test: lint $(INTEROP)/.ready  ## everything, the real Slurm included (about 12 minutes)
-	$(PYTEST) -n 4 --dist loadgroup -m "not proof" --durations=40
+	$(PYTEST) -n 4 -m "not proof" --durations=40
 
 proof: venv $(INTEROP)/.ready  ## the long counts; writes docs/proof.md
 	$(BIN)/python -m benchmarks.proof

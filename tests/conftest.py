@@ -4,8 +4,10 @@ import logging
 import os
 import urllib.request
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.checkpointing.proofs.mounts import hide_mounts
 from tests.warm_programs import WarmPrograms, warm_programs
@@ -14,20 +16,25 @@ BUCKET = "checkpoints"
 _CREDENTIALS = {"AWS_ACCESS_KEY_ID": "tester", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long tests begin first, so that short ones fill up the end.
-
-    For `--dist loadgroup`: those of one file stay together, as do all that share the Slurm lab.
-    """
-    for item in filter(_long, items):
-        shared = "lab" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("slurm" if shared else item.path.stem))
-    items.sort(key=lambda item: not _long(item))
+    """Long tests begin first, those on the Slurm lab before all others, so that short ones fill up the end."""
+    items.sort(key=lambda item: [item.get_closest_marker(name) is None for name in ("slurm", "multi")])
 
 
-def _long(item: pytest.Item) -> bool:
-    return any(item.get_closest_marker(name) for name in ("slurm", "multi"))
+class TestsByFile(LoadScopeScheduling):
+    """Gives a worker one file at a time: its tests share what it sets up. All that share the Slurm lab are one file."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.partition("::")[0]
+        if path.startswith("tests/scenarios/"):  # few files of very many tests, which share nothing
+            return nodeid
+        return "slurm" if path.startswith("tests/slurm/") and not path.endswith("test_outages.py") else path
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    config.option.loadscopereorder = False  # it would put the files with most tests first
+    return TestsByFile(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

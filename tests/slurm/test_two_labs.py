@@ -44,8 +44,18 @@ def controllers(user: User) -> dict[str, bool]:
 
 def test_two_slurms_of_one_name_share_a_home(lab: SlurmLab, other: SlurmLab, user: User, tmp_path: Path) -> None:
     there = User(tmp_path, "slurm", other.environment())
+    every = f"nodename={','.join(lab.nodes)}"
+    lab.ask("scontrol", "update", every, "state=drain", "reason=full")
+    try:
+        _two_runs_one_without_a_controller(lab, other, user, there, every)
+    finally:
+        lab.ask("scontrol", "update", every, "state=resume")
+
+
+def _two_runs_one_without_a_controller(lab: SlurmLab, other: SlurmLab, user: User, there: User, every: str) -> None:
+    """The job of the first one waits, for its nodes are drained, until nothing is left to see of the second one."""
     # Other tests have jobs in this lab, too: these runs have names of their own.
-    mine = user.submit("tiny-gpt", *SMALL, "name=one-home", "train.steps=40")["run"]
+    mine = user.submit("tiny-gpt", *SMALL, "name=one-home", "train.steps=8")["run"]
     theirs = there.submit("tiny-gpt", *SMALL, "name=other-home", "train.steps=8")["run"]
     rows = {row["run"]: row for row in user.ask("status")}
     names = [rows[run]["slurm_cluster"] for run in (mine, theirs)]
@@ -64,6 +74,7 @@ def test_two_slurms_of_one_name_share_a_home(lab: SlurmLab, other: SlurmLab, use
     assert f"on a login node of {names[0]}" in refused.stderr
     assert [len(jobs(slurm, run)) for slurm in (lab, other) for run in (mine, theirs)] == [1, 0, 0, 1]
 
+    lab.ask("scontrol", "update", every, "state=resume")
     assert user.wait(mine) == 0
     for run in (mine, theirs):
         assert [attempt["attempt"] for attempt in user.show(run)["attempts"]] == [1]

@@ -40,10 +40,10 @@ lint: venv
 	$(BIN)/ruff check $(TREE)
 	$(BIN)/mypy
 
-check: lint  ## lint, types, house rules and the fast tests (under 2 minutes)
+check: lint  ## lint, types, house rules and the fast tests (about 5 minutes)
 	$(PYTEST) -n 2 -m "not slurm and not multi and not proof"
 
-test: lint $(INTEROP)/.ready  ## everything, the real Slurm included (about 12 minutes)
+test: lint $(INTEROP)/.ready  ## everything, the real Slurm included (about 15 minutes)
 	$(PYTEST) -n 4 -m "not proof" --durations=40
 
 proof: venv $(INTEROP)/.ready  ## the long counts; writes docs/proof.md

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.user import SMALL, User, assert_gone, assert_no_step_twice_at_once, compare
+from tests.end_to_end.user import SLOWLY, SMALL, User, assert_gone, assert_no_step_twice_at_once, compare
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(400)]
 KILL = "drill.events=[{kind: kill-rank, rank: 1, step: 21}]"
@@ -110,7 +110,7 @@ def test_a_bug_in_the_training_code_fails_the_run_with_its_traceback(user: User)
 
 
 def test_cancel_saves_and_ends_all_and_resume_goes_on_from_what_is_whole(user: User) -> None:
-    run = user.submit("tiny-gpt", *SMALL, "train.steps=2000", "checkpoint.every=0")["run"]
+    run = user.submit("tiny-gpt", *SMALL, SLOWLY, "train.steps=2000", "checkpoint.every=0")["run"]
     user.until(lambda: user.step(run) > 5, 90, "training")
     cancelled(user, run)
     first = user.status(run)["last_checkpoint"]["step"]

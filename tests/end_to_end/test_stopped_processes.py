@@ -8,10 +8,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.end_to_end.user import SMALL, User, assert_exact, assert_gone, assert_no_step_twice_at_once, compare
+from tests.end_to_end.user import SLOWLY, SMALL, User, assert_exact, assert_gone, assert_no_step_twice_at_once, compare
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(1500)]
-SLOWLY = "drill.events=[{kind: slow-rank, rank: 1, step: 2, generation: 0, attempt: 0, value: 0.8}]"
 HASTY = "recovery.hang.agent=4"
 """Seconds after which a node ends an agent that stands still; the default is longer than an agent's patience."""
 

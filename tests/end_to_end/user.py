@@ -1,5 +1,6 @@
 """A user at a terminal: runs the real `orch` in a private home, reads its JSON and the run directory."""
 
+import contextlib
 import json
 import os
 import signal
@@ -20,6 +21,8 @@ SMALL = [
     "checkpoint.every=4",
 ]  # fmt: skip
 """A run of tiny-gpt on two simulated nodes, with as few ranks as can lose one another."""
+SLOWLY = "drill.events=[{kind: slow-rank, rank: 1, step: 2, generation: 0, attempt: 0, value: 0.8}]"
+"""For runs to which something is to happen: the ranks mostly sleep, instead of taking the processors from it."""
 
 
 class User:
@@ -119,9 +122,10 @@ class User:
 
     def leave(self) -> None:
         """Kill everything of this user; the controller first, which would follow up what has died."""
-        self.kill_controller()
-        for process in self.processes(""):
-            process.kill()
+        for name in ("orch-controller", ""):
+            for process in self.processes(name):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
 
 
 def assert_gone(family: list[psutil.Process], seconds: float) -> None:

@@ -15,7 +15,8 @@ SMALL = [
     "cluster.nodes=2", "cluster.ranks_per_node=2", "cluster.cpus_per_task=2", "cluster.partition=low",
     "cluster.time=10", "recovery.backoff=0.5", "train.steps=40", "checkpoint.every=8",
 ]  # fmt: skip
-LONG = "train.steps=120"
+SLOWLY = "drill.events=[{kind: slow-rank, rank: 1, step: 2, generation: 0, attempt: 1, value: 0.5}]"
+"""The first attempt takes its time, so that something can happen to it, and leaves the processors to others."""
 
 
 @pytest.fixture(scope="session")
@@ -52,9 +53,9 @@ def test_a_killed_rank_restarts_in_place_bit_for_bit(lab: SlurmLab, user: User, 
 
 
 def test_a_dead_node_leads_to_a_new_job_elsewhere(lab: SlurmLab, user: User, calm: tuple[User, str]) -> None:
-    submitted = user.submit("tiny-gpt", *SMALL)
+    submitted = user.submit("tiny-gpt", *SMALL, SLOWLY)
     run = submitted["run"]
-    training(user, run, 18)
+    training(user, run, 10)
     dead = lab.nodes_of(submitted["job_id"])[-1]
     lab.kill_node(dead)
     try:
@@ -93,7 +94,7 @@ def assert_moved_away(user: User, run: str, dead: str) -> None:
 
 
 def test_preemption_uses_no_failure_budget(lab: SlurmLab, user: User) -> None:
-    run = user.submit("tiny-gpt", *SMALL, "recovery.max_failures=1")["run"]
+    run = user.submit("tiny-gpt", *SMALL, SLOWLY, "recovery.max_failures=1")["run"]
     training(user, run, 10)
     urgent = lab.ask(
         "sbatch", "-p", "high", "-N", "4", "--exclusive", "--parsable", "-o", "/dev/null", "--wrap", "sleep 4"
@@ -107,7 +108,7 @@ def test_preemption_uses_no_failure_budget(lab: SlurmLab, user: User) -> None:
 
 
 def test_usr2_is_an_agreed_stop_with_a_save(lab: SlurmLab, user: User) -> None:
-    submitted = user.submit("tiny-gpt", *SMALL, LONG, "checkpoint.every=0")
+    submitted = user.submit("tiny-gpt", *SMALL, SLOWLY, "checkpoint.every=0")
     run = submitted["run"]
     training(user, run, 10)
     lab.ask("scancel", "--signal=USR2", submitted["job_id"])

@@ -143,7 +143,7 @@ class SlurmLab:
         data = self.folder / "db" / "data"
         if not data.exists():
             made = self.ask(
-                "mariadb-install-db", "--no-defaults", f"--datadir={data}", "--user=root",
+                "mariadb-install-db", "--no-defaults", f"--datadir={data}", f"--tmpdir={data.parent}", "--user=root",
                 "--auth-root-authentication-method=normal", "--skip-test-db",
             )  # fmt: skip
             if made.returncode != 0:
@@ -156,7 +156,8 @@ class SlurmLab:
             "GRANT ALL ON slurm_acct_db.* TO slurm@127.0.0.1;\n"
         )
         self._spawn(
-            "mariadbd", "mariadbd", "--no-defaults", "--user=root", f"--datadir={data}", "--bind-address=127.0.0.1",
+            "mariadbd", "mariadbd", "--no-defaults", "--user=root", f"--datadir={data}", f"--tmpdir={data.parent}",
+            "--bind-address=127.0.0.1",
             f"--port={self._ports.database}", f"--socket={self.folder / 'db' / 'socket'}", f"--init-file={grant}",
             f"--pid-file={self.folder / 'db' / 'pid'}", "--innodb-flush-log-at-trx-commit=0", "--skip-name-resolve",
             "--innodb-buffer-pool-size=64M",

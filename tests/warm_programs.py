@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -83,29 +83,37 @@ def warm_programs() -> Iterator[WarmPrograms]:
 # ---- the process itself
 
 
-def forked(main: Callable[[], None], arguments: Sequence[str], output: Path) -> int:
-    """A child that runs `main` as if it were a program of its own."""
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 1
+def as_program(main: Callable[[], object]) -> NoReturn:
+    """Run `main` in a forked child as if the child had been started with it."""
+    code = 1
     try:
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        for descriptor, name in ((1, "out"), (2, "err")):
-            os.dup2(os.open(output.with_suffix(f".{name}"), os.O_WRONLY | os.O_CREAT, 0o600), descriptor)
-        sys.argv = [str(output), *arguments]
         main()
-        status = 0
+        code = 0
     except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
         sys.stderr.write("" if isinstance(end.code, int | None) else f"{end.code}\n")
-    except Exception:  # noqa: BLE001  a forked child must end here, and say why
+    except BaseException:  # noqa: BLE001  # outermost edge: a forked child must end here, and say why
         traceback.print_exc()
     finally:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
-        os._exit(status)
+        os._exit(code)
+
+
+def forked(main: Callable[[], None], arguments: Sequence[str], output: Path) -> int:
+    """A child that runs `main` as if it were a program of its own."""
+
+    def begin() -> None:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for descriptor, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(output.with_suffix(f".{name}"), os.O_WRONLY | os.O_CREAT, 0o600), descriptor)
+        sys.argv = [str(output), *arguments]
+        main()
+
+    if (pid := os.fork()) == 0:
+        as_program(begin)
+    return pid
 
 
 def ended(pids: Sequence[int], patience: float) -> list[int]:

@@ -12,12 +12,12 @@ import signal
 import socket
 import subprocess
 import sys
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from tests.warm_programs import as_program
 from trainer.agent.processes.process_tree import block_slurm_signals
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -135,22 +135,6 @@ def serve(link: socket.socket) -> None:
             os.close(log)
             agents[os.pidfd_open(pid)] = (pid, status)
             link.send(str(pid).encode())
-
-
-def as_program(main: Callable[[], object]) -> NoReturn:
-    """Run `main` in a forked child as if the child had been started with it."""
-    code = 1
-    try:
-        main()
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:  # noqa: BLE001  # outermost edge
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(OSError):
-            sys.stderr.flush()
-        os._exit(code)
 
 
 def take_over(environ: Mapping[str, str], output: int, kept: int = -1) -> None:

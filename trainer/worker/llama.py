@@ -1,5 +1,6 @@
 """The built-in model: a Llama-style decoder (RMSNorm, rotary embedding, SwiGLU, grouped-query attention)."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,8 @@ class LlamaWorkload(BaseWorkload):
 
     def build_model(self) -> Llama:
         config = self.config
+        # torch warns in every rank's log of what would happen if the logits were changed in place; `loss` does not.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         with torch.device("meta"):
             return Llama(config.model, seq_len=config.train.seq_len, recompute=config.train.activation_checkpointing)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from trainer.agent import node_agent
@@ -60,6 +61,8 @@ class Alone:
             identity=NodeIdentity(kind="slurm", job_id="7", node=0, nodes=1, name="n0"), events=self.events, environ={},
             logs=LogPipes(),
         )  # fmt: skip
+        # What this process has started for other tests is no rank's.
+        self.agent.other_children = tuple(child.pid for child in psutil.Process().children())
         self.told = self.agent._peer = Told()
         self.ranks = self.agent._ranks = LocalRanks(1, range(2))
         self.agent._node_rank = 0

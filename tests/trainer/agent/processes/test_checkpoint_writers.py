@@ -133,7 +133,7 @@ def test_the_sampler_of_a_generation_knows_the_writer_of_every_rank(tmp_path):
     alone.close()
 
 
-def test_the_burial_of_a_dead_nurserys_ranks_spares_the_writers(tmp_path):
+def test_killing_the_ranks_of_a_dead_fork_server_spares_the_writers(tmp_path):
     alone = Alone(tmp_path)
     rank = alone.ranks.by_rank[0]
     orphan = subprocess.Popen(["sleep", "60"], process_group=0)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,7 +19,7 @@ KILL_WAIT = 5.0
 SAVE_MAX_WAIT = 5.0
 
 
-@dataclass
+@dataclass(eq=False)
 class ModelJob:
     """One job as the model's slurmctld knows it; `shown` is what its answers say otherwise than was asked for."""
 
@@ -41,6 +42,10 @@ class ModelJob:
     @property
     def live(self) -> bool:
         return self.state not in ENDED_STATES
+
+    @cached_property
+    def files(self) -> tuple[str, ...]:
+        return tuple(str(self.spec.submission / name) for name in ("submission_file_0.sh", "%j_0_log.out"))
 
 
 @dataclass
@@ -153,13 +158,12 @@ class ModelSlurm:
         return [job for job in self.jobs if job.ended is None or self.clock.now - job.ended < MIN_JOB_AGE]
 
     def _status(self, job: ModelJob) -> JobStatus:
-        status = JobStatus(
+        told: dict[str, Any] = dict(
             job_id=job.job_id, name=job.spec.name, state=job.state, submit_time=slurm_time(job.submitted),
             comment=job.spec.comment, nodes=job.nodes, restarts=job.restarts, held=job.held and job.state == "PENDING",
-            end_time=job.started + job.limit if job.started is not None else None, reason="None",
-            files=(str(job.spec.submission / "submission_file_0.sh"), str(job.spec.submission / "%j_0_log.out")),
+            end_time=job.started + job.limit if job.started is not None else None, reason="None", files=job.files,
         )  # fmt: skip
-        status = replace(status, **job.shown)
+        status = JobStatus(**told | job.shown)
         if job.ended is not None or any(tags(status)):
             return status
         return replace(status, script_tag=job.spec.name if job.spec.name.startswith("orch-") else "")

@@ -25,7 +25,7 @@ class JobRecord:
     attempt: int
     nonce: str
     name: str
-    folder: str  # that sbatch was told of, where the run's folder is known
+    run_dir: str = ""  # where it is known
     job_id: str | None = None  # adopted
     submit_time: str | None = None  # of the adopted job, as Slurm told it then
     submissions: tuple[Submission, ...] = ()
@@ -34,11 +34,15 @@ class JobRecord:
     @classmethod
     def of(cls, run: Run, attempt: Attempt, submissions: Iterable[Submission]) -> "JobRecord":
         return cls(
-            run=run.name, attempt=attempt.number, nonce=attempt.nonce, name=attempt.job_name,
-            folder=str(RunDir(Path(run.run_dir)).attempt(attempt.number).submission),
+            run=run.name, attempt=attempt.number, nonce=attempt.nonce, name=attempt.job_name, run_dir=run.run_dir,
             job_id=attempt.job_id, submit_time=attempt.submit_time,
             submissions=tuple(one for one in submissions if one.attempt == attempt.number),
         )  # fmt: skip
+
+    @property
+    def folder(self) -> str:
+        """The folder that sbatch was told of; "" where the run's is not known."""
+        return str(RunDir(Path(self.run_dir)).attempt(self.attempt).submission) if self.run_dir else ""
 
     @property
     def ids(self) -> frozenset[str]:

@@ -80,7 +80,7 @@ class SchedulerSnapshot:
         """What is written down about the job of this attempt."""
         known = self.records.get((attempt.run, attempt.number))
         return known or JobRecord(
-            run=attempt.run, attempt=attempt.number, nonce=attempt.nonce, name=attempt.job_name, folder="",
+            run=attempt.run, attempt=attempt.number, nonce=attempt.nonce, name=attempt.job_name,
             job_id=attempt.job_id, submit_time=attempt.submit_time,
         )  # fmt: skip
 

@@ -80,7 +80,7 @@ def main() -> int:
             "pytest",
             "-q",
             "-n",
-            "2",
+            "3",
             "-m",
             "proof",
             f"--junitxml={report}",

@@ -22,12 +22,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class TestsByFile(LoadScopeScheduling):
-    """Gives a worker one file at a time: its tests share what it sets up. All that share the Slurm lab are one file."""
+    """Gives a worker one file at a time: its tests share what it sets up. Files that share a lab or a run are one."""
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
         if path.startswith("tests/scenarios/"):  # few files of very many tests, which share nothing
             return nodeid
+        if path.endswith(("end_to_end/test_local.py", "end_to_end/test_stopped_processes.py")):
+            return "the run that was not disturbed"
         return "slurm" if path.startswith("tests/slurm/") and not path.endswith("test_outages.py") else path
 
 

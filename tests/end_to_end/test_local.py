@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.user import SLOWLY, SMALL, User, assert_gone, assert_no_step_twice_at_once, compare
+from tests.end_to_end.user import ONE_NODE, SLOWLY, SMALL, User, assert_gone, assert_no_step_twice_at_once, compare
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(400)]
 KILL = "drill.events=[{kind: kill-rank, rank: 1, step: 21}]"
@@ -67,6 +67,7 @@ def test_a_memory_that_is_damaged_is_not_trusted(user: User) -> None:
     assert all(len(found) == 1 for found in seen.values()), "a replayed step differs"
 
 
+@pytest.mark.proof  # a sample of it is in test_log_rotation
 def test_a_killed_agent_leaves_nothing_and_the_run_goes_on_in_a_new_attempt(user: User) -> None:
     run = user.submit("tiny-gpt", *SMALL)["run"]
     user.until(lambda: user.step(run) > 10, 90, "training")
@@ -87,7 +88,7 @@ def test_a_killed_agent_leaves_nothing_and_the_run_goes_on_in_a_new_attempt(user
 )
 def test_a_controller_killed_at_any_point_of_the_launch(user: User, point: str) -> None:
     submitted = user.run(
-        "submit", "tiny-gpt", f"cluster.root={user.root}", "cluster.kind=local", *SMALL, "train.steps=6",
+        "submit", "tiny-gpt", f"cluster.root={user.root}", "cluster.kind=local", *ONE_NODE, "train.steps=6",
         "--no-controller", ORCH_FAILPOINT=point,
     )  # fmt: skip
     assert submitted.returncode == -signal.SIGKILL, submitted.stderr
@@ -100,7 +101,7 @@ def test_a_controller_killed_at_any_point_of_the_launch(user: User, point: str) 
 
 def test_a_bug_in_the_training_code_fails_the_run_with_its_traceback(user: User) -> None:
     bug = "drill.events=[{kind: raise, rank: 1, step: 6, generation: 0}]"
-    run = user.submit("tiny-gpt", *SMALL, bug)["run"]
+    run = user.submit("tiny-gpt", *ONE_NODE, bug)["run"]
     assert user.wait(run) == 8
     failure = user.show(run)["attempts"][-1]["failure"]
     assert failure["kind"] == "user_error"
@@ -110,7 +111,7 @@ def test_a_bug_in_the_training_code_fails_the_run_with_its_traceback(user: User)
 
 
 def test_cancel_saves_and_ends_all_and_resume_goes_on_from_what_is_whole(user: User) -> None:
-    run = user.submit("tiny-gpt", *SMALL, SLOWLY, "train.steps=2000", "checkpoint.every=0")["run"]
+    run = user.submit("tiny-gpt", *ONE_NODE, SLOWLY, "train.steps=2000", "checkpoint.every=0")["run"]
     user.until(lambda: user.step(run) > 5, 90, "training")
     cancelled(user, run)
     first = user.status(run)["last_checkpoint"]["step"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.printing_program import line
-from tests.end_to_end.user import User
+from tests.end_to_end.user import User, assert_gone
 from trainer.contract.log_rotation import log_files
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(600)]
@@ -34,7 +34,9 @@ def test_a_rank_that_prints_without_end(user: User, tmp_path: Path, mib: int) ->
     follower = followed(user, run, seen)
     user.until((tmp_path / "waits").exists, 2000, "the second life")
     (agent,) = user.processes("orch-agent")
+    family = agent.children(recursive=True)
     os.kill(agent.pid, signal.SIGKILL)
+    assert_gone(family, 2)
     assert user.wait(run, 2000) == 0
     assert follower.wait(60) == 0
 

@@ -21,6 +21,8 @@ SMALL = [
     "checkpoint.every=4",
 ]  # fmt: skip
 """A run of tiny-gpt on two simulated nodes, with as few ranks as can lose one another."""
+ONE_NODE = [*SMALL, "cluster.nodes=1", "cluster.ranks_per_node=2"]
+"""The same on one node: two processes less, for tests of what does not depend on nodes."""
 SLOWLY = "drill.events=[{kind: slow-rank, rank: 1, step: 2, generation: 0, attempt: 0, value: 0.8}]"
 """For runs to which something is to happen: the ranks mostly sleep, instead of taking the processors from it."""
 

@@ -16,8 +16,8 @@ from tests.slurm.lab import SlurmLab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 SMALL = [
-    "cluster.nodes=2", "cluster.ranks_per_node=2", "cluster.cpus_per_task=2", "cluster.time=10",
-    "recovery.backoff=0.5", "checkpoint.every=8",
+    "cluster.nodes=2", "cluster.ranks_per_node=1", "cluster.cpus_per_task=2", "cluster.time=10",
+    "parallel.tp=1", "recovery.backoff=0.5", "checkpoint.every=8",
 ]  # fmt: skip
 WRAPPER = """#!/bin/sh
 for script; do :; done

@@ -15,6 +15,8 @@ SMALL = [
     "cluster.nodes=2", "cluster.ranks_per_node=2", "cluster.cpus_per_task=2", "cluster.partition=low",
     "cluster.time=10", "recovery.backoff=0.5", "train.steps=40", "checkpoint.every=8",
 ]  # fmt: skip
+ONE_NODE = [*SMALL, "cluster.nodes=1"]
+ONE_RANK_EACH = [*SMALL, "cluster.ranks_per_node=1", "parallel.tp=1"]
 SLOWLY = "drill.events=[{kind: slow-rank, rank: 1, step: 2, generation: 0, attempt: 1, value: 0.5}]"
 """The first attempt takes its time, so that something can happen to it, and leaves the processors to others."""
 
@@ -94,7 +96,7 @@ def assert_moved_away(user: User, run: str, dead: str) -> None:
 
 
 def test_preemption_uses_no_failure_budget(lab: SlurmLab, user: User) -> None:
-    run = user.submit("tiny-gpt", *SMALL, SLOWLY, "recovery.max_failures=1")["run"]
+    run = user.submit("tiny-gpt", *ONE_NODE, SLOWLY, "recovery.max_failures=1")["run"]
     training(user, run, 10)
     urgent = lab.ask(
         "sbatch", "-p", "high", "-N", "4", "--exclusive", "--parsable", "-o", "/dev/null", "--wrap", "sleep 4"
@@ -108,7 +110,7 @@ def test_preemption_uses_no_failure_budget(lab: SlurmLab, user: User) -> None:
 
 
 def test_usr2_is_an_agreed_stop_with_a_save(lab: SlurmLab, user: User) -> None:
-    submitted = user.submit("tiny-gpt", *SMALL, SLOWLY, "checkpoint.every=0")
+    submitted = user.submit("tiny-gpt", *ONE_RANK_EACH, SLOWLY, "checkpoint.every=0")
     run = submitted["run"]
     training(user, run, 10)
     lab.ask("scancel", "--signal=USR2", submitted["job_id"])

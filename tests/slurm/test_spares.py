@@ -10,8 +10,9 @@ from trainer.contract.events import Event, EventKind, read_events
 
 pytestmark = [pytest.mark.slurm, pytest.mark.multi, pytest.mark.timeout(400)]
 SMALL = [
-    "cluster.nodes=2", "cluster.spare_nodes=1", "cluster.ranks_per_node=2", "cluster.cpus_per_task=2",
-    "cluster.partition=low", "cluster.time=10", "recovery.backoff=0.5", "train.steps=80", "checkpoint.every=8",
+    "cluster.nodes=2", "cluster.spare_nodes=1", "cluster.ranks_per_node=1", "cluster.cpus_per_task=2",
+    "parallel.tp=1", "cluster.partition=low", "cluster.time=10", "recovery.backoff=0.5", "train.steps=50",
+    "checkpoint.every=8",
 ]  # fmt: skip
 
 
@@ -41,7 +42,7 @@ def test_a_dead_node_is_replaced_within_the_job(lab: SlurmLab, user: User) -> No
     finally:
         lab.start_node(dead)
     (attempt,) = user.show(run)["attempts"]
-    assert (attempt["job_id"], attempt["generations"], attempt["last_step"]) == (job, 2, 80)
+    assert (attempt["job_id"], attempt["generations"], attempt["last_step"]) == (job, 2, 50)
     (used,) = events(user, run, EventKind.SPARE_USED)
     assert used.data["instead"] == dead
     first = events(user, run, EventKind.GENERATION_FIRST_STEP)[1]

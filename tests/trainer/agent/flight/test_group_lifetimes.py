@@ -112,7 +112,7 @@ for count in (5, 2):
 until = time.monotonic() + 30
 while time.monotonic() < until:
     record = _dump_fr_trace_json()
-    if all(entry["state"] == "completed" for entry in json.loads(record)["entries"]):
+    if all(entry["retired"] for entry in json.loads(record)["entries"]):
         break
     time.sleep(0.01)
 sys.stdout.buffer.write(record)

@@ -48,12 +48,8 @@ OLD_NAMES = set(
 )
 """Words that named parts of orch before the field's own words did; a new name needs no old one beside it.
 
-Not here: words that a JSON file or a message still bears (`warming`, `clearing`, `echo`, `sightings`, `flight`).
+Not here: words that a JSON file or a message still bears (`warming`, `clearing`, `sightings`, `flight`).
 """
-STAYING_NAMES = {
-    ("trainer/contract/events.py", "NURSERY"): "the event kind `nursery` is in the event files of every run",
-}
-"""Where an old word stays in an identifier, and why."""
 PICKLE_MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing"}
 UNPICKLERS = {
     "checkpointing/format/torch_record.py": "reads one saved tensor, with stand-ins for every class",
@@ -223,16 +219,10 @@ def test_names_are_the_fields_own() -> None:
             for part in Path(name).parts:
                 yield from (f"{name}: {word} is an old name" for word in sorted(_words(Path(part).stem) & OLD_NAMES))
             for line, identifier in _defined(tree):
-                if (name, identifier) not in STAYING_NAMES:
-                    old = _words(identifier) & OLD_NAMES
-                    yield from (f"{name}:{line} {identifier}: {word} is an old name" for word in sorted(old))
+                old = _words(identifier) & OLD_NAMES
+                yield from (f"{name}:{line} {identifier}: {word} is an old name" for word in sorted(old))
 
     none_of(violations())
-
-
-def test_every_exception_for_an_old_name_is_needed() -> None:
-    defined = {(name, identifier) for name, tree in TREES.items() for _, identifier in _defined(tree)}
-    none_of(f"{name} has no {identifier} any more" for name, identifier in STAYING_NAMES.keys() - defined)
 
 
 def _words(name: str) -> set[str]:

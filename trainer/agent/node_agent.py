@@ -125,14 +125,14 @@ class NodeAgent:
 
     def _handle(self, message: Message) -> None:
         match message["say"]:
-            case "seat":
-                self._take_node_rank(message["seat"])
+            case "node_rank":
+                self._take_node_rank(message["node_rank"])
             case "start":
-                self._take_node_rank(message["seat"])
+                self._take_node_rank(message["node_rank"])
                 self._options = GenerationOptions.from_message(message)
                 self._start_generation(message["generation"], message["master"])
             case "store" if self._ranks and self._ranks.generation == message["generation"]:
-                self._ranks.send(dump_line({"word": "store"} | {key: message[key] for key in _STORE}).encode(), but=0)
+                self._ranks.send(dump_line({"kind": "store"} | {key: message[key] for key in _STORE}).encode(), but=0)
             case "ask":
                 self._ask_stop(StopReason(message["reason"]), message["seconds"])
             case "due" if self._ranks is not None:
@@ -181,24 +181,25 @@ class NodeAgent:
             case "ready":
                 self._startup_failures = 0
                 facts = {key: packet[key] for key in ("warm", "reason", "seconds")}
-                self._events.write(EventKind.NURSERY, node=self._node.node, **facts)
+                self._events.write(EventKind.FORK_SERVER, node=self._node.node, **facts)
                 self._peer.send("ready", warm=packet["warm"])
             case "unloadable":
                 self._startup_failures = _MAX_STARTUP_FAILURES
                 _log(packet["traceback"])
                 self._peer.send("unloadable", exception=packet["exception"], message=packet["message"])
-            case "born":
+            case "spawned":
                 self._on_spawned(packet, descriptors[0])
             case "exit":
                 self._on_exited(packet["rank"], packet["exit_code"], packet["signal"])
             case "gone":
                 self._gone(packet["rank"])
-            case "unborn":
+            case "spawn_failed":
                 assert self._link is not None
                 self._link.kill(f"rank {packet['rank']} could not be started: {packet['reason']}")
 
     def _on_fork_server_lost(self, reason: str) -> None:
-        self._events.write(EventKind.NURSERY, node=self._node.node, warm=False, reason=f"died: {reason}", seconds=0.0)
+        died = {"warm": False, "reason": f"died: {reason}", "seconds": 0.0}
+        self._events.write(EventKind.FORK_SERVER, node=self._node.node, **died)
         self._peer.send("unready", reason=reason)
         self._spawn(self._replace_fork_server(reason))
 
@@ -210,13 +211,13 @@ class NodeAgent:
                 # Ranks that ended before the fork server did are reported first.
                 await self._exit_reports.wait_until_sent()
                 self._peer.send("broken", generation=ranks.generation, reason=reason)
-            helpers = self._pids_of_helpers()
-            await kill_orphaned_ranks.kill_all(ranks, self._on_exited, self._gone, helpers)
+            await kill_orphaned_ranks.kill_all(ranks, self._on_exited, self._gone, self._pids_of_helpers())
         self._startup_failures += 1
         if self._startup_failures < _MAX_STARTUP_FAILURES:
             self._start_fork_server()
         elif self._startup_failures == _MAX_STARTUP_FAILURES:
-            self._peer.send("barren", reason=f"its fork server died {_MAX_STARTUP_FAILURES} times in a row: {reason}")
+            again = f"its fork server died {_MAX_STARTUP_FAILURES} times in a row: {reason}"
+            self._peer.send("fork_server_failed", reason=again)
 
     def _pids_of_helpers(self) -> tuple[int, ...]:
         return (*self.other_children, *(self._writers.pids() if self._writers is not None else ()))
@@ -261,9 +262,9 @@ class NodeAgent:
             message = local.receive_message()
             if message is None:
                 loop.remove_reader(local.control)
-            elif message.get("word") == "store":
+            elif message.get("kind") == "store":
                 self._peer.send("store", generation=ranks.generation, **{name: message[name] for name in _STORE})
-            elif message.get("word") == "fitness":
+            elif message.get("kind") == "fitness":
                 figures = {key: message[key] for key in ("matmul", "memory", "pairs")}
                 self._peer.send("fitness", generation=ranks.generation, rank=local.rank, **figures)
 

@@ -20,7 +20,7 @@ class EventKind(StrEnum):
     AGENT_JOINED = "agent.joined"  # node (index), name
     AGENT_LOST = "agent.lost"  # node, name, reason
     PREFLIGHT = "preflight"  # node, name, ok, reason; or of all nodes together: ok, reason, speeds
-    NURSERY = "nursery"  # node, warm (bool), reason, seconds
+    FORK_SERVER = "fork_server"  # node, warm (bool), reason, seconds: it is ready, or has died
     GENERATION_STARTED = "generation.started"  # world, nodes
     GENERATION_FIRST_STEP = "generation.first_step"  # step, seconds (since generation.started)
     GENERATION_ENDED = "generation.ended"  # reason, step, failure (Failure.to_json or null)

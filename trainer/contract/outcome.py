@@ -131,7 +131,7 @@ class RankOutcome:
     exception: str | None = None  # class name
     message: str | None = None
     traceback: str | None = None
-    echo: bool = False  # the exception only repeats that a peer went away
+    secondary: bool = False  # the exception only repeats that a peer went away
     position: int | None = None  # in the data, of the batch of a bad step
 
     def to_line(self) -> str:

@@ -54,14 +54,14 @@ class RankSpec:
         return cls(**{**fields, "suspects": tuple(fields["suspects"]), "skip": tuple(fields["skip"])})
 
 
-def send_message(control: socket.socket, word: str, **data: Any) -> None:
+def send_message(control: socket.socket, kind: str, **data: Any) -> None:
     """Send one message.
 
     Rank 0 says `store` {host, port, key}; the agent sends the same to every other rank. A rank says `last` {exit_code,
-    exception, message, echo, step, position} when it ends by itself: that reaches the agent when no file can be
+    exception, message, secondary, step, position} when it ends by itself: that reaches the agent when no file can be
     written.
     """
-    control.send(dump_line({"word": word, **data}).encode(errors="backslashreplace"))
+    control.send(dump_line({"kind": kind, **data}).encode(errors="backslashreplace"))
 
 
 def receive_message(control: socket.socket) -> dict[str, Any] | None:

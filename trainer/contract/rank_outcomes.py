@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from checkpointing.storage.durable import dump_line, fsync_dir, open_regular
 from trainer.contract.line_file import MAX_READ_BYTES, LineFile
@@ -56,9 +57,14 @@ def _read(path: Path) -> Iterator[RankOutcome]:
         return
     for line in block.splitlines():
         try:
-            outcome = RankOutcome(**json.loads(line))
+            outcome = RankOutcome(**_renamed(json.loads(line)))
         except (ValueError, TypeError, RecursionError):  # torn by a kill
             continue
         numbers = (outcome.rank, outcome.generation, outcome.step, outcome.exit_code)
         if all(isinstance(each, int) for each in numbers) and isinstance(outcome.time, (int, float)):
             yield outcome
+
+
+def _renamed(fields: Any) -> dict[str, Any]:
+    """Run directories from before the field was renamed have `echo` for `secondary`."""
+    return {("secondary" if key == "echo" else key): value for key, value in dict(fields).items()}

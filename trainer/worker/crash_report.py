@@ -32,9 +32,9 @@ def failed_outcome(spec: RankSpec, cell: ProgressCell, error: BaseException) -> 
     text = "".join(traceback.format_exception(error))
     write_stderr(text)
     flight_recorder.dump(spec, error)
-    echo = is_secondary_failure(error) and not is_node_fault(error)
-    cause = {"exception": type(error).__name__, "message": str(error), "traceback": text, "echo": echo}
-    last = _outcome(spec, cell, _exit_code(error, echo), **cause)
+    secondary = is_secondary_failure(error) and not is_node_fault(error)
+    cause = {"exception": type(error).__name__, "message": str(error), "traceback": text, "secondary": secondary}
+    last = _outcome(spec, cell, _exit_code(error, secondary), **cause)
     # It is noticed a step later: the step that went wrong is the one to compare.
     return replace(last, step=error.step, position=error.position) if isinstance(error, BadStep) else last
 
@@ -48,7 +48,7 @@ def report_end(spec: RankSpec, control: socket.socket, last: RankOutcome) -> Non
             exit_code=last.exit_code,
             exception=last.exception,
             message=None if last.message is None else legible(last.message)[:_MAX_MESSAGE],
-            echo=last.echo,
+            secondary=last.secondary,
             step=last.step,
             position=last.position,
         )
@@ -61,10 +61,10 @@ def report_end(spec: RankSpec, control: socket.socket, last: RankOutcome) -> Non
     flush()
 
 
-def _exit_code(error: BaseException, echo: bool) -> ExitCode:
+def _exit_code(error: BaseException, secondary: bool) -> ExitCode:
     if is_node_fault(error):
         return ExitCode.NODE_SUSPECT
-    if echo:
+    if secondary:
         return ExitCode.RETRY
     if isinstance(error, workload.WorkloadError):
         return ExitCode.NEVER_RETRY

@@ -166,7 +166,7 @@ def _place(event: Event) -> tuple[int, int]:
 
 
 def _tells(event: Event, fault: Event) -> bool:
-    """Whether this is about the fault, and no echo of it or something of its own."""
+    """Whether this is about the fault, and not secondary to it or something of its own."""
     if event.kind == EventKind.RANK_EXITED:
         return event.attempt == fault.attempt and event.data.get("exit_code") != 0
     if event.kind == EventKind.ATTEMPT_STARTED:

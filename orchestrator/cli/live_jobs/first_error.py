@@ -72,7 +72,7 @@ def _of_attempt(place: RunDir, folder: AttemptDir) -> RootFailure | None:
 def _from_rank_outcomes(folder: AttemptDir) -> list[RootFailure]:
     found = []
     for outcome, path in all_outcomes(folder):
-        if outcome.echo or outcome.exit_code in _QUIET_ENDS:
+        if outcome.secondary or outcome.exit_code in _QUIET_ENDS:
             continue
         found.append(
             RootFailure(

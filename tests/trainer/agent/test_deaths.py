@@ -16,7 +16,7 @@ def wait_for_notes(work: LocalJob, count: int, key: str = "started") -> list[dic
     return until(lambda: (found := [n for n in work.notes() if key in n])[count - 1 :] and found, 20, work.story)
 
 
-def nursery_of(agent: int) -> int:
+def fork_server_of(agent: int) -> int:
     """The agent's child that forks its ranks; the other one is its watchdog."""
     children = map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text().split())
     (child,) = [pid for pid in children if "watchdog" not in Path(f"/proc/{pid}/cmdline").read_text()]
@@ -49,11 +49,11 @@ def test_kill_9_of_an_agent_leaves_none_of_its_processes_after_two_seconds(job, 
         assert not work.attempt.outcome.exists()
 
 
-def test_a_killed_nursery_fails_the_generation_and_is_replaced(job):
+def test_a_killed_fork_server_fails_the_generation_and_is_replaced(job):
     work = job("child@*@1").start()
     work.go()
     wait_for_notes(work, 4, "children")
-    kill(nursery_of(work.agents[1].pid))
+    kill(fork_server_of(work.agents[1].pid))
     assert work.wait() == [0, 0], work.story()
     outcome = work.outcome()
     assert (outcome.result, outcome.generations) == (AttemptResult.FINISHED, 2)
@@ -64,11 +64,11 @@ def test_a_killed_nursery_fails_the_generation_and_is_replaced(job):
     assert left == []
 
 
-def test_a_stopped_nursery_cannot_keep_its_ranks_alive(job):
+def test_a_stopped_fork_server_cannot_keep_its_ranks_alive(job):
     work = job("kill@0@1", "hang@*@1").start()
     work.go()
     wait_for_notes(work, 3)
-    os.kill(nursery_of(work.agents[1].pid), signal.SIGSTOP)
+    os.kill(fork_server_of(work.agents[1].pid), signal.SIGSTOP)
     assert work.wait() == [0, 0], work.story()
     assert work.outcome().generations == 2
 

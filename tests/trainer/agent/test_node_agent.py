@@ -87,7 +87,7 @@ def alone(tmp_path: Path) -> Iterator[Alone]:
     made.close()
 
 
-LAST = {"exit_code": 1, "exception": "OSError", "message": "[Errno 28] full", "echo": False, "step": 9}
+LAST = {"exit_code": 1, "exception": "OSError", "message": "[Errno 28] full", "secondary": False, "step": 9}
 
 
 def test_a_rank_that_could_not_write_its_outcome_is_believed_by_its_socket(alone):
@@ -96,7 +96,7 @@ def test_a_rank_that_could_not_write_its_outcome_is_believed_by_its_socket(alone
     send_message(theirs, "last", **LAST)
     end = alone.ended(1)
     assert {key: end[key] for key in LAST} == LAST
-    assert end["word"]
+    assert end["reported"]
 
 
 def test_the_outcome_file_comes_before_the_socket(alone):
@@ -105,23 +105,23 @@ def test_the_outcome_file_comes_before_the_socket(alone):
     append_outcome(alone.attempt, RankOutcome(rank=0, generation=1, node=node, step=10, exit_code=0, time=0.0))
     # It died in the interpreter's teardown.
     end = alone.ended(None, 6)
-    assert (end["exit_code"], end["signal"], end["step"], end["word"]) == (0, None, 10, True)
+    assert (end["exit_code"], end["signal"], end["step"], end["reported"]) == (0, None, 10, True)
 
 
 def test_a_rank_that_leaves_with_zero_and_says_nothing_has_not_said_so(alone):
-    assert not alone.ended(0)["word"]
-    assert not alone.ended(76)["word"]
+    assert not alone.ended(0)["reported"]
+    assert not alone.ended(76)["reported"]
 
 
 def test_a_last_word_that_cannot_be_read_is_none(alone):
-    alone.ranks.by_rank[0].theirs.send(b'{"word": "last", "mess')
+    alone.ranks.by_rank[0].theirs.send(b'{"kind": "last", "mess')
     send_message(alone.ranks.by_rank[0].theirs, "last", exit_code=0)
-    assert not alone.ended(0)["word"]
+    assert not alone.ended(0)["reported"]
 
 
 def test_a_command_needs_no_word(tmp_path):
     alone = Alone(tmp_path, command=["true"])
-    assert alone.ended(0)["word"]
+    assert alone.ended(0)["reported"]
     alone.close()
 
 
@@ -129,7 +129,7 @@ async def begin(alone: Alone) -> None:
     alone.agent._start_generation(2, None)
 
 
-def test_a_start_that_meets_a_dead_nursery_breaks_the_generation(alone):
+def test_a_start_that_meets_a_dead_fork_server_breaks_the_generation(alone):
     alone.agent._link = LostLink()
     alone.ranks.close()
     alone.agent._ranks = None
@@ -249,7 +249,7 @@ def test_a_file_system_that_stands_still_when_ranks_die_stops_no_agent(alone, mo
     told = [(message["say"], message.get("rank")) for message in alone.told.messages if message["say"] != "progress"]
     assert told == [("exit", 1), ("exit", 0), ("gone", None)]
     first, second = alone.told.of("exit")
-    assert (first["word"], first["exception"], second["word"], second["signal"]) == (True, "OSError", False, 9)
+    assert (first["reported"], first["exception"], second["reported"], second["signal"]) == (True, "OSError", False, 9)
 
 
 def test_an_end_is_not_told_of_a_generation_that_is_over(alone):
@@ -263,7 +263,7 @@ def test_an_end_is_not_told_of_a_generation_that_is_over(alone):
     assert not alone.told.of("exit")
 
 
-def test_who_ended_before_its_nursery_is_told_of_before_it(alone):
+def test_who_ended_before_its_fork_server_is_told_of_before_it(alone):
     alone.agent._startup_failures = 9  # no other fork server
 
     async def scene() -> None:

@@ -91,8 +91,8 @@ def test_a_node_that_is_not_fit_is_left_out_and_the_spare_begins_in_its_place(tm
     async def script(scene: Scene) -> None:
         peers = [await scene.join(0), await scene.join(1, fit=False), await scene.join(2)]
         peers[1].send("fit", faults=[SICK])
-        assert [(await hear(peers[node], "start"))["seat"] for node in (0, 2)] == [0, 1]
-        peers[2].send("exit", generation=1, rank=1, step=3, exit_code=None, signal=9, word=False)
+        assert [(await hear(peers[node], "start"))["node_rank"] for node in (0, 2)] == [0, 1]
+        peers[2].send("exit", generation=1, rank=1, step=3, exit_code=None, signal=9, reported=False)
         # Who has no seat is not waited for.
         for node in (0, 2):
             peers[node].send("gone", generation=1)
@@ -104,14 +104,14 @@ def test_a_node_that_is_not_fit_is_left_out_and_the_spare_begins_in_its_place(tm
 def test_a_job_starts_without_a_node_that_does_not_come_and_takes_it_as_a_spare_when_it_does(tmp_path):
     async def script(scene: Scene) -> None:
         peers = [await scene.join(0), await scene.join(2)]
-        assert [(await hear(peer, "start"))["seat"] for peer in peers] == [0, 1]
+        assert [(await hear(peer, "start"))["node_rank"] for peer in peers] == [0, 1]
         late = await scene.join(1)
         while len(scene.events(EventKind.AGENT_JOINED)) < 3:
             await hear(late, "ping")
         await peers[1].close()
         peers[0].send("gone", generation=1)
         start = await hear(late, "start")
-        assert (start["seat"], start["generation"]) == (1, 2)
+        assert (start["node_rank"], start["generation"]) == (1, 2)
 
     led(tmp_path, script, more_nodes=0.5)
 
@@ -133,26 +133,26 @@ def test_too_few_fit_nodes_end_the_attempt_with_the_node_named(tmp_path):
 def test_a_node_that_is_lost_while_the_others_warm_up_is_replaced(tmp_path):
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node, ready=node != 1) for node in (0, 1, 2)]
-        assert (await hear(peers[1], "seat"))["seat"] == 1
+        assert (await hear(peers[1], "node_rank"))["node_rank"] == 1
         await peers[1].close()
-        assert (await hear(peers[2], "start"))["seat"] == 1
+        assert (await hear(peers[2], "start"))["node_rank"] == 1
         (used,) = scene.events(EventKind.SPARE_USED)
         assert (used.data["name"], used.data["instead"]) == ("n2", "n1")
 
     led(tmp_path, script)
 
 
-@pytest.mark.parametrize("how", ["barren", "silent"])
+@pytest.mark.parametrize("how", ["fork_server_failed", "silent"])
 def test_a_node_that_cannot_start_ranks_is_replaced(tmp_path, how):
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node, ready=node != 1) for node in (0, 1, 2)]
-        assert (await hear(peers[1], "seat"))["seat"] == 1
-        if how == "barren":
-            peers[1].send("barren", reason="its fork server died 3 times in a row")
-        assert (await hear(peers[2], "start"))["seat"] == 1
+        assert (await hear(peers[1], "node_rank"))["node_rank"] == 1
+        if how == "fork_server_failed":
+            peers[1].send("fork_server_failed", reason="its fork server died 3 times in a row")
+        assert (await hear(peers[2], "start"))["node_rank"] == 1
         (used,) = scene.events(EventKind.SPARE_USED)
         assert (used.data["name"], used.data["instead"]) == ("n2", "n1")
-        assert ("died 3 times" if how == "barren" else "had no fork server ready") in used.data["reason"]
+        assert ("died 3 times" if how == "fork_server_failed" else "had no fork server ready") in used.data["reason"]
 
     led(tmp_path, script, ready=1.5)
 
@@ -181,11 +181,11 @@ def test_a_spare_that_cannot_import_the_workload_ends_nothing_and_takes_no_seat(
 def test_a_node_alone_that_cannot_import_the_workload_is_replaced(tmp_path):
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node, ready=node != 1) for node in (0, 1, 2)]
-        await hear(peers[1], "seat")
+        await hear(peers[1], "node_rank")
         while not all(scene.state.roster.members[node].ready for node in (0, 2)):
             await hear(peers[1], "ping")
         peers[1].send("unloadable", **UNLOADABLE)
-        assert (await hear(peers[2], "start"))["seat"] == 1
+        assert (await hear(peers[2], "start"))["node_rank"] == 1
         (used,) = scene.events(EventKind.SPARE_USED)
         assert (used.data["name"], used.data["instead"]) == ("n2", "n1")
         assert used.data["reason"].startswith("n1: the workload cannot be imported: OSError: [Errno 5] model.py, while")
@@ -196,7 +196,7 @@ def test_a_node_alone_that_cannot_import_the_workload_is_replaced(tmp_path):
 def test_a_workload_that_nobody_could_import_is_the_users_error_and_uses_no_spare(tmp_path):
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node, ready=False) for node in (0, 1, 2)]
-        await hear(peers[1], "seat")
+        await hear(peers[1], "node_rank")
         peers[1].send("unloadable", **UNLOADABLE)
         assert await asyncio.wait_for(scene.leading, 15) == 78
         assert AttemptOutcome.read(scene.attempt.outcome).failure.kind == "user_error"
@@ -210,7 +210,7 @@ def test_a_node_whose_clock_is_off_is_left_out_and_that_is_told(tmp_path):
         peers = [await scene.join(node, fit=False) for node in (0, 1, 2)]
         for node, ahead in enumerate((0.0, 3600.0, 0.0)):
             peers[node].send("fit", faults=[], wall=time.time() + ahead)
-        assert [(await hear(peers[node], "start"))["seat"] for node in (0, 2)] == [0, 1]
+        assert [(await hear(peers[node], "start"))["node_rank"] for node in (0, 2)] == [0, 1]
         (told,) = scene.events(EventKind.PREFLIGHT)
         assert (told.data["name"], told.data["ok"]) == ("n1", False)
         assert "its clock is 3600 s ahead" in told.data["reason"]
@@ -230,7 +230,7 @@ async def examined(scene: Scene, *ahead: float | None) -> list[Peer]:
 def test_clocks_are_looked_at_although_another_node_is_not_fit_either(tmp_path, ahead):
     async def script(scene: Scene) -> None:
         peers = await examined(scene, *ahead)
-        assert [(await hear(peers[node], "start"))["seat"] for node in (0, 3)] == [0, 1]
+        assert [(await hear(peers[node], "start"))["node_rank"] for node in (0, 3)] == [0, 1]
 
     led(tmp_path, script, spares=2)
 

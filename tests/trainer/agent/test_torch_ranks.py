@@ -58,7 +58,7 @@ def test_a_sigkilled_rank_comes_back_warm_and_the_run_finishes(training):
     work = training(drill=drill, recovery={"preflight": {"on": True}}).start()
     work.go()
     assert work.wait(90) == [0, 0], work.story()
-    assert all(event.data["warm"] for event in work.events(EventKind.NURSERY)), work.story()
+    assert all(event.data["warm"] for event in work.events(EventKind.FORK_SERVER)), work.story()
     outcome = work.outcome()
     assert (outcome.result, outcome.generations, outcome.step) == (AttemptResult.FINISHED, 2, 12)
     (ended, _) = work.events(EventKind.GENERATION_ENDED)
@@ -174,14 +174,14 @@ def assert_killed_with_all_it_had(work: LocalJob) -> None:
     assert work.outcome().failure.kind == "agent_lost"
 
 
-def test_kill_9_of_an_agent_whose_nursery_is_importing_leaves_nothing(job, data):
+def test_kill_9_of_an_agent_whose_fork_server_is_importing_leaves_nothing(job, data):
     work = job(command=[], nodes=2, ranks=1, data={"path": str(data)}, **TINY).start()
     work.go()
     until(lambda: work.events(EventKind.ATTEMPT_STARTED), 60, work.story)
     assert_killed_with_all_it_had(work)
 
 
-def test_kill_9_of_an_agent_with_a_warm_nursery_leaves_nothing(training):
+def test_kill_9_of_an_agent_with_a_warm_fork_server_leaves_nothing(training):
     """Its rank stands still, so that it does not leave by itself when its peer is gone."""
     work = training(drill={"events": [{"kind": "hold-lock", "rank": 1, "step": 6}]}).start()
     work.go()
@@ -207,7 +207,7 @@ def test_a_workload_whose_import_starts_a_thread_is_started_cold_and_that_is_sai
     work = training(nodes=1, workload=workload, train={"steps": 3}).start()
     work.go()
     assert work.wait(120) == [0], work.story()
-    (fork_server,) = work.events(EventKind.NURSERY)
+    (fork_server,) = work.events(EventKind.FORK_SERVER)
     assert not fork_server.data["warm"]
     assert "started 1 thread" in fork_server.data["reason"]
 

@@ -23,7 +23,7 @@ TOKEN = LaunchToken(
 def test_a_ranks_outcome(tmp_path):
     outcome = RankOutcome(
         rank=3, generation=2, node="n1", step=7, exit_code=ExitCode.ERROR, time=1.5,
-        exception="ValueError", message="wrong", traceback="Traceback ...", echo=True,
+        exception="ValueError", message="wrong", traceback="Traceback ...", secondary=True,
     )  # fmt: skip
     attempt = AttemptDir(tmp_path)
     append_outcome(attempt, outcome)
@@ -54,10 +54,12 @@ def test_torn_outcomes_are_skipped_and_those_of_older_versions_are_read(tmp_path
     attempt.outcomes.mkdir()
     attempt.rank_outcomes("n").write_text('{"rank":1,"generation":1,"no')
     append_outcome(attempt, outcome)
-    (attempt.outcomes / "rank-00002.g001.json").write_text(replace(outcome, rank=2).to_line())
+    older = replace(outcome, rank=2, secondary=True).to_line().replace("secondary", "echo")
+    (attempt.outcomes / "rank-00002.g001.json").write_text(older)
+    (attempt.outcomes / "rank-00005.g001.json").write_text("[1, 2]")
     (attempt.outcomes / "rank-00003.g001.json").write_text('{"rank":3,"gen')
     (attempt.outcomes / "rank-00004.g001.json").write_text(outcome.to_line().replace('"rank":0', '"rank":null'))
-    assert sorted(found.rank for found, _ in all_outcomes(attempt)) == [0, 2]
+    assert sorted((found.rank, found.secondary) for found, _ in all_outcomes(attempt)) == [(0, False), (2, True)]
     assert find_outcome(attempt, "n", 0, 1) == outcome
 
 
@@ -77,7 +79,7 @@ def test_a_word_that_is_no_unicode_over_the_control_socket():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         send_message(ours, "last", message="caf\udce9")
-        assert receive_message(theirs) == {"word": "last", "message": "caf\udce9"}
+        assert receive_message(theirs) == {"kind": "last", "message": "caf\udce9"}
 
 
 @pytest.mark.parametrize("failure", [None, Failure(kind=FailureKind.RANK_KILLED, reason="rank 1: SIGKILL", signal=9)])
@@ -144,7 +146,7 @@ def test_a_rank_spec_travels_as_text():
 def test_words_over_the_control_socket():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     send_message(ours, "store", host="n0", port=29500)
-    assert receive_message(theirs) == {"word": "store", "host": "n0", "port": 29500}
+    assert receive_message(theirs) == {"kind": "store", "host": "n0", "port": 29500}
     ours.close()
     assert receive_message(theirs) is None
     theirs.close()

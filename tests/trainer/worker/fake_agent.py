@@ -64,7 +64,7 @@ class Rank:
     def heard(self) -> dict | None:
         """What the dead rank has said last, if it could."""
         while (message := receive_message(self.control)) is not None:
-            if message["word"] == "last":
+            if message["kind"] == "last":
                 self.last = message
         return self.last
 
@@ -111,7 +111,7 @@ def run(scenario: dict) -> dict:
     begin = time.monotonic()
     ranks = [Rank(scenario, rank) for rank in range(scenario["world"])]
     first = receive_message(ranks[0].control)
-    store = first if first and first["word"] == "store" else None
+    store = first if first and first["kind"] == "store" else None
     ranks[0].last = None if store else first
     for rank in ranks[1:] if store else []:
         with contextlib.suppress(OSError):  # it may be dead already

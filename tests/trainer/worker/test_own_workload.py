@@ -86,7 +86,7 @@ def test_a_rank_started_cold_does_the_same(make_run):
         pass_fds=(cell.descriptor, theirs.fileno()), capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
-    assert receive_message(ours)["word"] == "store"
+    assert receive_message(ours)["kind"] == "store"
     reading = cell.read()
     assert (reading.step, reading.saved_step, reading.phase) == (3, 3, Phase.DONE)
     assert run.outcome(0, 1).exit_code == 0

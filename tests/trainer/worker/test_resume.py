@@ -55,7 +55,7 @@ def test_a_killed_peer_is_a_secondary_failure_and_the_drill_is_reported(make_run
     answer = run.train()
     assert answer["codes"] == [ExitCode.RETRY, -9]
     outcome = run.outcome(0, 1)
-    assert outcome.echo
+    assert outcome.secondary
     assert outcome.exit_code == ExitCode.RETRY
     assert outcome.step in (1, 2)
     assert "Traceback" in (outcome.traceback or "")
@@ -70,8 +70,8 @@ def test_an_exception_is_the_cause_and_its_peers_fail_secondarily(make_run):
     run = make_run(2, parallel={"dp_shard": 2}, drill={"events": [{"kind": "raise", "rank": 1, "step": 2}]})
     assert run.train()["codes"] == [ExitCode.RETRY, ExitCode.ERROR]
     cause = run.outcome(1, 1)
-    assert (cause.exception, cause.echo, cause.step) == ("DrillError", False, 2)
-    assert run.outcome(0, 1).echo
+    assert (cause.exception, cause.secondary, cause.step) == ("DrillError", False, 2)
+    assert run.outcome(0, 1).secondary
 
 
 def test_a_run_that_is_already_finished_only_says_so(make_run):
@@ -125,7 +125,7 @@ def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(make_run):
     run = make_run(2, parallel={"dp_shard": 2}, train={"lr": 1e18, "warmup_steps": 0}, checkpoint={"every": 1})
     assert run.train()["codes"] == [ExitCode.ERROR] * 2
     outcome = run.outcome(1, 1)
-    assert (outcome.exception, outcome.echo) == ("BadStep", False)
+    assert (outcome.exception, outcome.secondary) == ("BadStep", False)
     bad = max(run.losses())
     assert f"step {bad}: " in (outcome.message or "")
     assert all(event.data["step"] < bad for event in events(run, EventKind.CHECKPOINT_COMMITTED))

@@ -59,7 +59,7 @@ _WORDS: dict[str, Check] = {
     **dict.fromkeys(("exception", "message"), _maybe_text),
     **dict.fromkeys(("save_seconds", "step_seconds", "wall", "matmul", "memory"), _number),
     **dict.fromkeys(("reason", "phase", "host", "key", "name", "incident", "machine"), _text),
-    **dict.fromkeys(("warm", "stepped", "word", "last", "fit"), _bool),
+    **dict.fromkeys(("warm", "stepped", "reported", "last", "fit"), _bool),
     "loss": _is(int, float, str, type(None)),
     "faults": _rows(_by_name(_is(str, bool))),
     "sightings": _rows(_RANK_SAMPLE_ROW),

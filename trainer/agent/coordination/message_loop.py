@@ -72,7 +72,7 @@ class MessageLoop:
                 state.roster.members[node].ready = message["say"] == "ready"
             case "unloadable":
                 self._node_failures.unloadable(node, message)
-            case "barren":
+            case "fork_server_failed":
                 self._node_failures.fork_server_failed(node, message["reason"])
             case "signal":
                 state.request_stop(state.stopping.heard(message["name"], time.monotonic()))

@@ -77,7 +77,8 @@ class ForkServer:
         try:
             pid = os.fork()
         except OSError as error:
-            unix_transport.send(self._link, {"say": "unborn", "rank": rank, "reason": f"fork failed: {error.strerror}"})
+            reason = f"fork failed: {error.strerror}"
+            unix_transport.send(self._link, {"say": "spawn_failed", "rank": rank, "reason": reason})
             return
         finally:
             if os.getpid() == parent:
@@ -88,7 +89,7 @@ class ForkServer:
         self._leaders[pid] = rank
         handle = os.pidfd_open(pid)
         try:
-            unix_transport.send(self._link, {"say": "born", "rank": rank, "pid": pid}, [handle])
+            unix_transport.send(self._link, {"say": "spawned", "rank": rank, "pid": pid}, [handle])
         finally:
             os.close(handle)
 

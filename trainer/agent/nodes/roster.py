@@ -153,7 +153,7 @@ class Roster:
             return reason
         self.node_ranks, self._assigned = node_ranks, True
         for node_rank, node in sorted(node_ranks.items()):
-            self.members[node].peer.send("seat", seat=node_rank)
+            self.members[node].peer.send("node_rank", node_rank=node_rank)
         return reason
 
     def replace_nodes(self) -> tuple[tuple[Replacement, ...], str]:
@@ -162,7 +162,7 @@ class Roster:
         moves, reason = replacements(self.node_ranks, fit, [node for node in fit if self.members[node].ready])
         for move in moves:
             self.node_ranks[move.node_rank] = move.node
-            self.members[move.node].peer.send("seat", seat=move.node_rank)
+            self.members[move.node].peer.send("node_rank", node_rank=move.node_rank)
         return moves, reason
 
     def is_needed(self, node: int) -> bool:
@@ -235,7 +235,7 @@ class Roster:
         self._moved = time.monotonic()
         for node_rank, node in self.node_ranks.items():
             if not self.members[node].lost:
-                self.members[node].peer.send("start", seat=node_rank, **fields)
+                self.members[node].peer.send("start", node_rank=node_rank, **fields)
 
     def names(self) -> list[str]:
         """Of all nodes that have joined: those that train by node rank, then the others that are not lost."""

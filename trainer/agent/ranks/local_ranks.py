@@ -42,7 +42,7 @@ class LocalRank:
             return None
         except ValueError:  # cut off: nothing that could be understood
             return {}
-        if message is not None and message.get("word") == "last":
+        if message is not None and message.get("kind") == "last":
             self.exit_message = message
         return message
 

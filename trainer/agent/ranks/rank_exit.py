@@ -15,7 +15,7 @@ from trainer.contract.peer_loss import PEER_GONE
 from trainer.contract.rank_outcomes import find_outcome, pack_error_file
 from trainer.contract.run_dir import AttemptDir
 
-_KEYS = ("exit_code", "step", "exception", "message", "echo")
+_KEYS = ("exit_code", "step", "exception", "message", "secondary")
 _LONGEST = 4000
 _READ_SECONDS = 2.0
 """A file system that shows a file later than this must not delay the report to the coordinator."""
@@ -36,14 +36,14 @@ class ExitInfo:
     node: str
     step: int
     stepped: bool
-    word: dict[str, Any] | None
+    exit_message: dict[str, Any] | None
 
     @classmethod
     def of(cls, local: LocalRank, node: str) -> "ExitInfo":
         while local.receive_message() is not None:
             pass
         step = local.read_progress().step
-        return cls(rank=local.rank, node=node, step=step, stepped=local.stepped(), word=local.exit_message)
+        return cls(rank=local.rank, node=node, step=step, stepped=local.stepped(), exit_message=local.exit_message)
 
 
 async def exit_report(
@@ -60,25 +60,26 @@ async def exit_report(
     if command:
         return await _command_exit_report(attempt, generation, info, exit_code, number)
     end: dict[str, Any] = {"exit_code": exit_code, "signal": number, "step": info.step}
-    word, cpp_exception = info.word, None
+    message, cpp_exception = info.exit_message, None
     with suppress(TimeoutError, RuntimeError):
         read = partial(_left_in_files, attempt, generation, info, aborted=number == signal.SIGABRT)
         written, cpp_exception = await run_detached(read, _READ_SECONDS)
-        word = written or word
-    said = {key: word.get(key) for key in (*_KEYS, "position")} if word and set(_KEYS) <= word.keys() else None
+        message = written or message
+    known = message or {}
+    said = {key: known.get(key) for key in (*_KEYS, "position")} if set(_KEYS) <= known.keys() else None
     if said is not None:
         # It had reported everything when it died: a crash in the interpreter's teardown changes nothing.
         end = {**said, "signal": None, "message": (said["message"] or "")[:_LONGEST]}
     elif number == signal.SIGABRT:
         end["message"] = cpp_exception
-    return {**end, "word": said is not None, "stepped": info.stepped}
+    return {**end, "reported": said is not None, "stepped": info.stepped}
 
 
 async def _command_exit_report(
     attempt: AttemptDir, generation: int, info: ExitInfo, exit_code: int | None, number: int | None
 ) -> dict[str, Any]:
     """Its step is not known; its exception is in its log."""
-    end: dict[str, Any] = {"exit_code": exit_code, "signal": number, "word": True, "stepped": False}
+    end: dict[str, Any] = {"exit_code": exit_code, "signal": number, "reported": True, "stepped": False}
     if exit_code == 0:
         return end
     output, error_file = LastOutput(), attempt.error_file(info.rank, generation)
@@ -91,7 +92,7 @@ async def _command_exit_report(
     end |= {"lines": output.lines, "written": output.written}
     if number is None and output.exception is not None:
         message = (output.message or "")[:_LONGEST]
-        end |= {"exception": output.exception, "message": message, "echo": bool(PEER_GONE.search(message))}
+        end |= {"exception": output.exception, "message": message, "secondary": bool(PEER_GONE.search(message))}
     elif number == signal.SIGABRT:
         end["message"] = output.uncaught
     return end

@@ -30,7 +30,7 @@ GOOD = (ExitCode.FINISHED, ExitCode.STOPPED_AFTER_SAVE)
 
 @dataclass(frozen=True, kw_only=True)
 class RankEnd:
-    """How one rank ended; `exception`, `message` and `echo` are what it said itself, if it still could.
+    """How one rank ended; `exception`, `message` and `secondary` are what it said itself, if it still could.
 
     `word`: it reported how it ends, or is a command, which cannot.
     """
@@ -43,8 +43,8 @@ class RankEnd:
     step: int | None = 0  # None: not known, of a command
     exception: str | None = None
     message: str | None = None
-    echo: bool = False
-    word: bool = True
+    secondary: bool = False
+    reported: bool = True
     position: int | None = None  # in the data, of the batch of a bad step
     lines: tuple[str, ...] = ()  # the last ones that a command wrote
     written: int = 0  # bytes that a command wrote to its log in this generation
@@ -54,14 +54,15 @@ class RankEnd:
         """From an agent's message; raises LookupError, TypeError or ValueError for what is no such message."""
         fields = {key: message.get(key) for key in ("step", "exit_code", "signal", "exception", "message", "position")}
         return cls(
-            rank=int(message["rank"]), node=node, at=at, echo=bool(message.get("echo")), word=bool(message["word"]),
+            rank=int(message["rank"]), node=node, at=at, secondary=bool(message.get("secondary")),
+            reported=bool(message["reported"]),
             lines=tuple(message.get("lines", ())), written=int(message.get("written", 0)), **fields,
         )  # fmt: skip
 
     @property
     def good(self) -> bool:
         # Training code can exit 0 in many ways; only a rank that reports it has trained all its steps.
-        return self.exit_code in GOOD and self.word
+        return self.exit_code in GOOD and self.reported
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +130,7 @@ def root_of(ends: Sequence[RankEnd]) -> RankEnd:
 
 def secondary_order(end: RankEnd) -> int:
     """0: this end explains itself; 1: it may follow from another; 2: it says so."""
-    if end.echo:
+    if end.secondary:
         return 2
     if end.signal is not None:
         # Communication libraries abort the process when a peer is gone.
@@ -154,7 +155,7 @@ def _classify(end: RankEnd) -> tuple[FailureKind, bool, str]:
         return FailureKind.STORAGE, False, f"could not use its checkpoints: {_short(said)}"
     if _STORAGE.search(said):
         return FailureKind.STORAGE, False, f"could not use its storage: {_short(said)}"
-    if end.echo:
+    if end.secondary:
         return FailureKind.UNKNOWN, True, f"only saw a peer go away: {_short(said)}"
     if end.exit_code == ExitCode.RETRY:
         return FailureKind.UNKNOWN, True, f"asked to be restarted (exit code 75){_after(said)}"
@@ -169,7 +170,7 @@ def _classify(end: RankEnd) -> tuple[FailureKind, bool, str]:
 
 def _mismatch(end: RankEnd) -> bool:
     """Whether it says that ranks called different collectives, which no restart fixes."""
-    return bool(end.message) and not end.echo and bool(_MISMATCH.search(end.message or ""))
+    return bool(end.message) and not end.secondary and bool(_MISMATCH.search(end.message or ""))
 
 
 def exit_words(exit_code: int | None, number: int | None) -> str:

@@ -46,7 +46,7 @@ def no_writer(rank: int) -> int | None:
 class _RankHistory:
     """What is remembered of one rank between two looks."""
 
-    born: float
+    started: float
     told: tuple[int, str, bool] = (-1, "", False)  # newest write, state and end that were reported
     looked: float | None = None  # since it stands still
     lived: float = 0.0
@@ -70,7 +70,7 @@ class Sampler:
     ) -> None:  # fmt: skip
         self._ranks, self._name, self._clock, self._signs = ranks, name, clock, signs
         self._writer, self._groups = writer, groups
-        self._watched = {rank: _RankHistory(born=clock()) for rank in ranks.by_rank}
+        self._watched = {rank: _RankHistory(started=clock()) for rank in ranks.by_rank}
         self._looked = float("-inf")
         self._p99: dict[str, float] = {}
         self._worked: dict[int, int] = {}
@@ -100,7 +100,7 @@ class Sampler:
         return news
 
     def _age(self, local: LocalRank, now: float) -> float:
-        moved = local.last.moved_at * 1e-9 or self._watched[local.rank].born
+        moved = local.last.moved_at * 1e-9 or self._watched[local.rank].started
         return max(0.0, now - moved)
 
     def _is_still(self, local: LocalRank, now: float) -> bool:

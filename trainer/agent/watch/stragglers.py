@@ -29,13 +29,13 @@ class Level:
     """How closely one looks: `span` windows of `WINDOW` steps are taken together."""
 
     span: int
-    word: str
+    name: str
 
     def noise(self, noise: float) -> float:
         return noise / math.sqrt(self.span)
 
 
-SHORT, LONG = Level(span=1, word="short"), Level(span=6, word="long")
+SHORT, LONG = Level(span=1, name="short"), Level(span=6, name="long")
 """Short windows see a rank that is much slower soon, long ones see one that is a little slower at all."""
 
 
@@ -121,11 +121,11 @@ def is_slow(
     """Whether a rank with these newest raised windows in a row is a straggler, and why (not)."""
     wanted = needed(level, hiccups, ranks, config)
     if len(ratios) < wanted:
-        return False, f"slow in {len(ratios)} of {wanted} {level.word} windows"
+        return False, f"slow in {len(ratios)} of {wanted} {level.name} windows"
     bar, found = limit(level, noise, config), median(ratios[-wanted:])
     if found <= bar:
         return False, f"{found:.2f} x its peers is not above {bar:.2f} x"
-    return True, f"{found:.2f} x its peers in {wanted} {level.word} windows in a row (limit {bar:.2f} x)"
+    return True, f"{found:.2f} x its peers in {wanted} {level.name} windows in a row (limit {bar:.2f} x)"
 
 
 def is_over(ratio: float, named: float) -> bool:

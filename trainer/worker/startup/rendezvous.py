@@ -98,7 +98,7 @@ def _host_store(host: str) -> dist.TCPStore:
 
 def _receive_store(control: socket.socket) -> tuple[str, int, bytes]:
     message = receive_message(control)
-    if message is None or message["word"] != "store":
+    if message is None or message["kind"] != "store":
         raise PeerLost("the agent went away before it sent the address of the store")
     return message["host"], int(message["port"]), bytes.fromhex(message["key"])
 

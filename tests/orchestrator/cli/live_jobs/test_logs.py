@@ -96,17 +96,19 @@ def test_the_controllers_words_about_one_run(orch: Type, place: RunDir, home: Pa
     assert orch("logs", place.name, "--controller").out == f"{place.name}: adopted job 41\n"
 
 
-def failed(attempt: AttemptDir, rank: int, at: float, *, echo: bool = False, exception: str = "ValueError") -> None:
+def failed(
+    attempt: AttemptDir, rank: int, at: float, *, secondary: bool = False, exception: str = "ValueError"
+) -> None:
     outcome = RankOutcome(
         rank=rank, generation=1, node="n1", step=12, exit_code=1, time=at, exception=exception, message="bad batch",
-        traceback=f"Traceback (most recent call last):\n  rank {rank}\n{exception}: bad batch\n", echo=echo,
+        traceback=f"Traceback (most recent call last):\n  rank {rank}\n{exception}: bad batch\n", secondary=secondary,
     )  # fmt: skip
     append_outcome(attempt, outcome)
 
 
 def test_the_first_error_is_the_earliest_root_not_its_echo(orch: Type, place: RunDir) -> None:
     attempt = place.attempt(1)
-    failed(attempt, 3, 99.0, echo=True, exception="DistBackendError")
+    failed(attempt, 3, 99.0, secondary=True, exception="DistBackendError")
     failed(attempt, 2, 100.0)
     failed(attempt, 1, 101.0)
     shown = orch("logs", place.name, "--rank", "first-error")

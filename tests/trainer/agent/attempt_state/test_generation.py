@@ -11,7 +11,7 @@ from trainer.agent.watch.root_cause import RankEnd
 from trainer.contract.outcome import Failure, FailureKind
 
 HANG = Failure(kind=FailureKind.HANG, reason="rank 1 stopped first")
-KILLED = RankEnd(rank=0, node="n0", at=5.0, signal=9, word=False)
+KILLED = RankEnd(rank=0, node="n0", at=5.0, signal=9, reported=False)
 
 
 def run(scene: Scene, script) -> None:
@@ -24,7 +24,7 @@ def run(scene: Scene, script) -> None:
 
 async def killed(peers: list[Peer], generation: int = 1) -> None:
     """Rank 0 is killed, and nothing is left of any rank."""
-    peers[0].send("exit", generation=generation, rank=0, step=3, exit_code=None, signal=9, word=False)
+    peers[0].send("exit", generation=generation, rank=0, step=3, exit_code=None, signal=9, reported=False)
     await hear(peers[0], "kill")
     for peer in peers:
         peer.send("gone", generation=generation)

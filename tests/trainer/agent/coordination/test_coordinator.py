@@ -147,7 +147,7 @@ def test_agents_are_told_to_end_although_the_run_directory_hangs(play, monkeypat
 async def leave(peers: list[Peer], exit_code: int, generation: int = 1) -> None:
     """All ranks end, and nothing of them is left."""
     for rank, peer in enumerate(peers):
-        peer.send("exit", generation=generation, rank=rank, step=3, exit_code=exit_code, signal=None, word=True)
+        peer.send("exit", generation=generation, rank=rank, step=3, exit_code=exit_code, signal=None, reported=True)
         peer.send("gone", generation=generation)
 
 
@@ -243,7 +243,7 @@ def test_a_generation_after_a_doubted_checkpoint_is_told_to_leave_it_out(play):
             saved = 100  # in the third generation anew
             peers[1].send("progress", generation=generation, step=103, restored=restored, saved=saved, stepped=True)
             for rank, peer in enumerate(peers):
-                peer.send("exit", generation=generation, rank=rank, step=103, exit_code=None, signal=11, word=False)
+                peer.send("exit", generation=generation, rank=rank, step=103, exit_code=None, signal=11, reported=False)
             for peer in peers:
                 peer.send("gone", generation=generation)
         (event,) = scene.events(EventKind.CHECKPOINT_SUSPECT)
@@ -270,7 +270,7 @@ def test_an_exception_at_the_start_is_tried_again_when_the_run_has_trained_befor
             "signal": None,
             "exception": "KeyError",
             "message": "?",
-            "word": True,
+            "reported": True,
         }
         for generation in (1, 2) if again else (1,):
             assert (await hear(peers[1], "start"))["generation"] == generation
@@ -288,7 +288,7 @@ def test_an_exception_at_the_start_is_tried_again_when_the_run_has_trained_befor
 
 
 @pytest.mark.parametrize("first", ["broken", "hang"])
-def test_a_node_that_gets_no_nursery_after_a_restart_was_decided_ends_the_attempt(play, first):
+def test_a_node_that_gets_no_fork_server_after_a_restart_was_decided_ends_the_attempt(play, first):
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node) for node in (0, 1)]
         await hear(peers[1], "start")
@@ -300,7 +300,7 @@ def test_a_node_that_gets_no_nursery_after_a_restart_was_decided_ends_the_attemp
         await leave(peers, 1)
         while not scene.events(EventKind.GENERATION_ENDED):
             await hear(peers[0], "ping")
-        peers[1].send("barren", reason="its fork server died 3 times in a row")
+        peers[1].send("fork_server_failed", reason="its fork server died 3 times in a row")
         assert await asyncio.wait_for(scene.leading, 15) == 75
         failure = AttemptOutcome.read(scene.attempt.outcome).failure
         assert failure is not None
@@ -331,7 +331,7 @@ async def die_stuck(scene: Scene, peers: list[Peer], stop: bool = False) -> None
     if stop:
         Request(kind=RequestKind.STOP, attempt=1, reason="enough").write(scene.run.requests)
         await hear(peers[1], "ask")
-    peers[0].send("exit", generation=1, rank=0, step=3, exit_code=None, signal=9, word=False)
+    peers[0].send("exit", generation=1, rank=0, step=3, exit_code=None, signal=9, reported=False)
     await hear(peers[0], "kill")
     peers[0].send("gone", generation=1)
 
@@ -342,7 +342,7 @@ def test_a_spare_takes_the_place_of_a_node_on_which_a_rank_cannot_be_killed(play
         peers = [await scene.join(node) for node in (0, 1, 2)]
         await die_stuck(scene, peers)
         start = await hear(peers[2], "start", 10)
-        assert (start["generation"], start["seat"]) == (2, 1)
+        assert (start["generation"], start["node_rank"]) == (2, 1)
         (used,) = scene.events(EventKind.SPARE_USED)
         assert (used.data["name"], used.data["instead"]) == ("n2", "n1")
         assert (used.data["reason"], used.data["kind"]) == (
@@ -377,7 +377,7 @@ def test_a_blamed_node_whose_rank_cannot_be_killed_does_not_hold_up_the_spare(pl
         scene.state.fail(blamed)
         await hear(peers[0], "kill")
         peers[0].send("gone", generation=1)  # n1 says nothing: its rank is in a driver for ever
-        assert (await hear(peers[2], "start", 5))["seat"] == 1
+        assert (await hear(peers[2], "start", 5))["node_rank"] == 1
         (used,) = scene.events(EventKind.SPARE_USED)
         assert (used.data["name"], used.data["instead"]) == ("n2", "n1")
 

@@ -72,7 +72,7 @@ def test_ranks_that_start_after_a_save_was_asked_for_hear_of_it(tmp_path: Path) 
                 assert await answers(scene, peers[0], 2) == []
                 if generation == 1:
                     stands(peers, 1, step=1000, saved=900, restored=900)
-                    peers[0].send("exit", generation=1, rank=0, step=1000, exit_code=None, signal=9, word=False)
+                    peers[0].send("exit", generation=1, rank=0, step=1000, exit_code=None, signal=9, reported=False)
                     for peer in peers:
                         peer.send("gone", generation=1)
             stands(peers, 2, step=902, saved=901, restored=900)

@@ -12,7 +12,7 @@ def end(rank: int, **fields) -> RankEnd:
     return RankEnd(rank=rank, node=f"n{rank // 2}", at=1.0, step=7, **fields)
 
 
-ECHO = {"exit_code": 75, "exception": "DistNetworkError", "message": "Connection closed by peer", "echo": True}
+ECHO = {"exit_code": 75, "exception": "DistNetworkError", "message": "Connection closed by peer", "secondary": True}
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def raised(rank: int, what: str = "ValueError", message: str = "bad", **fields: 
 
 
 def echo(rank: int, **fields: Any) -> RankEnd:
-    return end(rank, exit_code=75, exception="DistBackendError", message="reset by peer", echo=True, **fields)
+    return end(rank, exit_code=75, exception="DistBackendError", message="reset by peer", secondary=True, **fields)
 
 
 def situation(*ends: RankEnd, **fields: Any) -> Situation:
@@ -64,8 +64,8 @@ CAUSES = [
     ([raised(1, "DistStoreError", "2/4 clients joined")], FailureKind.UNKNOWN, 1, True, "could not meet its peers"),
     ([killed(1, 40)], FailureKind.RANK_KILLED, 1, True, "signal 40"),
     ([end(2)], FailureKind.USER_ERROR, 2, True, "exit code None"),
-    ([end(1, exit_code=0, word=False)], FailureKind.USER_ERROR, 1, True, "exited 0 without reporting completion"),
-    ([end(1, exit_code=76, word=False), killed(2)], FailureKind.RANK_KILLED, 2, True, "SIGKILL"),
+    ([end(1, exit_code=0, reported=False)], FailureKind.USER_ERROR, 1, True, "exited 0 without reporting completion"),
+    ([end(1, exit_code=76, reported=False), killed(2)], FailureKind.RANK_KILLED, 2, True, "SIGKILL"),
     ([raised(1, "BadStep", "step 7: loss nan")], FailureKind.USER_ERROR, 1, True, "raised BadStep"),  # without a place
     ([echo(0), killed(1, signal.SIGABRT, message=GLOO, at=5.0)], FailureKind.DESYNC, 1, False, "another collective"),
     ([end(0, exit_code=1), killed(1, signal.SIGABRT, message=GLOO)], FailureKind.DESYNC, 1, False, "met another"),
@@ -120,7 +120,7 @@ DECISIONS = [
     (situation(end(0, **ZERO)), Action.WAIT, "1 of 4"),
     (situation(*ALL_DONE), Action.FINISH, "all ranks finished"),
     (
-        situation(*ALL_DONE[1:], end(0, exit_code=0, word=False)),
+        situation(*ALL_DONE[1:], end(0, exit_code=0, reported=False)),
         Action.RESTART,
         "rank 0 on n0 exited 0 without reporting completion",
     ),

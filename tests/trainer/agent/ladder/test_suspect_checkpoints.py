@@ -133,7 +133,7 @@ def test_a_step_that_was_saved_anew_is_doubted_no_longer():
     assert past.failed_generations == [fell(90, 95)]
 
 
-def test_a_nursery_that_dies_says_nothing_of_the_checkpoint():
+def test_a_fork_server_that_dies_says_nothing_of_the_checkpoint():
     assert (
         failed_generation(
             Failure(kind=FailureKind.RANK_KILLED, reason="the fork server of n1 died", step=103), 100, 103

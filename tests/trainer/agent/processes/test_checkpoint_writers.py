@@ -197,7 +197,7 @@ def test_a_users_own_script_has_no_writers(job: Callable[..., LocalJob]):
 
 @pytest.mark.multi
 @pytest.mark.parametrize("victim", ["fork server", "agent"])
-def test_writers_outlive_a_nursery_and_not_an_agent(job: Callable[..., LocalJob], victim: str):
+def test_writers_outlive_a_fork_server_and_not_an_agent(job: Callable[..., LocalJob], victim: str):
     # The fork server imports torch for seconds: the writers are there before any rank is.
     work = job(command=[], nodes=1, ranks=2).start()
     work.go()

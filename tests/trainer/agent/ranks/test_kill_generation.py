@@ -54,7 +54,7 @@ async def told_later(ranks: LocalRanks, link: Idle) -> None:
     await asyncio.wait_for(task, 5)
 
 
-def test_ranks_that_outlive_the_order_are_killed_by_their_agent_and_the_nursery_stays(ranks, rank):
+def test_ranks_that_outlive_the_order_are_killed_by_their_agent_and_the_fork_server_stays(ranks, rank):
     link = Idle()
     asyncio.run(told_later(ranks, link))
     assert rank.wait(5) == -9
@@ -69,7 +69,7 @@ def test_a_rank_that_was_collected_is_not_killed_again_by_its_number(ranks, rank
 
 
 @pytest.mark.parametrize(("stopped", "known", "reason"), [(True, True, "it was stopped"), (False, False, "it did not")])
-def test_a_nursery_that_cannot_do_it_goes_first(ranks, stopped, known, reason):
+def test_a_fork_server_that_cannot_do_it_goes_first(ranks, stopped, known, reason):
     link = Idle(stopped=stopped)
     if not known:
         ranks.by_rank[0].pid = None

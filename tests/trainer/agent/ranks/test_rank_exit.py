@@ -22,7 +22,7 @@ def test_words_that_are_still_on_their_way_to_the_log_are_waited_for(tmp_path, m
     monkeypatch.setattr(LogFile, "write", lambda file, data: (waited_for.wait(60), write(file, data)))
     pipes = Pipes()
     os.write(pipes.descriptor(attempt.rank_log(0)), b"Traceback (most recent call last):\n  ...\nMyError: last words\n")
-    info = ExitInfo(rank=0, node="n", step=0, stepped=False, word=None)
+    info = ExitInfo(rank=0, node="n", step=0, stepped=False, exit_message=None)
     report = asyncio.run(exit_report(attempt, 1, info, 1, None, command=True, logs=pipes))
     waited_for.set()
     pipes.close(10)

@@ -121,7 +121,11 @@ def test_days_of_training_between_two_failures_make_them_two():
 @pytest.mark.parametrize(
     ("ends", "kind", "words"),
     [
-        ([raised("RuntimeError", "Connection closed by peer", echo=True)], FailureKind.UNKNOWN, "saw a peer go away"),
+        (
+            [raised("RuntimeError", "Connection closed by peer", secondary=True)],
+            FailureKind.UNKNOWN,
+            "saw a peer go away",
+        ),
         ([end(0), end(1, exit_code=None, signal=9)], FailureKind.RANK_KILLED, "rank 1 on n1 was killed by SIGKILL"),
         ([raised("DistStoreError", "2/4 clients joined")], FailureKind.UNKNOWN, "could not meet its peers"),
         ([raised("gaierror", "Temporary failure in name resolution")], FailureKind.UNKNOWN, "gaierror"),

@@ -88,7 +88,7 @@ def main() -> None:
     answers = []
     for control in controls:
         first = receive_message(control)
-        said = first if first and "word" in first else None
+        said = first if first and "kind" in first else None
         seen = receive_message(control) if said else first
         answers.append({"said": said, **(seen or {})})
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]

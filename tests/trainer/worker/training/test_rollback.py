@@ -41,7 +41,8 @@ def test_a_rollback_ends_with_the_bits_of_a_run_that_never_saw_the_batch(make_ru
     hurt = make_run(world, parallel=parallel, train={"steps": STEPS}, drill={"events": [drill("nan", 8)]})
     assert hurt.train()["codes"] == [ExitCode.ERROR] * world, hurt.log()
     last = [hurt.outcome(rank, 1) for rank in range(world)]
-    assert {(one.exception, one.step, one.position, one.echo) for one in last} == {("BadStep", 8, 7 * BATCH, False)}
+    ends = {(one.exception, one.step, one.position, one.secondary) for one in last}
+    assert ends == {("BadStep", 8, 7 * BATCH, False)}
     assert roll_back(hurt).position == 7 * BATCH
     second = hurt.train()
     assert second["codes"] == [0] * world, hurt.log()

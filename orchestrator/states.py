@@ -47,7 +47,7 @@ TRANSITIONS: dict[type[StrEnum], dict[StrEnum, frozenset[StrEnum]]] = {
         RunState.HELD: frozenset({RunState.RECOVERING, RunState.CANCELLED}),
         RunState.FAILED: frozenset({RunState.RECOVERING}),
         RunState.CANCELLED: frozenset({RunState.RECOVERING}),
-        RunState.SUCCEEDED: frozenset(),
+        RunState.SUCCEEDED: frozenset({RunState.RECOVERING}),  # with more steps, by `orch resume`
     },
     AttemptState: {
         AttemptState.INTENT: frozenset({AttemptState.SUBMITTED, AttemptState.ENDED, AttemptState.LOST}),

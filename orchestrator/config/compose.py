@@ -4,7 +4,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,27 @@ def compose(source: str, overrides: Sequence[str] = (), *, environ: Mapping[str,
     found = [Assignment(path=("name",), value=stem, origin=f"name of {path}")]
     for file in (*layers.standing_files(environ), path):
         found += layers.from_file(file)
-    values, origins = _applied([*found, *layers.from_overrides(overrides)])
+    return _composed([*found, *layers.from_overrides(overrides)], environ)
+
+
+def recompose(data: dict[str, Any], overrides: Sequence[str], *, environ: Mapping[str, str] = os.environ) -> Composed:
+    """The config of a submitted run with overrides; raises ConfigError as `compose` does.
+
+    Its text was tokenized into `data.path` when it was submitted: what it reads since then is that.
+    """
+    origin = "the run's configuration"
+    found = [
+        Assignment(path=tuple(key.split(".")), value=value, origin=origin)
+        for key, value in flat(data).items()
+        if value != {} and (key != "data.text" or not data["data"]["path"])
+    ]
+    composed = _composed([*found, *layers.from_overrides(overrides)], environ)
+    read = {**composed.data["data"], "text": composed.data["data"]["text"] or data["data"]["text"]}
+    return replace(composed, data=(whole := {**composed.data, "data": read}), digest=_digest(whole))
+
+
+def _composed(assignments: Sequence[Assignment], environ: Mapping[str, str]) -> Composed:
+    values, origins = _applied(assignments)
     data = _absolute(_resolved(values, origins), origins, environ)
     config = _built(data, origins)
     validation.check(config, origins)
@@ -49,9 +69,13 @@ def compose(source: str, overrides: Sequence[str] = (), *, environ: Mapping[str,
     return Composed(
         config=config,
         data=data,
-        digest=hashlib.sha256(canonical(data)).hexdigest(),
+        digest=_digest(data),
         origins={key: _origin(key, origins) for key in flat(data)},
     )
+
+
+def _digest(data: dict[str, Any]) -> str:
+    return hashlib.sha256(canonical(data)).hexdigest()
 
 
 def diff(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -137,6 +137,7 @@ class AttemptRow(Base):
     failure: Mapped[dict[str, Any] | None]
     decision: Mapped[dict[str, Any] | None]
     scheduler: Mapped[str] = mapped_column(server_default="")
+    config_digest: Mapped[str] = mapped_column(server_default="")
 
 
 class SubmissionRow(Base):

@@ -16,7 +16,7 @@ class Run:
     reason: str
     cluster: str  # slurm or local
     run_dir: str
-    config_digest: str
+    config_digest: str  # of its next attempt: `orch resume` may change it
     total_steps: int
     step: int = 0
     loss: float | None = None
@@ -74,6 +74,7 @@ class Attempt:
     failure: dict[str, Any] | None = None  # trainer.contract.outcome.Failure as JSON
     decision: dict[str, Any] | None = None  # {action, reason}
     scheduler: str = ""  # as the run's, when this attempt was begun
+    config_digest: str = ""  # likewise
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,8 +37,15 @@ class Found:
     """One run directory that can be taken in."""
 
     folder: RunDir
-    config: dict[str, Any]
+    configs: dict[str, dict[str, Any]]  # by digest: of every attempt, and of the run
     record: Record
+
+    @property
+    def config(self) -> RunConfig:
+        """What the run's next attempt would have."""
+        config = build(RunConfig, self.configs[self.record.run.config_digest])
+        assert isinstance(config, RunConfig)
+        return config
 
 
 def rebuild(store_path: Path, roots: Sequence[Path], *, now: float | None = None) -> int:
@@ -118,15 +125,33 @@ def _read(folder: RunDir) -> Found:
     digest = hashlib.sha256(canonical(config)).hexdigest()
     if digest != run["config_digest"]:
         raise ValueError(f"{folder.config} was changed: its digest is {digest}, the run's is {run['config_digest']}")
-    build(RunConfig, config)  # refused by the rules of today: no controller could serve it
     try:
         record = Record.read(folder.record)
-        if record.run.config_digest != digest or record.run.name != run["name"]:
+        if record.run.name != run["name"]:
             raise ValueError(f"{folder.record} is of another run")
     except _UNUSABLE as error:
         log.info("no record: %s", error)
-        record = salvage(folder, run)
-    return Found(folder=folder, config=config, record=_moved(record, folder))
+        return _with_configs(folder, _moved(salvage(folder, run), folder), recorded=False)
+    return _with_configs(folder, _moved(record, folder), recorded=True)
+
+
+def _with_configs(folder: RunDir, record: Record, *, recorded: bool) -> Found:
+    """Every attempt with the config that its folder has; a change that no attempt was begun with is lost."""
+    configs: dict[str, dict[str, Any]] = {}
+
+    def digest_of(number: int) -> str:
+        config = read_json(folder.config_of(number))
+        build(RunConfig, config)  # refused by the rules of today: no controller could serve it
+        digest = hashlib.sha256(canonical(config)).hexdigest()
+        configs[digest] = config
+        return digest
+
+    attempts = tuple(replace(attempt, config_digest=digest_of(attempt.number)) for attempt in record.attempts)
+    if not recorded or record.run.config_digest not in configs:
+        newest = attempts[-1].config_digest
+        steps = 0 if configs[newest].get("command") else configs[newest]["train"]["steps"]
+        record = replace(record, run=replace(record.run, config_digest=newest, total_steps=steps))
+    return Found(folder=folder, configs=configs, record=replace(record, attempts=attempts))
 
 
 def _moved(record: Record, folder: RunDir) -> Record:
@@ -154,7 +179,8 @@ def _fill(store: Store, found: list[Found], now: float) -> None:
 
     def fill() -> None:
         for item in found:
-            store.put_config(item.config)
+            for config in item.configs.values():
+                store.put_config(config)
             store.put_record(item.record)
             _catch_up(store, item, lease.epoch, now)
 
@@ -175,11 +201,9 @@ def _epoch(item: Found) -> int:
 
 def _catch_up(store: Store, item: Found, epoch: int, now: float) -> None:
     """Take in what the jobs wrote after the record was, then hold the checkpoints to what is on disk."""
-    config = build(RunConfig, item.config)
-    assert isinstance(config, RunConfig)
     attempts = item.record.attempts
     for count in range(1, len(attempts) + 1):
-        view = RunView(run=item.record.run, attempts=attempts[:count], config=config)
+        view = RunView(run=item.record.run, attempts=attempts[:count], config=item.config)
         try:
             ingest(store, view, epoch=epoch, now=now)
         except _UNUSABLE as error:
@@ -191,7 +215,7 @@ def _catch_up(store: Store, item: Found, epoch: int, now: float) -> None:
 
 def _check_against_disk(store: Store, item: Found, epoch: int, now: float) -> None:
     name, folder = item.record.run.name, item.folder
-    config = build(RunConfig, item.config).checkpoint
+    config = item.config.checkpoint
     seen = of_run(committed(config, folder), item.record.run, item.record.attempts)
     on_disk = {entry.name: entry for entry in seen}
     # What lies on the nodes' own disks cannot be looked at from here.

@@ -138,6 +138,24 @@ def test_cancel_saves_and_ends_all_and_resume_goes_on_from_what_is_whole(user: U
     user.until(lambda: trust() == "CORRUPT", 30, "word of the damaged checkpoint", every=1.0)
 
 
+def test_a_finished_run_goes_on_with_more_steps_on_another_layout(user: User) -> None:
+    run = user.submit("tiny-gpt", *ONE_NODE, "cluster.ranks_per_node=1", "parallel.dp_shard=0", "train.steps=6")["run"]
+    assert user.wait(run) == 0
+    refused = user.run("resume", run, "train.seed=2")
+    assert (refused.returncode, user.status(run)["state"]) == (4, "SUCCEEDED")
+    assert "train.seed cannot change" in refused.stderr
+    assert user.run("resume", run, "train.steps=10", "cluster.ranks_per_node=2", "train.lr=0.001").returncode == 0
+    assert user.wait(run) == 0
+
+    shown = user.show(run)
+    assert (shown["state"], shown["step"], shown["total_steps"]) == ("SUCCEEDED", 10, 10)
+    assert [attempt["resumed_from"] for attempt in shown["attempts"]] == [None, 6]
+    assert steps_of(user, run, 2) == [7, 8, 9, 10]
+    changed = {(item["attempt"], item["key"], item["now"]) for item in shown["config_changes"]}
+    assert changed == {(2, "train.steps", 10), (2, "cluster.ranks_per_node", 2), (2, "train.lr", 0.001)}
+    assert "changed  from attempt 2 on: train.steps 6 -> 10" in user.run("show", run).stdout
+
+
 def cancelled(user: User, run: str) -> None:
     """Cancel the run and wait for its end, which leaves no process."""
     assert user.run("cancel", run).returncode == 0

@@ -154,6 +154,7 @@ class MemoryStore:
         self._attempts[run, n] = Attempt(
             run=run, number=n, state=AttemptState.INTENT, nonce=nonce, job_name=f"orch-{run}-{n}-{nonce}",
             epoch=epoch, excluded=excluded, intent_at=now, scheduler=self._runs[run].scheduler,
+            config_digest=self._runs[run].config_digest,
         )  # fmt: skip
         return self._attempts[run, n]
 

@@ -55,7 +55,7 @@ class ModelAgents:
         except (OSError, ValueError):
             token = None
         if token is not None and (token.attempt, token.job_id) == (self.spec.attempt, self.job_id):
-            self.token, self.config = token, load(self.folder.config)
+            self.token, self.config = token, load(self.folder, self.spec.attempt)
             self._begin()
         elif self.clock.now - self.began > GO_TIMEOUT:
             self.exit_code = ExitCode.RETRY

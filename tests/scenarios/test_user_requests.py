@@ -6,7 +6,8 @@ import pytest
 
 from orchestrator.states import RunState
 from tests.fakes.model_slurm import SlurmFaults
-from tests.scenarios.world import World, training
+from tests.scenarios.world import World, config, training
+from trainer.contract.config import load
 
 
 def test_cancel_saves_first_and_is_answered_when_the_job_is_gone(tmp_path: Path) -> None:
@@ -91,6 +92,37 @@ def test_a_cancelled_run_resumes_from_what_was_saved(tmp_path: Path) -> None:
     world.turns(1)
     assert world.finish().state is RunState.SUCCEEDED
     assert world.attempts[1].resumed_from == world.attempts[0].saved_step
+
+
+def test_a_run_goes_on_with_what_a_person_changed(tmp_path: Path) -> None:
+    """More steps for a run that has succeeded: the first attempt keeps its config, the second has another one."""
+    world = World(tmp_path)
+    assert world.finish().state is RunState.SUCCEEDED
+    first = world.run.config_digest
+    longer = world.store.put_config(config(steps=60))
+    world.store.add_user_request(world.name, "resume", {"config": longer, "identity": {"code": "new"}}, 0.0)
+    world.turns(1)
+    assert world.finish().state is RunState.SUCCEEDED
+    assert (world.run.step, world.run.total_steps, world.run.identity) == (60, 60, {"code": "new"})
+    assert [attempt.config_digest for attempt in world.attempts] == [first, longer]
+    assert world.attempts[1].resumed_from == 40
+    folder = world.folder
+    assert [load(folder, number).train.steps for number in (0, 1, 2)] == [40, 40, 60]
+    assert [agents.token.config_digest for agents in world.slurm.agents_of[world.name]] == [first, longer]
+    assert not folder.attempt(1).config.exists(), "it has what the run was submitted with"
+
+
+def test_a_run_that_was_never_submitted_starts_with_what_a_person_changed(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.slurm.slurm_faults = SlurmFaults(reject="invalid partition specified: nope")
+    world.turns(400, 5.0, lambda: world.run.state is RunState.HELD)
+    assert world.run.state is RunState.HELD
+    world.slurm.slurm_faults = SlurmFaults()
+    shorter = world.store.put_config(config(steps=20))
+    world.store.add_user_request(world.name, "resume", {"config": shorter}, 0.0)
+    world.turns(1)
+    assert world.finish().state is RunState.SUCCEEDED
+    assert (world.run.step, world.attempts[-1].config_digest) == (20, shorter)
 
 
 def test_asks_that_make_no_sense_are_answered(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from trainer.agent.processes.log_pipes import LogPipes
 from trainer.agent.processes.watchdog_client import WatchdogClient
 from trainer.agent.processes.write_behind import WriteBehind, settle
 from trainer.agent.watch.root_cause import signal_name
-from trainer.contract.config import JobConfig, load
+from trainer.contract.config import JobConfig, config_digest, load
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.launch_token import LaunchToken
 from trainer.contract.line_file import LineFile
@@ -129,7 +129,7 @@ class Agent:
                 self._node_logs.descriptor(self._attempt.agent_log(identity.node))
             )
             token = await wait_for_go(self._attempt.go, identity, self._attempt.number)
-            config = await asyncio.to_thread(self._config, identity)
+            config = await asyncio.to_thread(self._config, identity, token)
             self._node_logs.limit(config.logs)
             return await self._work(identity, config, token)
         except Refused as refusal:
@@ -138,11 +138,14 @@ class Agent:
             sys.stderr.write("orch-agent: asked to end before it started, or its job is gone\n")
             return ExitCode.RETRY
 
-    def _config(self, identity: NodeIdentity) -> JobConfig:
+    def _config(self, identity: NodeIdentity, token: LaunchToken) -> JobConfig:
         try:
-            config = load(self._run.config)
+            path = self._run.config_of(self._attempt.number)
+            digest, config = config_digest(path), load(self._run, self._attempt.number)
         except (OSError, ValueError, TypeError) as error:
             raise Refused(f"cannot read the run's configuration: {error}") from error
+        if token.config_digest not in ("", digest):
+            raise Refused(f"{path} was edited: orch resume {self._run.name} KEY=VALUE changes a run's configuration")
         if config.cluster.all_nodes != identity.nodes:
             raise Refused(f"the job has {identity.nodes} node(s), the run is configured for {config.cluster.all_nodes}")
         return config

@@ -151,7 +151,7 @@ class NodeAgent:
 
     def _start_fork_server(self) -> None:
         self._link = ForkServerLink(
-            run_dir=self._run.path,
+            attempt=self._attempt,
             environ={**self._environ, **self._config.env, **cpu_binding.gpus(self._node, self._config, self._environ)},
             output=self._output(),
             on_packet=self._on_fork_server_packet,

@@ -1,5 +1,6 @@
 """The resolved configuration as the job reads it from `config.json`: plain dataclasses, no OmegaConf needed."""
 
+import hashlib
 import types
 import typing
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.config import CheckpointConfig
-from checkpointing.storage.durable import read_json
+from checkpointing.storage.durable import canonical, read_json
 from trainer.contract.command_checkpoints import CommandCheckpointsConfig
 from trainer.contract.drill_config import DrillConfig
 from trainer.contract.fault_detection_config import HangConfig, PreflightConfig, SpikeConfig, StragglerConfig
@@ -275,14 +276,19 @@ class JobConfig(ProgramConfig):
         return not self.command and self.workload.target == WorkloadConfig().target
 
 
-def load(path: Path) -> JobConfig:
-    """Read `config.json` of a run directory; raises OSError or ValueError."""
-    config = build(JobConfig, read_json(path))
+def load(run: RunDir, attempt: int) -> JobConfig:
+    """Read the config of an attempt; 0: the one that the run was submitted with. Raises OSError or ValueError."""
+    config = build(JobConfig, read_json(run.config_of(attempt)))
     assert isinstance(config, JobConfig)
     if not config.workload.snapshot:
         return config
-    copies = tuple(str(RunDir(path.parent).code / str(index)) for index in range(len(config.workload.path)))
+    copies = tuple(str(run.code / str(index)) for index in range(len(config.workload.path)))
     return replace(config, workload=replace(config.workload, path=copies))
+
+
+def config_digest(path: Path) -> str:
+    """SHA-256 of a config file's canonical bytes: the name under which the registry keeps it; raises as `load`."""
+    return hashlib.sha256(canonical(read_json(path))).hexdigest()
 
 
 def build(kind: Any, value: Any) -> Any:

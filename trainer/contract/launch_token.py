@@ -19,6 +19,7 @@ class LaunchToken:
     checkpoints: tuple[str, ...] = ()  # folder names of earlier attempts that this attempt may inherit
     perhaps: tuple[str, ...] = ()  # further ones, on nodes' own disks: inherited where they are found, never missed
     over: tuple[str, ...] = ()  # `<attempt>-<nonce>` of the run's earlier attempts: they write no more
+    config_digest: str = ""  # of the config that this attempt was decided with; empty: not known
     mtbf: float = 0.0  # seconds between two failures of a job of this size, as far as is known; 0: not known
 
     def write(self, path: Path) -> None:

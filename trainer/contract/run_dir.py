@@ -20,6 +20,15 @@ class AttemptDir:
         return int(self.path.name)
 
     @property
+    def run(self) -> "RunDir":
+        return RunDir(self.path.parent.parent)
+
+    @property
+    def config(self) -> Path:
+        """The config of this attempt, where it is not the one that the run was submitted with."""
+        return self.path / "config.json"
+
+    @property
     def submission(self) -> Path:
         return self.path / "submission"
 
@@ -170,6 +179,7 @@ class RunDir:
 
     @property
     def config(self) -> Path:
+        """The config that the run was submitted with; an attempt may have another one (`config_of`)."""
         return self.path / "config.json"
 
     @property
@@ -196,12 +206,22 @@ class RunDir:
     def attempt(self, number: int) -> AttemptDir:
         return AttemptDir(self.attempts / f"{number:03d}")
 
+    def config_of(self, attempt: int) -> Path:
+        """The config of this attempt: its own, or the one that the run was submitted with."""
+        own = self.attempt(attempt).config
+        return own if own.exists() else self.config
+
     def all_attempts(self) -> list[AttemptDir]:
         """Attempts that have a folder, oldest first."""
         if not self.attempts.is_dir():
             return []
         numbered = [entry for entry in os.listdir(self.attempts) if entry.isdigit()]
         return [AttemptDir(self.attempts / entry) for entry in sorted(numbered, key=int)]
+
+    @property
+    def newest_attempt(self) -> int:
+        """The number of the newest attempt that has a folder; 0 without any."""
+        return max((attempt.number for attempt in self.all_attempts()), default=0)
 
     def make(self) -> None:
         """Create the run's folders; the run folder itself must be new (FileExistsError)."""

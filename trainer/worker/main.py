@@ -1,6 +1,5 @@
 """A rank's process: from the agent's RankSpec to an exit code, and the outcome file that keeps the cause."""
 
-import hashlib
 import os
 import random
 import socket
@@ -15,10 +14,9 @@ import torch.distributed as dist
 
 from checkpointing.owner import Owner
 from checkpointing.storage.backends import storage_at
-from checkpointing.storage.durable import canonical, read_json
 from checkpointing.tiers.tier import RunTiers, resolve_tiers
 from trainer.contract import skipped_batches
-from trainer.contract.config import JobConfig, load
+from trainer.contract.config import JobConfig, config_digest, load
 from trainer.contract.events import EventKind
 from trainer.contract.launch_token import LaunchToken, holds
 from trainer.contract.outcome import ExitCode
@@ -73,7 +71,7 @@ def rank_main(spec: RankSpec) -> int:
 
 def _train(spec: RankSpec, cell: ProgressCell, control: socket.socket, started: float) -> ExitCode:
     run_dir = RunDir(Path(spec.run_dir))
-    config = load(run_dir.config)
+    config = load(run_dir, spec.attempt)
     cell.update(phase=Phase.INIT, generation=spec.generation, total_steps=config.train.steps)
     os.environ.update({**rendezvous.torchrun_environment(spec), **config.env, **spec.env})
     devices.be_deterministic(devices.threads_per_rank(config.cluster))
@@ -122,7 +120,7 @@ def _restore_and_train(
     skip = _skipped_positions(spec, run_dir)
     train_state = TrainState(
         objects,
-        config_digest=hashlib.sha256(canonical(read_json(run_dir.config))).hexdigest(),
+        config_digest=config_digest(run_dir.config_of(spec.attempt)),
         seed=config.train.seed,
         lazy=config.checkpoint.staging.mode == "lazy",
         skip=skip,

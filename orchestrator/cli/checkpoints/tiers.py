@@ -60,9 +60,9 @@ class UnreachableStorage:
 
 
 def read_config(place: RunDir) -> Any:
-    """`config.json` of a run; None when there is none that can be read."""
+    """The newest config of a run; None when there is none that can be read."""
     try:
-        return job_config.load(place.config)
+        return job_config.load(place, place.newest_attempt)
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

@@ -40,16 +40,16 @@ class LiveAttempt:
 
     @property
     def config(self) -> JobConfig:
-        """What it was submitted with; raises Precondition when that cannot be read."""
-        path = self.folder.config
+        """What it trains with; raises Precondition when that cannot be read."""
         try:
-            return load(path)
+            return load(self.folder, self.attempt_dir.number)
         except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise Precondition(f"the configuration of {self.run} cannot be read: {error}", where=str(path)) from error
+            where = str(self.folder.path)
+            raise Precondition(f"the configuration of {self.run} cannot be read: {error}", where=where) from error
 
     @property
     def cluster(self) -> ClusterShape:
-        """The nodes and ranks that it was submitted with; raises Precondition when that cannot be read."""
+        """The nodes and ranks that it has; raises Precondition when that cannot be read."""
         return self.config.cluster
 
     def raise_if_refused(self, request: str) -> None:

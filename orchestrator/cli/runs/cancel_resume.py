@@ -1,6 +1,7 @@
 """`orch cancel` and `orch resume`: a person's requests, written down for the controller to answer."""
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -9,7 +10,8 @@ from orchestrator.cli.access import run_location
 from orchestrator.cli.access.registry import open_store, wake_controller
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen
-from orchestrator.errors import NotFound, OrchError, Precondition, SlurmUnreachable
+from orchestrator.errors import ConfigError, NotFound, OrchError, Precondition, SlurmUnreachable
+from orchestrator.registry.records import Run
 from orchestrator.states import LIVE_ATTEMPTS, LIVE_RUNS, RunState, may_move
 
 NO_CONTROLLER = click.option("--no-controller", is_flag=True, help="Start no controller; act once from here.")
@@ -27,17 +29,41 @@ def cancel(screen: Screen, runs: tuple[str, ...], no_controller: bool) -> int:
 
 
 @click.command(cls=Verb)
-@click.argument("runs", metavar="RUN...", nargs=-1, required=True)
+@click.argument("words", metavar="RUN... [KEY=VALUE...]", nargs=-1, required=True)
 @NO_CONTROLLER
 @click.option("--here", is_flag=True, help="Move a run of another cluster to the one that this host reaches.")
+@click.option("--accept", multiple=True, metavar="KEY", help="Go on although this differs from the run's (code.user).")
 @click.pass_obj
-def resume(screen: Screen, runs: tuple[str, ...], no_controller: bool, here: bool) -> int:
-    """Continue a run that is held, failed or cancelled, from its newest good checkpoint, with a fresh budget."""
-    return _request_each(screen, "resume", runs, RunState.RECOVERING, no_controller, here=here)
+def resume(screen: Screen, words: tuple[str, ...], no_controller: bool, here: bool, accept: tuple[str, ...]) -> int:
+    """Continue a run that is held, failed or cancelled, from its newest good checkpoint, with a fresh budget.
+
+    KEY=VALUE changes its configuration from here on: learning rate, steps, nodes, layout, partition. More
+    `train.steps` continue a run that has succeeded.
+    """
+    runs = tuple(word for word in words if "=" not in word)
+    if not runs:
+        raise ConfigError("no run is named", where=" ".join(words), hint="orch resume RUN KEY=VALUE")
+    change = Change(overrides=tuple(word for word in words if "=" in word), accepted=accept)
+    return _request_each(screen, "resume", runs, RunState.RECOVERING, no_controller, here=here, change=change)
+
+
+@dataclass(frozen=True)
+class Change:
+    """What `orch resume` is to change of a run, and which differences a person accepts."""
+
+    overrides: tuple[str, ...] = ()
+    accepted: tuple[str, ...] = ()
 
 
 def _request_each(
-    screen: Screen, verb: str, names: tuple[str, ...], target: RunState, no_controller: bool, *, here: bool = False
+    screen: Screen,
+    verb: str,
+    names: tuple[str, ...],
+    target: RunState,
+    no_controller: bool,
+    *,
+    here: bool = False,
+    change: Change | None = None,
 ) -> int:
     """Write one request for each run, let the controller act, and say what it answered.
 
@@ -48,7 +74,7 @@ def _request_each(
     with open_store() as store:
         for name in names:
             try:
-                asked.append(_request(store, verb, name, target, here))
+                asked.append(_request(store, verb, name, target, here, change))
             except OrchError as error:
                 refused = refused or error
                 if len(names) > 1:
@@ -70,7 +96,7 @@ def _is_answerable(item: dict[str, Any]) -> bool:
     return bool(item["where"].reached or item["where"].lives)
 
 
-def _request(store: Any, verb: str, name: str, target: RunState, here: bool) -> dict[str, Any]:
+def _request(store: Any, verb: str, name: str, target: RunState, here: bool, change: Change | None) -> dict[str, Any]:
     run = store.run(name)
     if name not in (run.name, "@last"):
         raise NotFound(f"no run {name}", hint=f"{verb} takes whole names, so that it meets no other run: {run.name}?")
@@ -86,19 +112,34 @@ def _request(store: Any, verb: str, name: str, target: RunState, here: bool) -> 
         )
     if verb == "cancel" and run.state is RunState.CANCELLED:
         return {**item, "answer": "was cancelled already"}
-    if (
-        verb == "resume"
-        and not (here and item["here"])
-        and run.state in (RunState.CREATED, RunState.QUEUED, RunState.RUNNING, RunState.RECOVERING)
-    ):
-        return {**item, "answer": "is going on already"}
+    if verb == "resume" and not (here and item["here"]) and run.state in LIVE_RUNS:
+        return _already_live(run, item, change)
     if not may_move(run.state, target) and run.state not in LIVE_RUNS:
         raise Precondition(
             f"{run.name} is {run.state}: it cannot be {'cancelled' if verb == 'cancel' else 'resumed'}",
             where=run.reason,
             hint=f"`orch show {run.name}` tells what happened",
         )
-    return {**item, "ask": store.add_user_request(run.name, verb, {"here": key} if key else {}, now=time.time())}
+    changed = _changed(store, run, change) if change is not None else {}
+    ask = store.add_user_request(run.name, verb, ({"here": key} if key else {}) | changed, now=time.time())
+    return {**item, "ask": ask}
+
+
+def _already_live(run: Run, item: dict[str, Any], change: Change | None) -> dict[str, Any]:
+    if change is not None and change.overrides:
+        raise Precondition(
+            f"{run.name} is {run.state}: its configuration changes only while no job of it lives",
+            where=" ".join(change.overrides),
+            hint=f"orch cancel {run.name} saves and stops it; then the same again",
+        )
+    return {**item, "answer": "is going on already"}
+
+
+def _changed(store: Any, run: Run, change: Change) -> dict[str, Any]:
+    """What the request says of a changed configuration, which is stored; raises what the contract refuses."""
+    from orchestrator.submission.changed_run import resume_request  # omegaconf: only here
+
+    return resume_request(store, run, change.overrides, change.accepted)
 
 
 def _may_have_job(attempts: list[Any]) -> bool:

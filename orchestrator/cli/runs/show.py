@@ -7,7 +7,9 @@ from typing import Any
 
 import click
 
+from checkpointing.storage.durable import dump_line
 from orchestrator.cli.access.registry import open_store
+from orchestrator.cli.runs.config_changes import config_changes
 from orchestrator.cli.runs.incident_tables import incident_tables, incidents_json
 from orchestrator.cli.runs.status import one_row, public, say_last_lines
 from orchestrator.cli.terminal.command_classes import Verb
@@ -26,12 +28,17 @@ def show(screen: Screen, run: str, history: bool) -> None:
         attempts, generations = store.attempts(found.name), store.generations(found.name)
         checkpoints, transitions = store.checkpoints(found.name), store.transitions(found.name)
         copies, notices = store.copies(found.name), store.notices(found.name)
+        changes = config_changes(store, found, attempts)
     row = one_row(found.name)
     if screen.json:
         document = _document(found, row, attempts, generations, (checkpoints, copies), transitions)
-        screen.data("show", {**document, **incidents_json(found, notices, generations)})
+        more = {**incidents_json(found, notices, generations), "config_changes": changes}
+        screen.data("show", {**document, **more})
         return
     _head(screen, found, row)
+    for change in changes:
+        before, now = dump_line(change["before"]), dump_line(change["now"])
+        screen.say(f"changed  from attempt {change['attempt']} on: {change['key']} {before} -> {now}")
     screen.say("")
     attempt_table(screen, attempts, generations)
     say_last_lines(screen, found.name, attempts[-1].failure if attempts else None)
@@ -90,6 +97,7 @@ def attempt_json(attempt: Attempt, generations: list[Generation]) -> dict[str, A
         "decision": attempt.decision,
         "reason": attempt.reason,
         "job_state": attempt.job_state,
+        "config_digest": attempt.config_digest,
         "slurm_cluster": None if attempt.scheduler.startswith("local@") else attempt.scheduler or None,
         "generation_list": [
             {

@@ -191,12 +191,17 @@ class Actor:
             self.note(view.run, f"waits for its job to be found: {told}, and Slurm does not list it yet")
         return None
 
+    def make_attempt_dir(self, view: RunView, attempt: Attempt) -> None:
+        """The folder of an attempt, with its config."""
+        config = self.store.config(attempt.config_digest)
+        self.files.call(view.folder.path, lambda: ensure_attempt_dir(view.folder, attempt, config))
+
     def _submit(self, view: RunView, scheduler: Scheduler) -> str | None:
         """Submit the job, with an intent before and its id recorded first of all after; the id where there is one."""
         attempt, run = view.last, view.run.name
         failpoints.reach("before_mark")
         self.renew_lease()
-        self.files.call(view.folder.path, lambda: ensure_attempt_dir(view.folder, attempt))
+        self.make_attempt_dir(view, attempt)
         spec = job_spec(view.run, attempt, view.config)
         now = self.clock.wall()
 
@@ -274,6 +279,7 @@ class Actor:
                 epoch=self.epoch,
                 job_id=attempt.job_id,
                 nonce=attempt.nonce,
+                config_digest=attempt.config_digest,
                 **self._inheritable(run, earlier, attempt.number, folder, config),
                 over=tuple(f"{past.number:03d}-{past.nonce}" for past in earlier),
                 mtbf=self._time_between_failures(run, config),

@@ -24,7 +24,7 @@ from orchestrator.controller.reconciler.running_jobs import end_job, end_silent_
 from orchestrator.controller.run_dirs.bounded_files import DirectFiles, Files, RunDirHangs
 from orchestrator.controller.run_dirs.collect_evidence import collect_evidence
 from orchestrator.controller.run_dirs.ingest import ingest
-from orchestrator.controller.run_dirs.run_folder import ensure_attempt_dir, ensure_run_dir, has_outcome, hidden
+from orchestrator.controller.run_dirs.run_folder import ensure_run_dir, has_outcome, hidden
 from orchestrator.controller.run_view import RunView
 from orchestrator.errors import Fenced, ForeignRun, Precondition, RegistryError, SlurmUnreachable
 from orchestrator.recovery.classify_failure import LEAVING_LIMIT, End, Verdict, judge
@@ -200,7 +200,7 @@ class Controller:
 
     def _view(self, run: Run, attempts: tuple[Attempt, ...]) -> RunView:
         if run.config_digest not in self._configs:
-            config = build(RunConfig, self._data(run))
+            config = build(RunConfig, self._data(run.config_digest))
             assert isinstance(config, RunConfig)
             self._configs[run.config_digest] = config
         pending = [
@@ -209,10 +209,10 @@ class Controller:
         config = self._configs[run.config_digest]
         return RunView(run=run, attempts=attempts, config=config, cancel=pending[0] if pending else None)
 
-    def _data(self, run: Run) -> dict[str, Any]:
-        """The run's config; a damaged one is this run's trouble alone."""
+    def _data(self, digest: str) -> dict[str, Any]:
+        """A run's config; a damaged one is this run's trouble alone."""
         try:
-            return self.store.config(run.config_digest)
+            return self.store.config(digest)
         except RegistryError as error:
             raise ValueError(error.what) from error
 
@@ -238,7 +238,7 @@ class Controller:
                 self._end_cancelled(view)
             return True
         if never_submitted(view.attempts):
-            data = self._data(view.run)
+            data = self._data(view.attempts[0].config_digest)
             self.files.call(view.folder.path, lambda: ensure_run_dir(view.run, view.attempts[0], data), SUBMIT_WITHIN)
         elif self._is_hidden(view):
             return False
@@ -358,7 +358,7 @@ class Controller:
         avoid = to_avoid(self.store, view, self.clock.wall(), self.pool_size)
         attempt = self.store.add_attempt(run.name, nonce=token_hex(4), excluded=avoid, **self.actor.stamp())
         failpoints.reach("after_next_intent")
-        self.files.call(view.folder.path, lambda: ensure_attempt_dir(view.folder, attempt))
+        self.actor.make_attempt_dir(view, attempt)
         self.actor.record_action(f"{run.name}: attempt {attempt.number}")
         return self._intent(self._again(view), snapshot)
 

@@ -1,5 +1,7 @@
 """What people ask of the controller: cancel, resume, release a node, answered in the registry."""
 
+from typing import Any
+
 from orchestrator.controller import failpoints
 from orchestrator.controller.jobs.job_spec import is_live
 from orchestrator.controller.jobs.scheduler_snapshot import SchedulerSnapshot
@@ -65,17 +67,25 @@ def _is_for(actor: Actor, run: Run, request: UserRequest) -> bool:
 
 
 def _resume(actor: Actor, run: Run, request: UserRequest) -> bool:
-    if run.state not in (RunState.HELD, RunState.FAILED, RunState.CANCELLED):
+    extended = run.state is RunState.SUCCEEDED and "config" in request.args
+    if run.state not in (RunState.HELD, RunState.FAILED, RunState.CANCELLED) and not extended:
         _answer(actor, request, f"{run.name} is {run.state}: there is nothing to resume")
         return True
     attempts = actor.store.attempts(run.name)
     last = attempts[-1]
     fresh = last.number if last.state is AttemptState.INTENT else last.number + 1
+    digest = request.args.get("config")
+    if digest and last.state in LIVE_ATTEMPTS and not never_submitted(attempts):
+        _answer(actor, request, f"attempt {last.number} may have a job with the old configuration: cancel it first")
+        return True
+    changes = _changes(actor, run, request)
 
     def resume() -> None:
         stamp = actor.stamp()
+        if digest and last.state is AttemptState.INTENT:
+            actor.store.note_attempt(run.name, last.number, epoch=actor.epoch, config_digest=digest)
         actor.store.move_run(
-            run.name, RunState.RECOVERING, "resumed by a person", **stamp, fresh_from=fresh, not_before=0.0
+            run.name, RunState.RECOVERING, "resumed by a person", **stamp, fresh_from=fresh, not_before=0.0, **changes
         )
         actor.store.answer(request.id, f"{run.name} goes on with attempt {fresh}", **stamp)
 
@@ -83,6 +93,15 @@ def _resume(actor: Actor, run: Run, request: UserRequest) -> bool:
     failpoints.reach("after_ask")
     actor.record_action(f"{run.name} resumed")
     return True
+
+
+def _changes(actor: Actor, run: Run, request: UserRequest) -> dict[str, Any]:
+    """What changes in a run's row with what a person changed of it."""
+    changes: dict[str, Any] = {"identity": run.identity | request.args.get("identity", {})}
+    if (digest := request.args.get("config")) is not None:
+        config = actor.store.config(digest)
+        changes |= {"config_digest": digest, "total_steps": 0 if config.get("command") else config["train"]["steps"]}
+    return changes
 
 
 def _release(actor: Actor, run: Run, request: UserRequest) -> bool:

@@ -35,6 +35,8 @@ def hidden(run: Run, first: Attempt) -> str:
 def ensure_run_dir(run: Run, first: Attempt, config: dict[str, Any]) -> RunDir:
     """Make the folder of a run unless it stands; raises Precondition when another run's folder stands there.
 
+    `config` is that of its first attempt.
+
     It is built beside its place under a name of its own and renamed: nobody ever sees half of it. The submitter and
     a controller may both be at it: each has a draft of its own, and the second one takes the first one's folder.
     """
@@ -50,7 +52,7 @@ def ensure_run_dir(run: Run, first: Attempt, config: dict[str, Any]) -> RunDir:
         _copy_code(draft, config)
         _import_checkpoint(draft, run)
         write_durably(draft.run, dump_line(_run_json(run, first)).encode())
-        ensure_attempt_dir(draft, first)
+        ensure_attempt_dir(draft, first, config)
         os.rename(draft.path, final.path)
     except OSError as error:
         shutil.rmtree(draft.path, ignore_errors=True)
@@ -100,17 +102,22 @@ def _run_json(run: Run, first: Attempt) -> dict[str, Any]:
         "cluster": run.cluster,
         "created_at": run.created_at,
         "total_steps": run.total_steps,
-        "config_digest": run.config_digest,
+        "config_digest": first.config_digest,
         "nonce": first.nonce,
         "scheduler": run.scheduler,
         "identity": run.identity,
     }
 
 
-def ensure_attempt_dir(folder: RunDir, attempt: Attempt) -> None:
-    """Make the folder of an attempt with its `intent.json`; repeating it changes nothing."""
+def ensure_attempt_dir(folder: RunDir, attempt: Attempt, config: dict[str, Any]) -> None:
+    """Make the folder of an attempt with its `intent.json`, and with its config where the run was submitted with
+    another one; repeating it changes nothing.
+    """
     place = folder.attempt(attempt.number)
     place.make()
+    content = canonical(config)
+    if folder.config_of(attempt.number).read_bytes() != content:
+        write_durably(place.config, content)
     intent = place.path / "intent.json"
     if not intent.exists():
         fields = {

@@ -95,6 +95,7 @@ def put_intent(
             intent_at=now,
             generations=0,
             scheduler=select(RunRow.scheduler).where(RunRow.name == run).scalar_subquery(),
+            config_digest=select(RunRow.config_digest).where(RunRow.name == run).scalar_subquery(),
         )
     )
     note_transition(connection, run, "attempt", str(number), "", AttemptState.INTENT, reason, now)

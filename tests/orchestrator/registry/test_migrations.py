@@ -124,9 +124,9 @@ def schema(path: Path) -> dict[str, list[tuple[Any, ...]]]:
         return found | {name: [(sql,)] for name, kind, sql in rows if kind == "trigger"}
 
 
-def test_a_registry_that_the_five_first_migrations_made_is_one_of_today(desk: Desk, tmp_path: Path) -> None:
+def test_a_registry_that_earlier_migrations_made_is_one_of_today(desk: Desk, tmp_path: Path) -> None:
     path = tmp_path / "grown.db"
-    old_registry(path, "0005")
+    old_registry(path, versions.HEAD)
     assert schema(path) == schema(desk.path)
     with closing(sqlite3.connect(path)) as raw:
         digest = hashlib.sha256(b"{}").hexdigest()
@@ -150,6 +150,22 @@ def test_a_registry_that_the_five_first_migrations_made_is_one_of_today(desk: De
     with closing(sqlite3.connect(path)) as raw:
         assert list(raw.iterdump()) == before
     assert not list(tmp_path.glob("*.bak"))
+
+
+def test_attempts_of_a_registry_without_their_configs_have_that_of_their_run(tmp_path: Path) -> None:
+    path, digest = tmp_path / "grown.db", hashlib.sha256(b"{}").hexdigest()
+    old_registry(
+        path,
+        "0005",
+        f"INSERT INTO configs VALUES ('{digest}', '{{}}')",
+        "INSERT INTO runs (name, state, reason, cluster, run_dir, config_digest, total_steps, step, not_before,"
+        f" fresh_from, created_at, updated_at, identity)"
+        f" VALUES ('r-1', 'RUNNING', '', 'slurm', '{tmp_path}/r', '{digest}', 9, 3, 0, 1, 1, 1, '{{}}')",
+        "INSERT INTO attempts (run, number, state, nonce, job_name, reason, epoch, nodes, excluded, intent_at,"
+        " generations) VALUES ('r-1', 1, 'RUNNING', 'ab', 'orch-r-1-1-ab', '', 1, '[]', '[]', 1.0, 0)",
+    )
+    with Store.open(path) as store:
+        assert [attempt.config_digest for attempt in store.attempts("r-1")] == [digest]
 
 
 @pytest.mark.parametrize("version", ["0001", "0002", "0003", "0004"])

@@ -13,7 +13,7 @@ import pytest
 
 from checkpointing.storage.durable import canonical, dump_line
 from orchestrator.controller.leasing.lease import Holder, host_name
-from orchestrator.controller.run_dirs.run_folder import ensure_run_dir
+from orchestrator.controller.run_dirs.run_folder import ensure_attempt_dir, ensure_run_dir
 from orchestrator.errors import RegistryError
 from orchestrator.process_identity import start_time
 from orchestrator.registry.records import Checkpoint, Copy, Generation, NewRun, Notice
@@ -392,6 +392,26 @@ def test_a_run_stays_with_its_cluster(desk: Desk, recorded: bool) -> None:
     with Store.open(desk.path) as store:
         assert store.run(run.name).scheduler == there
         assert [item.scheduler for item in store.attempts(run.name)] == [there]
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_every_attempt_has_its_own_config_again(desk: Desk, recorded: bool) -> None:
+    folder, longer = begin(desk), {**CONFIG, "train": {"steps": 200}}
+    first = desk.store.run(folder.name).config_digest
+    second = desk.store.put_config(longer)
+    desk.store.move_attempt(folder.name, 1, AttemptState.ENDED, "done", **desk.stamp)
+    desk.store.move_run(folder.name, RunState.HELD, "", **desk.stamp, config_digest=second, total_steps=200)
+    attempt = desk.store.add_attempt(folder.name, nonce="11111111", excluded=(), **desk.stamp)
+    ensure_attempt_dir(folder, attempt, longer)
+    desk.store.move_run(folder.name, RunState.RECOVERING, "", **desk.stamp)
+    if not recorded:
+        folder.record.unlink()
+    lose(desk)
+    rebuild(desk.path, [desk.root])
+    with Store.open(desk.path) as store:
+        assert [item.config_digest for item in store.attempts(folder.name)] == [first, second]
+        assert store.run(folder.name).config_digest == second
+        assert store.config(second) == longer
 
 
 def test_any_cluster_s_live_controller_refuses_a_rebuild(desk: Desk) -> None:

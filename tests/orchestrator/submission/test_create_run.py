@@ -54,7 +54,7 @@ def test_a_submitted_run_is_written_down_whole(tmp_path: Path, store: Store) -> 
     assert os.stat(folder.path).st_mode & 0o777 == 0o700
     assert told
     assert told[-1][0] == told[-1][1]
-    config = load(folder.config)
+    config = load(folder, 1)
     assert Path(config.data.path).parent == tmp_path / "runs" / ".data"
     assert store.config(run.config_digest)["data"]["path"] == config.data.path
     noted = read_json(folder.run)
@@ -85,7 +85,7 @@ def test_a_kill_between_row_and_folder_is_made_good(tmp_path: Path, store: Store
     run = store.runs()[0]
     assert not Path(run.run_dir).exists()
     folder = ensure_run_dir(run, store.attempts(run.name)[0], store.config(run.config_digest))
-    assert load(folder.config).train.seq_len == 16
+    assert load(folder, 1).train.seq_len == 16
     again = ensure_run_dir(run, store.attempts(run.name)[0], store.config(run.config_digest))
     assert again == folder
     assert [path.name for path in folder.path.parent.iterdir() if path.name.endswith(".tmp")] == []

@@ -19,6 +19,7 @@ from typing import Any
 
 from tests.warm_programs import as_program
 from trainer.agent.processes.process_tree import block_slurm_signals
+from trainer.contract.run_dir import AttemptDir
 
 ROOT = Path(__file__).resolve().parents[3]
 _MOST = 1 << 20
@@ -180,12 +181,12 @@ class ForkServerProcess(ForkedProcess):
 
 
 def start_fork_server(
-    theirs: socket.socket, run_dir: Path, environ: Mapping[str, str], output: int
+    theirs: socket.socket, attempt: AttemptDir, environ: Mapping[str, str], output: int
 ) -> ForkServerProcess:
     """In the place of ForkServerLink's own: the same process, less its imports."""
     from trainer.agent.fork_server import server
 
-    words = [str(theirs.fileno()), str(os.getpid()), str(run_dir)]
+    words = [str(theirs.fileno()), str(os.getpid()), str(attempt.path)]
     quiet = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
     def begin() -> None:

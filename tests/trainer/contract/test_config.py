@@ -8,6 +8,7 @@ import pytest
 from trainer.contract import config as configs
 from trainer.contract.config import ClusterShape, JobConfig, ModelConfig, ParallelConfig, TrainConfig
 from trainer.contract.drill_config import DrillEvent
+from trainer.contract.run_dir import RunDir
 
 
 def test_what_is_written_reads_back(tmp_path):
@@ -20,19 +21,19 @@ def test_what_is_written_reads_back(tmp_path):
         train=TrainConfig(lr=1e-3),
     )
     (tmp_path / "config.json").write_text(json.dumps(asdict(config)))
-    assert configs.load(tmp_path / "config.json") == config
+    assert configs.load(RunDir(tmp_path), 0) == config
 
 
 def test_keys_of_the_login_node_are_ignored_and_missing_ones_take_defaults(tmp_path):
     (tmp_path / "config.json").write_text('{"cluster":{"partition":"gpu","nodes":3},"notify":{"to":"me"}}')
-    config = configs.load(tmp_path / "config.json")
+    config = configs.load(RunDir(tmp_path), 0)
     assert config.cluster.nodes == 3
     assert config.train == TrainConfig()
 
 
 def test_an_integer_serves_as_a_float(tmp_path):
     (tmp_path / "config.json").write_text('{"train":{"lr":1}}')
-    assert isinstance(configs.load(tmp_path / "config.json").train.lr, float)
+    assert isinstance(configs.load(RunDir(tmp_path), 0).train.lr, float)
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from trainer.agent.control import unix_transport
 from trainer.agent.processes.proc import read_activity
 from trainer.agent.processes.process_tree import block_slurm_signals
+from trainer.contract.run_dir import AttemptDir
 
 
 class ForkServerLink:
@@ -21,7 +21,7 @@ class ForkServerLink:
     def __init__(
         self,
         *,
-        run_dir: Path,
+        attempt: AttemptDir,
         environ: Mapping[str, str],
         output: int,
         on_packet: Callable[[dict[str, Any], list[int]], None],
@@ -37,7 +37,7 @@ class ForkServerLink:
         self._socket, theirs = unix_transport.pair()
         # A fork server that does not listen for so long is as good as dead.
         self._socket.settimeout(5.0)
-        self._process = self._start(theirs, run_dir, environ, output)
+        self._process = self._start(theirs, attempt, environ, output)
         theirs.close()
         self._death = os.pidfd_open(self._process.pid)
         self._loop.add_reader(self._socket, self._read)
@@ -45,10 +45,10 @@ class ForkServerLink:
 
     @staticmethod
     def _start(
-        theirs: socket.socket, run_dir: Path, environ: Mapping[str, str], output: int
+        theirs: socket.socket, attempt: AttemptDir, environ: Mapping[str, str], output: int
     ) -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-P", "-m", "trainer.agent.fork_server.server"]
-        command += [str(theirs.fileno()), str(os.getpid()), str(run_dir)]
+        command += [str(theirs.fileno()), str(os.getpid()), str(attempt.path)]
         quiet = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         with block_slurm_signals():
             return subprocess.Popen(

@@ -21,7 +21,7 @@ from trainer.agent.control import unix_transport
 from trainer.agent.fork_server.forked_child import RankMain, become_rank
 from trainer.agent.processes import process_tree
 from trainer.contract.config import JobConfig, load
-from trainer.contract.run_dir import RunDir
+from trainer.contract.run_dir import AttemptDir
 
 
 class ForkServer:
@@ -175,7 +175,7 @@ def _import_workload(config: JobConfig, link: socket.socket) -> RankMain:
 def main(arguments: list[str]) -> None:
     """Become the fork server of the agent that started this process."""
     process_tree.ignore_slurm_signals()
-    descriptor, agent, run_dir = int(arguments[0]), int(arguments[1]), Path(arguments[2])
+    descriptor, agent, attempt = int(arguments[0]), int(arguments[1]), AttemptDir(Path(arguments[2]))
     cold = arguments[3] if len(arguments) > 3 else ""
     # While it imports there are no ranks to take along, and a handler would have to wait for the import.
     process_tree.set_pdeathsig(agent, signal.SIGKILL)
@@ -184,7 +184,7 @@ def main(arguments: list[str]) -> None:
     started = time.monotonic()
     link = socket.socket(fileno=descriptor)
     link.set_inheritable(False)
-    config = load(RunDir(run_dir).config)
+    config = load(attempt.run, attempt.number)
     rank_main = None if config.command or cold else _import_workload(config, link)
     if rank_main is not None and (reason := fork_unsafe_reason()):
         # A process with threads must not fork: begin again as one that imports nothing.

@@ -5,11 +5,16 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from orchestrator.config.compose import compose
 from orchestrator.states import RunState
+from orchestrator.submission import changed_run
+from orchestrator.submission.run_identity import code, environment
 from tests.orchestrator.cli.conftest import Seeds, Type
 
 
@@ -81,6 +86,91 @@ def test_ctrl_c_detaches_and_says_that_the_run_goes_on(seeds: Seeds) -> None:
     assert child.returncode == 130
     assert f"{run} goes on" in err
     assert f"orch cancel {run}" in err
+
+
+class Resumable:
+    """A held run with a whole config, made with the code and the environment of now."""
+
+    def __init__(self, seeds: Seeds, tmp_path: Path, state: RunState = RunState.HELD) -> None:
+        self.store, self.name = seeds.store, seeds.run(state=state)
+        composed = compose("tiny-gpt", [f"cluster.root={tmp_path}"])
+        data = composed.data
+        data["data"]["path"] = str(tmp_path)
+        identity = {"code": code(composed.config), "env": environment("local")}
+        self.digest = seeds.store.put_config(data)
+        seeds.store.note_run(
+            self.name, epoch=seeds.epoch, now=1.0, config_digest=self.digest, total_steps=200, identity=identity
+        )
+
+    def asked(self) -> dict[str, Any]:
+        (request,) = self.store.user_requests()
+        return dict(request.args)
+
+
+def test_resume_changes_what_may_change(orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path) -> None:
+    run = Resumable(seeds, tmp_path)
+    words = ["train.lr=0.5", "cluster.nodes=4", "parallel.dp_shard=0"]
+    assert orch("resume", run.name, *words, "--no-controller").code == 0
+    changed = run.store.config(run.asked()["config"])
+    assert (changed["train"]["lr"], changed["cluster"]["nodes"]) == (0.5, 4)
+    assert changed["data"] == run.store.config(run.digest)["data"]
+
+
+def test_resume_without_changes_asks_for_none(
+    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path
+) -> None:
+    run = Resumable(seeds, tmp_path)
+    assert orch("resume", run.name, "--no-controller").code == 0
+    assert "config" not in run.asked()
+
+
+@pytest.mark.parametrize(
+    ("words", "what", "hint"),
+    [
+        (["train.seed=5"], "train.seed cannot change", "leave it as it was"),
+        (["model.dim=256"], "model.dim cannot change", "leave it as it was"),
+        (["train.lrr=1"], "unknown key `train.lrr`", "did you mean `train.lr`"),
+        (["train.lr=fast"], "must be a number", "default"),
+    ],
+)
+def test_resume_refuses_what_may_not_change(
+    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path, words: list[str], what: str, hint: str
+) -> None:
+    run = Resumable(seeds, tmp_path)
+    refused = orch("resume", run.name, *words)
+    assert refused.code in (2, 4)
+    assert what in refused.err
+    assert hint in refused.err
+    assert run.store.user_requests() == []
+
+
+def test_resume_wants_a_word_for_other_code(
+    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Resumable(seeds, tmp_path)
+    monkeypatch.setattr(changed_run, "environment", lambda kind: {**environment(kind), "torch": "9.9"})
+    refused = orch("resume", run.name, "--no-controller")
+    assert "env.torch differs from what the run was trained with" in refused.err
+    assert "--accept env.torch" in refused.err
+    assert orch("resume", run.name, "--accept", "env.torch", "--no-controller").code == 0
+    assert run.asked()["identity"]["env"]["torch"] == "9.9"
+
+
+def test_a_finished_run_goes_on_with_more_steps_only(
+    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path
+) -> None:
+    run = Resumable(seeds, tmp_path, RunState.SUCCEEDED)
+    refused = orch("resume", run.name)
+    assert "is SUCCEEDED: it has finished" in refused.err
+    assert f"orch resume {run.name} train.steps=400" in refused.err
+    assert orch("resume", run.name, "train.steps=400", "--no-controller").code == 0
+
+
+def test_the_config_of_a_live_run_stays(orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path) -> None:
+    run = Resumable(seeds, tmp_path, RunState.RUNNING)
+    refused = orch("resume", run.name, "train.lr=0.5")
+    assert "its configuration changes only while no job of it lives" in refused.err
+    assert f"orch cancel {run.name}" in refused.err
 
 
 @pytest.mark.parametrize("verb", ["cancel", "resume"])

@@ -1,8 +1,11 @@
 """Without the launch token that names this job, no agent trains."""
 
+import json
+
 import pytest
 
 from tests.trainer.agent.job import until
+from trainer.contract.config import config_digest
 from trainer.contract.events import EventKind
 from trainer.contract.launch_token import revoke
 
@@ -48,6 +51,28 @@ def test_a_job_of_another_size_than_configured_is_refused(job):
     work.start()
     assert work.wait(10) == [78], work.story()
     assert "configured for 2" in work.attempt.agent_log(0).read_text()
+
+
+def test_a_config_that_was_edited_is_refused(job):
+    work = job(nodes=1)
+    work.go(config_digest=config_digest(work.run.config))
+    edited = json.loads(work.run.config.read_text())
+    edited["train"] = {**edited.get("train", {}), "lr": 1.0}
+    work.run.config.write_text(json.dumps(edited))
+    work.start()
+    assert work.wait(10) == [78], work.story()
+    assert "was edited" in work.attempt.agent_log(0).read_text()
+
+
+def test_an_attempt_with_a_config_of_its_own_has_that(job):
+    work = job(nodes=1)
+    own = json.loads(work.run.config.read_text())
+    own["cluster"] = {**own["cluster"], "ranks_per_node": 1}
+    work.attempt.config.write_text(json.dumps(own))
+    work.go(config_digest=config_digest(work.attempt.config))
+    work.start()
+    assert work.wait(20) == [0], work.story()
+    assert {event.data["world"] for event in work.events(EventKind.GENERATION_STARTED)} == {1}
 
 
 def test_an_attempt_that_is_fenced_off_ends_soon(job):

@@ -96,7 +96,7 @@ def test_what_a_run_saves_is_what_is_expected(make_run: Any, world: int) -> None
     assert run.train()["codes"] == [0] * world, run.log()
     entries = Catalog(run.dir.checkpoints).committed()
     assert len(entries) >= 2
-    known = job_config.load(run.dir.config)
+    known = job_config.load(run.dir, 0)
     for entry in entries:
         storage = Catalog(run.dir.checkpoints).storage
         report = audit_in(storage, entry.name, 4, None, lambda told: expected(told, known))

@@ -1,0 +1,239 @@
+"""What may differ between a checkpoint and the run that goes on from it: one rule for every config key and identity
+field. Pure.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from orchestrator.config.compose import diff
+from orchestrator.errors import Precondition
+
+
+class Rule(StrEnum):
+    """What a change of one key means for a run that goes on."""
+
+    HARMLESS = "harmless"  # the same numbers are computed
+    ACCEPT = "accept"  # training goes on otherwise than before: a person has to say so
+    REFUSED = "refused"  # the checkpoint would not fit, or would mean something else
+
+
+@dataclass(frozen=True)
+class Term:
+    """The rule of one key with its reason; what to do instead, where a change is refused."""
+
+    rule: Rule
+    why: str = ""
+
+
+_PLACE = Term(Rule.HARMLESS)
+_SUMS = Term(Rule.ACCEPT, "sums are added in another order, so that numbers differ in their last bits")
+_RECIPE = Term(Rule.ACCEPT, "training goes on with another recipe")
+_CODE = Term(Rule.ACCEPT, "other code trains from here on")
+_STACK = Term(Rule.ACCEPT, "another version may compute other numbers")
+_SHAPE = Term(Rule.REFUSED, "the checkpoint's tensors have other shapes; submit a new run")
+_OTHER_DATA = Term(Rule.REFUSED, "the position in the data would mean other data; submit a new run")
+_FOLDER = Term(Rule.REFUSED, "the run's folder lies there; submit a new run")
+
+CONFIG: Mapping[str, Term] = {
+    "name": _FOLDER,
+    "workload.target": Term(Rule.REFUSED, "another class has other state; submit a new run"),
+    "workload.args": _RECIPE,
+    "workload.path": _CODE,
+    "workload.snapshot": Term(Rule.REFUSED, "the code was copied, or not, when the run was submitted"),
+    "command": _CODE,
+    "checkpoints.path": Term(Rule.ACCEPT, "the program's checkpoints are looked for elsewhere"),
+    "checkpoints.pattern": Term(Rule.ACCEPT, "the program's checkpoints are looked for under other names"),
+    "env": Term(Rule.ACCEPT, "ranks see other variables"),
+    "cluster.kind": _FOLDER,
+    "cluster.root": _FOLDER,
+    "cluster.nodes": _SUMS,
+    "cluster.spare_nodes": _PLACE,
+    "cluster.ranks_per_node": _SUMS,
+    "cluster.gpus_per_node": _SUMS,
+    "cluster.cpus_per_task": _SUMS,
+    "cluster.mem": _PLACE,
+    "cluster.time": _PLACE,
+    "cluster.interface": _PLACE,
+    "cluster.signal_lead": _PLACE,
+    "cluster.partition": _PLACE,
+    "cluster.account": _PLACE,
+    "cluster.qos": _PLACE,
+    "cluster.constraint": _PLACE,
+    "cluster.exclude": _PLACE,
+    "cluster.templates": Term(Rule.ACCEPT, "the node is prepared by other scripts"),
+    "cluster.template_args": Term(Rule.ACCEPT, "the node is prepared otherwise"),
+    "cluster.python": _STACK,
+    "cluster.sbatch": _PLACE,
+    "parallel.dp_replicate": _SUMS,
+    "parallel.dp_shard": _SUMS,
+    "parallel.tp": _SUMS,
+    "model.vocab_size": _SHAPE,
+    "model.dim": _SHAPE,
+    "model.layers": _SHAPE,
+    "model.heads": _SHAPE,
+    "model.kv_heads": _SHAPE,
+    "model.ffn_dim": _SHAPE,
+    "model.rope_theta": _RECIPE,
+    "model.norm_eps": _RECIPE,
+    "model.tie_embeddings": _SHAPE,
+    "train.steps": Term(Rule.ACCEPT, "the learning rate follows the new number of steps"),
+    "train.seed": _OTHER_DATA,
+    "train.batch_size": Term(Rule.REFUSED, "the position in the data is counted in batches; submit a new run"),
+    "train.micro_batch_size": _SUMS,
+    "train.seq_len": _OTHER_DATA,
+    "train.lr": _RECIPE,
+    "train.min_lr_ratio": _RECIPE,
+    "train.warmup_steps": _RECIPE,
+    "train.weight_decay": _RECIPE,
+    "train.clip_norm": _RECIPE,
+    "train.dtype": _RECIPE,
+    "train.activation_checkpointing": _SUMS,
+    "data.path": _OTHER_DATA,
+    "data.text": _OTHER_DATA,
+    "data.shuffle": _OTHER_DATA,
+    "checkpoint.every": _PLACE,
+    "checkpoint.auto.least": _PLACE,
+    "checkpoint.auto.most": _PLACE,
+    "checkpoint.auto.node_days": _PLACE,
+    "checkpoint.keep": _PLACE,
+    "checkpoint.max_unsaved_steps": _PLACE,
+    "checkpoint.plausibility": _PLACE,
+    "checkpoint.staging.mode": _PLACE,
+    "checkpoint.staging.host_memory": _PLACE,
+    "checkpoint.staging.files": _PLACE,
+    "checkpoint.tiers": Term(Rule.ACCEPT, "checkpoints in a tier that is no longer named are not found"),
+    "checkpoint.retention.every": _PLACE,
+    "checkpoint.retention.best": _PLACE,
+    "checkpoint.retention.metric": _PLACE,
+    "checkpoint.retention.mode": _PLACE,
+    "recovery.restarts_in_place": _PLACE,
+    "recovery.max_failures": _PLACE,
+    "recovery.no_progress_hours": _PLACE,
+    "recovery.backoff": _PLACE,
+    "recovery.backoff_max": _PLACE,
+    "recovery.exclude_hours": _PLACE,
+    "recovery.exclude_share": _PLACE,
+    "recovery.hang.on": _PLACE,
+    "recovery.hang.factor": _PLACE,
+    "recovery.hang.least": _PLACE,
+    "recovery.hang.slow": _PLACE,
+    "recovery.hang.most": _PLACE,
+    "recovery.hang.stopped": _PLACE,
+    "recovery.hang.evidence": _PLACE,
+    "recovery.hang.agent": _PLACE,
+    "recovery.hang.heartbeat": _PLACE,
+    "recovery.straggler.on": _PLACE,
+    "recovery.straggler.ratio": _PLACE,
+    "recovery.straggler.windows": _PLACE,
+    "recovery.straggler.replace_after": _PLACE,
+    "recovery.spike.deviations": Term(Rule.ACCEPT, "other batches count as spikes and are skipped"),
+    "recovery.spike.window": Term(Rule.ACCEPT, "other batches count as spikes and are skipped"),
+    "recovery.spike.roll_backs": Term(Rule.ACCEPT, "other batches count as spikes and are skipped"),
+    "recovery.preflight.on": _PLACE,
+    "recovery.preflight.seconds": _PLACE,
+    "recovery.preflight.slowest": _PLACE,
+    "recovery.preflight.skew": _PLACE,
+    "drill.events": Term(Rule.ACCEPT, "faults are injected on purpose"),
+    "logs.max_mib": _PLACE,
+    "logs.keep": _PLACE,
+}
+"""Every key of a config; an entry of an open map has the rule of its map."""
+
+IDENTITY: Mapping[str, Term] = {
+    "code.orch": _CODE,
+    "code.user": _CODE,
+    "env.python": _STACK,
+    "env.executable": _PLACE,
+    "env.system": _PLACE,
+    "env.torch": _STACK,
+    "env.packages": _STACK,
+    "env.slurm": _PLACE,
+    "env.driver": _STACK,
+    "env.variables": _STACK,
+    "data.path": _PLACE,
+    "data.fingerprint": _OTHER_DATA,
+    "data.tokens": _PLACE,
+    "data.shards": _PLACE,
+    "job": _PLACE,
+    "submit_dir": _PLACE,
+    "host": _PLACE,
+    "imported": _PLACE,
+}
+"""Every field of a run's identity (`orchestrator/submission/run_identity.py`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One key that differs between what was and what is."""
+
+    key: str
+    before: Any
+    now: Any
+    term: Term
+
+
+def config_changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
+    """Where two resolved configs differ, each with its rule; that an open map is no longer empty its entries show."""
+    return [
+        Change(key=key, before=old, now=new, term=_term(key))
+        for key, (old, new) in diff(before, now).items()
+        if {} not in (old, new)
+    ]
+
+
+def identity_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """Where code, environment or data differ; what either side does not know is not compared."""
+    return [
+        Change(key=key, before=old, now=new, term=term)
+        for key, term in IDENTITY.items()
+        if None not in (old := _field(before, key), new := _field(now, key)) and old != new
+    ]
+
+
+COMPUTING = ("torch", "nvidia-", "triton", "cuda", "numpy", "transformers", "flash", "apex", "xformers", "deepspeed")
+"""How the names of packages begin that compute; what other packages are installed changes no number."""
+
+
+def require(changes: Collection[Change], accepted: Collection[str]) -> None:
+    """Raises Precondition when something is refused, or differs without a person's word for it."""
+    refused = [change for change in changes if change.term.rule is Rule.REFUSED]
+    if refused:
+        raise Precondition(
+            f"{refused[0].key} cannot change: {refused[0].term.why}",
+            where="; ".join(map(_words, refused)),
+            hint="leave it as it was",
+        )
+    asked = [change for change in changes if change.term.rule is Rule.ACCEPT and change.key not in accepted]
+    if asked:
+        raise Precondition(
+            f"{asked[0].key} differs from what the run was trained with: {asked[0].term.why}",
+            where="; ".join(map(_words, asked)),
+            hint=" ".join(f"--accept {change.key}" for change in asked),
+        )
+
+
+def _term(key: str) -> Term:
+    """The rule of a key, or of the open map that it is an entry of."""
+    return next(CONFIG[name] for name in _above(key) if name in CONFIG)
+
+
+def _above(key: str) -> Iterator[str]:
+    parts = key.split(".")
+    return (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+
+
+def _field(identity: Mapping[str, Any], key: str) -> Any:
+    value: Any = identity
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    if key == "env.packages" and isinstance(value, Mapping):
+        return {name: version for name, version in value.items() if name.lower().startswith(COMPUTING)}
+    return value
+
+
+def _words(change: Change) -> str:
+    """A change in one line; what is too long to print is only named."""
+    before, now = str(change.before), str(change.now)
+    return f"{change.key}: {before} -> {now}" if len(before) + len(now) <= 100 else f"{change.key} differs"

@@ -1,0 +1,129 @@
+"""What may change of a run that goes on: every key and identity field has a rule, and the rule is kept."""
+
+import hashlib
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpointing.storage.durable import canonical
+from orchestrator.config.compose import compose, flat, recompose
+from orchestrator.config.keys import dotted, every_key
+from orchestrator.errors import ConfigError, Precondition
+from orchestrator.submission.resume_contract import (
+    CONFIG,
+    IDENTITY,
+    Rule,
+    config_changes,
+    identity_changes,
+    require,
+)
+from orchestrator.submission.run_identity import identify
+
+KEYS = sorted(CONFIG)
+
+
+@pytest.fixture
+def submitted(tmp_path: Path) -> dict[str, Any]:
+    """The config of a run whose text has been tokenized."""
+    data = compose("tiny-gpt", [f"cluster.root={tmp_path}", "+env.A=1"]).data
+    data["data"]["path"] = str(tmp_path)
+    return data
+
+
+def other(value: Any) -> Any:
+    """Another value of the same kind."""
+    match value:
+        case bool():
+            return not value
+        case int() | float():
+            return value + 1
+        case str():
+            return f"{value}x"
+        case list():
+            return [*value, "x"]
+    return {**value, "x": "y"}
+
+
+def test_every_key_of_a_config_has_a_rule_and_no_other() -> None:
+    assert {dotted(key) for key in every_key()} == set(CONFIG)
+
+
+def test_every_field_of_an_identity_has_a_rule_and_no_other() -> None:
+    composed = compose("tiny-gpt")
+    data = {"path": "/d", "fingerprint": "f", "tokens": 1, "shards": 1}
+    told = {**identify(composed.config, "slurm", data=data), "host": socket.gethostname(), "imported": {}}
+    fields = {
+        f"{name}.{field}" if name in ("code", "env", "data") else name
+        for name, value in told.items()
+        for field in (value if name in ("code", "env", "data") else [""])
+    }
+    assert fields == set(IDENTITY)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_changed_key_is_judged_by_its_rule(submitted: dict[str, Any], key: str) -> None:
+    before = submitted
+    after = {name: (dict(part) if isinstance(part, dict) else part) for name, part in before.items()}
+    *above, last = key.split(".")
+    part: Any = after
+    for name in above:
+        part[name] = dict(part[name])
+        part = part[name]
+    part[last] = other(part[last])
+    (change,) = config_changes(before, after)
+    assert change.key == key or change.key.startswith(f"{key}.")
+    rule = CONFIG[key].rule
+    assert change.term.rule is rule
+    if rule is Rule.HARMLESS:
+        require([change], [])
+        return
+    with pytest.raises(Precondition, match=change.key) as caught:
+        require([change], [])
+    assert CONFIG[key].why in caught.value.what
+    if rule is Rule.ACCEPT:
+        assert caught.value.hint == f"--accept {change.key}"
+        require([change], [change.key])
+    else:
+        with pytest.raises(Precondition, match="cannot change"):
+            require([change], [change.key])
+
+
+@pytest.mark.parametrize("key", sorted(IDENTITY))
+def test_a_changed_identity_is_judged_by_its_rule(key: str) -> None:
+    name, _, field = key.partition(".")
+    sides = [{name: {field: value} if field else value} for value in ({"torch": "2.12"}, {"torch": "2.13"})]
+    (change,) = identity_changes(*sides)
+    assert (change.key, change.term) == (key, IDENTITY[key])
+    assert identity_changes(sides[0], sides[0]) == []
+    assert identity_changes({}, sides[0]) == [], "what was not known then is no difference"
+
+
+def test_packages_that_do_not_compute_may_come_and_go() -> None:
+    sides = [{"env": {"packages": {"torch": "2.13", "pytest": version}}} for version in ("1", "2")]
+    assert identity_changes(*sides) == []
+
+
+def test_all_that_must_be_accepted_is_named_at_once() -> None:
+    before = {"code": {"orch": "a", "user": "b"}, "env": {"torch": "1"}}
+    after = {"code": {"orch": "c", "user": "d"}, "env": {"torch": "2"}}
+    with pytest.raises(Precondition) as caught:
+        require(identity_changes(before, after), ["code.user"])
+    assert caught.value.hint == "--accept code.orch --accept env.torch"
+
+
+def test_a_submitted_config_with_nothing_changed_is_the_same(submitted: dict[str, Any]) -> None:
+    same = recompose(submitted, [])
+    assert same.data == submitted
+    assert same.digest == hashlib.sha256(canonical(submitted)).hexdigest()
+
+
+def test_overrides_change_a_submitted_config_as_they_would_a_preset(submitted: dict[str, Any]) -> None:
+    data = submitted
+    changed = recompose(data, ["train.lr=0.5", "+env.B=2", "env.A=3"]).data
+    found = {change.key: change.now for change in config_changes(data, changed)}
+    assert found == {"train.lr": 0.5, "env.B": "2", "env.A": "3"}
+    assert flat(changed)["train.steps"] == flat(data)["train.steps"]
+    with pytest.raises(ConfigError, match="unknown key `train.lrr`"):
+        recompose(data, ["train.lrr=1"])

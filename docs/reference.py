@@ -58,12 +58,39 @@ def rows(kind: type[Any], prefix: str) -> Iterator[str]:
         yield from rows(hint, f"{name}.")
 
 
+CONTRACT = """
+## What `orch resume RUN KEY=VALUE` may change
+A run that goes on is compared with what it was trained with: its configuration, the code, the environment and the data. A harmless key changes no
+result. One that is *accepted* changes how training goes on: typing it accepts it, and `--accept KEY` accepts what differs without being typed
+(your code, another torch). A refused one would not fit the checkpoint, or would give it another meaning. Every key has one of the three rules.
+
+| | rule | |
+|---|---|---|
+"""
+
+
+def contract() -> str:
+    """The keys of every rule, with the reason where there is one."""
+    from orchestrator.submission.resume_contract import CONFIG, IDENTITY, Rule
+
+    lines = []
+    for name, terms in (("configuration", CONFIG), ("code, environment, data", IDENTITY)):
+        for rule in Rule:
+            reasons: dict[str, list[str]] = {}
+            for key, term in terms.items():
+                if term.rule is rule:
+                    reasons.setdefault(term.why, []).append(f"`{key}`")
+            said = "; ".join(", ".join(keys) + (f" ({why})" if why else "") for why, keys in reasons.items())
+            lines.append(f"| {name} | {rule} | {said} |")
+    return CONTRACT + "\n".join(lines) + "\n"
+
+
 def page() -> str:
     sys.path.insert(0, str(ROOT))
     from orchestrator.config.run_config import RunConfig
 
     table = "\n".join(rows(RunConfig, ""))
-    return f"{HEAD}\n## Top level\n\n| key | default | |\n|---|---|---|\n{table}\n"
+    return f"{HEAD}\n## Top level\n\n| key | default | |\n|---|---|---|\n{table}\n{contract()}"
 
 
 if __name__ == "__main__":

@@ -60,9 +60,10 @@ def rows(kind: type[Any], prefix: str) -> Iterator[str]:
 
 CONTRACT = """
 ## What `orch resume RUN KEY=VALUE` may change
-A run that goes on is compared with what it was trained with: its configuration, the code, the environment and the data. A harmless key changes no
-result. One that is *accepted* changes how training goes on: typing it accepts it, and `--accept KEY` accepts what differs without being typed
-(your code, another torch). A refused one would not fit the checkpoint, or would give it another meaning. Every key has one of the three rules.
+A run that goes on is compared with what it was trained with: its configuration, the code, the environment and the
+data. A harmless key changes no result. One that is *accepted* changes how training goes on: typing it accepts it, and
+`--accept KEY` accepts what differs without being typed (your code, another torch). A refused one would not fit the
+checkpoint, or would give it another meaning. Every key has one of the three rules.
 
 | | rule | |
 |---|---|---|

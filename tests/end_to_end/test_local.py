@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.user import ONE_NODE, SLOWLY, SMALL, User, assert_gone, assert_no_step_twice_at_once, compare
+from tests.end_to_end.user import (
+    ONE_NODE,
+    SLOWLY,
+    SMALL,
+    User,
+    assert_gone,
+    assert_no_step_twice_at_once,
+    compare,
+    final,
+)
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(400)]
 KILL = "drill.events=[{kind: kill-rank, rank: 1, step: 21}]"
@@ -154,6 +163,21 @@ def test_a_finished_run_goes_on_with_more_steps_on_another_layout(user: User) ->
     changed = {(item["attempt"], item["key"], item["now"]) for item in shown["config_changes"]}
     assert changed == {(2, "train.steps", 10), (2, "cluster.ranks_per_node", 2), (2, "train.lr", 0.001)}
     assert "changed  from attempt 2 on: train.steps 6 -> 10" in user.run("show", run).stdout
+
+
+def test_a_branch_of_a_checkpoint_goes_on_as_its_run_did(user: User) -> None:
+    first = user.submit("tiny-gpt", *ONE_NODE, "train.steps=8")["run"]
+    assert user.wait(first) == 0
+    second = user.ask("submit", "--from", f"{first}@4", "checkpoint.keep=2")["run"]
+    assert user.wait(second) == 0
+    shown = user.show(second)
+    assert [attempt["resumed_from"] for attempt in shown["attempts"]] == [4]
+    assert (shown["imported"]["source"], shown["imported"]["step"]) == (f"{first}@4", 4)
+    assert [line["step"] for line in user.steps(second)] == [5, 6, 7, 8]
+    assert final(user, second)["weights_digest"] == final(user, first)["weights_digest"]
+    refused = user.run("submit", "--from", f"{first}@4", "train.seed=7")
+    assert refused.returncode == 4
+    assert "train.seed cannot differ" in refused.stderr
 
 
 def cancelled(user: User, run: str) -> None:

@@ -10,12 +10,12 @@ import click
 
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.access.run_location import TAKE_OVER, controller_state
-from orchestrator.cli.config import OVERRIDES, SOURCE, print_config
+from orchestrator.cli.config import OVERRIDES, print_config
 from orchestrator.cli.runs.follow import end_error, wait_until_end
 from orchestrator.cli.runs.status import one_row
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, progress
-from orchestrator.errors import Fenced, Precondition, SlurmUnreachable
+from orchestrator.errors import ConfigError, Fenced, Precondition, SlurmUnreachable
 from orchestrator.home import registry_path
 from orchestrator.states import ENDED_RUNS, RunState
 
@@ -31,8 +31,9 @@ CHECK_CONTROLLER_EVERY = 3.0
 
 
 @click.command(cls=Verb)
-@SOURCE
+@click.argument("source", metavar="CONFIG", required=False)
 @OVERRIDES
+@click.option("--from", "begin", metavar="RUN@STEP", help="Begin with another run's checkpoint; its CONFIG by default.")
 @click.option("-n", "--name", default=None, help="Name of the run; orch adds a number.")
 @click.option(
     "--cluster", type=click.Choice(["auto", "local", "slurm"]), default=None, help="Where; overrides cluster.kind."
@@ -44,8 +45,8 @@ CHECK_CONTROLLER_EVERY = 3.0
 @click.option("--print-sbatch", is_flag=True, help="Print the sbatch script; write and submit nothing.")
 @click.pass_obj
 def submit(
-    screen: Screen, source: str, overrides: tuple[str, ...], name: str | None, cluster: str | None,
-    wait_: bool, follow: bool, no_controller: bool, dry_run: bool, print_sbatch: bool,
+    screen: Screen, source: str | None, overrides: tuple[str, ...], begin: str | None, name: str | None,
+    cluster: str | None, wait_: bool, follow: bool, no_controller: bool, dry_run: bool, print_sbatch: bool,
 ) -> int:  # fmt: skip
     """Submit a run; orch restarts it until it is finished.
 
@@ -53,8 +54,8 @@ def submit(
     ~KEY restores the default. The command starts a controller if none is alive, and waits up to 30 seconds for the
     job id.
     """
-    from orchestrator.config.compose import compose  # omegaconf: only for the verbs that read configurations
-
+    if source is not None and "=" in source:
+        overrides, source = (source, *overrides), None
     if cluster is not None:
         overrides = (*overrides, f"cluster.kind={cluster}")
     if name is not None:
@@ -62,11 +63,11 @@ def submit(
             *overrides,
             f"name={json.dumps(name, ensure_ascii=False)}",
         )  # checked like the key; YAML reads JSON's quotes
-    composed = compose(source, overrides, environ=os.environ)
+    composed, imported = _composed(screen, source, overrides, begin)
     if dry_run or print_sbatch:
         preview(screen, composed, cluster, only_script=print_sbatch and not dry_run)
         return 0
-    launched = launch(screen, composed, cluster, no_controller=no_controller)
+    launched = launch(screen, composed, cluster, no_controller=no_controller, imported=imported)
     if not (wait_ or follow):
         _tell(screen, launched)
         return 0
@@ -81,6 +82,22 @@ def submit(
         raise trouble
     screen.say(f"{row['run']} succeeded: step {progress(row['step'], row['total_steps'], ' of ')}")
     return 0
+
+
+def _composed(
+    screen: Screen, source: str | None, overrides: tuple[str, ...], begin: str | None
+) -> tuple[Any, dict[str, Any] | None]:
+    """The config of the run, and what it begins with."""
+    if begin is not None:
+        from orchestrator.cli.runs.branch import branch  # sqlalchemy, omegaconf
+
+        with open_store() as store:
+            return branch(screen, store, begin, source, overrides)
+    if source is None:
+        raise ConfigError("no configuration is named", hint="orch submit tiny-gpt, or orch submit FILE.yaml")
+    from orchestrator.config.compose import compose  # omegaconf: only for the verbs that read configurations
+
+    return compose(source, overrides, environ=os.environ), None
 
 
 def launch(

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from checkpointing.config import CheckpointConfig
@@ -36,13 +36,14 @@ def committed(config: CheckpointConfig, folder: RunDir) -> list[Entry]:
 
 
 def of_run(seen: Iterable[Entry], run: Run, attempts: Iterable[Attempt]) -> list[Entry]:
-    """Those that this run's attempts have written, and what it began with.
+    """Those that this run's attempts have written, and what it began with, as of an attempt before its first.
 
     A tier outside the run's folder may hold checkpoints of another run that has the same name in another registry.
     """
     writers = {(attempt.number, attempt.nonce) for attempt in attempts}
     begun = PurePath(str((run.identity.get("imported") or {}).get("checkpoint", ""))).name
-    return [entry for entry in seen if (entry.attempt, entry.nonce) in writers or entry.name == begun]
+    own = [entry for entry in seen if (entry.attempt, entry.nonce) in writers]
+    return own + [replace(entry, attempt=0) for entry in seen if entry.name == begun]
 
 
 def expected(places: Iterable[ResolvedTier], known: Iterable[Checkpoint], copies: Iterable[Copy]) -> set[str]:

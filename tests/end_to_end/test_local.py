@@ -147,37 +147,32 @@ def test_cancel_saves_and_ends_all_and_resume_goes_on_from_what_is_whole(user: U
     user.until(lambda: trust() == "CORRUPT", 30, "word of the damaged checkpoint", every=1.0)
 
 
-def test_a_finished_run_goes_on_with_more_steps_on_another_layout(user: User) -> None:
-    run = user.submit("tiny-gpt", *ONE_NODE, "cluster.ranks_per_node=1", "parallel.dp_shard=0", "train.steps=6")["run"]
-    assert user.wait(run) == 0
-    refused = user.run("resume", run, "train.seed=2")
-    assert (refused.returncode, user.status(run)["state"]) == (4, "SUCCEEDED")
-    assert "train.seed cannot change" in refused.stderr
-    assert user.run("resume", run, "train.steps=10", "cluster.ranks_per_node=2", "train.lr=0.001").returncode == 0
-    assert user.wait(run) == 0
-
-    shown = user.show(run)
-    assert (shown["state"], shown["step"], shown["total_steps"]) == ("SUCCEEDED", 10, 10)
-    assert [attempt["resumed_from"] for attempt in shown["attempts"]] == [None, 6]
-    assert steps_of(user, run, 2) == [7, 8, 9, 10]
-    changed = {(item["attempt"], item["key"], item["now"]) for item in shown["config_changes"]}
-    assert changed == {(2, "train.steps", 10), (2, "cluster.ranks_per_node", 2), (2, "train.lr", 0.001)}
-    assert "changed  from attempt 2 on: train.steps 6 -> 10" in user.run("show", run).stdout
-
-
-def test_a_branch_of_a_checkpoint_goes_on_as_its_run_did(user: User) -> None:
-    first = user.submit("tiny-gpt", *ONE_NODE, "train.steps=8")["run"]
+def test_a_finished_run_is_branched_and_goes_on_with_more_steps(user: User) -> None:
+    first = user.submit("tiny-gpt", *ONE_NODE, "train.steps=6")["run"]
     assert user.wait(first) == 0
+    for words in (["resume", first, "train.seed=2"], ["submit", "--from", f"{first}@4", "train.seed=2"]):
+        refused = user.run(*words)
+        assert refused.returncode == 4
+        assert "train.seed cannot" in refused.stderr
+
     second = user.ask("submit", "--from", f"{first}@4", "checkpoint.keep=2")["run"]
+    more = ["train.steps=8", "train.lr=0.001", "cluster.ranks_per_node=1", "parallel.dp_shard=0"]
+    assert user.run("resume", first, *more).returncode == 0
     assert user.wait(second) == 0
-    shown = user.show(second)
-    assert [attempt["resumed_from"] for attempt in shown["attempts"]] == [4]
-    assert (shown["imported"]["source"], shown["imported"]["step"]) == (f"{first}@4", 4)
-    assert [line["step"] for line in user.steps(second)] == [5, 6, 7, 8]
-    assert final(user, second)["weights_digest"] == final(user, first)["weights_digest"]
-    refused = user.run("submit", "--from", f"{first}@4", "train.seed=7")
-    assert refused.returncode == 4
-    assert "train.seed cannot differ" in refused.stderr
+    branched = user.show(second)
+    assert (branched["imported"]["source"], branched["attempts"][0]["resumed_from"]) == (f"{first}@4", 4)
+    assert [line["step"] for line in user.steps(second)] == [5, 6]
+    whole = user.run_dir(first).attempt(1).metrics.with_name("final.json")
+    assert final(user, second)["weights_digest"] == json.loads(whole.read_text())["weights_digest"]
+
+    assert user.wait(first) == 0
+    longer = user.show(first)
+    assert (longer["state"], longer["step"], longer["total_steps"]) == ("SUCCEEDED", 8, 8)
+    assert [attempt["resumed_from"] for attempt in longer["attempts"]] == [None, 6]
+    assert steps_of(user, first, 2) == [7, 8]
+    changed = {(item["attempt"], item["key"]) for item in longer["config_changes"]}
+    assert changed == {(2, word.partition("=")[0]) for word in more}
+    assert "changed  from attempt 2 on: train.steps 6 -> 8" in user.run("show", first).stdout
 
 
 def cancelled(user: User, run: str) -> None:

@@ -1,0 +1,78 @@
+"""`orch submit --from RUN@STEP`: what a new run takes from another one's checkpoint, and what is refused."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpointing.storage.backends import LocalStorage
+from checkpointing.storage.durable import canonical
+from orchestrator.config.compose import compose
+from orchestrator.states import Trust
+from tests.checkpointing.made_checkpoint import make
+from tests.orchestrator.cli.conftest import Seeds, Type
+
+NONCE = "0123abcd"
+
+
+def place(seeds: Seeds, run: str) -> Path:
+    return seeds.root / run / "checkpoints"
+
+
+@pytest.fixture
+def run(seeds: Seeds, tmp_path: Path) -> str:
+    """A run with a checkpoint of step 50, saved with the first config, and a second attempt with another one."""
+    name = seeds.run()
+    place(seeds, name).mkdir(parents=True)
+    make(LocalStorage(place(seeds, name)), 50, nonce=NONCE, now=time.time())
+    data = compose("tiny-gpt", [f"cluster.root={seeds.root}"]).data
+    data["data"]["path"] = str(tmp_path)
+    (seeds.root / name / "config.json").write_bytes(canonical(data))
+    second = seeds.root / name / "attempts" / "002"
+    second.mkdir(parents=True)
+    (second / "config.json").write_bytes(canonical({**data, "train": {**data["train"], "lr": 0.9}}))
+    return name
+
+
+def preview(orch: Type, *words: str) -> dict[str, Any]:
+    shown = orch("submit", *words, "--dry-run", "--json")
+    assert shown.code == 0, shown.err
+    return dict(shown.data["config"])
+
+
+def test_a_branch_has_the_config_that_the_checkpoint_was_saved_with(orch: Type, seeds: Seeds, run: str) -> None:
+    config = preview(orch, "--from", f"{run}@50", "train.warmup_steps=3")
+    assert (config["name"], config["train"]["lr"], config["train"]["warmup_steps"]) == ("tiny-gpt", 0.003, 3)
+
+
+def test_a_branch_may_have_a_preset_of_its_own(orch: Type, seeds: Seeds, run: str) -> None:
+    config = preview(orch, "tiny-gpt", "train.lr=0.5", "--from", f"{run}@50", "--name", "probe")
+    assert (config["name"], config["train"]["lr"]) == ("probe", 0.5)
+
+
+@pytest.mark.parametrize("key", ["model.layers=7", "train.seed=9", "train.batch_size=64", "data.shuffle=false"])
+def test_what_does_not_fit_the_checkpoint_is_refused(orch: Type, seeds: Seeds, run: str, key: str) -> None:
+    refused = orch("submit", "--from", f"{run}@50", key, "--dry-run")
+    assert refused.code == 4
+    assert f"{key.partition('=')[0]} cannot differ from the checkpoint's run" in refused.err
+
+
+def test_nothing_begins_with_a_corrupt_checkpoint(orch: Type, seeds: Seeds, run: str) -> None:
+    seeds.checkpoint(run, 50, Trust.CORRUPT)
+    refused = orch("submit", "--from", f"{run}@50", "--dry-run")
+    assert refused.code == 7
+    assert "is CORRUPT" in refused.err
+
+
+def test_a_checkpoint_without_its_run_has_no_config(orch: Type, seeds: Seeds, tmp_path: Path) -> None:
+    make(LocalStorage(tmp_path), 50, nonce=NONCE)
+    refused = orch("submit", "--from", tmp_path / f"step-00000050.001-{NONCE}", "--dry-run")
+    assert refused.code == 4
+    assert "not in a run's folder that is visible here" in refused.err
+
+
+def test_a_run_needs_a_config_or_a_checkpoint(orch: Type) -> None:
+    nothing = orch("submit", "train.steps=5", "--dry-run")
+    assert nothing.code == 2
+    assert "no configuration is named" in nothing.err

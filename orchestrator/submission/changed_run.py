@@ -1,5 +1,6 @@
 """What a person changes of a run that goes on: checked against the contract before anything is written."""
 
+import sys
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -8,9 +9,10 @@ from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import Precondition
 from orchestrator.registry.records import Run
 from orchestrator.registry.store import Store
+from orchestrator.scheduler.job_environment import Submitter
 from orchestrator.states import RunState
 from orchestrator.submission import user_code
-from orchestrator.submission.resume_contract import Change, config_changes, identity_changes, require
+from orchestrator.submission.resume_contract import Change, check_keys, config_changes, identity_changes, require
 from orchestrator.submission.run_identity import code, environment
 from trainer.contract.config import build
 
@@ -20,6 +22,7 @@ def resume_request(store: Store, run: Run, overrides: Sequence[str], accepted: C
 
     Raises ConfigError, and Precondition where the contract refuses. What is typed is accepted.
     """
+    check_keys(accepted)
     data = store.config(run.config_digest)
     changes: list[Change] = []
     if overrides:
@@ -40,8 +43,12 @@ def resume_request(store: Store, run: Run, overrides: Sequence[str], accepted: C
 
 
 def _identity(run: Run, config: RunConfig) -> dict[str, Any]:
-    """Code and environment as they are now."""
-    now = {"code": code(config), "env": environment(run.cluster)}
+    """Code and environment as they are now, as far as this interpreter is the one that jobs of the run have."""
+    now: dict[str, Any] = {"code": code(config)}
+    if Submitter.of(run.identity).python == sys.executable:
+        now["env"] = environment(run.cluster)
+    else:
+        now["code"]["orch"] = run.identity.get("code", {}).get("orch")
     if config.workload.snapshot:  # the job trains from the copy that was made when the run was submitted
         now["code"]["user"] = run.identity.get("code", {}).get("user")
     return now

@@ -2,13 +2,14 @@
 field. Pure.
 """
 
+import difflib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from orchestrator.config.compose import diff
-from orchestrator.errors import Precondition
+from orchestrator.errors import ConfigError, Precondition
 
 
 class Rule(StrEnum):
@@ -150,8 +151,8 @@ IDENTITY: Mapping[str, Term] = {
     "env.torch": _STACK,
     "env.packages": _STACK,
     "env.slurm": _PLACE,
-    "env.driver": _STACK,
-    "env.variables": _STACK,
+    "env.driver": _PLACE,  # the login node's
+    "env.variables": _PLACE,  # jobs have those of their submitter's shell
     "data.path": _PLACE,
     "data.fingerprint": _OTHER_DATA,
     "data.tokens": _PLACE,
@@ -194,6 +195,16 @@ def identity_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
 
 COMPUTING = ("torch", "nvidia-", "triton", "cuda", "numpy", "transformers", "flash", "apex", "xformers", "deepspeed")
 """How the names of packages begin that compute; what other packages are installed changes no number."""
+
+
+def check_keys(accepted: Collection[str]) -> None:
+    """Raises ConfigError for a key that no change can have, with the nearest right one."""
+    known = sorted({*CONFIG, *IDENTITY})
+    for key in accepted:
+        if not any(name in CONFIG for name in _above(key)) and key not in IDENTITY:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean --accept {near[0]}?" if near else "orch names the key when it asks for one"
+            raise ConfigError(f"there is no key {key} to accept", where="--accept", hint=hint)
 
 
 def require(changes: Collection[Change], accepted: Collection[str]) -> None:

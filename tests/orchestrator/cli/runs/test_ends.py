@@ -156,6 +156,27 @@ def test_resume_wants_a_word_for_other_code(
     assert run.asked()["identity"]["env"]["torch"] == "9.9"
 
 
+def test_what_another_interpreter_has_is_not_compared(
+    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Jobs of the run have the interpreter that it was submitted with, whoever types `orch resume`."""
+    run = Resumable(seeds, tmp_path)
+    identity = run.store.run(run.name).identity
+    job = {"python": "/opt/other/bin/python", "package_root": "", "variables": {}}
+    run.store.note_run(run.name, epoch=seeds.epoch, now=1.0, identity={**identity, "job": job})
+    monkeypatch.setattr(changed_run, "environment", lambda kind: {**environment(kind), "torch": "9.9"})
+    assert orch("resume", run.name, "--no-controller").code == 0
+
+
+def test_a_key_that_cannot_be_accepted_is_named(
+    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path
+) -> None:
+    run = Resumable(seeds, tmp_path)
+    refused = orch("resume", run.name, "--accept", "code.usr")
+    assert refused.code == 2
+    assert "did you mean --accept code.user?" in refused.err
+
+
 def test_a_finished_run_goes_on_with_more_steps_only(
     orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path
 ) -> None:

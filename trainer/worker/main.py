@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import setproctitle
 import torch
@@ -125,6 +125,7 @@ def _restore_and_train(
         lazy=config.checkpoint.staging.mode == "lazy",
         skip=skip,
         warn=_warner(journal, spec.rank),
+        on_other_software=_on_other_software(journal, spec.rank),
     )
     _seed_by_data(config.train.seed, objects.layout)
     cell.update(phase=Phase.RESTORE)
@@ -161,6 +162,16 @@ def _warner(journal: Journal, rank: int) -> Callable[[int, str], None]:
             journal.event(EventKind.CHECKPOINT_INCOMPLETE, step=step, reason=reason)
 
     return warn
+
+
+def _on_other_software(journal: Journal, rank: int) -> Callable[[int, dict[str, Any]], None]:
+    """Rank 0 reports what the checkpoint was made with that is different now."""
+
+    def report(step: int, changes: dict[str, Any]) -> None:
+        if rank == 0:
+            journal.event(EventKind.CHECKPOINT_SOFTWARE, step=step, changes=changes)
+
+    return report
 
 
 def _seed_by_data(seed: int, layout: mesh.Layout) -> None:

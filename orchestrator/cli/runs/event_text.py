@@ -95,6 +95,11 @@ def _source(data: dict[str, Any]) -> str:
     return "memory, " if data.get("tier") == "memory" else ""
 
 
+def _software(data: dict[str, Any]) -> str:
+    changes = ", ".join(f"{name} {before} -> {now}" for name, (before, now) in data["changes"].items())
+    return f"checkpoint {data['step']} was made with other software, numbers may differ: {changes}"
+
+
 _DESCRIPTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     EventKind.ATTEMPT_STARTED: lambda d: f"started, job {d['job_id']} on {','.join(d['nodes'])}, {d['world']} ranks",
     EventKind.AGENT_LOST: lambda d: f"lost the agent of {d['name']}: {d['reason']}",
@@ -116,6 +121,7 @@ _DESCRIPTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     EventKind.CHECKPOINT_REFUSED: lambda d: f"checkpoint {d['step']}{_of(d)} is not used: {d['reason']}",
     EventKind.CHECKPOINT_RESTORED: lambda d: f"resumed from {_source(d)}step {d['step']}",
     EventKind.CHECKPOINT_INCOMPLETE: lambda d: f"checkpoint {d['step']} does not hold everything: {d['reason']}",
+    EventKind.CHECKPOINT_SOFTWARE: _software,
     EventKind.CHECKPOINT_SKIPPED: lambda d: f"step {d['step']} is not saved: {d['reason']}",
     EventKind.CHECKPOINT_RETRIED: lambda d: f"saving step {d['step']} is tried again: {d['reason']}",
     EventKind.CHECKPOINT_DOUBTED: lambda d: f"step {d['step']} is saved, but looks wrong: {d['reason']}",

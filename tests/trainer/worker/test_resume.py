@@ -48,6 +48,18 @@ def test_a_killed_run_ends_with_the_same_bits(make_run, undisturbed, world, para
         assert loss == calm.losses()[step]
     for key in ("step", "loss", "weights_digest"):
         assert hurt.final()[key] == calm.final()[key]
+    assert events(hurt, EventKind.CHECKPOINT_SOFTWARE) == []
+
+
+def test_a_checkpoint_that_was_made_with_other_software_is_reported(make_run):
+    run = make_run(1, train={"steps": 4})
+    run.train()
+    config = json.loads(run.dir.config.read_text())
+    config["cluster"]["cpus_per_task"] = 2
+    run.dir.config.write_text(json.dumps(config))
+    assert run.train()["codes"] == [0], run.log()
+    (event,) = events(run, EventKind.CHECKPOINT_SOFTWARE)
+    assert event.data == {"step": 4, "changes": {"threads": [1, 2]}}
 
 
 def test_a_killed_peer_is_a_secondary_failure_and_the_drill_is_reported(make_run):

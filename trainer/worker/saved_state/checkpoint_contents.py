@@ -1,5 +1,6 @@
 """What is in a checkpoint: named tensors to be filled in place, and a few plain facts."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -37,8 +38,9 @@ def _own_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def facts(
-    *, step: int, consumed: int, left_out: int, loss: float, config_digest: str, seed: int, fingerprint: str | None
-) -> dict[str, Any]:
+    *, step: int, consumed: int, left_out: int, loss: float, config_digest: str, seed: int, fingerprint: str | None,
+    software: Mapping[str, Any],
+) -> dict[str, Any]:  # fmt: skip
     """The plain part of a checkpoint; `fingerprint` is that of the data, None when the data has none.
 
     `left_out`: batches before the position `consumed` that no step was trained with.
@@ -51,4 +53,5 @@ def facts(
         "config_digest": config_digest,
         "seed": seed,
         "fingerprint": fingerprint,
+        "software": dict(software),
     }

@@ -13,6 +13,7 @@ from trainer.worker.saved_state.rng_state import pack_rng, rng_name, unpack_rng
 from trainer.worker.saved_state.state_inventory import StateInventory
 from trainer.worker.saved_state.unsaved_attributes import UnsavedAttributes
 from trainer.worker.saved_state.workload_state import WorkloadState
+from trainer.worker.startup.software import differences, software
 from trainer.worker.train_objects import TrainObjects
 from trainer.worker.workload import WorkloadError
 
@@ -50,7 +51,7 @@ class SaveFailed(OSError):
     """The save that the run must not end without did not happen; the event `checkpoint.failed` says why."""
 
 
-def _ignore_warning(step: int, reason: str) -> None:
+def _ignore_warning(step: int, reason: Any) -> None:
     """The caller does not want it."""
 
 
@@ -60,15 +61,18 @@ class TrainState:
     def __init__(
         self, objects: TrainObjects, *, config_digest: str, seed: int, lazy: bool = False, skip: Collection[int] = (),
         warn: Callable[[int, str], None] = _ignore_warning,
+        on_other_software: Callable[[int, dict[str, Any]], None] = _ignore_warning,
     ) -> None:  # fmt: skip
         """Make it when model and optimizer are new. `skip`: positions in the data that are skipped.
 
+        `on_other_software` gets the step of a restored checkpoint and what it was made with that is different now.
         `warn` gets a step and a reason, once each: what of its state is not saved, or could not be restored.
         """
         model, optimizer, rank, device = objects.model, objects.optimizer, objects.layout.rank, objects.layout.device
         self._model, self._optimizer, self._data = model, optimizer, objects.data
         self._rank, self._rng, self._device = rank, rng_name(rank), device
         self._config_digest, self._seed, self._skip = config_digest, seed, skip
+        self._software, self._on_other_software = software(device), on_other_software
         self._optimizer_state = OptimizerState(model, optimizer)
         self._workload_state = WorkloadState(objects.workload, model, device)
         self._attributes = UnsavedAttributes(
@@ -92,6 +96,7 @@ class TrainState:
             config_digest=self._config_digest,
             seed=self._seed,
             fingerprint=getattr(self._data, "fingerprint", None),
+            software=self._software,
         )
         tensors = self._inventory.tensors()
         return saver.save(self.step, tensors, extra, self._facts(tensors))
@@ -140,6 +145,8 @@ class TrainState:
             self._optimizer_state.reset()
             return
         self._check_identity(restored.extra)
+        if changes := differences(restored.extra.get("software"), self._software):
+            self._on_other_software(restored.step, changes)
         absent = set(restored.absent)
         for (key, buffer), other in zip(buffers.items(), first.values(), strict=True):
             if key in absent:

@@ -22,6 +22,8 @@ SAID: list[tuple[EventKind, dict[str, Any], str]] = [
     (EventKind.CHECKPOINT_REFUSED, {"step": 20, "name": "a", "reason": "torn"}, "checkpoint 20 is not used: torn"),
     (EventKind.CHECKPOINT_INCOMPLETE, {"step": 20, "reason": "workload.k is not saved"},
      "checkpoint 20 does not hold everything: workload.k is not saved"),
+    (EventKind.CHECKPOINT_SOFTWARE, {"step": 20, "changes": {"torch": ["2.12", "2.13"], "nccl": [None, "2.27"]}},
+     "checkpoint 20 was made with other software, numbers may differ: torch 2.12 -> 2.13, nccl None -> 2.27"),
     (EventKind.CHECKPOINT_SKIPPED, {"step": 20, "reason": "no free copy"}, "step 20 is not saved: no free copy"),
     (EventKind.CHECKPOINT_RETRIED, {"step": 20, "reason": "disk full"}, "saving step 20 is tried again: disk full"),
     (EventKind.CHECKPOINT_FAILED, {"step": 20, "reason": "disk full"}, "saving step 20 failed: disk full"),

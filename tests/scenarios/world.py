@@ -1,6 +1,7 @@
 """One run in a simulated cluster: a model Slurm, a controller that may die anywhere, and what must always hold."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -67,6 +68,7 @@ class World:
         self.files = HungFiles()
         self.lives = 0
         self.reports: list[TickReport] = []
+        self._checked: set[tuple[Path, int, int]] = set()  # launch tokens by file: a new one is a new file
         self.start_controller()
 
     # -- the controller
@@ -207,10 +209,16 @@ class World:
     def _check_inheritance(self) -> None:
         for attempt in self.attempts[-3:]:
             go = self.folder.attempt(attempt.number).go
-            if go.is_file() and not go.with_name(f"{go.name}.revoked").exists():
+            try:
+                about = os.stat(go)
+            except FileNotFoundError:
+                continue
+            version = (go, about.st_ino, about.st_mtime_ns)
+            if version not in self._checked and not go.with_name(f"{go.name}.revoked").exists():
                 token = LaunchToken.read(go)
                 numbers = [int(name.split(".")[1].partition("-")[0]) for name in token.checkpoints]
                 assert all(number < token.attempt for number in numbers), token
+                self._checked.add(version)
 
     def _check_fence(self) -> None:
         """No commit of an attempt after a later one was let go."""

@@ -119,7 +119,7 @@ def _stored(name: str) -> dict[str, Any] | None:
         try:
             digest = store.run(name).config_digest
         except NotFound:
-            digests = {run.config_digest for run in store.runs()} if len(name) >= DIGITS else set()
+            digests = store.config_digests() if len(name) >= DIGITS else set()
             digest = next((item for item in digests if item.startswith(name)), name)
         try:
             return store.config(digest)

@@ -3,7 +3,7 @@
 import hashlib
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,17 +47,45 @@ def compose(source: str, overrides: Sequence[str] = (), *, environ: Mapping[str,
 def recompose(data: dict[str, Any], overrides: Sequence[str], *, environ: Mapping[str, str] = os.environ) -> Composed:
     """The config of a submitted run with overrides; raises ConfigError as `compose` does.
 
-    Its text was tokenized into `data.path` when it was submitted: what it reads since then is that.
+    Its text was tokenized into `data.path` and its code copied when it was submitted: neither is looked for again.
+    Keys that this orch does not know any more are left out.
     """
-    origin = "the run's configuration"
+    gone = {("data", "text")} if data.get("data", {}).get("path") else set()
+    gone |= {("workload", "path")} if data.get("workload", {}).get("snapshot") else set()
     found = [
-        Assignment(path=tuple(key.split(".")), value=value, origin=origin)
-        for key, value in flat(data).items()
-        if value != {} and (key != "data.text" or not data["data"]["path"])
+        Assignment(path=path, value=_literal(value), origin="the run's configuration")
+        for path, value in _values(data, RunConfig, ())
+        if path not in gone
     ]
     composed = _composed([*found, *layers.from_overrides(overrides)], environ)
-    read = {**composed.data["data"], "text": composed.data["data"]["text"] or data["data"]["text"]}
-    return replace(composed, data=(whole := {**composed.data, "data": read}), digest=_digest(whole))
+    whole = dict(composed.data)
+    for section, name in gone:
+        whole[section] = {**whole[section], name: whole[section][name] or data[section].get(name, [])}
+    return replace(composed, data=whole, digest=_digest(whole))
+
+
+def _values(data: Mapping[str, Any], kind: Any, above: keys.Path) -> Iterator[tuple[keys.Path, Any]]:
+    """Every value of a resolved config under its path; an entry of an open map may have dots in its name."""
+    for name, value in data.items():
+        path = (*above, str(name))
+        if keys.is_section(kind):
+            if name in keys.section(kind):
+                inner = keys.section(kind)[name]
+                known = keys.is_section(inner) or keys.is_open(inner)
+                yield from _values(value, inner, path) if known else [(path, value)]
+        elif isinstance(value, dict) and value:
+            yield from _values(value, Any, path)
+        else:
+            yield path, value
+
+
+def _literal(value: Any) -> Any:
+    """As it must be written so that a `${` in it, which is no reference any more, stays as it is."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", lambda match: f"{match[1] * 2}\\${{", value)
+    if isinstance(value, dict):
+        return {key: _literal(item) for key, item in value.items()}
+    return [_literal(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _composed(assignments: Sequence[Assignment], environ: Mapping[str, str]) -> Composed:
@@ -81,8 +109,13 @@ def _digest(data: dict[str, Any]) -> str:
 def diff(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Where two resolved configs differ: dotted key -> (before, after), None for a key that is not there."""
     old, new = flat(before), flat(after)
-    changed = [key for key in dict.fromkeys([*old, *new]) if old.get(key) != new.get(key)]
+    changed = [key for key in dict.fromkeys([*old, *new]) if _text(old, key) != _text(new, key)]
     return {key: (old.get(key), new.get(key)) for key in changed}
+
+
+def _text(values: dict[str, Any], key: str) -> bytes | None:
+    """A value as it is written: 1 is not true, and null is not absent."""
+    return canonical({key: values[key]}) if key in values else None
 
 
 def flat(data: dict[str, Any], prefix: keys.Path = ()) -> dict[str, Any]:

@@ -189,6 +189,10 @@ class Lease:
     scheduler: str = ""  # the instance whose runs it is for; empty: all runs
 
 
+REFUSED = "refused: "
+"""How the answer to a request begins that was not followed, though it could have been."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class UserRequest:
     """A request of a person to the controller; verb is `cancel`, `resume` or `release` (a node)."""

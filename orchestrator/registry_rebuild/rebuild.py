@@ -21,7 +21,7 @@ from orchestrator.registry.operations.run_record import Record
 from orchestrator.registry.records import Checkpoint, Lease
 from orchestrator.registry.store import Store
 from orchestrator.registry_rebuild.salvage import salvage
-from orchestrator.states import Trust
+from orchestrator.states import LIVE_RUNS, RunState, Trust
 from trainer.contract.config import build
 from trainer.contract.launch_token import LaunchToken
 from trainer.contract.run_dir import RunDir
@@ -140,7 +140,9 @@ def _with_configs(folder: RunDir, record: Record, *, recorded: bool) -> Found:
     configs: dict[str, dict[str, Any]] = {}
 
     def digest_of(number: int) -> str:
-        config = read_json(folder.config_of(number))
+        begun = (folder.attempt(number).path / "intent.json").exists()
+        # What was about to be begun has no file yet: it would have had the run's config.
+        config = read_json(folder.config_of(number if begun or number == 1 else number - 1))
         build(RunConfig, config)  # refused by the rules of today: no controller could serve it
         digest = hashlib.sha256(canonical(config)).hexdigest()
         configs[digest] = config
@@ -150,7 +152,11 @@ def _with_configs(folder: RunDir, record: Record, *, recorded: bool) -> Found:
     if not recorded or record.run.config_digest not in configs:
         newest = attempts[-1].config_digest
         steps = 0 if configs[newest].get("command") else configs[newest]["train"]["steps"]
-        record = replace(record, run=replace(record.run, config_digest=newest, total_steps=steps))
+        run = replace(record.run, config_digest=newest, total_steps=steps)
+        if recorded and run.state in LIVE_RUNS:
+            lost = "rebuilt, but a change of its configuration is lost: orch resume RUN KEY=VALUE makes it again"
+            run = replace(run, state=RunState.HELD, reason=lost.replace("RUN", run.name))
+        record = replace(record, run=run)
     return Found(folder=folder, configs=configs, record=replace(record, attempts=attempts))
 
 

@@ -2,8 +2,10 @@
 
 import sys
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
+from checkpointing.config import RUN
 from orchestrator.config.compose import recompose
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import Precondition
@@ -28,24 +30,40 @@ def resume_request(store: Store, run: Run, overrides: Sequence[str], accepted: C
     if overrides:
         # Keys that a newer orch has added are no change of anybody's.
         before, now = recompose(data, []), recompose(data, overrides)
-        user_code.check(now.config)
-        config, changes, data = now.config, config_changes(before.data, now.data), now.data
+        if not now.config.workload.snapshot:
+            user_code.check(now.config)
+        _require_tiers(before.config, now.config)
+        config, data = now.config, now.data
+        changes = config_changes(before.data, now.data)
     else:
         made = build(RunConfig, data)
         assert isinstance(made, RunConfig)
         config = made
-    identity = _identity(run, config)
+    identity = current_identity(run, config)
     differs = identity_changes(run.identity, identity)
     require([*changes, *differs], {change.key for change in changes} | set(accepted))
-    _require_more_steps(run, config)
-    asked: dict[str, Any] = {"config": store.put_config(data)} if changes else {}
+    _require_more_steps(run, config, changes)
+    # `base`: somebody else may change the run before this is answered.
+    asked: dict[str, Any] = {"config": store.put_config(data), "base": run.config_digest} if changes else {}
     return asked | ({"identity": identity} if differs else {})
 
 
-def _identity(run: Run, config: RunConfig) -> dict[str, Any]:
+def _require_tiers(before: RunConfig, now: RunConfig) -> None:
+    """What lies in a tier that is no longer named would not be found, and the run would begin from nothing."""
+    kept = {tier.path for tier in now.checkpoint.tiers} or {RUN}
+    for path in [tier.path for tier in before.checkpoint.tiers] or [RUN]:
+        if path not in kept:
+            raise Precondition(
+                f"checkpoint.tiers lacks {path}, where the run has checkpoints",
+                where="checkpoint.tiers",
+                hint=f"leave {{path: {path}}} in the list; others may be added",
+            )
+
+
+def current_identity(run: Run, config: RunConfig) -> dict[str, Any]:
     """Code and environment as they are now, as far as this interpreter is the one that jobs of the run have."""
-    now: dict[str, Any] = {"code": code(config)}
-    if Submitter.of(run.identity).python == sys.executable:
+    now: dict[str, Any] = {"code": code(config, Path(run.identity.get("submit_dir", "")))}
+    if Submitter.of(run.identity).python == sys.executable and not config.cluster.python:
         now["env"] = environment(run.cluster)
     else:
         now["code"]["orch"] = run.identity.get("code", {}).get("orch")
@@ -54,8 +72,16 @@ def _identity(run: Run, config: RunConfig) -> dict[str, Any]:
     return now
 
 
-def _require_more_steps(run: Run, config: RunConfig) -> None:
-    if run.state is not RunState.SUCCEEDED or (config.train.steps > run.total_steps and not config.command):
+def _require_more_steps(run: Run, config: RunConfig, changes: Collection[Change]) -> None:
+    finished = run.state is RunState.SUCCEEDED
+    if config.train.steps > (run.total_steps if finished else run.step) and not (finished and config.command):
         return
-    hint = "" if config.command else f"orch resume {run.name} train.steps={2 * run.total_steps} goes on from there"
-    raise Precondition(f"{run.name} is SUCCEEDED: it has finished", where=run.reason, hint=hint)
+    if finished:
+        hint = "" if config.command else f"orch resume {run.name} train.steps={2 * run.total_steps} goes on from there"
+        raise Precondition(f"{run.name} is SUCCEEDED: it has finished", where=run.reason, hint=hint)
+    if any(change.key == "train.steps" for change in changes):
+        raise Precondition(
+            f"train.steps={config.train.steps}: the run has trained more already",
+            where=f"{run.name} is at step {run.step}",
+            hint=f"train.steps={run.step + 1} or more, or orch submit --from {run.name}@STEP",
+        )

@@ -176,11 +176,15 @@ class Change:
 
 
 def config_changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
-    """Where two resolved configs differ, each with its rule; that an open map is no longer empty its entries show."""
+    """Where two resolved configs differ, each with its rule."""
+    changes = [
+        Change(key=key, before=old, now=new, term=_term(key, now)) for key, (old, new) in diff(before, now).items()
+    ]
+    # That an open map is no longer empty, or is now, its entries show.
     return [
-        Change(key=key, before=old, now=new, term=_term(key))
-        for key, (old, new) in diff(before, now).items()
-        if {} not in (old, new)
+        change
+        for change in changes
+        if {} not in (change.before, change.now) or not any(one.key.startswith(f"{change.key}.") for one in changes)
     ]
 
 
@@ -225,9 +229,11 @@ def require(changes: Collection[Change], accepted: Collection[str]) -> None:
         )
 
 
-def _term(key: str) -> Term:
-    """The rule of a key, or of the open map that it is an entry of."""
-    return next(CONFIG[name] for name in _above(key) if name in CONFIG)
+def _term(key: str, now: Mapping[str, Any]) -> Term:
+    """The rule of a key, or of the open map that it is an entry of; a key that is known no more has no effect."""
+    if key == "workload.path" and now["workload"]["snapshot"]:
+        return CONFIG["workload.snapshot"]
+    return next((CONFIG[name] for name in _above(key) if name in CONFIG), _PLACE)
 
 
 def _above(key: str) -> Iterator[str]:

@@ -40,14 +40,18 @@ def identify(
     }
 
 
-def code(config: RunConfig) -> dict[str, Any]:
-    """orch's own version and content, and every folder or script of the user's."""
-    places = [Path(folder).expanduser() for folder in config.workload.path]
-    places += [Path(word) for word in config.command if word.endswith(".py") and Path(word).is_file()]
+def code(config: RunConfig, folder: Path | None = None) -> dict[str, Any]:
+    """orch's own version and content, and every folder or script of the user's.
+
+    `folder`: where the run was submitted, from which scripts are meant; this process's by default.
+    """
+    beside = folder or Path()
+    places = [Path(place).expanduser() for place in config.workload.path]
+    places += [Path(word) for word in config.command if word.endswith(".py") and (beside / word).is_file()]
     ours = [_ROOT / package for package in ("trainer", "checkpointing")]
     return {
         "orch": {"version": _version("orch"), "sha256": digest(ours)},
-        "user": [_place(place) for place in places],
+        "user": [{**_place(beside / place), "path": str(place)} for place in places],
     }
 
 

@@ -122,6 +122,8 @@ class MemoryStore:
         return list(self._nodes.values())
 
     def config(self, digest: str) -> dict[str, Any]:
+        if digest not in self._configs:
+            raise NotFound(f"no config {digest}")
         return self._configs[digest]
 
     def leases(self) -> list[Lease]:

@@ -125,6 +125,25 @@ def test_a_run_that_was_never_submitted_starts_with_what_a_person_changed(tmp_pa
     assert (world.run.step, world.attempts[-1].config_digest) == (20, shorter)
 
 
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        ({"base": "another"}, "the configuration of sim-1 has changed since this was typed"),
+        ({"config": "f" * 64}, "the new configuration cannot be read"),
+    ],
+)
+def test_a_change_that_cannot_be_made_is_refused(tmp_path: Path, args: dict[str, str], why: str) -> None:
+    world = World(tmp_path)
+    assert world.finish().state is RunState.SUCCEEDED
+    longer = world.store.put_config(config(steps=60))
+    world.store.add_user_request(world.name, "resume", {"config": longer, **args}, 0.0)
+    world.turns(1)
+    (request,) = world.store.user_requests(pending=False)
+    assert request.answer.startswith("refused: ")
+    assert why in request.answer
+    assert (world.run.state, world.run.total_steps) == (RunState.SUCCEEDED, 40)
+
+
 def test_asks_that_make_no_sense_are_answered(tmp_path: Path) -> None:
     world = World(tmp_path)
     training(world, 5)

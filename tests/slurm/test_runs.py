@@ -15,7 +15,7 @@ SMALL = [
     "cluster.nodes=2", "cluster.ranks_per_node=2", "cluster.cpus_per_task=2", "cluster.partition=low",
     "cluster.time=10", "recovery.backoff=0.5", "train.steps=40", "checkpoint.every=8",
 ]  # fmt: skip
-ONE_NODE = [*SMALL, "cluster.nodes=1"]
+ONE_NODE = [*SMALL, "cluster.nodes=1", "parallel.tp=1"]
 ONE_RANK_EACH = [*SMALL, "cluster.ranks_per_node=1", "parallel.tp=1"]
 SLOWLY = "drill.events=[{kind: slow-rank, rank: 1, step: 2, generation: 0, attempt: 1, value: 0.5}]"
 """The first attempt takes its time, so that something can happen to it, and leaves the processors to others."""

@@ -116,11 +116,14 @@ def _restore_and_train(
     journal = Journal(run_dir.attempt(spec.attempt), spec)
     go = run_dir.attempt(spec.attempt).go
     token = LaunchToken.read(go)
+    digest = config_digest(run_dir.config_of(spec.attempt))
+    if token.config_digest not in ("", digest):
+        raise workload.WorkloadError(f"{run_dir.config_of(spec.attempt)} was edited while its job runs")
     saver = _checkpointer(spec, config, run_dir, token, key, journal.checkpoint)
     skip = _skipped_positions(spec, run_dir)
     train_state = TrainState(
         objects,
-        config_digest=config_digest(run_dir.config_of(spec.attempt)),
+        config_digest=digest,
         seed=config.train.seed,
         lazy=config.checkpoint.staging.mode == "lazy",
         skip=skip,

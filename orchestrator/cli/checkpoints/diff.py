@@ -132,13 +132,14 @@ def _share(value: float | None) -> str:
 
 def _settings(left: Target, right: Target) -> list[dict[str, Any]]:
     """Keys in which the configurations of the two runs differ, where both are known."""
-    if left.run_dir is None or right.run_dir is None or left.run_dir == right.run_dir:
+    files = [target.config_file for target in (left, right)]
+    if None in files:
         return []
     from checkpointing.storage.durable import read_json
     from orchestrator.config import compose
 
     try:
-        first, second = read_json(left.run_dir.config), read_json(right.run_dir.config)
+        first, second = (read_json(file) for file in files if file is not None)
     except (OSError, ValueError):
         return []
     changed = compose.diff(first, second)

@@ -116,7 +116,7 @@ def import_(
     words = [f"cluster.kind={cluster}"] if cluster else []
     words += [f"name={json.dumps(name, ensure_ascii=False)}"] if name else []
     composed = compose(preset, (*overrides, *words), environ=os.environ)
-    _check_config(composed.config, preset)
+    check_config(composed.config, preset)
     with nullcontext() if dry_run else _staging(composed.config.cluster.root) as staging:
         brought = _brought(screen, source, composed.config, staging, weights_only=weights_only)
         if staging is None:
@@ -126,7 +126,8 @@ def import_(
     _tell_import(screen, brought, launched)
 
 
-def _check_config(config: Any, preset: str) -> None:
+def check_config(config: Any, preset: str) -> None:
+    """Raises ConfigError for a run that could not begin with a checkpoint in its own folder."""
     from checkpointing.config import RUN
 
     if config.command:

@@ -44,6 +44,14 @@ class Target:
         return parts.step if parts else None
 
     @property
+    def config_file(self) -> Path | None:
+        """The file with the configuration that it was saved with, where its run's folder is known."""
+        from checkpointing.format.commit import parse_name
+
+        parts = parse_name(self.name)
+        return self.run_dir.config_of(parts.attempt) if self.run_dir is not None and parts is not None else None
+
+    @property
     def config(self) -> Any:
         """The configuration of the run that it belongs to (`JobConfig`), None where that is not known."""
         return None if self.run_dir is None else read_config(self.run_dir)

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shutil
 from pathlib import Path
 
 import psutil
@@ -32,6 +33,10 @@ def damage_newest(folder: RunDir) -> tuple[int, Path]:
     files = [path for path in (folder.checkpoints / newest.name).rglob("*") if path.is_file()]
     largest = max(files, key=lambda path: path.stat().st_size)
     middle = largest.stat().st_size // 2
+    if largest.stat().st_nlink > 1:  # another run begins with the same file: it keeps the good one
+        own = largest.with_name(f"{largest.name}.own")
+        shutil.copyfile(largest, own)
+        os.replace(own, largest)
     descriptor = os.open(largest, os.O_RDWR | os.O_CLOEXEC)
     try:
         before = os.pread(descriptor, _DAMAGE, middle)

@@ -6,15 +6,18 @@ import os
 from pathlib import Path
 from typing import Any
 
-from checkpointing.format.commit import parse_name
 from checkpointing.storage.durable import read_json
+from orchestrator.cli.checkpoints.export_import import check_config
 from orchestrator.cli.checkpoints.target import Target, find_one
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.config.compose import Composed, compose, recompose
-from orchestrator.errors import CheckpointInvalid, ConfigError, Precondition
+from orchestrator.config.run_config import RunConfig
+from orchestrator.errors import CheckpointInvalid, NotFound, Precondition
 from orchestrator.registry.store import Store
 from orchestrator.states import Trust
-from orchestrator.submission.resume_contract import Rule, config_changes
+from orchestrator.submission.changed_run import current_identity
+from orchestrator.submission.resume_contract import Rule, config_changes, identity_changes
+from trainer.contract.config import build
 
 OWN_FOLDER = ("name", "cluster.kind", "cluster.root", "workload.snapshot")
 """Keys that a run which goes on cannot change, and a new one may: it has a folder of its own."""
@@ -29,10 +32,9 @@ def branch(
     """
     chosen = find_one(words, screen.warn)
     before = _config(chosen, words)
-    _require_sound(store, chosen)
+    _require_sound(screen, store, chosen)
     composed = compose(preset, overrides, environ=os.environ) if preset else recompose(before, overrides)
-    if composed.config.command:
-        raise ConfigError("a run of a torchrun script loads its checkpoints itself", where=words)
+    check_config(composed.config, words)
     now = composed.data
     if now["data"]["text"] == before["data"]["text"] and not now["data"]["path"]:  # the same text gives the same tokens
         now = {**now, "data": {**now["data"], "path": before["data"]["path"]}}
@@ -48,17 +50,34 @@ def branch(
 
 
 def _config(chosen: Target, words: str) -> dict[str, Any]:
-    """The config that the checkpoint was saved with."""
-    parts = parse_name(chosen.name)
-    if chosen.run_dir is None or parts is None or not chosen.shared or not Path(chosen.path).is_dir():
+    """The config that the checkpoint was saved with; the code is the copy that was trained, where there is one."""
+    file = chosen.config_file
+    if chosen.run_dir is None or file is None or not chosen.shared or not Path(chosen.path).is_dir():
         hint = "copy it into a shared folder, or bring it out and in with orch ckpt export and import"
         raise Precondition("this checkpoint is not in a run's folder that is visible here", where=words, hint=hint)
-    config = read_json(chosen.run_dir.config_of(parts.attempt))
-    assert isinstance(config, dict)
+    config = recompose(read_json(file), []).data
+    workload = config["workload"]
+    if workload["snapshot"]:
+        workload["path"] = [str(chosen.run_dir.code / str(index)) for index in range(len(workload["path"]))]
     return config
 
 
-def _require_sound(store: Store, chosen: Target) -> None:
-    known = store.checkpoints(chosen.run) if chosen.run else []
-    if any(row.name == chosen.name and row.trust is Trust.CORRUPT for row in known):
-        raise CheckpointInvalid(f"{chosen.name} is CORRUPT", where=chosen.path, hint=f"orch ckpt ls {chosen.run}")
+def _require_sound(screen: Screen, store: Store, chosen: Target) -> None:
+    """Refuse what is known to be damaged; warn of what is doubted, and of code or software that differs now."""
+    assert chosen.run_dir is not None
+    try:
+        run = store.run(chosen.run or chosen.run_dir.name)
+    except NotFound:
+        return  # of another registry
+    if run.run_dir != str(chosen.run_dir.path):
+        return
+    trust = {row.name: row.trust for row in store.checkpoints(run.name)}.get(chosen.name)
+    if trust is Trust.CORRUPT:
+        raise CheckpointInvalid(f"{chosen.name} is CORRUPT", where=chosen.path, hint=f"orch ckpt ls {run.name}")
+    if trust is Trust.SUSPECT:
+        screen.warn("suspect", f"{chosen.name} is SUSPECT: its run failed soon after loading it")
+    for change in identity_changes(
+        run.identity, current_identity(run, build(RunConfig, store.config(run.config_digest)))
+    ):
+        if change.term.rule is not Rule.HARMLESS:
+            screen.warn("differs", f"{change.key} differs from what {run.name} was trained with: {change.term.why}")

@@ -11,7 +11,7 @@ from orchestrator.cli.access.registry import open_store, wake_controller
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import ConfigError, NotFound, OrchError, Precondition, SlurmUnreachable
-from orchestrator.registry.records import Run
+from orchestrator.registry.records import REFUSED, Run
 from orchestrator.states import LIVE_ATTEMPTS, LIVE_RUNS, RunState, may_move
 
 NO_CONTROLLER = click.option("--no-controller", is_flag=True, help="Start no controller; act once from here.")
@@ -40,10 +40,11 @@ def resume(screen: Screen, words: tuple[str, ...], no_controller: bool, here: bo
     KEY=VALUE changes its configuration from here on: learning rate, steps, nodes, layout, partition. More
     `train.steps` continue a run that has succeeded.
     """
-    runs = tuple(word for word in words if "=" not in word)
+    overrides = tuple(word for word in words if "=" in word or word.startswith(("~", "+")))
+    runs = tuple(word for word in words if word not in overrides)
     if not runs:
         raise ConfigError("no run is named", where=" ".join(words), hint="orch resume RUN KEY=VALUE")
-    change = Change(overrides=tuple(word for word in words if "=" in word), accepted=accept)
+    change = Change(overrides=overrides, accepted=accept)
     return _request_each(screen, "resume", runs, RunState.RECOVERING, no_controller, here=here, change=change)
 
 
@@ -88,6 +89,8 @@ def _request_each(
     lost = [item["where"] for item in asked if not item["answer"] and not _is_answerable(item)]
     if lost and refused is None:
         lost[0].require_answer()
+    if refused is None and any(item["answer"].startswith(REFUSED) for item in asked):
+        return Precondition.exit_code
     return refused.exit_code if refused else 0
 
 
@@ -112,7 +115,8 @@ def _request(store: Any, verb: str, name: str, target: RunState, here: bool, cha
         )
     if verb == "cancel" and run.state is RunState.CANCELLED:
         return {**item, "answer": "was cancelled already"}
-    if verb == "resume" and not (here and item["here"]) and run.state in LIVE_RUNS:
+    moves = here and item["here"] and not (change is not None and change.overrides)
+    if verb == "resume" and not moves and run.state in LIVE_RUNS:
         return _already_live(run, item, change)
     if not may_move(run.state, target) and run.state not in LIVE_RUNS:
         raise Precondition(

@@ -54,7 +54,7 @@ def submit(
     ~KEY restores the default. The command starts a controller if none is alive, and waits up to 30 seconds for the
     job id.
     """
-    if source is not None and "=" in source:
+    if source is not None and (source[:1] in "~+" or ("=" in source and not Path(source).exists())):
         overrides, source = (source, *overrides), None
     if cluster is not None:
         overrides = (*overrides, f"cluster.kind={cluster}")

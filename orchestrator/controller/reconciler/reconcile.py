@@ -200,7 +200,7 @@ class Controller:
 
     def _view(self, run: Run, attempts: tuple[Attempt, ...]) -> RunView:
         if run.config_digest not in self._configs:
-            config = build(RunConfig, self._data(run.config_digest))
+            config = build(RunConfig, self.actor.config(run.config_digest))
             assert isinstance(config, RunConfig)
             self._configs[run.config_digest] = config
         pending = [
@@ -208,13 +208,6 @@ class Controller:
         ]
         config = self._configs[run.config_digest]
         return RunView(run=run, attempts=attempts, config=config, cancel=pending[0] if pending else None)
-
-    def _data(self, digest: str) -> dict[str, Any]:
-        """A run's config; a damaged one is this run's trouble alone."""
-        try:
-            return self.store.config(digest)
-        except RegistryError as error:
-            raise ValueError(error.what) from error
 
     def _again(self, view: RunView) -> RunView:
         """The same run as its rows stand now."""
@@ -238,7 +231,7 @@ class Controller:
                 self._end_cancelled(view)
             return True
         if never_submitted(view.attempts):
-            data = self._data(view.attempts[0].config_digest)
+            data = self.actor.config(view.attempts[0].config_digest or view.run.config_digest)
             self.files.call(view.folder.path, lambda: ensure_run_dir(view.run, view.attempts[0], data), SUBMIT_WITHIN)
         elif self._is_hidden(view):
             return False

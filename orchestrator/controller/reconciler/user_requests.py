@@ -10,7 +10,7 @@ from orchestrator.controller.reconciler.ownership import is_addressed_to, is_our
 from orchestrator.controller.run_view import RunView
 from orchestrator.errors import NotFound
 from orchestrator.recovery.retry_policy import after_cancel
-from orchestrator.registry.records import Run, UserRequest
+from orchestrator.registry.records import REFUSED, Run, UserRequest
 from orchestrator.scheduler.interface import LEAVING_STATES, QUEUED_STATES
 from orchestrator.states import LIVE_ATTEMPTS, LIVE_RUNS, AttemptState, RunState
 from trainer.contract.outcome import Failure, FailureKind
@@ -69,16 +69,25 @@ def _is_for(actor: Actor, run: Run, request: UserRequest) -> bool:
 def _resume(actor: Actor, run: Run, request: UserRequest) -> bool:
     extended = run.state is RunState.SUCCEEDED and "config" in request.args
     if run.state not in (RunState.HELD, RunState.FAILED, RunState.CANCELLED) and not extended:
-        _answer(actor, request, f"{run.name} is {run.state}: there is nothing to resume")
+        refusal = REFUSED if "config" in request.args else ""
+        _answer(actor, request, f"{refusal}{run.name} is {run.state}: there is nothing to resume")
         return True
     attempts = actor.store.attempts(run.name)
     last = attempts[-1]
     fresh = last.number if last.state is AttemptState.INTENT else last.number + 1
     digest = request.args.get("config")
     if digest and last.state in LIVE_ATTEMPTS and not never_submitted(attempts):
-        _answer(actor, request, f"attempt {last.number} may have a job with the old configuration: cancel it first")
+        why = f"attempt {last.number} may have a job with the old configuration: orch cancel {run.name} first"
+        _answer(actor, request, f"{REFUSED}{why}")
         return True
-    changes = _changes(actor, run, request)
+    if digest and request.args.get("base", run.config_digest) != run.config_digest:
+        _answer(actor, request, f"{REFUSED}the configuration of {run.name} has changed since this was typed")
+        return True
+    try:
+        changes = _changes(actor, run, request)
+    except ValueError as error:  # this request's trouble alone
+        _answer(actor, request, f"{REFUSED}the new configuration cannot be read: {error}")
+        return True
 
     def resume() -> None:
         stamp = actor.stamp()
@@ -99,7 +108,7 @@ def _changes(actor: Actor, run: Run, request: UserRequest) -> dict[str, Any]:
     """What changes in a run's row with what a person changed of it."""
     changes: dict[str, Any] = {"identity": run.identity | request.args.get("identity", {})}
     if (digest := request.args.get("config")) is not None:
-        config = actor.store.config(digest)
+        config = actor.config(digest)
         changes |= {"config_digest": digest, "total_steps": 0 if config.get("command") else config["train"]["steps"]}
     return changes
 

@@ -7,7 +7,9 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
+from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.durable import canonical, dump_line, fsync_dir, fsync_file, read_json, write_durably
+from checkpointing.verification.verify import verify_in
 from orchestrator.controller import failpoints
 from orchestrator.errors import Precondition
 from orchestrator.registry.records import Attempt, Run
@@ -54,6 +56,9 @@ def ensure_run_dir(run: Run, first: Attempt, config: dict[str, Any]) -> RunDir:
         write_durably(draft.run, dump_line(_run_json(run, first)).encode())
         ensure_attempt_dir(draft, first, config)
         os.rename(draft.path, final.path)
+    except Precondition:
+        shutil.rmtree(draft.path, ignore_errors=True)
+        raise
     except OSError as error:
         shutil.rmtree(draft.path, ignore_errors=True)
         if final.path.exists():
@@ -133,13 +138,31 @@ def ensure_attempt_dir(folder: RunDir, attempt: Attempt, config: dict[str, Any])
 
 
 def _import_checkpoint(folder: RunDir, run: Run) -> None:
-    """The checkpoint that the run begins with, made beforehand below its root: by links where there are any."""
+    """The checkpoint that the run begins with, made beforehand: by links where there are any.
+
+    Raises Precondition when it is gone, or on its way: without it the run would begin from nothing.
+    """
     imported = run.identity.get("imported")
     if imported is None:
         return
     source = Path(imported["checkpoint"])
     target = folder.checkpoints / source.name
-    shutil.copytree(source, target, copy_function=_linked)
+    try:
+        shutil.copytree(source, target, copy_function=_linked)
+        lost = ""
+    except FileNotFoundError as error:
+        lost = f"{error.filename} is gone"
+    except shutil.Error as error:
+        if not source.is_dir() or all(Path(item[0]).exists() for item in error.args[0]):
+            raise
+        lost = "files of it are gone"
+    faults = [] if lost else verify_in(LocalStorage(folder.checkpoints), source.name, 0).faults
+    if lost or faults:
+        raise Precondition(
+            f"the checkpoint that {run.name} begins with cannot be used: {lost or faults[0]}",
+            where=str(source),
+            hint="it was deleted meanwhile, or is damaged: begin with another one (orch ckpt pin keeps one)",
+        )
     fsync_dir(target)
     fsync_dir(folder.checkpoints)
 

@@ -153,6 +153,11 @@ class Reads(StoreOperations):
         return data
 
     @reads
+    def config_digests(self, connection: Connection) -> set[str]:
+        """The digests of all configs."""
+        return set(connection.execute(select(ConfigRow.digest)).scalars())
+
+    @reads
     def leases(self, connection: Connection) -> list[Lease]:
         """The lease of every scheduler instance, expired or dropped (no holder) ones included, the newest first."""
         order = (LeaseRow.holder == "", LeaseRow.renewed_at.desc(), LeaseRow.epoch.desc())

@@ -414,6 +414,38 @@ def test_every_attempt_has_its_own_config_again(desk: Desk, recorded: bool) -> N
         assert store.config(second) == longer
 
 
+def test_a_change_that_no_attempt_was_begun_with_is_said_to_be_lost(desk: Desk) -> None:
+    folder, longer = begin(desk), {**CONFIG, "train": {"steps": 200}}
+    first = desk.store.run(folder.name).config_digest
+    desk.store.move_attempt(folder.name, 1, AttemptState.ENDED, "done", **desk.stamp)
+    desk.store.move_run(folder.name, RunState.HELD, "", **desk.stamp)
+    second = desk.store.put_config(longer)
+    desk.store.move_run(folder.name, RunState.RECOVERING, "", **desk.stamp, config_digest=second, total_steps=200)
+    lose(desk)
+    rebuild(desk.path, [desk.root])
+    with Store.open(desk.path) as store:
+        run = store.run(folder.name)
+        assert (run.state, run.config_digest, run.total_steps) == (RunState.HELD, first, 100)
+        assert "a change of its configuration is lost" in run.reason
+
+
+def test_an_attempt_that_was_about_to_begin_has_the_config_of_the_one_before(desk: Desk) -> None:
+    folder, longer = begin(desk), {**CONFIG, "train": {"steps": 200}}
+    second = desk.store.put_config(longer)
+    desk.store.move_attempt(folder.name, 1, AttemptState.ENDED, "done", **desk.stamp)
+    desk.store.move_run(folder.name, RunState.HELD, "", **desk.stamp, config_digest=second, total_steps=200)
+    attempt = desk.store.add_attempt(folder.name, nonce="11111111", excluded=(), **desk.stamp)
+    ensure_attempt_dir(folder, attempt, longer)
+    desk.store.move_attempt(folder.name, 2, AttemptState.ENDED, "done", **desk.stamp)
+    desk.store.add_attempt(folder.name, nonce="22222222", excluded=(), **desk.stamp)  # killed before its folder
+    desk.store.move_run(folder.name, RunState.RECOVERING, "", **desk.stamp)
+    lose(desk)
+    rebuild(desk.path, [desk.root])
+    with Store.open(desk.path) as store:
+        assert [item.config_digest for item in store.attempts(folder.name)][1:] == [second, second]
+        assert store.run(folder.name).config_digest == second
+
+
 def test_any_cluster_s_live_controller_refuses_a_rebuild(desk: Desk) -> None:
     desk.store.drop_lease(desk.lease)
     for name in ("a", "b"):

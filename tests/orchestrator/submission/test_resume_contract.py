@@ -127,3 +127,44 @@ def test_overrides_change_a_submitted_config_as_they_would_a_preset(submitted: d
     assert flat(changed)["train.steps"] == flat(data)["train.steps"]
     with pytest.raises(ConfigError, match="unknown key `train.lrr`"):
         recompose(data, ["train.lrr=1"])
+
+
+def test_names_with_dots_references_and_empty_maps_stay_as_they_are(submitted: dict[str, Any]) -> None:
+    submitted["workload"]["args"] = {"layer.norm": 1, "opt": {}, "list": [{"a": "${x}"}]}
+    submitted["env"] = {"WHERE": "${HOME}/x", "BACK": "\\${HOME}"}
+    assert recompose(submitted, ["train.lr=0.5"]).data == {
+        **submitted,
+        "train": {**submitted["train"], "lr": 0.5},
+    }
+
+
+@pytest.mark.parametrize(
+    ("override", "before", "now"),
+    [
+        ("workload.args.opt=1", True, 1),
+        ("workload.args.opt=null", 3, None),
+        ("workload.args.opt={}", 3, {}),
+        ("+workload.args.new=null", None, None),
+    ],
+)
+def test_every_change_of_an_open_map_is_one(submitted: dict[str, Any], override: str, before: Any, now: Any) -> None:
+    submitted["workload"]["args"] = {"opt": True if before is True else 3}
+    changed = recompose(submitted, [override]).data
+    (change,) = config_changes(submitted, changed)
+    assert change.now == now
+    assert type(change.now) is type(now)
+    assert change.term is CONFIG["workload.args"]
+
+
+def test_a_key_that_is_known_no_more_is_left_out(submitted: dict[str, Any]) -> None:
+    submitted["recovery"]["max_attempts"] = 5
+    changed = recompose(submitted, ["train.lr=0.5"])
+    assert "max_attempts" not in changed.data["recovery"]
+    require(config_changes(submitted, changed.data), ["train.lr"])
+
+
+def test_the_folders_of_copied_code_do_not_change(submitted: dict[str, Any], tmp_path: Path) -> None:
+    submitted["workload"] |= {"snapshot": True, "path": ["/old"]}
+    changes = config_changes(submitted, recompose(submitted, [f"workload.path=[{tmp_path}]"]).data)
+    with pytest.raises(Precondition, match=r"workload.path cannot change: the code was copied"):
+        require(changes, ["workload.path"])

@@ -2,9 +2,13 @@
 
 import platform
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+_DRIVER = Path("/sys/module/nvidia/version")
 
 
 def software(device: torch.device) -> dict[str, Any]:
@@ -19,13 +23,22 @@ def software(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         found |= {
             "device": torch.cuda.get_device_name(device),
-            "cuda": torch.version.cuda,
-            "driver": torch._C._cuda_getDriverVersion(),
+            "cuda": torch.version.cuda or torch.version.hip,
+            "driver": _driver(),
             "cudnn": torch.backends.cudnn.version(),
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-            "tf32": torch.backends.cuda.matmul.allow_tf32,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None,
+            # Reading allow_tf32 raises where somebody has set this one.
+            "matmul": getattr(torch.backends.cuda.matmul, "fp32_precision", None),
         }
     return found
+
+
+def _driver() -> str | None:
+    """The version of NVIDIA's kernel module; torch does not tell it."""
+    try:
+        return _DRIVER.read_text().strip()
+    except OSError:
+        return None
 
 
 def differences(before: Any, now: Mapping[str, Any]) -> dict[str, list[Any]]:

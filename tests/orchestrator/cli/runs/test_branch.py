@@ -1,5 +1,6 @@
 """`orch submit --from RUN@STEP`: what a new run takes from another one's checkpoint, and what is refused."""
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,38 @@ def test_what_does_not_fit_the_checkpoint_is_refused(orch: Type, seeds: Seeds, r
     refused = orch("submit", "--from", f"{run}@50", key, "--dry-run")
     assert refused.code == 4
     assert f"{key.partition('=')[0]} cannot differ from the checkpoint's run" in refused.err
+
+
+def test_a_branch_sees_the_folder_that_its_checkpoint_is_put_into(orch: Type, seeds: Seeds, run: str) -> None:
+    refused = orch("submit", "--from", f"{run}@50", "checkpoint.tiers=[{path: /scratch}]", "--dry-run")
+    assert refused.code == 2
+    assert "checkpoint.tiers has no `run`" in refused.err
+
+
+def test_a_branch_trains_the_code_that_was_copied(orch: Type, seeds: Seeds, run: str, tmp_path: Path) -> None:
+    folder = seeds.root / run
+    config = json.loads((folder / "config.json").read_text())
+    config["workload"] |= {"snapshot": True, "path": ["/moved/away"]}
+    (folder / "config.json").write_bytes(canonical(config))
+    assert preview(orch, "--from", f"{run}@50")["workload"]["path"] == [str(folder / "code" / "0")]
+
+
+def test_a_doubted_checkpoint_is_warned_of(orch: Type, seeds: Seeds, run: str) -> None:
+    seeds.checkpoint(run, 50, Trust.SUSPECT)
+    shown = orch("submit", "--from", f"{run}@50", "--dry-run")
+    assert shown.code == 0
+    assert "is SUSPECT" in shown.err
+
+
+def test_a_default_may_be_restored_in_a_branch(orch: Type, seeds: Seeds, run: str) -> None:
+    assert preview(orch, "--from", f"{run}@50", "~train.warmup_steps")["train"]["warmup_steps"] == 10
+    assert preview(orch, "~train.warmup_steps", "--from", f"{run}@50")["train"]["warmup_steps"] == 10
+
+
+def test_a_config_file_may_have_an_equals_sign_in_its_name(orch: Type, tmp_path: Path) -> None:
+    file = tmp_path / "lr=1e-4.yaml"
+    file.write_text("includes: [tiny-gpt]\ntrain: {lr: 1e-4}\n")
+    assert preview(orch, str(file))["train"]["lr"] == 1e-4
 
 
 def test_nothing_begins_with_a_corrupt_checkpoint(orch: Type, seeds: Seeds, run: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from orchestrator.config.compose import compose
+from orchestrator.registry.records import REFUSED
 from orchestrator.states import RunState
 from orchestrator.submission import changed_run
 from orchestrator.submission.run_identity import code, environment
@@ -131,6 +132,9 @@ def test_resume_without_changes_asks_for_none(
         (["model.dim=256"], "model.dim cannot change", "leave it as it was"),
         (["train.lrr=1"], "unknown key `train.lrr`", "did you mean `train.lr`"),
         (["train.lr=fast"], "must be a number", "default"),
+        (["train.steps=100"], "has trained more already", "train.steps=121 or more"),
+        (["checkpoint.tiers=[{path: /scratch}]"], "checkpoint.tiers lacks run", "{path: run}"),
+        (["~train.seed", "model.layers=9"], "model.layers cannot change", "leave it as it was"),
     ],
 )
 def test_resume_refuses_what_may_not_change(
@@ -192,6 +196,29 @@ def test_the_config_of_a_live_run_stays(orch: Type, seeds: Seeds, service: Simpl
     refused = orch("resume", run.name, "train.lr=0.5")
     assert "its configuration changes only while no job of it lives" in refused.err
     assert f"orch cancel {run.name}" in refused.err
+
+
+def test_further_tiers_may_be_added(orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path) -> None:
+    run = Resumable(seeds, tmp_path)
+    tiers = f"checkpoint.tiers=[{{path: run}}, {{path: {tmp_path}}}]"
+    assert orch("resume", run.name, tiers, "--no-controller").code == 0
+    assert run.asked()["base"] == run.digest
+
+
+def test_a_change_that_is_refused_by_the_controller_is_no_success(
+    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path
+) -> None:
+    """Somebody else has resumed it meanwhile."""
+    run = Resumable(seeds, tmp_path)
+
+    def tick(path: object, kind: str, **_: object) -> None:
+        (request,) = run.store.user_requests()
+        run.store.answer(request.id, f"{REFUSED}{run.name} is RECOVERING", epoch=seeds.epoch, now=1.0)
+
+    service.tick_once = tick
+    refused = orch("resume", run.name, "train.lr=0.5", "--no-controller")
+    assert refused.code == 4
+    assert "is RECOVERING" in refused.out
 
 
 @pytest.mark.parametrize("verb", ["cancel", "resume"])

@@ -2,10 +2,21 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from orchestrator.config.run_config import RunConfig
+from orchestrator.errors import NotFound, RegistryError
 from orchestrator.registry.records import Attempt, Run, UserRequest
+from orchestrator.registry.store import Store
 from trainer.contract.run_dir import AttemptDir, RunDir
+
+
+def stored_config(store: Store, digest: str) -> dict[str, Any]:
+    """A config of the registry; ValueError for a damaged one, which is one run's trouble alone."""
+    try:
+        return store.config(digest)
+    except (RegistryError, NotFound) as error:
+        raise ValueError(error.what) from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, NoReturn
 
+from checkpointing.config import RUN
 from orchestrator.config.compose import Composed
 from orchestrator.config.run_config import RunConfig
 from orchestrator.controller import failpoints
@@ -77,6 +78,20 @@ def create_run(
     except Precondition as error:
         _take_back(store, run, error, now)
     return run, attempt
+
+
+def check_beginning(config: RunConfig, where: str) -> None:
+    """Raises ConfigError for a run that could not begin with a checkpoint in its own folder."""
+    if config.command:
+        raise ConfigError(
+            "a run of a torchrun script loads its weights itself", where=where, hint="give a workload, not a command"
+        )
+    tiers = [tier.path for tier in config.checkpoint.tiers]
+    if tiers and RUN not in tiers:
+        raise ConfigError(
+            "checkpoint.tiers has no `run`: the run would not see the checkpoint that it is to begin with",
+            where=where, hint="add a tier with path `run`",
+        )  # fmt: skip
 
 
 def _take_back(store: Store, run: Run, error: Precondition, now: float) -> NoReturn:

@@ -250,6 +250,8 @@ class Agent:
                 raise Refused(str(error)) from error
             except (OSError, ValueError, TypeError, KeyError) as error:
                 problem = error
+            if await asyncio.to_thread(self._attempt.outcome.exists):
+                raise Refused("the attempt ended before this node had joined it")
             if time.monotonic() >= give_up:
                 raise RuntimeError(f"cannot reach the coordinator within {_CONNECT_SECONDS:.0f} s: {problem}")
             await asyncio.sleep(0.2)

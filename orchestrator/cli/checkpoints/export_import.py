@@ -110,13 +110,14 @@ def import_(
     an export with the optimizer's state continues at its step.
     """
     from orchestrator.config.compose import compose  # omegaconf: only for the verbs that read configurations
+    from orchestrator.submission.create_run import check_beginning
 
     if not source.exists():
         raise NotFound(f"there is nothing at {source}", hint="name a folder or a file with weights")
     words = [f"cluster.kind={cluster}"] if cluster else []
     words += [f"name={json.dumps(name, ensure_ascii=False)}"] if name else []
     composed = compose(preset, (*overrides, *words), environ=os.environ)
-    check_config(composed.config, preset)
+    check_beginning(composed.config, preset)
     with nullcontext() if dry_run else _staging(composed.config.cluster.root) as staging:
         brought = _brought(screen, source, composed.config, staging, weights_only=weights_only)
         if staging is None:
@@ -124,22 +125,6 @@ def import_(
             return
         launched = _launch(screen, composed, cluster, brought, no_controller=no_controller)
     _tell_import(screen, brought, launched)
-
-
-def check_config(config: Any, preset: str) -> None:
-    """Raises ConfigError for a run that could not begin with a checkpoint in its own folder."""
-    from checkpointing.config import RUN
-
-    if config.command:
-        raise ConfigError(
-            "a run of a torchrun script loads its weights itself", where=preset, hint="give a workload, not a command"
-        )
-    tiers = [tier.path for tier in config.checkpoint.tiers]
-    if tiers and RUN not in tiers:
-        raise ConfigError(
-            "checkpoint.tiers has no `run`: the run would not see the checkpoint that it is to begin with",
-            where=preset, hint="add a tier with path `run`",
-        )  # fmt: skip
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.storage.durable import read_json
-from orchestrator.cli.checkpoints.export_import import check_config
 from orchestrator.cli.checkpoints.target import Target, find_one
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.config.compose import Composed, compose, recompose
@@ -16,6 +15,7 @@ from orchestrator.errors import CheckpointInvalid, NotFound, Precondition
 from orchestrator.registry.store import Store
 from orchestrator.states import Trust
 from orchestrator.submission.changed_run import current_identity
+from orchestrator.submission.create_run import check_beginning
 from orchestrator.submission.resume_contract import Rule, config_changes, identity_changes
 from trainer.contract.config import build
 
@@ -34,7 +34,7 @@ def branch(
     before = _config(chosen, words)
     _require_sound(screen, store, chosen)
     composed = compose(preset, overrides, environ=os.environ) if preset else recompose(before, overrides)
-    check_config(composed.config, words)
+    check_beginning(composed.config, words)
     now = composed.data
     if now["data"]["text"] == before["data"]["text"] and not now["data"]["path"]:  # the same text gives the same tokens
         now = {**now, "data": {**now["data"], "path": before["data"]["path"]}}

@@ -23,16 +23,8 @@ from orchestrator.controller.leasing.lease import LEASE_TTL
 from orchestrator.controller.leasing.observed_since import Clock, ObservedSince
 from orchestrator.controller.run_dirs.bounded_files import DirectFiles, Files
 from orchestrator.controller.run_dirs.run_folder import ensure_attempt_dir
-from orchestrator.controller.run_view import RunView
-from orchestrator.errors import (
-    ConfigError,
-    NotFound,
-    Precondition,
-    RegistryError,
-    Retryable,
-    SlurmUnreachable,
-    SubmitRejected,
-)
+from orchestrator.controller.run_view import RunView, stored_config
+from orchestrator.errors import ConfigError, Precondition, Retryable, SlurmUnreachable, SubmitRejected
 from orchestrator.recovery import failure_rate
 from orchestrator.registry.records import Attempt, Lease, Run, Submission
 from orchestrator.registry.store import Store
@@ -199,16 +191,9 @@ class Actor:
             self.note(view.run, f"waits for its job to be found: {told}, and Slurm does not list it yet")
         return None
 
-    def config(self, digest: str) -> dict[str, Any]:
-        """A stored config; ValueError for a damaged one, which is one run's trouble alone."""
-        try:
-            return self.store.config(digest)
-        except (RegistryError, NotFound) as error:
-            raise ValueError(error.what) from error
-
     def make_attempt_dir(self, view: RunView, attempt: Attempt) -> None:
         """The folder of an attempt, with its config."""
-        config = self.config(attempt.config_digest or view.run.config_digest)
+        config = stored_config(self.store, attempt.config_digest or view.run.config_digest)
         self.files.call(view.folder.path, lambda: ensure_attempt_dir(view.folder, attempt, config))
 
     def _submit(self, view: RunView, scheduler: Scheduler) -> str | None:

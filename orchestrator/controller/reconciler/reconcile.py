@@ -25,7 +25,7 @@ from orchestrator.controller.run_dirs.bounded_files import DirectFiles, Files, R
 from orchestrator.controller.run_dirs.collect_evidence import collect_evidence
 from orchestrator.controller.run_dirs.ingest import ingest
 from orchestrator.controller.run_dirs.run_folder import ensure_run_dir, has_outcome, hidden
-from orchestrator.controller.run_view import RunView
+from orchestrator.controller.run_view import RunView, stored_config
 from orchestrator.errors import Fenced, ForeignRun, Precondition, RegistryError, SlurmUnreachable
 from orchestrator.recovery.classify_failure import LEAVING_LIMIT, End, Verdict, judge
 from orchestrator.recovery.evidence import Evidence
@@ -200,7 +200,7 @@ class Controller:
 
     def _view(self, run: Run, attempts: tuple[Attempt, ...]) -> RunView:
         if run.config_digest not in self._configs:
-            config = build(RunConfig, self.actor.config(run.config_digest))
+            config = build(RunConfig, stored_config(self.store, run.config_digest))
             assert isinstance(config, RunConfig)
             self._configs[run.config_digest] = config
         pending = [
@@ -231,7 +231,7 @@ class Controller:
                 self._end_cancelled(view)
             return True
         if never_submitted(view.attempts):
-            data = self.actor.config(view.attempts[0].config_digest or view.run.config_digest)
+            data = stored_config(self.store, view.attempts[0].config_digest or view.run.config_digest)
             self.files.call(view.folder.path, lambda: ensure_run_dir(view.run, view.attempts[0], data), SUBMIT_WITHIN)
         elif self._is_hidden(view):
             return False

@@ -7,7 +7,7 @@ from orchestrator.controller.jobs.job_spec import is_live
 from orchestrator.controller.jobs.scheduler_snapshot import SchedulerSnapshot
 from orchestrator.controller.reconciler.actor import Actor
 from orchestrator.controller.reconciler.ownership import is_addressed_to, is_ours, never_submitted
-from orchestrator.controller.run_view import RunView
+from orchestrator.controller.run_view import RunView, stored_config
 from orchestrator.errors import NotFound
 from orchestrator.recovery.retry_policy import after_cancel
 from orchestrator.registry.records import REFUSED, Run, UserRequest
@@ -108,7 +108,7 @@ def _changes(actor: Actor, run: Run, request: UserRequest) -> dict[str, Any]:
     """What changes in a run's row with what a person changed of it."""
     changes: dict[str, Any] = {"identity": run.identity | request.args.get("identity", {})}
     if (digest := request.args.get("config")) is not None:
-        config = actor.config(digest)
+        config = stored_config(actor.store, digest)
         changes |= {"config_digest": digest, "total_steps": 0 if config.get("command") else config["train"]["steps"]}
     return changes
 

@@ -108,4 +108,4 @@ def test_a_checkpoint_without_its_run_has_no_config(orch: Type, seeds: Seeds, tm
 def test_a_run_needs_a_config_or_a_checkpoint(orch: Type) -> None:
     nothing = orch("submit", "train.steps=5", "--dry-run")
     assert nothing.code == 2
-    assert "no configuration is named" in nothing.err
+    assert "CONFIG is missing" in nothing.err

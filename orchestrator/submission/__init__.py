@@ -1,1 +1,1 @@
-"""What `orch submit` does before a controller takes over: checks, the run's identity, its first intent."""
+"""What `orch submit` and `orch resume` check and write before a controller takes over: config, identity, intent."""

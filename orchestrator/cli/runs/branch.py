@@ -14,9 +14,9 @@ from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import CheckpointInvalid, NotFound, Precondition
 from orchestrator.registry.store import Store
 from orchestrator.states import Trust
-from orchestrator.submission.changed_run import current_identity
 from orchestrator.submission.create_run import check_beginning
 from orchestrator.submission.resume_contract import Rule, config_changes, identity_changes
+from orchestrator.submission.resume_request import current_identity
 from trainer.contract.config import build
 
 OWN_FOLDER = ("name", "cluster.kind", "cluster.root", "workload.snapshot")

@@ -141,7 +141,7 @@ def _already_live(run: Run, item: dict[str, Any], change: Change | None) -> dict
 
 def _changed(store: Any, run: Run, change: Change) -> dict[str, Any]:
     """What the request says of a changed configuration, which is stored; raises what the contract refuses."""
-    from orchestrator.submission.changed_run import resume_request  # omegaconf: only here
+    from orchestrator.submission.resume_request import resume_request  # omegaconf: only here
 
     return resume_request(store, run, change.overrides, change.accepted)
 

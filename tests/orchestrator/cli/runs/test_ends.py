@@ -14,7 +14,7 @@ import pytest
 from orchestrator.config.compose import compose
 from orchestrator.registry.records import REFUSED
 from orchestrator.states import RunState
-from orchestrator.submission import changed_run
+from orchestrator.submission import resume_request
 from orchestrator.submission.run_identity import code, environment
 from tests.orchestrator.cli.conftest import Seeds, Type
 
@@ -152,7 +152,7 @@ def test_resume_wants_a_word_for_other_code(
     orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Resumable(seeds, tmp_path)
-    monkeypatch.setattr(changed_run, "environment", lambda kind: {**environment(kind), "torch": "9.9"})
+    monkeypatch.setattr(resume_request, "environment", lambda kind: {**environment(kind), "torch": "9.9"})
     refused = orch("resume", run.name, "--no-controller")
     assert "env.torch differs from what the run was trained with" in refused.err
     assert "--accept env.torch" in refused.err
@@ -168,7 +168,7 @@ def test_what_another_interpreter_has_is_not_compared(
     identity = run.store.run(run.name).identity
     job = {"python": "/opt/other/bin/python", "package_root": "", "variables": {}}
     run.store.note_run(run.name, epoch=seeds.epoch, now=1.0, identity={**identity, "job": job})
-    monkeypatch.setattr(changed_run, "environment", lambda kind: {**environment(kind), "torch": "9.9"})
+    monkeypatch.setattr(resume_request, "environment", lambda kind: {**environment(kind), "torch": "9.9"})
     assert orch("resume", run.name, "--no-controller").code == 0
 
 

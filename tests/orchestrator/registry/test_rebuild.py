@@ -13,7 +13,7 @@ import pytest
 
 from checkpointing.storage.durable import canonical, dump_line
 from orchestrator.controller.leasing.lease import Holder, host_name
-from orchestrator.controller.run_dirs.run_folder import ensure_attempt_dir, ensure_run_dir
+from orchestrator.controller.run_dirs.run_folder import ensure_run_dir
 from orchestrator.errors import RegistryError
 from orchestrator.process_identity import start_time
 from orchestrator.registry.records import Checkpoint, Copy, Generation, NewRun, Notice
@@ -392,58 +392,6 @@ def test_a_run_stays_with_its_cluster(desk: Desk, recorded: bool) -> None:
     with Store.open(desk.path) as store:
         assert store.run(run.name).scheduler == there
         assert [item.scheduler for item in store.attempts(run.name)] == [there]
-
-
-@pytest.mark.parametrize("recorded", [True, False])
-def test_every_attempt_has_its_own_config_again(desk: Desk, recorded: bool) -> None:
-    folder, longer = begin(desk), {**CONFIG, "train": {"steps": 200}}
-    first = desk.store.run(folder.name).config_digest
-    second = desk.store.put_config(longer)
-    desk.store.move_attempt(folder.name, 1, AttemptState.ENDED, "done", **desk.stamp)
-    desk.store.move_run(folder.name, RunState.HELD, "", **desk.stamp, config_digest=second, total_steps=200)
-    attempt = desk.store.add_attempt(folder.name, nonce="11111111", excluded=(), **desk.stamp)
-    ensure_attempt_dir(folder, attempt, longer)
-    desk.store.move_run(folder.name, RunState.RECOVERING, "", **desk.stamp)
-    if not recorded:
-        folder.record.unlink()
-    lose(desk)
-    rebuild(desk.path, [desk.root])
-    with Store.open(desk.path) as store:
-        assert [item.config_digest for item in store.attempts(folder.name)] == [first, second]
-        assert store.run(folder.name).config_digest == second
-        assert store.config(second) == longer
-
-
-def test_a_change_that_no_attempt_was_begun_with_is_said_to_be_lost(desk: Desk) -> None:
-    folder, longer = begin(desk), {**CONFIG, "train": {"steps": 200}}
-    first = desk.store.run(folder.name).config_digest
-    desk.store.move_attempt(folder.name, 1, AttemptState.ENDED, "done", **desk.stamp)
-    desk.store.move_run(folder.name, RunState.HELD, "", **desk.stamp)
-    second = desk.store.put_config(longer)
-    desk.store.move_run(folder.name, RunState.RECOVERING, "", **desk.stamp, config_digest=second, total_steps=200)
-    lose(desk)
-    rebuild(desk.path, [desk.root])
-    with Store.open(desk.path) as store:
-        run = store.run(folder.name)
-        assert (run.state, run.config_digest, run.total_steps) == (RunState.HELD, first, 100)
-        assert "a change of its configuration is lost" in run.reason
-
-
-def test_an_attempt_that_was_about_to_begin_has_the_config_of_the_one_before(desk: Desk) -> None:
-    folder, longer = begin(desk), {**CONFIG, "train": {"steps": 200}}
-    second = desk.store.put_config(longer)
-    desk.store.move_attempt(folder.name, 1, AttemptState.ENDED, "done", **desk.stamp)
-    desk.store.move_run(folder.name, RunState.HELD, "", **desk.stamp, config_digest=second, total_steps=200)
-    attempt = desk.store.add_attempt(folder.name, nonce="11111111", excluded=(), **desk.stamp)
-    ensure_attempt_dir(folder, attempt, longer)
-    desk.store.move_attempt(folder.name, 2, AttemptState.ENDED, "done", **desk.stamp)
-    desk.store.add_attempt(folder.name, nonce="22222222", excluded=(), **desk.stamp)  # killed before its folder
-    desk.store.move_run(folder.name, RunState.RECOVERING, "", **desk.stamp)
-    lose(desk)
-    rebuild(desk.path, [desk.root])
-    with Store.open(desk.path) as store:
-        assert [item.config_digest for item in store.attempts(folder.name)][1:] == [second, second]
-        assert store.run(folder.name).config_digest == second
 
 
 def test_any_cluster_s_live_controller_refuses_a_rebuild(desk: Desk) -> None:

@@ -1,6 +1,5 @@
 """Files and overrides become one RunConfig, its digest, and the origin of every value."""
 
-import hashlib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from orchestrator.config import keys, layers, validation
 from orchestrator.config.layers import Assignment
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError
-from trainer.contract.config import build
+from trainer.contract.config import build, digest_of
 from trainer.contract.drill_config import DrillEvent
 
 DEFAULT = "default"
@@ -61,7 +60,7 @@ def recompose(data: dict[str, Any], overrides: Sequence[str], *, environ: Mappin
     whole = dict(composed.data)
     for section, name in gone:
         whole[section] = {**whole[section], name: whole[section][name] or data[section].get(name, [])}
-    return replace(composed, data=whole, digest=_digest(whole))
+    return replace(composed, data=whole, digest=digest_of(whole))
 
 
 def _values(data: Mapping[str, Any], kind: Any, above: keys.Path) -> Iterator[tuple[keys.Path, Any]]:
@@ -97,13 +96,9 @@ def _composed(assignments: Sequence[Assignment], environ: Mapping[str, str]) -> 
     return Composed(
         config=config,
         data=data,
-        digest=_digest(data),
+        digest=digest_of(data),
         origins={key: _origin(key, origins) for key in flat(data)},
     )
-
-
-def _digest(data: dict[str, Any]) -> str:
-    return hashlib.sha256(canonical(data)).hexdigest()
 
 
 def diff(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

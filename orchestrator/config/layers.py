@@ -18,6 +18,12 @@ INCLUDES = "includes"
 _OVERRIDE = re.compile(r"(?P<sign>[+~]?)(?P<key>[A-Za-z_][\w\-]*(?:\.[\w\-]+)*)(?:=(?P<value>.*))?", re.DOTALL)
 
 
+def is_override(text: str) -> bool:
+    """Whether this reads `key=value`, `+key...` or `~key`, and is no path such as `~/mine.yaml`."""
+    match = _OVERRIDE.fullmatch(text)
+    return match is not None and bool(match["sign"] or match["value"] is not None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
     """One value for one key, or, with `clears`, the way back to its default."""

@@ -1,6 +1,5 @@
 """A new registry made from run directories: each run's record, and what its jobs wrote since or instead."""
 
-import hashlib
 import logging
 import os
 import time
@@ -9,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from checkpointing.storage.durable import canonical, fsync_dir, read_json
+from checkpointing.storage.durable import fsync_dir, read_json
 from orchestrator.config.run_config import RunConfig
 from orchestrator.controller.leasing.lease import Holder, displayed_state, host_of
 from orchestrator.controller.run_dirs.ingest import ingest
@@ -22,7 +21,7 @@ from orchestrator.registry.records import Checkpoint, Lease
 from orchestrator.registry.store import Store
 from orchestrator.registry_rebuild.salvage import salvage
 from orchestrator.states import LIVE_RUNS, RunState, Trust
-from trainer.contract.config import build
+from trainer.contract.config import build, digest_of
 from trainer.contract.launch_token import LaunchToken
 from trainer.contract.run_dir import RunDir
 
@@ -122,7 +121,7 @@ def _read(folder: RunDir) -> Found:
         raise ValueError(f"{folder.run} or {folder.config} is no JSON object")
     if run.get("schema") != "orch.run/1":
         raise ValueError(f"{folder.run} is not of a run of orch")
-    digest = hashlib.sha256(canonical(config)).hexdigest()
+    digest = digest_of(config)
     if digest != run["config_digest"]:
         raise ValueError(f"{folder.config} was changed: its digest is {digest}, the run's is {run['config_digest']}")
     try:
@@ -139,16 +138,16 @@ def _with_configs(folder: RunDir, record: Record, *, recorded: bool) -> Found:
     """Every attempt with the config that its folder has; a change that no attempt was begun with is lost."""
     configs: dict[str, dict[str, Any]] = {}
 
-    def digest_of(number: int) -> str:
+    def digest_in(number: int) -> str:
         begun = (folder.attempt(number).path / "intent.json").exists()
         # What was about to be begun has no file yet: it would have had the run's config.
         config = read_json(folder.config_of(number if begun or number == 1 else number - 1))
         build(RunConfig, config)  # refused by the rules of today: no controller could serve it
-        digest = hashlib.sha256(canonical(config)).hexdigest()
+        digest = digest_of(config)
         configs[digest] = config
         return digest
 
-    attempts = tuple(replace(attempt, config_digest=digest_of(attempt.number)) for attempt in record.attempts)
+    attempts = tuple(replace(attempt, config_digest=digest_in(attempt.number)) for attempt in record.attempts)
     if not recorded or record.run.config_digest not in configs:
         newest = attempts[-1].config_digest
         steps = 0 if configs[newest].get("command") else configs[newest]["train"]["steps"]

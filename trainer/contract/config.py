@@ -287,8 +287,13 @@ def load(run: RunDir, attempt: int) -> JobConfig:
 
 
 def config_digest(path: Path) -> str:
-    """SHA-256 of a config file's canonical bytes: the name under which the registry keeps it; raises as `load`."""
-    return hashlib.sha256(canonical(read_json(path))).hexdigest()
+    """The digest of a config file; raises as `load`."""
+    return digest_of(read_json(path))
+
+
+def digest_of(config: Any) -> str:
+    """SHA-256 of a resolved config's canonical bytes: the name under which the registry keeps it."""
+    return hashlib.sha256(canonical(config)).hexdigest()
 
 
 def build(kind: Any, value: Any) -> Any:

@@ -54,7 +54,9 @@ def submit(
     ~KEY restores the default. The command starts a controller if none is alive, and waits up to 30 seconds for the
     job id.
     """
-    if source is not None and (source[:1] in "~+" or ("=" in source and not Path(source).exists())):
+    from orchestrator.config.layers import is_override  # yaml: only for the verbs that read configurations
+
+    if source is not None and is_override(source) and not Path(source).exists():
         overrides, source = (source, *overrides), None
     if cluster is not None:
         overrides = (*overrides, f"cluster.kind={cluster}")

@@ -85,6 +85,12 @@ def test_a_default_may_be_restored_in_a_branch(orch: Type, seeds: Seeds, run: st
     assert preview(orch, "~train.warmup_steps", "--from", f"{run}@50")["train"]["warmup_steps"] == 10
 
 
+def test_a_config_file_may_lie_in_the_home_folder(orch: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.yaml").write_text("includes: [tiny-gpt]\ntrain: {lr: 1e-4}\n")
+    assert preview(orch, "~/mine.yaml")["train"]["lr"] == 1e-4
+
+
 def test_a_config_file_may_have_an_equals_sign_in_its_name(orch: Type, tmp_path: Path) -> None:
     file = tmp_path / "lr=1e-4.yaml"
     file.write_text("includes: [tiny-gpt]\ntrain: {lr: 1e-4}\n")

@@ -18,7 +18,7 @@ from checkpointing.engine.state.save_plan import Plan
 from checkpointing.engine.state.staging import Bucket, Staged
 from checkpointing.errors import FencedOff, SaveFailed, Unsound
 from checkpointing.event_sink import EmitEvent
-from checkpointing.format.commit import fresh_name, seal
+from checkpointing.format.commit import Commit, fresh_name, seal
 from checkpointing.format.index import FINGERPRINTS, INDEX, encode_fingerprints
 from checkpointing.format.manifest import METADATA, FileEntry, Manifest
 from checkpointing.owner import Owner
@@ -81,12 +81,12 @@ class _Submitted:
 
 @dataclass(frozen=True)
 class Saved:
-    """A committed checkpoint; `manifest` is known to rank 0 only."""
+    """A committed checkpoint; `manifest` is the digest in its COMMIT."""
 
     name: str
     size: int
     seconds: float
-    manifest: Manifest | None = None
+    manifest: str
 
 
 class Saver:
@@ -133,7 +133,7 @@ class Saver:
         if isinstance(told, Failed):
             self._undo(job, name, told)
             raise _error(told)(job.step, told.reason)
-        saved = Saved(name, told, self._clock() - start, manifest if isinstance(manifest, Manifest) else None)
+        saved = Saved(name, told.size, self._clock() - start, told.manifest)
         if isinstance(judgement, Judgement):
             accepted = judgement
             # It is committed: an event that cannot be written must not make one rank believe otherwise.
@@ -262,14 +262,14 @@ class Saver:
             extra=job.extra,
         )
 
-    def _sealed(self, manifest: Manifest | Failed | None) -> int | Failed:
-        """Seal wherever a checkpoint of this place needs it; its size, or why there is none. The same on every rank."""
+    def _sealed(self, manifest: Manifest | Failed | None) -> Commit | Failed:
+        """Seal wherever a checkpoint of this place needs it; COMMIT, or why there is none. The same on every rank."""
         if not self._place.shared:
             manifest = self._ranks.broadcast(manifest)
         done: Any = manifest if isinstance(manifest, Failed) else None
         if isinstance(manifest, Manifest) and self._seals:
             sealing = manifest
-            done = result_or_failed(lambda: seal(self._storage, sealing, self._owner.fence, sealing.created_at).size)
+            done = result_or_failed(lambda: seal(self._storage, sealing, self._owner.fence, sealing.created_at))
         if self._place.shared:
             return self._ranks.broadcast(done)
         ends = self._ranks.gather(done)
@@ -296,7 +296,7 @@ class Saver:
         """On rank 0."""
         self._judge.accept(judgement)
         facts = {"step": job.step, "name": saved.name, "bytes": saved.size, "seconds": saved.seconds}
-        self._emit("checkpoint.committed", facts)
+        self._emit("checkpoint.committed", {**facts, "manifest": saved.manifest})
         if judgement.implausible_reasons:
             self._emit("checkpoint.doubted", {"step": job.step, "reason": "; ".join(judgement.implausible_reasons)})
 

@@ -13,7 +13,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from checkpointing.errors import NothingVerifies
+from checkpointing.format.commit import read_commit
 from checkpointing.storage.backends import LocalStorage
+from checkpointing.storage.digests import digest
 from checkpointing.storage.durable import number
 from checkpointing.tiers.catalog import Catalog
 from checkpointing.verification.verify import verify
@@ -38,10 +40,19 @@ def test_events_carry_the_agreed_keys(bench: Bench) -> None:
     keys = {kind: set(data) for kind, data in bench.events}
     assert keys == {
         "checkpoint.saving": {"step", "name"},
-        "checkpoint.committed": {"step", "name", "bytes", "seconds"},
+        "checkpoint.committed": {"step", "name", "bytes", "seconds", "manifest"},
         "checkpoint.deleted": {"step", "name", "tier"},
         "checkpoint.restored": {"step", "name", "seconds", "tier"},
     }
+
+
+def test_a_commit_is_told_with_the_digest_of_its_manifest(bench: Bench) -> None:
+    """Whoever keeps it knows later whether a folder of this name is still the same checkpoint."""
+    bench.saved(1, 2)
+    told = {data["name"]: data["manifest"] for data in bench.told("checkpoint.committed")}
+    storage = LocalStorage(bench.root)
+    assert told == {bench.folder(step).name: read_commit(storage, bench.folder(step).name).manifest for step in (1, 2)}
+    assert told[bench.folder(1).name] == digest((bench.folder(1) / "manifest.json").read_bytes())
 
 
 def test_the_newest_is_taken(bench: Bench) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import Dialect, Float, ForeignKey, ForeignKeyConstraint, Index, MetaData, Text
+from sqlalchemy import Dialect, Float, ForeignKey, ForeignKeyConstraint, Index, Integer, MetaData, Text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator
 
@@ -188,6 +188,28 @@ class CheckpointRow(Base):
     tier: Mapped[str] = mapped_column(server_default="")
     seconds: Mapped[float | None]
     stall: Mapped[float | None]
+    manifest: Mapped[str] = mapped_column(server_default="")
+
+
+class RestoreTestRow(Base):
+    """`test` is the run that does it, `run` the one whose checkpoint it restores, perhaps of a registry that is gone."""
+
+    __tablename__ = "restore_tests"
+    __table_args__ = (
+        Index("ix_restore_tests_run", "run", "begun_at"),
+        Index("ix_restore_tests_ended_at", "ended_at"),
+    )
+    test: Mapped[str] = mapped_column(ForeignKey("runs.name", name="fk_restore_tests_test"), primary_key=True)
+    run: Mapped[str]
+    checkpoint: Mapped[str]
+    layout: Mapped[str]
+    step: Mapped[int]
+    begun_at: Mapped[float]
+    ended_at: Mapped[float | None]
+    verdict: Mapped[str]
+    reason: Mapped[str]
+    evidence: Mapped[dict[str, Any]]
+    forced: Mapped[bool] = mapped_column(Integer)
 
 
 class CopyRow(Base):

@@ -121,6 +121,24 @@ class Checkpoint:
     tier: str = ""  # path of the first tier; empty for the run's own folder
     seconds: float | None = None  # from its beginning to its commit
     stall: float | None = None  # for which training stood still
+    manifest: str = ""  # digest of its manifest when it was committed; empty: not known
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoreTest:
+    """One restore test: the run `test` restores a checkpoint of `run` on one layout."""
+
+    test: str
+    run: str
+    checkpoint: str
+    layout: str
+    step: int
+    begun_at: float
+    ended_at: float | None = None  # when its verdict was written down
+    verdict: str = ""  # trainer.contract.restore_test.Outcome; empty while it goes on
+    reason: str = ""
+    evidence: dict[str, Any] = field(default_factory=dict)
+    forced: bool = False  # a person asked for it: no schedule, no budget
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,7 @@ class EventKind(StrEnum):
     STOP_AGREED = "stop.agreed"  # step, reason
     REQUEST_ANSWERED = "request.answered"  # name, answer
     CHECKPOINT_SAVING = "checkpoint.saving"  # step, name
-    CHECKPOINT_COMMITTED = "checkpoint.committed"  # step, name, bytes, seconds, stall (seconds training waited)
+    CHECKPOINT_COMMITTED = "checkpoint.committed"  # step, name, bytes, manifest (digest), seconds, stall (s)
     CHECKPOINT_FAILED = "checkpoint.failed"  # step, reason
     CHECKPOINT_REFUSED = "checkpoint.refused"  # step, name, reason, damaged (bool: its bytes) (, tier)
     CHECKPOINT_RESTORED = "checkpoint.restored"  # step, name, seconds, tier (`memory` or the tier's path)
@@ -53,6 +53,7 @@ class EventKind(StrEnum):
     CHECKPOINT_SEEN = "checkpoint.seen"  # step, name, path, bytes, new (bool: of this attempt): of a user's own program
     CHECKPOINT_SET_ASIDE = "checkpoint.set_aside"  # step, name, path (its new one), reason, damaged (bool): the same
     CHECKPOINT_CADENCE = "checkpoint.cadence"  # steps, seconds, reason: so far apart are saves from now on
+    RESTORE_TESTED = "restore.tested"  # verdict, reason, evidence: of a run that is a restore test
     ATTEMPT_ENDED = "attempt.ended"  # result, reason
 
 

@@ -181,6 +181,7 @@ def _committed(writer: _EventWriter) -> None:
         tier=tier,
         seconds=writer.data.get("seconds"),
         stall=writer.data.get("stall"),
+        manifest=str(writer.data.get("manifest") or ""),
     )
     writer.store.put_checkpoint(checkpoint, epoch=writer.epoch)
     writer.note(saved_step=max(step, writer.row().saved_step or 0))
@@ -313,6 +314,7 @@ _HANDLERS: dict[str, Callable[[_EventWriter], None]] = {
     EventKind.STRAGGLER: _notice,
     EventKind.BATCH_SKIPPED: _notice,
     EventKind.DRILL: _notice,
+    EventKind.RESTORE_TESTED: _notice,
     EventKind.PREFLIGHT: _preflight,
     EventKind.SPARE_USED: _spare_used,
 }

@@ -15,6 +15,7 @@ from orchestrator.registry.models import (
     GenerationRow,
     NodeRow,
     NoticeRow,
+    RestoreTestRow,
     RunRow,
     SubmissionRow,
     UserRequestRow,
@@ -185,6 +186,18 @@ class ControllerWrites(StoreOperations):
         if _moves(before, to, f"checkpoint {run}/{name}"):
             alter_checkpoint(connection, run, name, trust=to, reason=reason)
             note_transition(connection, run, "checkpoint", name, before, to, reason, now)
+
+    @writes
+    def end_restore_test(
+        self, connection: Connection, test: str, verdict: str, reason: str, evidence: dict[str, Any], *,
+        epoch: int, now: float,
+    ) -> None:  # fmt: skip
+        """Write down how a restore test ended; the first verdict stays."""
+        fence(connection, epoch, test)
+        wanted = (RestoreTestRow.test == test) & RestoreTestRow.ended_at.is_(None)
+        values = {"verdict": verdict, "reason": reason, "evidence": evidence, "ended_at": now}
+        connection.execute(update(RestoreTestRow).where(wanted).values(**values))
+        connection.info.setdefault(TOUCHED, set()).add(test)
 
     @writes
     def saw_node(

@@ -21,6 +21,7 @@ from orchestrator.registry.models import (
     LeaseRow,
     NodeRow,
     NoticeRow,
+    RestoreTestRow,
     RunRow,
     SubmissionRow,
     TransitionRow,
@@ -34,6 +35,7 @@ from orchestrator.registry.records import (
     Lease,
     Node,
     Notice,
+    RestoreTest,
     Run,
     Submission,
     Transition,
@@ -99,6 +101,26 @@ class Reads(StoreOperations):
         """Copies of a run's checkpoints in further tiers, by checkpoint and tier."""
         query = select(CopyRow.__table__).where(CopyRow.run == run).order_by(CopyRow.name, CopyRow.tier)
         return [record(Copy, row) for row in connection.execute(query).mappings()]
+
+    @reads
+    def restore_test(self, connection: Connection, test: str) -> RestoreTest | None:
+        """The restore test that the run `test` is; None for any other run."""
+        query = select(RestoreTestRow.__table__).where(RestoreTestRow.test == test)
+        row = connection.execute(query).mappings().one_or_none()
+        return None if row is None else record(RestoreTest, row)
+
+    @reads
+    def restore_tests(
+        self, connection: Connection, run: str | None = None, *, going_on: bool = False, since: float = 0.0
+    ) -> list[RestoreTest]:
+        """Restore tests of the checkpoints of one run or of all, oldest first; `going_on`: those without a verdict."""
+        query = select(RestoreTestRow.__table__).where(RestoreTestRow.begun_at >= since)
+        if run is not None:
+            query = query.where(RestoreTestRow.run == run)
+        if going_on:
+            query = query.where(RestoreTestRow.ended_at.is_(None))
+        rows = connection.execute(query.order_by(RestoreTestRow.begun_at, RestoreTestRow.test)).mappings()
+        return [record(RestoreTest, row) for row in rows]
 
     @reads
     def history(self, connection: Connection, cluster: str, since: float) -> tuple[list[Attempt], list[Generation]]:

@@ -16,6 +16,7 @@ from orchestrator.registry.models import (
     LeaseRow,
     NodeRow,
     NoticeRow,
+    RestoreTestRow,
     RunRow,
     SubmissionRow,
     TransitionRow,
@@ -29,12 +30,13 @@ from orchestrator.registry.records import (
     Generation,
     Node,
     Notice,
+    RestoreTest,
     Run,
     Submission,
     Transition,
 )
 
-Row = Run | Attempt | Submission | Generation | Checkpoint | Copy | Notice | Transition
+Row = Run | Attempt | Submission | Generation | Checkpoint | Copy | Notice | RestoreTest | Transition
 
 
 class RebuildWrites(StoreOperations):
@@ -50,6 +52,7 @@ class RebuildWrites(StoreOperations):
         rows += [(CheckpointRow, item) for item in record.checkpoints]
         rows += [(CopyRow, item) for item in record.copies]
         rows += [(NoticeRow, item) for item in record.notices]
+        rows += [(RestoreTestRow, item) for item in (record.restore_test,) if item is not None]
         rows += [(TransitionRow, item) for item in record.transitions]
         for model, item in rows:
             connection.execute(insert(model).values(**item.__dict__))

@@ -16,6 +16,7 @@ from orchestrator.registry.records import (
     Generation,
     Node,
     Notice,
+    RestoreTest,
     Run,
     Submission,
     Transition,
@@ -37,6 +38,7 @@ class Record:
     checkpoints: tuple[Checkpoint, ...]
     copies: tuple[Copy, ...] = ()
     notices: tuple[Notice, ...] = ()
+    restore_test: RestoreTest | None = None  # that this run is
     submissions: tuple[Submission, ...] = ()
     transitions: tuple[Transition, ...]
     nodes: tuple[Node, ...]
@@ -71,6 +73,7 @@ def record_of(store: Reads, name: str) -> Record:
         checkpoints=tuple(store.checkpoints(name)),
         copies=tuple(store.copies(name)),
         notices=tuple(store.notices(name)),
+        restore_test=store.restore_test(name),
         submissions=tuple(store.submissions(name)),
         transitions=tuple(store.transitions(name)),
         nodes=tuple(node for node in store.nodes() if node.cluster == run.domain and node.name in used),

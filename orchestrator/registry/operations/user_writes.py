@@ -9,8 +9,8 @@ from sqlalchemy.dialects.sqlite import insert as insert_or
 
 from checkpointing.storage.durable import canonical
 from orchestrator.registry.database import StoreOperations, writes
-from orchestrator.registry.models import AttemptRow, ConfigRow, RunRow, UserRequestRow
-from orchestrator.registry.records import Attempt, NewRun, Run
+from orchestrator.registry.models import AttemptRow, ConfigRow, RestoreTestRow, RunRow, UserRequestRow
+from orchestrator.registry.records import Attempt, NewRun, RestoreTest, Run
 from orchestrator.registry.rows import note_transition, the_attempt, the_run
 from orchestrator.states import AttemptState, RunState
 
@@ -26,6 +26,11 @@ class UserWrites(StoreOperations):
         row = insert_or(ConfigRow).values(digest=digest, data=content.decode())
         connection.execute(row.on_conflict_do_nothing())
         return digest
+
+    @writes
+    def put_restore_test(self, connection: Connection, test: RestoreTest) -> None:
+        """Write down that a run is a restore test; in one transaction with its `create_run`."""
+        connection.execute(insert(RestoreTestRow).values(**test.__dict__))
 
     @writes
     def create_run(self, connection: Connection, new: NewRun, *, now: float, nonce: str) -> tuple[Run, Attempt]:

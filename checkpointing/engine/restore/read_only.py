@@ -1,0 +1,123 @@
+"""Restores one named checkpoint of any run, and changes nothing where it lies: for tests of a restore."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from checkpointing.engine.ranks.failure import Failed, result_or_failed
+from checkpointing.engine.ranks.group import World
+from checkpointing.engine.restore.loaded_fingerprints import differing_tensors, saved_fingerprints
+from checkpointing.engine.restore.restorer import Restored, Restorer
+from checkpointing.engine.restore.source import OptionalKeys, Targets, TensorsFor
+from checkpointing.errors import Refused
+from checkpointing.event_sink import EmitEvent, EventSink
+from checkpointing.format.commit import parse_name
+from checkpointing.owner import Owner
+from checkpointing.storage.backends import storage_at
+from checkpointing.tiers.catalog import Catalog
+from checkpointing.tiers.tier import ResolvedTier
+
+
+class ReadOnlyCheckpoint:
+    """The checkpoint `name` in the folder or URL `place`, in the place of a `Checkpointer` that never saves.
+
+    It writes and deletes nothing, starts no process and takes no memory for saves. All ranks call the same methods in
+    the same order; `place` must show the whole checkpoint to each of them.
+    """
+
+    committed_step: int | None = None
+    """Step of the checkpoint, once it is restored."""
+    failure: str | None = None
+    save_seconds: Sequence[float] = ()
+
+    def __init__(self, place: str, name: str, on_event: EmitEvent, world: World) -> None:
+        """Create one process group: collective. Raises ValueError when `name` is no checkpoint's, or as `storage_at`.
+
+        `on_event` is called on rank 0.
+        """
+        if parse_name(name) is None:
+            raise ValueError(f"{name!r} is not the name of a checkpoint")
+        path = place if "://" in place else str(Path(place).absolute())
+        storage = storage_at(path)
+        tier = ResolvedTier(path=path, storage=storage, catalog=Catalog(path, storage))
+        # No checkpoint bears an empty nonce: this owner has none of its own, and may load the inherited one alone.
+        owner = Owner(attempt=0, nonce="", inherit=(name,), fence=lambda: False)
+        self._name, self._storage, self._events = name, storage, EventSink(on_event)
+        self._ranks = world.group()
+        self._restorer = Restorer((tier,), self._ranks, owner, self._events.emit)
+        self._loaded: dict[str, Tensor] = {}
+        self._saved: dict[str, str] = {}
+        self._restored: Restored | None = None
+
+    @property
+    def restored(self) -> Restored | None:
+        """What `restore` has loaded; None before."""
+        return self._restored
+
+    @property
+    def has_fingerprints(self) -> bool:
+        """Whether the checkpoint has fingerprints to compare with; known after `restore`, on all ranks."""
+        return bool(self._saved)
+
+    def restore(
+        self,
+        tensors: Mapping[str, Tensor] | TensorsFor,
+        *,
+        optional_prefixes: tuple[str, ...] = ("rng/",),
+        optional_folders: tuple[str, ...] = (),
+    ) -> Restored:
+        """Fill `tensors` in place from this checkpoint; the arguments are those of `Checkpointer.restore`.
+
+        Raises NothingVerifies on every rank when it cannot be loaded. One that is not there is waited for as long as
+        shared file systems may take to show a name, `restorer.LATE_S`.
+        """
+        targets = Targets(tensors)
+        restored = self._restorer.run(targets, OptionalKeys(alone=optional_prefixes, together=optional_folders))
+        assert restored is not None, "a checkpoint that is inherited and missing is an error"
+        saved = self._ranks.broadcast(
+            result_or_failed(lambda: saved_fingerprints(self._storage, self._name)) if self._ranks.leads else None
+        )
+        if isinstance(saved, Failed):
+            raise Refused(self._name, saved.reason, damaged=False)
+        absent = set(restored.absent)
+        self._loaded = {key: tensor for key, tensor in targets.last.items() if key not in absent}
+        self._saved, self._restored, self.committed_step = saved, restored, restored.step
+        return restored
+
+    def fingerprint_faults(self) -> list[str]:
+        """Collective: a line for each loaded tensor whose values are not those that were saved, sorted, on every rank.
+
+        It looks at the tensors as they are now: call it before they are trained. Tensors of the checkpoint that no rank
+        has loaded are not compared; without fingerprints (`has_fingerprints`) none is. Raises Refused.
+        """
+        if not self.has_fingerprints:
+            return []
+        return differing_tensors(self._ranks, self._name, self._loaded, self._saved)
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+        """Nothing is to be prepared where nothing is saved."""
+
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        extra: dict[str, Any],
+        rank_state: dict[str, Any] | None = None,
+    ) -> bool:
+        """Raises RuntimeError."""
+        raise RuntimeError(f"step {step} is not saved: {self._name} was opened to be read only")
+
+    def before_optimizer_step(self) -> None:
+        """The tensors may change at any time."""
+
+    def wait(self) -> None:
+        """Return when every event has been written, or tried."""
+        self._events.flush()
+
+    def close(self, flush_for: Callable[[], float] | None = None) -> None:
+        """Give the process group back; raises what kept an event from being written."""
+        self._loaded = {}
+        self._ranks.close()
+        self._events.close()

@@ -1,0 +1,70 @@
+"""One rank that restores one checkpoint read-only: arguments of_layout|of_ranks WORLD RANK FOLDER NAME."""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from tests.checkpointing.engine.restore import layout_program, rank_program  # they make warnings errors first
+
+import torch  # isort: skip
+import torch.distributed as dist  # isort: skip
+
+from checkpointing.engine.ranks.group import World
+from checkpointing.engine.restore.read_only import ReadOnlyCheckpoint
+from checkpointing.engine.restore.source import local_part
+
+Tensors = dict[str, torch.Tensor]
+
+
+def of_layout(layout: str, folder: Path, name: str) -> dict[str, Any]:
+    """A state of every kind of sharding, restored from the files of another layout."""
+    tensors = layout_program.placed(layout, 0)
+    keys = {"sharded": "large.weight", "norm": "norm.weight", "plain": "step"}
+    return _restored_and_changed(folder, name, tensors, layout_program.whole(7), keys)
+
+
+def of_ranks(size: str, folder: Path, name: str) -> dict[str, Any]:
+    """Beside what all ranks share, each has a key of its own, as of its generators."""
+    tensors = rank_program.empty()
+    keys = {"sharded": "rows", "replicated": "replicated", "plain": f"rng/rank-{dist.get_rank():05d}"}
+    return _restored_and_changed(folder, name, tensors, rank_program.whole(1), keys)
+
+
+def _restored_and_changed(
+    folder: Path, name: str, tensors: Tensors, expected: Tensors, keys: dict[str, str]
+) -> dict[str, Any]:
+    """What is found after the restore, and when one value of one of `keys` has changed on the last rank alone."""
+    told: list[str] = []
+    made = ReadOnlyCheckpoint(str(folder), name, lambda kind, data: told.append(kind), World())
+    restored = made.restore(tensors)
+    found = {"step": restored.step, "exact": rank_program.equal(tensors, expected), "faults": made.fingerprint_faults()}
+    last = not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
+    for what, key in keys.items():
+        part = local_part(tensors[key]).view(-1)
+        before = part.clone()
+        if last:
+            part[-1:] += 1
+        found[what] = made.fingerprint_faults()
+        part.copy_(before)
+    found["again"] = made.fingerprint_faults()
+    made.close()
+    return {**found, "told": told}
+
+
+MODES: dict[str, Callable[[str, Path, str], dict[str, Any]]] = {"of_layout": of_layout, "of_ranks": of_ranks}
+
+
+def main() -> None:
+    mode, world, rank, folder, name = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]), sys.argv[5]
+    torch.set_num_threads(1)
+    size = layout_program.LAYOUTS[world] if mode == "of_layout" else int(world)
+    if size > 1 or mode == "of_ranks":
+        meeting = f"file://{folder.parent}/meeting-{mode}-{world}-{folder.name}"
+        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    sys.stdout.write(json.dumps(MODES[mode](world, folder, name)) + "\n")
+    sys.stdout.flush()
+    os._exit(0)

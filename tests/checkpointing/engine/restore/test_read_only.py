@@ -1,0 +1,229 @@
+"""Restores of one named checkpoint that change nothing where it lies, and say whether what was loaded was saved."""
+
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from checkpointing.engine.ranks.group import World
+from checkpointing.engine.restore import restorer
+from checkpointing.engine.restore.read_only import ReadOnlyCheckpoint
+from checkpointing.errors import NothingVerifies, Refused
+from checkpointing.event_sink import emit_nothing
+from checkpointing.format.index import FINGERPRINTS
+from tests.checkpointing.engine.built_checkpoint import build
+from tests.checkpointing.engine.conftest import Bench, blank, same, state
+from tests.checkpointing.engine.restore.layout_program import LAYOUTS
+from tests.warm_programs import WarmPrograms
+
+PROGRAM = "tests.checkpointing.engine.restore.read_only_program"
+
+
+def opened(folder: Path, on_event: Callable[[str, dict[str, Any]], None] = emit_nothing) -> ReadOnlyCheckpoint:
+    return ReadOnlyCheckpoint(str(folder.parent), folder.name, on_event, World())
+
+
+def tree(root: Path) -> dict[str, tuple[int, int, int]]:
+    """Every name below a folder with its inode, size and time of change."""
+    found = {str(path.relative_to(root)): path.lstat() for path in (root, *root.rglob("*"))}
+    return {name: (status.st_ino, status.st_size, status.st_mtime_ns) for name, status in found.items()}
+
+
+# ---- one rank
+
+
+def test_the_named_one_is_loaded_and_no_newer_one(bench: Bench) -> None:
+    bench.saved(5, 10, 15)
+    told: list[tuple[str, dict[str, Any]]] = []
+    made, target = opened(bench.folder(10), lambda kind, data: told.append((kind, data))), blank()
+    restored = made.restore(target)
+    assert (restored.step, restored.name, restored.extra) == (10, bench.folder(10).name, {"position": 80})
+    assert same(target, state(10))
+    assert (made.restored, made.committed_step) == (restored, 10)
+    assert [(kind, data["step"]) for kind, data in told] == [("checkpoint.restored", 10)]
+    made.close()
+
+
+def test_nothing_is_changed_where_it_lies(bench: Bench) -> None:
+    """Half-written folders of this and other attempts beside it are nobody's business here."""
+    bench.saved(5, 10)
+    shutil.copytree(bench.folder(10), bench.folder(20))
+    (bench.folder(20) / "COMMIT").unlink()
+    before, processes, threads = tree(bench.root), psutil.Process().children(), threading.active_count()
+    segments = set(os.listdir("/dev/shm"))
+    for path in sorted(bench.root.rglob("*"), reverse=True):
+        path.chmod(0o500 if path.is_dir() else 0o400)
+    bench.root.chmod(0o500)
+    try:
+        made, target = opened(bench.folder(5)), blank()
+        made.prepare(target)
+        made.restore(target)
+        assert made.fingerprint_faults() == []
+        made.before_optimizer_step()
+        made.wait()
+        assert (psutil.Process().children(), set(os.listdir("/dev/shm"))) == (processes, segments)
+        made.close()
+    finally:
+        for path in (bench.root, *bench.root.rglob("*")):
+            path.chmod(0o700)
+    assert same(target, state(5))
+    assert tree(bench.root) == before
+    assert threading.active_count() == threads
+
+
+def test_a_folder_that_is_not_there_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restorer, "LATE_S", 0.0)
+    made = opened(tmp_path / "nowhere" / "step-00000005.001-ab12cd34")
+    with pytest.raises(NothingVerifies, match="not there"):
+        made.restore(blank())
+    made.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_one_is_an_error_although_others_are_there(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restorer, "LATE_S", 0.0)
+    bench.saved(5, 15)
+    made, target = opened(bench.folder(10)), blank()
+    with pytest.raises(NothingVerifies, match=r"step-00000010\S*: not there"):
+        made.restore(target)
+    assert same(target, blank())
+    assert (made.restored, made.committed_step, made.fingerprint_faults()) == (None, None, [])
+    made.close()
+
+
+def test_a_damaged_one_is_an_error_at_once(bench: Bench) -> None:
+    """What is there but bad is not waited for."""
+    bench.saved(5, 10)
+    (bench.folder(10) / "__0_0.distcp").unlink()
+    made = opened(bench.folder(10))
+    with pytest.raises(NothingVerifies, match="__0_0.distcp: missing"):
+        made.restore(blank())
+    made.close()
+
+
+def test_it_never_saves(bench: Bench) -> None:
+    bench.saved(5)
+    made = opened(bench.folder(5))
+    with pytest.raises(RuntimeError, match="read only"):
+        made.save(6, state(6), {})
+    made.close()
+    with pytest.raises(ValueError, match="'latest' is not the name of a checkpoint"):
+        opened(bench.root / "latest")
+
+
+def test_what_was_changed_in_memory_since_is_named(bench: Bench) -> None:
+    bench.saved(5)
+    made, target = opened(bench.folder(5)), {**blank(), "rng/rank-00007": torch.ones(3)}
+    made.restore(target)
+    assert made.has_fingerprints
+    assert made.fingerprint_faults() == []
+    target["model.weight"][3, 4] += 1
+    target["model.mask"][8] ^= True
+    target["rng/rank-00007"] += 1  # the checkpoint has none
+    changed = made.fingerprint_faults()
+    assert [line.partition(": ")[0] for line in changed] == ["model.mask", "model.weight"]
+    assert "on rank 0, at save it was " in changed[0]
+    made.close()
+
+
+def test_tensors_that_nobody_loads_are_not_compared(bench: Bench) -> None:
+    bench.saved(5)
+    made = opened(bench.folder(5))
+    made.restore({"model.weight": torch.zeros(64, 33)})
+    assert made.fingerprint_faults() == []
+    made.close()
+
+
+def test_a_fingerprint_that_disagrees_with_the_values_is_found(tmp_path: Path) -> None:
+    """Its digest matches: the state was wrong before it was written, or was put together wrongly."""
+    built = build({"model/a": torch.arange(6.0), "model/b": torch.ones(3)})
+    assert built.fingerprints is not None
+    built.fingerprints["model/a"] = "0" * 16
+    made = opened(built.write(tmp_path))
+    made.restore({"model/a": torch.zeros(6), "model/b": torch.zeros(3)})
+    (line,) = made.fingerprint_faults()
+    assert line.startswith("model/a: fingerprint is ")
+    assert line.endswith("at save it was 0000000000000000")
+    made.close()
+
+
+def test_one_without_fingerprints_says_so(tmp_path: Path) -> None:
+    built = build({"model/a": torch.arange(6.0)})
+    built.fingerprints = None
+    made = opened(built.write(tmp_path))
+    made.restore({"model/a": torch.zeros(6)})
+    assert not made.has_fingerprints
+    assert made.fingerprint_faults() == []
+    made.close()
+
+
+def test_fingerprints_that_cannot_be_read_are_not_taken_for_none(tmp_path: Path) -> None:
+    built = build({"model/a": torch.arange(6.0)})
+    built.fingerprints, built.files[FINGERPRINTS] = None, b"{}"
+    made = opened(built.write(tmp_path))
+    with pytest.raises(Refused, match="fingerprints.json is malformed"):
+        made.restore({"model/a": torch.zeros(6)})
+    made.close()
+
+
+# ---- several ranks, in other layouts than the one that was saved
+
+
+@pytest.fixture(scope="module")
+def saved(programs: WarmPrograms, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One state in two layouts, and one of two ranks with keys of their own, of which a newer one lies beside."""
+    folder = tmp_path_factory.mktemp("saved")
+    for layout in ("dp4", "tp2"):
+        ranks = range(LAYOUTS[layout])
+        programs.results(
+            "tests.checkpointing.engine.restore.layout_program", [("save", layout, rank, folder) for rank in ranks]
+        )
+    program = "tests.checkpointing.engine.restore.rank_program"
+    programs.results(program, [("save", rank, 2, folder / "ranks") for rank in (0, 1)])
+    return folder
+
+
+def restored(programs: WarmPrograms, mode: str, world: str, folder: Path, step: int) -> dict[str, Any]:
+    """What every rank found, the same on all; the files are as they were."""
+    before, (path,) = tree(folder), folder.glob(f"step-{step:08d}.*")
+    size = LAYOUTS[world] if mode == "of_layout" else int(world)
+    results = programs.results(PROGRAM, [(mode, world, rank, folder, path.name) for rank in range(size)])
+    assert tree(folder) == before
+    told = [result.pop("told") for result in results]
+    assert told == [["checkpoint.restored"], *[[]] * (size - 1)]
+    assert all(result == results[0] for result in results)
+    found: dict[str, Any] = results[0]
+    assert (found["step"], found["exact"], found["faults"], found["again"]) == (step, True, [], [])
+    return found
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(("source", "layout"), [("dp4", "1"), ("dp4", "dp2xtp2"), ("tp2", "hsdp")])
+def test_another_layout_holds_the_same_values(programs: WarmPrograms, saved: Path, source: str, layout: str) -> None:
+    found = restored(programs, "of_layout", layout, saved / f"saved-{source}", 7)
+    for what, key in (("sharded", "large.weight"), ("norm", "norm.weight"), ("plain", "step")):
+        assert [line.partition(": ")[0] for line in found[what]] == [key]
+    assert f"on rank {LAYOUTS[layout] - 1}, at save" in found["plain"][0]
+    mesh = {"1": "on rank 0", "dp2xtp2": "over the mesh of rank 0", "hsdp": "ranks that hold the same shard"}
+    assert mesh[layout] in found["sharded"][0]
+    if layout == "dp2xtp2":
+        assert "over the mesh of rank 1, at save it was" in found["norm"][0], "each tensor-parallel rank has it whole"
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("size", [1, 3])
+def test_keys_of_single_ranks_are_compared_by_those_that_have_them(
+    programs: WarmPrograms, saved: Path, size: int
+) -> None:
+    """The older of two: rank 2 has no state of its own in a checkpoint of two ranks, so nothing of it is compared."""
+    found = restored(programs, "of_ranks", str(size), saved / "ranks", 1)
+    assert [line.partition(": ")[0] for line in found["sharded"]] == ["rows"]
+    assert [line.partition(": ")[0] for line in found["plain"]] == (["rng/rank-00000"] if size == 1 else [])
+    (line,) = found["replicated"]
+    assert line.startswith("replicated: fingerprint" if size == 1 else "replicated: ranks that hold the same shard")

@@ -25,7 +25,7 @@ from checkpointing.storage.backends import Storage
 from checkpointing.storage.durable import number
 from checkpointing.tiers.catalog import Entry
 from checkpointing.tiers.tier import ResolvedTier
-from checkpointing.verification.verdicts import known_bad
+from checkpointing.verification.verdicts import Verdict, bad_copies, newest_restore_tested, read_verdicts
 from checkpointing.verification.verify import read_sealed
 
 _log = logging.getLogger(__name__)
@@ -36,7 +36,10 @@ FLOOR = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What stays: the newest `keep` (at least 2), every multiple of `every` steps, the `best` so many by `metric`."""
+    """What stays: the newest `keep` (at least 2), every multiple of `every` steps, the `best` so many by `metric`.
+
+    Whatever it says, the newest one that a restore test has passed stays too.
+    """
 
     keep: int = 3
     every: int = 0
@@ -68,12 +71,14 @@ def decide_retention(
     refused: Collection[str] = (),
     held: Collection[str] = (),
     newest: str | None = None,
+    restore_tested: str | None = None,
 ) -> list[RetentionDecision]:
     """Decide on every committed checkpoint; `entries` are newest first, and so is the result.
 
     `refused` ones (not trusted: SUSPECT, CORRUPT, refused by a restore or by a verification) count as nobody's
     substitute and stay as evidence. `held` ones are being read; `newest` was just committed, which after a roll-back
-    need not be the highest step. `metrics` by name; a checkpoint without a finite one is never among the best.
+    need not be the highest step; `restore_tested` is the newest one that a restore test has passed. `metrics` by name;
+    a checkpoint without a finite one is never among the best.
     """
     trusted = [entry for entry in entries if entry.name not in refused]
     recent = {entry.name for entry in trusted[: max(policy.keep, FLOOR)]}
@@ -88,6 +93,8 @@ def decide_retention(
             return "it is pinned"
         if entry.name in recent:
             return f"it is one of the newest {max(policy.keep, FLOOR)}"
+        if entry.name == restore_tested:
+            return "it is the newest that a restore test has passed"
         if policy.every and entry.step % policy.every == 0:
             return f"its step is a multiple of {policy.every}"
         if entry.name in best:
@@ -179,10 +186,14 @@ class TierRetention:
         pinned = pinned_names(self._pins)
         if len(entries) <= max(self._policy.keep, FLOOR):
             return True
-        refused = {*refused, *known_bad(self._pins, self._tier.path, self._tier.storage)}
+        # After the pins: a checkpoint that is pinned while it is tested is never seen without pin and verdict.
+        verdicts = read_verdicts(self._pins)
+        refused = {*refused, *bad_copies(verdicts, self._tier.path, self._tier.storage)}
         refused |= self._unsound(entries, refused)
+        tested = self._newest_restore_tested(verdicts, entries, refused)
         facts = {"metrics": self.metrics, "pinned": pinned, "refused": refused, "held": held, "newest": newest}
-        return self._delete([entry for entry, _ in expired(entries, self._policy, **facts)])
+        gone = expired(entries, self._policy, restore_tested=tested, **facts)
+        return self._delete([entry for entry, _ in gone])
 
     def _delete_orphaned(self, held: Collection[str]) -> bool:
         """On a node's own disk: delete what ended attempts left and nobody inherits, once this attempt has its own."""
@@ -193,8 +204,16 @@ class TierRetention:
         own = [entry for entry in committed if (entry.attempt, entry.nonce) == (owner.attempt, owner.nonce)]
         if len(own) < FLOOR:
             return True
-        left = [entry for entry in committed if (entry.attempt, entry.nonce) in ended_attempts]
-        return self._delete([entry for entry in left if entry.name not in {*owner.inherit, *held}][::-1])
+        ended = [entry for entry in committed if (entry.attempt, entry.nonce) in ended_attempts]
+        left = [entry for entry in ended if entry.name not in {*owner.inherit, *held}][::-1]
+        tested = self._newest_restore_tested(read_verdicts(self._pins), committed) if left else None
+        return self._delete([entry for entry in left if entry.name != tested])
+
+    def _newest_restore_tested(
+        self, verdicts: Sequence[Verdict], entries: Sequence[Entry], refused: Collection[str] = ()
+    ) -> str | None:
+        names = {entry.name for entry in entries if entry.name not in refused}
+        return newest_restore_tested(verdicts, self._tier.path, self._tier.storage, names)
 
     def _delete(self, entries: Sequence[Entry]) -> bool:
         """False when the fence was lost; one that cannot be deleted keeps none of the others, then raises OSError."""

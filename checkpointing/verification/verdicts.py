@@ -1,12 +1,13 @@
-"""Verdicts: what a verification by hand found, each a small file in the folder `verdicts` beside the checkpoints.
+"""Verdicts on checkpoints, by verifications and restore tests: small files in the folder `verdicts` beside them.
 
 A bad one counts: retention takes that copy for nobody's substitute. A good one is only shown, because bytes may rot
-afterwards. A verdict is about one copy in one place, and about the manifest that it had then.
+afterwards; but retention keeps the newest copy that a restore test has passed. A verdict is about one copy in one
+place, and about the manifest that it had then.
 """
 
 import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 
 from checkpointing.errors import ManifestError
@@ -17,6 +18,8 @@ from checkpointing.storage.durable import canonical
 
 VERDICTS = "verdicts"
 SCHEMA = "orch.verdict/1"
+RESTORE_TESTED = 5
+"""Level of a restore test, above those of verifications: it was restored into a model that trained on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +46,16 @@ def manifest_of(storage: Storage, name: str) -> str:
 
 
 def record(storage: Storage, verdict: Verdict) -> None:
-    """Write a verdict over an earlier one of the same copy; raises OSError."""
-    storage.publish(_file(verdict.name, verdict.place), canonical({"schema": SCHEMA, **asdict(verdict)}))
+    """Write a verdict over an earlier one of the same copy, unless that is good and says more; raises OSError."""
+    file = _file(verdict.name, verdict.place)
+    earlier = _read(storage, file)
+    if earlier is None or not _says_more(earlier, verdict):
+        storage.publish(file, canonical({"schema": SCHEMA, **asdict(verdict)}))
+
+
+def _says_more(earlier: Verdict, verdict: Verdict) -> bool:
+    """Whether both found the same copy good, and the earlier one at a higher level."""
+    return earlier.ok and verdict.ok and earlier.manifest == verdict.manifest and earlier.level > verdict.level
 
 
 def forget(storage: Storage, place: str, present: Iterable[str]) -> None:
@@ -58,7 +69,7 @@ def forget(storage: Storage, place: str, present: Iterable[str]) -> None:
 def read_verdicts(storage: Storage) -> list[Verdict]:
     """All verdicts; damaged ones are left out. Raises OSError when they cannot be listed."""
     names = [name for name, size in storage.list(VERDICTS).items() if size is not None]
-    return [verdict for name in names if (verdict := _read(storage, name)) is not None]
+    return [verdict for name in names if (verdict := _read(storage, f"{VERDICTS}/{name}")) is not None]
 
 
 def known_bad(storage: Storage, place: str, copies: Storage) -> dict[str, str]:
@@ -66,8 +77,26 @@ def known_bad(storage: Storage, place: str, copies: Storage) -> dict[str, str]:
 
     Raises OSError.
     """
-    bad = [verdict for verdict in read_verdicts(storage) if verdict.place == place and not verdict.ok]
+    return bad_copies(read_verdicts(storage), place, copies)
+
+
+def bad_copies(verdicts: Iterable[Verdict], place: str, copies: Storage) -> dict[str, str]:
+    """`known_bad` by verdicts that were read already; raises OSError."""
+    bad = [verdict for verdict in verdicts if verdict.place == place and not verdict.ok]
     return {item.name: item.reason for item in bad if item.manifest == manifest_of(copies, item.name)}
+
+
+def newest_restore_tested(
+    verdicts: Iterable[Verdict], place: str, copies: Storage, names: Collection[str]
+) -> str | None:
+    """The newest among `names` whose copy in `place` has passed a restore test and is still the same one.
+
+    Raises OSError.
+    """
+    passed = [item for item in verdicts if item.ok and item.level >= RESTORE_TESTED and item.place == place]
+    tested = {parts: item for item in passed if item.name in names and (parts := parse_name(item.name)) is not None}
+    newest_first = (tested[parts] for parts in sorted(tested, reverse=True))
+    return next((item.name for item in newest_first if item.manifest == manifest_of(copies, item.name)), None)
 
 
 def _file(name: str, place: str) -> str:
@@ -76,7 +105,7 @@ def _file(name: str, place: str) -> str:
 
 def _read(storage: Storage, file: str) -> Verdict | None:
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        with storage.open(f"{VERDICTS}/{file}") as stream:
+        with storage.open(file) as stream:
             fields = json.loads(stream.read())
         if fields.pop("schema") != SCHEMA or parse_name(fields["name"]) is None:
             return None

@@ -26,6 +26,7 @@ from checkpointing.retention.policy import (
 from checkpointing.storage.backends import LocalStorage, Storage
 from checkpointing.tiers.catalog import Catalog, Entry
 from checkpointing.tiers.tier import ResolvedTier
+from checkpointing.verification.verdicts import RESTORE_TESTED, Verdict, manifest_of, record
 from tests.checkpointing.fake_storages import Faulty
 from tests.checkpointing.made_checkpoint import NONCE, make
 
@@ -66,6 +67,7 @@ def cases(draw: st.DrawFn) -> Case:
     names = [entry.name for entry in entries]
     some = st.sets(st.sampled_from(names)) if names else st.just(set())
     facts = {
+        "restore_tested": draw(st.sampled_from(names)) if names and draw(st.booleans()) else None,
         "metrics": {name: draw(ratings) for name in names},
         "pinned": draw(some),
         "refused": draw(some),
@@ -78,7 +80,8 @@ def cases(draw: st.DrawFn) -> Case:
 @given(cases())
 def test_what_goes_is_trusted_and_nobodys(case: Case) -> None:
     gone = {entry.name for entry, _ in expired(case.entries, case.policy, **case.facts)}
-    assert not gone & (case.facts["pinned"] | case.facts["refused"] | case.facts["held"] | {case.facts["newest"]})
+    single = {case.facts["newest"], case.facts["restore_tested"]}
+    assert not gone & (case.facts["pinned"] | case.facts["refused"] | case.facts["held"] | single)
 
 
 @given(cases())
@@ -134,9 +137,10 @@ def reasons(policy: Policy, *steps: int, **facts: Any) -> dict[int, str]:
 def test_every_verdict_says_why() -> None:
     told = reasons(
         Policy(keep=2, every=100, best=1),
-        800, 700, 650, 600, 550, 520, 510, 505,
+        800, 700, 650, 600, 550, 520, 510, 507, 505,
         metrics={entry(520).name: 0.5, entry(650).name: 0.7, entry(510).name: float("nan")},
         pinned=[entry(650).name], refused=[entry(800).name], held=[entry(510).name], newest=entry(550).name,
+        restore_tested=entry(507).name,
     )  # fmt: skip
     assert told == {
         800: "it is not trusted, and stays as evidence",
@@ -146,6 +150,7 @@ def test_every_verdict_says_why() -> None:
         550: "it was just committed",
         520: "it is one of the best 1 by loss",
         510: "it is being copied",
+        507: "it is the newest that a restore test has passed",
         505: "not one of the newest 2, no multiple of 100 steps, not one of the best 1 by loss",
     }
 
@@ -246,6 +251,38 @@ def test_one_whose_file_is_gone_counts_for_nothing_and_stays(tier: Tier) -> None
     assert tier.steps() == [4, 3, 2], "2 is the substitute that 3 cannot be"
 
 
+def restore_tested(tier: Tier, name: str, run: Storage | None = None) -> None:
+    found = manifest_of(tier.storage, name)
+    record(
+        run or tier.storage,
+        Verdict(name=name, place=tier.place.path, manifest=found, ok=True, level=RESTORE_TESTED, at=1.0),
+    )
+
+
+def test_the_newest_that_a_restore_test_has_passed_stays(tier: Tier, tmp_path: Path) -> None:
+    """Of two only the newer one, until a still newer one has passed too."""
+    names, run = tier.make(1, 2, 3, 4, 5, 6), LocalStorage(tmp_path / "run")
+    restore_tested(tier, names[0], run)
+    restore_tested(tier, names[2], run)
+    restore_tested(Tier(tmp_path / "other", tier.storage), names[1], run)
+    tier.apply_retention(names[-1], pins=run)
+    assert tier.steps() == [6, 5, 3]
+    restore_tested(tier, names[4], run)
+    tier.apply_retention(*tier.make(7), pins=run)
+    assert tier.steps() == [7, 6, 5]
+
+
+def test_a_restore_test_counts_for_the_copy_that_it_was_about(tier: Tier) -> None:
+    names = tier.make(1, 2, 3, 4, 5)
+    for name in names[:3]:
+        restore_tested(tier, name)
+    for file in (tier.root / names[2]).iterdir():
+        file.unlink()
+    tier.make(3, losses={3: 0.5})
+    tier.apply_retention(names[-1], refused=[names[1]])
+    assert tier.steps() == [5, 4, 2, 1], "3 is another one now, and 2 is only evidence"
+
+
 def test_refused_and_foreign_ones_are_left_alone(tier: Tier) -> None:
     (foreign,) = tier.make(1, attempt=7, nonce="77777777")
     names = tier.make(2, 3, 4, 5)
@@ -318,16 +355,18 @@ def test_one_folder_that_cannot_go_keeps_no_other_one(tier: Tier, caplog: pytest
 
 def test_a_nodes_own_disk_is_rid_of_what_no_attempt_inherits(tier: Tier) -> None:
     gone, handed, pinned = tier.make(1, 2, 3, nonce="00000001")
+    (tested,) = tier.make(0, nonce="00000001")
+    restore_tested(tier, tested)
     tier.make(4, nonce="99999999")
     owner = replace(OWNER, inherit=(handed,), ended_attempts=("1-00000001",))
     pin(tier.storage, pinned, "", 0.0)
     tier.apply_retention(*tier.make(10), Policy(keep=9), owner)
-    assert tier.steps() == [10, 4, 3, 2, 1], "a shared tier is the next attempt's business"
+    assert tier.steps() == [10, 4, 3, 2, 1, 0], "a shared tier is the next attempt's business"
     tier.place = replace(tier.place, shared=False)
     tier.apply_retention(tier.place.catalog.names()[0], Policy(keep=9), owner)
-    assert tier.steps() == [10, 4, 3, 2, 1], "one of its own is not enough"
+    assert tier.steps() == [10, 4, 3, 2, 1, 0], "one of its own is not enough"
     tier.apply_retention(*tier.make(11), Policy(keep=9), owner)
-    assert tier.steps() == [11, 10, 4, 3, 2]
+    assert tier.steps() == [11, 10, 4, 3, 2, 0]
     assert [data["name"] for _, data in tier.told] == [gone]
 
 

@@ -9,7 +9,17 @@ from checkpointing.retention.policy import Policy, TierRetention
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.catalog import Catalog
 from checkpointing.tiers.tier import ResolvedTier
-from checkpointing.verification.verdicts import VERDICTS, Verdict, forget, known_bad, manifest_of, read_verdicts, record
+from checkpointing.verification.verdicts import (
+    RESTORE_TESTED,
+    VERDICTS,
+    Verdict,
+    forget,
+    known_bad,
+    manifest_of,
+    newest_restore_tested,
+    read_verdicts,
+    record,
+)
 from tests.checkpointing.made_checkpoint import NONCE, make
 
 
@@ -33,6 +43,51 @@ def test_a_later_verdict_replaces_the_earlier_one(tmp_path: Path) -> None:
     record(storage, replace(first, ok=True, at=6.0, reason=""))
     assert [(verdict.ok, verdict.at) for verdict in read_verdicts(storage)] == [(True, 6.0)]
     assert known_bad(storage, str(tmp_path), storage) == {}
+
+
+def test_a_good_verdict_of_a_lower_level_does_not_replace_one_of_a_higher_level(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    failed = bad(storage, make(storage, 10), str(tmp_path))
+    tested = replace(failed, ok=True, level=RESTORE_TESTED, reason="")
+    lower, again = replace(tested, level=4, at=6.0), replace(tested, at=7.0)
+    remade = replace(lower, manifest="0" * 32)
+    for verdict, kept in (
+        (tested, tested), (lower, tested), (again, again), (failed, failed), (lower, lower), (tested, tested),
+        (remade, remade),
+    ):  # fmt: skip
+        record(storage, verdict)
+        assert read_verdicts(storage) == [kept]
+
+
+def test_of_two_copies_the_verdict_on_one_does_not_outweigh_that_on_the_other(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    tested = replace(bad(storage, make(storage, 10), str(tmp_path)), ok=True, level=RESTORE_TESTED)
+    record(storage, tested)
+    record(storage, other := replace(tested, place="s3://elsewhere", level=2))
+    assert sorted(read_verdicts(storage), key=lambda verdict: verdict.level) == [other, tested]
+
+
+def test_the_newest_that_a_restore_test_has_passed(tmp_path: Path) -> None:
+    """By step, attempt and take, as checkpoints are sorted everywhere; only where its copy is still the same one."""
+    storage, place = LocalStorage(tmp_path), str(tmp_path)
+    first, second = make(storage, 9), make(storage, 10)
+    later, latest = make(storage, 10, attempt=2), make(storage, 11)
+    names = {first, second, later, latest}
+    for name in (first, second, later):
+        record(storage, replace(bad(storage, name, place), ok=True, level=RESTORE_TESTED))
+    record(storage, replace(bad(storage, latest, place), ok=True, level=4))
+
+    def newest(among: set[str], where: str = place) -> str | None:
+        return newest_restore_tested(read_verdicts(storage), where, storage, among)
+
+    assert newest(names) == later
+    assert newest(names - {later}) == second
+    assert newest({latest}) is None, "level 4 is no restore test"
+    assert newest(names, "s3://elsewhere") is None
+    (tmp_path / later / "COMMIT").write_bytes(b"torn")
+    assert newest(names) == second
+    record(storage, bad(storage, second, place))
+    assert newest(names) == first, "a bad verdict takes the good one's place"
 
 
 def test_a_copy_that_was_made_anew_is_not_condemned(tmp_path: Path) -> None:

@@ -41,8 +41,8 @@ class Expected:
     required: tuple[str, ...] = ()
     """Tensors that must be there."""
 
-    readable: Mapping[str, Callable[[Tensor], str]] = field(default_factory=dict)
-    """By the beginning of a key: says what is wrong with such a tensor, nothing when it can be used."""
+    readable: Mapping[str, Callable[[str, Tensor], str]] = field(default_factory=dict)
+    """By the beginning of a key: says, of a key and its tensor, what is wrong; nothing when it can be used."""
 
     finite: tuple[str, ...] = ("",)
     """Beginnings of keys whose values must be numbers; elsewhere NaN and infinities may be meant, as in a mask."""
@@ -188,7 +188,7 @@ class _Judge:
             self._steps[key] = float(self._values.rows(key, 0, 1).flatten()[0])
         for beginning, judge in self._expected.readable.items():
             if key.startswith(beginning):
-                reason = judge(self._values.rows(key, 0, self._values.row_count(key)))
+                reason = judge(key, self._values.rows(key, 0, self._values.row_count(key)))
                 yield from [self._fault(key, reason)] if reason else []
 
     def counters(self) -> Iterator[Fault]:

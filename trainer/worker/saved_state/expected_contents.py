@@ -1,10 +1,12 @@
 """What a checkpoint of a run must hold besides sound bytes: for `checkpointing.engine.verification.audit`."""
 
+from torch import Tensor
+
 from checkpointing.engine.state.inspection import TrainedKeys
 from checkpointing.engine.verification.audit import Expected
 from checkpointing.format.manifest import Manifest
 from trainer.contract.config import JobConfig
-from trainer.worker.saved_state.rng_state import generators_fault, rng_name
+from trainer.worker.saved_state.rng_state import generators_fault, origin_fault, rng_name
 
 _STEPS = r"optimizer/.+/step"
 _GENERATORS = "rng/"
@@ -23,11 +25,15 @@ def expected(manifest: Manifest, config: JobConfig | None) -> Expected:
         batches = manifest.step + (left_out if isinstance(left_out, int) else 0)
         facts["consumed"] = batches * config.train.batch_size
     ranks = manifest.world.get("ranks")
+
+    def unusable(key: str, packed: Tensor) -> str:
+        return generators_fault(packed) or origin_fault(packed, key, manifest.step)
+
     return Expected(
         facts=facts,
         counts=("consumed",),
         steps=_STEPS,
         required=tuple(rng_name(rank) for rank in range(ranks if isinstance(ranks, int) else 0)),
-        readable={_GENERATORS: generators_fault},
+        readable={_GENERATORS: unusable},
         finite=TrainedKeys().prefixes,
     )

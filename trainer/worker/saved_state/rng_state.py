@@ -1,4 +1,7 @@
-"""The random generators of a rank as one row of bytes: packed, restored, and checked without touching any."""
+"""The random generators of a rank as one row of bytes: packed, restored, and checked without touching any.
+
+The row says whose it is and of which step, so that one in the wrong place is found; rows of an older orch do not.
+"""
 
 import random
 import sys
@@ -7,6 +10,8 @@ import torch
 
 _RNG_BYTES = 16384
 _NONE = torch.zeros(1, dtype=torch.uint8)  # in the place of a generator that is not there
+_STATES = 5
+"""Parts of a row before its origin: torch, Python's numbers and half a pair, the device, NumPy."""
 
 
 def rng_name(rank: int) -> str:
@@ -29,6 +34,27 @@ def pack_rng(device: torch.device) -> torch.Tensor:
         packed[place : place + 8 + len(part)] = torch.cat([header, part])
         place += 8 + len(part)
     return packed
+
+
+def set_origin(packed: torch.Tensor, rank: int, step: int) -> None:
+    """Write into a row of `pack_rng`, which has none yet, whose it is; its length stays."""
+    parts = _parts(packed)
+    assert len(parts) == _STATES
+    place = sum(8 + len(part) for part in parts)
+    packed[place : place + 24] = torch.tensor([16, rank, step], dtype=torch.int64).view(torch.uint8)
+
+
+def origin_fault(packed: torch.Tensor, name: str, step: int) -> str:
+    """Why a row that `generators_fault` accepts is not that of `name` at `step`; empty for one without an origin."""
+    origin = _parts(packed)[_STATES:]
+    if not origin:
+        return ""
+    if len(origin[0]) != 16:
+        return f"says in {len(origin[0])} bytes instead of 16 whose it is"
+    saved_rank, saved_step = origin[0].view(torch.int64).tolist()
+    if (rng_name(saved_rank), saved_step) == (name, step):
+        return ""
+    return f"is the state of rank {saved_rank} at step {saved_step}, in a checkpoint of step {step}"
 
 
 def _pack_numpy() -> torch.Tensor:

@@ -9,7 +9,7 @@ from checkpointing.storage.durable import number
 from trainer.worker import optimizer as optimizers
 from trainer.worker.saved_state import checkpoint_contents
 from trainer.worker.saved_state.optimizer_state import OptimizerState
-from trainer.worker.saved_state.rng_state import pack_rng, rng_name, unpack_rng
+from trainer.worker.saved_state.rng_state import pack_rng, rng_name, set_origin, unpack_rng
 from trainer.worker.saved_state.state_inventory import StateInventory
 from trainer.worker.saved_state.unsaved_attributes import UnsavedAttributes
 from trainer.worker.saved_state.workload_state import WorkloadState
@@ -99,6 +99,7 @@ class TrainState:
             software=self._software,
         )
         tensors = self._inventory.tensors()
+        set_origin(tensors[self._rng], self._rank, self.step)
         return saver.save(self.step, tensors, extra, self._facts(tensors))
 
     def _facts(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:

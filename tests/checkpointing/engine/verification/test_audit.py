@@ -287,7 +287,7 @@ def test_what_the_owner_expects(built: Built, tmp_path: Path) -> None:
         counts=("consumed",),
         steps=r"optimizer/.+/step",
         required=("rng/rank-00000", "rng/rank-00001"),
-        readable={"rng/": lambda tensor: f"has {len(tensor)} bytes"},
+        readable={"rng/": lambda key, tensor: f"{key} has {len(tensor)} bytes"},
     )
     found = reasons(audit(built.write(tmp_path), 4, expected))
     assert found == [
@@ -295,7 +295,7 @@ def test_what_the_owner_expects(built: Built, tmp_path: Path) -> None:
         "manifest.json: `step` is 6, where step 5 should have 5",
         "manifest.json: `seed` is None, where step 5 should have 1",
         "index.json: there is no tensor rng/rank-00001 (rng/rank-00001)",
-        "__0_0.distcp chunk 0: has 64 bytes (rng/rank-00000)",
+        "__0_0.distcp chunk 0: rng/rank-00000 has 64 bytes (rng/rank-00000)",
     ]
 
 

@@ -1,6 +1,7 @@
 """What a checkpoint of a run must hold: real ones have it, and what lacks it is told."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,10 +9,12 @@ import torch
 
 from checkpointing.engine.verification.audit import audit_in, fact_faults
 from checkpointing.format.manifest import FileEntry, Manifest
+from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.catalog import Catalog
+from tests.checkpointing.engine.built_checkpoint import build
 from trainer.contract import config as job_config
 from trainer.worker.saved_state.expected_contents import expected
-from trainer.worker.saved_state.rng_state import generators_fault, pack_rng
+from trainer.worker.saved_state.rng_state import generators_fault, pack_rng, rng_name, set_origin
 
 FACTS = {"step": 4, "consumed": 32, "loss": 1.0, "config_digest": "f00d", "seed": 7, "fingerprint": None}
 
@@ -90,6 +93,31 @@ def test_states_that_no_generator_takes(place: int, value: int, words: str) -> N
     assert "not a row of bytes" in generators_fault(packed.view(2, -1))
 
 
+def saved_generators(folder: Path, origins: list[tuple[int, int] | None]) -> list[str]:
+    """What level 4 says of a checkpoint of step 4 whose ranks have saved generators of these origins."""
+    rows = {rng_name(rank): pack_rng(torch.device("cpu")) for rank in range(len(origins))}
+    for row, origin in zip(rows.values(), origins, strict=True):
+        if origin is not None:
+            set_origin(row, *origin)
+    built = build({**rows, "optimizer/w/step": torch.tensor(4.0)})
+    built.extra, built.world = dict(FACTS), {"ranks": len(origins)}
+    path = built.write(folder, step=4)
+    report = audit_in(LocalStorage(folder), path.name, 4, None, lambda told: expected(told, None))
+    return [f"{fault.tensor}: {fault.reason}" for fault in report.faults]
+
+
+def test_generators_of_another_rank_or_step_are_told(tmp_path: Path) -> None:
+    assert saved_generators(tmp_path / "right", [(0, 4), (1, 4)]) == []
+    assert saved_generators(tmp_path / "old", [None, None]) == [], "an older orch has saved no origins"
+    assert saved_generators(tmp_path / "swapped", [(1, 4), (0, 4)]) == [
+        "rng/rank-00000: is the state of rank 1 at step 4, in a checkpoint of step 4",
+        "rng/rank-00001: is the state of rank 0 at step 4, in a checkpoint of step 4",
+    ]
+    assert saved_generators(tmp_path / "stale", [(0, 4), (1, 2)]) == [
+        "rng/rank-00001: is the state of rank 1 at step 2, in a checkpoint of step 4"
+    ]
+
+
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.multi)])
 def test_what_a_run_saves_is_what_is_expected(make_run: Any, world: int) -> None:
     run = make_run(world)
@@ -101,3 +129,9 @@ def test_what_a_run_saves_is_what_is_expected(make_run: Any, world: int) -> None
         storage = Catalog(run.dir.checkpoints).storage
         report = audit_in(storage, entry.name, 4, None, lambda told: expected(told, known))
         assert report.faults == ()
+        report = audit_in(storage, entry.name, 4, None, lambda told: expected(replace(told, step=99), None))
+        wrong = {fault.tensor: fault.reason for fault in report.faults if str(fault.tensor).startswith("rng/")}
+        assert wrong == {
+            rng_name(rank): f"is the state of rank {rank} at step {entry.step}, in a checkpoint of step 99"
+            for rank in range(world)
+        }

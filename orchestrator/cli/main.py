@@ -33,6 +33,10 @@ VERBS = {
         "orchestrator.cli.checkpoints.group:ckpt",
         "List, verify, compare, export, import, pin and clean up checkpoints.",
     ),
+    "restore-tests": (
+        "orchestrator.cli.restore_tests.group:restore_tests",
+        "List restore tests of checkpoints, and which are due.",
+    ),
     "nodes": ("orchestrator.cli.cluster.nodes:nodes", "List the nodes that runs have used; release excluded ones."),
     "config": ("orchestrator.cli.config:config", "Show, validate and compare configurations."),
     "data": ("orchestrator.cli.data:data", "Turn text into token shards for training."),

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from orchestrator.config.restore_tests_config import RestoreTestsConfig
 from trainer.contract.config import ClusterShape, JobConfig
 
 
@@ -35,3 +36,4 @@ class RunConfig(JobConfig):
     """Everything `orch submit` needs to know."""
 
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    restore_tests: RestoreTestsConfig = field(default_factory=RestoreTestsConfig)

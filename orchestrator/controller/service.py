@@ -6,8 +6,8 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -17,6 +17,7 @@ from orchestrator.controller.leasing.lease import Holder, displayed_state, host_
 from orchestrator.controller.leasing.lease_wait import SLACK, acquire_once, host_file, single_waiter, wait_for_lease
 from orchestrator.controller.leasing.observed_since import Clock, ObservedSince
 from orchestrator.controller.reconciler.reconcile import Controller, TickReport
+from orchestrator.controller.rotated_log import RotatedLog
 from orchestrator.controller.run_dirs.bounded_files import BoundedFiles
 from orchestrator.controller.run_dirs.record_writer import RecordWriter
 from orchestrator.errors import Fenced, OrchError, Precondition, RegistryError, SchedulerChanged
@@ -25,11 +26,11 @@ from orchestrator.process_identity import boot_id
 from orchestrator.registry import fast_queries, versions
 from orchestrator.registry.records import Lease
 from orchestrator.registry.store import Store
+from orchestrator.restore_tests.controller_pass import RestoreTests
 from orchestrator.scheduler.available_schedulers import usable
 from orchestrator.scheduler.job_environment import package_root
 from orchestrator.scheduler.scheduler_instance import instance_of, is_known, unknown_instance
 from orchestrator.states import LIVE_RUNS
-from trainer.contract.log_rotation import LogFile, LogsConfig
 
 log = logging.getLogger("orch.controller")
 
@@ -190,11 +191,17 @@ def _controller(store_path: Path, kind: str, key: str) -> Iterator[Controller]:
         yield controller
 
 
-def tick_once(store_path: Path, kind: str = "local", *, patience: float | None = None) -> TickReport | None:
+def _restore_tests(controller: Controller) -> RestoreTests:
+    return RestoreTests(controller.store, controller.files, controller.domain.has)
+
+
+def tick_once(
+    store_path: Path, kind: str = "local", *, patience: float | None = None, force_tests: bool = False
+) -> TickReport | None:
     """One pass of this process over the runs of the scheduler of this kind here; None when another controller lives.
 
-    A stalled one is replaced once its lease has expired; for so long, or for `patience` seconds, this waits.
-    Raises RegistryError.
+    `force_tests`: restore tests begin whatever their schedule and budget say. A stalled controller is replaced once its
+    lease has expired; for so long, or for `patience` seconds, this waits. Raises RegistryError.
     """
     key = lease_key(kind)
     _upgrade(store_path)
@@ -208,7 +215,11 @@ def tick_once(store_path: Path, kind: str = "local", *, patience: float | None =
             controller.observed.save()
             return None
         try:
-            return controller.tick(lease)
+            report = controller.tick(lease)
+            begun = _restore_tests(controller).run(controller.actor.epoch, time.time(), look=True, force=force_tests)
+            # What was begun now is launched now: nobody may pass again before long.
+            report = replace(report, actions=(*report.actions, *begun))
+            return report.plus(controller.tick(controller.actor.lease)) if begun else report
         finally:
             controller.store.drop_lease(controller.actor.lease)
 
@@ -233,6 +244,7 @@ class Daemon:
     def __init__(self, controller: Controller, idle_exit_s: float | None, kind: str = "local") -> None:
         self.controller, self.idle_exit_s, self.kind = controller, idle_exit_s, kind
         self.stopping = False
+        self._restore_tests = _restore_tests(controller)
         self._lease: Lease | None = None
         self._served: set[str] = set()  # the schedulers that it has had a lease for
         self._pause = SHORTEST
@@ -321,6 +333,8 @@ class Daemon:
     def _tick(self, lease: Lease) -> TickReport:
         report = self.controller.tick(lease)
         self.controller.store.database.after_commit(set())  # records that a hung directory has kept back
+        tests = self._restore_tests.run(self.controller.actor.epoch, time.time())
+        report = replace(report, changed=report.changed or bool(tests), actions=(*report.actions, *tests))
         for line in (*report.actions, *report.errors):
             log.info("%s", line)
         for kind in report.unreachable:
@@ -360,25 +374,10 @@ class Daemon:
             return None
 
 
-class _RotatedLog(logging.Handler):
-    """Appends to the controllers' log; opened for each line, since daemons for several schedulers share it."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._path = path
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            with closing(LogFile(self._path, LogsConfig())) as file:
-                file.write(self.format(record).encode(errors="replace") + b"\n")
-        except OSError:
-            self.handleError(record)
-
-
 def main() -> None:
     """What `ensure_running` starts."""
     logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=[_RotatedLog(log_path())]
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=[RotatedLog(log_path())]
     )  # fmt: skip
     os.chdir("/")  # a daemon must not keep a file system busy
     try:

@@ -192,7 +192,7 @@ class CheckpointRow(Base):
 
 
 class RestoreTestRow(Base):
-    """`test` is the run that does it, `run` the one whose checkpoint it restores, perhaps of a registry that is gone."""
+    """`test` is the run that does it, `run` the one whose checkpoint it restores."""
 
     __tablename__ = "restore_tests"
     __table_args__ = (

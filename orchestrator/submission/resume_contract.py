@@ -137,6 +137,16 @@ CONFIG: Mapping[str, Term] = {
     "recovery.preflight.slowest": _PLACE,
     "recovery.preflight.skew": _PLACE,
     "drill.events": Term(Rule.ACCEPT, "faults are injected on purpose"),
+    "restore_tests.every": _PLACE,
+    "restore_tests.sample": _PLACE,
+    "restore_tests.tier": _PLACE,
+    "restore_tests.layouts": _PLACE,
+    "restore_tests.steps": _PLACE,
+    "restore_tests.level": _PLACE,
+    "restore_tests.budget": _PLACE,
+    "restore_tests.max_parallel": _PLACE,
+    "restore_tests.cluster": _PLACE,
+    "restore_tests.command": _PLACE,
     "logs.max_mib": _PLACE,
     "logs.keep": _PLACE,
 }
@@ -161,6 +171,7 @@ IDENTITY: Mapping[str, Term] = {
     "submit_dir": _PLACE,
     "host": _PLACE,
     "imported": _PLACE,
+    "restore_test": _PLACE,
 }
 """Every field of a run's identity (`orchestrator/submission/run_identity.py`)."""
 

@@ -106,6 +106,11 @@ class AttemptDir:
         """What the finished run ended with: step, loss, digest of the weights."""
         return self.path / "metrics" / "final.json"
 
+    @property
+    def restore_verdict(self) -> Path:
+        """What a restore test has found."""
+        return self.path / "verdict.json"
+
     def rank_log(self, rank: int) -> Path:
         return self.logs / f"rank-{rank:05d}.log"
 
@@ -181,6 +186,11 @@ class RunDir:
     def config(self) -> Path:
         """The config that the run was submitted with; an attempt may have another one (`config_of`)."""
         return self.path / "config.json"
+
+    @property
+    def restore_test(self) -> Path:
+        """What this run is to restore, where it is a restore test."""
+        return self.path / "restore_test.json"
 
     @property
     def record(self) -> Path:

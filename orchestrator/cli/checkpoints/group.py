@@ -10,6 +10,10 @@ VERBS = {
         "orchestrator.cli.checkpoints.verify:verify",
         "Compare a checkpoint's bytes with its digests.",
     ),
+    "restore-test": (
+        "orchestrator.cli.restore_tests.begin:restore_test",
+        "Restore a checkpoint in a job of its own, and compare.",
+    ),
     "diff": ("orchestrator.cli.checkpoints.diff:diff", "Compare two checkpoints, tensor by tensor."),
     "export": (
         "orchestrator.cli.checkpoints.export_import:export",

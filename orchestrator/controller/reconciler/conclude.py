@@ -99,7 +99,7 @@ def _note_nodes(actor: Actor, run: Run, attempt: Attempt, failure: Failure | Non
 def apply(actor: Actor, run: Run, decision: Decision, now: float) -> None:
     """Move the run to where a decision sends it; what to type stands in the reason when a person is needed."""
     reason = decision.reason
-    if decision.action in (Action.HOLD, Action.FAIL):
+    if decision.action in (Action.HOLD, Action.FAIL) and not is_restore_test(run):
         reason = f"{reason}; when it is mended: orch resume {run.name}"
     actor.store.move_run(
         run.name, _RUN_AFTER[decision.action], reason, epoch=actor.epoch, now=now, not_before=decision.not_before
@@ -115,6 +115,8 @@ def _decision(view: RunView, verdict: Verdict, now: float, rng: Random, blamed: 
         cancelled = after_cancel(max(saved, default=None))
         unknown = bool(view.config.command) and not saved  # what a command saved, orch cannot say
         return replace(cancelled, reason=cancelled.reason.partition(";")[0]) if unknown else cancelled
+    if is_restore_test(run := view.run):
+        return Decision(action=Action.FAIL, reason=f"not finished, and not tried again as {run.name}: {verdict.reason}")
     return decide(
         history(view, verdict.failure, now),
         verdict.failure,
@@ -124,6 +126,11 @@ def _decision(view: RunView, verdict: Verdict, now: float, rng: Random, blamed: 
         steps_known=_steps_known(view),
         exclude=tuple(one.node for one in blamed if one.node is not None),
     )
+
+
+def is_restore_test(run: Run) -> bool:
+    """Whether a run tests another one's checkpoint: it has one try, and the next test is due if that fails."""
+    return "restore_test" in run.identity
 
 
 def _steps_known(view: RunView) -> bool:

@@ -13,6 +13,7 @@ from checkpointing.verification.verify import verify_in
 from orchestrator.controller import failpoints
 from orchestrator.errors import Precondition
 from orchestrator.registry.records import Attempt, Run
+from trainer.contract.restore_test import write_order
 from trainer.contract.run_dir import RunDir
 
 
@@ -53,6 +54,8 @@ def ensure_run_dir(run: Run, first: Attempt, config: dict[str, Any]) -> RunDir:
         write_durably(draft.config, canonical(config))
         _copy_code(draft, config)
         _import_checkpoint(draft, run)
+        if order := run.identity.get("restore_test"):
+            write_order(draft, order)
         write_durably(draft.run, dump_line(_run_json(run, first)).encode())
         ensure_attempt_dir(draft, first, config)
         os.rename(draft.path, final.path)

@@ -40,6 +40,7 @@ class LoopServices:
     spike_detector: SpikeDetector
     started: float  # time.monotonic() of the rank's start
     skip: Collection[int] = ()  # positions in the data
+    test_until: int = 0  # a restore test trains to this step and saves nothing
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,11 @@ class Loop:
         self._seconds = self._stall = 0.0
         self._save_vote = SaveVote.NONE
         self._committed = services.saver.committed_step or 0
+        self._last = services.test_until or config.train.steps
 
     def run(self) -> ExitCode:
         """Train; returns FINISHED or STOPPED_AFTER_SAVE, raises what went wrong."""
-        total, now = self._config.train.steps, self._train_state
+        total, now = self._last, self._train_state
         while now.step < total:
             step = now.step + 1
             pending = self._train(step)
@@ -145,7 +147,7 @@ class Loop:
         services.save_schedule.step_took(self._seconds)
         if self._first:
             self._first_step(step)
-        if reason or step == self._config.train.steps or services.save_schedule.should_save(step, self._save_vote):
+        if reason or step == self._last or services.save_schedule.should_save(step, self._save_vote):
             # A save waits for the device anyway, so this step's own votes are read too.
             reason = max(reason, self._read_pending())
             self._save(reason)
@@ -203,7 +205,9 @@ class Loop:
             self._stop.served()
             if self._objects.layout.rank == 0:
                 services.journal.event(EventKind.STOP_AGREED, step=step, reason=reason.name.lower())
-        last = reason > StopReason.SAVE_AND_GO_ON or step == self._config.train.steps
+        if services.test_until:
+            return
+        last = reason > StopReason.SAVE_AND_GO_ON or step == self._last
         if not self._try_save(step) and last:
             services.saver.wait()  # whatever is still being written, this save must not be skipped
             self._try_save(step)

@@ -1,0 +1,1 @@
+"""`orch restore-tests` and `orch ckpt restore-test`."""

@@ -1,0 +1,143 @@
+"""`orch ckpt restore-test`: restore a checkpoint now, in a job of its own, and say what became of it."""
+
+import time
+from contextlib import suppress
+from typing import Any
+
+import click
+
+from orchestrator.cli.access.registry import open_store, wake_controller
+from orchestrator.cli.checkpoints.target import Target, find_one, known_run
+from orchestrator.cli.restore_tests.tables import exit_code, show_verdict, told
+from orchestrator.cli.terminal.command_classes import Verb
+from orchestrator.cli.terminal.render import Screen, span
+from orchestrator.errors import ConfigError, NotFound
+from orchestrator.registry.records import Checkpoint, RestoreTest, Run
+from orchestrator.states import Trust
+
+LOOK_EVERY = 0.5
+
+
+@click.command("restore-test", cls=Verb)
+@click.argument("target", metavar="RUN[@STEP]")
+@click.option(
+    "--layout", "layouts", default="", metavar="LAYOUT,...", help="`same`, ranks (`1`), nodes x ranks (`2x4`)."
+)
+@click.option("--steps", type=click.IntRange(1, 1000), default=None, help="Steps to train from it, and to compare.")
+@click.option("--level", type=click.IntRange(2, 4), default=None, help="Verify it at this level first.")
+@click.option("--tier", default=None, help="Path of the tier whose copy is tested.")
+@click.option("--wait", "wait_", is_flag=True, help="Return when there is a verdict; exit code 7 if it is a bad one.")
+@click.option("--local", is_flag=True, help="On this machine, not on the cluster.")
+@click.option("--no-controller", is_flag=True, help="Start no controller: launch from here and return.")
+@click.pass_obj
+def restore_test(
+    screen: Screen, target: str, layouts: str, steps: int | None, level: int | None, tier: str | None, wait_: bool,
+    local: bool, no_controller: bool,
+) -> int:  # fmt: skip
+    """Restore a checkpoint in a job of its own, train a few steps from it, and compare them with the run's own.
+
+    Without @STEP it takes the newest one. Nothing is written to the run that is tested. Budget and schedule
+    (`restore_tests` in the run's configuration) hold back nothing that is asked for here.
+    """
+    from orchestrator.controller.run_dirs.bounded_files import DirectFiles
+    from orchestrator.restore_tests.controller_pass import begin_test
+    from orchestrator.restore_tests.create import Asked
+    from orchestrator.scheduler.available_schedulers import resolve
+
+    with open_store() as store:
+        run = _run(target)
+        row = _checkpoint(screen, store, run, target)
+        wanted = (
+            _layouts(layouts) or store.config(run.config_digest).get("restore_tests", {}).get("layouts") or ["same"]
+        )
+        kind = "local" if local else ""
+        asked = [
+            Asked(checkpoint=row, layout=each, steps=steps, level=level, tier=tier, kind=kind, forced=True)
+            for each in wanted
+        ]
+        begun = [begin_test(store, DirectFiles(), run, each, time.time()) for each in asked]
+        wake_controller(screen, resolve(kind or run.cluster), no_controller=no_controller)
+        if wait_:
+            begun = _awaited(screen, store, begun)
+        if screen.json:
+            screen.data("ckpt.restore-test", [told(test) for test in begun])
+        else:
+            _tell(screen, begun, wait_)
+    return exit_code(begun) if wait_ else 0
+
+
+def _run(target: str) -> Run:
+    if "/" in target:
+        raise ConfigError(
+            "a restore test needs the run that saved the checkpoint", where=target,
+            hint="write RUN or RUN@STEP; orch ckpt verify FOLDER --level 4 reads a folder",
+        )  # fmt: skip
+    name, mark, _ = target.rpartition("@")
+    run = known_run(name if mark and name else target)
+    if "restore_test" in run.identity:
+        raise ConfigError(f"{run.name} is a restore test itself, and saves nothing", where=target)
+    return run
+
+
+def _checkpoint(screen: Screen, store: Any, run: Run, target: str) -> Checkpoint:
+    """The registry's row, or what lies on the disk and no controller has read yet."""
+    rows = {row.name: row for row in store.checkpoints(run.name)}
+    if store.config(run.config_digest).get("command"):
+        return _of_a_program(run, [row for row in rows.values() if row.trust is not Trust.DELETED], target)
+    found: Target = find_one(target, screen.warn)
+    if found.name in rows:
+        return rows[found.name]
+    from checkpointing.format.commit import parse_name
+
+    parts = parse_name(found.name)
+    assert parts is not None
+    return Checkpoint(
+        run=run.name, name=found.name, step=parts.step, attempt=parts.attempt, trust=Trust.COMMITTED, bytes=0,
+        path=found.path, committed_at=0.0, tier="" if found.tier in ("", "run") else found.path.rpartition("/")[0],
+    )  # fmt: skip
+
+
+def _of_a_program(run: Run, rows: list[Checkpoint], target: str) -> Checkpoint:
+    """One that the user's own program wrote: only the registry knows of it."""
+    step = target.rpartition("@")[2] if "@" in target[1:] else ""
+    same = [row for row in rows if step in ("", "latest", str(row.step), row.name)]
+    if not same:
+        steps = ", ".join(str(row.step) for row in rows[:8])
+        raise NotFound(f"{run.name} has no checkpoint {step}", where=run.run_dir, hint=f"there are: {steps or 'none'}")
+    return same[0]
+
+
+def _layouts(words: str) -> list[str]:
+    from orchestrator.config.restore_tests_config import RestoreTestsConfig
+
+    found = [word.strip() for word in words.split(",") if word.strip()]
+    try:
+        RestoreTestsConfig(layouts=tuple(found) or ("same",))
+    except ValueError as error:
+        raise ConfigError(str(error).partition(": ")[2], where="--layout", hint="--layout same,1,2x4") from error
+    return found
+
+
+def _awaited(screen: Screen, store: Any, begun: list[RestoreTest]) -> list[RestoreTest]:
+    """Until all of them have a verdict; Ctrl-C leaves them going on."""
+    started = time.monotonic()
+    with screen.ticker() as ticker:
+        while True:
+            now = [store.restore_test(test.test) or test for test in begun]
+            waiting = [test for test in now if test.ended_at is None]
+            if not waiting:
+                return now
+            with suppress(NotFound):
+                run = store.run(waiting[0].test)
+                ticker.update(f"{run.name}: {run.state}, {run.reason} ({span(time.monotonic() - started)})")
+            time.sleep(LOOK_EVERY)
+
+
+def _tell(screen: Screen, begun: list[RestoreTest], waited: bool) -> None:
+    for test in begun:
+        if waited:
+            show_verdict(screen, test)
+        else:
+            screen.say(f"{test.test}: restores step {test.step} of {test.run} on {test.layout}")
+    if not waited and begun:
+        screen.note(f"  verdict:  orch restore-tests history {begun[0].run}")

@@ -1,0 +1,110 @@
+"""`orch restore-tests`: which tests there were, which are due, and one pass that begins them."""
+
+import time
+from typing import Any
+
+import click
+
+from orchestrator.cli.access.registry import open_store
+from orchestrator.cli.restore_tests.tables import show_tests, told
+from orchestrator.cli.terminal.command_classes import Noun
+from orchestrator.cli.terminal.render import Column, Screen, count, iso, span
+from orchestrator.home import registry_path
+
+
+@click.group("restore-tests", cls=Noun)
+def restore_tests() -> None:
+    """List restore tests, say which are due, and begin those.
+
+    `restore_tests` in a run's configuration says how often its checkpoints are restored, and on which layouts.
+    """
+
+
+@restore_tests.command("ls")
+@click.pass_obj
+def ls(screen: Screen) -> None:
+    """List the newest test of every run, and those that are under way."""
+    with open_store(readonly=True) as store:
+        every = store.restore_tests()
+    newest = {test.run: test for test in every}
+    shown = [test for test in reversed(every) if test.ended_at is None or newest[test.run] is test]
+    _show(screen, "restore-tests.ls", shown, "no restore test yet: orch restore-tests due says when one is")
+
+
+@restore_tests.command("history")
+@click.argument("run", required=False)
+@click.pass_obj
+def history(screen: Screen, run: str | None) -> None:
+    """List every restore test of a run, or of all runs, newest first."""
+    with open_store(readonly=True) as store:
+        name = store.run(run).name if run is not None else None
+        every = store.restore_tests(name)[::-1]
+    _show(screen, "restore-tests.history", every, f"no restore test{f' of {name}' if name else ''} yet")
+
+
+def _show(screen: Screen, verb: str, tests: list[Any], nothing: str) -> None:
+    if screen.json:
+        screen.data(verb, [told(test) for test in tests])
+        return
+    show_tests(screen, tests)
+    if not tests:
+        screen.note(nothing)
+
+
+@restore_tests.command("due")
+@click.pass_obj
+def due(screen: Screen) -> None:
+    """Say for every run which test is next, when, and what holds it back."""
+    from orchestrator.controller.run_dirs.bounded_files import DirectFiles
+    from orchestrator.restore_tests.controller_pass import RestoreTests
+
+    now = time.time()
+    with open_store(readonly=True) as store:
+        found = RestoreTests(store, DirectFiles(), lambda run: True).due(now)
+    rows = [
+        {
+            "run": one.run, "step": one.step, "checkpoint": one.checkpoint, "layout": one.layout, "why": one.why,
+            "due_at": iso(one.at), "in": one.at - now, "refused": one.refused or None,
+        }
+        for one in found
+    ]  # fmt: skip
+    if screen.json:
+        screen.data("restore-tests.due", rows)
+        return
+    columns = [
+        Column("RUN", "run"),
+        Column("STEP", "step", count, right=True),
+        Column("LAYOUT", "layout"),
+        Column("DUE", "when"),
+        Column("WHY", "why"),
+        Column("HELD BACK", "refused"),
+    ]
+    screen.table(columns, [{**row, "when": f"in {span(row['in'])}" if row["in"] > 0 else "now"} for row in rows])
+    if not rows:
+        screen.note("nothing is due: no run has a checkpoint to test, or restore_tests.every is off")
+
+
+@restore_tests.command("run")
+@click.option("--due", "only_due", is_flag=True, required=True, help="Begin what is due.")
+@click.option("--force", is_flag=True, help="Whatever schedule and budget say.")
+@click.pass_obj
+def run(screen: Screen, only_due: bool, force: bool) -> int:
+    """Begin the tests that are due, in one pass of a controller from here; do nothing beside a live one.
+
+    With --force the next test of every run begins.
+    """
+    from orchestrator.controller import service
+    from orchestrator.scheduler.available_schedulers import kinds
+
+    reports = {kind: service.tick_once(registry_path(), kind, force_tests=force) for kind in kinds()}
+    lines = [line for report in reports.values() if report is not None for line in report.actions]
+    if screen.json:
+        screen.data("restore-tests.run", {"acted": any(reports.values()), "actions": lines})
+        return 0
+    for line in lines:
+        screen.say(line)
+    if not any(report is not None for report in reports.values()):
+        screen.note("another controller holds the lease and begins what is due by itself")
+    elif not lines:
+        screen.note("nothing is due: orch restore-tests due says what is next")
+    return 0

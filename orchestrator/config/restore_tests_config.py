@@ -1,0 +1,96 @@
+"""When the checkpoints of a run are restored to test them, and how."""
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+OFF, NIGHTLY = "off", "nightly"
+SAME = "same"
+_INTERVAL = re.compile(r"(\d+)([mhd])")
+_SECONDS = {"m": 60.0, "h": 3600.0, "d": 86400.0}
+_LAYOUT = re.compile(rf"{SAME}|[1-9]\d*(x[1-9]\d*)?")
+SAMPLES = ("unproven", "newest", "oldest", "random")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoreTestsConfig:
+    """Restore tests of this run's checkpoints: jobs of their own that restore one, and train a few steps from it."""
+
+    every: str = "1d"
+    """`1d`, `6h`, `30m`: after so much training, then this often; `nightly`; a crontab line (`0 3 * * *`); or `off`.
+
+    The last checkpoint of a run that has succeeded is tested once, too."""
+
+    sample: str = "unproven"
+    """Which checkpoint: `unproven` (the newest that no test has restored), `newest`, `oldest` or `random`."""
+
+    tier: str = ""
+    """Path of the tier whose copies are tested; empty: where the checkpoint was committed, if all nodes see it."""
+
+    layouts: tuple[str, ...] = (SAME,)
+    """Each is tested: `same` as the run, a number of ranks on one node (`1`), or nodes x ranks per node (`2x4`)."""
+
+    steps: int = 3
+    """Steps to train from the checkpoint, compared with the run's own."""
+
+    level: int = 4
+    """Level of `orch ckpt verify` before it: 2 is every byte, 3 the structure, 4 every value."""
+
+    budget: float = 0.005
+    """Largest share of the run's rank-hours that its restore tests may use."""
+
+    max_parallel: int = 1
+    """Restore tests of all runs that may be under way together."""
+
+    cluster: dict[str, Any] = field(default_factory=dict)
+    """Keys of `cluster` that are others for the tests (`partition`, `qos`, `time`, `mem`)."""
+
+    command: tuple[str, ...] = ()
+    """For a run of a `command`: the program that restores $ORCH_CHECKPOINT; exit code 0 is a pass."""
+
+    def __post_init__(self) -> None:
+        if self.sample not in SAMPLES:
+            raise ValueError(f"restore_tests.sample={self.sample}: must be one of {', '.join(SAMPLES)}")
+        for layout in self.layouts:
+            if not _LAYOUT.fullmatch(layout):
+                raise ValueError(f"restore_tests.layouts: {layout}: must be same, a number of ranks, or NODESxRANKS")
+        if not self.layouts:
+            raise ValueError("restore_tests.layouts: is empty; name at least `same`, or set restore_tests.every=off")
+        if not 1 <= self.steps <= 1000:
+            raise ValueError(f"restore_tests.steps={self.steps}: must be from 1 to 1000")
+        if not 2 <= self.level <= 4:
+            raise ValueError(f"restore_tests.level={self.level}: must be 2, 3 or 4")
+        if not 0 <= self.budget < math.inf:
+            raise ValueError(f"restore_tests.budget={self.budget}: must be 0 or a share (0.005 is half a percent)")
+        if self.max_parallel < 1:
+            raise ValueError(f"restore_tests.max_parallel={self.max_parallel}: must be at least 1")
+        if not is_schedule(self.every):
+            raise ValueError(
+                f"restore_tests.every={self.every}: must be off, nightly, an interval (30m, 6h, 1d) or a crontab line"
+            )
+
+
+def is_schedule(every: str) -> bool:
+    """Whether the text is one that `restore_tests.every` may have."""
+    if every in (OFF, NIGHTLY):
+        return True
+    found = _INTERVAL.fullmatch(every)
+    return int(found[1]) > 0 if found else _is_cron(every)
+
+
+def interval_seconds(every: str) -> float | None:
+    """The seconds of an interval; None for any other schedule."""
+    found = _INTERVAL.fullmatch(every)
+    return int(found[1]) * _SECONDS[found[2]] if found else None
+
+
+def _is_cron(every: str) -> bool:
+    from datetime import datetime
+
+    from cronsim import CronSim, CronSimError  # only for who uses it
+
+    try:
+        return len(every.split()) == 5 and bool(CronSim(every, datetime(2026, 1, 1)))
+    except CronSimError:
+        return False

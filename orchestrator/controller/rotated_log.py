@@ -1,0 +1,22 @@
+"""A log that several processes append to, and that is rotated."""
+
+import logging
+from contextlib import closing
+from pathlib import Path
+
+from trainer.contract.log_rotation import LogFile, LogsConfig
+
+
+class RotatedLog(logging.Handler):
+    """Appends to the controllers' log; opened for each line, since daemons for several schedulers share it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            with closing(LogFile(self._path, LogsConfig())) as file:
+                file.write(self.format(record).encode(errors="replace") + b"\n")
+        except OSError:
+            self.handleError(record)

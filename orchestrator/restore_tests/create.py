@@ -1,0 +1,165 @@
+"""A restore test as a run of its own: the config of the run that it tests, on another layout, with an order."""
+
+import copy
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+from checkpointing.format.commit import parse_name
+from orchestrator.config.compose import Composed, recompose
+from orchestrator.config.restore_tests_config import OFF, SAME, RestoreTestsConfig
+from orchestrator.config.run_config import ClusterConfig, RunConfig
+from orchestrator.controller.run_dirs.inheritable_checkpoints import shared_places
+from orchestrator.errors import ConfigError, NotFound, Precondition
+from orchestrator.registry.records import Attempt, Checkpoint, NewRun, RestoreTest, Run
+from orchestrator.registry.store import Store
+from orchestrator.restore_tests.layouts import with_layout
+from orchestrator.scheduler.available_schedulers import resolve
+from orchestrator.scheduler.sbatch_values import minutes
+from orchestrator.scheduler.scheduler_instance import instance_of
+from trainer.contract import restore_test
+from trainer.contract.config import build
+from trainer.contract.run_dir import RunDir
+
+LONGEST = "30"
+"""Time limit of a test in Slurm's notation, unless the run's is shorter or `restore_tests.cluster.time` says so."""
+NAME_ROOM = 48
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What is to be restored, and how; None takes what the run's `restore_tests` says."""
+
+    checkpoint: Checkpoint
+    layout: str = SAME
+    steps: int | None = None
+    level: int | None = None
+    tier: str | None = None
+    kind: str = ""  # of the cluster; empty: the run's
+    forced: bool = False
+
+
+def create_test(store: Store, run: Run, asked: Asked, now: float) -> RestoreTest:
+    """Write the run that carries the test out; the next pass of a controller launches it.
+
+    Raises ConfigError for a layout that the run cannot have, Precondition for a checkpoint that no job can reach.
+    """
+    saved_by = _attempt(store, run, asked.checkpoint)
+    saved_digest = saved_by.config_digest if saved_by else run.config_digest
+    config = build(RunConfig, store.config(run.config_digest))
+    assert isinstance(config, RunConfig)
+    settings = config.restore_tests
+    place = place_of(store, run, config, asked.checkpoint, settings.tier if asked.tier is None else asked.tier)
+    composed = _composed(store.config(saved_digest), run, settings, asked)
+    kind = resolve(asked.kind or run.cluster)
+    order = restore_test.RestoreTest(
+        run=run.name,
+        run_dir=run.run_dir,
+        place=place,
+        checkpoint=asked.checkpoint.name,
+        step=asked.checkpoint.step,
+        layout=asked.layout,
+        same_layout=asked.layout == SAME,
+        level=settings.level if asked.level is None else asked.level,
+        steps=settings.steps if asked.steps is None else asked.steps,
+        manifest=asked.checkpoint.manifest,
+        config_digest=saved_digest if saved_by else "",
+    )
+    identity = {key: value for key, value in run.identity.items() if key != "imported"}
+    new = NewRun(
+        slug=composed.config.name,
+        cluster=kind,
+        root=Path(run.run_dir).parent,
+        config_digest=composed.digest,
+        total_steps=composed.config.train.steps,
+        identity={**identity, "restore_test": asdict(order)},
+        scheduler=instance_of(kind)(),
+    )
+
+    def written() -> RestoreTest:
+        store.put_config(composed.data)
+        made, _ = store.create_run(new, now=now, nonce=token_hex(4))
+        test = RestoreTest(
+            test=made.name, run=run.name, checkpoint=order.checkpoint, layout=asked.layout, step=order.step,
+            begun_at=now, forced=asked.forced,
+        )  # fmt: skip
+        store.put_restore_test(test)
+        return test
+
+    return store.together(written)
+
+
+def place_of(store: Store, run: Run, config: RunConfig, checkpoint: Checkpoint, tier: str) -> str:
+    """The folder or URL that holds the copy to be tested; raises Precondition when every node cannot see one."""
+    folder = RunDir(Path(run.run_dir))
+    shared = [place.path for place in shared_places(config.checkpoint, folder)]
+    home = checkpoint.tier or str(folder.checkpoints)
+    copies = [copy_.tier for copy_ in store.copies(run.name) if copy_.name == checkpoint.name]
+    seen = [place for place in (home, *copies) if place in shared or config.command]
+    if tier:
+        wanted = [place for place in (home, *copies) if tier in (place, place.rpartition("/")[0])]
+        if tier == "run" and str(folder.checkpoints) in (home, *copies):
+            wanted = [str(folder.checkpoints)]
+        seen = [place for place in wanted if place in shared]
+    if not seen:
+        where = f"tier {tier}" if tier else "a tier that every node sees"
+        raise Precondition(
+            f"{checkpoint.name} is not in {where}",
+            where=f"it is in {', '.join((home, *copies))}",
+            hint="a shared tier in checkpoint.tiers gets copies",
+        )
+    return seen[0]
+
+
+def _attempt(store: Store, run: Run, checkpoint: Checkpoint) -> Attempt | None:
+    """The attempt that saved it; None for one that the run began with."""
+    parts = parse_name(checkpoint.name)
+    if parts is None:
+        return None
+    try:
+        attempt = store.attempt(run.name, parts.attempt)
+    except NotFound:
+        return None
+    return attempt if attempt.nonce == parts.nonce and attempt.config_digest else None
+
+
+def _composed(saved_with: dict[str, Any], run: Run, settings: RestoreTestsConfig, asked: Asked) -> Composed:
+    """The config of the test: nothing is saved, nothing is injected, nothing is tried twice, nothing hangs for long."""
+    data = recompose(saved_with, []).data
+    data = {**copy.deepcopy(data), **with_layout(data, asked.layout)}
+    data["name"] = f"{run.name[:NAME_ROOM]}-test"
+    data["cluster"] |= {"time": _time(data["cluster"]["time"]), **_known(settings.cluster)}
+    if asked.kind:
+        data["cluster"]["kind"] = asked.kind
+    data["checkpoint"] |= {"every": 0, "tiers": [], "max_unsaved_steps": 0}
+    data["recovery"] |= {"restarts_in_place": 0, "max_failures": 0}
+    data["recovery"]["spike"]["deviations"] = 0.0
+    data["recovery"]["hang"]["slow"] = data["recovery"]["hang"]["most"]  # one rank reads, the others wait
+    data["drill"]["events"] = []
+    data["restore_tests"] |= {"every": OFF}
+    workload, code = data["workload"], RunDir(Path(run.run_dir)).code
+    if workload["snapshot"]:  # the copy that was trained
+        workload["path"] = [str(code / str(index)) for index in range(len(workload["path"]))]
+        workload["snapshot"] = False
+    return recompose(data, [], environ=os.environ)
+
+
+def _known(cluster: dict[str, Any]) -> dict[str, Any]:
+    """`restore_tests.cluster`; raises ConfigError for a key that `cluster` does not have."""
+    known = ClusterConfig.__dataclass_fields__
+    for key in cluster:
+        if key not in known:
+            raise ConfigError(
+                f"restore_tests.cluster has a key `{key}`, which `cluster` does not have",
+                where="restore_tests.cluster", hint=f"one of {', '.join(known)}",
+            )  # fmt: skip
+    return cluster
+
+
+def _time(limit: str) -> str:
+    try:
+        return limit if minutes("cluster.time", limit) <= minutes("cluster.time", LONGEST) else LONGEST
+    except ConfigError:
+        return LONGEST

@@ -1,0 +1,203 @@
+"""PURE: which restore test of a run is due, why, and what keeps it from being begun."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from random import Random
+
+from orchestrator.config.restore_tests_config import NIGHTLY, OFF, RestoreTestsConfig, interval_seconds
+from orchestrator.config.run_config import RunConfig
+from orchestrator.registry.records import Attempt, Checkpoint, RestoreTest, Run
+from orchestrator.restore_tests.layouts import rank_count
+from orchestrator.states import LIVE_RUNS, RunState, Trust
+from trainer.contract.restore_test import Outcome
+
+NIGHT = "0 3 * * *"
+ASSUMED_SECONDS = 180.0
+"""How long a test takes, as long as none of the run's has been seen to its end."""
+AGAIN_AFTER = 900.0
+"""Seconds before a test that was not finished is due again; doubled each time in a row."""
+MOST_PAUSE = 86400.0
+_NO = frozenset({Trust.WRITING, Trust.SUSPECT, Trust.CORRUPT, Trust.DELETED})
+_FOUND_BAD = frozenset({Outcome.SUSPECT, Outcome.CORRUPT})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """One run, as a schedule of its restore tests needs it; `spent` are the rank-seconds of its tests so far."""
+
+    run: Run
+    config: RunConfig
+    attempts: tuple[Attempt, ...]
+    checkpoints: tuple[Checkpoint, ...]  # newest first, only those that a test can reach
+    tests: tuple[RestoreTest, ...]  # of this run, oldest first
+    spent: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Due:
+    """One test that is due at `at` (seconds since the epoch); `refused` says why it is not begun all the same."""
+
+    run: str
+    checkpoint: str
+    step: int
+    layout: str
+    why: str
+    at: float
+    refused: str = ""
+
+
+def next_test(facts: RunFacts, now: float, rng: Random) -> Due | None:
+    """The next restore test of a run; None when none is foreseen. One of a run is under way at a time."""
+    asked = facts.config.restore_tests
+    if asked.every == OFF or not facts.checkpoints or any(test.ended_at is None for test in facts.tests):
+        return None
+    found = (
+        _after_a_bad_one(facts) or _after_success(facts, now) or _other_layouts(facts) or _scheduled(facts, now, rng)
+    )
+    if found is None:
+        return None
+    found = _postponed(facts, found)
+    if asked.command or not facts.config.command:
+        return replace(found, refused=_over_budget(facts, found, now)) if found.at <= now else found
+    return replace(found, refused="the program is the user's own: restore_tests.command says how to test it")
+
+
+def under_the_limit(due: Sequence[Due], going_on: int, most: int) -> list[Due]:
+    """Those that may begin now beside the tests that are under way, the longest due first."""
+    ready = sorted((one for one in due if not one.refused), key=lambda one: (one.at, one.run))
+    return ready[: max(0, most - going_on)]
+
+
+def trained_seconds(attempts: Iterable[Attempt], now: float) -> float:
+    """How long attempts have run together."""
+    return sum(
+        max(0.0, (now if attempt.ended_at is None else attempt.ended_at) - attempt.started_at)
+        for attempt in attempts
+        if attempt.started_at is not None
+    )
+
+
+def _proven(facts: RunFacts) -> set[tuple[str, str]]:
+    return {(test.checkpoint, test.layout) for test in facts.tests if test.verdict == Outcome.RESTORED}
+
+
+def _lacking(facts: RunFacts, checkpoint: Checkpoint) -> str:
+    """The first layout on which it was not restored yet; empty when there is none."""
+    proven = _proven(facts)
+    layouts = facts.config.restore_tests.layouts
+    return next((layout for layout in layouts if (checkpoint.name, layout) not in proven), "")
+
+
+def _due(facts: RunFacts, checkpoint: Checkpoint, layout: str, why: str, at: float) -> Due:
+    return Due(run=facts.run.name, checkpoint=checkpoint.name, step=checkpoint.step, layout=layout, why=why, at=at)
+
+
+def _last_finished(facts: RunFacts) -> RestoreTest | None:
+    finished = [test for test in facts.tests if test.verdict != Outcome.NOT_FINISHED]
+    return finished[-1] if finished else None
+
+
+def _after_a_bad_one(facts: RunFacts) -> Due | None:
+    """The next older one at once, so that somebody knows how far back is good."""
+    last = _last_finished(facts)
+    if last is None or last.verdict not in _FOUND_BAD or last.ended_at is None:
+        return None
+    for checkpoint in facts.checkpoints:
+        if checkpoint.step < last.step and checkpoint.trust not in _NO:
+            if not any(name == checkpoint.name for name, _ in _proven(facts)):
+                layout = last.layout if last.layout in facts.config.restore_tests.layouts else ""
+                layout = layout or facts.config.restore_tests.layouts[0]
+                return _due(facts, checkpoint, layout, f"step {last.step} was found {last.verdict}", last.ended_at)
+            return None  # an older one is known to be good
+    return None
+
+
+def _after_success(facts: RunFacts, now: float) -> Due | None:
+    """The last checkpoint of a run that has succeeded, once."""
+    if facts.run.state is not RunState.SUCCEEDED or facts.checkpoints[0].trust in _NO:
+        return None
+    layout = _lacking(facts, facts.checkpoints[0])
+    return _due(facts, facts.checkpoints[0], layout, "the run has succeeded", facts.run.updated_at) if layout else None
+
+
+def _other_layouts(facts: RunFacts) -> Due | None:
+    """What a test has restored on one layout is tested on the others next."""
+    last = _last_finished(facts)
+    if last is None or last.verdict != Outcome.RESTORED or last.ended_at is None or last.forced:
+        return None
+    same = [checkpoint for checkpoint in facts.checkpoints if checkpoint.name == last.checkpoint]
+    layout = _lacking(facts, same[0]) if same else ""
+    return (
+        _due(facts, same[0], layout, f"restored on {last.layout}, the next layout", last.ended_at) if layout else None
+    )
+
+
+def _scheduled(facts: RunFacts, now: float, rng: Random) -> Due | None:
+    if facts.run.state not in LIVE_RUNS:
+        return None
+    at, chosen = _when(facts, now), _sampled(facts, rng)
+    if at is None or chosen is None:
+        return None
+    every = facts.config.restore_tests.every
+    return _due(facts, chosen, _lacking(facts, chosen) or facts.config.restore_tests.layouts[0], f"every {every}", at)
+
+
+def _when(facts: RunFacts, now: float) -> float | None:
+    last = _last_finished(facts)
+    every = facts.config.restore_tests.every
+    seconds = interval_seconds(every)
+    if seconds is not None:
+        trained = trained_seconds(facts.attempts, now)
+        return now + max(0.0, seconds - trained) if last is None else last.begun_at + seconds
+    return cron_time(NIGHT if every == NIGHTLY else every, facts.run.created_at if last is None else last.begun_at)
+
+
+def cron_time(expression: str, after: float) -> float | None:
+    """The first time of a crontab line after a time, on this machine's clock; None when there is none."""
+    from cronsim import CronSim  # only for who uses it
+
+    found = next(CronSim(expression, datetime.fromtimestamp(after)), None)
+    return None if found is None else found.timestamp()
+
+
+def _sampled(facts: RunFacts, rng: Random) -> Checkpoint | None:
+    good = [checkpoint for checkpoint in facts.checkpoints if checkpoint.trust not in _NO]
+    sample = facts.config.restore_tests.sample
+    if not good:
+        return None
+    if sample == "random":
+        return rng.choice(good)
+    if sample == "unproven":
+        return next((checkpoint for checkpoint in good if _lacking(facts, checkpoint)), None)
+    return good[0] if sample == "newest" else good[-1]
+
+
+def _postponed(facts: RunFacts, due: Due) -> Due:
+    """Later after tests that were not finished, the longer the more there were in a row."""
+    in_a_row = 0
+    for test in reversed(facts.tests):
+        if test.verdict != Outcome.NOT_FINISHED:
+            break
+        in_a_row += 1
+    if not in_a_row:
+        return due
+    last = facts.tests[-1]
+    pause = min(MOST_PAUSE, AGAIN_AFTER * 2 ** (in_a_row - 1))
+    why = f"{due.why}; the last {in_a_row} not finished" if in_a_row > 1 else f"{due.why}; the last was not finished"
+    return replace(due, at=max(due.at, (last.ended_at or last.begun_at) + pause), why=why)
+
+
+def _over_budget(facts: RunFacts, due: Due, now: float) -> str:
+    config: RestoreTestsConfig = facts.config.restore_tests
+    ranks = rank_count(due.layout, facts.config)
+    used = trained_seconds(facts.attempts, now) * facts.config.cluster.world_size
+    seen = [test for test in facts.tests if test.verdict and test.layout == due.layout and "seconds" in test.evidence]
+    cost = ranks * (float(seen[-1].evidence["seconds"]) if seen else ASSUMED_SECONDS)
+    allowed = config.budget * used
+    if facts.spent + cost <= allowed:
+        return ""
+    return (
+        f"over the budget: {config.budget:.2%} of {used / 3600:.2f} rank-hours are {allowed:.0f} rank-seconds, "
+        f"{facts.spent:.0f} are spent, and it takes about {cost:.0f}"
+    )

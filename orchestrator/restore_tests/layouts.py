@@ -1,0 +1,38 @@
+"""PURE: the layouts on which a checkpoint is restored, and what they mean for a configuration."""
+
+import math
+from typing import Any
+
+from orchestrator.config.restore_tests_config import SAME
+from orchestrator.config.run_config import RunConfig
+
+
+def with_layout(data: dict[str, Any], layout: str) -> dict[str, Any]:
+    """The sections `cluster` and `parallel` of a config on `layout`: `same`, `RANKS` or `NODESxRANKS`.
+
+    Tensor parallelism and replicas stay as far as they fit; the rest of the ranks shard.
+    """
+    cluster, parallel = dict(data["cluster"]), dict(data["parallel"])
+    cluster["spare_nodes"] = 0
+    if layout != SAME:
+        nodes, ranks = nodes_and_ranks(layout)
+        cluster |= {"nodes": nodes, "ranks_per_node": ranks, "gpus_per_node": ranks if cluster["gpus_per_node"] else 0}
+        tp = math.gcd(parallel["tp"], ranks)
+        left = nodes * ranks // tp
+        replicas = parallel["dp_replicate"] if left % parallel["dp_replicate"] == 0 else 1
+        parallel |= {"tp": tp, "dp_replicate": replicas, "dp_shard": 0}
+    return {"cluster": cluster, "parallel": parallel}
+
+
+def nodes_and_ranks(layout: str) -> tuple[int, int]:
+    """Nodes, and ranks on each."""
+    nodes, times, ranks = layout.partition("x")
+    return (int(nodes), int(ranks)) if times else (1, int(nodes))
+
+
+def rank_count(layout: str, config: RunConfig) -> int:
+    """How many ranks a test on `layout` has."""
+    if layout == SAME:
+        return config.cluster.world_size
+    nodes, ranks = nodes_and_ranks(layout)
+    return nodes * ranks

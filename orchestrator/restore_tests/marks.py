@@ -1,0 +1,47 @@
+"""What the controller writes beside the checkpoints of a run that is tested: pins while a test lasts, then the verdict.
+
+The test itself writes nothing there.
+"""
+
+import time
+from pathlib import Path
+
+from checkpointing.retention.pins import pin, read_pins, unpin
+from checkpointing.storage.backends import LocalStorage, storage_at
+from checkpointing.verification.verdicts import RESTORE_TESTED, Verdict, manifest_of, record
+from orchestrator.registry.records import RestoreTest, Run
+from trainer.contract.restore_test import Outcome
+from trainer.contract.run_dir import RunDir
+
+_NOTE = "restore test"
+
+
+def hold(run: Run, test: RestoreTest) -> None:
+    """Keep retention away from the checkpoint until the test has ended; raises OSError."""
+    storage = _own(run)
+    if test.checkpoint not in read_pins(storage):
+        pin(storage, test.checkpoint, f"{_NOTE} {test.test}", time.time())
+
+
+def release(run: Run, test: RestoreTest) -> None:
+    """Take the pin away again, unless a person has pinned the checkpoint; raises OSError."""
+    storage = _own(run)
+    held = read_pins(storage).get(test.checkpoint)
+    if held is not None and held.note.startswith(f"{_NOTE} "):
+        unpin(storage, test.checkpoint)
+
+
+def write_verdict(run: Run, test: RestoreTest, place: str, outcome: Outcome, reason: str, now: float) -> None:
+    """Beside the checkpoints, where retention reads it; raises OSError."""
+    if outcome not in (Outcome.RESTORED, Outcome.CORRUPT):
+        return
+    good = outcome is Outcome.RESTORED
+    found = Verdict(
+        name=test.checkpoint, place=place, manifest=manifest_of(storage_at(place), test.checkpoint),
+        ok=good, level=RESTORE_TESTED, at=now, reason="" if good else reason,
+    )  # fmt: skip
+    record(_own(run), found)
+
+
+def _own(run: Run) -> LocalStorage:
+    return LocalStorage(RunDir(Path(run.run_dir)).checkpoints)

@@ -1,0 +1,77 @@
+"""A restore test: what its job is asked to look at, and what it has found."""
+
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from checkpointing.storage.durable import dump_line, read_json, write_durably
+from trainer.contract.config import build
+from trainer.contract.run_dir import AttemptDir, RunDir
+
+ORDER_SCHEMA = "orch.restore-test/1"
+VERDICT_SCHEMA = "orch.restore-verdict/1"
+
+
+class Outcome(StrEnum):
+    """How a restore test ends."""
+
+    RESTORED = "RESTORED"  # it was restored, and trains as it should
+    SUSPECT = "SUSPECT"  # it loads, and trains otherwise than its run did
+    CORRUPT = "CORRUPT"  # bytes, structure or values are not what was saved
+    NOT_FINISHED = "NOT_FINISHED"  # nothing is known of the checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoreTest:
+    """The checkpoint that a run is to restore instead of training on, and how far it is to go.
+
+    `manifest` is the digest that the registry kept at commit, `config_digest` that of the config it was saved with;
+    either is empty when nobody knows.
+    """
+
+    run: str
+    run_dir: str
+    place: str  # the folder or URL that holds the checkpoint
+    checkpoint: str
+    step: int
+    layout: str
+    same_layout: bool = False  # as the attempt that saved it
+    level: int = 4
+    steps: int = 3
+    manifest: str = ""
+    config_digest: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoreVerdict:
+    """What a restore test has found: one reason for people, `evidence` as plain JSON."""
+
+    outcome: Outcome
+    reason: str
+    evidence: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, attempt: AttemptDir) -> None:
+        write_durably(attempt.restore_verdict, dump_line({"schema": VERDICT_SCHEMA, **asdict(self)}).encode())
+
+    @classmethod
+    def read(cls, attempt: AttemptDir) -> "RestoreVerdict":
+        """Raises OSError when there is none, ValueError, TypeError or KeyError for a damaged one."""
+        verdict = build(cls, read_json(attempt.restore_verdict))
+        assert isinstance(verdict, cls)
+        return verdict
+
+
+def write_order(run: RunDir, order: dict[str, Any]) -> None:
+    """Put the order into the folder of the run that is to carry it out; raises OSError."""
+    write_durably(run.restore_test, dump_line({"schema": ORDER_SCHEMA, **order}).encode())
+
+
+def read_order(run: RunDir) -> RestoreTest | None:
+    """What this run is to restore; None for a run that trains. Raises OSError or ValueError."""
+    try:
+        fields = read_json(run.restore_test)
+    except FileNotFoundError:
+        return None
+    order = build(RestoreTest, fields)
+    assert isinstance(order, RestoreTest)
+    return order

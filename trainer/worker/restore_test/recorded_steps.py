@@ -1,0 +1,112 @@
+"""What a run has recorded of its steps, and whether a restore test's steps agree with it."""
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from checkpointing.storage.durable import number, read_json
+from trainer.contract.config import config_digest
+from trainer.contract.run_dir import AttemptDir, RunDir
+
+COMPARED = ("loss", "grad_norm", "lr")
+
+BOUNDS = {"float32": 1e-4, "bfloat16": 2e-2}
+"""Largest relative difference on another layout or machine, by `train.dtype`; measured: see docs/saving.md."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """`compared` steps that both have trained; `difference` is the first number that does not agree, in words.
+
+    `largest` is the largest relative difference that was seen.
+    """
+
+    compared: int
+    difference: str = ""
+    largest: float = 0.0
+
+
+def recorded_steps(run: RunDir, steps: Collection[int], digest: str) -> dict[int, list[dict[str, float]]]:
+    """What the run's attempts with the config `digest` have recorded of these steps, every repetition of them.
+
+    What a finished run has computed of the step after its last one is among them. Raises OSError.
+    """
+    found: dict[int, list[dict[str, float]]] = {step: [] for step in steps}
+    for attempt in run.all_attempts():
+        if digest and config_digest(run.config_of(attempt.number)) != digest:
+            continue  # another learning rate, or other code: its steps say nothing
+        for line in (*_lines(attempt.metrics, steps), *_probes(attempt)):
+            if line.get("step") in found:
+                found[line["step"]].append({name: number(line[name]) for name in COMPARED if name in line})
+    return found
+
+
+def _lines(path: Path, steps: Collection[int]) -> Iterator[dict[str, Any]]:
+    """The lines of these steps; the last one of a file may be torn."""
+    wanted = [f'"step":{step},'.encode() for step in steps]
+    try:
+        with path.open("rb") as stream:
+            for line in stream:
+                if any(each in line for each in wanted):
+                    try:
+                        yield json.loads(line)
+                    except ValueError:
+                        continue
+    except FileNotFoundError:
+        return
+
+
+def _probes(attempt: AttemptDir) -> Iterator[dict[str, Any]]:
+    try:
+        probe = read_json(attempt.final).get("probe")
+    except (FileNotFoundError, ValueError):
+        return
+    if isinstance(probe, dict):
+        yield probe
+
+
+def compare(
+    mine: Mapping[int, Mapping[str, float]],
+    recorded: Mapping[int, Sequence[Mapping[str, float]]],
+    bound: float,
+) -> Comparison:
+    """Hold the test's steps to the run's own, bit for bit with `bound` 0. Pure.
+
+    A run may have trained a step more than once: one repetition that agrees is enough.
+    """
+    compared, largest = 0, 0.0
+    for step, values in sorted(mine.items()):
+        known = recorded.get(step) or []
+        if not known:
+            continue
+        compared += 1
+        judged = [_disagreement(step, values, other, bound) for other in known]
+        if all(words for words, _ in judged):
+            return Comparison(compared=compared, difference=judged[-1][0], largest=max(size for _, size in judged))
+        largest = max(largest, min(size for words, size in judged if not words))
+    return Comparison(compared=compared, largest=largest)
+
+
+def _disagreement(
+    step: int, values: Mapping[str, float], other: Mapping[str, float], bound: float
+) -> tuple[str, float]:
+    largest = 0.0
+    for name in COMPARED:
+        if name not in values or name not in other:
+            continue
+        size = relative(values[name], other[name])
+        # The learning rate is a function of the step alone.
+        if not size <= (0.0 if name == "lr" else bound):
+            return f"{name} of step {step} is {values[name]!r}, the run had {other[name]!r}", size
+        largest = max(largest, size)
+    return "", largest
+
+
+def relative(one: float, other: float) -> float:
+    """The relative difference; 0 for equal bits, infinite where one of them is no number."""
+    if one == other or repr(one) == repr(other):
+        return 0.0
+    size = abs(one - other) / max(abs(one), abs(other))
+    return size if size == size else float("inf")

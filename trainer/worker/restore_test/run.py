@@ -1,0 +1,204 @@
+"""The course of a restore test on every rank: examine, restore, train, compare, write the verdict."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from checkpointing.engine.ranks.failure import Failed, result_or_failed
+from checkpointing.engine.ranks.group import World
+from checkpointing.engine.restore.read_only import ReadOnlyCheckpoint
+from checkpointing.errors import NothingVerifies
+from checkpointing.storage.backends import storage_at
+from checkpointing.storage.durable import dump_line
+from trainer.contract.config import JobConfig
+from trainer.contract.events import EventKind
+from trainer.contract.outcome import ExitCode
+from trainer.contract.progress import Phase
+from trainer.contract.rank_messages import RankSpec
+from trainer.contract.restore_test import Outcome, RestoreTest, RestoreVerdict
+from trainer.contract.run_dir import AttemptDir, RunDir
+from trainer.worker.reporting.metrics import Journal
+from trainer.worker.restore_test.examination import examine, require_there
+from trainer.worker.restore_test.recorded_steps import BOUNDS, compare, recorded_steps
+from trainer.worker.saved_state.checkpoint_contents import shared_tensors
+from trainer.worker.saved_state.train_state import TrainState
+from trainer.worker.session import Session, new_train_state, skipped_positions, train_on
+from trainer.worker.training.spikes import BadStep
+from trainer.worker.workload import WorkloadError
+
+
+class RestoreTestJournal(Journal):
+    """A journal that also remembers what it is told: the numbers that the test is about."""
+
+    def __init__(self, attempt: AttemptDir, spec: RankSpec) -> None:
+        super().__init__(attempt, spec)
+        self.first_step_at: float | None = None
+        self.steps: dict[int, dict[str, float]] = {}
+
+    def event(self, kind: EventKind, /, **data: Any) -> None:
+        if kind is EventKind.GENERATION_FIRST_STEP:
+            self.first_step_at = time.time()
+        super().event(kind, **data)
+
+    def step(self, step: int, **values: float) -> None:
+        self.steps[step] = values
+        super().step(step, **values)
+
+
+class RestoreTestRun:
+    """One test on one rank; all ranks call `run` and get the same result."""
+
+    def __init__(
+        self,
+        order: RestoreTest,
+        config: JobConfig,
+        model: nn.Module,
+        world: World,
+        journal: RestoreTestJournal,
+        attempt: AttemptDir,
+    ) -> None:
+        """Create two process groups: collective."""
+        self._order, self._config, self._model = order, config, model
+        self._journal, self._attempt = journal, attempt
+        self.source = ReadOnlyCheckpoint(order.place, order.checkpoint, journal.checkpoint, world)
+        self._ranks = ranks = world.group()
+        self._evidence: dict[str, Any] = {
+            "layout": order.layout, "ranks": ranks.size, "level": order.level, "place": order.place,
+        }  # fmt: skip
+        self._software: dict[str, Any] = {}
+
+    def other_software(self, step: int, changes: dict[str, Any]) -> None:
+        """What the checkpoint was made with that is different now."""
+        self._software = changes
+
+    def run(self, state: TrainState, train: Callable[[int], ExitCode]) -> ExitCode:
+        """Carry the order out: FINISHED with a verdict, STOPPED_AFTER_SAVE without one.
+
+        `train` trains up to a step. Raises what says nothing about the checkpoint: a place that cannot be read, a peer
+        that is gone.
+        """
+        fault = self._examined() or self._restored(state)
+        if fault:
+            return self._concluded(RestoreVerdict(outcome=Outcome.CORRUPT, reason=fault, evidence=self._evidence))
+        last = self._order.step + self._order.steps
+        finished = self._order.step >= self._config.train.steps
+        try:
+            code = train(self._order.step + 1 if finished else min(last, self._config.train.steps))
+        except BadStep as error:  # on every rank alike
+            return self._concluded(RestoreVerdict(outcome=Outcome.SUSPECT, reason=str(error), evidence=self._evidence))
+        if code is not ExitCode.FINISHED:
+            return code
+        return self._concluded(self._judged())
+
+    def _examined(self) -> str:
+        """Rank 0 reads all of it; the others wait for what it has found."""
+
+        def examined() -> dict[str, Any]:
+            found = examine(self._order, storage_at(self._order.place), shared_tensors(self._model))
+            return asdict(found)
+
+        found = self._on_leader(examined)
+        self._evidence |= {"bytes": found["bytes"], "verify_seconds": found["seconds"], "notes": found["notes"]}
+        return str(found["fault"])
+
+    def _restored(self, state: TrainState) -> str:
+        """Restore as a resume does; empty when what was loaded is what was saved."""
+        started = time.monotonic()
+        try:
+            state.restore(self.source)
+        except NothingVerifies as error:
+            require_there(self._order, storage_at(self._order.place))
+            if not any(refusal.damaged for refusal in error.refusals):
+                raise
+            return str(error.refusals[0])
+        except WorkloadError as error:
+            return str(error)
+        restored = self.source.restored
+        assert restored is not None
+        seconds, read = time.monotonic() - started, restored.bytes_read
+        rate = read / max(seconds, 1e-9)
+        self._evidence |= {"restore_seconds": seconds, "bytes_read": read, "bytes_per_second": rate}
+        faults = self.source.fingerprint_faults()
+        self._evidence["fingerprints"] = self.source.has_fingerprints
+        if faults:
+            return f"what was loaded is not what was saved: {faults[0]}"
+        if state.step != self._order.step:
+            return f"the model is of step {state.step}, the checkpoint of step {self._order.step}"
+        return ""
+
+    def _judged(self) -> RestoreVerdict:
+        """Hold the steps to those of the run: rank 0 has both."""
+        order, mine = self._order, self._journal.steps
+        exact = order.same_layout and not self._software
+        bound = 0.0 if exact else BOUNDS[self._config.train.dtype]
+
+        def judged() -> dict[str, Any]:
+            known = recorded_steps(RunDir(Path(order.run_dir)), mine, order.config_digest)
+            found = compare(mine, known, bound)
+            evidence = {
+                "compared": found.compared, "exact": exact, "bound": bound, "largest_difference": found.largest,
+                "steps": [{"step": step, **values} for step, values in sorted(mine.items())],
+                "run_steps": {str(step): values for step, values in known.items()},
+                "other_software": self._software, "first_step_at": self._journal.first_step_at,
+            }  # fmt: skip
+            how = "bit for bit" if exact else f"within {bound:g}"
+            same = f"{found.compared} steps agree with the run's own {how}"
+            none = "the run has recorded no step after it to compare with"
+            return {"difference": found.difference, "same": same if found.compared else none, "evidence": evidence}
+
+        told = self._on_leader(judged)
+        self._evidence |= told["evidence"]
+        if told["difference"]:
+            return RestoreVerdict(outcome=Outcome.SUSPECT, reason=told["difference"], evidence=self._evidence)
+        reason = f"restored on {self._ranks.size} ranks; {told['same']}"
+        return RestoreVerdict(outcome=Outcome.RESTORED, reason=reason, evidence=self._evidence)
+
+    def _concluded(self, verdict: RestoreVerdict) -> ExitCode:
+        """Rank 0 writes it down, first into the test's own folder; an unwritten one must not look like an end."""
+
+        def written() -> dict[str, Any]:
+            verdict.write(self._attempt)
+            self._journal.event(
+                EventKind.RESTORE_TESTED,
+                verdict=str(verdict.outcome), reason=verdict.reason, evidence=verdict.evidence,
+            )  # fmt: skip
+            return {}
+
+        self._on_leader(written)
+        return ExitCode.FINISHED
+
+    def _on_leader(self, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What rank 0 finds, as plain JSON, on every rank; raises OSError on all of them when it could not."""
+        told = self._ranks.broadcast(result_or_failed(lambda: dump_line(act())) if self._ranks.leads else None)
+        if isinstance(told, Failed):
+            raise OSError(told.reason)
+        found: dict[str, Any] = json.loads(told)
+        return found
+
+    def close(self) -> None:
+        """Give the process groups back."""
+        self.source.close()
+        self._ranks.close()
+
+
+def carry_out(order: RestoreTest, session: Session) -> ExitCode:
+    """The restore test of this rank, from the order to the verdict."""
+    journal = RestoreTestJournal(session.attempt, session.spec)
+    token = session.launch_token()
+    world = World(
+        facts={"size": session.spec.world_size}, key=session.key, leads_node=session.spec.local_rank == 0
+    )  # fmt: skip
+    test = RestoreTestRun(order, session.config, session.objects.model, world, journal, session.attempt)
+    skip = skipped_positions(session.spec, RunDir(Path(order.run_dir)))
+    state = new_train_state(session, journal, skip, test.other_software)
+    code = test.run(state, lambda until: train_on(session, state, test.source, journal, token, skip, test_until=until))
+    session.cell.update(phase=Phase.CHECKPOINT)
+    test.close()
+    session.cell.update(phase=Phase.DONE)
+    journal.close()
+    return code

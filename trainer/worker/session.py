@@ -1,0 +1,160 @@
+"""What a rank has once its world stands, and how it trains on from a restored state."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainer.contract import skipped_batches
+from trainer.contract.config import JobConfig, config_digest
+from trainer.contract.events import EventKind
+from trainer.contract.launch_token import LaunchToken
+from trainer.contract.outcome import ExitCode
+from trainer.contract.progress import Phase, ProgressCell
+from trainer.contract.rank_messages import RankSpec
+from trainer.contract.run_dir import AttemptDir, RunDir
+from trainer.worker import mesh
+from trainer.worker.optimizer import set_learning_rate
+from trainer.worker.reporting.metrics import Journal
+from trainer.worker.reporting.phase_tracker import phase_tracker
+from trainer.worker.saved_state.train_state import Saver, TrainState
+from trainer.worker.train_objects import TrainObjects
+from trainer.worker.training.drill import Drill
+from trainer.worker.training.loop import Loop, LoopServices
+from trainer.worker.training.lr_schedule import learning_rate
+from trainer.worker.training.save_schedule import SaveSchedule
+from trainer.worker.training.spikes import SpikeDetector
+from trainer.worker.workload import WorkloadError
+
+OnSoftware = Callable[[int, dict[str, Any]], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """One rank of one generation; `key` authenticates the ranks to each other, `started` is time.monotonic()."""
+
+    spec: RankSpec
+    config: JobConfig
+    run_dir: RunDir
+    cell: ProgressCell
+    objects: TrainObjects
+    started: float
+    key: bytes
+
+    @property
+    def attempt(self) -> AttemptDir:
+        return self.run_dir.attempt(self.spec.attempt)
+
+    def launch_token(self) -> LaunchToken:
+        """GO of this attempt; raises WorkloadError when its config was edited since."""
+        token, file = LaunchToken.read(self.attempt.go), self.run_dir.config_of(self.spec.attempt)
+        if token.config_digest not in ("", config_digest(file)):
+            raise WorkloadError(f"{file} was edited while its job runs")
+        return token
+
+
+def new_train_state(
+    session: Session, journal: Journal, skip: frozenset[int], on_software: OnSoftware | None = None
+) -> TrainState:
+    """The state of step 0, with the generators of this rank; `on_software` instead of an event."""
+    config, rank = session.config, session.spec.rank
+    state = TrainState(
+        session.objects,
+        config_digest=config_digest(session.run_dir.config_of(session.spec.attempt)),
+        seed=config.train.seed,
+        lazy=config.checkpoint.staging.mode == "lazy",
+        skip=skip,
+        warn=_warner(journal, rank),
+        on_other_software=on_software or _on_other_software(journal, rank),
+    )
+    _seed_by_data(config.train.seed, session.objects.layout)
+    session.cell.update(phase=Phase.RESTORE)
+    return state
+
+
+def train_on(
+    session: Session, state: TrainState, saver: Saver, journal: Journal, token: LaunchToken, skip: frozenset[int],
+    *, test_until: int = 0,
+) -> ExitCode:  # fmt: skip
+    """Train from where `state` stands; `test_until` as in LoopServices."""
+    config, cell, objects = session.config, session.cell, session.objects
+    if state.step:
+        set_learning_rate(objects.optimizer, learning_rate(config.train, state.step))
+    # What came from memory need not be on any disk: only what is counts as saved.
+    saved = saver.committed_step or 0
+    cell.update(step=state.step, saved_step=saved, restored_step=state.step)
+    services = LoopServices(
+        cell=cell,
+        journal=journal,
+        saver=saver,
+        drill=_drill(session.spec, config, journal, cell),
+        save_schedule=_save_schedule(config, token, saved, journal),
+        phases=phase_tracker(cell, objects.model, objects.layout.device),
+        spike_detector=SpikeDetector(config.recovery.spike),
+        started=session.started,
+        skip=skip,
+        test_until=test_until,
+    )
+    return Loop(config, objects, state, services).run()
+
+
+def _warner(journal: Journal, rank: int) -> Callable[[int, str], None]:
+    """Rank 0 reports what no rank could restore."""
+
+    def warn(step: int, reason: str) -> None:
+        if rank == 0:
+            journal.event(EventKind.CHECKPOINT_INCOMPLETE, step=step, reason=reason)
+
+    return warn
+
+
+def _on_other_software(journal: Journal, rank: int) -> Callable[[int, dict[str, Any]], None]:
+    """Rank 0 reports what the checkpoint was made with that is different now."""
+
+    def report(step: int, changes: dict[str, Any]) -> None:
+        if rank == 0:
+            journal.event(EventKind.CHECKPOINT_SOFTWARE, step=step, changes=changes)
+
+    return report
+
+
+def _seed_by_data(seed: int, layout: mesh.Layout) -> None:
+    """From here on dropout and the like differ between ranks with different data, and only between them."""
+    torch.manual_seed(seed * 1_000_003 + layout.dp_rank)
+    random.seed(seed * 1_000_003 + layout.dp_rank)
+
+
+def skipped_positions(spec: RankSpec, run_dir: RunDir) -> frozenset[int]:
+    """Positions in the data at which no rank may train: what the coordinator says, and what earlier attempts found.
+
+    Ranks that differed in it would train on different data for ever, so that all of them take those of the first one.
+    """
+    known = {*spec.skip, *(skip.position for skip in skipped_batches.read_all(run_dir))} if spec.rank == 0 else set()
+    count = torch.tensor([len(known)])
+    dist.broadcast(count, src=0)
+    positions = torch.tensor(sorted(known), dtype=torch.int64) if known else torch.zeros(int(count), dtype=torch.int64)
+    if int(count):
+        dist.broadcast(positions, src=0)
+    return frozenset(positions.tolist())
+
+
+def _drill(spec: RankSpec, config: JobConfig, journal: Journal, cell: ProgressCell) -> Drill:
+    def announce(kind: str, step: int) -> None:
+        journal.event(EventKind.DRILL, kind=kind, rank=spec.rank, step=step)
+
+    return Drill(
+        config.drill.events,
+        rank=spec.rank,
+        attempt=spec.attempt,
+        generation=spec.generation,
+        announce=announce,
+        orders=cell,
+    )
+
+
+def _save_schedule(config: JobConfig, token: LaunchToken, saved: int, journal: Journal) -> SaveSchedule:
+    mtbf = token.mtbf or config.checkpoint.auto.node_days * 86400.0 / config.cluster.nodes
+    return SaveSchedule(config.checkpoint, saved=saved, mtbf=mtbf, on_change=journal.save_interval)

@@ -20,9 +20,7 @@ LOOK_EVERY = 0.5
 
 @click.command("restore-test", cls=Verb)
 @click.argument("target", metavar="RUN[@STEP]")
-@click.option(
-    "--layout", "layouts", default="", metavar="LAYOUT,...", help="`same`, ranks (`1`), nodes x ranks (`2x4`)."
-)
+@click.option("--layout", "layouts", default="", metavar="LAYOUT,...", help="same, RANKS (1) or NODESxRANKS (2x4).")
 @click.option("--steps", type=click.IntRange(1, 1000), default=None, help="Steps to train from it, and to compare.")
 @click.option("--level", type=click.IntRange(2, 4), default=None, help="Verify it at this level first.")
 @click.option("--tier", default=None, help="Path of the tier whose copy is tested.")
@@ -86,7 +84,8 @@ def _checkpoint(screen: Screen, store: Any, run: Run, target: str) -> Checkpoint
         return _of_a_program(run, [row for row in rows.values() if row.trust is not Trust.DELETED], target)
     found: Target = find_one(target, screen.warn)
     if found.name in rows:
-        return rows[found.name]
+        known: Checkpoint = rows[found.name]
+        return known
     from checkpointing.format.commit import parse_name
 
     parts = parse_name(found.name)

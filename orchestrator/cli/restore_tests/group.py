@@ -61,7 +61,7 @@ def due(screen: Screen) -> None:
     now = time.time()
     with open_store(readonly=True) as store:
         found = RestoreTests(store, DirectFiles(), lambda run: True).due(now)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "run": one.run, "step": one.step, "checkpoint": one.checkpoint, "layout": one.layout, "why": one.why,
             "due_at": iso(one.at), "in": one.at - now, "refused": one.refused or None,

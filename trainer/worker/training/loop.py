@@ -254,10 +254,28 @@ class Loop:
             )
 
     def _finish(self) -> None:
-        """The weights' digest, by which two runs are compared, and the last phase."""
+        """The weights' digest, by which two runs are compared, the probe, and the last phase."""
         digest = weights_digest(self._objects.model)
+        probes = self._config.trains_built_in_workload and not self._services.test_until
+        probe = {"probe": self._probe()} if probes else {}
         if self._objects.layout.rank == 0:
             self._services.journal.final(
-                step=self._train_state.step, loss=self._train_state.loss, weights_digest=digest
+                step=self._train_state.step, loss=self._train_state.loss, weights_digest=digest, **probe
             )
         self._services.phases.enter(Phase.DONE)
+
+    def _probe(self) -> dict[str, float]:
+        """Loss and gradient norm of one step more, which changes no weight: a restore test has them to compare with.
+
+        Only of the built-in workload: data of the user's own may end with the last step. It costs one step of the run.
+        """
+        step, objects = self._train_state.step + 1, self._objects
+        _, batches = take(objects.data, self._services.skip)
+        loss = self._accumulate(step, batches)
+        gradients = [p.grad for p in objects.model.parameters() if p.grad is not None]
+        found = reduction.reduce(step, gradients, loss, StopReason.NONE, RankZeroMessage()).result()
+        objects.optimizer.zero_grad(set_to_none=True)
+        return {
+            "step": step, "loss": found.loss, "grad_norm": found.grad_norm,
+            "lr": learning_rate(self._config.train, step),
+        }  # fmt: skip

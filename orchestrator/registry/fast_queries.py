@@ -17,37 +17,70 @@ from orchestrator.states import Trust
 _UNUSABLE = (Trust.WRITING, Trust.CORRUPT, Trust.DELETED)
 """A checkpoint that is one of these is not what a run would resume from."""
 
-_NEWEST = """
+_BAD, _FINISHED = "('SUSPECT', 'CORRUPT')", "('RESTORED', 'SUSPECT', 'CORRUPT')"
+"""Words of trainer.contract.restore_test.Outcome, which takes 10 ms to import. NOT_FINISHED says nothing."""
+
+_SAVED_AT = "SELECT coalesce(max(committed_at), 0) FROM checkpoints WHERE run = {0}.run AND name = {0}.checkpoint"
+_TESTED_AT = f"({_SAVED_AT}), {{0}}.step, {{0}}.ended_at"
+"""Which of two tests of a run says more of it: the one of the newer checkpoint, then the newer one."""
+
+_NEWEST = f"""
 SELECT run.name AS run, run.state, run.reason, run.cluster, run.run_dir, run.config_digest, run.step,
     run.total_steps, run.loss, run.created_at, run.updated_at, run.not_before, run.scheduler,
     (SELECT count(*) FROM attempts WHERE attempts.run = run.name) AS attempts,
     (SELECT count(*) FROM generations WHERE generations.run = run.name) AS generations,
     attempt.number AS attempt, attempt.job_id, attempt.job_state, attempt.nodes, attempt.failure,
-    saved.step AS saved_step, saved.trust AS saved_trust, saved.committed_at AS saved_at
-FROM (SELECT * FROM runs {where} ORDER BY id DESC LIMIT ?) AS run
+    saved.step AS saved_step, saved.trust AS saved_trust, saved.committed_at AS saved_at,
+    tested.step AS tested_step, tested.layout AS tested_layout, tested.verdict AS tested_verdict,
+    tested.ended_at AS tested_ended_at,
+    bad.step AS bad_step, bad.layout AS bad_layout, bad.verdict AS bad_verdict, bad.ended_at AS bad_ended_at,
+    bad.reason AS bad_reason
+FROM (SELECT * FROM runs {{where}} ORDER BY id DESC LIMIT ?) AS run
 LEFT JOIN attempts AS attempt ON attempt.run = run.name
     AND attempt.number = (SELECT max(number) FROM attempts WHERE attempts.run = run.name)
 LEFT JOIN checkpoints AS saved ON saved.rowid = (
     SELECT rowid FROM checkpoints WHERE run = run.name AND trust NOT IN (?, ?, ?)
     ORDER BY step DESC, committed_at DESC, name DESC LIMIT 1)
+LEFT JOIN restore_tests AS tested ON tested.rowid = (
+    SELECT rowid FROM restore_tests WHERE run = run.name AND verdict IN {_FINISHED}
+    ORDER BY ended_at DESC, test DESC LIMIT 1)
+LEFT JOIN restore_tests AS bad ON bad.rowid = (
+    SELECT one.rowid FROM restore_tests AS one WHERE one.run = run.name AND one.verdict IN {_BAD}
+    ORDER BY ({_SAVED_AT.format("one")}) DESC, one.step DESC, one.ended_at DESC LIMIT 1)
+    AND NOT EXISTS (SELECT 1 FROM restore_tests AS good
+        WHERE good.run = run.name AND good.verdict = 'RESTORED'
+        AND ({_TESTED_AT.format("good")}) > ({_TESTED_AT.format("bad")}))
 ORDER BY run.id DESC
 """
+_NO_TEST = "NOT EXISTS (SELECT 1 FROM restore_tests WHERE restore_tests.test = runs.name)"
 
 
-def newest(path: Path, limit: int | None = 50, states: Iterable[str] | None = None) -> list[dict[str, Any]]:
+def newest(
+    path: Path, limit: int | None = 50, states: Iterable[str] | None = None, *, tests: bool = False
+) -> list[dict[str, Any]]:
     """The newest runs with all that `orch status` shows; empty when there is no registry yet.
+
+    `tests`: those too that are restore tests.
 
     Keys: run, state, reason, cluster, run_dir, config_digest, step, total_steps, loss, created_at, updated_at,
     not_before, scheduler, slurm_cluster, attempts and generations (counts), attempt (number of the newest), job_id,
     job_state, nodes (list), last_checkpoint ({step, trust, committed_at} or None), failure (of the newest attempt, or
-    None). Times are seconds since the epoch.
+    None), restore_test ({step, layout, verdict, ended_at} of the newest finished one, or None), bad_test (the same
+    with its reason, where the newest checkpoint that was tested was found bad). Times are seconds since the epoch.
     """
-    return _newest(path, limit, *_among("state", states))
+    where, wanted = _among("state", states)
+    return _newest(path, limit, [*where, *([] if tests else [_NO_TEST])], wanted)
 
 
 def named(path: Path, names: Iterable[str]) -> list[dict[str, Any]]:
     """The same for the runs of exactly these names; names without a run are left out."""
     return _newest(path, None, *_among("name", names))
+
+
+def found_bad(path: Path, since: float) -> list[str]:
+    """Runs of which a restore test has found a checkpoint bad at `since` or later."""
+    query = f"SELECT DISTINCT run FROM restore_tests WHERE ended_at >= ? AND verdict IN {_BAD} ORDER BY run"
+    return [row["run"] for row in _rows(path, query, (since,))] if path.exists() else []
 
 
 def leases(path: Path, *, any_version: bool = False) -> list[Lease]:
@@ -101,16 +134,18 @@ def _version(connection: sqlite3.Connection, path: Path) -> str | None:
     return "" if row is None else str(row[0])
 
 
-def _among(column: str, values: Iterable[str] | None) -> tuple[str, list[str]]:
+def _among(column: str, values: Iterable[str] | None) -> tuple[list[str], list[str]]:
+    """A condition that holds for rows with one of the values, and what is bound in it."""
     if values is None:
-        return "", []
+        return [], []
     wanted = [str(value) for value in values]
-    return f"WHERE {column} IN ({', '.join('?' * len(wanted))})", wanted
+    return [f"{column} IN ({', '.join('?' * len(wanted))})"], wanted
 
 
-def _newest(path: Path, limit: int | None, where: str, values: list[str]) -> list[dict[str, Any]]:
+def _newest(path: Path, limit: int | None, conditions: list[str], values: list[str]) -> list[dict[str, Any]]:
     if not path.exists():
         return []
+    where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
     bound = (*values, -1 if limit is None else limit, *_UNUSABLE)
     return [_answer(row) for row in _rows(path, _NEWEST.format(where=where), bound)]
 
@@ -119,11 +154,19 @@ def _answer(row: sqlite3.Row) -> dict[str, Any]:
     answer = dict(row)
     step, trust, at = answer.pop("saved_step"), answer.pop("saved_trust"), answer.pop("saved_at")
     answer["last_checkpoint"] = None if step is None else {"step": step, "trust": trust, "committed_at": at}
+    answer["restore_test"] = _popped(answer, "tested", ("step", "layout", "verdict", "ended_at"))
+    answer["bad_test"] = _popped(answer, "bad", ("step", "layout", "verdict", "ended_at", "reason"))
     answer["failure"] = json.loads(answer["failure"]) if answer["failure"] else None
     answer["slurm_cluster"] = (answer["scheduler"] or None) if answer["cluster"] == "slurm" else None
     answer["nodes"] = json.loads(answer["nodes"] or "[]")
     answer["loss"] = None if answer["loss"] is None else number(answer["loss"])
     return answer
+
+
+def _popped(answer: dict[str, Any], prefix: str, keys: Iterable[str]) -> dict[str, Any] | None:
+    """The columns of a joined table as one value; None where no row was joined."""
+    found = {key: answer.pop(f"{prefix}_{key}") for key in keys}
+    return None if found["step"] is None else found
 
 
 def _rows(path: Path, query: str, values: tuple[Any, ...], *, any_version: bool = False) -> list[sqlite3.Row]:

@@ -24,7 +24,9 @@ KEYS = (
 
 @click.command(cls=Verb)
 @click.argument("runs", metavar="[RUN ...]", nargs=-1)
-@click.option("-a", "--all", "everything", is_flag=True, help="List every run, not only the newest 50.")
+@click.option(
+    "-a", "--all", "everything", is_flag=True, help="List every run and restore test, not only the newest 50."
+)
 @click.option("-n", "limit", type=click.IntRange(1), default=50, show_default=True, help="How many runs to list.")
 @click.option("--state", "states", multiple=True, metavar="STATE", help="List only runs in this state; repeatable.")
 @click.option("-w", "--watch", is_flag=True, help="Redraw every 2 seconds until Ctrl-C.")
@@ -34,7 +36,8 @@ def status(
 ) -> None:
     """List the newest runs: state, step, loss, last checkpoint, reason.
 
-    It reads only the registry, changes nothing, and prints how old its information is.
+    It reads only the registry, changes nothing, and prints how old its information is. Runs that are restore tests
+    are listed with --all or by their names.
     """
     chosen = _states(states)
     while True:
@@ -86,7 +89,8 @@ def _rows(names: tuple[str, ...], limit: int | None, states: frozenset[RunState]
     from orchestrator.registry import fast_queries
 
     if not names:
-        return [_with_ages(row) for row in fast_queries.newest(registry_path(), limit, states)]
+        found = fast_queries.newest(registry_path(), limit, states, tests=limit is None)
+        return [_with_ages(row) for row in found]
     rows = [one_row(name) for name in dict.fromkeys(names)]
     return [row for row in rows if states is None or row["state"] in states]
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from sqlalchemy import Connection, Select, false, func, select
+from sqlalchemy import Connection, Select, exists, false, func, select
 
 from orchestrator.errors import NotFound, RegistryError
 from orchestrator.registry.database import StoreOperations, reads
@@ -50,7 +50,10 @@ class Reads(StoreOperations):
 
     @reads
     def run(self, connection: Connection, name: str) -> Run:
-        """The run of this name, of this unique beginning of a name, or the newest one (`@last`); raises NotFound."""
+        """The run of this name, of this unique beginning of a name, or the newest one (`@last`); raises NotFound.
+
+        Restore tests are found by their whole names, and by a beginning that no other run has.
+        """
         return the_run(connection, _resolved(connection, name))
 
     @reads
@@ -220,21 +223,23 @@ def _runs_of(domain: str) -> Select[Any]:
 
 
 def _resolved(connection: Connection, name: str) -> str:
+    """The whole name: a run that is a restore test is meant only where no other run can be."""
+    no_test = ~exists().where(RestoreTestRow.test == RunRow.name)
+    names = select(RunRow.name).order_by(RunRow.id.desc())
     if name == "@last":
-        newest = connection.execute(select(RunRow.name).order_by(RunRow.id.desc()).limit(1)).scalar()
+        newest = connection.execute(names.where(no_test).limit(1)).scalar()
         if newest is None:
             raise NotFound("there is no run yet", hint="orch submit tiny-gpt starts one")
         return newest
     if connection.execute(select(RunRow.id).where(RunRow.name == name)).scalar() is not None:
         return name
-    starts = func.substr(RunRow.name, 1, len(name)) == name if name else false()
-    matches = list(connection.execute(select(RunRow.name).where(starts).order_by(RunRow.id.desc()).limit(6)).scalars())
+    starts = names.where(func.substr(RunRow.name, 1, len(name)) == name if name else false()).limit(6)
+    matches = list(connection.execute(starts.where(no_test)).scalars()) or list(connection.execute(starts).scalars())
     if len(matches) == 1:
         return matches[0]
     if matches:
         shown = ", ".join(matches[:5]) + (", ..." if len(matches) > 5 else "")
         raise NotFound(f"several runs begin with {name}: {shown}", hint="type more of the name")
-    recent = list(connection.execute(select(RunRow.name).order_by(RunRow.id.desc()).limit(1000)).scalars())
-    near = difflib.get_close_matches(name, recent, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(name, connection.execute(names.limit(1000)).scalars().all(), n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else "orch status -n 50 lists the newest runs"
     raise NotFound(f"no run {name}", hint=hint)

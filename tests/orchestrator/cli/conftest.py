@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from orchestrator.cli import main
-from orchestrator.registry.records import Checkpoint, Generation, NewRun
+from orchestrator.registry.records import Checkpoint, Generation, NewRun, RestoreTest
 from orchestrator.registry.store import Store
 from orchestrator.states import AttemptState, RunState, Trust
 from trainer.contract.outcome import Failure, FailureKind
@@ -106,6 +106,25 @@ class Seeds:
             ),
             epoch=self.epoch,
         )  # fmt: skip
+
+    def restore_test(
+        self, run: str, step: int, verdict: str = "", reason: str = "", *, layout: str = "same", age: float = 60.0,
+        **evidence: Any,
+    ) -> str:  # fmt: skip
+        """A run that restores a checkpoint of `run`; it has ended `age` seconds ago if there is a verdict."""
+        now = time.time() - age
+        name = f"step-{step:08d}.001-0123abcd"
+        order = {"run": run, "checkpoint": name, "step": step, "layout": layout}
+        new = NewRun(
+            slug=f"{run}-test", cluster="local", root=self.root, config_digest=self.digest, total_steps=200,
+            identity={"restore_test": order},
+        )  # fmt: skip
+        test = self.store.create_run(new, now=now, nonce="4567cdef")[0].name
+        self.store.put_restore_test(RestoreTest(test=test, begun_at=now - 30.0, **order))
+        if verdict:
+            self.store.move_run(test, RunState.SUCCEEDED, "all ranks finished", epoch=self.epoch, now=now)
+            self.store.end_restore_test(test, verdict, reason, evidence, epoch=self.epoch, now=now)
+        return test
 
     def killed_rank(self, run: str) -> None:
         """Two generations, the first one ended by a SIGKILL of rank 1."""

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.registry.records import Attempt, Lease, NewRun, Run
+from orchestrator.registry.records import Attempt, Lease, NewRun, RestoreTest, Run
 from orchestrator.registry.store import Store
 
 
@@ -38,6 +38,17 @@ class Desk:
             now=now,
             nonce=f"{number:08x}",
         )
+
+    def test_of(self, run: str, step: int, verdict: str = "", *, ended_at: float = 20.0, layout: str = "same") -> str:
+        """A run that restores a checkpoint of `run`; without a verdict it is under way."""
+        test = self.run(f"{run}-test")[0].name
+        self.store.put_restore_test(
+            RestoreTest(test=test, run=run, checkpoint=f"s{step}", layout=layout, step=step, begun_at=10.0)
+        )
+        if verdict:
+            stamp = {"epoch": self.lease.epoch, "now": ended_at}
+            self.store.end_restore_test(test, verdict, f"{verdict} at {step}", {}, **stamp)
+        return test
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """What `orch status` reads, without sqlalchemy."""
 
+import ast
 import sqlite3
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from orchestrator.errors import RegistryError
 from orchestrator.registry import fast_queries
 from orchestrator.registry.records import Checkpoint, Generation
 from orchestrator.states import AttemptState, RunState, Trust
+from trainer.contract.restore_test import Outcome
 
 Desk = Any
 ROOT = Path(fast_queries.__file__).resolve().parents[2]
@@ -39,7 +41,7 @@ def test_one_answer_has_all_that_status_shows(desk: Desk) -> None:
         "scheduler": "", "slurm_cluster": None,
         "not_before": 0.0, "attempts": 2, "generations": 3, "attempt": 2, "job_id": "8", "job_state": "RUNNING",
         "nodes": ["b", "c"], "last_checkpoint": {"step": 20, "trust": "COMMITTED", "committed_at": 20.0},
-        "failure": None,
+        "failure": None, "restore_test": None, "bad_test": None,
     }  # fmt: skip
 
 
@@ -52,6 +54,79 @@ def test_newest_first_limited_by_state_and_by_name(desk: Desk) -> None:
     assert fast_queries.newest(desk.path, 50, []) == []
     assert [row["run"] for row in fast_queries.named(desk.path, [names[1], "nobody-1"])] == [names[1]]
     assert fast_queries.newest(desk.path, 1)[0]["last_checkpoint"] is None
+
+
+def test_runs_that_are_restore_tests_are_left_out_unless_they_are_asked_for(desk: Desk) -> None:
+    run = desk.run()[0].name
+    test = desk.test_of(run, 10)
+    assert [row["run"] for row in fast_queries.newest(desk.path)] == [run]
+    assert [row["run"] for row in fast_queries.newest(desk.path, 50, [RunState.CREATED])] == [run]
+    assert [row["run"] for row in fast_queries.newest(desk.path, 1, tests=True)] == [test]
+    assert [row["run"] for row in fast_queries.named(desk.path, [test])] == [test]
+
+
+def verdicts_of(desk: Desk, run: str) -> tuple[Any, Any]:
+    """Step and verdict of the newest finished test, and of the one that found the newest checkpoint bad."""
+    (row,) = fast_queries.named(desk.path, [run])
+    return tuple(found and (found["step"], found["verdict"]) for found in (row["restore_test"], row["bad_test"]))
+
+
+def saved(desk: Desk, run: str, step: int, at: float) -> None:
+    """A checkpoint, and its row."""
+    item = Checkpoint(
+        run=run, name=f"s{step}", step=step, attempt=1, trust=Trust.COMMITTED, bytes=1, path="/p", committed_at=at
+    )
+    desk.store.put_checkpoint(item, epoch=desk.lease.epoch)
+
+
+def test_the_newest_finished_restore_test_is_told(desk: Desk) -> None:
+    run = desk.run()[0].name
+    desk.test_of(run, 10)
+    desk.test_of(run, 10, Outcome.NOT_FINISHED)
+    assert verdicts_of(desk, run) == (None, None)
+    desk.test_of(run, 10, Outcome.RESTORED, ended_at=30.0, layout="2x4")
+    desk.test_of(run, 20, Outcome.RESTORED, ended_at=25.0)
+    desk.test_of(run, 30, Outcome.NOT_FINISHED, ended_at=40.0)
+    (row,) = fast_queries.named(desk.path, [run])
+    assert row["restore_test"] == {"step": 10, "layout": "2x4", "verdict": "RESTORED", "ended_at": 30.0}
+    assert fast_queries.found_bad(desk.path, 0.0) == []
+
+
+@pytest.mark.parametrize("verdict", [Outcome.SUSPECT, Outcome.CORRUPT])
+def test_a_bad_checkpoint_is_told_until_it_or_a_newer_one_is_restored(desk: Desk, verdict: Outcome) -> None:
+    run = desk.run()[0].name
+    saved(desk, run, 400, 4.0)
+    saved(desk, run, 300, 3.0)
+    desk.test_of(run, 400, Outcome.RESTORED, ended_at=40.0)
+    desk.test_of(run, 400, verdict, ended_at=50.0)
+    (row,) = fast_queries.named(desk.path, [run])
+    assert row["bad_test"] == {
+        "step": 400, "layout": "same", "verdict": verdict, "ended_at": 50.0, "reason": f"{verdict} at 400"
+    }  # fmt: skip
+    desk.test_of(run, 300, Outcome.RESTORED, ended_at=60.0)  # the older one, which is tested at once
+    assert verdicts_of(desk, run) == ((300, "RESTORED"), (400, verdict))
+    assert (fast_queries.found_bad(desk.path, 50.0), fast_queries.found_bad(desk.path, 50.5)) == ([run], [])
+    desk.test_of(run, 400, Outcome.RESTORED, ended_at=70.0)
+    assert verdicts_of(desk, run) == ((400, "RESTORED"), None)
+
+
+def test_a_checkpoint_of_a_later_attempt_is_newer_than_one_of_a_higher_step(desk: Desk) -> None:
+    run = desk.run()[0].name
+    saved(desk, run, 400, 4.0)
+    saved(desk, run, 350, 5.0)  # after a roll-back
+    desk.test_of(run, 400, Outcome.CORRUPT, ended_at=50.0)
+    desk.test_of(run, 350, Outcome.RESTORED, ended_at=60.0)
+    assert verdicts_of(desk, run) == ((350, "RESTORED"), None)
+    desk.test_of(run, 400, Outcome.CORRUPT, ended_at=70.0)
+    assert verdicts_of(desk, run) == ((400, "CORRUPT"), None)
+    desk.test_of(run, 350, Outcome.CORRUPT, ended_at=80.0)
+    assert verdicts_of(desk, run) == ((350, "CORRUPT"), (350, "CORRUPT"))
+
+
+def test_the_words_of_the_query_are_those_of_the_verdicts() -> None:
+    bad, good = {str(Outcome.SUSPECT), str(Outcome.CORRUPT)}, {str(Outcome.RESTORED)}
+    assert set(ast.literal_eval(fast_queries._BAD)) == bad
+    assert set(ast.literal_eval(fast_queries._FINISHED)) == bad | good == set(Outcome) - {Outcome.NOT_FINISHED}
 
 
 def test_the_lease_tells_how_old_the_answer_is(desk: Desk, tmp_path: Path) -> None:
@@ -125,6 +200,12 @@ def fill(path: Path, count: int) -> None:
         "INSERT INTO checkpoints (run, name, step, attempt, trust, bytes, path, committed_at, reason)"
         " VALUES (?, ?, ?, 1, 'COMMITTED', 1, '/p', 1, '')",
         [(f"r-{n}", f"s-{k}", k) for n in numbers for k in range(5)],
+    )
+    tests = [(f"r-{n}", f"r-{n - 1}", f"s-{n % 5}", "CORRUPT" if n % 3 == 0 else "RESTORED") for n in numbers[1::2]]
+    raw.executemany(
+        "INSERT INTO restore_tests (test, run, checkpoint, verdict, layout, step, begun_at, ended_at, reason, evidence,"
+        f" forced) VALUES (?, ?, ?, ?, 'same', 1, 1, 2, '', '{'x' * 3000}', 0)",
+        tests,
     )
     raw.commit()
     raw.close()

@@ -51,6 +51,21 @@ def test_a_run_is_found_by_name_beginning_or_last(desk: Desk) -> None:
         desk.store.run("%")
 
 
+def test_a_restore_test_is_never_meant_where_another_run_can_be(desk: Desk) -> None:
+    run = desk.run("tiny")[0].name
+    tests = [desk.test_of(run, 10), desk.test_of(run, 20)]
+    assert desk.store.run("@last").name == run
+    assert desk.store.run("ti").name == run
+    assert [desk.store.run(test).name for test in tests] == tests
+    assert desk.store.run("tiny-1-test-1").name == tests[0]
+    with pytest.raises(NotFound, match="several runs begin with tiny-1-t: tiny-1-test-2, tiny-1-test-1"):
+        desk.store.run("tiny-1-t")
+    other = desk.run("tiny-1-train")[0].name
+    assert desk.store.run("tiny-1-t").name == other
+    with pytest.raises(NotFound, match="several runs begin with tin: tiny-1-train-1, tiny-1$"):
+        desk.store.run("tin")
+
+
 def test_an_exact_name_wins_over_longer_ones(desk: Desk) -> None:
     for _ in range(10):
         desk.run("tiny")

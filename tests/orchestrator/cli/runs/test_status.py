@@ -139,6 +139,17 @@ def test_runs_by_name_beginning_and_last(orch: Type, seeds: Seeds) -> None:
     assert orch("status", "@last", "--json").data[0]["run"] == newest
 
 
+def test_restore_tests_stand_in_nobodys_way(orch: Type, seeds: Seeds) -> None:
+    run = seeds.run("alpha", state=RunState.SUCCEEDED)
+    test = seeds.restore_test(run, 100)
+    for words in (("status",), ("status", "al"), ("status", "@last")):
+        assert [row["run"] for row in orch(*words, "--json").data] == [run], words
+    assert orch("--json").data["running"] == []
+    assert test not in orch().out
+    assert [row["run"] for row in orch("status", "--all", "--json").data] == [test, run]
+    assert [row["run"] for row in orch("status", test, "--json").data] == [test]
+
+
 def test_no_such_run_names_near_ones(orch: Type, seeds: Seeds) -> None:
     seeds.run("llama8b")
     for verb in ("status", "show", "wait", "logs", "cancel", "resume"):

@@ -1,4 +1,4 @@
-"""A person looks into a live run, has it saved and hits it; a drill in a demo of its own says what it must."""
+"""A person looks into a live run, has it saved and hits it; a drill and a demo of their own say what they must."""
 
 import json
 
@@ -42,3 +42,17 @@ def test_a_stopped_rank_is_named_with_its_evidence(user: User) -> None:
     (incident,) = user.show(card["run"])["incidents"]
     assert (incident["kind"], incident["rank"], incident["evidence_there"]) == ("stopped", 1, True)
     assert "restart 1 of 5 in place" in incident["done"]
+
+
+def test_the_demo_of_restore_tests_finds_the_damage_and_what_is_good_before_it(user: User) -> None:
+    small = ("cluster.nodes=1", "cluster.ranks_per_node=2", "parallel.tp=1")
+    done = user.run("demo", "restore-test", *small, "--json", "--root", str(user.root), timeout=300)
+    told = json.loads(done.stdout)["data"]
+    assert (done.returncode, told["passed"], told["wrong"]) == (0, True, [])
+    assert [(test["step"], test["layout"], test["verdict"]) for test in told["tests"]] == [
+        (10, "same", "RESTORED"), (10, "1", "RESTORED"), (30, "1", "CORRUPT"), (20, "1", "RESTORED"),
+    ]  # fmt: skip
+    assert [test["evidence"].get("compared") for test in told["tests"]] == [3, 3, None, 3]
+    assert f"{told['damaged']['file']} chunk 0: digest differs (model/" in told["tests"][2]["reason"]
+    checkpoints = user.ask("ckpt", "ls", told["run"])
+    assert {row["step"]: row["trust"] for row in checkpoints} == {10: "RESTORED", 20: "RESTORED", 30: "CORRUPT"}

@@ -1,4 +1,4 @@
-"""`orch demo`: a small run on this machine that is hit in mid-run, recovers by itself and finishes."""
+"""`orch demo`: a small run on this machine that is hit in mid-run, recovers by itself and finishes; or another demo."""
 
 import os
 import time
@@ -9,6 +9,7 @@ import click
 
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.drills.demo_report import DemoReport, read_demo_report
+from orchestrator.cli.drills.restore_test_demo import restore_test_demo
 from orchestrator.cli.runs.follow import end_error, wait_until_end
 from orchestrator.cli.runs.show import attempt_json, attempt_table
 from orchestrator.cli.runs.status import public, status_table
@@ -18,19 +19,31 @@ from orchestrator.cli.terminal.render import Screen, decimal
 from orchestrator.errors import RunFailed
 from orchestrator.home import state_home
 
+RESTORE_TEST = "restore-test"
+
 
 @click.command(cls=Verb)
-@click.argument("overrides", metavar="[KEY=VALUE ...]", nargs=-1)
+@click.argument("words", metavar=f"[{RESTORE_TEST}] [KEY=VALUE ...]", nargs=-1)
 @click.option("--root", type=click.Path(path_type=Path), default=None, help="Folder for the demo's runs.")
 @click.option("--timeout", type=click.FloatRange(min=1), default=300.0, show_default=True, metavar="SECONDS")
 @click.pass_obj
-def demo(screen: Screen, overrides: tuple[str, ...], root: Path | None, timeout: float) -> int:
+def demo(screen: Screen, words: tuple[str, ...], root: Path | None, timeout: float) -> int:
     """Run a small training here that is killed and recovers.
 
     It simulates two nodes with two ranks each, tokenizes real text, trains, kills a rank with SIGKILL, restarts in
     place and finishes. Then it shows what happened. It takes about a minute on two cores. The exit code is 8 if the
     run does not recover.
+
+    `orch demo restore-test` trains without the kill, and tests the checkpoints of that run: one is restored on the
+    same ranks and on a single one, the newest is damaged on purpose and found CORRUPT, the next older one is
+    restored. The exit code is 8 if a verdict is wrong.
     """
+    if words[:1] == (RESTORE_TEST,):
+        return restore_test_demo(screen, words[1:], root, timeout)
+    return _killed_and_recovered(screen, words, root, timeout)
+
+
+def _killed_and_recovered(screen: Screen, overrides: tuple[str, ...], root: Path | None, timeout: float) -> int:
     from orchestrator.config.compose import compose  # omegaconf: only for the verbs that read configurations
 
     started = time.monotonic()

@@ -1,0 +1,184 @@
+"""`orch demo restore-test`: checkpoints of a small run are restored by tests; then one is damaged, and found."""
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from checkpointing.format.index import INDEX, parse_index
+from orchestrator.cli.access.registry import open_store, wake_controller
+from orchestrator.cli.restore_tests.tables import show_tests, told
+from orchestrator.cli.runs.follow import end_error, following, wait_until_end
+from orchestrator.cli.runs.submit import launch
+from orchestrator.cli.terminal.render import Screen
+from orchestrator.errors import Precondition, RunFailed
+from orchestrator.home import state_home
+from orchestrator.registry.records import Checkpoint, RestoreTest
+from trainer.contract.restore_test import Outcome
+
+SETTINGS = (
+    "name=restore-test-demo", "train.steps=30", "checkpoint.every=10", "drill.events=[]", "restore_tests.every=off",
+)  # fmt: skip
+"""The run of `orch demo` without the kill, with three checkpoints, which this demo alone tests."""
+OTHER_LAYOUT = "1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlippedBit:
+    """Where a checkpoint was damaged: the byte counts from the start of the file."""
+
+    step: int
+    file: str
+    byte: int
+    tensor: str
+
+
+def restore_test_demo(screen: Screen, overrides: tuple[str, ...], root: Path | None, timeout: float) -> int:
+    """Train, test, damage, test again, and say what was found; 0 when every verdict is the right one."""
+    started = time.monotonic()
+    run, run_dir = _trained(screen, overrides, root, timeout)
+    newest, older, oldest = _newest_three(run, run_dir)
+    tests = []
+
+    def test(checkpoint: Checkpoint, layout: str) -> None:
+        screen.note(f"restore test of step {checkpoint.step} on {_ranks(layout)}")
+        tests.append(_tested(screen, checkpoint, layout, timeout - (time.monotonic() - started)))
+        screen.say(verdict_line(tests[-1]))
+
+    screen.say("")
+    test(oldest, "same")
+    test(oldest, OTHER_LAYOUT)
+    bit = flip_bit(Path(newest.path), newest.step)
+    screen.say(f"damaged    on purpose: one bit of step {bit.step} was flipped, at byte {bit.byte} of {bit.file}")
+    test(newest, OTHER_LAYOUT)
+    test(older, OTHER_LAYOUT)
+    wrong = unexpected(tests, bit)
+    _show(screen, run, run_dir, tests, bit, wrong, time.monotonic() - started)
+    return _judge(screen, run, run_dir, wrong)
+
+
+def _trained(screen: Screen, overrides: tuple[str, ...], root: Path | None, timeout: float) -> tuple[str, str]:
+    """The name and folder of a run that has succeeded; raises what has kept it from that."""
+    from orchestrator.config.compose import compose  # omegaconf: only for the verbs that read configurations
+
+    folder = (root or state_home() / "demo-runs").expanduser().absolute()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    words = (f"cluster.root={folder}", "cluster.kind=local", *SETTINGS, *overrides)
+    composed = compose("demo", words, environ=os.environ)
+    screen.note("demo: 2 simulated nodes x 2 ranks train on real text; then their checkpoints are tested")
+    launched = launch(screen, composed, "local", no_controller=False)
+    run, run_dir = str(launched["run"]), str(launched["run_dir"])
+    screen.note(f"{run}: job {launched['job_id']}, folder {run_dir}")
+    trouble = end_error(wait_until_end(screen, run, timeout=timeout, follow=True))
+    if trouble is not None:
+        raise trouble
+    return run, run_dir
+
+
+def _newest_three(run: str, run_dir: str) -> list[Checkpoint]:
+    with open_store(readonly=True) as store:
+        found = [row for row in store.checkpoints(run) if Path(row.path).is_dir()]
+    if len(found) < 3:
+        raise Precondition(
+            f"{run} has {len(found)} checkpoints, the demo needs three", where=run_dir,
+            hint="leave train.steps, checkpoint.every, checkpoint.keep and checkpoint.tiers as they are",
+        )  # fmt: skip
+    return found[:3]
+
+
+def _tested(screen: Screen, checkpoint: Checkpoint, layout: str, seconds: float) -> RestoreTest:
+    """One restore test from its submission to its verdict; raises WaitTimeout."""
+    from orchestrator.controller.run_dirs.bounded_files import DirectFiles
+    from orchestrator.restore_tests.controller_pass import begin_test
+    from orchestrator.restore_tests.create import Asked
+
+    with open_store() as store:
+        asked = Asked(checkpoint=checkpoint, layout=layout, forced=True)
+        test = begin_test(store, DirectFiles(), store.run(checkpoint.run), asked, time.time())
+        wake_controller(screen, "local", no_controller=False)
+
+        def now() -> RestoreTest:
+            return store.restore_test(test.test) or test
+
+        with following(screen, test.test, follow=False) as follower:
+            follower.until(lambda _: now().ended_at is not None, max(0.0, seconds))
+        return now()
+
+
+def flip_bit(checkpoint: Path, step: int) -> FlippedBit:
+    """Flip one bit in the middle of the largest saved piece of the model."""
+    index = parse_index((checkpoint / INDEX).read_bytes())
+    piece = max((piece for piece in index.pieces if piece.key.startswith("model/")), key=lambda piece: piece.nbytes)
+    at = piece.data + piece.nbytes // 2
+    with (checkpoint / piece.file).open("r+b") as stream:
+        stream.seek(at)
+        byte = stream.read(1)[0]
+        stream.seek(at)
+        stream.write(bytes([byte ^ 1]))
+        stream.flush()
+        os.fsync(stream.fileno())
+    return FlippedBit(step=step, file=piece.file, byte=at, tensor=piece.key)
+
+
+def verdict_line(test: RestoreTest) -> str:
+    """One test in a line: the verdict, why, and how long a restart on this layout would take."""
+    rto = test.evidence.get("rto_seconds")
+    took = f"; {rto:.1f} s from the start of the job to the first step" if isinstance(rto, float) else ""
+    return f"{test.verdict:<9}  step {test.step} on {_ranks(test.layout)}: {test.reason}{took}"
+
+
+def _ranks(layout: str) -> str:
+    return "the same ranks" if layout == "same" else f"{layout} rank{'' if layout == '1' else 's'}"
+
+
+def unexpected(tests: Sequence[RestoreTest], bit: FlippedBit) -> list[str]:
+    """Every verdict that is not the right one, in words. Pure."""
+    found = []
+    for test in tests:
+        damaged = test.step == bit.step
+        right = Outcome.CORRUPT if damaged else Outcome.RESTORED
+        if test.verdict != right:
+            found.append(f"step {test.step} on {test.layout} is {test.verdict} and not {right}: {test.reason}")
+        elif damaged and bit.file not in test.reason:
+            found.append(f"the damage is in {bit.file}, the test says: {test.reason}")
+        elif not damaged and not test.evidence.get("compared"):
+            found.append(f"step {test.step} on {test.layout}: no step was compared")
+    return found
+
+
+def _show(
+    screen: Screen, run: str, run_dir: str, tests: Sequence[RestoreTest], bit: FlippedBit, wrong: list[str],
+    seconds: float,
+) -> None:  # fmt: skip
+    if screen.json:
+        document: dict[str, Any] = {
+            "run": run, "run_dir": run_dir, "seconds": round(seconds, 2), "damaged": asdict(bit),
+            "tests": [told(test) for test in tests], "passed": not wrong, "wrong": wrong,
+        }  # fmt: skip
+        screen.data("demo.restore-test", document)
+        return
+    good = max((test.step for test in tests if test.verdict == Outcome.RESTORED), default=None)
+    if good is not None:
+        screen.say(f"good       up to step {good}: `orch resume` goes on from there")
+    screen.say(f"\n$ orch restore-tests history {run}")
+    show_tests(screen, tests[::-1])
+    screen.say(f"\n{seconds:.0f} s in all. Look closer:")
+    for command in (
+        f"orch ckpt ls {run}",
+        f"orch show {tests[-1].test}",
+        f"orch ckpt verify {run}@{bit.step}",
+        f"orch ckpt restore-test {run}@{tests[-1].step} --layout 1x2 --wait",
+        f"orch resume {run} train.steps=40",
+    ):
+        screen.say(f"  {command}")
+
+
+def _judge(screen: Screen, run: str, run_dir: str, wrong: list[str]) -> int:
+    if not wrong:
+        return 0
+    trouble = RunFailed("; ".join(wrong), where=run_dir, hint=f"orch restore-tests history {run}")
+    if screen.json:
+        return trouble.exit_code
+    raise trouble

@@ -24,7 +24,7 @@ from trainer.contract.restore_test import Outcome, RestoreTest, RestoreVerdict
 from trainer.contract.run_dir import AttemptDir, RunDir
 from trainer.worker.reporting.metrics import Journal
 from trainer.worker.restore_test.examination import examine, require_there
-from trainer.worker.restore_test.recorded_steps import BOUNDS, compare, recorded_steps
+from trainer.worker.restore_test.recorded_steps import BOUNDS, EXACT, compare, recorded_steps
 from trainer.worker.saved_state.checkpoint_contents import shared_tensors
 from trainer.worker.saved_state.train_state import TrainState
 from trainer.worker.session import Session, new_train_state, skipped_positions, train_on
@@ -135,18 +135,18 @@ class RestoreTestRun:
         """Hold the steps to those of the run: rank 0 has both."""
         order, mine = self._order, self._journal.steps
         exact = order.same_layout and not self._software
-        bound = 0.0 if exact else BOUNDS[self._config.train.dtype]
+        bounds = EXACT if exact else BOUNDS[self._config.train.dtype]
 
         def judged() -> dict[str, Any]:
             known = recorded_steps(RunDir(Path(order.run_dir)), mine, order.config_digest)
-            found = compare(mine, known, bound)
+            found = compare(mine, known, bounds)
             evidence = {
-                "compared": found.compared, "exact": exact, "bound": bound, "largest_difference": found.largest,
+                "compared": found.compared, "exact": exact, "bounds": bounds, "largest_difference": found.largest,
                 "steps": [{"step": step, **values} for step, values in sorted(mine.items())],
                 "run_steps": {str(step): values for step, values in known.items()},
                 "other_software": self._software, "first_step_at": self._journal.first_step_at,
             }  # fmt: skip
-            how = "bit for bit" if exact else f"within {bound:g}"
+            how = "bit for bit" if exact else f"within {bounds['loss']:g} of its loss"
             same = f"{found.compared} steps agree with the run's own {how}"
             none = "the run has recorded no step after it to compare with"
             return {"difference": found.difference, "same": same if found.compared else none, "evidence": evidence}

@@ -1,0 +1,102 @@
+"""Runs with a few checkpoints, and restore tests of them on real ranks."""
+
+import itertools
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpointing.storage.backends import LocalStorage
+from checkpointing.storage.durable import canonical
+from checkpointing.verification.verdicts import manifest_of
+from tests.trainer.worker.conftest import Ranks, Run
+from trainer.contract.config import digest_of
+from trainer.contract.launch_token import LaunchToken
+from trainer.contract.restore_test import RestoreTest, RestoreVerdict, write_order
+from trainer.contract.run_dir import RunDir
+
+LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+    "same": (2, {"dp_shard": 2}),
+    "1": (1, {}),
+    "1x2": (2, {"tp": 2}),
+    "1x4": (4, {"dp_replicate": 2, "dp_shard": 2}),
+}
+STEPS, EVERY, TESTED, OLDER = 12, 3, 6, 3
+
+
+@dataclass
+class Subject:
+    """A run that has ended, and a place for restore tests of it."""
+
+    ranks: Ranks
+    source: Run
+    place: Path
+    numbers: Any
+
+    def folder(self, step: int = TESTED) -> Path:
+        (found,) = self.source.dir.checkpoints.glob(f"step-{step:08d}.*")
+        return found
+
+    def copy(self, step: int = TESTED) -> Path:
+        """A copy of a checkpoint, to be damaged, below a folder of its own."""
+        target = self.place / f"copy-{next(self.numbers)}" / self.folder(step).name
+        shutil.copytree(self.folder(step), target)
+        return target
+
+    def begin(self, folder: Path, layout: str = "same", **order: Any) -> Run:
+        """A run that is to restore the checkpoint in `folder`."""
+        world, parallel = LAYOUTS[layout]
+        config = json.loads(self.source.dir.config.read_text())
+        config["cluster"] = {**config["cluster"], "ranks_per_node": world}
+        config["parallel"] = parallel
+        config["checkpoint"] = {"every": 0}
+        run = RunDir(self.place / f"test-{next(self.numbers)}")
+        run.make()
+        run.config.write_bytes(canonical(config))
+        asked = RestoreTest(
+            **{
+                "run": "source", "run_dir": str(self.source.dir.path), "place": str(folder.parent),
+                "checkpoint": folder.name, "step": int(folder.name[5:13]), "layout": layout,
+                "same_layout": layout == "same",
+                "config_digest": digest_of(json.loads(self.source.dir.config.read_text())), **order,
+            }
+        )  # fmt: skip
+        write_order(run, asdict(asked))
+        run.attempt(1).make()
+        LaunchToken(attempt=1, epoch=1, job_id="1", nonce="9999abcd").write(run.attempt(1).go)
+        return Run(ranks=self.ranks, dir=run, world=world)
+
+    def verdict(self, folder: Path, layout: str = "same", **order: Any) -> RestoreVerdict:
+        """What a restore test of the checkpoint in `folder` finds."""
+        test = self.begin(folder, layout, **order)
+        answer = test.train()
+        assert answer["codes"] == [0] * test.world, test.log()
+        found = RestoreVerdict.read(test.attempt)
+        shutil.rmtree(test.dir.path)
+        return found
+
+    def manifest(self, step: int = TESTED) -> str:
+        return manifest_of(LocalStorage(self.source.dir.checkpoints), self.folder(step).name)
+
+
+@pytest.fixture
+def tested(ranks: Ranks, undisturbed: Callable[..., Run], tmp_path: Path) -> Subject:
+    return _subject(ranks, undisturbed, tmp_path, "bfloat16")
+
+
+@pytest.fixture
+def tested_in_float32(ranks: Ranks, undisturbed: Callable[..., Run], tmp_path: Path) -> Subject:
+    """Sums in another order differ so little here that another layout shows what it does not show in bfloat16."""
+    return _subject(ranks, undisturbed, tmp_path, "float32")
+
+
+def _subject(ranks: Ranks, undisturbed: Callable[..., Run], place: Path, dtype: str) -> Subject:
+    source = undisturbed(
+        2, parallel={"dp_shard": 2}, train={"steps": STEPS, "dtype": dtype}, checkpoint={"every": EVERY, "keep": 100}
+    )  # fmt: skip
+    (place / dtype).mkdir()
+    return Subject(ranks, source, place / dtype, itertools.count(1))

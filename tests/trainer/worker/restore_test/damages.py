@@ -1,0 +1,178 @@
+"""Checkpoints that are wrong in ways which their own digests do not show: saved anew, as a faulty program would have.
+
+Each kind takes a seed, which chooses the tensor, the bit or the rank.
+"""
+
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from checkpointing.config import CheckpointConfig
+from checkpointing.engine.checkpointer import Checkpointer
+from checkpointing.engine.ranks.group import World
+from checkpointing.engine.restore.metadata_reader import read_index
+from checkpointing.engine.verification.values import Values
+from checkpointing.format.commit import Commit, parse_name, read_commit
+from checkpointing.format.manifest import COMMIT, MANIFEST, parse
+from checkpointing.owner import Owner
+from checkpointing.storage.backends import LocalStorage
+from checkpointing.storage.digests import digest
+from checkpointing.tiers.tier import RunTiers
+from checkpointing.verification.verify import read_sealed
+
+State = dict[str, Tensor]
+
+
+def read_all(folder: Path) -> tuple[State, dict[str, Any], dict[str, Any]]:
+    """Every tensor of a checkpoint, its `extra` and the sizes of its world."""
+    storage = LocalStorage(folder.parent)
+    manifest, faults = read_sealed(storage, folder.name)
+    assert manifest is not None, faults
+    with Values(storage, manifest, read_index(storage, manifest)) as values:
+        state = {key: values.rows(key, 0, values.row_count(key)).clone() for key in values.index.tensors}
+    return state, dict(manifest.extra), dict(manifest.world)
+
+
+def save_anew(folder: Path, state: State, extra: dict[str, Any], world: dict[str, Any]) -> None:
+    """Write a checkpoint of this name that is sound in itself."""
+    parts = parse_name(folder.name)
+    assert parts is not None
+    shutil.rmtree(folder)
+    facts = {key: value for key, value in world.items() if key != "ranks"}
+    made = Checkpointer(
+        Owner(parts.attempt, parts.nonce, (), lambda: True), World(facts=facts),
+        RunTiers.single(folder.parent, keep=100), lambda kind, data: None,
+        config=CheckpointConfig(keep=100, plausibility="off"),
+    )  # fmt: skip
+    own = {key: value for key, value in extra.items() if key != "rank_state"}
+    ranks = extra.get("rank_state")
+    try:
+        made.prepare(state)
+        assert made.save(parts.step, state, own, ranks[0] if ranks else None)
+        made.wait()
+        assert made.committed_step == parts.step, made.failure
+    finally:
+        made.close()
+    _set_ranks(folder, world)
+
+
+def _set_ranks(folder: Path, world: dict[str, Any]) -> None:
+    """It was written by one rank; say that the whole world did, as the original says."""
+    manifest = parse((folder / MANIFEST).read_bytes())
+    if manifest.world.get("ranks") == world.get("ranks"):
+        return
+    data = replace(manifest, world={**manifest.world, "ranks": world["ranks"]}).encode()
+    before = read_commit(LocalStorage(folder.parent), folder.name)
+    (folder / MANIFEST).write_bytes(data)
+    commit = Commit(manifest=digest(data), size=before.size, committed_at=before.committed_at)
+    (folder / COMMIT).write_bytes(commit.encode())
+
+
+def flipped_bit(folder: Path, older: Path, seed: int) -> None:
+    shard = sorted(folder.glob("*.distcp"))[seed % 2]
+    data = bytearray(shard.read_bytes())
+    place = random.Random(seed).randrange(len(data))
+    data[place] ^= 1 << seed % 8
+    shard.write_bytes(data)
+
+
+def missing_shard(folder: Path, older: Path, seed: int) -> None:
+    sorted(folder.glob("*.distcp"))[seed % 2].unlink()
+
+
+def stale_weights(folder: Path, older: Path, seed: int) -> None:
+    """All weights, or those of one layer, are of the checkpoint before."""
+    old, _, _ = read_all(older)
+    names = sorted(key for key in old if key.startswith("model/"))
+    layer = "" if seed % 2 else f"layers.{seed // 2 % 2}."
+    _change(folder, lambda state: {key: old[key] for key in names if layer in key})
+
+
+def other_optimizer(folder: Path, older: Path, seed: int) -> None:
+    """The optimizer's moments are of the checkpoint before; its counters too, every second time."""
+    old, _, _ = read_all(older)
+    ends = ("exp_avg", "exp_avg_sq") if seed % 2 else ("exp_avg", "exp_avg_sq", "step")
+    _change(folder, lambda state: {key: old[key] for key in old if key.startswith("optimizer/") and key.endswith(ends)})
+
+
+def wrong_position(folder: Path, older: Path, seed: int) -> None:
+    state, extra, world = read_all(folder)
+    save_anew(folder, state, {**extra, "consumed": extra["consumed"] + (seed + 1) * (-8 if seed % 2 else 8)}, world)
+
+
+def swapped_generators(folder: Path, older: Path, seed: int) -> None:
+    """Of the two ranks, or those of the checkpoint before."""
+    if seed % 2:
+        old, _, _ = read_all(older)
+        _change(folder, lambda state: {key: old[key] for key in old if key.startswith("rng/")})
+        return
+    pair = ("rng/rank-00000", "rng/rank-00001")
+    _change(folder, lambda state: {one: state[other] for one, other in zip(pair, reversed(pair), strict=True)})
+
+
+def nan_weights(folder: Path, older: Path, seed: int) -> None:
+    def changed(state: State) -> State:
+        key = _pick(state, seed, lambda key, tensor: key.startswith("model/"))
+        value = state[key].clone()
+        value.view(-1)[seed % value.numel()] = float("nan") if seed % 2 else float("inf")
+        return {key: value}
+
+    _change(folder, changed)
+
+
+def other_config(folder: Path, older: Path, seed: int) -> None:
+    state, extra, world = read_all(folder)
+    save_anew(folder, state, {**extra, "config_digest": digest(str(seed).encode()) * 2}, world)
+
+
+def remade_manifest(folder: Path, older: Path, seed: int) -> None:
+    """Damaged values under fingerprints, digests and a COMMIT that fit them."""
+
+    def changed(state: State) -> State:
+        key = _pick(state, seed, lambda key, tensor: key.startswith("model/"))
+        value = state[key].clone()
+        value.view(-1)[seed % value.numel()] += 1.0
+        return {key: value}
+
+    _change(folder, changed)
+
+
+def transposed(folder: Path, older: Path, seed: int) -> None:
+    """A square matrix is transposed: every sum over it stays as it was."""
+
+    def changed(state: State) -> State:
+        def square(key: str, tensor: Tensor) -> bool:
+            return key.startswith("model/") and tensor.ndim == 2 and tensor.shape[0] == tensor.shape[1]
+
+        key = _pick(state, seed, square)
+        return {key: state[key].t().contiguous()}
+
+    _change(folder, changed)
+
+
+def _pick(state: State, seed: int, fits: Callable[[str, Tensor], bool]) -> str:
+    return random.Random(seed).choice(sorted(key for key, tensor in state.items() if fits(key, tensor)))
+
+
+def _change(folder: Path, changed: Callable[[State], State]) -> None:
+    state, extra, world = read_all(folder)
+    new = changed(state)
+    assert any(
+        not torch.equal(new[key].view(torch.uint8), state[key].view(torch.uint8)) for key in new if new[key].ndim
+    )
+    save_anew(folder, {**state, **new}, extra, world)
+
+
+Damage = Callable[[Path, Path, int], None]
+
+DAMAGES: tuple[Damage, ...] = (
+    flipped_bit, missing_shard, stale_weights, other_optimizer, wrong_position, swapped_generators, nan_weights,
+    other_config, remade_manifest, transposed,
+)  # fmt: skip
+"""Each damages the first folder; the second is the healthy checkpoint before it."""

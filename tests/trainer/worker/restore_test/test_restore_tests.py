@@ -1,0 +1,115 @@
+"""Restore tests on real ranks: healthy checkpoints pass on every layout, and each kind of damage is caught."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.worker.restore_test.conftest import LAYOUTS, OLDER, STEPS, TESTED, Subject
+from tests.trainer.worker.restore_test.damages import DAMAGES, Damage, missing_shard, remade_manifest
+from trainer.contract.outcome import ExitCode
+from trainer.contract.restore_test import Outcome, RestoreVerdict
+
+pytestmark = pytest.mark.multi
+
+
+def damaged(tested: Subject, kind: Damage, seed: int, layout: str) -> RestoreVerdict:
+    copy = tested.copy()
+    kind(copy, tested.folder(OLDER), seed)
+    kept = tested.manifest() if kind is remade_manifest else ""
+    return tested.verdict(copy, layout, manifest=kept)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_healthy_checkpoint_is_restored(tested: Subject, layout: str) -> None:
+    found = tested.verdict(tested.folder(), layout, manifest=tested.manifest())
+    assert found.outcome is Outcome.RESTORED, found
+    evidence = found.evidence
+    assert evidence["compared"] == 3
+    assert evidence["fingerprints"]
+    assert evidence["exact"] is (layout == "same")
+    assert (evidence["largest_difference"] == 0.0) is (layout == "same")
+    assert [step["step"] for step in evidence["steps"]] == [TESTED + 1, TESTED + 2, TESTED + 3]
+
+
+def test_the_last_checkpoint_is_held_to_the_step_that_was_recorded_beyond_it(tested: Subject) -> None:
+    found = tested.verdict(tested.folder(STEPS))
+    assert (found.outcome, found.evidence["compared"]) == (Outcome.RESTORED, 1), found
+    assert found.evidence["run_steps"][str(STEPS + 1)] == [
+        {key: tested.source.final()["probe"][key] for key in ("loss", "grad_norm", "lr")}
+    ]
+
+
+def test_no_more_is_compared_than_the_run_has_trained(tested: Subject) -> None:
+    found = tested.verdict(tested.folder(9), steps=9)
+    assert (found.outcome, found.evidence["compared"]) == (Outcome.RESTORED, 3), found
+
+
+@pytest.mark.parametrize("kind", DAMAGES, ids=lambda kind: kind.__name__)
+def test_each_kind_of_damage_is_caught(tested: Subject, kind: Damage) -> None:
+    found = damaged(tested, kind, seed=1, layout="same")
+    assert found.outcome in (Outcome.CORRUPT, Outcome.SUSPECT), found
+
+
+def test_a_damaged_one_is_named_by_file_and_tensor(tested: Subject) -> None:
+    found = damaged(tested, missing_shard, 0, "same")
+    assert found.outcome is Outcome.CORRUPT
+    assert sorted(path.name for path in tested.folder().glob("*.distcp"))[0] in found.reason
+
+
+def test_what_is_not_there_is_no_verdict(tested: Subject) -> None:
+    copy = tested.copy()
+    order = {"place": str(copy.parent / "gone")}
+    test = tested.begin(copy, **order)
+    assert test.train()["codes"] == [ExitCode.ERROR] * 2
+    assert not test.attempt.restore_verdict.exists()
+    assert "is not there: deleted, or not visible on this node" in test.log()
+
+
+def test_a_test_that_is_stopped_has_no_verdict(tested: Subject) -> None:
+    test = tested.begin(tested.folder(3), steps=9)
+    answer = test.train(actions=[{"do": "ask", "rank": 1, "of_rank": 0, "at_step": 4, "reason": "PREEMPTION"}])
+    assert answer["codes"] == [ExitCode.STOPPED_AFTER_SAVE] * 2, test.log()
+    assert not test.attempt.restore_verdict.exists()
+    assert not list(test.dir.checkpoints.iterdir())
+
+
+def test_nothing_is_written_where_the_checkpoint_lies(tested: Subject) -> None:
+    before = snapshot(tested.source.dir.path)
+    assert tested.verdict(tested.folder(), "1").outcome is Outcome.RESTORED
+    assert snapshot(tested.source.dir.path) == before
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, int, int]]:
+    found = {}
+    for place, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            status = os.stat(os.path.join(place, name))
+            found[os.path.join(place, name)] = (status.st_size, status.st_mtime_ns, status.st_ino)
+    return found
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("kind", DAMAGES, ids=lambda kind: kind.__name__)
+def test_ten_of_each_kind_are_caught(
+    tested: Subject, tested_in_float32: Subject, kind: Damage, record_property: Callable[[str, object], None]
+) -> None:
+    for seed in range(10):
+        subject, layout = ((tested, "same"), (tested_in_float32, "1"))[seed // 5]
+        found = damaged(subject, kind, seed, layout)
+        assert found.outcome in (Outcome.CORRUPT, Outcome.SUSPECT), (seed, layout, found)
+    record_property("damaged checkpoints caught by a restore test", 10)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("part", range(10))
+def test_two_hundred_healthy_ones_are_restored(
+    tested: Subject, part: int, record_property: Callable[[str, object], None]
+) -> None:
+    for number in range(20 * part, 20 * part + 20):
+        step = (3, 6, 9, 12)[number % 4]
+        layout = tuple(LAYOUTS)[number // 4 % len(LAYOUTS)]
+        found = tested.verdict(tested.folder(step), layout, manifest=tested.manifest(step))
+        assert found.outcome is Outcome.RESTORED, (number, step, layout, found)
+    record_property("healthy checkpoints restored by a restore test", 20)

@@ -11,10 +11,17 @@ from checkpointing.storage.durable import dump_line
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.runs.config_changes import config_changes
 from orchestrator.cli.runs.incident_tables import incident_tables, incidents_json
+from orchestrator.cli.runs.restore_test_tables import (
+    compared_table,
+    own_lines,
+    proven_of,
+    restore_tests_json,
+    say_restore_tests,
+)
 from orchestrator.cli.runs.status import one_row, public, say_last_lines
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, decimal, host_list, iso, progress, size, span
-from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation, Run, Transition
+from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation, RestoreTest, Run, Transition
 
 
 @click.command(cls=Verb)
@@ -22,28 +29,34 @@ from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation,
 @click.option("--history", is_flag=True, help="Print every change of state with its reason.")
 @click.pass_obj
 def show(screen: Screen, run: str, history: bool) -> None:
-    """Show one run in full: attempts, generations, failures, decisions, incidents, checkpoints, code, data."""
+    """Show one run in full: attempts, decisions, incidents, checkpoints, restore tests of them, code, data."""
     with open_store(readonly=True) as store:
         found = store.run(run)
         attempts, generations = store.attempts(found.name), store.generations(found.name)
         checkpoints, transitions = store.checkpoints(found.name), store.transitions(found.name)
         copies, notices = store.copies(found.name), store.notices(found.name)
         changes = config_changes(store, found, attempts)
+        tests, own_test = store.restore_tests(found.name), store.restore_test(found.name)
+    proven = proven_of(tests, checkpoints, copies)
     row = one_row(found.name)
     if screen.json:
         document = _document(found, row, attempts, generations, (checkpoints, copies), transitions)
         more = {**incidents_json(found, notices, generations), "config_changes": changes}
-        screen.data("show", {**document, **more})
+        screen.data("show", {**document, **more, **restore_tests_json(tests, proven, own_test)})
         return
-    _head(screen, found, row)
+    _head(screen, found, row, own_test)
     for change in changes:
         before, now = dump_line(change["before"]), dump_line(change["now"])
         screen.say(f"changed  from attempt {change['attempt']} on: {change['key']} {before} -> {now}")
+    if own_test is not None:
+        compared_table(screen, own_test)
     screen.say("")
     attempt_table(screen, attempts, generations)
     say_last_lines(screen, found.name, attempts[-1].failure if attempts else None)
     incident_tables(screen, incidents_json(found, notices, generations))
     _checkpoint_table(screen, _kept(checkpoints, copies))
+    if tests or (checkpoints and own_test is None):
+        say_restore_tests(screen, found.name, tests, proven)
     if history or screen.verbose:
         _history(screen, transitions)
     _next(screen, row)
@@ -143,10 +156,11 @@ def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _head(screen: Screen, run: Run, row: dict[str, Any]) -> None:
+def _head(screen: Screen, run: Run, row: dict[str, Any], own_test: RestoreTest | None) -> None:
     code, env = run.identity.get("code") or {}, run.identity.get("env") or {}
     lines = {
         "run": f"{run.name}  {run.state}" + (f"  {run.reason}" if run.reason else ""),
+        **(own_lines(own_test) if own_test else {}),
         "step": f"{progress(run.step, run.total_steps, ' of ')}   loss {decimal(row['loss'])}",
         "created": f"{screen.when(run.created_at)}   updated {span(row['age_s'])} ago",
         "config": f"{run.config_digest[:12]}   orch config diff {run.config_digest[:12]} OTHER",

@@ -65,7 +65,8 @@ class RestoreTests:
         told = [notice for notice in self.store.notices(test.test) if notice.kind == EventKind.RESTORE_TESTED]
         outcome, reason, evidence = Outcome.NOT_FINISHED, run.reason, dict[str, Any]()
         if told:
-            said = told[-1].data
+            # Ranks of a user's own program speak each for themselves: one that failed decides.
+            said = max((notice.data for notice in told), key=lambda data: data["verdict"] != Outcome.RESTORED)
             outcome, reason, evidence = Outcome(said["verdict"]), str(said["reason"]), dict(said["evidence"])
         evidence |= self._times(test, evidence, now)
         source = self._source(test)

@@ -17,8 +17,10 @@ from orchestrator.registry.records import Attempt, Checkpoint, NewRun, RestoreTe
 from orchestrator.registry.store import Store
 from orchestrator.restore_tests.layouts import with_layout
 from orchestrator.scheduler.available_schedulers import resolve
+from orchestrator.scheduler.job_environment import Submitter
 from orchestrator.scheduler.sbatch_values import minutes
 from orchestrator.scheduler.scheduler_instance import instance_of
+from trainer.agent.user_command import restore_program
 from trainer.contract import restore_test
 from trainer.contract.config import build
 from trainer.contract.run_dir import RunDir
@@ -73,7 +75,7 @@ def create_test(store: Store, run: Run, asked: Asked, now: float) -> RestoreTest
         cluster=kind,
         root=Path(run.run_dir).parent,
         config_digest=composed.digest,
-        total_steps=composed.config.train.steps,
+        total_steps=0 if composed.config.command else composed.config.train.steps,
         identity={**identity, "restore_test": asdict(order)},
         scheduler=instance_of(kind)(),
     )
@@ -139,11 +141,29 @@ def _composed(saved_with: dict[str, Any], run: Run, settings: RestoreTestsConfig
     data["recovery"]["hang"]["slow"] = data["recovery"]["hang"]["most"]  # one rank reads, the others wait
     data["drill"]["events"] = []
     data["restore_tests"] |= {"every": OFF}
+    if data["command"]:
+        data |= _command(data, run, settings, asked.checkpoint)
     workload, code = data["workload"], RunDir(Path(run.run_dir)).code
     if workload["snapshot"]:  # the copy that was trained
         workload["path"] = [str(code / str(index)) for index in range(len(workload["path"]))]
         workload["snapshot"] = False
     return recompose(data, [], environ=os.environ)
+
+
+def _command(data: dict[str, Any], run: Run, settings: RestoreTestsConfig, checkpoint: Checkpoint) -> dict[str, Any]:
+    """The user's own program restores it; raises ConfigError when nobody says which one that is."""
+    if not settings.command:
+        raise ConfigError(
+            f"{run.name} runs a program of yours, and nothing says how that restores a checkpoint",
+            where="restore_tests.command", hint="restore_tests.command=[python, restore.py] in the run's configuration",
+        )  # fmt: skip
+    python = data["cluster"]["python"] or Submitter.of(run.identity).python or "python"
+    variables = {restore_program.CHECKPOINT: checkpoint.path, "ORCH_CHECKPOINT_STEP": str(checkpoint.step)}
+    return {
+        "command": [python, str(Path(restore_program.__file__)), *settings.command],
+        "checkpoints": {**data["checkpoints"], "path": ""},
+        "env": {**data["env"], **variables},
+    }
 
 
 def _known(cluster: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ The test itself writes nothing there.
 import time
 from pathlib import Path
 
+from checkpointing.format.commit import parse_name
 from checkpointing.retention.pins import pin, read_pins, unpin
 from checkpointing.storage.backends import LocalStorage, storage_at
 from checkpointing.verification.verdicts import RESTORE_TESTED, Verdict, manifest_of, record
@@ -18,6 +19,8 @@ _NOTE = "restore test"
 
 def hold(run: Run, test: RestoreTest) -> None:
     """Keep retention away from the checkpoint until the test has ended; raises OSError."""
+    if not _is_ours(test):
+        return
     storage = _own(run)
     if test.checkpoint not in read_pins(storage):
         pin(storage, test.checkpoint, f"{_NOTE} {test.test}", time.time())
@@ -25,6 +28,8 @@ def hold(run: Run, test: RestoreTest) -> None:
 
 def release(run: Run, test: RestoreTest) -> None:
     """Take the pin away again, unless a person has pinned the checkpoint; raises OSError."""
+    if not _is_ours(test):
+        return
     storage = _own(run)
     held = read_pins(storage).get(test.checkpoint)
     if held is not None and held.note.startswith(f"{_NOTE} "):
@@ -33,7 +38,7 @@ def release(run: Run, test: RestoreTest) -> None:
 
 def write_verdict(run: Run, test: RestoreTest, place: str, outcome: Outcome, reason: str, now: float) -> None:
     """Beside the checkpoints, where retention reads it; raises OSError."""
-    if outcome not in (Outcome.RESTORED, Outcome.CORRUPT):
+    if outcome not in (Outcome.RESTORED, Outcome.CORRUPT) or not _is_ours(test):
         return
     good = outcome is Outcome.RESTORED
     found = Verdict(
@@ -41,6 +46,11 @@ def write_verdict(run: Run, test: RestoreTest, place: str, outcome: Outcome, rea
         ok=good, level=RESTORE_TESTED, at=now, reason="" if good else reason,
     )  # fmt: skip
     record(_own(run), found)
+
+
+def _is_ours(test: RestoreTest) -> bool:
+    """Whether orch wrote the checkpoint, and may delete it: those of a user's own program it leaves alone."""
+    return parse_name(test.checkpoint) is not None
 
 
 def _own(run: Run) -> LocalStorage:

@@ -102,7 +102,11 @@ def _of_a_program(run: Run, rows: list[Checkpoint], target: str) -> Checkpoint:
     same = [row for row in rows if step in ("", "latest", str(row.step), row.name)]
     if not same:
         steps = ", ".join(str(row.step) for row in rows[:8])
-        raise NotFound(f"{run.name} has no checkpoint {step}", where=run.run_dir, hint=f"there are: {steps or 'none'}")
+        raise NotFound(
+            f"{run.name} has no checkpoint{f' of step {step}' if step else ''}",
+            where=run.run_dir,
+            hint=f"there are: {steps or 'none'}",
+        )
     return same[0]
 
 

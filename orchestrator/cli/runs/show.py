@@ -18,7 +18,7 @@ from orchestrator.cli.runs.restore_test_tables import (
     restore_tests_json,
     say_restore_tests,
 )
-from orchestrator.cli.runs.status import one_row, public, say_last_lines
+from orchestrator.cli.runs.status import one_row, public, say_last_lines, warn_of_bad_tests
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, decimal, host_list, iso, progress, size, span
 from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation, RestoreTest, Run, Transition
@@ -39,6 +39,7 @@ def show(screen: Screen, run: str, history: bool) -> None:
         tests, own_test = store.restore_tests(found.name), store.restore_test(found.name)
     proven = proven_of(tests, checkpoints, copies)
     row = one_row(found.name)
+    warn_of_bad_tests(screen, [row])
     if screen.json:
         document = _document(found, row, attempts, generations, (checkpoints, copies), transitions)
         more = {**incidents_json(found, notices, generations), "config_changes": changes}

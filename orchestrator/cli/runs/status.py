@@ -17,9 +17,11 @@ from orchestrator.states import LIVE_RUNS, RunState
 
 KEYS = (
     "run", "state", "step", "total_steps", "loss", "attempts", "generations", "job_id", "cluster", "nodes",
-    "last_checkpoint", "reason", "updated_at", "last_lines", "slurm_cluster",
+    "last_checkpoint", "reason", "updated_at", "last_lines", "slurm_cluster", "restore_test",
 )  # fmt: skip
 """What `orch status --json` promises of every run; the golden test holds it."""
+RECENT = 7 * 86400.0
+"""Seconds for which a run that has ended needs somebody."""
 
 
 @click.command(cls=Verb)
@@ -59,20 +61,39 @@ def overview(screen: Screen) -> None:
     rows = _rows((), 200, frozenset({*LIVE_RUNS, RunState.HELD, RunState.FAILED}))
     running = [row for row in rows if row["state"] in LIVE_RUNS]
     stuck = [row for row in rows if row["state"] == RunState.HELD]
-    stuck += [row for row in rows if row["state"] == RunState.FAILED and row["age_s"] < 7 * 86400]
+    stuck += [row for row in rows if row["state"] == RunState.FAILED and row["age_s"] < RECENT]
+    bad = _found_bad(rows)
     if screen.json:
-        screen.data("overview", {"running": public(running), "needs_you": public(stuck)})
+        told = [{"run": row["run"], **_test_json(row["bad_test"]), "reason": row["bad_test"]["reason"]} for row in bad]
+        screen.data("overview", {"running": public(running), "needs_you": public(stuck), "bad_restore_tests": told})
         return
-    _show(screen, running)
+    _warn_without_controller(screen, running)
+    status_table(screen, running)
+    screen.note(_footer(running))
     for row in stuck:
         screen.say(f"needs you: {row['run']} is {row['state']}: {row['reason']}")
         screen.say(
             f"           orch show {row['run']}   orch logs {row['run']} --rank first-error   orch resume {row['run']}"
         )
-    if not rows:
+    for row in bad:
+        screen.say(f"needs you: {bad_test_words(row)}")
+        screen.say(f"           orch restore-tests history {row['run']}   orch ckpt ls {row['run']}")
+    if not (rows or bad):
         screen.note(
             "nothing runs. `orch submit tiny-gpt` starts a run, `orch demo` shows one, `orch -h` lists the verbs."
         )
+
+
+def _found_bad(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Runs whose newest tested checkpoint is bad, among `rows` and those of which it was found lately."""
+    from orchestrator.registry import fast_queries
+
+    since = time.time() - RECENT
+    others = set(fast_queries.found_bad(registry_path(), since)) - {row["run"] for row in rows}
+    found = [*rows, *map(_with_ages, fast_queries.named(registry_path(), sorted(others)) if others else ())]
+    going_on = {*LIVE_RUNS, RunState.HELD}
+    bad = [row for row in found if row["bad_test"]]
+    return [row for row in bad if row["state"] in going_on or row["bad_test"]["ended_at"] >= since]
 
 
 def _states(words: tuple[str, ...]) -> frozenset[RunState] | None:
@@ -119,16 +140,41 @@ def _with_ages(row: dict[str, Any]) -> dict[str, Any]:
 
 def public(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What every program sees of a run, in the order and with the keys that are promised."""
-    return [{key: iso(row[key]) if key == "updated_at" else row[key] for key in KEYS} for row in rows]
+    return [
+        {**{key: row[key] for key in KEYS}, "updated_at": iso(row["updated_at"])}
+        | {"restore_test": row["restore_test"] and _test_json(row["restore_test"])}
+        for row in rows
+    ]
+
+
+def _test_json(test: dict[str, Any]) -> dict[str, Any]:
+    return {**{key: test[key] for key in ("step", "layout", "verdict")}, "ended_at": iso(test["ended_at"])}
 
 
 def _show(screen: Screen, rows: list[dict[str, Any]]) -> None:
     _warn_without_controller(screen, rows)
     if screen.json:
+        warn_of_bad_tests(screen, rows)
         screen.data("status", public(rows))
         return
     status_table(screen, rows)
+    warn_of_bad_tests(screen, rows)
     screen.note(_footer(rows))
+
+
+def bad_test_words(row: dict[str, Any]) -> str:
+    """What a restore test has found of the newest checkpoint of a run that was tested."""
+    test = row["bad_test"]
+    what = f"{row['run']}: restore test of step {count(test['step'])} on {test['layout']}: {test['verdict']}"
+    return f"{what}, {test['reason']}" if test["reason"] else what
+
+
+def warn_of_bad_tests(screen: Screen, rows: list[dict[str, Any]]) -> None:
+    """One line for each run whose newest tested checkpoint is bad."""
+    for row in rows:
+        if row["bad_test"]:
+            words = f"{bad_test_words(row)}; orch restore-tests history {row['run']}"
+            screen.warn("bad_restore_test", words)
 
 
 def status_table(screen: Screen, rows: list[dict[str, Any]], *, aligned: bool = False) -> None:

@@ -15,10 +15,11 @@ from orchestrator.cli.terminal.render import progress
 from orchestrator.states import RunState, Trust
 from tests.orchestrator.cli.conftest import Seeds, Type
 from trainer.contract.outcome import Failure, FailureKind
+from trainer.contract.restore_test import Outcome
 
 STATUS_KEYS = [
     "run", "state", "step", "total_steps", "loss", "attempts", "generations", "job_id", "cluster", "nodes",
-    "last_checkpoint", "reason", "updated_at", "last_lines", "slurm_cluster",
+    "last_checkpoint", "reason", "updated_at", "last_lines", "slurm_cluster", "restore_test",
 ]  # fmt: skip
 ATTEMPT_KEYS = [
     "attempt", "state", "job_id", "nodes", "excluded", "started_at", "ended_at", "resumed_from", "last_step",
@@ -43,6 +44,7 @@ def test_status_json_has_the_promised_shape(orch: Type, seeds: Seeds) -> None:
         "run": "tiny-1", "state": "RUNNING", "step": 120, "total_steps": 200, "loss": 2.5, "attempts": 1,
         "generations": 2, "job_id": "41", "cluster": "local", "nodes": ["n1", "n2"],
         "last_checkpoint": {"step": 100, "trust": "VERIFIED"}, "reason": "", "last_lines": [], "slurm_cluster": None,
+        "restore_test": None,
     }  # fmt: skip
 
 
@@ -191,6 +193,45 @@ def test_orch_alone_tells_what_runs_and_what_needs_somebody(orch: Type, seeds: S
     assert f"needs you: {held} is HELD: the disk is full" in shown.out
     assert f"orch resume {held}" in shown.out
     assert done not in shown.out
+
+
+def test_each_run_has_its_newest_finished_restore_test(orch: Type, seeds: Seeds) -> None:
+    run, other = seeds.run(), seeds.run()
+    seeds.restore_test(run, 100, Outcome.RESTORED, layout="1")
+    seeds.restore_test(run, 120)
+    rows = {row["run"]: row["restore_test"] for row in orch("status", "--json").data}
+    assert rows[other] is None
+    assert rows[run].pop("ended_at").endswith("Z")
+    assert rows[run] == {"step": 100, "layout": "1", "verdict": "RESTORED"}
+    assert orch("show", run, "--json").data["restore_test"]["step"] == 100
+
+
+@pytest.mark.parametrize("verdict", [Outcome.SUSPECT, Outcome.CORRUPT])
+def test_a_checkpoint_that_is_not_what_was_saved_is_warned_of(orch: Type, seeds: Seeds, verdict: Outcome) -> None:
+    run = seeds.run()
+    seeds.restore_test(run, 100, verdict, "loss differs", layout="1")
+    words = f"{run}: restore test of step 100 on 1: {verdict}, loss differs"
+    for line in (("status",), ("status", run), ("show", run)):
+        assert f"warning: {words}; orch restore-tests history {run}\n" in orch(*line).err, line
+        (warning,) = orch(*line, "--json").answer["warnings"]
+        assert warning["code"] == "bad_restore_test"
+    assert f"needs you: {words}\n" in orch().out
+    assert f"warning: {words}" not in orch().err
+    (told,) = orch("--json").data["bad_restore_tests"]
+    assert told.pop("ended_at").endswith("Z")
+    assert told == {"run": run, "step": 100, "layout": "1", "verdict": verdict, "reason": "loss differs"}
+    seeds.restore_test(run, 100, Outcome.RESTORED, layout="1", age=0.0)
+    for line in (("status",), ("show", run), ()):
+        shown = orch(*line)
+        assert words not in shown.out + shown.err, line
+
+
+def test_a_run_that_has_ended_needs_somebody_for_a_week(orch: Type, seeds: Seeds) -> None:
+    for state in (RunState.SUCCEEDED, RunState.FAILED, RunState.HELD):
+        seeds.restore_test(seeds.run(str(state).lower(), state=state), 100, Outcome.CORRUPT, age=8 * 86400.0)
+        seeds.restore_test(seeds.run(str(state).lower(), state=state), 100, Outcome.CORRUPT, age=6 * 86400.0)
+    told = {row["run"] for row in orch("--json").data["bad_restore_tests"]}
+    assert told == {"succeeded-2", "failed-2", "held-1", "held-2"}
 
 
 def test_without_a_registry_status_is_empty_and_the_rest_says_so(orch: Type, home: Path) -> None:

@@ -1,4 +1,4 @@
-"""`orch ckpt ls`: the checkpoints of a run, what the registry thinks of each, and where copies of it lie."""
+"""`orch ckpt ls`: the checkpoints of a run, what was found of each, and where copies of it lie."""
 
 import time
 from pathlib import Path
@@ -8,9 +8,11 @@ import click
 
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.checkpoints.target import known_run
+from orchestrator.cli.checkpoints.tested_layouts import BY_A_TEST, by_checkpoint, layouts_in_words, reason_beside_tests
 from orchestrator.cli.checkpoints.tiers import Tier, tiers_of
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, iso, size, span
+from orchestrator.registry.records import RestoreTest
 from trainer.contract.run_dir import RunDir
 
 
@@ -19,13 +21,17 @@ from trainer.contract.run_dir import RunDir
 @click.option("-a", "--all", "everything", is_flag=True, help="List deleted ones too.")
 @click.pass_obj
 def ls(screen: Screen, run: str, everything: bool) -> None:
-    """List the checkpoints of a run, newest first, with the trust in each."""
+    """List the checkpoints of a run, newest first, with the trust in each.
+
+    TESTED names the layouts on which a restore test has restored it.
+    """
     from checkpointing.retention.pins import read_pins
 
     now = time.time()
     found = known_run(run)
     with open_store(readonly=True) as store:
         rows = {row.name: _row(row, now) for row in store.checkpoints(found.name)}
+        tests = by_checkpoint(store.restore_tests(found.name))
     tiers = tiers_of(RunDir(Path(found.run_dir)))
     _add_places(screen, rows, tiers, now)
     _add_verdicts(rows, tiers)
@@ -33,6 +39,8 @@ def ls(screen: Screen, run: str, everything: bool) -> None:
     for name, row in rows.items():
         row["pin"] = pins[name].note if name in pins else None
         row["pinned"] = name in pins
+        row["restore_tests"] = [_test_json(test) for test in tests.get(name, ())]
+        row["tested"] = layouts_in_words(tests.get(name, ()))
     kept = [row for row in rows.values() if everything or row["trust"] != "DELETED"]
     _show(screen, found.name, sorted(kept, key=lambda row: (row["step"], row["attempt"], row["name"]), reverse=True))
 
@@ -75,32 +83,52 @@ def _add_verdicts(rows: dict[str, dict[str, Any]], tiers: list[Tier]) -> None:
             row["verified"].append({**told, "reason": verdict.reason})
 
 
+def _test_json(test: RestoreTest) -> dict[str, Any]:
+    return {
+        "test": test.test, "layout": test.layout, "verdict": test.verdict or None, "reason": test.reason,
+        "begun_at": iso(test.begun_at), "ended_at": iso(test.ended_at),
+    }  # fmt: skip
+
+
 def _verified(row: dict[str, Any]) -> str:
     """The bad copies, or else the newest verification."""
+    from checkpointing.verification.verdicts import RESTORE_TESTED
+
     bad = [f"INVALID on {found['tier']}" for found in row["verified"] if not found["ok"]]
-    good = [f"level {found['level']}" for found in row["verified"] if found["ok"]]
-    return ", ".join(bad) or (good[-1] if good else "")
+    levels = [found["level"] for found in row["verified"] if found["ok"]]
+    good = "" if not levels else "restored" if levels[-1] == RESTORE_TESTED else f"level {levels[-1]}"
+    return ", ".join(bad) or good
 
 
 def _show(screen: Screen, run: str, rows: list[dict[str, Any]]) -> None:
     if screen.json:
-        screen.data("ckpt.ls", [{key: row[key] for key in row if key != "age"} for row in rows])
+        screen.data("ckpt.ls", [{key: row[key] for key in row if key not in ("age", "tested")} for row in rows])
         return
     columns = [
         Column("STEP", "step", count, right=True),
         Column("AGE", "age", span) if screen.terminal else Column("COMMITTED_AT", "committed_at"),
         Column("SIZE", "bytes", size, right=True),
         Column("TRUST", "trust"),
-        Column("ATT", "attempt", right=True),
-        Column("TIERS", "tiers", drop_order=1),
-        Column("NAME", "name", drop_order=2),
-        Column("PIN", "pin_words"),
-        Column("VERIFIED", "found"),
+        Column("ATT", "attempt", right=True, drop_order=1),
+        Column("TIERS", "tiers", drop_order=2),
+        Column("NAME", "name", drop_order=3),
+        Column("PIN", "pin_words", wraps=True),
+        Column("VERIFIED", "found", wraps=True),
+        Column("TESTED", "tested", wraps=True),
         Column("WHY", "reason"),
     ]
-    shown = [
-        {**row, "pin_words": (row["pin"] or "pinned") if row["pinned"] else "", "found": _verified(row)} for row in rows
-    ]
+    shown = [{**row, "pin_words": (row["pin"] or "pinned") if row["pinned"] else ""} for row in rows]
+    shown = [{**row, "found": _verified(row)} | (_without_tests(row) if screen.terminal else {}) for row in shown]
     screen.table(columns, shown)
     if not rows:
         screen.note(f"{run} has no checkpoint yet")
+
+
+def _without_tests(row: dict[str, Any]) -> dict[str, Any]:
+    """Cells without what TESTED says: whose pin it is while a test is under way, and which test the reason is of."""
+    pin, reason = row["pin_words"], row["reason"]
+    under_way = any(test["ended_at"] is None for test in row["restore_tests"])
+    return {
+        "pin_words": BY_A_TEST.strip() if under_way and pin.startswith(BY_A_TEST) else pin,
+        "reason": reason_beside_tests(row["trust"], reason) if row["tested"] else reason,
+    }

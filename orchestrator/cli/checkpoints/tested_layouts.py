@@ -5,7 +5,11 @@ from dataclasses import dataclass
 
 from orchestrator.config.restore_tests_config import SAME
 from orchestrator.registry.records import RestoreTest
+from orchestrator.states import Trust
 from trainer.contract.restore_test import Outcome
+
+BY_A_TEST = "restore test "
+"""How the reason of a trust begins that a restore test has found, and the note of a pin that one holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +45,13 @@ def layouts_in_words(tests: Iterable[RestoreTest]) -> str:
     under_way = [test.layout for test in known if test.ended_at is None]
     words = [", ".join(bad or newest), f"under way on {', '.join(under_way)}" if under_way else ""]
     return "; ".join(word for word in words if word)
+
+
+def reason_beside_tests(trust: str, reason: str) -> str:
+    """Why a checkpoint is trusted so, where people see its restore tests beside it."""
+    if not reason.startswith(BY_A_TEST):
+        return reason
+    return "" if trust == Trust.RESTORED else reason.partition(": ")[2]
 
 
 def newest_proven(tests: Iterable[RestoreTest], there: Mapping[str, float]) -> Proven | None:

@@ -9,6 +9,7 @@ import click
 
 from checkpointing.storage.durable import dump_line
 from orchestrator.cli.access.registry import open_store
+from orchestrator.cli.checkpoints.tested_layouts import reason_beside_tests
 from orchestrator.cli.runs.config_changes import config_changes
 from orchestrator.cli.runs.incident_tables import incident_tables, incidents_json
 from orchestrator.cli.runs.restore_test_tables import (
@@ -284,8 +285,9 @@ def _checkpoint_table(screen: Screen, kept: list[dict[str, Any]]) -> None:
         Column("ALSO IN", "copies", lambda copies: ", ".join(copy["tier"] for copy in copies), wraps=True),
         Column("WHY", "reason"),
     ]
+    rows = [{**row, "reason": reason_beside_tests(row["trust"], row["reason"])} for row in kept]
     screen.say("")
-    screen.table(columns, kept, aligned=True)
+    screen.table(columns, rows, aligned=True)
 
 
 def _milliseconds(seconds: float | None) -> str:

@@ -1,6 +1,6 @@
 """What restore tests say of checkpoints: layouts, what is under way, what is proven."""
 
-from orchestrator.cli.checkpoints.tested_layouts import Proven, layouts_in_words, newest_proven
+from orchestrator.cli.checkpoints.tested_layouts import Proven, layouts_in_words, newest_proven, reason_beside_tests
 from orchestrator.registry.records import RestoreTest
 from trainer.contract.restore_test import Outcome
 
@@ -58,3 +58,10 @@ def test_a_layout_on_which_it_trains_otherwise_leaves_the_others_proven() -> Non
     found = newest_proven([made(1, RESTORED, at=5.0), made(1, SUSPECT, "1", at=6.0)], {"c1": 1.0})
     assert found is not None
     assert found.layouts == ("same",)
+
+
+def test_beside_its_tests_a_checkpoint_repeats_no_reason_of_a_good_one() -> None:
+    said = "restore test r-test-1 on 1: digest differs: chunk 0"
+    assert reason_beside_tests("CORRUPT", said) == "digest differs: chunk 0"
+    assert reason_beside_tests("RESTORED", said) == ""
+    assert reason_beside_tests("RESTORED", "attempt 2 resumed from it") == "attempt 2 resumed from it"

@@ -7,9 +7,12 @@ import pytest
 
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.verification.verdicts import known_bad, read_verdicts
+from orchestrator.restore_tests.marks import hold, write_verdict
 from orchestrator.states import AttemptState, RunState
 from tests.checkpointing.made_checkpoint import make
 from tests.orchestrator.cli.conftest import Seeds, Type
+from tests.orchestrator.cli.runs.test_status import on_a_terminal
+from trainer.contract.restore_test import Outcome
 
 NONCE = "0123abcd"
 
@@ -35,6 +38,30 @@ def test_a_bad_copy_is_written_down_and_shown(orch: Type, root: Path) -> None:
     assert told == {50: [("run", False, 2)], 100: [("run", True, 2)]}
     said = orch("ckpt", "ls", "tiny-1").out
     assert ("INVALID on run" in said, "level 2" in said) == (True, True)
+
+
+def test_restore_tests_are_listed_by_checkpoint(orch: Type, seeds: Seeds, root: Path) -> None:
+    run = seeds.store.run("tiny-1")
+    seeds.restore_test(run.name, 50, Outcome.CORRUPT, "digest differs", layout="2x4")
+    good = seeds.store.restore_test(seeds.restore_test(run.name, 100, Outcome.RESTORED, "bit for bit"))
+    under_way = seeds.store.restore_test(seeds.restore_test(run.name, 100, layout="1"))
+    assert good is not None
+    assert under_way is not None
+    write_verdict(run, good, str(root), Outcome.RESTORED, "bit for bit", time.time())
+    hold(run, under_way)
+    head, newer, older = (line.split("\t") for line in orch("ckpt", "ls", run.name).out.splitlines())
+    cells = dict(zip(head, newer, strict=True))
+    assert (cells["TESTED"], cells["VERIFIED"]) == ("same; under way on 1", "restored")
+    assert cells["PIN"] == f"restore test {under_way.test}"
+    assert dict(zip(head, older, strict=True))["TESTED"] == "CORRUPT on 2x4"
+    for_people = on_a_terminal("ckpt", "ls", run.name)
+    assert ("restore test " in for_people, under_way.test in for_people) == (True, False)
+    first, second = orch("ckpt", "ls", run.name, "--json").data
+    assert [(test["test"], test["layout"], test["verdict"]) for test in first["restore_tests"]] == [
+        (good.test, "same", "RESTORED"), (under_way.test, "1", None),
+    ]  # fmt: skip
+    (bad,) = second["restore_tests"]
+    assert (bad["verdict"], bad["reason"]) == ("CORRUPT", "digest differs")
 
 
 @pytest.mark.parametrize("level", [0, 1])

@@ -35,22 +35,23 @@ class Job:
     def __enter__(self) -> "Job":
         root = self._folder / "runs"
         root.mkdir(parents=True)
-        told = self._orch("submit", *self._settings, f"cluster.root={root}", f"cluster.kind={self._kind}", "--json")
+        told = self.orch("submit", *self._settings, f"cluster.root={root}", f"cluster.kind={self._kind}", "--json")
         self.name = json.loads(told)["data"]["run"]
         self._place = RunDir(root / self.name)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._orch("cancel", self.name, stern=False)
-        self._orch("controller", "stop", stern=False)
+        self.orch("cancel", self.name, stern=False)
+        self.orch("controller", "stop", stern=False)
         for process in self.processes(*_OURS):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
 
-    def _orch(self, *words: str, stern: bool = True) -> str:
+    def orch(self, *words: str, stern: bool = True, seconds: float = 120) -> str:
+        """Type a command line in this home; its stdout. Raises RuntimeError for one that fails, unless not `stern`."""
         done = subprocess.run(
             [sys.executable, "-P", "-m", "orchestrator.cli.main", *words],
-            env=self._environment, cwd=self._folder, capture_output=True, text=True, timeout=120, check=False,
+            env=self._environment, cwd=self._folder, capture_output=True, text=True, timeout=seconds, check=False,
         )  # fmt: skip
         if stern and done.returncode:
             raise RuntimeError(f"orch {' '.join(words)}: exit {done.returncode}: {done.stderr.strip()[-500:]}")

@@ -151,7 +151,7 @@ class RestoreTests:
             run = self.store.run(due.run)
             row = next(row for row in self.store.checkpoints(due.run) if row.name == due.checkpoint)
             try:
-                test = begin_test(self.store, self.files, run, Asked(checkpoint=row, layout=due.layout), now)
+                test = begin_test(self.store, self.files, run, Asked(checkpoint=row, layout=due.layout, forced=force), now)
             except (Fenced, RegistryError):
                 raise
             except (OrchError, OSError, ValueError) as error:
@@ -196,7 +196,7 @@ class RestoreTests:
         if config.restore_tests.every == OFF:
             return None
         tests = tuple(self.store.restore_tests(run.name))
-        spent = sum(_rank_seconds(self.store, config, test, now) for test in tests)
+        spent = sum(_rank_seconds(self.store, config, test, now) for test in tests if not test.forced)
         return RunFacts(
             run=run,
             config=config,

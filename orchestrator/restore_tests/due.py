@@ -24,7 +24,10 @@ _FOUND_BAD = frozenset({Outcome.SUSPECT, Outcome.CORRUPT})
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """One run, as a schedule of its restore tests needs it; `spent` are the rank-seconds of its tests so far."""
+    """One run, as a schedule of its restore tests needs it.
+
+    `spent` are the rank-seconds of its tests so far, without those that a person has asked for.
+    """
 
     run: Run
     config: RunConfig

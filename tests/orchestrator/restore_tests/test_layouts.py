@@ -1,0 +1,40 @@
+"""Layouts of restore tests as configurations."""
+
+from typing import Any
+
+import pytest
+
+from orchestrator.config.run_config import ClusterConfig, RunConfig
+from orchestrator.restore_tests.layouts import rank_count, with_layout
+
+DATA: dict[str, Any] = {
+    "cluster": {"nodes": 8, "ranks_per_node": 8, "gpus_per_node": 8, "spare_nodes": 1, "partition": "gpu"},
+    "parallel": {"dp_replicate": 4, "dp_shard": 4, "tp": 4},
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "nodes", "ranks", "parallel"),
+    [
+        ("same", 8, 8, (4, 4, 4)),
+        ("1", 1, 1, (1, 0, 1)),
+        ("8", 1, 8, (1, 0, 4)),
+        ("2x6", 2, 6, (1, 0, 2)),
+        ("4x8", 4, 8, (4, 0, 4)),
+    ],
+)
+def test_tensor_parallelism_and_replicas_stay_as_far_as_they_fit(
+    layout: str, nodes: int, ranks: int, parallel: tuple[int, int, int]
+) -> None:
+    made = with_layout(DATA, layout)
+    assert made["cluster"] == {
+        "nodes": nodes, "ranks_per_node": ranks, "gpus_per_node": ranks, "spare_nodes": 0, "partition": "gpu"
+    }  # fmt: skip
+    assert tuple(made["parallel"][name] for name in ("dp_replicate", "dp_shard", "tp")) == parallel
+    config = RunConfig(cluster=ClusterConfig(nodes=8, ranks_per_node=8))
+    assert rank_count(layout, config) == nodes * ranks
+
+
+def test_cpus_stay_cpus() -> None:
+    data = {**DATA, "cluster": {**DATA["cluster"], "gpus_per_node": 0}}
+    assert with_layout(data, "2")["cluster"]["gpus_per_node"] == 0

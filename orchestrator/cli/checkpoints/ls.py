@@ -42,7 +42,10 @@ def ls(screen: Screen, run: str, everything: bool) -> None:
         row["restore_tests"] = [_test_json(test) for test in tests.get(name, ())]
         row["tested"] = layouts_in_words(tests.get(name, ()))
     kept = [row for row in rows.values() if everything or row["trust"] != "DELETED"]
-    _show(screen, found.name, sorted(kept, key=lambda row: (row["step"], row["attempt"], row["name"]), reverse=True))
+    _show(screen, sorted(kept, key=lambda row: (row["step"], row["attempt"], row["name"]), reverse=True))
+    if not kept and not screen.json:
+        is_test = "restore_test" in found.identity
+        screen.note(f"{found.name} {'is a restore test, and saves nothing' if is_test else 'has no checkpoint yet'}")
 
 
 def _row(row: Any, now: float) -> dict[str, Any]:
@@ -100,7 +103,7 @@ def _verified(row: dict[str, Any]) -> str:
     return ", ".join(bad) or good
 
 
-def _show(screen: Screen, run: str, rows: list[dict[str, Any]]) -> None:
+def _show(screen: Screen, rows: list[dict[str, Any]]) -> None:
     if screen.json:
         screen.data("ckpt.ls", [{key: row[key] for key in row if key not in ("age", "tested")} for row in rows])
         return
@@ -120,8 +123,6 @@ def _show(screen: Screen, run: str, rows: list[dict[str, Any]]) -> None:
     shown = [{**row, "pin_words": (row["pin"] or "pinned") if row["pinned"] else ""} for row in rows]
     shown = [{**row, "found": _verified(row)} | (_without_tests(row) if screen.terminal else {}) for row in shown]
     screen.table(columns, shown)
-    if not rows:
-        screen.note(f"{run} has no checkpoint yet")
 
 
 def _without_tests(row: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """What a command line means by a checkpoint: `RUN@STEP`, a folder, a URL."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,6 +66,12 @@ def find(words: str, warn: Warn) -> list[Target]:
         return [target_at(words)]
     name, _, step = words.partition("@") if not words.startswith("@") else _after_last(words)
     run = known_run(name)
+    if (order := run.identity.get("restore_test")) is not None:
+        raise NotFound(
+            f"{run.name} is a restore test: it has no checkpoint of its own",
+            where=f"it restores {order['run']}@{order['step']}",
+            hint=f"write {order['run']}@{order['step']}; to restore it again: {restore_test_again(order)}",
+        )
     listed = listing(RunDir(Path(run.run_dir)), run.name, warn)
     if not listed:
         raise NotFound(f"{run.name} has no committed checkpoint", where=run.run_dir, hint=f"orch show {run.name}")
@@ -85,6 +91,11 @@ def known_run(name: str) -> "Run":
     """The run of this name, beginning of a name, or `@last`; raises NotFound."""
     with open_store(readonly=True) as store:
         return store.run(name)
+
+
+def restore_test_again(order: Mapping[str, Any]) -> str:
+    """What to type for another test like the one of this order, which `Run.identity` has."""
+    return f"orch ckpt restore-test {order['run']}@{order['step']} --layout {order['layout']}"
 
 
 def is_location(words: str) -> bool:

@@ -8,6 +8,7 @@ import click
 
 from orchestrator.cli.access import run_location
 from orchestrator.cli.access.registry import open_store, wake_controller
+from orchestrator.cli.checkpoints.target import restore_test_again
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import ConfigError, NotFound, OrchError, Precondition, SlurmUnreachable
@@ -103,6 +104,12 @@ def _request(store: Any, verb: str, name: str, target: RunState, here: bool, cha
     run = store.run(name)
     if name not in (run.name, "@last"):
         raise NotFound(f"no run {name}", hint=f"{verb} takes whole names, so that it meets no other run: {run.name}?")
+    if verb == "resume" and (order := run.identity.get("restore_test")) is not None:
+        raise Precondition(
+            f"{run.name} is a restore test: it is done once, and not resumed",
+            where=f"it restores {order['run']}@{order['step']}",
+            hint=restore_test_again(order),
+        )
     key = _key_here(run.cluster, must=here) if here or not run.scheduler else ""
     where = run_location.locate_run({"run": run.name, "cluster": run.cluster, "scheduler": key or run.scheduler})
     item = {"run": run.name, "state": str(run.state), "ask": None, "answer": "", "kind": run.cluster, "where": where}

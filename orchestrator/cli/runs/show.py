@@ -9,6 +9,7 @@ import click
 
 from checkpointing.storage.durable import dump_line
 from orchestrator.cli.access.registry import open_store
+from orchestrator.cli.checkpoints.target import restore_test_again
 from orchestrator.cli.checkpoints.tested_layouts import reason_beside_tests
 from orchestrator.cli.runs.config_changes import config_changes
 from orchestrator.cli.runs.incident_tables import incident_tables, incidents_json
@@ -61,7 +62,7 @@ def show(screen: Screen, run: str, history: bool) -> None:
         say_restore_tests(screen, found.name, tests, proven)
     if history or screen.verbose:
         _history(screen, transitions)
-    _next(screen, row)
+    _next(screen, row, found.identity.get("restore_test"))
 
 
 def _document(
@@ -301,9 +302,11 @@ def _history(screen: Screen, transitions: list[Transition]) -> None:
         screen.say(f"{screen.when(move.time)}  {subject}: {move.before or 'new'} -> {move.after}  {move.reason}")
 
 
-def _next(screen: Screen, row: dict[str, Any]) -> None:
+def _next(screen: Screen, row: dict[str, Any], order: dict[str, Any] | None) -> None:
     run = row["run"]
-    if row["state"] in ("HELD", "FAILED"):
+    if row["state"] in ("HELD", "FAILED") and order is not None:
+        screen.note(f"\nwhy:      orch logs {run} --rank first-error\nagain:    {restore_test_again(order)}")
+    elif row["state"] in ("HELD", "FAILED"):
         screen.note(f"\nwhy:      orch logs {run} --rank first-error\nmended?   orch resume {run}")
     else:
         screen.note(f"\nlogs:     orch logs {run} -f\nhistory:  orch show {run} --history")

@@ -1,6 +1,8 @@
 """`orch show` of a run whose checkpoints were restored by tests, and of a run that is such a test."""
 
-from orchestrator.states import Trust
+import pytest
+
+from orchestrator.states import RunState, Trust
 from tests.orchestrator.cli.conftest import Seeds, Type
 from trainer.contract.restore_test import Outcome
 
@@ -79,3 +81,45 @@ def test_a_test_that_goes_on_says_so(orch: Type, seeds: Seeds) -> None:
     shown = orch("show", test).out
     assert "verdict  under way\n" in shown
     assert "restored by a test" not in shown
+
+
+def test_a_test_that_failed_is_not_to_be_resumed_but_begun_again(orch: Type, seeds: Seeds) -> None:
+    run = seeds.run(state=RunState.FAILED, reason="a bug")
+    test = seeds.restore_test(run, 100, layout="1")
+    seeds.store.move_run(test, RunState.FAILED, "no memory", epoch=seeds.epoch, now=0.0)
+    shown = orch("show", test)
+    assert f"again:    orch ckpt restore-test {run}@100 --layout 1" in shown.err
+    assert "orch resume" not in shown.err
+    assert f"orch resume {run}" in orch("show", run).err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("resume", "{test}"),
+        ("resume", "{test}", "train.steps=300"),
+        ("submit", "--from", "{test}@100"),
+        ("submit", "--from", "{test}", "--dry-run"),
+        ("ckpt", "pin", "{test}"),
+        ("ckpt", "verify", "{test}@all"),
+        ("ckpt", "diff", "{test}", "{test}@100"),
+        ("ckpt", "export", "{test}", "nowhere"),
+    ],
+)
+def test_what_needs_a_checkpoint_is_refused_of_a_test(orch: Type, seeds: Seeds, words: tuple[str, ...]) -> None:
+    run = seeds.run()
+    test = seeds.restore_test(run, 100, Outcome.RESTORED, layout="1")
+    refused = orch(*(word.format(test=test) for word in words))
+    assert refused.code in (3, 4)
+    assert refused.err.startswith(f"error: {test} is a restore test: ")
+    assert f"orch ckpt restore-test {run}@100 --layout 1" in refused.err
+    assert seeds.store.user_requests() == []
+    assert len(seeds.store.runs()) == 2
+
+
+def test_a_test_takes_no_room_and_leaves_nothing_over(orch: Type, seeds: Seeds) -> None:
+    test = seeds.restore_test(seeds.run(), 100, Outcome.RESTORED)
+    for verb in ("du", "gc", "ls"):
+        done = orch("ckpt", verb, test, "--json")
+        assert (done.code, done.data) == (0, []), verb
+    assert f"{test} is a restore test, and saves nothing" in orch("ckpt", "ls", test).err

@@ -1,0 +1,116 @@
+"""Restore tests as a user types them: read-only, killed in the middle, and of a user's own program."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.user import ONE_NODE, User
+
+pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
+
+PROGRAM = """
+import os, pathlib
+folder = pathlib.Path("out")
+folder.mkdir(exist_ok=True)
+if os.environ["RANK"] == "0":
+    (folder / "checkpoint-7").mkdir()
+    (folder / "checkpoint-7" / "weights.bin").write_bytes(b"w" * 1000)
+"""
+RESTORE = """
+import os, pathlib, sys
+weights = pathlib.Path(os.environ["ORCH_CHECKPOINT"]) / "weights.bin"
+assert weights.read_bytes() == b"w" * 1000, os.environ["ORCH_CHECKPOINT_STEP"]
+try:
+    weights.write_bytes(b"x")
+except OSError:
+    sys.exit(0)
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[User, str]]:
+    """A run that has ended, for tests that leave it as it is."""
+    someone = User(tmp_path_factory.mktemp("trained"), "local")
+    run = someone.submit("tiny-gpt", *ONE_NODE, "train.steps=12", "checkpoint.keep=9")["run"]
+    assert someone.wait(run) == 0
+    yield someone, run
+    someone.leave()
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, int, int]]:
+    found = {}
+    for place, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            status = os.stat(os.path.join(place, name))
+            found[os.path.join(place, name)] = (status.st_size, status.st_mtime_ns, status.st_ino)
+    return found
+
+
+def read_only(user: User, run: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """`orch WORDS`, and all that it starts, where the run's folder cannot be written to."""
+    folder = str(user.run_dir(run).path)
+    shield = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
+    program = [sys.executable, "-P", "-m", "orchestrator.cli.main", *words]
+    return subprocess.run(
+        ["unshare", "-rm", "sh", "-c", shield, folder, *program],
+        env=user.environment, cwd=user.folder, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+
+
+def test_it_needs_no_write_to_the_run_that_it_tests(trained: tuple[User, str]) -> None:
+    user, run = trained
+    user.run("controller", "stop")
+    folder = user.run_dir(run).path
+    if read_only(user, run, "status").returncode:
+        pytest.skip("no namespace of one's own here: needs unshare -rm")
+    before = snapshot(folder)
+    done = read_only(user, run, "ckpt", "restore-test", f"{run}@8", "--layout", "1", "--wait")
+    user.run("controller", "stop")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "RESTORED" in done.stdout
+    assert snapshot(folder) == before
+
+
+def test_killed_in_the_middle_it_has_no_verdict(trained: tuple[User, str]) -> None:
+    user, run = trained
+    (begun,) = user.ask("ckpt", "restore-test", f"{run}@4", "--steps", "8")
+    (rank, *_) = user.until(lambda: user.processes("orch-rank-"), 60, "a rank of the test", every=0.02)
+    rank.send_signal(signal.SIGKILL)
+
+    def verdict() -> dict[str, Any] | None:
+        (newest, *_) = user.ask("restore-tests", "history", run)
+        return newest if newest["verdict"] else None
+
+    found = user.until(verdict, 90, "an end of the test", every=0.5)
+    assert (found["test"], found["verdict"]) == (begun["test"], "NOT_FINISHED"), found
+    rows = {row["step"]: row for row in user.ask("ckpt", "ls", run)}
+    assert rows[4]["trust"] == "COMMITTED"
+    assert not rows[4]["pinned"]
+    assert len(user.show(begun["test"])["attempts"]) == 1
+
+
+def test_a_users_own_program_restores_its_checkpoint(tmp_path: Path) -> None:
+    user = User(tmp_path, "local")
+    (tmp_path / "train.py").write_text(PROGRAM)
+    (tmp_path / "restore.py").write_text(RESTORE)
+    settings = ["checkpoints.path=out", "cluster.nodes=1", "cluster.ranks_per_node=1"]
+    try:
+        run = user.submit(
+            "torchrun-script", "command=[python, train.py]", "restore_tests.command=[python, restore.py]", *settings
+        )["run"]  # fmt: skip
+        assert user.wait(run) == 0
+        user.until(lambda: user.ask("ckpt", "ls", run), 30, "its checkpoint")
+        done = user.run("ckpt", "restore-test", run, "--wait", "--json")
+        weights = tmp_path / "out" / "checkpoint-7" / "weights.bin"
+        shielded = shutil.which("unshare") and '"read_only":true' in done.stdout
+        # Where nothing can keep the program from writing, its digests show that it did.
+        assert (done.returncode, weights.read_bytes()[:1]) == ((0, b"w") if shielded else (7, b"x")), done.stdout
+    finally:
+        user.leave()

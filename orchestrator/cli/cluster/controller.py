@@ -132,7 +132,10 @@ def stop(screen: Screen) -> None:
 @click.option("--remove", is_flag=True, help="Remove the line.")
 @click.pass_obj
 def install(screen: Screen, via: str, every: int, only_print: bool, remove: bool) -> None:
-    """Let cron (or Slurm's scrontab) run `orch controller tick`, so that runs survive a reboot of the login node."""
+    """Let cron (or Slurm's scrontab) run `orch controller tick`, so that runs survive a reboot of the login node.
+
+    Restore tests that are due begin by it too, as `restore_tests` of each run's configuration says.
+    """
     from orchestrator.cli.cluster import crontab
 
     lines = crontab.lines(via, every)

@@ -1,33 +1,38 @@
-"""The user's crontab or scrontab: read it, and replace the two lines that are ours."""
+"""The user's crontab or scrontab: read it, and replace the lines that are ours."""
 
 import os
 import shlex
 import shutil
 import subprocess
 import sys
+from string import Template
 
+from orchestrator.config.presets import folder
 from orchestrator.errors import Precondition, SlurmUnreachable
 from orchestrator.home import registry_path, state_home
 
 MARK = "# orch controller:"
 LOG = "controller-tick.log"
+TEMPLATE, OPTIONS = "controller.scrontab", "#SCRON"
+"""The file of `sbatch_templates/` that has our lines, and how those begin that are for Slurm alone."""
 TIMEOUT = 30.0
 
 
 def lines(via: str, every: int) -> list[str]:
     """Our lines: a mark by which they are found again, for scrontab its options, and the command."""
-    minute = "*" if every == 1 else f"*/{every}"
     words = [sys.executable, "-P", "-m", "orchestrator.cli.main", "controller", "tick", "--quiet"]
     registry = str(registry_path().absolute())
     places = {"ORCH_HOME": str(state_home().resolve()), "ORCH_REGISTRY": registry, **_search_paths()}
     variables = [f"{name}={shlex.quote(value)}" for name, value in places.items()]
-    command = " ".join(["umask 077;", *variables, shlex.join(words)])
-    log = shlex.quote(str(state_home().resolve() / LOG))
-    options = ["#SCRON --time=00:10:00", "#SCRON --job-name=orch-controller", f"#SCRON --output={log}"]
-    mark = f"{MARK} keeps the runs of {registry} going; written by `orch controller install`"
+    filled = Template((folder("sbatch_templates") / TEMPLATE).read_text()).substitute(
+        mark=f"{MARK} keeps runs going and begins restore tests; {registry}; written by `orch controller install`",
+        minute="*" if every == 1 else f"*/{every}",
+        command=" ".join(["umask 077;", *variables, shlex.join(words)]),
+        log=shlex.quote(str(state_home().resolve() / LOG)),
+    )
+    wanted = [line for line in filled.splitlines() if via == "scrontab" or not line.startswith(OPTIONS)]
     # In a crontab a bare per cent sign ends the command.
-    entry = f"{minute} * * * * {command} >>{log} 2>&1".replace("%", "\\%")
-    return [mark, *(options if via == "scrontab" else []), entry]
+    return [*wanted[:-1], wanted[-1].replace("%", "\\%")]
 
 
 def _search_paths() -> dict[str, str]:
@@ -62,7 +67,7 @@ def without(table: list[str]) -> list[str]:
     for line in table:
         if line.startswith(MARK):
             ours = True
-        elif ours and not line.startswith("#SCRON"):
+        elif ours and not line.startswith(OPTIONS):
             ours = False
         elif not ours:
             kept.append(line)

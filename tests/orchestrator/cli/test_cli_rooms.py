@@ -211,9 +211,32 @@ def test_install_writes_its_line_once_and_keeps_what_is_there(orch: Type, tables
 def test_install_into_scrontab_brings_its_options(orch: Type, home: Path, tables: Path) -> None:
     assert orch("controller", "install", "--via", "scrontab").code == 0
     text = (tables / "scrontab.table").read_text()
-    assert "#SCRON --time" in text
+    mark, *options, entry = text.splitlines()
+    assert (mark.startswith(crontab.MARK), str(home / "registry.db") in mark) == (True, True)
+    log = home / "controller-tick.log"
+    assert options == ["#SCRON --job-name=orch-controller", "#SCRON --time=00:10:00", f"#SCRON --output={log}"]
+    assert entry.startswith("* * * * * umask 077; ORCH_HOME=")
+    assert entry.endswith(f" -m orchestrator.cli.main controller tick --quiet >>{log} 2>&1")
     assert (home / "controller-tick.log").stat().st_mode & 0o077 == 0
     assert crontab.without(text.splitlines()) == []
+
+
+def test_cron_gets_no_options_of_slurm_and_no_bare_per_cent_sign(
+    orch: Type, tables: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strange = tables / "100%$HOME"
+    strange.mkdir()
+    monkeypatch.setenv("PATH", f"{os.environ['PATH']}:{strange}")
+    mark, entry = orch("controller", "install", "--via", "cron", "--print").out.splitlines()
+    assert mark.startswith(crontab.MARK)
+    assert "/100\\%$HOME'" in entry
+
+
+def test_the_lines_of_scrontab_are_no_template_of_a_job(orch: Type) -> None:
+    for name in ("controller", "controller.scrontab"):
+        refused = orch("submit", "tiny-gpt", f"cluster.templates=[{name}]", "cluster.kind=slurm", "--print-sbatch")
+        assert (refused.code, "no template" in refused.err) == (2, True)
+        assert "controller" not in refused.err.partition("there are")[2]
 
 
 @pytest.mark.parametrize("via", ["cron", "scrontab"])

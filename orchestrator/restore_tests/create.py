@@ -27,6 +27,8 @@ from trainer.contract.run_dir import RunDir
 
 LONGEST = "30"
 """Time limit of a test in Slurm's notation, unless the run's is shorter or `restore_tests.cluster.time` says so."""
+LOW_PRIORITY = 10000
+"""sbatch's `--nice` of a test: behind everybody's jobs, and anybody may ask for it."""
 NAME_ROOM = 48
 
 
@@ -132,6 +134,7 @@ def _composed(saved_with: dict[str, Any], run: Run, settings: RestoreTestsConfig
     data = recompose(saved_with, []).data
     data = {**copy.deepcopy(data), **with_layout(data, asked.layout)}
     data["name"] = f"{run.name[:NAME_ROOM]}-test"
+    data["cluster"]["sbatch"] = {"nice": LOW_PRIORITY, **data["cluster"]["sbatch"]}
     data["cluster"] |= {"time": _time(data["cluster"]["time"]), **_known(settings.cluster)}
     if asked.kind:
         data["cluster"]["kind"] = asked.kind

@@ -49,6 +49,7 @@ def test_a_tick_tests_what_is_due_on_another_world_size(lab: SlurmLab, user: Use
     job = user.show(test["test"])["attempts"][0]["job_id"]
     asked = lab.ask("sacct", "-n", "-X", "-P", "-j", job, "-o", "Partition,NNodes,State").stdout.strip()
     assert asked == "high|1|COMPLETED"
+    assert "--nice=10000" in next(user.run_dir(test["test"]).attempt(1).submission.glob("*.sh")).read_text()
     assert user.run("controller", "tick").returncode == 0
     assert len(history_of(user, run)) == 1, "once after success"
     assert user.ask("ckpt", "ls", run)[0]["trust"] == "RESTORED"

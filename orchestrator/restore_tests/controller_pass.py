@@ -151,7 +151,9 @@ class RestoreTests:
             run = self.store.run(due.run)
             row = next(row for row in self.store.checkpoints(due.run) if row.name == due.checkpoint)
             try:
-                test = begin_test(self.store, self.files, run, Asked(checkpoint=row, layout=due.layout, forced=force), now)
+                test = begin_test(
+                    self.store, self.files, run, Asked(checkpoint=row, layout=due.layout, forced=force), now
+                )
             except (Fenced, RegistryError):
                 raise
             except (OrchError, OSError, ValueError) as error:

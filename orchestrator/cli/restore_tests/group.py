@@ -14,7 +14,7 @@ from orchestrator.home import registry_path
 
 @click.group("restore-tests", cls=Noun)
 def restore_tests() -> None:
-    """List restore tests, say which are due, and begin those.
+    """List restore tests of checkpoints, and which are due.
 
     `restore_tests` in a run's configuration says how often its checkpoints are restored, and on which layouts.
     """

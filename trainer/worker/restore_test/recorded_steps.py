@@ -8,11 +8,14 @@ from typing import Any
 
 from checkpointing.storage.durable import number, read_json
 from trainer.contract.config import config_digest
+from trainer.contract.events import EventKind, read_events
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 COMPARED = ("loss", "grad_norm", "lr")
 
-EXACT = {"loss": 0.0, "grad_norm": 0.0}
+OTHER_SOFTWARE = "other_software"
+"""Key of a recorded step that was trained with other versions, another device or another number of threads."""
+
 BOUNDS = {
     "float32": {"loss": 1e-6, "grad_norm": 1e-4},
     "bfloat16": {"loss": 3e-4, "grad_norm": 3e-2},
@@ -36,19 +39,34 @@ class Comparison:
     largest: float = 0.0
 
 
-def recorded_steps(run: RunDir, steps: Collection[int], digest: str) -> dict[int, list[dict[str, float]]]:
+def recorded_steps(
+    run: RunDir, steps: Collection[int], digest: str, saved_by: int = 0
+) -> dict[int, list[dict[str, float]]]:
     """What the run's attempts with the config `digest` have recorded of these steps, every repetition of them.
 
-    What a finished run has computed of the step after its last one is among them. Raises OSError.
+    What a finished run has computed of the step after its last one is among them. Steps that were trained with other
+    software than attempt `saved_by` had carry the key OTHER_SOFTWARE. Raises OSError.
     """
     found: dict[int, list[dict[str, float]]] = {step: [] for step in steps}
+    other = False
     for attempt in run.all_attempts():
+        other = other or _changed_software(attempt, saved_by)
         if digest and config_digest(run.config_of(attempt.number)) != digest:
             continue  # another learning rate, or other code: its steps say nothing
         for line in (*_lines(attempt.metrics, steps), *_probes(attempt)):
             if line.get("step") in found:
-                found[line["step"]].append({name: number(line[name]) for name in COMPARED if name in line})
+                values = {name: number(line[name]) for name in COMPARED if name in line}
+                found[line["step"]].append({**values, **({OTHER_SOFTWARE: 1.0} if other else {})})
     return found
+
+
+def _changed_software(attempt: AttemptDir, saved_by: int) -> bool:
+    """Whether the attempt went on from a checkpoint that was made with other software, after `saved_by` had begun."""
+    if attempt.number < saved_by or not attempt.events.is_dir():
+        return False
+    events = [event for path in sorted(attempt.events.glob("ranks-*.jsonl")) for event in read_events(path)[0]]
+    changed = [event for event in events if event.kind == EventKind.CHECKPOINT_SOFTWARE]
+    return any(attempt.number > saved_by or event.generation > 1 for event in changed)
 
 
 def _lines(path: Path, steps: Collection[int]) -> Iterator[dict[str, Any]]:
@@ -79,10 +97,13 @@ def compare(
     mine: Mapping[int, Mapping[str, float]],
     recorded: Mapping[int, Sequence[Mapping[str, float]]],
     bounds: Mapping[str, float],
+    *,
+    exact: bool,
 ) -> Comparison:
-    """Hold the test's steps to the run's own, bit for bit with `EXACT`. Pure.
+    """Hold the test's steps to the run's own: bit for bit if `exact` and the run's had the same software. Pure.
 
-    A run may have trained a step more than once: one repetition that agrees is enough.
+    `bounds` are those of the first step on anything else. A run may have trained a step more than once: one repetition
+    that agrees is enough.
     """
     compared, largest, first = 0, 0.0, min(mine, default=0)
     for step, values in sorted(mine.items()):
@@ -91,7 +112,10 @@ def compare(
             continue
         compared += 1
         allowed = {name: bound * (step - first + 1) for name, bound in bounds.items()}
-        judged = [_disagreement(step, values, other, allowed) for other in known]
+        judged = [
+            _disagreement(step, values, other, {} if exact and OTHER_SOFTWARE not in other else allowed)
+            for other in known
+        ]
         if all(words for words, _ in judged):
             return Comparison(compared=compared, difference=judged[-1][0], largest=max(size for _, size in judged))
         largest = max(largest, min(size for words, size in judged if not words))

@@ -1,0 +1,101 @@
+"""A restore test's steps are held to what the run has recorded: which of it, and how closely."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpointing.storage.durable import canonical, dump_line
+from trainer.contract.config import config_digest
+from trainer.contract.events import EventKind, EventLog
+from trainer.contract.run_dir import RunDir
+from trainer.worker.restore_test.recorded_steps import BOUNDS, compare, recorded_steps
+
+TIGHT = BOUNDS["float32"]
+STEP = {"loss": 2.0, "grad_norm": 1.0, "lr": 0.1}
+
+
+def test_equal_bits_agree_and_others_do_not() -> None:
+    nearly = {**STEP, "loss": 2.0000000000000004}
+    assert compare({7: STEP}, {7: [STEP]}, TIGHT, exact=True).difference == ""
+    found = compare({7: nearly}, {7: [STEP]}, TIGHT, exact=True)
+    assert found.difference == "loss of step 7 is 2.0000000000000004, the run had 2.0"
+    assert compare({7: nearly}, {7: [STEP]}, TIGHT, exact=False).difference == ""
+
+
+def test_one_repetition_that_agrees_is_enough() -> None:
+    other = {**STEP, "loss": 9.0}
+    assert compare({7: STEP}, {7: [other, STEP]}, TIGHT, exact=True).difference == ""
+    assert compare({7: STEP}, {7: [other, other]}, TIGHT, exact=True).difference
+
+
+def test_differences_may_grow_with_the_steps() -> None:
+    def off(by: float) -> dict[str, float]:
+        return {**STEP, "loss": STEP["loss"] * (1 + by)}
+
+    mine, run = {7: STEP, 8: STEP, 9: off(2.5e-6)}, {step: [STEP] for step in (7, 8, 9)}
+    found = compare(mine, run, TIGHT, exact=False)
+    assert (found.difference, found.compared) == ("", 3)
+    assert found.largest == pytest.approx(2.5e-6, rel=1e-3)
+    assert compare({7: off(2.5e-6)}, run, TIGHT, exact=False).difference
+
+
+def test_the_learning_rate_is_equal_or_wrong() -> None:
+    wrong = {**STEP, "lr": 0.1 * (1 + 1e-9)}
+    assert "lr of step 7" in compare({7: wrong}, {7: [STEP]}, BOUNDS["bfloat16"], exact=False).difference
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_no_number_agrees_with_nothing(bad: float) -> None:
+    assert compare({7: {**STEP, "loss": bad}}, {7: [STEP]}, BOUNDS["bfloat16"], exact=False).difference
+
+
+def test_a_step_that_the_run_has_not_trained_is_not_compared() -> None:
+    assert compare({7: STEP, 8: STEP}, {7: [STEP], 8: []}, TIGHT, exact=True).compared == 1
+
+
+def line(step: int, loss: float, **more: Any) -> bytes:
+    return (dump_line({"step": step, "loss": loss, "grad_norm": 1.0, "lr": 0.1, **more}) + "\n").encode()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    made = RunDir(tmp_path / "r-1")
+    made.make()
+    made.config.write_bytes(canonical({"train": {"lr": 0.1}}))
+    for number in (1, 2):
+        made.attempt(number).make()
+        made.attempt(number).metrics.write_bytes(line(7, float(number)) + line(70, 5.0) + b'{"step":7,"lo')
+    return made
+
+
+def losses(run: RunDir, **more: Any) -> list[float]:
+    return [values["loss"] for values in recorded_steps(run, [7], config_digest(run.config), **more)[7]]
+
+
+def test_every_repetition_is_read_and_a_torn_line_left_out(run: RunDir) -> None:
+    assert losses(run) == [1.0, 2.0]
+
+
+def test_an_attempt_with_another_config_says_nothing(run: RunDir) -> None:
+    run.attempt(2).config.write_bytes(canonical({"train": {"lr": 0.2}}))
+    assert losses(run) == [1.0]
+
+
+def test_the_probe_of_a_finished_run_counts_as_a_step(run: RunDir) -> None:
+    run.attempt(2).final.write_text(json.dumps({"probe": {"step": 7, "loss": 3.0, "grad_norm": 1.0, "lr": 0.1}}))
+    assert losses(run) == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(("saved_by", "generation", "other"), [(1, 1, [2]), (2, 1, []), (2, 2, [2]), (1, 2, [2])])
+def test_steps_of_other_software_are_marked(run: RunDir, saved_by: int, generation: int, other: list[int]) -> None:
+    """What attempt 2 began with is nothing that it changed after it had saved."""
+    log = EventLog(run.attempt(2).rank_events("n0"), "rank-00000", 2)
+    log.generation = generation
+    log.write(EventKind.CHECKPOINT_SOFTWARE, step=3, changes={"torch": ["2.12", "2.13"]})
+    log.close()
+    found = recorded_steps(run, [7], config_digest(run.config), saved_by)[7]
+    assert [int(values["loss"]) for values in found if "other_software" in values] == other
+    nearly = {**STEP, "loss": 2.0 * (1 + 1e-9)}
+    assert bool(compare({7: nearly}, {7: found[1:]}, TIGHT, exact=True).difference) is not bool(other)

@@ -1,11 +1,12 @@
 """What must fit together in a whole config, beyond the type and range of each value."""
 
+import difflib
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from orchestrator.config import keys
-from orchestrator.config.run_config import RunConfig
+from orchestrator.config.run_config import ClusterConfig, RunConfig
 from orchestrator.errors import ConfigError
 from trainer.contract.config import WorkloadConfig
 
@@ -56,6 +57,7 @@ def _complaints(config: RunConfig) -> Iterator[Complaint]:
     yield from _names(config)
     yield from _program(config)
     yield from _sizes(config)
+    yield from _restore_tests(config)
     if not config.command:
         yield from _batch(config)
     if not config.command and config.workload.target == BUILT_IN:
@@ -91,6 +93,20 @@ def _program(config: RunConfig) -> Iterator[Complaint]:
     for folder in config.workload.path:
         if not Path(folder).is_dir():
             yield f"workload.path: no folder {folder}", "workload.path=[/absolute/folder]"
+
+
+def _restore_tests(config: RunConfig) -> Iterator[Complaint]:
+    known = keys.section(ClusterConfig)
+    for key in config.restore_tests.cluster:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean restore_tests.cluster.{near[0]}?" if near else f"one of {', '.join(known)}"
+            yield f"restore_tests.cluster.{key}: `cluster` has no such key", hint
+    if config.restore_tests.command and not config.command:
+        yield (
+            "restore_tests.command: is for a run of a `command` of yours; orch restores the state of a workload itself",
+            "~restore_tests.command",
+        )
 
 
 def _sizes(config: RunConfig) -> Iterator[Complaint]:

@@ -73,11 +73,16 @@ def require_there(order: RestoreTest, storage: Storage) -> None:
 
 def _config(order: RestoreTest) -> JobConfig | None:
     """The config that the checkpoint was saved with; None when the run's folder cannot be read here."""
-    parts = parse_name(order.checkpoint)
     try:
-        return load(RunDir(Path(order.run_dir)), parts.attempt if parts else 0)
+        return load(RunDir(Path(order.run_dir)), saving_attempt(order))
     except (OSError, ValueError):
         return None
+
+
+def saving_attempt(order: RestoreTest) -> int:
+    """The attempt of the run that saved the checkpoint; 0 for one that the run began with."""
+    parts = parse_name(order.checkpoint)
+    return parts.attempt if parts is not None and order.config_digest else 0
 
 
 def _report(order: RestoreTest, storage: Storage, config: JobConfig | None) -> Report:

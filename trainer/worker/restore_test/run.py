@@ -13,7 +13,6 @@ from checkpointing.engine.ranks.failure import Failed, result_or_failed
 from checkpointing.engine.ranks.group import World
 from checkpointing.engine.restore.read_only import ReadOnlyCheckpoint
 from checkpointing.errors import NothingVerifies
-from checkpointing.format.commit import parse_name
 from checkpointing.storage.backends import storage_at
 from checkpointing.storage.durable import dump_line
 from trainer.contract.config import JobConfig
@@ -24,7 +23,7 @@ from trainer.contract.rank_messages import RankSpec
 from trainer.contract.restore_test import Outcome, RestoreTest, RestoreVerdict
 from trainer.contract.run_dir import AttemptDir, RunDir
 from trainer.worker.reporting.metrics import Journal
-from trainer.worker.restore_test.examination import examine, require_there
+from trainer.worker.restore_test.examination import examine, require_there, saving_attempt
 from trainer.worker.restore_test.recorded_steps import BOUNDS, compare, recorded_steps
 from trainer.worker.saved_state.checkpoint_contents import shared_tensors
 from trainer.worker.saved_state.train_state import TrainState
@@ -136,12 +135,10 @@ class RestoreTestRun:
         """Hold the steps to those of the run: rank 0 has both."""
         order, mine = self._order, self._journal.steps
         exact = order.same_layout and not self._software
-        bounds, parts = BOUNDS[self._config.train.dtype], parse_name(order.checkpoint)
+        bounds = BOUNDS[self._config.train.dtype]
 
         def judged() -> dict[str, Any]:
-            known = recorded_steps(
-                RunDir(Path(order.run_dir)), mine, order.config_digest, parts.attempt if parts else 0
-            )
+            known = recorded_steps(RunDir(Path(order.run_dir)), mine, order.config_digest, saving_attempt(order))
             found = compare(mine, known, bounds, exact=exact)
             evidence = {
                 "compared": found.compared, "exact": exact, "bounds": bounds, "largest_difference": found.largest,

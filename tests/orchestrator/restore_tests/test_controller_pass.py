@@ -217,3 +217,12 @@ def test_the_record_of_a_test_keeps_its_row(desk: Desk) -> None:
     assert json.loads(record.encode())["restore_test"]["checkpoint"] == desk.checkpoint(300).name
     assert record_of(desk.store, "r-1").checkpoints[0].manifest == "f" * 32
     assert replace(record_of(desk.store, "r-1")).restore_test is None
+
+
+def test_a_controller_that_was_paused_begins_nothing_again(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    """It has found the test due before its successor began it."""
+    stale = desk.tests.due(NOW)
+    desk.passes()
+    desk.tests.due = lambda now, *, force=False: stale  # type: ignore[method-assign]
+    assert desk.passes() == []
+    assert "a restore test of r-1 is under way" in caplog.text

@@ -54,5 +54,5 @@ def test_a_wrong_verdict_is_named(tests: list[RestoreTest], words: str) -> None:
 
 def test_a_verdict_is_shown_with_the_time_of_a_restart() -> None:
     line = verdict_line(ended(10, "RESTORED", "3 steps agree", rto_seconds=2.34))
-    assert line == "RESTORED   step 10 on 1 rank: 3 steps agree; 2.3 s from the start of the job to the first step"
+    assert line == "RESTORED   step 10 on 1 rank, first step after 2.3 s: 3 steps agree"
     assert verdict_line(ended(30, "CORRUPT", "digest differs")) == "CORRUPT    step 30 on 1 rank: digest differs"

@@ -123,10 +123,10 @@ def flip_bit(checkpoint: Path, step: int) -> FlippedBit:
 
 
 def verdict_line(test: RestoreTest) -> str:
-    """One test in a line: the verdict, why, and how long a restart on this layout would take."""
+    """One test in a line: the verdict, how long a restart on this layout would take, and why."""
     rto = test.evidence.get("rto_seconds")
-    took = f"; {rto:.1f} s from the start of the job to the first step" if isinstance(rto, float) else ""
-    return f"{test.verdict:<9}  step {test.step} on {_ranks(test.layout)}: {test.reason}{took}"
+    took = f", first step after {rto:.1f} s" if isinstance(rto, float) else ""
+    return f"{test.verdict:<9}  step {test.step} on {_ranks(test.layout)}{took}: {test.reason}"
 
 
 def _ranks(layout: str) -> str:

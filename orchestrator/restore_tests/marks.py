@@ -9,7 +9,8 @@ from pathlib import Path
 from checkpointing.format.commit import parse_name
 from checkpointing.retention.pins import pin, read_pins, unpin
 from checkpointing.storage.backends import LocalStorage, storage_at
-from checkpointing.verification.verdicts import RESTORE_TESTED, Verdict, manifest_of, record
+from checkpointing.tiers.catalog import Catalog
+from checkpointing.verification.verdicts import RESTORE_TESTED, Verdict, forget, manifest_of, record
 from orchestrator.registry.records import RestoreTest, Run
 from trainer.contract.restore_test import Outcome
 from trainer.contract.run_dir import RunDir
@@ -37,7 +38,7 @@ def release(run: Run, test: RestoreTest) -> None:
 
 
 def write_verdict(run: Run, test: RestoreTest, place: str, outcome: Outcome, reason: str, now: float) -> None:
-    """Beside the checkpoints, where retention reads it; raises OSError."""
+    """Beside the checkpoints, where retention reads it, in place of those on copies that are gone; raises OSError."""
     if outcome not in (Outcome.RESTORED, Outcome.CORRUPT) or not _is_ours(test):
         return
     good = outcome is Outcome.RESTORED
@@ -46,6 +47,7 @@ def write_verdict(run: Run, test: RestoreTest, place: str, outcome: Outcome, rea
         ok=good, level=RESTORE_TESTED, at=now, reason="" if good else reason,
     )  # fmt: skip
     record(_own(run), found)
+    forget(_own(run), place, Catalog(place).names())
 
 
 def _is_ours(test: RestoreTest) -> bool:

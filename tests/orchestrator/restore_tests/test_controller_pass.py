@@ -52,6 +52,7 @@ class Desk:
         self.store.move_attempt(self.name, 1, AttemptState.RUNNING, "", **stamp, started_at=NOW - 900)
         for step in (100, 200, 300):
             self.store.put_checkpoint(self.checkpoint(step), epoch=self.epoch)
+            Path(self.checkpoint(step).path).mkdir()
         self.store.move_attempt(self.name, 1, AttemptState.ENDED, "", **stamp, ended_at=NOW - 10)
         self.store.move_run(self.name, RunState.SUCCEEDED, "", **stamp)
 

@@ -47,9 +47,11 @@ class Subject:
         shutil.copytree(self.folder(step), target)
         return target
 
-    def begin(self, folder: Path, layout: str = "same", **order: Any) -> Run:
-        """A run that is to restore the checkpoint in `folder`."""
-        world, parallel = LAYOUTS[layout]
+    def begin(
+        self, folder: Path, layout: str = "same", world: int = 0, parallel: dict[str, int] | None = None, **order: Any
+    ) -> Run:
+        """A run that is to restore the checkpoint in `folder`, on a layout of LAYOUTS or on its own."""
+        world, parallel = (world, parallel or {}) if world else LAYOUTS[layout]
         config = json.loads(self.source.dir.config.read_text())
         config["cluster"] = {**config["cluster"], "ranks_per_node": world}
         config["parallel"] = parallel

@@ -89,9 +89,10 @@ def due(screen: Screen) -> None:
 @click.option("--force", is_flag=True, help="Whatever schedule and budget say.")
 @click.pass_obj
 def run(screen: Screen, only_due: bool, force: bool) -> int:
-    """Begin the tests that are due, in one pass of a controller from here; do nothing beside a live one.
+    """Begin the tests that are due, in one pass of a controller from here.
 
-    With --force the next test of every run begins.
+    A controller that lives begins what is due by itself. With --force the next test of every run is due now; as many
+    begin as `restore_tests.max_parallel` allows.
     """
     from orchestrator.controller import service
     from orchestrator.scheduler.available_schedulers import kinds
@@ -99,12 +100,16 @@ def run(screen: Screen, only_due: bool, force: bool) -> int:
     reports = {kind: service.tick_once(registry_path(), kind, force_tests=force) for kind in kinds()}
     lines = [line for report in reports.values() if report is not None for line in report.actions]
     if screen.json:
-        screen.data("restore-tests.run", {"acted": any(reports.values()), "actions": lines})
+        screen.data(
+            "restore-tests.run",
+            {"acted": sorted(kind for kind, report in reports.items() if report is not None), "actions": lines},
+        )
         return 0
     for line in lines:
         screen.say(line)
-    if not any(report is not None for report in reports.values()):
-        screen.note("another controller holds the lease and begins what is due by itself")
-    elif not lines:
+    for kind, report in reports.items():
+        if report is None:
+            screen.note(f"{kind}: a controller lives, and begins what is due by itself")
+    if not lines and all(report is not None for report in reports.values()):
         screen.note("nothing is due: orch restore-tests due says what is next")
     return 0

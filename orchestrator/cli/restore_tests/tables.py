@@ -49,6 +49,14 @@ _TIMES = (
 )
 
 
+def _rounded(value: Any, digits: int) -> float | None:
+    return round(value, digits) if isinstance(value, (int, float)) else None
+
+
+def _rate(value: float | None) -> str:
+    return f"{size(value)}/s" if value else ""
+
+
 def show_tests(screen: Screen, tests: Sequence[RestoreTest], *, with_run: bool = True) -> None:
     """One line for each test."""
     now = time.time()
@@ -56,8 +64,8 @@ def show_tests(screen: Screen, tests: Sequence[RestoreTest], *, with_run: bool =
         {
             "run": test.run, "step": test.step, "layout": test.layout, "verdict": test.verdict or "under way",
             "age": now - (test.ended_at or test.begun_at), "at": iso(test.ended_at or test.begun_at),
-            "rto": test.evidence.get("rto_seconds"), "rate": test.evidence.get("bytes_per_second"),
-            "compared": test.evidence.get("compared"), "test": test.test, "reason": test.reason,
+            "rto": _rounded(test.evidence.get("rto_seconds"), 2),
+            "rate": _rounded(test.evidence.get("bytes_per_second"), 0), "compared": test.evidence.get("compared"), "test": test.test, "reason": test.reason,
         }
         for test in tests
     ]  # fmt: skip
@@ -68,7 +76,7 @@ def show_tests(screen: Screen, tests: Sequence[RestoreTest], *, with_run: bool =
         Column("VERDICT", "verdict"),
         Column("AGE", "age", span) if screen.terminal else Column("AT", "at"),
         Column("RTO", "rto", span, right=True),
-        Column("RATE", "rate", size, right=True, drop_order=2),
+        Column("RATE", "rate", _rate, right=True, drop_order=2),
         Column("STEPS", "compared", right=True, drop_order=1),
         Column("TEST", "test", drop_order=3),
         Column("WHY", "reason"),

@@ -167,7 +167,8 @@ class RestoreTestRun:
                 "other_software": self._software, "first_step_at": self._journal.first_step_at,
             }  # fmt: skip
             how = "bit for bit" if exact else f"within {bounds['loss']:g} of its loss"
-            same = f"{found.compared} steps agree with the run's own {how}"
+            steps = "1 step agrees" if found.compared == 1 else f"{found.compared} steps agree"
+            same = f"{steps} with the run's own {how}"
             none = "the run has recorded no step after it to compare with"
             return {"difference": found.difference, "same": same if found.compared else none, "evidence": evidence}
 
@@ -175,7 +176,8 @@ class RestoreTestRun:
         self._evidence |= told["evidence"]
         if told["difference"]:
             return RestoreVerdict(outcome=Outcome.SUSPECT, reason=told["difference"], evidence=self._evidence)
-        reason = f"restored on {self._ranks.size} ranks; {told['same']}"
+        ranks = "1 rank" if self._ranks.size == 1 else f"{self._ranks.size} ranks"
+        reason = f"restored on {ranks}; {told['same']}"
         return RestoreVerdict(outcome=Outcome.RESTORED, reason=reason, evidence=self._evidence)
 
     def _concluded(self, verdict: RestoreVerdict) -> ExitCode:

@@ -65,7 +65,8 @@ def show_tests(screen: Screen, tests: Sequence[RestoreTest], *, with_run: bool =
             "run": test.run, "step": test.step, "layout": test.layout, "verdict": test.verdict or "under way",
             "age": now - (test.ended_at or test.begun_at), "at": iso(test.ended_at or test.begun_at),
             "rto": _rounded(test.evidence.get("rto_seconds"), 2),
-            "rate": _rounded(test.evidence.get("bytes_per_second"), 0), "compared": test.evidence.get("compared"), "test": test.test, "reason": test.reason,
+            "rate": _rounded(test.evidence.get("bytes_per_second"), 0),
+            "compared": test.evidence.get("compared"), "test": test.test, "reason": test.reason,
         }
         for test in tests
     ]  # fmt: skip

@@ -61,7 +61,8 @@ TRANSITIONS: dict[type[StrEnum], dict[StrEnum, frozenset[StrEnum]]] = {
         Trust.COMMITTED: frozenset({Trust.VERIFIED, Trust.RESTORED, Trust.SUSPECT, Trust.CORRUPT, Trust.DELETED}),
         Trust.VERIFIED: frozenset({Trust.RESTORED, Trust.SUSPECT, Trust.CORRUPT, Trust.DELETED}),
         Trust.RESTORED: frozenset({Trust.SUSPECT, Trust.CORRUPT, Trust.DELETED}),
-        Trust.SUSPECT: frozenset({Trust.VERIFIED, Trust.CORRUPT, Trust.DELETED}),
+        # RESTORED: by a restore test that takes back what one has said before.
+        Trust.SUSPECT: frozenset({Trust.VERIFIED, Trust.RESTORED, Trust.CORRUPT, Trust.DELETED}),
         # Restoring verifies every byte: there is a good copy by then, or the file can be read again.
         Trust.CORRUPT: frozenset({Trust.RESTORED, Trust.DELETED}),
         Trust.DELETED: frozenset(),

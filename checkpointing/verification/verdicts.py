@@ -58,6 +58,13 @@ def _says_more(earlier: Verdict, verdict: Verdict) -> bool:
     return earlier.ok and verdict.ok and earlier.manifest == verdict.manifest and earlier.level > verdict.level
 
 
+def withdraw(storage: Storage, name: str, place: str) -> None:
+    """Take away a good verdict on a copy that is doubted now; a bad one stays. Raises OSError."""
+    known = _read(storage, _file(name, place).rpartition("/")[2])
+    if known is not None and known.ok:
+        storage.delete(_file(name, place))
+
+
 def forget(storage: Storage, place: str, present: Iterable[str]) -> None:
     """Take away the verdicts on copies that `place` has no more; raises OSError."""
     there = set(present)

@@ -7,7 +7,8 @@ from typing import Any
 
 OFF, NIGHTLY = "off", "nightly"
 SAME = "same"
-_INTERVAL = re.compile(r"(\d+)([mhd])")
+_INTERVAL = re.compile(r"(\d{1,9})([mhd])", re.ASCII)
+_LONGEST = 10 * 365 * 86400.0
 _SECONDS = {"m": 60.0, "h": 3600.0, "d": 86400.0}
 _LAYOUT = re.compile(rf"{SAME}|[1-9]\d*(x[1-9]\d*)?")
 SAMPLES = ("unproven", "newest", "oldest", "random")
@@ -44,7 +45,7 @@ class RestoreTestsConfig:
     """Restore tests of all runs that may be under way together."""
 
     cluster: dict[str, Any] = field(default_factory=dict)
-    """Keys of `cluster` that are others for the tests (`partition`, `qos`, `time`, `mem`)."""
+    """Keys of `cluster` that are others for the tests (`partition`, `qos`, `time`, `mem`); not its size: `layouts`."""
 
     command: tuple[str, ...] = ()
     """For a run of a `command`: the program that restores $ORCH_CHECKPOINT; exit code 0 is a pass."""
@@ -52,6 +53,8 @@ class RestoreTestsConfig:
     def __post_init__(self) -> None:
         if self.sample not in SAMPLES:
             raise ValueError(f"restore_tests.sample={self.sample}: must be one of {', '.join(SAMPLES)}")
+        if len(set(self.layouts)) < len(self.layouts):
+            raise ValueError("restore_tests.layouts: one of them is named twice")
         for layout in self.layouts:
             if not _LAYOUT.fullmatch(layout):
                 raise ValueError(f"restore_tests.layouts: {layout}: must be same, a number of ranks, or NODESxRANKS")
@@ -75,14 +78,14 @@ def is_schedule(every: str) -> bool:
     """Whether the text is one that `restore_tests.every` may have."""
     if every in (OFF, NIGHTLY):
         return True
-    found = _INTERVAL.fullmatch(every)
-    return int(found[1]) > 0 if found else _is_cron(every)
+    seconds = interval_seconds(every)
+    return 0 < seconds <= _LONGEST if seconds is not None else _is_cron(every)
 
 
 def interval_seconds(every: str) -> float | None:
     """The seconds of an interval; None for any other schedule."""
     found = _INTERVAL.fullmatch(every)
-    return int(found[1]) * _SECONDS[found[2]] if found else None
+    return float(int(found[1]) * _SECONDS[found[2]]) if found else None
 
 
 def _is_cron(every: str) -> bool:

@@ -95,10 +95,18 @@ def _program(config: RunConfig) -> Iterator[Complaint]:
             yield f"workload.path: no folder {folder}", "workload.path=[/absolute/folder]"
 
 
+_OF_THE_LAYOUT = frozenset({"nodes", "ranks_per_node", "spare_nodes", "kind", "root"})
+
+
 def _restore_tests(config: RunConfig) -> Iterator[Complaint]:
     known = keys.section(ClusterConfig)
     for key in config.restore_tests.cluster:
-        if key not in known:
+        if key in _OF_THE_LAYOUT:
+            yield (
+                f"restore_tests.cluster.{key}: the layout of a test is not set here",
+                "restore_tests.layouts=[2x4] is two nodes with four ranks each; a test runs where its run does",
+            )
+        elif key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean restore_tests.cluster.{near[0]}?" if near else f"one of {', '.join(known)}"
             yield f"restore_tests.cluster.{key}: `cluster` has no such key", hint

@@ -192,7 +192,9 @@ def _controller(store_path: Path, kind: str, key: str) -> Iterator[Controller]:
 
 
 def _restore_tests(controller: Controller) -> RestoreTests:
-    return RestoreTests(controller.store, controller.files, controller.domain.has)
+    return RestoreTests(
+        controller.store, controller.files, controller.domain.has, controller.actor.renew_lease_if_due
+    )  # fmt: skip
 
 
 def tick_once(

@@ -7,6 +7,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
+from checkpointing.config import CheckpointConfig
 from checkpointing.format.commit import parse_name
 from orchestrator.config.compose import Composed, recompose
 from orchestrator.config.restore_tests_config import OFF, SAME, RestoreTestsConfig
@@ -20,6 +21,8 @@ from orchestrator.scheduler.available_schedulers import resolve
 from orchestrator.scheduler.job_environment import Submitter
 from orchestrator.scheduler.sbatch_values import minutes
 from orchestrator.scheduler.scheduler_instance import instance_of
+from orchestrator.submission.resume_contract import Rule, identity_changes
+from orchestrator.submission.resume_request import current_identity
 from trainer.agent.user_command import restore_program
 from trainer.contract import restore_test
 from trainer.contract.config import build
@@ -45,33 +48,66 @@ class Asked:
     forced: bool = False
 
 
-def create_test(store: Store, run: Run, asked: Asked, now: float) -> RestoreTest:
-    """Write the run that carries the test out; the next pass of a controller launches it.
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """What a test will be: its config, where its checkpoint lies, and which attempt saved that."""
 
-    Raises ConfigError for a layout that the run cannot have, Precondition for a checkpoint that no job can reach.
-    """
+    composed: Composed
+    settings: RestoreTestsConfig
+    config: RunConfig  # of the tested run
+    place: str
+    saved_digest: str
+    saved_by_run: bool
+
+
+def check_test(store: Store, run: Run, asked: Asked) -> None:
+    """Raise what `create_test` would raise, and write nothing."""
+    _plan(store, run, asked)
+
+
+def _plan(store: Store, run: Run, asked: Asked) -> _Plan:
     saved_by = _attempt(store, run, asked.checkpoint)
-    saved_digest = saved_by.config_digest if saved_by else run.config_digest
     config = build(RunConfig, store.config(run.config_digest))
     assert isinstance(config, RunConfig)
     settings = config.restore_tests
-    place = place_of(store, run, config, asked.checkpoint, settings.tier if asked.tier is None else asked.tier)
-    composed = _composed(store.config(saved_digest), run, settings, asked)
+    # What the run began with is what its first attempt has trained from.
+    first = run.config_digest if config.command else store.attempt(run.name, 1).config_digest or run.config_digest
+    saved_digest = saved_by.config_digest if saved_by else first
+    return _Plan(
+        composed=_composed(store.config(saved_digest), run, settings, asked),
+        settings=settings,
+        config=config,
+        place=place_of(store, run, config, asked.checkpoint, settings.tier if asked.tier is None else asked.tier),
+        saved_digest=saved_digest,
+        saved_by_run=saved_by is not None,
+    )
+
+
+def create_test(store: Store, run: Run, asked: Asked, now: float) -> RestoreTest:
+    """Write the run that carries the test out; the next pass of a controller launches it.
+
+    Raises ConfigError for a layout that the run cannot have, Precondition for a checkpoint that no job can reach, or,
+    of tests that nobody has asked for, beside another one of the run.
+    """
+    plan = _plan(store, run, asked)
     kind = resolve(asked.kind or run.cluster)
     order = restore_test.RestoreTest(
         run=run.name,
         run_dir=run.run_dir,
-        place=place,
+        place=plan.place,
         checkpoint=asked.checkpoint.name,
         step=asked.checkpoint.step,
         layout=asked.layout,
         same_layout=asked.layout == SAME,
-        level=settings.level if asked.level is None else asked.level,
-        steps=settings.steps if asked.steps is None else asked.steps,
+        level=plan.settings.level if asked.level is None else asked.level,
+        steps=plan.settings.steps if asked.steps is None else asked.steps,
         manifest=asked.checkpoint.manifest,
-        config_digest=saved_digest if saved_by else "",
+        config_digest=plan.saved_digest if plan.saved_by_run else "",
+        steps_digest=plan.saved_digest,
+        differs=_differs(run, plan.config),
     )
     identity = {key: value for key, value in run.identity.items() if key != "imported"}
+    composed = plan.composed
     new = NewRun(
         slug=composed.config.name,
         cluster=kind,
@@ -98,10 +134,22 @@ def create_test(store: Store, run: Run, asked: Asked, now: float) -> RestoreTest
     return store.together(written)
 
 
+def _differs(run: Run, config: RunConfig) -> tuple[str, ...]:
+    """What is not as it was when the run was submitted, and changes what is computed: code, packages."""
+    changes = identity_changes(run.identity, current_identity(run, config))
+    return tuple(change.key for change in changes if change.term.rule is not Rule.HARMLESS)
+
+
+def shared_paths(run: Run, config: RunConfig | None) -> list[str]:
+    """The tiers that every node sees; without a config the run's own folder. Raises as `resolve_tiers`."""
+    folder = RunDir(Path(run.run_dir))
+    return [place.path for place in shared_places(config.checkpoint if config else CheckpointConfig(), folder)]
+
+
 def place_of(store: Store, run: Run, config: RunConfig, checkpoint: Checkpoint, tier: str) -> str:
     """The folder or URL that holds the copy to be tested; raises Precondition when every node cannot see one."""
     folder = RunDir(Path(run.run_dir))
-    shared = [place.path for place in shared_places(config.checkpoint, folder)]
+    shared = shared_paths(run, config)
     home = checkpoint.tier or str(folder.checkpoints)
     copies = [copy_.tier for copy_ in store.copies(run.name) if copy_.name == checkpoint.name]
     seen = [place for place in (home, *copies) if place in shared or config.command]

@@ -1,6 +1,6 @@
 """PURE: which restore test of a run is due, why, and what keeps it from being begun."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime
 from random import Random
@@ -55,21 +55,16 @@ def next_test(facts: RunFacts, now: float, rng: Random) -> Due | None:
     asked = facts.config.restore_tests
     if asked.every == OFF or not facts.checkpoints or any(test.ended_at is None for test in facts.tests):
         return None
-    found = (
-        _after_a_bad_one(facts) or _after_success(facts, now) or _other_layouts(facts) or _scheduled(facts, now, rng)
-    )
+    older = _after_a_bad_one(facts)
+    found = older or _after_success(facts, now) or _other_layouts(facts) or _scheduled(facts, now, rng)
     if found is None:
         return None
     found = _postponed(facts, found)
-    if asked.command or not facts.config.command:
-        return replace(found, refused=_over_budget(facts, found, now)) if found.at <= now else found
-    return replace(found, refused="the program is the user's own: restore_tests.command says how to test it")
-
-
-def under_the_limit(due: Sequence[Due], going_on: int, most: int) -> list[Due]:
-    """Those that may begin now beside the tests that are under way, the longest due first."""
-    ready = sorted((one for one in due if not one.refused), key=lambda one: (one.at, one.run))
-    return ready[: max(0, most - going_on)]
+    if facts.config.command and not asked.command:
+        return replace(found, refused="the program is the user's own: restore_tests.command says how to test it")
+    if older is not None or found.at > now:
+        return found  # an older one whatever it costs: nobody knows how far back is good
+    return replace(found, refused=_over_budget(facts, found, now))
 
 
 def trained_seconds(attempts: Iterable[Attempt], now: float) -> float:
@@ -83,6 +78,12 @@ def trained_seconds(attempts: Iterable[Attempt], now: float) -> float:
 
 def _proven(facts: RunFacts) -> set[tuple[str, str]]:
     return {(test.checkpoint, test.layout) for test in facts.tests if test.verdict == Outcome.RESTORED}
+
+
+def _found_bad(facts: RunFacts) -> set[str]:
+    """Checkpoints whose newest verdict is a bad one: only a person has them tested again."""
+    newest = {test.checkpoint: test.verdict for test in facts.tests if test.verdict != Outcome.NOT_FINISHED}
+    return {name for name, verdict in newest.items() if verdict in _FOUND_BAD}
 
 
 def _lacking(facts: RunFacts, checkpoint: Checkpoint) -> str:
@@ -107,7 +108,7 @@ def _after_a_bad_one(facts: RunFacts) -> Due | None:
     if last is None or last.verdict not in _FOUND_BAD or last.ended_at is None:
         return None
     for checkpoint in facts.checkpoints:
-        if checkpoint.step < last.step and checkpoint.trust not in _NO:
+        if checkpoint.step < last.step and checkpoint.trust not in _NO and checkpoint.name not in _found_bad(facts):
             if not any(name == checkpoint.name for name, _ in _proven(facts)):
                 layout = last.layout if last.layout in facts.config.restore_tests.layouts else ""
                 layout = layout or facts.config.restore_tests.layouts[0]
@@ -118,10 +119,11 @@ def _after_a_bad_one(facts: RunFacts) -> Due | None:
 
 def _after_success(facts: RunFacts, now: float) -> Due | None:
     """The last checkpoint of a run that has succeeded, once."""
-    if facts.run.state is not RunState.SUCCEEDED or facts.checkpoints[0].trust in _NO:
+    newest = facts.checkpoints[0]
+    if facts.run.state is not RunState.SUCCEEDED or newest.trust in _NO or newest.name in _found_bad(facts):
         return None
-    layout = _lacking(facts, facts.checkpoints[0])
-    return _due(facts, facts.checkpoints[0], layout, "the run has succeeded", facts.run.updated_at) if layout else None
+    layout = _lacking(facts, newest)
+    return _due(facts, newest, layout, "the run has succeeded", facts.run.updated_at) if layout else None
 
 
 def _other_layouts(facts: RunFacts) -> Due | None:
@@ -165,7 +167,8 @@ def cron_time(expression: str, after: float) -> float | None:
 
 
 def _sampled(facts: RunFacts, rng: Random) -> Checkpoint | None:
-    good = [checkpoint for checkpoint in facts.checkpoints if checkpoint.trust not in _NO]
+    bad = _found_bad(facts)
+    good = [one for one in facts.checkpoints if one.trust not in _NO and one.name not in bad]
     sample = facts.config.restore_tests.sample
     if not good:
         return None
@@ -186,7 +189,7 @@ def _postponed(facts: RunFacts, due: Due) -> Due:
     if not in_a_row:
         return due
     last = facts.tests[-1]
-    pause = min(MOST_PAUSE, AGAIN_AFTER * 2 ** (in_a_row - 1))
+    pause = min(MOST_PAUSE, AGAIN_AFTER * 2 ** min(in_a_row - 1, 10))
     why = f"{due.why}; the last {in_a_row} not finished" if in_a_row > 1 else f"{due.why}; the last was not finished"
     return replace(due, at=max(due.at, (last.ended_at or last.begun_at) + pause), why=why)
 

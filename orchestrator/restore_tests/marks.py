@@ -3,14 +3,16 @@
 The test itself writes nothing there.
 """
 
+import errno
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 from checkpointing.format.commit import parse_name
 from checkpointing.retention.pins import pin, read_pins, unpin
 from checkpointing.storage.backends import LocalStorage, storage_at
 from checkpointing.tiers.catalog import Catalog
-from checkpointing.verification.verdicts import RESTORE_TESTED, Verdict, forget, manifest_of, record
+from checkpointing.verification.verdicts import RESTORE_TESTED, Verdict, forget, manifest_of, record, withdraw
 from orchestrator.registry.records import RestoreTest, Run
 from trainer.contract.restore_test import Outcome
 from trainer.contract.run_dir import RunDir
@@ -27,19 +29,20 @@ def hold(run: Run, test: RestoreTest) -> None:
         pin(storage, test.checkpoint, f"{_NOTE} {test.test}", time.time())
 
 
-def release(run: Run, test: RestoreTest) -> None:
-    """Take the pin away again, unless a person has pinned the checkpoint; raises OSError."""
-    if not _is_ours(test):
-        return
+def release(run: Run, checkpoint: str, tests: Collection[str]) -> None:
+    """Take the pin of one of these tests away again; a person's stays, whatever its note says. Raises OSError."""
     storage = _own(run)
-    held = read_pins(storage).get(test.checkpoint)
-    if held is not None and held.note.startswith(f"{_NOTE} "):
-        unpin(storage, test.checkpoint)
+    held = read_pins(storage).get(checkpoint)
+    if held is not None and held.note in {f"{_NOTE} {test}" for test in tests}:
+        unpin(storage, checkpoint)
 
 
 def write_verdict(run: Run, test: RestoreTest, place: str, outcome: Outcome, reason: str, now: float) -> None:
     """Beside the checkpoints, where retention reads it, in place of those on copies that are gone; raises OSError."""
-    if outcome not in (Outcome.RESTORED, Outcome.CORRUPT) or not _is_ours(test):
+    if outcome is Outcome.NOT_FINISHED or not _is_ours(test):
+        return
+    if outcome is Outcome.SUSPECT:  # its bytes are good: it only is no proven one any more
+        withdraw(_own(run), test.checkpoint, place)
         return
     good = outcome is Outcome.RESTORED
     found = Verdict(
@@ -56,4 +59,8 @@ def _is_ours(test: RestoreTest) -> bool:
 
 
 def _own(run: Run) -> LocalStorage:
-    return LocalStorage(RunDir(Path(run.run_dir)).checkpoints)
+    """Raises FileNotFoundError where the run's folder is away: it must not be made anew."""
+    folder = RunDir(Path(run.run_dir)).checkpoints
+    if not folder.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "the run's folder is not there", str(folder))
+    return LocalStorage(folder)

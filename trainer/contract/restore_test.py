@@ -26,7 +26,7 @@ class RestoreTest:
     """The checkpoint that a run is to restore instead of training on, and how far it is to go.
 
     `manifest` is the digest that the registry kept at commit, `config_digest` that of the config it was saved with;
-    either is empty when nobody knows.
+    either is empty when nobody knows. `steps_digest` is that of the config that the run's next steps were trained with.
     """
 
     run: str
@@ -40,6 +40,8 @@ class RestoreTest:
     steps: int = 3
     manifest: str = ""
     config_digest: str = ""
+    steps_digest: str = ""
+    differs: tuple[str, ...] = ()  # identity fields (code.user, env.torch) that are others than the run's
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,9 +39,12 @@ def restore_test(
     """
     from orchestrator.controller.run_dirs.bounded_files import DirectFiles
     from orchestrator.restore_tests.controller_pass import begin_test
-    from orchestrator.restore_tests.create import Asked
+    from orchestrator.restore_tests.create import Asked, check_test
     from orchestrator.scheduler.available_schedulers import resolve
 
+    if wait_ and no_controller:
+        what = "--wait needs a controller that sees the test through"
+        raise ConfigError(what, where="--no-controller", hint="leave one of the two out")
     with open_store() as store:
         run = _run(target)
         row = _checkpoint(screen, store, run, target)
@@ -53,8 +56,11 @@ def restore_test(
             Asked(checkpoint=row, layout=each, steps=steps, level=level, tier=tier, kind=kind, forced=True)
             for each in wanted
         ]
+        for each in asked:
+            check_test(store, run, each)  # all of them, before the first one begins
         begun = [begin_test(store, DirectFiles(), run, each, time.time()) for each in asked]
-        wake_controller(screen, resolve(kind or run.cluster), no_controller=no_controller)
+        for cluster in sorted({resolve(kind or run.cluster), run.cluster}):  # its verdict is its run's matter
+            wake_controller(screen, cluster, no_controller=no_controller)
         if wait_:
             begun = _awaited(screen, store, begun)
         if screen.json:
@@ -113,7 +119,7 @@ def _of_a_program(run: Run, rows: list[Checkpoint], target: str) -> Checkpoint:
 def _layouts(words: str) -> list[str]:
     from orchestrator.config.restore_tests_config import RestoreTestsConfig
 
-    found = [word.strip() for word in words.split(",") if word.strip()]
+    found = list(dict.fromkeys(word.strip() for word in words.split(",") if word.strip()))
     try:
         RestoreTestsConfig(layouts=tuple(found) or ("same",))
     except ValueError as error:

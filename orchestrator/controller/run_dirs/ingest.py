@@ -246,6 +246,9 @@ def _restored(writer: _EventWriter) -> None:
         writer.note(resumed_from=step)
     if writer.data.get("tier") == MEMORY:
         return  # its bytes on the disk were not looked at
+    known = writer.known()
+    if known is not None and known.trust is Trust.SUSPECT:
+        return  # it was loaded because nothing else was left
     writer.trust(Trust.RESTORED, f"attempt {writer.attempt} resumed from it")
 
 

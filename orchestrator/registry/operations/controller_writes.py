@@ -192,8 +192,8 @@ class ControllerWrites(StoreOperations):
         self, connection: Connection, test: str, verdict: str, reason: str, evidence: dict[str, Any], *,
         epoch: int, now: float,
     ) -> None:  # fmt: skip
-        """Write down how a restore test ended; the first verdict stays."""
-        fence(connection, epoch, test)
+        """Write down how a restore test ended; the first verdict stays. The tested run's controller may write it."""
+        fence(connection, epoch)
         wanted = (RestoreTestRow.test == test) & RestoreTestRow.ended_at.is_(None)
         values = {"verdict": verdict, "reason": reason, "evidence": evidence, "ended_at": now}
         connection.execute(update(RestoreTestRow).where(wanted).values(**values))

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from orchestrator.controller import service
+from orchestrator.controller import rotated_log, service
 from orchestrator.controller.leasing.lease import Holder, host_name, this_process
 from orchestrator.controller.leasing.observed_since import Clock
 from orchestrator.controller.reconciler.reconcile import Controller
@@ -402,7 +402,7 @@ def test_a_full_disk_costs_the_controller_log_lines_and_no_descriptors(tmp_path:
 
     monkeypatch.setattr(LogFile, "write", refuse)
     monkeypatch.setattr(logging, "raiseExceptions", False)
-    log, before = service._RotatedLog(tmp_path / "controller.log"), len(os.listdir("/proc/self/fd"))
+    log, before = rotated_log.RotatedLog(tmp_path / "controller.log"), len(os.listdir("/proc/self/fd"))
     for _ in range(10):
         log.emit(logging.makeLogRecord({"msg": "a pass"}))
     assert len(os.listdir("/proc/self/fd")) == before

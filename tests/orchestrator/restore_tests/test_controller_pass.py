@@ -19,6 +19,7 @@ from orchestrator.registry.store import Store
 from orchestrator.restore_tests.controller_pass import RestoreTests, begin_test
 from orchestrator.restore_tests.create import Asked
 from orchestrator.states import AttemptState, RunState, Trust
+from orchestrator.submission.run_identity import code
 from trainer.contract.events import EventKind
 from trainer.contract.run_dir import RunDir
 
@@ -37,15 +38,20 @@ class Desk:
         assert lease is not None
         self.epoch = lease.epoch
         self.tests = RestoreTests(self.store, DirectFiles(), lambda run: True)
-        settings = [f"cluster.root={self.root}", "cluster.kind=local", "restore_tests.budget=1000000", *overrides]
+        self.overrides = overrides
+        self.name = self.add_run()
+
+    def add_run(self, data: dict[str, Any] | None = None) -> str:
+        """One more run that has succeeded; tests from then on are about it."""
+        settings = [f"cluster.root={self.root}", "cluster.kind=local", "restore_tests.budget=1000000", *self.overrides]
         self.composed = compose("tiny-gpt", settings)
-        digest = self.store.put_config(self.composed.data)
+        config = self.composed.config
         new = NewRun(
-            slug="r", cluster="local", root=self.root, config_digest=digest, total_steps=300, identity={"code": {}},
-            scheduler="local@here",
+            slug="r", cluster="local", root=self.root, config_digest=self.store.put_config(data or self.composed.data),
+            total_steps=300, identity={"code": code(config), "submit_dir": str(self.root)}, scheduler="local@here",
         )  # fmt: skip
-        run, _ = self.store.create_run(new, now=NOW - 1000, nonce=NONCE)
-        self.name = run.name
+        run, _ = self.store.create_run(new, now=NOW - 1000, nonce=NONCE[:6] + f"{len(self.store.runs()):02d}")
+        self.name, self.nonce = run.name, self.store.attempt(run.name, 1).nonce
         RunDir(Path(run.run_dir)).make()
         stamp = self.stamp(NOW - 10)
         self.store.move_attempt(self.name, 1, AttemptState.SUBMITTED, "", **stamp)
@@ -55,6 +61,7 @@ class Desk:
             Path(self.checkpoint(step).path).mkdir()
         self.store.move_attempt(self.name, 1, AttemptState.ENDED, "", **stamp, ended_at=NOW - 10)
         self.store.move_run(self.name, RunState.SUCCEEDED, "", **stamp)
+        return self.name
 
     def stamp(self, now: float = NOW) -> dict[str, Any]:
         return {"epoch": self.epoch, "now": now}
@@ -68,7 +75,7 @@ class Desk:
         return RunDir(self.root / self.name)
 
     def checkpoint(self, step: int) -> Checkpoint:
-        name = f"step-{step:08d}.001-{NONCE}"
+        name = f"step-{step:08d}.001-{self.nonce}"
         return Checkpoint(
             run=self.name, name=name, step=step, attempt=1, trust=Trust.COMMITTED, bytes=10,
             path=f"{self.folder.checkpoints}/{name}", committed_at=NOW - 500, manifest="f" * 32,
@@ -84,7 +91,9 @@ class Desk:
         (test,) = self.store.restore_tests(going_on=True)
         return test
 
-    def end(self, test: RestoreTest, verdict: str = "", reason: str = "why", **evidence: Any) -> None:
+    def end(
+        self, test: RestoreTest, verdict: str = "", reason: str = "why", state: RunState | None = None, **evidence: Any
+    ) -> None:
         """Let the test's run end as a job lets it, with this verdict."""
         if verdict:
             told = {"place": str(self.folder.checkpoints), **evidence}
@@ -93,9 +102,8 @@ class Desk:
                 time=NOW, data={"verdict": verdict, "reason": reason, "evidence": told},
             )  # fmt: skip
             self.store.put_notice(notice, epoch=self.epoch)
-        self.store.move_run(
-            test.test, RunState.SUCCEEDED if verdict else RunState.FAILED, "how it ended", **self.stamp()
-        )
+        state = state or (RunState.SUCCEEDED if verdict else RunState.FAILED)
+        self.store.move_run(test.test, state, "how it ended", **self.stamp())
 
 
 @pytest.fixture
@@ -163,12 +171,11 @@ def test_without_a_verdict_nothing_is_known(desk: Desk) -> None:
 
 def test_a_pin_of_a_person_stays(desk: Desk) -> None:
     storage, name = LocalStorage(desk.folder.checkpoints), desk.checkpoint(300).name
-    pin(storage, name, "for the paper", NOW)
+    pin(storage, name, "restore test showed it is good", NOW)
     desk.passes()
-    assert read_pins(storage)[name].note == "for the paper"
     desk.end(desk.under_way(), "RESTORED")
     desk.passes()
-    assert read_pins(storage)[name].note == "for the paper"
+    assert read_pins(storage)[name].note == "restore test showed it is good"
 
 
 def test_the_verdict_on_a_copy_says_nothing_of_the_one_at_home(desk: Desk) -> None:
@@ -193,10 +200,106 @@ def test_of_several_ranks_the_one_that_failed_decides(desk: Desk) -> None:
     assert (ended.verdict, ended.reason) == ("SUSPECT", "rank 1")
 
 
-def test_a_layout_that_the_run_cannot_have_begins_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_layout_that_the_run_cannot_have_begins_nothing_and_takes_nobodys_place(tmp_path: Path) -> None:
     desk = Desk(tmp_path, "restore_tests.layouts=[3]", "train.batch_size=16")
     assert desk.passes() == []
-    assert "train.batch_size=16: must be a multiple of the 3 data-parallel ranks" in caplog.text
+    (due,) = desk.tests.due(NOW)
+    assert "train.batch_size=16: must be a multiple of the 3 data-parallel ranks" in due.refused
+    first, desk.overrides = desk.name, ()
+    desk.add_run()
+    assert desk.passes() == [
+        f"{desk.name}-test-1: restore test of step 300 of {desk.name} on same: the run has succeeded"
+    ]
+    assert desk.store.restore_tests(first) == []
+    desk.store.close()
+
+
+def test_a_config_of_another_version_costs_only_its_own_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    desk = Desk(tmp_path)
+    data = {**desk.composed.data, "restore_tests": {**desk.composed.data["restore_tests"], "every": "5 minutes"}}
+    odd = desk.add_run(data)
+    begun = desk.passes()
+    assert [line.partition(":")[0] for line in begun] == ["r-1-test-1"]
+    assert f"{odd}: it cannot be said when a restore test of it is due" in caplog.text
+    desk.store.close()
+
+
+@pytest.mark.parametrize(("started", "hours", "late"), [(False, 0.9, False), (False, 1.1, True), (True, 1.6, True)])
+def test_a_test_that_takes_too_long_is_given_up(desk: Desk, started: bool, hours: float, late: bool) -> None:
+    desk.passes()
+    test = desk.under_way()
+    if started:
+        desk.store.move_attempt(test.test, 1, AttemptState.SUBMITTED, "", **desk.stamp())
+        desk.store.move_attempt(test.test, 1, AttemptState.RUNNING, "", **desk.stamp(), started_at=NOW)
+    assert bool(desk.passes(NOW + 3600 * hours)) is late
+    (row,) = desk.store.restore_tests("r-1")
+    assert row.verdict == ("NOT_FINISHED" if late else "")
+    assert [ask.verb for ask in desk.store.user_requests() if ask.run == test.test] == (["cancel"] if late else [])
+
+
+def test_a_pass_of_one_rank_counts_only_when_all_ranks_are_done(desk: Desk) -> None:
+    desk.passes()
+    test = desk.under_way()
+    desk.end(test, "RESTORED", state=RunState.FAILED)
+    desk.passes()
+    (row,) = desk.store.restore_tests("r-1")
+    assert (row.verdict, row.reason) == ("NOT_FINISHED", "how it ended")
+    assert desk.trust(300) is Trust.COMMITTED
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_pass_takes_back_what_a_test_has_doubted_and_nothing_else(desk: Desk, ours: bool) -> None:
+    desk.passes()
+    if ours:
+        desk.end(desk.under_way(), "SUSPECT")
+        desk.passes()
+        desk.end(desk.under_way(), "RESTORED")
+        desk.passes()
+        begin_test(desk.store, DirectFiles(), desk.run, Asked(checkpoint=desk.checkpoint(300), forced=True), NOW)
+    else:
+        why = "the same failure came twice after loading it"
+        desk.store.trust(desk.name, desk.checkpoint(300).name, Trust.SUSPECT, why, **desk.stamp())
+    desk.end(desk.under_way(), "RESTORED")
+    desk.passes()
+    assert desk.trust(300) is (Trust.RESTORED if ours else Trust.SUSPECT)
+
+
+def test_the_verdict_is_written_by_the_controller_of_the_tested_run(desk: Desk) -> None:
+    desk.passes()
+    test = desk.under_way()
+    desk.end(test, "CORRUPT")
+    desk.tests.owns = lambda run: run.name == test.test
+    assert desk.passes() == []
+    desk.tests.owns = lambda run: run.name == desk.name
+    assert "CORRUPT" in desk.passes()[0]
+    assert desk.trust(300) is Trust.CORRUPT
+
+
+def test_a_pin_whose_folder_was_away_is_taken_when_it_is_back(desk: Desk) -> None:
+    desk.passes()
+    away = desk.folder.path.rename(desk.root / "away")
+    desk.end(desk.under_way(), "RESTORED")
+    desk.passes()
+    away.rename(desk.folder.path)
+    assert read_pins(LocalStorage(desk.folder.checkpoints))
+    desk.passes(NOW + 60)
+    assert not read_pins(LocalStorage(desk.folder.checkpoints))
+
+
+def test_code_that_was_changed_since_is_told_to_the_test(tmp_path: Path) -> None:
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "mine.py").write_text("class Mine: pass")
+    desk = Desk(tmp_path, f"workload.path=[{code}]", "workload.target=mine:Mine")
+    desk.passes()
+    differs = desk.store.run(desk.under_way().test).identity["restore_test"]["differs"]
+    assert differs == []
+    desk.end(desk.under_way())
+    desk.passes()
+    (code / "mine.py").write_text("class Mine: other = 1")
+    asked = Asked(checkpoint=desk.checkpoint(200), forced=True)
+    test = begin_test(desk.store, DirectFiles(), desk.run, asked, NOW)
+    assert desk.store.run(test.test).identity["restore_test"]["differs"] == ["code.user"]
     desk.store.close()
 
 

@@ -10,7 +10,7 @@ import pytest
 from orchestrator.config.restore_tests_config import RestoreTestsConfig
 from orchestrator.config.run_config import ClusterConfig, RunConfig
 from orchestrator.registry.records import Attempt, Checkpoint, RestoreTest, Run
-from orchestrator.restore_tests.due import AGAIN_AFTER, Due, RunFacts, cron_time, next_test, under_the_limit
+from orchestrator.restore_tests.due import AGAIN_AFTER, Due, RunFacts, cron_time, next_test
 from orchestrator.states import AttemptState, RunState, Trust
 
 NOW = 1_000_000.0
@@ -187,8 +187,24 @@ def test_nightly_and_crontab_lines() -> None:
     assert found.at <= NOW
 
 
-def test_no_more_begin_than_may_be_under_way() -> None:
-    found = [Due(run=f"r-{n}", checkpoint="c", step=1, layout="1", why="", at=float(-n)) for n in range(4)]
-    found[3] = replace(found[3], refused="over the budget")
-    assert [one.run for one in under_the_limit(found, going_on=1, most=3)] == ["r-2", "r-1"]
-    assert under_the_limit(found, going_on=3, most=3) == []
+def test_a_bad_one_is_not_tested_again_and_again() -> None:
+    """As one of another tier, whose trust stays as it is: only a person has it tested again."""
+    bad, older = ended(300, "SUSPECT", ago=300), ended(200, "RESTORED", ago=200)
+    assert due(facts(state=RunState.SUCCEEDED, budget=10.0, tests=(bad, older))) is None
+    live = due(facts(tests=(bad, replace(older, begun_at=NOW - 9 * DAY))))
+    assert live is not None
+    assert live.step == 100, "the newest that nobody has tested"
+    again = due(facts(state=RunState.SUCCEEDED, budget=10.0, tests=(bad, older, ended(300, "RESTORED", ago=100))))
+    assert again is None
+
+
+def test_how_far_back_is_good_is_worth_more_than_the_budget() -> None:
+    found = due(facts(spent=1e12, tests=(ended(300, "CORRUPT"),)))
+    assert found is not None
+    assert (found.step, found.refused) == (200, "")
+
+
+def test_a_thousand_failures_in_a_row_are_a_pause_of_a_day_at_most() -> None:
+    found = due(facts(tests=tuple(ended(300, "NOT_FINISHED", ago=60.0 + n) for n in range(2000, 0, -1))))
+    assert found is not None
+    assert found.at == pytest.approx(NOW - 61 + DAY)

@@ -53,7 +53,8 @@ def test_every_key_of_a_config_has_a_rule_and_no_other() -> None:
 def test_every_field_of_an_identity_has_a_rule_and_no_other() -> None:
     composed = compose("tiny-gpt")
     data = {"path": "/d", "fingerprint": "f", "tokens": 1, "shards": 1}
-    told = {**identify(composed.config, "slurm", data=data), "host": socket.gethostname(), "imported": {}}
+    later = {"host": socket.gethostname(), "imported": {}, "restore_test": {}}
+    told = {**identify(composed.config, "slurm", data=data), **later}
     fields = {
         f"{name}.{field}" if name in ("code", "env", "data") else name
         for name, value in told.items()

@@ -34,11 +34,14 @@ def main(program: list[str]) -> int:
     shielded = can_shield(checkpoint)
     prefix = ["unshare", "-rm", "sh", "-c", _READ_ONLY, str(checkpoint)] if shielded else []
     code = subprocess.run([*prefix, *program], check=False).returncode
-    if code < 0 or code > 128:  # killed: by whom, the agent knows
-        os.kill(os.getpid(), signal.Signals(-code if code < 0 else code - 128))
-    if code == ExitCode.RETRY:
-        return code
+    if code < 0:  # killed: by whom, the agent knows
+        os.kill(os.getpid(), signal.Signals(-code))
     changed = "" if content(checkpoint) == before else "the program changed the checkpoint"
+    if code == ExitCode.RETRY or (changed and shielded):
+        # What cannot have been this program was somebody else, who still writes: nothing is known.
+        why = f"exit code {code}" if code else "somebody else writes to it"
+        sys.stderr.write(f"orch: nothing was found out: {why}\n")
+        return ExitCode.RETRY
     _report(
         code, changed, {"read_only": shielded, "program_seconds": time.time() - began, "place": str(checkpoint.parent)}
     )

@@ -12,6 +12,8 @@ from trainer.contract.events import EventKind, read_events
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 COMPARED = ("loss", "grad_norm", "lr")
+BOUNDED_STEPS = 5
+"""So many steps are compared where bits may differ: differences grow faster and faster."""
 
 OTHER_SOFTWARE = "other_software"
 """Key of a recorded step that was trained with other versions, another device or another number of threads."""
@@ -52,7 +54,9 @@ def recorded_steps(
     for attempt in run.all_attempts():
         other = other or _changed_software(attempt, saved_by)
         if digest and config_digest(run.config_of(attempt.number)) != digest:
-            continue  # another learning rate, or other code: its steps say nothing
+            if attempt.number > saved_by:
+                break  # another learning rate: neither its steps nor those that go on from it say anything
+            continue
         for line in (*_lines(attempt.metrics, steps), *_probes(attempt)):
             if line.get("step") in found:
                 values = {name: number(line[name]) for name in COMPARED if name in line}
@@ -107,8 +111,9 @@ def compare(
     """
     compared, largest, first = 0, 0.0, min(mine, default=0)
     for step, values in sorted(mine.items()):
+        bitwise = exact and not all(OTHER_SOFTWARE in other for other in recorded.get(step) or ())
         known = recorded.get(step) or []
-        if not known:
+        if not known or (not bitwise and step - first >= BOUNDED_STEPS):
             continue
         compared += 1
         allowed = {name: bound * (step - first + 1) for name, bound in bounds.items()}
@@ -137,9 +142,13 @@ def _disagreement(
     return "", largest
 
 
+TINY = 1e-9
+"""Below it a number counts as zero: relative to nothing, every difference is large."""
+
+
 def relative(one: float, other: float) -> float:
     """The relative difference; 0 for equal bits, infinite where one of them is no number."""
     if one == other or repr(one) == repr(other):
         return 0.0
-    size = abs(one - other) / max(abs(one), abs(other))
+    size = abs(one - other) / max(abs(one), abs(other), TINY)
     return size if size == size else float("inf")

@@ -7,7 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
 from checkpointing.engine.ranks.failure import Failed, result_or_failed
 from checkpointing.engine.ranks.group import World
@@ -28,8 +29,10 @@ from trainer.worker.reporting.metrics import Journal
 from trainer.worker.restore_test.examination import examine, require_there, saving_attempt
 from trainer.worker.restore_test.recorded_steps import BOUNDS, compare, recorded_steps
 from trainer.worker.saved_state.checkpoint_contents import shared_tensors
+from trainer.worker.saved_state.rng_state import pack_rng
 from trainer.worker.saved_state.train_state import TrainState
 from trainer.worker.session import Session, new_train_state, skipped_positions, train_on
+from trainer.worker.train_objects import TrainObjects
 from trainer.worker.training.spikes import BadStep
 from trainer.worker.workload import WorkloadError
 
@@ -78,13 +81,13 @@ class RestoreTestRun:
         self,
         order: RestoreTest,
         config: JobConfig,
-        model: nn.Module,
+        objects: TrainObjects,
         world: World,
         journal: RestoreTestJournal,
         attempt: AttemptDir,
     ) -> None:
         """Create two process groups: collective."""
-        self._order, self._config, self._model = order, config, model
+        self._order, self._config, self._objects = order, config, objects
         self._journal, self._attempt = journal, attempt
         self.source = ComparedCheckpoint(order.place, order.checkpoint, journal.checkpoint, world)
         self._ranks = ranks = world.group()
@@ -108,19 +111,36 @@ class RestoreTestRun:
             return self._concluded(RestoreVerdict(outcome=Outcome.CORRUPT, reason=fault, evidence=self._evidence))
         last = self._order.step + self._order.steps
         finished = self._order.step >= self._config.train.steps
+        before = pack_rng(self._objects.layout.device)
         try:
             code = train(self._order.step + 1 if finished else min(last, self._config.train.steps))
         except BadStep as error:  # on every rank alike
             return self._concluded(RestoreVerdict(outcome=Outcome.SUSPECT, reason=str(error), evidence=self._evidence))
         if code is not ExitCode.FINISHED:
             return code
-        return self._concluded(self._judged())
+        drawn = not torch.equal(before, pack_rng(self._objects.layout.device))
+        return self._concluded(self._judged(self._not_comparable(any(self._ranks.all_gather(drawn)))))
+
+    @property
+    def _exact(self) -> bool:
+        """Whether equal bits are to be expected: the same layout, software and code, and kernels that repeat them."""
+        device, made = self._objects.layout.device, self._objects.workload
+        repeats = device.type == "cpu" or getattr(made, "strictly_deterministic", False)
+        return self._order.same_layout and repeats and not self._software and not self._order.differs
+
+    def _not_comparable(self, drawn: bool) -> str:
+        """Why its steps cannot be held to the run's; `drawn`: random numbers were, which differ between layouts."""
+        if "code.user" in self._order.differs:
+            return "the run's own code (code.user) is not what it was trained with: its steps are not compared"
+        if drawn and not self._order.same_layout:
+            return "it draws random numbers, other ones on another layout: its steps are not compared"
+        return ""
 
     def _examined(self) -> str:
         """Rank 0 reads all of it; the others wait for what it has found."""
 
         def examined() -> dict[str, Any]:
-            found = examine(self._order, storage_at(self._order.place), shared_tensors(self._model))
+            found = examine(self._order, storage_at(self._order.place), shared_tensors(self._objects.model))
             return asdict(found)
 
         found = self._on_leader(examined)
@@ -151,25 +171,25 @@ class RestoreTestRun:
             return f"the model is of step {state.step}, the checkpoint of step {self._order.step}"
         return ""
 
-    def _judged(self) -> RestoreVerdict:
+    def _judged(self, not_comparable: str) -> RestoreVerdict:
         """Hold the steps to those of the run: rank 0 has both."""
-        order, mine = self._order, self._journal.steps
-        exact = order.same_layout and not self._software
+        order, mine, exact = self._order, self._journal.steps, self._exact
         bounds = BOUNDS[self._config.train.dtype]
 
         def judged() -> dict[str, Any]:
-            known = recorded_steps(RunDir(Path(order.run_dir)), mine, order.config_digest, saving_attempt(order))
-            found = compare(mine, known, bounds, exact=exact)
+            known = recorded_steps(RunDir(Path(order.run_dir)), mine, order.steps_digest, saving_attempt(order))
+            found = compare({} if not_comparable else mine, known, bounds, exact=exact)
             evidence = {
                 "compared": found.compared, "exact": exact, "bounds": bounds, "largest_difference": found.largest,
                 "steps": [{"step": step, **values} for step, values in sorted(mine.items())],
                 "run_steps": {str(step): values for step, values in known.items()},
-                "other_software": self._software, "first_step_at": self._journal.first_step_at,
+                "other_software": self._software, "differs": order.differs,
+                "first_step_at": self._journal.first_step_at,
             }  # fmt: skip
             how = "bit for bit" if exact else f"within {bounds['loss']:g} of its loss"
             steps = "1 step agrees" if found.compared == 1 else f"{found.compared} steps agree"
             same = f"{steps} with the run's own {how}"
-            none = "the run has recorded no step after it to compare with"
+            none = not_comparable or "the run has recorded no step after it to compare with"
             return {"difference": found.difference, "same": same if found.compared else none, "evidence": evidence}
 
         told = self._on_leader(judged)
@@ -215,7 +235,7 @@ def carry_out(order: RestoreTest, session: Session) -> ExitCode:
     world = World(
         facts={"size": session.spec.world_size}, key=session.key, leads_node=session.spec.local_rank == 0
     )  # fmt: skip
-    test = RestoreTestRun(order, session.config, session.objects.model, world, journal, session.attempt)
+    test = RestoreTestRun(order, session.config, session.objects, world, journal, session.attempt)
     skip = skipped_positions(session.spec, RunDir(Path(order.run_dir)))
     state = new_train_state(session, journal, skip, test.other_software)
     code = test.run(state, lambda until: train_on(session, state, test.source, journal, token, skip, test_until=until))

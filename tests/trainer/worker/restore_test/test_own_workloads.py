@@ -35,3 +35,27 @@ def test_they_are_restored_bit_for_bit(make_run: Any, tmp_path: Path, optimizer:
     # Data of the user's own may end with the last step: nothing is computed beyond it.
     last = subject.verdict(subject.folder(14), world=world, parallel=over["parallel"])
     assert (last.outcome, last.evidence["compared"]) == (Outcome.RESTORED, 0), last
+
+
+def test_random_numbers_are_the_same_on_the_same_layout_only(make_run: Any, tmp_path: Path) -> None:
+    over = setting("torch.optim:AdamW", 2, kind="Dropping")
+    over["checkpoint"] = {"every": 4, "keep": 9}
+    source = make_run(2, **over)
+    assert source.train()["codes"] == [0, 0], source.log()
+    subject = Subject(source.ranks, source, tmp_path, itertools.count(1))
+    same = subject.verdict(subject.folder(8), world=2, parallel=over["parallel"])
+    assert (same.outcome, same.evidence["compared"], same.evidence["exact"]) == (Outcome.RESTORED, 3, True), same
+    alone = subject.verdict(subject.folder(8), layout="1", world=1)
+    assert (alone.outcome, alone.evidence["compared"]) == (Outcome.RESTORED, 0), alone
+    assert "it draws random numbers, other ones on another layout: its steps are not compared" in alone.reason
+
+
+def test_with_other_code_of_the_users_no_step_is_compared(make_run: Any, tmp_path: Path) -> None:
+    source = make_run(1, train={"steps": 6}, checkpoint={"every": 3, "keep": 9})
+    assert source.train()["codes"] == [0], source.log()
+    subject = Subject(source.ranks, source, tmp_path, itertools.count(1))
+    found = subject.verdict(subject.folder(3), world=1, differs=("code.user",))
+    assert (found.outcome, found.evidence["compared"]) == (Outcome.RESTORED, 0), found
+    assert "code.user" in found.reason
+    other = subject.verdict(subject.folder(3), world=1, differs=("env.torch",))
+    assert (other.outcome, other.evidence["compared"], other.evidence["exact"]) == (Outcome.RESTORED, 3, False), other

@@ -99,3 +99,22 @@ def test_steps_of_other_software_are_marked(run: RunDir, saved_by: int, generati
     assert [int(values["loss"]) for values in found if "other_software" in values] == other
     nearly = {**STEP, "loss": 2.0 * (1 + 1e-9)}
     assert bool(compare({7: nearly}, {7: found[1:]}, TIGHT, exact=True).difference) is not bool(other)
+
+
+def test_what_goes_on_from_another_config_says_nothing_either(run: RunDir) -> None:
+    """The learning rate was changed and changed back: attempt 3 has the config of attempt 1, and other weights."""
+    run.attempt(2).config.write_bytes(canonical({"train": {"lr": 0.2}}))
+    run.attempt(3).make()
+    run.attempt(3).config.write_bytes(canonical({"train": {"lr": 0.1}}))
+    run.attempt(3).metrics.write_bytes(line(7, 3.0))
+    assert losses(run, saved_by=1) == [1.0]
+
+
+def test_only_the_first_steps_are_compared_where_bits_may_differ() -> None:
+    mine, run = {step: STEP for step in range(1, 11)}, {step: [STEP] for step in range(1, 11)}
+    assert compare(mine, run, TIGHT, exact=False).compared == 5
+    assert compare(mine, run, TIGHT, exact=True).compared == 10
+
+
+def test_next_to_nothing_is_nothing() -> None:
+    assert compare({7: {**STEP, "loss": 0.0}}, {7: [{**STEP, "loss": 1e-300}]}, TIGHT, exact=False).difference == ""

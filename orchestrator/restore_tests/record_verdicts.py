@@ -1,0 +1,181 @@
+"""What became of a restore test, once its run has ended: trust, a mark beside the checkpoint, a notice for people."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config.run_config import RunConfig
+from orchestrator.controller.run_dirs.bounded_files import Files, RunDirHangs
+from orchestrator.errors import ConfigError, NotFound
+from orchestrator.registry.records import Attempt, Notice, RestoreTest, Run
+from orchestrator.registry.store import Store
+from orchestrator.restore_tests.due import trained_seconds
+from orchestrator.restore_tests.marks import release, write_verdict
+from orchestrator.scheduler.sbatch_values import minutes
+from orchestrator.states import LIVE_RUNS, RunState, Trust, may_move
+from trainer.contract.config import build
+from trainer.contract.events import EventKind
+from trainer.contract.restore_test import Outcome
+from trainer.contract.run_dir import RunDir
+
+log = logging.getLogger("orch.controller")
+
+HOUR = 3600.0
+START_WITHIN, QUEUE_AT_MOST = HOUR, 24 * HOUR
+"""Seconds after which a test that cannot be submitted, or whose job never starts, is given up."""
+OURS = "restore test "
+"""How the reason begins with which a verdict of ours has changed a checkpoint's trust."""
+_TRUST = {Outcome.RESTORED: Trust.RESTORED, Outcome.SUSPECT: Trust.SUSPECT, Outcome.CORRUPT: Trust.CORRUPT}
+_MARKS = (OSError, RunDirHangs, ImportError, ValueError)
+"""What keeps a mark from being written: a folder that is away, full or hung, a store that cannot be opened here."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a test has found; `evidence` as its job wrote it, with the times that the registry knows."""
+
+    outcome: Outcome
+    reason: str
+    evidence: dict[str, Any]
+
+    @property
+    def place(self) -> str:
+        return str(self.evidence.get("place", ""))
+
+
+@dataclass
+class VerdictRecorder:
+    """Closes restore tests; the controller of the tested run does, so that it may write about it."""
+
+    store: Store
+    files: Files
+    owns: Callable[[Run], bool]
+
+    def ended(self, test: RestoreTest, epoch: int, now: float) -> str:
+        """Close a test whose run has ended, or takes too long; empty while it goes on. Raises Fenced."""
+        run, source = self.store.run(test.test), self._source(test)
+        if not self.owns(source or run):
+            return ""
+        late = self._too_late(run, test, now) if run.state in LIVE_RUNS else ""
+        if run.state in LIVE_RUNS and not late:
+            return ""
+        found = Found(Outcome.NOT_FINISHED, late, {}) if late else self._found(run)
+        found.evidence.update(self._times(test, found.evidence, now))
+        if source is not None:
+            self._mark(source, test, found, now)
+
+        def closed() -> None:
+            self.store.end_restore_test(
+                test.test, found.outcome, found.reason, found.evidence, epoch=epoch, now=now
+            )  # fmt: skip
+            if late:
+                self.store.add_user_request(test.test, "cancel", {"now": True}, now)
+            if source is not None:
+                self._judge(source, test, found, epoch, now)
+
+        self.store.together(closed)
+        return f"{test.test}: step {test.step} of {test.run} on {test.layout}: {found.outcome}, {found.reason}"
+
+    def unpin_ended(self, since: float) -> None:
+        """Take away pins of tests that have ended since then: a folder that was away is back, a full disk has room."""
+        recent = [test for test in self.store.restore_tests(since=since) if test.ended_at is not None]
+        for test in {test.checkpoint: test for test in recent}.values():
+            source = self._source(test)
+            if source is not None and self.owns(source):
+                self._release(source, test)
+
+    def _source(self, test: RestoreTest) -> Run | None:
+        """The tested run; None where this registry has it no more."""
+        try:
+            run = self.store.run(test.run)
+        except NotFound:
+            return None
+        return run if run.name == test.run else None
+
+    def _too_late(self, run: Run, test: RestoreTest, now: float) -> str:
+        """Why a test that has not ended is given up: it would hold up all others."""
+        attempts = self.store.attempts(test.test)
+        started = attempts[-1].started_at
+        if started is not None:
+            limit = 60.0 * self._minutes(run) + HOUR
+            return f"given up after {(now - started) / HOUR:.1f} h: {run.reason}" if now - started > limit else ""
+        age = now - test.begun_at
+        most = START_WITHIN if run.state is RunState.CREATED else QUEUE_AT_MOST
+        return f"not begun within {most / HOUR:.0f} h: {run.reason}" if age > most else ""
+
+    def _minutes(self, run: Run) -> int:
+        try:
+            config = build(RunConfig, self.store.config(run.config_digest))
+            return minutes("cluster.time", config.cluster.time)
+        except (ConfigError, ValueError, TypeError):
+            return 24 * 60
+
+    def _found(self, run: Run) -> Found:
+        told = [notice.data for notice in self.store.notices(run.name) if notice.kind == EventKind.RESTORE_TESTED]
+        if not told:
+            return Found(Outcome.NOT_FINISHED, run.reason, {})
+        # Ranks of a user's own program speak each for themselves: one that failed decides.
+        said = max(told, key=lambda data: data["verdict"] != Outcome.RESTORED)
+        outcome = Outcome(said["verdict"])
+        if outcome is Outcome.RESTORED and run.state is not RunState.SUCCEEDED:
+            return Found(Outcome.NOT_FINISHED, run.reason, dict(said["evidence"]))  # another rank did not get so far
+        return Found(outcome, str(said["reason"]), dict(said["evidence"]))
+
+    def _times(self, test: RestoreTest, evidence: dict[str, Any], now: float) -> dict[str, float]:
+        """Seconds of the job, and from its start to the first step without what a restart would not do."""
+        attempts: list[Attempt] = self.store.attempts(test.test)
+        found = {"seconds": trained_seconds(attempts, now)}
+        first, began = evidence.get("first_step_at"), attempts[-1].started_at
+        if isinstance(first, float) and began is not None:
+            verified = evidence.get("verify_seconds")
+            found["rto_seconds"] = max(0.0, first - began - (verified if isinstance(verified, float) else 0.0))
+        return found
+
+    def _mark(self, source: Run, test: RestoreTest, found: Found, now: float) -> None:
+        """The verdict first: between the two, retention must not think that it is nobody's."""
+        if found.place:
+            try:
+                self.files.call(
+                    Path(source.run_dir),
+                    lambda: write_verdict(source, test, found.place, found.outcome, found.reason, now),
+                )
+            except _MARKS as error:
+                log.warning("%s: no mark beside its checkpoints of what %s found: %s", source.name, test.test, error)
+        self._release(source, test)
+
+    def _release(self, source: Run, test: RestoreTest) -> None:
+        going_on = [one for one in self.store.restore_tests(source.name, going_on=True) if one.test != test.test]
+        if any(one.checkpoint == test.checkpoint for one in going_on):
+            return
+        ours = {one.test for one in self.store.restore_tests(source.name)}
+        try:
+            self.files.call(Path(source.run_dir), lambda: release(source, test.checkpoint, ours))
+        except _MARKS as error:
+            log.warning("%s: the pin of %s stays for now: %s", source.name, test.test, error)
+
+    def _judge(self, source: Run, test: RestoreTest, found: Found, epoch: int, now: float) -> None:
+        known = [row for row in self.store.checkpoints(source.name) if row.name == test.checkpoint]
+        if found.outcome is Outcome.NOT_FINISHED or not known:
+            return
+        row, trust = known[0], _TRUST[found.outcome]
+        why = f"{OURS}{test.test} on {test.layout}: {found.reason}"
+        if found.place == (row.tier or str(RunDir(Path(source.run_dir)).checkpoints)):
+            # Doubts of others, as of a coordinator whose ranks fell after they had loaded it, are not lifted here.
+            doubted = row.trust is Trust.SUSPECT and trust is Trust.RESTORED and not row.reason.startswith(OURS)
+            if row.trust is not trust and may_move(row.trust, trust) and not doubted:
+                self.store.trust(source.name, test.checkpoint, trust, why, epoch=epoch, now=now)
+        elif found.outcome is Outcome.CORRUPT:
+            self.store.drop_copy(source.name, test.checkpoint, found.place, epoch=epoch)
+        if found.outcome is not Outcome.RESTORED:
+            data = {
+                "verdict": str(found.outcome), "step": test.step, "checkpoint": test.checkpoint,
+                "reason": found.reason, "test": test.test,
+            }  # fmt: skip
+            notice = Notice(
+                run=source.name, attempt=self.store.attempts(source.name)[-1].number,
+                source=f"restore-test/{test.test}", seq=1, kind=str(EventKind.RESTORE_TESTED), generation=0, time=now,
+                data=data,
+            )  # fmt: skip
+            self.store.put_notice(notice, epoch=epoch)

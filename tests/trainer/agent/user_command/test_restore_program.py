@@ -1,0 +1,86 @@
+"""A user's restore program: its exit code is the verdict, unless nothing was found out."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.agent.user_command import restore_program
+from trainer.contract.events import read_events
+from trainer.contract.run_dir import RunDir
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    made = RunDir(tmp_path / "r-1")
+    made.make()
+    made.attempt(1).make()
+    (tmp_path / "checkpoint-7").mkdir()
+    (tmp_path / "checkpoint-7" / "weights").write_bytes(b"w" * 100)
+    return made
+
+
+def restored(run: RunDir, program: str, rank: int = 0, *, shield: bool = True) -> tuple[int, list[dict[str, Any]]]:
+    """The exit code of one rank, and the verdicts that it wrote."""
+    programs = os.environ["PATH"] if shield else str(run.path)  # no `unshare` there
+    environment = {
+        **os.environ, "ORCH_CHECKPOINT": str(run.path.parent / "checkpoint-7"), "ORCH_RUN_DIR": str(run.path),
+        "ORCH_ATTEMPT": "1", "RANK": str(rank), "PATH": programs,
+    }  # fmt: skip
+    words = [sys.executable, restore_program.__file__, sys.executable, "-c", program]
+    done = subprocess.run(words, env=environment, check=False, timeout=60)
+    path = run.attempt(1).event_file(f"restore-test-{rank:05d}")
+    return done.returncode, [event.data for event in read_events(path)[0]] if path.exists() else []
+
+
+@pytest.mark.parametrize(("code", "verdict"), [(0, "RESTORED"), (3, "SUSPECT"), (255, "SUSPECT")])
+def test_the_exit_code_is_the_verdict(run: RunDir, code: int, verdict: str) -> None:
+    exit_code, told = restored(run, f"raise SystemExit({code})")
+    assert (exit_code, [one["verdict"] for one in told]) == (code, [verdict])
+
+
+def test_a_pass_is_told_by_rank_0_and_a_failure_by_any(run: RunDir) -> None:
+    assert restored(run, "pass", rank=1) == (0, [])
+    code, told = restored(run, "raise SystemExit(1)", rank=1)
+    assert (code, told[0]["reason"]) == (1, "exit code 1 of rank 1")
+
+
+def test_exit_code_75_says_nothing(run: RunDir) -> None:
+    assert restored(run, "raise SystemExit(75)") == (75, [])
+
+
+def test_who_was_killed_says_nothing(run: RunDir) -> None:
+    killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    assert restored(run, killed) == (-signal.SIGKILL, [])
+
+
+WRITES = "open(__import__('os').environ['ORCH_CHECKPOINT'] + '/weights', 'wb').write(b'x')"
+
+
+def test_a_program_that_writes_is_found_out_where_nothing_keeps_it_from_it(run: RunDir) -> None:
+    code, told = restored(run, WRITES, shield=False)
+    assert code == 1
+    assert (told[0]["verdict"], told[0]["reason"]) == ("SUSPECT", "the program changed the checkpoint")
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
+def test_where_it_cannot_have_been_the_program_nothing_is_known(run: RunDir, tmp_path: Path) -> None:
+    if not restore_program.can_shield(tmp_path / "checkpoint-7"):
+        pytest.skip("no namespace of one's own here")
+    # A training that goes on writes beside the mount, once the program has begun.
+    waits = "import os, pathlib, time; place = pathlib.Path(os.environ['ORCH_RUN_DIR']); (place / 'begun').touch()"
+    waits += "\nwhile not (place / 'go').exists(): time.sleep(0.01)"
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(restored, run, waits)
+        while not (run.path / "begun").exists() and not done.done():
+            time.sleep(0.01)
+        (tmp_path / "checkpoint-7" / "weights").write_bytes(b"x")
+        (run.path / "go").touch()
+        assert done.result() == (75, [])

@@ -44,6 +44,7 @@ def test_a_stopped_rank_is_named_with_its_evidence(user: User) -> None:
     assert "restart 1 of 5 in place" in incident["done"]
 
 
+@pytest.mark.proof
 def test_the_demo_of_restore_tests_finds_the_damage_and_what_is_good_before_it(user: User) -> None:
     small = ("cluster.nodes=1", "cluster.ranks_per_node=2", "parallel.tp=1")
     done = user.run("demo", "restore-test", *small, "--json", "--root", str(user.root), timeout=300)

@@ -96,6 +96,7 @@ def test_killed_in_the_middle_it_has_no_verdict(trained: tuple[User, str]) -> No
     assert len(user.show(begun["test"])["attempts"]) == 1
 
 
+@pytest.mark.proof
 def test_a_users_own_program_restores_its_checkpoint(tmp_path: Path) -> None:
     user = User(tmp_path, "local")
     (tmp_path / "train.py").write_text(PROGRAM)

@@ -12,7 +12,7 @@ from orchestrator.recovery.classify_failure import LOST_AFTER
 from tests.end_to_end.user import User
 from tests.slurm.lab import SlurmLab
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slurm, pytest.mark.proof, pytest.mark.timeout(400)]
 SMALL = [
     "cluster.nodes=1", "cluster.ranks_per_node=1", "cluster.cpus_per_task=1", "cluster.partition=low",
     "parallel.dp_shard=1", "parallel.tp=1",

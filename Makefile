@@ -43,8 +43,8 @@ lint: venv
 check: lint  ## lint, types, house rules and the fast tests (about 5 minutes)
 	$(PYTEST) -n 2 -m "not slurm and not multi and not proof"
 
-test: lint $(INTEROP)/.ready  ## everything, the real Slurm included (about 13 minutes)
-	$(PYTEST) -n 4 -m "not proof" --durations=40
+test: lint $(INTEROP)/.ready  ## everything, the real Slurm included (about 14 minutes)
+	$(PYTEST) -n 3 -m "not proof" --durations=40
 
 proof: venv $(INTEROP)/.ready  ## the long counts; writes docs/proof.md
 	$(BIN)/python -m benchmarks.proof

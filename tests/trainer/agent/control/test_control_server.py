@@ -196,10 +196,9 @@ def test_silent_strangers_on_every_place_keep_nobody_out():
         async with House() as house:
             held = [house.stranger(b'{"say": "hel') for _ in range(MAX_UNAUTHENTICATED + 50)]
             with closing(held):
-                started = time.monotonic()
                 await answered(await house.member())
-                assert time.monotonic() - started < 1.0
-                assert len(house.door._unauthenticated) <= MAX_UNAUTHENTICATED
+                # It has not waited until the strangers' time was up: they are still there.
+                assert MAX_UNAUTHENTICATED // 2 < len(house.door._unauthenticated) <= MAX_UNAUTHENTICATED
 
     asyncio.run(scene())
 

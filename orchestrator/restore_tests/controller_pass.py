@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
-from checkpointing.config import CheckpointConfig
 from orchestrator.config.restore_tests_config import OFF
 from orchestrator.config.run_config import RunConfig
 from orchestrator.controller.run_dirs.bounded_files import Files, RunDirHangs
@@ -154,7 +153,7 @@ class RestoreTests:
             run=run,
             config=config,
             attempts=tuple(self.store.attempts(run.name)),
-            checkpoints=tuple(self._reachable(run, config.checkpoint, config)),
+            checkpoints=tuple(self._reachable(run, config)),
             tests=tests,
             spent=sum(_rank_seconds(self.store, config, test, now) for test in tests if not test.forced),
         )
@@ -166,10 +165,10 @@ class RestoreTests:
             self._configs[run.config_digest] = config
         return self._configs[run.config_digest]
 
-    def _reachable(self, run: Run, tiers: CheckpointConfig, config: RunConfig) -> list[Checkpoint]:
+    def _reachable(self, run: Run, config: RunConfig) -> list[Checkpoint]:
         """Those of which a copy lies where every node sees it; which one is tested, `place_of` says."""
         rows = [row for row in self.store.checkpoints(run.name) if row.trust is not Trust.DELETED]
-        if config.command or not (rows and tiers.tiers):
+        if config.command or not (rows and config.checkpoint.tiers):
             return rows
         shared = set(shared_paths(run, config))
         copied = {copy.name for copy in self.store.copies(run.name) if copy.tier in shared}

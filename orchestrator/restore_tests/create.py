@@ -201,7 +201,13 @@ def _composed(saved_with: dict[str, Any], run: Run, settings: RestoreTestsConfig
     if workload["snapshot"]:  # the copy that was trained
         workload["path"] = [str(code / str(index)) for index in range(len(workload["path"]))]
         workload["snapshot"] = False
-    return recompose(data, [], environ=os.environ)
+    try:
+        return recompose(data, [], environ=os.environ)
+    except ConfigError as error:
+        hint = "a layout that fits the run's configuration: same, 1, or NODESxRANKS"
+        raise ConfigError(
+            f"layout {asked.layout}: {error.what}", where=f"a restore test of {run.name}", hint=hint
+        ) from error
 
 
 def _command(data: dict[str, Any], run: Run, settings: RestoreTestsConfig, checkpoint: Checkpoint) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Restore tests as a user types them: read-only, killed in the middle, and of a user's own program."""
 
-import os
 import shutil
 import signal
 import subprocess
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.end_to_end.user import ONE_NODE, User
+from tests.folder_snapshot import snapshot
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
 
@@ -42,15 +42,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[User, st
     assert someone.wait(run) == 0
     yield someone, run
     someone.leave()
-
-
-def snapshot(folder: Path) -> dict[str, tuple[int, int, int]]:
-    found = {}
-    for place, folders, files in os.walk(folder):
-        for name in (*folders, *files):
-            status = os.stat(os.path.join(place, name))
-            found[os.path.join(place, name)] = (status.st_size, status.st_mtime_ns, status.st_ino)
-    return found
 
 
 def read_only(user: User, run: str, *words: str) -> subprocess.CompletedProcess[str]:

@@ -1,11 +1,10 @@
 """Restore tests on real ranks: healthy checkpoints pass on every layout, and each kind of damage is caught."""
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
+from tests.folder_snapshot import snapshot
 from tests.trainer.worker.restore_test.conftest import LAYOUTS, OLDER, STEPS, TESTED, Subject
 from tests.trainer.worker.restore_test.damages import DAMAGES, Damage, missing_shard, remade_manifest
 from trainer.contract.outcome import ExitCode
@@ -79,15 +78,6 @@ def test_nothing_is_written_where_the_checkpoint_lies(tested: Subject) -> None:
     before = snapshot(tested.source.dir.path)
     assert tested.verdict(tested.folder(), "1").outcome is Outcome.RESTORED
     assert snapshot(tested.source.dir.path) == before
-
-
-def snapshot(folder: Path) -> dict[str, tuple[int, int, int]]:
-    found = {}
-    for place, folders, files in os.walk(folder):
-        for name in (*folders, *files):
-            status = os.stat(os.path.join(place, name))
-            found[os.path.join(place, name)] = (status.st_size, status.st_mtime_ns, status.st_ino)
-    return found
 
 
 @pytest.mark.proof

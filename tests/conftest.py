@@ -6,6 +6,7 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
@@ -14,6 +15,10 @@ from tests.warm_programs import WarmPrograms, warm_programs
 
 BUCKET = "checkpoints"
 _CREDENTIALS = {"AWS_ACCESS_KEY_ID": "tester", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
+
+# By default an example that takes longer than 200 ms fails: on a busy machine any may.
+hypothesis.settings.register_profile("orch", deadline=None)
+hypothesis.settings.load_profile("orch")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,8 +1,9 @@
 """What a job of ours bears of the attempt it was submitted for: its name, its comment, the paths of its files."""
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
+from functools import lru_cache
 
 from orchestrator.scheduler.interface import JobStatus
 
@@ -37,19 +38,26 @@ def comment_of(run: str, attempt: int, nonce: str) -> str:
     return f"orch:{run}/{attempt}/{nonce}"
 
 
-def tags(job: JobStatus) -> Iterator[JobTag]:
+def tags(job: JobStatus) -> tuple[JobTag, ...]:
     """Every mark of ours that the job bears, the surest first; that of its script, where it has no other.
 
     Name and comment must begin with ours: somebody's job that is called `eval-` and then a name of ours is none.
     """
-    for pattern, text in ((_NAME, job.name), (_COMMENT, job.comment)):
-        if (found := pattern.match(text)) is not None:
-            yield JobTag(run=found[1], attempt=int(found[2]), nonce=found[3] or "")
-    for path in job.files:
-        if (found := _FOLDER.fullmatch(path)) is not None:
-            yield JobTag(run=found[2], attempt=int(found[3]), folder=found[1])
-    if job.script_tag and (found := _NAME.match(job.script_tag)) is not None:
-        yield JobTag(run=found[1], attempt=int(found[2]), nonce=found[3])
+    return _tags_in(job.name, job.comment, tuple(job.files), job.script_tag)
+
+
+@lru_cache(maxsize=4096)  # every pass asks for those of every job several times
+def _tags_in(name: str, comment: str, files: tuple[str, ...], script_tag: str | None) -> tuple[JobTag, ...]:
+    found = []
+    for pattern, text in ((_NAME, name), (_COMMENT, comment)):
+        if (match := pattern.match(text)) is not None:
+            found.append(JobTag(run=match[1], attempt=int(match[2]), nonce=match[3] or ""))
+    for path in files:
+        if (match := _FOLDER.fullmatch(path)) is not None:
+            found.append(JobTag(run=match[2], attempt=int(match[3]), folder=match[1]))
+    if script_tag and (match := _NAME.match(script_tag)) is not None:
+        found.append(JobTag(run=match[1], attempt=int(match[2]), nonce=match[3]))
+    return tuple(found)
 
 
 def tag_in(script: str) -> str:

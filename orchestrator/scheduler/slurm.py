@@ -117,7 +117,7 @@ class SlurmScheduler:
 
     def _with_script_tag(self, job: JobStatus) -> JobStatus:
         """Read whose job it is from its script, where nothing else tells: ids are given out again after a crash."""
-        if job.state in _OVER or job.state == UNREADABLE or any(tags(job)):
+        if job.state in _OVER or job.state == UNREADABLE or tags(job):
             return job
         key = job.job_id, job.submit_time
         if key not in self._script_tags:

@@ -12,6 +12,7 @@ SETTINGS = [
 ]  # fmt: skip
 
 
+@pytest.mark.proof
 def test_a_run_goes_on_bit_for_bit_from_an_export_and_begins_anew_from_weights(user: User) -> None:
     (user.folder / "text").mkdir()
     (user.folder / "text" / "a.txt").write_text("to be or not to be, that is the question. " * 500)

@@ -24,7 +24,7 @@ KILL = "drill.events=[{kind: kill-rank, rank: 1, step: 21}]"
 LAUNCH_POINTS = (
     "before_submit", "after_submit", "after_find", "after_adopt", "after_submitted", "after_go", "after_release",
 )  # fmt: skip
-SAMPLE = ("after_submit", "after_go")
+SAMPLE = ("after_submit",)
 PLAIN_DDP = Path(__file__).resolve().parent.parent / "fakes" / "plain_ddp.py"
 
 

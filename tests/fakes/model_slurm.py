@@ -164,7 +164,7 @@ class ModelSlurm:
             end_time=job.started + job.limit if job.started is not None else None, reason="None", files=job.files,
         )  # fmt: skip
         status = JobStatus(**told | job.shown)
-        if job.ended is not None or any(tags(status)):
+        if job.ended is not None or tags(status):
             return status
         return replace(status, script_tag=job.spec.name if job.spec.name.startswith("orch-") else "")
 

@@ -13,7 +13,7 @@ import pytest
 from tests.end_to_end.user import User
 from tests.slurm.lab import LabError, SlurmLab, _free_ports, install
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.proof, pytest.mark.timeout(600)]
 SMALL = [
     "cluster.nodes=1", "cluster.cpus_per_task=2", "cluster.time=10", "recovery.backoff=1", "recovery.backoff_max=4",
     "train.steps=20", "checkpoint.every=8", "parallel.tp=1", "parallel.dp_shard=0",
@@ -82,7 +82,7 @@ def user(strict: SlurmLab, tmp_path: Path) -> Iterator[User]:
     someone.until(lambda: not strict.ask("squeue", "-h", "--me").stdout.strip(), 60, "an empty queue")
 
 
-SHORT, LONG = 25, pytest.param(130, marks=pytest.mark.proof)
+SHORT, LONG = 25, 130
 
 
 def waits(user: User, run: str, words: str) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from orchestrator.controller.jobs.submission_limits import unresolved
@@ -39,12 +40,12 @@ class JobRecord:
             submissions=tuple(one for one in submissions if one.attempt == attempt.number),
         )  # fmt: skip
 
-    @property
+    @cached_property
     def folder(self) -> str:
         """The folder that sbatch was told of; "" where the run's is not known."""
         return str(RunDir(Path(self.run_dir)).attempt(self.attempt).submission) if self.run_dir else ""
 
-    @property
+    @cached_property
     def ids(self) -> frozenset[str]:
         """Ids that Slurm has given this attempt; each may have been given to another job since."""
         told = {one.job_id for one in self.submissions} | {self.job_id, self.fresh}

@@ -92,7 +92,7 @@ HOSTILE = st.one_of(
 FIELDS = ("partition", "account", "qos", "constraint", "mem")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     field=st.sampled_from((*FIELDS, "sbatch", "exclude", "time", "comment", "name", "run_dir", "python")), value=HOSTILE
 )

@@ -136,7 +136,7 @@ def test_a_run_of_another_registry_may_have_the_same_name(marks: dict[str, objec
 
 @pytest.mark.parametrize("mark", [{"name": "orch-x-1-1-analysis"}, {"comment": "orch:x-1/1/analysis"}])
 def test_only_a_nonce_makes_a_name_or_a_comment_ours(mark: dict[str, object]) -> None:
-    assert list(tags(replace(NOTHING_OF_OURS, **mark))) == []  # type: ignore[arg-type]
+    assert tags(replace(NOTHING_OF_OURS, **mark)) == ()  # type: ignore[arg-type]
 
 
 ASKED = job_spec(RUN, ATTEMPT, RunConfig(cluster=ClusterConfig(time="1:00:00", partition="gpu,big", account="Ann")))

@@ -307,7 +307,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(value=VALUES)
 def test_a_value_comes_back_with_every_type_as_it_was(value: Any) -> None:
     encoded = nested_state.encode(value, "here", {}, {})

@@ -63,7 +63,7 @@ def values(value: Any) -> str:
     return str(value.item())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(value=NESTED)
 def test_no_two_tensors_share_a_path(value: Any) -> None:
     tensors: dict[str, torch.Tensor] = {}

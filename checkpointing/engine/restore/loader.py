@@ -240,14 +240,17 @@ class RankLoad:
 def copy(goals: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy all sources into their goals, by a few threads; on CUDA it waits for the copies."""
     groups = _evenly([goal.nbytes for goal in goals], threads())
-    with ThreadPoolExecutor(max(1, len(groups)), thread_name_prefix="checkpoint-delivery") as pool:
+    gpu = next((goal.device for goal in goals if goal.is_cuda), None)
+    # A thread begins with GPU 0.
+    begin = {} if gpu is None else {"initializer": torch.cuda.set_device, "initargs": (gpu,)}
+    with ThreadPoolExecutor(max(1, len(groups)), thread_name_prefix="checkpoint-delivery", **begin) as pool:
         work = [pool.submit(_copy_some, goals[group], sources[group]) for group in groups[1:]]
         if groups:
             _copy_some(goals[groups[0]], sources[groups[0]])
         for each in work:
             each.result()
-    if any(goal.is_cuda for goal in goals):
-        torch.cuda.synchronize()
+    if gpu is not None:
+        torch.cuda.synchronize(gpu)
 
 
 def _copy_some(goals: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -26,7 +26,7 @@ class Structure:
         self._forms = [_form(tensor) for tensor in self._known]
         self._sharded = [isinstance(tensor, DTensor) for tensor in self._known]
         locals_ = self._locals(self._known)
-        self.on_gpu = any(tensor.is_cuda for tensor in locals_)
+        self.gpu = next((tensor.device for tensor in locals_ if tensor.is_cuda), None)
         self._dtypes, self._nbytes = list(map(_dtype, locals_)), list(map(_nbytes, locals_))
         self._outgrown = False
 
@@ -149,7 +149,7 @@ class Stager:
         """Writes the templates into the arena; `mode` is `block` or `lazy`. WARNING: no order may be in flight."""
         self.plan, self._arena, self._structure = plan, arena, structure
         self._memory = [torch.frombuffer(arena.buffer(at), dtype=torch.uint8) for at in range(arena.buffers)]
-        self._copier = Copier(lazy=mode == "lazy" and plan.whole, on_gpu=structure.on_gpu)
+        self._copier = Copier(lazy=mode == "lazy" and plan.whole, gpu=structure.gpu)
         self._copier.pin(self._memory)
         self.buffers = Buffers(_oldest_first(arena))
         self._sources = [structure.places[item.key] for item in plan.items]

@@ -62,11 +62,11 @@ class Copy:
         if self._copied is not None:
             self._copied.synchronize()
 
-    def settle(self) -> None:
+    def settle(self, gpu: torch.device | None) -> None:
         """Return when the caller may change the tensors: on a GPU its stream waits, not its thread."""
         self._issued.wait()
         if self._copied is not None:
-            torch.cuda.current_stream().wait_event(self._copied)
+            torch.cuda.current_stream(gpu).wait_event(self._copied)
         self.certify()
         self._settled.set()
 
@@ -106,21 +106,23 @@ def _versions(sources: Sequence[Tensor]) -> list[int] | None:
 class Copier:
     """Runs copies: in the caller's thread, or in one thread of its own when they are lazy."""
 
-    def __init__(self, *, lazy: bool, on_gpu: bool) -> None:
-        self._lazy, self._last = lazy, None
-        self._side = torch.cuda.Stream() if on_gpu else None
+    def __init__(self, *, lazy: bool, gpu: torch.device | None) -> None:
+        """`gpu`: where the tensors are; None for host memory."""
+        self._lazy, self._gpu, self._last = lazy, gpu, None
+        self._side = torch.cuda.Stream(gpu) if gpu is not None else None
         self._pinned: list[Tensor] = []
         self._orders: queue.SimpleQueue[tuple[Copy, Any, Fits] | None] = queue.SimpleQueue()
         self._thread = start_background_thread(self._serve, "checkpoint-copy") if lazy else None
 
     def pin(self, memory: Sequence[Tensor]) -> None:
         """Lock the buffers in memory for the GPU's copy engines: once, not per tensor. Without it copies are slow."""
-        if self._side is None:
+        if self._gpu is None:
             return
         for buffer in memory:
             result = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
             if int(result) != 0:
                 _log.warning("%d bytes for checkpoints could not be pinned (CUDA error %d)", buffer.nbytes, int(result))
+                _clear_last_error(self._gpu)
                 return
             self._pinned.append(buffer)
 
@@ -131,7 +133,7 @@ class Copier:
         """
         self.settle()
         copy = Copy(views, sources, _versions(sources) if self._lazy else None)
-        ready = torch.cuda.current_stream().record_event() if self._side is not None else None
+        ready = torch.cuda.current_stream(self._gpu).record_event() if self._side is not None else None
         if self._lazy:
             self._last = copy
             self._orders.put((copy, ready, fits))
@@ -143,10 +145,13 @@ class Copier:
     def settle(self) -> None:
         """Return when the caller may change what the last lazy copy reads."""
         if self._last is not None:
-            self._last.settle()
+            self._last.settle(self._gpu)
             self._last = None
 
     def _serve(self) -> None:
+        if self._gpu is not None:
+            # A thread begins with GPU 0: leaving the side stream would go back there, and make a context on it.
+            torch.cuda.set_device(self._gpu)
         while (order := self._orders.get()) is not None:
             copy, ready, fits = order
             start = time.monotonic()
@@ -160,3 +165,14 @@ class Copier:
         for buffer in self._pinned:
             torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
         self._pinned = []
+
+
+def _clear_last_error(gpu: torch.device) -> None:
+    """Take away the error that the CUDA runtime keeps of a failed call: the next kernel launch would raise it.
+
+    torch binds no cudaGetLastError; the check behind a launch of its own reads the error and clears it.
+    """
+    try:
+        torch.ones(1, device=gpu)
+    except RuntimeError as error:
+        _log.debug("cleared: %s", error)

@@ -1,6 +1,7 @@
 """PURE: what the driver's own report says against a node's GPUs. Tested with reports made by hand only."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from xml.etree import ElementTree
 
@@ -31,8 +32,12 @@ def complaints(report: str) -> list[str]:
 
 def _of(gpu: ElementTree.Element) -> Iterator[str]:
     errors = _uncorrected(gpu)
-    if errors:
+    if errors and not _says_what_it_needs(gpu):
         yield f"has had {errors} uncorrected memory error(s) since its driver was loaded"
+    if any(_says(gpu, f"ecc_errors/{sums}/sram_threshold_exceeded") == "yes" for sums in ("volatile", "aggregate")):
+        yield "has had more errors in its SRAM than its maker allows"
+    if _says(gpu, "retired_pages/pending_retirement") == "yes":
+        yield "needs a reset before broken pages of its memory are retired"
     if _says(gpu, "remapped_rows/remapped_row_failure") == "yes":
         yield "has no spare rows left for broken memory"
     if _says(gpu, "remapped_rows/remapped_row_pending") == "yes":
@@ -54,6 +59,13 @@ def _uncorrected(gpu: ElementTree.Element) -> int:
     return sum(counts)
 
 
+def _says_what_it_needs(gpu: ElementTree.Element) -> bool:
+    """Whether the report itself tells a contained or remapped error from one that needs a reset, as of Ampere."""
+    return _says(gpu, "gpu_recovery_action") not in ("", "n/a") or _says(
+        gpu, "remapped_rows/remapped_row_pending"
+    ) not in ("", "n/a")
+
+
 def _says(gpu: ElementTree.Element, path: str) -> str:
     return (gpu.findtext(path) or "").strip().lower()
 
@@ -61,7 +73,8 @@ def _says(gpu: ElementTree.Element, path: str) -> str:
 def lost_links(report: str) -> str:
     """What `nvidia-smi nvlink --status` says of a GPU with fewer links up than its neighbours; empty when none has.
 
-    How many links a GPU should have depends on the machine; on one machine they are alike.
+    How many links a GPU should have depends on the machine. Bridges join pairs: a GPU without one has no link up, and
+    the two of a narrower one have as many as each other. Neither is a loss.
     """
     up: dict[int, int] = {}
     gpu = -1
@@ -71,5 +84,6 @@ def lost_links(report: str) -> str:
             up[gpu] = 0
         elif (link := _LINK.match(line)) is not None and gpu >= 0:
             up[gpu] += link.group(1) not in ("<inactive>", "0.000", "0")
-    most = max(up.values(), default=0)
-    return "; ".join(f"GPU {gpu} has {count} of {most} NVLinks up" for gpu, count in up.items() if count < most)
+    most, alike = max(up.values(), default=0), Counter(up.values())
+    lost = {gpu: count for gpu, count in up.items() if 0 < count < most and alike[count] == 1}
+    return "; ".join(f"GPU {gpu} has {count} of {most} NVLinks up" for gpu, count in lost.items())

@@ -27,15 +27,19 @@ def is_node_fault(error: BaseException) -> bool:
 
 
 def choose(cluster: ClusterShape, local_rank: int) -> torch.device:
-    """The GPU with the rank's local number, or the CPU when the job asked for no GPUs."""
-    if not cluster.gpus_per_node:
+    """The GPU with the rank's local number, or the CPU when the job asked for no GPUs.
+
+    All ranks of a node see the same GPUs; fewer than were asked for would put several ranks on one.
+    """
+    wanted = cluster.gpus_per_node
+    if not wanted:
         return torch.device("cpu")
     visible = torch.cuda.device_count()
-    # A launcher that binds each rank to its GPU leaves one visible device, which then is number 0.
-    number = 0 if visible == 1 else local_rank
-    if visible <= number:
-        raise NodeFault(f"cluster.gpus_per_node={cluster.gpus_per_node}, but torch sees {visible} GPU(s) on this node")
-    device = torch.device("cuda", number)
+    if visible < wanted:
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+        why = f" (CUDA_VISIBLE_DEVICES={shown})" if shown is not None else ""
+        raise NodeFault(f"cluster.gpus_per_node={wanted}, but torch sees {visible} GPU(s) on this node{why}")
+    device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
 

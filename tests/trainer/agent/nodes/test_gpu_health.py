@@ -62,8 +62,7 @@ def sick(tag: str, said: str) -> str:
 @pytest.mark.parametrize(
     ("tag", "said", "words"),
     [
-        ("dram_uncorrectable", "1", "has had 1 uncorrected memory error(s) since its driver was loaded"),
-        ("sram_uncorrectable_parity", "2", "has had 2 uncorrected memory error(s) since its driver was loaded"),
+        ("sram_threshold_exceeded", "Yes", "has had more errors in its SRAM than its maker allows"),
         ("remapped_row_failure", "Yes", "has no spare rows left for broken memory"),
         ("remapped_row_pending", "Yes", "needs a reset before broken rows of its memory are replaced"),
         ("gpu_recovery_action", "Drain P2P", "asks for recovery: drain p2p"),
@@ -75,8 +74,18 @@ def test_what_speaks_against_a_gpu(tag, said, words):
     assert complaints(report(HEALTHY, sick(tag, said))) == [f"GPU 1 {words}"]
 
 
-def test_corrected_and_long_repaired_errors_do_not():
+def test_corrected_contained_and_remapped_errors_do_not():
     assert complaints(report(HEALTHY, HEALTHY)) == []
+    assert complaints(report(sick("dram_uncorrectable", "1"), sick("sram_uncorrectable_parity", "2"))) == []
+
+
+def test_where_the_report_does_not_say_what_an_error_needs_any_speaks_against_the_gpu():
+    volta = """<gpu><ecc_errors><volatile><dram_uncorrectable>1</dram_uncorrectable></volatile></ecc_errors>
+        <retired_pages><pending_retirement>{pending}</pending_retirement></retired_pages></gpu>"""
+    seen = "GPU 0 has had 1 uncorrected memory error(s) since its driver was loaded"
+    assert complaints(report(volta.format(pending="No"))) == [seen]
+    reset = "GPU 0 needs a reset before broken pages of its memory are retired"
+    assert complaints(report(volta.format(pending="Yes"))) == [seen, reset]
 
 
 def test_older_drivers_have_other_words():
@@ -87,6 +96,15 @@ def test_older_drivers_have_other_words():
 @pytest.mark.parametrize("said", ["", "No devices were found\n", "<nvidia_smi_log>", "<html/>"])
 def test_a_report_that_is_none_says_nothing(said):
     assert complaints(said) == []
+
+
+def links(*up: int) -> str:
+    """A report of GPUs with so many of their links up."""
+    most, lines = max(up), list[str]()
+    for gpu, count in enumerate(up):
+        lines.append(f"GPU {gpu}: NVIDIA (UUID: GPU-{gpu})")
+        lines += [f"\t Link {link}: {'25 GB/s' if link < count else '<inactive>'}" for link in range(most)]
+    return "\n".join(lines)
 
 
 LINKS = """GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-a)
@@ -106,6 +124,9 @@ GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-b)
         (LINKS.format(second="0.000 GB/s"), "GPU 1 has 1 of 2 NVLinks up"),
         (LINKS.replace("26.562 GB/s", "<inactive>").format(second="<inactive>"), ""),
         ("GPU 0: NVIDIA L4 (UUID: GPU-a)\nGPU 1: NVIDIA L4 (UUID: GPU-b)\n", ""),
+        (links(4, 4, 0, 0), ""),
+        (links(12, 12, 4, 4, 0), ""),
+        (links(18, 18, 18, 18, 17, 18, 18, 18), "GPU 4 has 17 of 18 NVLinks up"),
         ("", ""),
     ],
 )

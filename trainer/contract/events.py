@@ -4,7 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,9 @@ class Event:
     data: dict[str, Any] = field(default_factory=dict)
 
 
+_KEYS = frozenset(each.name for each in fields(Event))
+
+
 class EventLog:
     """Appends the events of one process to a file that it may share with others of its host."""
 
@@ -113,8 +116,9 @@ def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
 
 def _parse(line: bytes) -> Event | None:
     try:
-        event = Event(**json.loads(line))
-    except (ValueError, TypeError, RecursionError):
+        told = json.loads(line)
+        event = Event(**{key: value for key, value in told.items() if key in _KEYS})  # a newer version may tell more
+    except (ValueError, TypeError, AttributeError, RecursionError):
         return None
     numbers = (event.time, event.seq, event.attempt, event.generation)
     sound = all(isinstance(each, (int, float)) for each in numbers) and isinstance(event.kind, str)

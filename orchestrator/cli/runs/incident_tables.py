@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.cli.terminal.render import Column, Screen, count, iso
+from orchestrator.controller.run_dirs.ingest import UNREADABLE_EVENT
 from orchestrator.registry.records import Generation, Notice, Run
 from trainer.contract.events import EventKind
 
@@ -19,7 +20,7 @@ def incidents_json(run: Run, notices: Sequence[Notice], generations: Sequence[Ge
     for notice in notices:
         by_kind.setdefault(notice.kind, []).append(notice)
 
-    def rows(kind: EventKind, *keys: str) -> list[Row]:
+    def rows(kind: str, *keys: str) -> list[Row]:
         return [{**_when(item), **{key: item.data.get(key) for key in keys}} for item in by_kind.get(kind, ())]
 
     return {
@@ -30,6 +31,7 @@ def incidents_json(run: Run, notices: Sequence[Notice], generations: Sequence[Ge
         "skipped": rows(EventKind.BATCH_SKIPPED, "step", "position", "reason"),
         "spares": rows(EventKind.SPARE_USED, "node", "name", "instead", "reason"),
         "unfit": [_unfit(item) for item in by_kind.get(EventKind.PREFLIGHT, ())],
+        "unreadable": rows(UNREADABLE_EVENT, "unread", "reason"),
     }
 
 
@@ -120,11 +122,13 @@ _STRAGGLERS = [
 _SKIPPED = [_WHEN, _GENERATION, _STEP, Column("POSITION", "position", count, right=True), _REASON]
 _SPARES = [_WHEN, _GENERATION, Column("SPARE", "name"), Column("INSTEAD OF", "instead"), _REASON]
 _UNFIT = [_WHEN, Column("ATT", "attempt", right=True), _NODE, _REASON]
+_UNREADABLE = [_WHEN, _GENERATION, Column("EVENT", "unread"), _REASON]
 TABLES = (
     ("incidents", "incidents", _INCIDENTS),
     ("stragglers", "stragglers", _STRAGGLERS),
     ("batches left out", "skipped", _SKIPPED),
     ("spare nodes used", "spares", _SPARES),
     ("nodes that failed their checks", "unfit", _UNFIT),
+    ("events that cannot be read", "unreadable", _UNREADABLE),
 )
 """Title, key in the answer, and columns."""

@@ -1,6 +1,7 @@
 """Run directories into the registry: events from where the last tick stopped reading, and the newest progress."""
 
 import json
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,6 +31,11 @@ from trainer.contract.run_dir import AttemptDir
 
 MEMORY = "memory"
 """The tier of what a restart in place has loaded from the memory that outlived its ranks."""
+
+UNREADABLE_EVENT = "event.unreadable"
+"""The notice of an event that lacks what its kind must have."""
+
+log = logging.getLogger(__name__)
 
 METRICS_TAIL = 16 * 1024
 """Bytes of the metrics file that are sure to hold one whole line."""
@@ -61,12 +67,23 @@ def _apply(store: Store, view: RunView, fresh: NewEvents, paths: TierPaths, epoc
     def take() -> None:
         # Rows and cursor in one transaction: an event counts once, whenever the controller dies.
         for event in fresh.events:
-            handler = _HANDLERS.get(event.kind)
-            if handler is not None:
-                handler(_EventWriter(store, view, event, epoch, now, paths))
+            _handle(_EventWriter(store, view, event, epoch, now, paths))
         store.set_cursor(view.run.name, fresh.name, fresh.end, epoch=epoch)
 
     store.together(take)
+
+
+def _handle(writer: "_EventWriter") -> None:
+    handler = _HANDLERS.get(writer.event.kind)
+    if handler is None:
+        return
+    try:
+        handler(writer)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        # Written by another version, or damaged: the run goes on to be judged by all that can be read.
+        why = f"without {error}" if isinstance(error, KeyError) else str(error)
+        log.warning("%s/%d: event %s cannot be read: %s", writer.run, writer.attempt, writer.event.kind, why)
+        _notice(writer, "", unread=writer.event.kind, reason=why, kind=UNREADABLE_EVENT)
 
 
 class _EventWriter:
@@ -81,6 +98,18 @@ class _EventWriter:
     @property
     def data(self) -> dict[str, Any]:
         return self.event.data
+
+    @property
+    def step(self) -> int:
+        return int(self.data["step"])
+
+    @property
+    def name(self) -> str:
+        return str(self.data["name"])
+
+    @property
+    def bytes(self) -> int:
+        return int(self.data.get("bytes") or 0)
 
     def row(self) -> Attempt:
         return self.store.attempt(self.run, self.attempt)
@@ -112,7 +141,7 @@ class _EventWriter:
     def known(self) -> Checkpoint | None:
         """The row of the checkpoint that the event names."""
         rows = {item.name: item for item in self.store.checkpoints(self.run)}
-        return rows.get(self.data["name"])
+        return rows.get(self.name)
 
     def trust(self, to: Trust, reason: str) -> None:
         """Change the trust of the checkpoint that the event names, where the table allows it."""
@@ -130,7 +159,7 @@ class _EventWriter:
 
     def leave_home(self, trust: Trust, reason: str) -> None:
         """The checkpoint is no longer good where it was committed: a copy takes its place, else its trust changes."""
-        item, name = self.known(), self.data["name"]
+        item, name = self.known(), self.name
         copies = [copy for copy in self.store.copies(self.run) if copy.name == name]
         if item is None or item.trust is Trust.DELETED or not copies:
             self.doubt(item, trust, reason)
@@ -154,28 +183,27 @@ def _generation_started(writer: _EventWriter) -> None:
 
 def _first_step(writer: _EventWriter) -> None:
     if writer.row().first_step is None:
-        writer.note(first_step=writer.data.get("step"))
+        writer.note(first_step=writer.step)
 
 
 def _generation_ended(writer: _EventWriter) -> None:
-    step = writer.data.get("step")
     writer.generation(
         ended_at=writer.event.time,
-        last_step=step,
+        last_step=writer.step if writer.data.get("step") is not None else None,
         reason=writer.data.get("reason", ""),
         failure=writer.data.get("failure"),
     )
 
 
 def _committed(writer: _EventWriter) -> None:
-    step, name, tier = writer.data["step"], writer.data["name"], writer.paths.first_tier
+    step, name, tier = writer.step, writer.name, writer.paths.first_tier
     checkpoint = Checkpoint(
         run=writer.run,
         name=name,
         step=step,
         attempt=writer.attempt,
         trust=Trust.COMMITTED,
-        bytes=writer.data.get("bytes", 0),
+        bytes=writer.bytes,
         path=f"{tier or writer.view.folder.checkpoints}/{name}",
         committed_at=writer.event.time,
         tier=tier,
@@ -188,13 +216,13 @@ def _committed(writer: _EventWriter) -> None:
 
 
 def _flushed(writer: _EventWriter) -> None:
-    tier, name = writer.data["tier"], writer.data["name"]
+    tier, name = writer.data["tier"], writer.name
     copy = Copy(
         run=writer.run,
         name=name,
         tier=tier,
         path=f"{tier}/{name}",
-        bytes=writer.data.get("bytes", 0),
+        bytes=writer.bytes,
         copied_at=writer.event.time,
     )
     if writer.known() is not None:
@@ -207,19 +235,19 @@ def _suspect(writer: _EventWriter) -> None:
         return
     for item in writer.store.checkpoints(writer.run):
         # One of the same step that was saved later is another state.
-        if item.step == writer.data["step"] and item.committed_at <= writer.event.time:
+        if item.step == writer.step and item.committed_at <= writer.event.time:
             writer.doubt(item, Trust.SUSPECT, str(writer.data.get("reason", "suspect")))
 
 
 def _seen(writer: _EventWriter) -> None:
     """One that a user's own program wrote: nobody can verify it, and its trust stays at that."""
-    step, path = writer.data["step"], str(writer.data["path"])
+    step, path = writer.step, str(writer.data["path"])
     new, known = bool(writer.data.get("new")), writer.known() is not None
     # What is there when an attempt begins, and nobody has told of, was written when the one before it ended.
     written_by = writer.attempt if new or known else max(1, writer.attempt - 1)
     checkpoint = Checkpoint(
-        run=writer.run, name=writer.data["name"], step=step, attempt=written_by, trust=Trust.COMMITTED,
-        bytes=writer.data.get("bytes", 0), path=path, committed_at=writer.event.time, tier=os.path.dirname(path),
+        run=writer.run, name=writer.name, step=step, attempt=written_by, trust=Trust.COMMITTED,
+        bytes=writer.bytes, path=path, committed_at=writer.event.time, tier=os.path.dirname(path),
     )  # fmt: skip
     writer.store.put_checkpoint(checkpoint, epoch=writer.epoch)
     if new or (written_by < writer.attempt and not known):
@@ -231,7 +259,7 @@ def _set_aside(writer: _EventWriter) -> None:
     if writer.known() is None:  # a damaged one is told of by nobody before
         path = str(writer.data["path"])
         checkpoint = Checkpoint(
-            run=writer.run, name=writer.data["name"], step=writer.data["step"], attempt=max(1, writer.attempt - 1),
+            run=writer.run, name=writer.name, step=writer.step, attempt=max(1, writer.attempt - 1),
             trust=Trust.COMMITTED, bytes=0, path=path, committed_at=writer.event.time, tier=os.path.dirname(path),
         )  # fmt: skip
         writer.store.put_checkpoint(checkpoint, epoch=writer.epoch)
@@ -240,7 +268,7 @@ def _set_aside(writer: _EventWriter) -> None:
 
 
 def _restored(writer: _EventWriter) -> None:
-    step = writer.data["step"]
+    step = writer.step
     writer.generation(resumed_from=step, tier=str(writer.data.get("tier") or ""))
     if writer.row().resumed_from is None:
         writer.note(resumed_from=step)
@@ -257,7 +285,7 @@ def _refused(writer: _EventWriter) -> None:
     if tier == MEMORY or writer.data.get("damaged") is False:
         return  # nothing is wrong with its bytes on the disk, as far as anybody knows
     if tier:
-        writer.store.drop_copy(writer.run, writer.data["name"], tier, epoch=writer.epoch)
+        writer.store.drop_copy(writer.run, writer.name, tier, epoch=writer.epoch)
         return
     writer.leave_home(Trust.CORRUPT, f"attempt {writer.attempt} refused it: {reason}")
 
@@ -265,12 +293,12 @@ def _refused(writer: _EventWriter) -> None:
 def _deleted(writer: _EventWriter) -> None:
     tier = writer.elsewhere()
     if tier:
-        writer.store.drop_copy(writer.run, writer.data["name"], tier, epoch=writer.epoch)
+        writer.store.drop_copy(writer.run, writer.name, tier, epoch=writer.epoch)
         return
     writer.leave_home(Trust.DELETED, f"deleted by attempt {writer.attempt}: newer ones are kept")
 
 
-def _notice(writer: _EventWriter, node: str | None = None, **more: Any) -> None:
+def _notice(writer: _EventWriter, node: str | None = None, *, kind: str = "", **more: Any) -> None:
     """Kept for people and for the judgement of nodes, with what that needs to know besides."""
     event = writer.event
     if node is None:
@@ -279,7 +307,7 @@ def _notice(writer: _EventWriter, node: str | None = None, **more: Any) -> None:
     source = f"{event.source}/{event.generation}" if event.source.startswith("rank-") else event.source
     drilled = {DRILLED: True} if writer.is_drilled() else {}
     notice = Notice(
-        run=writer.run, attempt=writer.attempt, source=source, seq=event.seq, kind=str(event.kind),
+        run=writer.run, attempt=writer.attempt, source=source, seq=event.seq, kind=kind or str(event.kind),
         generation=event.generation, time=event.time, node=node, data={**writer.data, **drilled, **more},
     )  # fmt: skip
     writer.store.put_notice(notice, epoch=writer.epoch)
@@ -344,14 +372,22 @@ def _ingest_progress(
 def progress(place: AttemptDir) -> tuple[int | None, float | None]:
     """Newest trained step and its loss, from the metrics' last line, else from the heartbeat."""
     line = last_line(place.metrics)
-    if line is not None and line.get("step") is not None:
-        return line["step"], number(line["loss"]) if line.get("loss") is not None else None
+    if line is not None and isinstance(line.get("step"), int):
+        return line["step"], _loss(line.get("loss"))
     try:
         heartbeat = Heartbeat.read(place.heartbeat)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None, None
     # Step 0 says that no rank has told its step yet, not that the run is back at its beginning.
     return (heartbeat.step, heartbeat.loss) if heartbeat.step else (None, None)
+
+
+def _loss(value: Any) -> float | None:
+    """A loss as `dump_line` writes it; None for what is none."""
+    try:
+        return None if value is None else number(value)
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def last_line(path: Path) -> dict[str, Any] | None:

@@ -1,8 +1,11 @@
 """Event files become rows: once each, whenever the controller dies, whatever a killed writer left behind."""
 
+import json
 from pathlib import Path
 
-from orchestrator.controller.run_dirs.ingest import ingest
+import pytest
+
+from orchestrator.controller.run_dirs.ingest import UNREADABLE_EVENT, ingest
 from orchestrator.controller.run_view import RunView
 from orchestrator.states import AttemptState, Trust
 from tests.scenarios.world import World, config
@@ -275,3 +278,51 @@ def test_what_a_command_saved_just_before_its_attempt_ended_counts_for_that_atte
     log.write(EventKind.CHECKPOINT_SEEN, step=30, name="c-30.1f", path="/out/c-30", bytes=7, new=False)
     read(world)
     assert [attempt.saved_step for attempt in world.attempts] == [30, None]
+
+
+@pytest.mark.parametrize(
+    ("kind", "data"),
+    [
+        (EventKind.CHECKPOINT_COMMITTED, {"step": 5, "bytes": 9}),
+        (EventKind.CHECKPOINT_COMMITTED, {"step": "five", "name": "step-5", "bytes": 9}),
+        (EventKind.CHECKPOINT_COMMITTED, {"step": None, "name": "step-5"}),
+        (EventKind.CHECKPOINT_RESTORED, {"name": "step-5"}),
+        (EventKind.CHECKPOINT_SEEN, {"step": 5, "name": "step-5"}),
+        (EventKind.ATTEMPT_STARTED, {"nodes": 7}),
+        (EventKind.GENERATION_ENDED, {"step": "x", "reason": "r"}),
+        (EventKind.PREFLIGHT, {"node": 0}),
+        (EventKind.SPARE_USED, {"name": "n3"}),
+    ],
+)
+def test_an_event_that_lacks_what_its_kind_must_have_is_told_of_and_stops_nothing(
+    tmp_path: Path, kind: EventKind, data: dict[str, object]
+) -> None:
+    world, log = begun(tmp_path)
+    log.write(kind, **data)
+    log.write(EventKind.CHECKPOINT_COMMITTED, step=10, name="step-10", bytes=7)
+    assert read(world)
+    assert not read(world)
+    assert [(item.name, item.step) for item in world.store.checkpoints(world.name)] == [("step-10", 10)]
+    (notice,) = world.store.notices(world.name)
+    assert (notice.kind, notice.data["unread"]) == (UNREADABLE_EVENT, str(kind))
+    assert notice.data["reason"]
+
+    assert world.finish().state == "SUCCEEDED"
+
+
+@pytest.mark.parametrize("loss", ["low", [1.0], {}, "nan"])
+def test_a_loss_that_is_none_does_not_hide_the_step(tmp_path: Path, loss: object) -> None:
+    world, _ = begun(tmp_path)
+    world.folder.attempt(1).metrics.parent.mkdir(parents=True, exist_ok=True)
+    world.folder.attempt(1).metrics.write_text(json.dumps({"step": 7, "loss": loss}) + "\n")
+    assert read(world)
+    assert world.run.step == 7
+
+
+def test_what_a_newer_version_adds_to_an_event_is_left_out(tmp_path: Path) -> None:
+    world, _ = begun(tmp_path)
+    event = {"time": 1.0, "source": "rank-00000", "seq": 1, "attempt": 1, "generation": 1, "host": "n1"}
+    line = {**event, "kind": EventKind.CHECKPOINT_COMMITTED, "data": {"step": 5, "name": "step-5", "shape": [2]}}
+    world.folder.attempt(1).event_file("rank-00000").write_text(json.dumps(line) + "\n")
+    assert read(world)
+    assert [item.step for item in world.store.checkpoints(world.name)] == [5]

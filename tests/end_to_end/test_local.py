@@ -84,7 +84,7 @@ def test_a_killed_agent_leaves_nothing_and_the_run_goes_on_in_a_new_attempt(user
     family = victim.children(recursive=True)
     assert family
     victim.kill()
-    assert_gone(family, 2)
+    assert_gone(family)
     assert user.wait(run) == 0
     first, *later = user.show(run)["attempts"]
     assert first["failure"]["kind"] in ("agent_lost", "unknown")

@@ -36,7 +36,7 @@ def test_a_rank_that_prints_without_end(user: User, tmp_path: Path, mib: int) ->
     (agent,) = user.processes("orch-agent")
     family = agent.children(recursive=True)
     os.kill(agent.pid, signal.SIGKILL)
-    assert_gone(family, 2)
+    assert_gone(family)
     assert user.wait(run, 2000) == 0
     assert follower.wait(60) == 0
 

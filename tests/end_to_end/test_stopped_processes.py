@@ -37,7 +37,7 @@ def stop_agent(user: User, run: str, node: int, attempt: int) -> psutil.Process:
     family = [victim, *victim.children(recursive=True)]
     victim.send_signal(signal.SIGSTOP)
     user.until(lambda: len(user.show(run)["attempts"]) > attempt, 240, "a new attempt")
-    assert_gone(family, 10)
+    assert_gone(family)
     return victim
 
 

@@ -130,7 +130,7 @@ class User:
                     process.kill()
 
 
-def assert_gone(family: list[psutil.Process], seconds: float) -> None:
+def assert_gone(family: list[psutil.Process], seconds: float = 30.0) -> None:
     """None of these processes runs any more; one that is dead and only not yet reaped by its new parent is gone."""
     _, left = psutil.wait_procs(family, timeout=seconds)
     alive = [process for process in left if _runs(process)]

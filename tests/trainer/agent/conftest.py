@@ -20,7 +20,7 @@ def jobs() -> Iterator[list[LocalJob]]:
     yield made
     for one in made:
         one.close()
-        until(lambda one=one: not one.processes(), 5, lambda one=one: f"left behind: {one.processes()}")
+        until(lambda one=one: not one.processes(), 30, lambda one=one: f"left behind: {one.processes()}")
 
 
 @pytest.fixture

@@ -218,7 +218,7 @@ job._process.wait()
     finally:
         launcher.kill()
         launcher.wait()
-    until(work.attempt.outcome.exists, 5, work.story)
+    until(work.attempt.outcome.exists, 30, work.story)
     assert work.outcome().exit_code == 78
     assert not list(work.attempt.submission.glob("*result.pkl"))
 

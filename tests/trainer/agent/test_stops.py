@@ -69,7 +69,7 @@ def test_a_failure_while_stopping_does_not_start_a_new_generation(job):
     work.go()
     until(lambda: len(work.notes()) == 6, 20, work.story)
     work.agents[0].send_signal(signal.SIGUSR2)
-    until(lambda: work.events(EventKind.STOP_REQUESTED), 5, work.story)
+    until(lambda: work.events(EventKind.STOP_REQUESTED), 30, work.story)
     os.kill(next(note["pid"] for note in work.notes() if "deaf" in note), signal.SIGKILL)
     assert work.wait() == [76, 76], work.story()
     assert work.outcome().generations == 1

@@ -66,7 +66,7 @@ def test_a_writer_that_is_dead_or_stopped_is_replaced_over_the_same_memory(check
     old = checkpoint_writer.pid
     os.kill(old, number)
     if number == signal.SIGKILL:
-        until(lambda: checkpoint_writer.pid is None, 5)
+        until(lambda: checkpoint_writer.pid is None, 30)
     else:
         with checkpoint_writer.connection() as ends:  # for a generation that it never takes on
             assert len(ends) == 2
@@ -95,7 +95,7 @@ def test_a_writer_that_dies_as_its_rank_is_started_costs_no_memory(checkpoint_wr
 
 def test_without_a_writer_a_rank_gets_nothing_and_makes_its_own(checkpoint_writer, monkeypatch):
     os.kill(checkpoint_writer.pid, signal.SIGKILL)
-    until(lambda: checkpoint_writer.pid is None, 5)
+    until(lambda: checkpoint_writer.pid is None, 30)
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     with checkpoint_writer.connection() as ends:
         assert ends == []
@@ -128,7 +128,7 @@ def test_the_sampler_of_a_generation_knows_the_writer_of_every_rank(tmp_path):
     assert [writer(2), writer(3)] == [checkpoint_writer.pid for checkpoint_writer in checkpoint_writers._writers]
     assert {writer(2), writer(3)} == checkpoint_writers.pids()
     os.kill(writer(2), signal.SIGKILL)
-    until(lambda: writer(2) is None, 5)
+    until(lambda: writer(2) is None, 30)
     asyncio.run(checkpoint_writers.close())
     alone.close()
 
@@ -143,7 +143,7 @@ def test_killing_the_ranks_of_a_dead_fork_server_spares_the_writers(tmp_path):
     alone.agent._startup_failures = 9  # no other fork server
     asyncio.run(alone.agent._replace_fork_server("it was killed"))
     assert alone.ranks.all_gone()
-    orphan.wait(5)
+    orphan.wait(30)
     assert checkpoint_writers.pids() == pids
     asyncio.run(checkpoint_writers.close())
     alone.close()
@@ -175,7 +175,7 @@ def test_a_writer_dies_with_its_agent(tmp_path, state):
             os.kill(pid, signal.SIGSTOP)
         assert alive(pid)
         agent.kill()
-    until(lambda: not alive(pid), 2)
+    until(lambda: not alive(pid), 30)
 
 
 def writers_of(work: LocalJob) -> dict[int, str]:
@@ -206,12 +206,12 @@ def test_writers_outlive_a_fork_server_and_not_an_agent(job: Callable[..., Local
     agent = work.agents[0].pid
     if victim == "agent":
         work.agents[0].kill()
-        until(lambda: not any(alive(pid) for pid in writers), 2, work.story)
+        until(lambda: not any(alive(pid) for pid in writers), 30, work.story)
         return
     children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
     others = {int(pid) for pid in children} - set(writers)
     (fork_server,) = [pid for pid in others if "watchdog" not in Path(f"/proc/{pid}/cmdline").read_text()]
     os.kill(fork_server, signal.SIGKILL)
-    until(lambda: not alive(fork_server), 5)
+    until(lambda: not alive(fork_server), 30)
     until(lambda: "died" in str([e.data for e in work.events()]), 10, work.story)
     assert all(alive(pid) for pid in writers)

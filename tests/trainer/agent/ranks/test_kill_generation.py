@@ -34,7 +34,7 @@ def rank() -> Iterator["subprocess.Popen[bytes]"]:
     process = subprocess.Popen(["sleep", "60"], process_group=0)
     yield process
     process.kill()
-    process.wait(5)
+    process.wait(30)
 
 
 @pytest.fixture
@@ -57,13 +57,13 @@ async def told_later(ranks: LocalRanks, link: Idle) -> None:
 def test_ranks_that_outlive_the_order_are_killed_by_their_agent_and_the_fork_server_stays(ranks, rank):
     link = Idle()
     asyncio.run(told_later(ranks, link))
-    assert rank.wait(5) == -9
+    assert rank.wait(30) == -9
     assert (link.told, link.killed) == ([9], "")
 
 
 def test_a_rank_that_was_collected_is_not_killed_again_by_its_number(ranks, rank, monkeypatch):
     rank.kill()
-    rank.wait(5)
+    rank.wait(30)
     monkeypatch.setattr(os, "killpg", lambda *_: pytest.fail("whose group is it now?"))
     ranks.kill_uncollected()
 

@@ -4,6 +4,7 @@ Started as `python -P -m orchestrator.scheduler.local_job INTENT`. It leaves its
 terminal and the end of the submitting process do not reach it; the parent waits until the job is written down.
 """
 
+import contextlib
 import os
 import shlex
 import signal
@@ -198,7 +199,7 @@ def _live(job: Job, intent: Intent) -> None:
     try:
         end = job.run()
     except Exception as error:  # noqa: BLE001  # outermost edge of this process: say how it ended
-        traceback.print_exc()
+        _log_traceback()
         end = _failed(error)
     if intent.folder.is_dir():
         records.write_end(intent.folder, end)
@@ -221,7 +222,7 @@ def main(arguments: list[str]) -> int:
         _write_to_log(intent)
         job = _begin(intent)
     except Exception as error:  # noqa: BLE001  # outermost edge: whoever waits for the job is told
-        traceback.print_exc()
+        _log_traceback()
         os.write(ready, explain_disk_error(error, intent.folder).encode(errors="replace")[:_LONGEST])
         return 1
     os.write(ready, _READY)
@@ -236,6 +237,11 @@ def _write_to_log(intent: Intent) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
+
+
+def _log_traceback() -> None:
+    with contextlib.suppress(OSError):  # what went wrong may be the disk that the log is on
+        traceback.print_exc()
 
 
 def _started(said: bytes) -> int:

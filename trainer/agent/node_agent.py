@@ -36,7 +36,7 @@ from trainer.contract.run_dir import AttemptDir, RunDir
 _LOOK_SECONDS = 0.1
 _MAX_STARTUP_FAILURES = 3
 _STORE = ("host", "port", "key")
-_FORWARDED = {"store": _STORE, "fitness": ("matmul", "memory", "pairs"), "saves": ("reason",)}
+_FORWARDED = {"store": _STORE, "fitness": ("matmul", "memory", "pairs"), "saves": ("reason", "size")}
 """What ranks say that the coordinator has to hear, with its keys."""
 
 

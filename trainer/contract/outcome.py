@@ -84,6 +84,7 @@ class Failure:
     evidence: str | None = None  # path relative to the run directory
     lines: tuple[str, ...] = ()  # the last ones in the log of a command's rank
     culprits: tuple[Culprit, ...] = ()  # all roots, where there are several; `rank` and `node` are those of the first
+    room: int = 0  # bytes of the checkpoint that there was no room for, as far as is known
 
     @property
     def nodes(self) -> tuple[str, ...]:

@@ -69,10 +69,13 @@ def _packet(kind: str, data: dict[str, Any]) -> bytes:
     return dump_line({"kind": kind, **data}).encode(errors="backslashreplace")
 
 
-def report_saves(control: socket.socket, trouble: str) -> None:
-    """Say `saves` {reason}: why saves fail, or, with an empty text, that they work; an agent that is busy misses it."""
+def report_saves(control: socket.socket, trouble: str, size: int) -> None:
+    """Say `saves` {reason, size}: why saves of so many bytes fail, or, with an empty text, that they work.
+
+    An agent that is too busy misses it.
+    """
     with contextlib.suppress(OSError):
-        control.send(_packet("saves", {"reason": trouble}), socket.MSG_DONTWAIT)
+        control.send(_packet("saves", {"reason": trouble, "size": size}), socket.MSG_DONTWAIT)
 
 
 def receive_message(control: socket.socket) -> dict[str, Any] | None:

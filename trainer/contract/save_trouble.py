@@ -19,6 +19,8 @@ class SaveTrouble:
 
     def __init__(self) -> None:
         self._failing: dict[str, tuple[int, str]] = {}  # by tier, the first one's name being empty
+        self.size = 0
+        """Bytes of the checkpoint that could not be saved last, as far as is known."""
 
     def note(self, kind: str, data: dict[str, Any]) -> bool:
         """Take in one event; whether it says anything about this."""
@@ -26,6 +28,7 @@ class SaveTrouble:
         if kind in _FAILED:
             since, _ = self._failing.get(tier, (int(data["step"]), ""))
             self._failing[tier] = since, short_reason(str(data["reason"]))
+            self.size = int(data.get("bytes") or 0) or self.size
         elif kind in _WORKED:
             self._failing.pop(tier, None)
         return kind in (*_FAILED, *_WORKED)

@@ -1,5 +1,6 @@
 """What has to hold before a job is submitted: room in its run's folder."""
 
+from checkpointing.config import RUN
 from orchestrator.controller.reconciler.actor import SUBMIT_WITHIN, Actor
 from orchestrator.controller.reconciler.conclude import apply
 from orchestrator.controller.run_dirs.room import missing_room
@@ -32,7 +33,15 @@ def wait_for_room(actor: Actor, view: RunView) -> bool:
 def _checkpoint_size(actor: Actor, view: RunView) -> int:
     """Bytes of a checkpoint in the run's own folder, after an attempt that could not save there; else 0."""
     failures = [attempt.failure for attempt in view.attempts if attempt.state not in LIVE_ATTEMPTS]
-    if not failures or (failures[-1] or {}).get("kind") != FailureKind.STORAGE:
+    failure = failures[-1] if failures else None
+    if failure is None or failure["kind"] != FailureKind.STORAGE or not _saves_there(view):
         return 0
     own = [one for one in actor.store.checkpoints(view.run.name) if not one.tier]
-    return max(own, key=lambda one: one.step).bytes if own else 0
+    newest = max(own, key=lambda one: one.step).bytes if own else 0
+    return int(failure.get("room") or newest)
+
+
+def _saves_there(view: RunView) -> bool:
+    """Whether checkpoints go into the run's own folder first, which is all that can be looked at from here."""
+    tiers = view.config.checkpoint.tiers
+    return not view.config.command and (not tiers or tiers[0].path == RUN)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from checkpointing.storage.disk_probe import write_probe
 from checkpointing.storage.durable import NotAFile, number, read_json
 from orchestrator.controller.jobs.scheduler_snapshot import SchedulerSnapshot
 from orchestrator.controller.leasing.observed_since import ObservedSince
 from orchestrator.controller.run_dirs.bounded_files import DirectFiles, Files
-from orchestrator.controller.run_dirs.room import write_probe
 from orchestrator.controller.run_view import RunView
 from orchestrator.recovery.classify_failure import LOST_AFTER
 from orchestrator.recovery.evidence import Evidence, LogTail

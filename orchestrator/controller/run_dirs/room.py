@@ -1,25 +1,16 @@
-"""Whether a run's folder has room for what a job is about to write there; quotas are not told, so a file is tried."""
+"""Whether a run's folder has room for what the next job is about to write there."""
 
 import errno
-import secrets
 import shutil
-from contextlib import suppress
-from pathlib import Path
 
-from checkpointing.storage.disk_errors import disk_words, explain_disk_error
+from checkpointing.storage.disk_errors import disk_words
+from checkpointing.storage.disk_probe import write_probe
 from trainer.contract.run_dir import RunDir
 
 LEAST = 1 << 18
 """Bytes that the small files of a job may take: with less, it cannot even say why it ends."""
-_PROBE = 4096
 _MOST_PROBED = 64 << 20
 """Bytes that are written to see whether they can be: for more, what the file system says has to do."""
-_BLOCK = 1 << 20
-
-
-def write_probe(folder: Path) -> str:
-    """Why nothing can be written into a folder (`disk full (FOLDER)`); empty when a small file can, or nobody knows."""
-    return _tried(folder, _PROBE)
 
 
 def missing_room(folder: RunDir, checkpoint: int) -> str:
@@ -32,7 +23,7 @@ def missing_room(folder: RunDir, checkpoint: int) -> str:
         left, wanted = free / (1 << 20), checkpoint / (1 << 20)
         room = f"{left:.1f} MiB are free, a checkpoint takes {wanted:.1f} MiB"
         return f"{disk_words(errno.ENOSPC)}: {room} ({folder.path})"
-    return _tried(folder.path, min(checkpoint + LEAST, _MOST_PROBED))
+    return write_probe(folder.path, min(checkpoint + LEAST, _MOST_PROBED))
 
 
 def _free(folder: RunDir) -> int | None:
@@ -46,17 +37,3 @@ def _free(folder: RunDir) -> int | None:
     except OSError:
         return None
     return usage.free + debris if usage.total else None
-
-
-def _tried(folder: Path, size: int) -> str:
-    probe = folder / f".probe-{secrets.token_hex(6)}"
-    try:
-        with probe.open("xb") as stream:
-            for start in range(0, size, _BLOCK):
-                stream.write(bytes(min(_BLOCK, size - start)))
-        return ""
-    except OSError as error:
-        return explain_disk_error(error, folder)
-    finally:
-        with suppress(OSError):
-            probe.unlink(missing_ok=True)

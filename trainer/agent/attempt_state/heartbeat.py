@@ -55,14 +55,16 @@ class AttemptProgress:
         self.loss: float | str | None = None
         self.phase = "init"
         self._saves: dict[int, str] = {}
+        self.unsaved_bytes = 0  # of the checkpoint that could not be saved last
 
     @property
     def saves_failing(self) -> str:
         """Since when saves fail, and why; empty while they work."""
         return next((self._saves[rank] for rank in sorted(self._saves)), "")
 
-    def note_saves(self, rank: int, trouble: str) -> None:
-        """A rank says why saves fail. Rank 0 commits for all: what works for it works."""
+    def note_saves(self, rank: int, trouble: str, size: int) -> None:
+        """A rank says why saves of so many bytes fail. Rank 0 commits for all: what works for it works."""
+        self.unsaved_bytes = size or self.unsaved_bytes
         if rank == 0:
             self._saves.clear()
         if trouble:

@@ -107,7 +107,7 @@ class MessageLoop:
                 generation.restored = max(generation.restored, int(message.get("restored", 0)))
                 self._monitor.receive(node, message)
             case "saves":
-                state.progress.note_saves(message["rank"], message["reason"])
+                state.progress.note_saves(message["rank"], message["reason"], message["size"])
             case "flight" | "fitness":
                 self._monitor.receive(node, message)
             case "evidence":

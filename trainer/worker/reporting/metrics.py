@@ -36,9 +36,9 @@ class Journal:
     """One rank's records in its attempt's folder; safe to call from the checkpointer's thread too."""
 
     def __init__(
-        self, attempt: AttemptDir, spec: RankSpec, on_saves: Callable[[str], None] = lambda trouble: None
+        self, attempt: AttemptDir, spec: RankSpec, on_saves: Callable[[str, int], None] = lambda trouble, size: None
     ) -> None:
-        """`on_saves` hears whenever saves are known to fail, and why, or to work again (an empty text)."""
+        """`on_saves` hears whenever saves fail, why and of how many bytes, or work again (an empty text)."""
         self._spec, self._on_saves, self._trouble = spec, on_saves, SaveTrouble()
         self._work = BestEffortLines(attempt.work_log(spec.node_name))
         self._steps = BestEffortLines(attempt.metrics) if spec.rank == 0 else None
@@ -61,7 +61,7 @@ class Journal:
     def checkpoint(self, kind: str, data: dict[str, Any]) -> None:
         """Write an event of the checkpointer, which repeats it when this raises OSError."""
         if self._trouble.note(kind, data):  # first: the disk that took no checkpoint may take no event
-            self._on_saves(self._trouble.text)
+            self._on_saves(self._trouble.text, self._trouble.size)
         if kind == EventKind.CHECKPOINT_COMMITTED:
             with self._stalls_lock:
                 data = {**data, "stall": self._stalls.get(data["step"], 0.0)}

@@ -6,7 +6,7 @@ from enum import StrEnum
 from orchestrator.recovery.evidence import Evidence
 from orchestrator.recovery.signatures import Role, earliest, scan
 from orchestrator.scheduler.interface import JobStatus
-from trainer.contract.outcome import AgentEnd, AttemptOutcome, AttemptResult, Failure, FailureKind
+from trainer.contract.outcome import AgentEnd, AttemptOutcome, AttemptResult, ExitCode, Failure, FailureKind
 
 LOST_AFTER = 60.0
 """Seconds of answered look-ups without the job, and of a silent heartbeat, before a job counts as lost."""
@@ -126,6 +126,10 @@ def classify(evidence: Evidence) -> Failure:
     if by_others and job and outcome and outcome.result is AttemptResult.STOPPED:
         said = f"job {job.job_id} was cancelled, not by orch{_saved(', and saved', outcome)}"
         return Failure(kind=FailureKind.CANCELLED, reason=said, step=outcome.step or None)
+    # Its time ran out while it could not save: more time would not have helped.
+    if evidence.saves_failing and job is not None and _SLURM_KINDS.get(job.state) is FailureKind.TIME_LIMIT:
+        reason = f"job {job.job_id} reached its time limit: {evidence.saves_failing}"
+        return Failure(kind=FailureKind.STORAGE, reason=reason)
     # Slurm names the cause.
     if job is not None and job.state in _SLURM_KINDS:
         return _by_slurm(job, outcome)
@@ -222,6 +226,11 @@ def _from_logs(evidence: Evidence, job: JobStatus) -> tuple[FailureKind, str]:
     # Logs full of echoes do not explain away that somebody cancelled the job.
     if job.state in _TAKEN_AWAY and (found is None or found.role is not Role.ROOT):
         return FailureKind.CANCELLED, f"job {job.job_id} was cancelled, not by orch"
+    # The agents' last word, and the disk that has no outcome, say why there is none.
+    rooted = found is not None and found.role is Role.ROOT
+    if job.exit_code == ExitCode.STORAGE or (evidence.disk and not rooted):
+        why = evidence.saves_failing or evidence.disk or "its storage took no more, by its exit code (74)"
+        return FailureKind.STORAGE, f"{ended}: {why}"
     if found is not None:
         return found.kind, f"{ended}; {found.source} says: {found.line}"
     if not evidence.started:

@@ -49,6 +49,10 @@ class Evidence:
     """How long the silent job was watched without growth of any of its files; 0 while it need not be running."""
     overstayed: float = 0.0
     """How long the job was watched to run on although its attempt has left its outcome."""
+    saves_failing: str = ""
+    """Since when its saves fail, and why, by its newest heartbeat; empty while they work."""
+    disk: str = ""
+    """Why nothing can be written into the run's folder; only looked at when the job says nothing (any more)."""
     silenced: str = ""
     """Why orch itself asked the attempt to stop: its heartbeat was silent."""
     requeued: str = ""

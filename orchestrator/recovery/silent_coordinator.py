@@ -46,6 +46,10 @@ def judge_silence(evidence: Evidence, limit: float) -> SilenceDecision:
         )
     if not evidence.started or evidence.silent_for < LOST_AFTER:
         return SilenceDecision(step=Escalation.NOTHING)
+    # It may well be alive, and only unable to write that down.
+    if evidence.disk:
+        reason = f"its heartbeat cannot be written: {evidence.disk}"
+        return SilenceDecision(step=Escalation.REPORT, reason=reason)
     left = [report for report in evidence.reports if report.end is AgentEnd.SILENT]
     bound = min(limit, ABANDONED) if left and limit else limit
     also = f", and {len(left)} agent(s) have left because of it" if left else ""

@@ -7,6 +7,7 @@ the machine has been started anew. What the run achieved is said by its outcome 
 """
 
 import contextlib
+import errno
 import os
 import shlex
 import signal
@@ -17,8 +18,9 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
+from checkpointing.storage.disk_errors import explain_disk_error
 from checkpointing.storage.durable import write_durably
-from orchestrator.errors import ConfigError, SlurmUnreachable, SubmitAmbiguous, SubmitRejected
+from orchestrator.errors import ConfigError, Precondition, SlurmUnreachable, SubmitAmbiguous, SubmitRejected
 from orchestrator.home import state_home
 from orchestrator.process_identity import boot_id
 from orchestrator.scheduler import local_records as records
@@ -27,6 +29,7 @@ from orchestrator.scheduler.interface import UNREADABLE, JobSpec, JobStatus
 from orchestrator.scheduler.job_environment import package_root
 from orchestrator.scheduler.local_records import End, Intent, JobProcess
 from orchestrator.scheduler.sbatch_values import check_field, minutes
+from trainer.contract.outcome import ExitCode, FailureKind
 
 _START_TIMEOUT_S = 60.0
 _ORPHAN_GRACE_S = 5.0
@@ -48,9 +51,14 @@ class LocalScheduler:
 
     def submit(self, spec: JobSpec) -> None:
         intent = _intent(spec, self._entry)
-        intent.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        records.forget_old(self._index, intent.asked_at)
-        path = records.write_intent(self._index, intent)
+        try:
+            intent.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            records.forget_old(self._index, intent.asked_at)
+            path = records.write_intent(self._index, intent)
+        except OSError as error:
+            if not (disk := explain_disk_error(error, intent.folder)):
+                raise
+            raise _no_room(disk, intent) from error
         _start(intent, path, spec.submitter.environ(os.environ))
 
     def find(self, name_prefix: str, known: Collection[str] = ()) -> list[JobStatus]:
@@ -185,12 +193,20 @@ def _start(intent: Intent, path: Path, seen: dict[str, str]) -> None:
         raise SubmitAmbiguous(
             f"the local job was not up within {_START_TIMEOUT_S:.0f} s", where=intent.submission
         ) from error
+    if done.returncode == ExitCode.STORAGE:
+        # By its cause it is told from what a person has to mend: it is tried again until there is room.
+        raise _no_room(done.stderr.strip(), intent) from OSError(errno.ENOSPC, done.stderr.strip())
     if done.returncode != 0:
         raise SubmitRejected(
             f"the local job could not be started: {_last_words(done.stderr, intent.folder)}",
             where=intent.submission,
             hint=f"see {intent.folder / 'local-job.log'}",
         )
+
+
+def _no_room(disk: str, intent: Intent) -> Precondition:
+    what = f"{FailureKind.STORAGE}: the local job cannot be started: {disk}"
+    return Precondition(what, hint="make room there, or choose another folder with cluster.root=FOLDER")
 
 
 def _last_words(said: str, submission: Path) -> str:

@@ -4,6 +4,7 @@ Started as `python -P -m orchestrator.scheduler.local_job INTENT`. It leaves its
 terminal and the end of the submitting process do not reach it; the parent waits until the job is written down.
 """
 
+import contextlib
 import os
 import shlex
 import signal
@@ -19,13 +20,17 @@ from typing import Any
 from submitit.core.utils import JobPaths
 from submitit.local.local import Controller, LocalExecutor, LocalJob
 
+from checkpointing.storage.disk_errors import explain_disk_error, is_disk_error
 from orchestrator.scheduler import local_records as records
 from orchestrator.scheduler.local_records import End, Intent, JobProcess
 from orchestrator.scheduler.submitit_payload import load_entry
+from trainer.contract.outcome import ExitCode
 
 KILL_WAIT_S = 30.0
 """Seconds between SIGTERM and SIGKILL, as Slurm's default KillWait."""
 _POLL_S = 0.04
+_READY = b"ready"
+_LONGEST = 4096
 
 
 class _Executor(LocalExecutor):  # type: ignore[misc]  # submitit is not type-checked here
@@ -166,41 +171,85 @@ def _after(made: _Executor) -> str:
     return command.removeprefix(made.python)
 
 
-def _live(intent: Intent, ready: int) -> None:
-    """What the job's process does, from its first instruction to its last."""
+def _begin(intent: Intent) -> Job | None:
+    """The job, with all that it needs; None when another process is it already. Raises what keeps it from beginning."""
     host = records.claim(intent.folder)
     if host is None:  # a second submission under the same name: the first one is the job
-        os.write(ready, b"1")
-        return
+        return None
+    job = Job(intent, host)
     try:
-        job = Job(intent, host)
         job.prepare()
-        os.write(ready, b"1")
-        os.close(ready)
+    except Exception as error:
+        # Of a disk that took no more nothing is left: the next submission under this name is another job.
+        if is_disk_error(error):
+            records.unclaim(intent.folder)
+        else:
+            records.write_end(intent.folder, _failed(error))
+        raise
+    return job
+
+
+def _failed(error: Exception) -> End:
+    codes = (ExitCode.STORAGE,) if is_disk_error(error) else ()
+    return End(state="FAILED", reason=f"{type(error).__name__}: {error}", ended_at=time.time(), exit_codes=codes)
+
+
+def _live(job: Job, intent: Intent) -> None:
+    """Run the job, and write down how it ended."""
+    try:
         end = job.run()
     except Exception as error:  # noqa: BLE001  # outermost edge of this process: say how it ended
-        traceback.print_exc()
-        end = End(state="FAILED", reason=f"{type(error).__name__}: {error}", ended_at=time.time())
+        _log_traceback()
+        end = _failed(error)
     if intent.folder.is_dir():
         records.write_end(intent.folder, end)
 
 
 def main(arguments: list[str]) -> int:
-    """Start the job in a session of its own; returns when it is written down (0) or could not be (1)."""
+    """Start the job in a session of its own; returns when it is written down (0), or could not be.
+
+    ExitCode.STORAGE: the disk took no more, and nothing was begun; why stands on stderr.
+    """
     intent = records.read_intent(Path(arguments[0]))
     hears, ready = os.pipe()
     child = os.fork()
     if child:
         os.close(ready)
-        return 0 if os.read(hears, 1) else 1
+        return _started(os.read(hears, _LONGEST))
     os.close(hears)
     os.setsid()
+    try:
+        _write_to_log(intent)
+        job = _begin(intent)
+    except Exception as error:  # noqa: BLE001  # outermost edge: whoever waits for the job is told
+        _log_traceback()
+        os.write(ready, explain_disk_error(error, intent.folder).encode(errors="replace")[:_LONGEST])
+        return 1
+    os.write(ready, _READY)
+    os.close(ready)
+    if job is not None:
+        _live(job, intent)
+    return 0
+
+
+def _write_to_log(intent: Intent) -> None:
     log = os.open(intent.folder / "local-job.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    _live(intent, ready)
-    return 0
+
+
+def _log_traceback() -> None:
+    with contextlib.suppress(OSError):  # what went wrong may be the disk that the log is on
+        traceback.print_exc()
+
+
+def _started(said: bytes) -> int:
+    """The exit code of the process that waits for the job, by what the job has said."""
+    if said == _READY:
+        return 0
+    sys.stderr.write(said.decode(errors="replace"))
+    return ExitCode.STORAGE if said else ExitCode.ERROR
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.storage.durable import canonical, read_json, write_durably
+from checkpointing.storage.reserved_file import reserve, write_reserved
 from orchestrator.process_identity import boot_id, is_visible, process_space, process_state
 from trainer.contract.node_identity import local_job_id
 from trainer.contract.run_dir import AttemptDir
@@ -22,6 +23,8 @@ from trainer.contract.run_dir import AttemptDir
 MARK = "ORCH_LOCAL_JOB"
 """Environment variable that every process of a local job bears; its value is the job's name, unique for ever."""
 KEEP_ENDED_S = 7 * 86400.0
+_END_BYTES = 8192
+"""Room that is taken for a job's end: exit codes of a few hundred simulated nodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +131,10 @@ def forget_old(index: Path, now: float) -> None:
 
 
 def claim(submission: Path) -> JobProcess | None:
-    """Make the calling process the job of this folder; None when it has one already."""
+    """Make the calling process the job of this folder; None when it has one already. Raises OSError."""
     host = JobProcess(pid=os.getpid(), job_id=local_job_id(os.getpid()), boot=boot_id(), space=process_space())
     own = submission / f".local-job.{host.job_id}"
+    reserve(_end_file(submission), _END_BYTES)
     write_durably(own, canonical(asdict(host)))
     try:
         os.link(own, _job_process_file(submission))  # one step, and only for the first
@@ -139,6 +143,11 @@ def claim(submission: Path) -> JobProcess | None:
     finally:
         own.unlink()
     return host
+
+
+def unclaim(submission: Path) -> None:
+    """The job could not be prepared: the next submission under its name is another one."""
+    _job_process_file(submission).unlink(missing_ok=True)
 
 
 def write_job_process(submission: Path, host: JobProcess) -> None:
@@ -155,7 +164,7 @@ def read_job_process(submission: Path) -> JobProcess | None:
 
 
 def write_end(submission: Path, end: End) -> None:
-    write_durably(_end_file(submission), canonical(asdict(end)))
+    write_reserved(_end_file(submission), canonical(asdict(end)))
 
 
 def read_end(submission: Path) -> End | None:

@@ -31,6 +31,7 @@ class ModelAgents:
         self.frozen = False  # stands still (SIGSTOP, stuck in the kernel): it does nothing, and says nothing
         self.commits: list[tuple[float, str]] = []
         self.trained: list[tuple[float, int]] = []
+        self.saves_failing = ""
         self._seq = 0
         self._events: EventLog | None = None
 
@@ -143,4 +144,5 @@ class ModelAgents:
     def _beat(self) -> None:
         self._seq += 1
         beat = {"seq": self._seq, "step": self.step_done, "loss": 1.0 / (1 + self.step_done)}
+        beat["saves_failing"] = self.saves_failing
         self.place.heartbeat.write_text(json.dumps(beat))

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from setproctitle import setproctitle
 
+from checkpointing.storage.disk_errors import explain_disk_error, is_disk_error
 from checkpointing.storage.durable import read_json
 from trainer.agent.attempt_state.attempt_state import AttemptState
 from trainer.agent.control import address
@@ -134,6 +135,12 @@ class Agent:
             return await self._work(identity, config, token)
         except Refused as refusal:
             return self._refuse(identity, str(refusal))
+        except OSError as error:
+            if not is_disk_error(error):
+                raise
+            said = explain_disk_error(error, self._run.path)
+            sys.stderr.write(f"orch-agent: cannot begin: {said}\n")
+            return ExitCode.STORAGE
         except asyncio.CancelledError:
             sys.stderr.write("orch-agent: asked to end before it started, or its job is gone\n")
             return ExitCode.RETRY

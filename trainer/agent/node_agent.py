@@ -36,6 +36,8 @@ from trainer.contract.run_dir import AttemptDir, RunDir
 _LOOK_SECONDS = 0.1
 _MAX_STARTUP_FAILURES = 3
 _STORE = ("host", "port", "key")
+_FORWARDED = {"store": _STORE, "fitness": ("matmul", "memory", "pairs"), "saves": ("reason", "size")}
+"""What ranks say that the coordinator has to hear, with its keys."""
 
 
 class NodeAgent:
@@ -262,11 +264,9 @@ class NodeAgent:
             message = local.receive_message()
             if message is None:
                 loop.remove_reader(local.control)
-            elif message.get("kind") == "store":
-                self._peer.send("store", generation=ranks.generation, **{name: message[name] for name in _STORE})
-            elif message.get("kind") == "fitness":
-                figures = {key: message[key] for key in ("matmul", "memory", "pairs")}
-                self._peer.send("fitness", generation=ranks.generation, rank=local.rank, **figures)
+            elif (kind := message.get("kind")) in _FORWARDED:
+                said = {key: message[key] for key in _FORWARDED[kind]}
+                self._peer.send(kind, generation=ranks.generation, rank=local.rank, **said)
 
         loop.add_reader(local.control, read)
 

@@ -38,14 +38,14 @@ class EventKind(StrEnum):
     REQUEST_ANSWERED = "request.answered"  # name, answer
     CHECKPOINT_SAVING = "checkpoint.saving"  # step, name
     CHECKPOINT_COMMITTED = "checkpoint.committed"  # step, name, bytes, manifest (digest), seconds, stall (s)
-    CHECKPOINT_FAILED = "checkpoint.failed"  # step, reason
+    CHECKPOINT_FAILED = "checkpoint.failed"  # step, reason (, bytes: that it would have taken) (, tier)
     CHECKPOINT_REFUSED = "checkpoint.refused"  # step, name, reason, damaged (bool: its bytes) (, tier)
     CHECKPOINT_RESTORED = "checkpoint.restored"  # step, name, seconds, tier (`memory` or the tier's path)
     CHECKPOINT_INCOMPLETE = "checkpoint.incomplete"  # step, reason: state that training changes and that is not in it
     CHECKPOINT_SOFTWARE = "checkpoint.software"  # step, changes {name: [before, now]}: it was made with other software
     CHECKPOINT_DELETED = "checkpoint.deleted"  # step, name (, tier)
     CHECKPOINT_SKIPPED = "checkpoint.skipped"  # step, reason: both copies are still being written
-    CHECKPOINT_RETRIED = "checkpoint.retried"  # step, reason: the save failed and is tried again
+    CHECKPOINT_RETRIED = "checkpoint.retried"  # step, reason, bytes: the save failed and is tried again
     CHECKPOINT_DOUBTED = "checkpoint.doubted"  # step, reason: saved, but its plausibility is in doubt
     CHECKPOINT_FLUSHED = "checkpoint.flushed"  # step, name, tier, bytes, seconds: copied to a further tier
     CHECKPOINT_STUCK = "checkpoint.stuck"  # step, reason: a write does not come to an end; training goes on

@@ -1,11 +1,13 @@
 """GO: the launch token without which an agent refuses to train, and the fence that later actions read again."""
 
 import errno
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpointing.storage.durable import dump_line, read_json, write_durably
+from checkpointing.storage.disk_errors import FULL
+from checkpointing.storage.durable import dump_line, fsync_dir, read_json, write_durably
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +46,15 @@ class LaunchToken:
 
 def revoke(path: Path) -> None:
     """Fence an attempt for good: a process that reads its GO from now on must not commit or delete."""
-    if not is_revoked(path):
+    if is_revoked(path):
+        return
+    try:
         write_durably(_revoked(path), b"")
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        os.replace(path, _revoked(path))  # needs no room; that it has a token inside makes no difference
+        fsync_dir(path.parent)
     path.unlink(missing_ok=True)
 
 

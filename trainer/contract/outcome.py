@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.storage.durable import dump_line, read_json, write_durably
+from checkpointing.storage.reserved_file import reserve, write_reserved
 
 MOST_BYTES = 16 << 20
 """Beyond this nothing is an outcome."""
@@ -16,6 +17,7 @@ class ExitCode(IntEnum):
 
     FINISHED = 0
     ERROR = 1
+    STORAGE = 74  # sysexits' EX_IOERR: says what no file could say
     RETRY = 75
     STOPPED_AFTER_SAVE = 76
     NODE_SUSPECT = 77
@@ -82,6 +84,7 @@ class Failure:
     evidence: str | None = None  # path relative to the run directory
     lines: tuple[str, ...] = ()  # the last ones in the log of a command's rank
     culprits: tuple[Culprit, ...] = ()  # all roots, where there are several; `rank` and `node` are those of the first
+    room: int = 0  # bytes of the checkpoint that there was no room for, as far as is known
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -181,8 +184,13 @@ class AttemptOutcome:
     ended_at: float
     failure: Failure | None = None
 
+    @staticmethod
+    def reserve(path: Path) -> None:
+        """Take the room for an outcome, so that a disk that is full by then cannot keep it away; raises OSError."""
+        reserve(path)
+
     def write(self, path: Path) -> None:
-        write_durably(path, _line({"schema": "orch.outcome/1", **asdict(self)}))
+        write_reserved(path, _line({"schema": "orch.outcome/1", **asdict(self)}))
 
     @classmethod
     def read(cls, path: Path) -> "AttemptOutcome":

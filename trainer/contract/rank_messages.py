@@ -1,5 +1,6 @@
 """What an agent gives a rank at its start, and the few messages on their control socket."""
 
+import contextlib
 import json
 import signal
 import socket
@@ -61,7 +62,20 @@ def send_message(control: socket.socket, kind: str, **data: Any) -> None:
     exception, message, secondary, step, position} when it ends by itself: that reaches the agent when no file can be
     written.
     """
-    control.send(dump_line({"kind": kind, **data}).encode(errors="backslashreplace"))
+    control.send(_packet(kind, data))
+
+
+def _packet(kind: str, data: dict[str, Any]) -> bytes:
+    return dump_line({"kind": kind, **data}).encode(errors="backslashreplace")
+
+
+def report_saves(control: socket.socket, trouble: str, size: int) -> None:
+    """Say `saves` {reason, size}: why saves of so many bytes fail, or, with an empty text, that they work.
+
+    An agent that is too busy misses it.
+    """
+    with contextlib.suppress(OSError):
+        control.send(_packet("saves", {"reason": trouble, "size": size}), socket.MSG_DONTWAIT)
 
 
 def receive_message(control: socket.socket) -> dict[str, Any] | None:

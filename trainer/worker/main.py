@@ -5,6 +5,7 @@ import random
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from trainer.contract.config import JobConfig, load
 from trainer.contract.launch_token import LaunchToken, holds
 from trainer.contract.outcome import ExitCode
 from trainer.contract.progress import Phase, ProgressCell
-from trainer.contract.rank_messages import SPEC_VARIABLE, RankSpec
+from trainer.contract.rank_messages import SPEC_VARIABLE, RankSpec, report_saves
 from trainer.contract.restore_test import read_order
 from trainer.contract.run_dir import RunDir
 from trainer.worker import crash_report, mesh, workload
@@ -79,8 +80,9 @@ def _train(spec: RankSpec, cell: ProgressCell, control: socket.socket, started: 
         objects = _build(made, mesh.build(config.parallel, device, spec.rank, spec.world_size))
         flight_recorder.write_groups(spec)
         session = Session(
-            spec=spec, config=config, run_dir=run_dir, cell=cell, objects=objects, started=started, key=key
-        )
+            spec=spec, config=config, run_dir=run_dir, cell=cell, objects=objects, started=started, key=key,
+            on_saves=partial(report_saves, control),
+        )  # fmt: skip
         code = _restore_and_train(session)
         rendezvous.leave()
     return code
@@ -105,7 +107,7 @@ def _restore_and_train(session: Session) -> ExitCode:
         from trainer.worker.restore_test.run import carry_out  # only here
 
         return carry_out(order, session)
-    journal = Journal(session.attempt, session.spec)
+    journal = Journal(session.attempt, session.spec, session.on_saves)
     token = session.launch_token()
     saver = _checkpointer(session, token, journal.checkpoint)
     skip = skipped_positions(session.spec, session.run_dir)

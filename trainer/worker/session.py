@@ -43,6 +43,7 @@ class Session:
     objects: TrainObjects
     started: float
     key: bytes
+    on_saves: Callable[[str, int], None] = lambda trouble, size: None  # tells the agent whether saves work
 
     @property
     def attempt(self) -> AttemptDir:

@@ -1,6 +1,5 @@
 """Failures of saves and loads: which exceptions count, what they say in words, and how one becomes a value."""
 
-import errno
 from collections.abc import Callable
 from dataclasses import dataclass
 from pickle import PickleError
@@ -10,6 +9,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from checkpointing.engine.ranks.peer_codec import peer_message
 from checkpointing.errors import CheckpointError, FencedOff, Refused, SaveFailed, Unsound
+from checkpointing.storage.disk_errors import FULL
 
 T = TypeVar("T")
 F = TypeVar("F")
@@ -34,7 +34,6 @@ FAILURES = (
 
 # torch says with a RuntimeError that there is no memory, and that a peer is gone.
 _OF_THE_MOMENT = (OSError, MemoryError, RuntimeError)
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def explain(error: BaseException) -> str:
@@ -42,7 +41,7 @@ def explain(error: BaseException) -> str:
     if isinstance(error, (Refused, SaveFailed)):
         return error.reason
     if isinstance(error, OSError):
-        return f"disk full ({error})" if error.errno in _FULL else str(error) or type(error).__name__
+        return f"disk full ({error})" if error.errno in FULL else str(error) or type(error).__name__
     # torch's zip writer notices that fewer bytes arrived than it wrote, and says only where.
     if "unexpected pos" in str(error):
         return f"disk full (torch says: {_first_line(error)})"

@@ -135,7 +135,7 @@ class SaveQueue:
 
     def _emit_failed(self, job: Job, reason: str) -> None:
         if self._ranks.leads:
-            self._emit("checkpoint.failed", {"step": job.step, "reason": reason})
+            self._emit("checkpoint.failed", {"step": job.step, "reason": reason, "bytes": job.plan.size})
 
     def _decided(self, job: Job, failure: SaveFailed, tries: int) -> bool:
         """On rank 0, for all: what keeps it from deciding, or from telling, decides against it."""
@@ -147,7 +147,7 @@ class SaveQueue:
             return False
         if self._jobs or (self._waited and tries >= _WAITED_TRIES):
             return False
-        self._emit("checkpoint.retried", {"step": job.step, "reason": failure.reason})
+        self._emit("checkpoint.retried", {"step": job.step, "reason": failure.reason, "bytes": job.plan.size})
         return self._pause(self._pauses[tries])
 
     def _pause(self, seconds: float) -> bool:

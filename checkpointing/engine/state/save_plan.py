@@ -72,6 +72,11 @@ class Plan:
     def buffer_bytes(self) -> int:
         return self.layout.buffer_bytes
 
+    @property
+    def size(self) -> int:
+        """Bytes of a checkpoint of this plan, but for the small files that describe it; rank 0 only."""
+        return sum(item.piece.length for part in self.everything for item in part)
+
     def index_of(self) -> Index:
         """The index of every checkpoint of this plan; rank 0 only."""
         assert self.index is not None

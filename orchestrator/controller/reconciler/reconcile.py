@@ -9,6 +9,7 @@ from random import Random
 from secrets import token_hex
 from typing import Any
 
+from checkpointing.storage.disk_errors import explain_disk_error
 from orchestrator.config.run_config import RunConfig
 from orchestrator.controller import failpoints
 from orchestrator.controller.jobs.job_changes import changes
@@ -18,9 +19,10 @@ from orchestrator.controller.leasing.observed_since import Clock, ObservedSince
 from orchestrator.controller.reconciler import user_requests
 from orchestrator.controller.reconciler.actor import SUBMIT_WITHIN, Actor
 from orchestrator.controller.reconciler.conclude import PoolSize, conclude, to_avoid
+from orchestrator.controller.reconciler.launch_conditions import wait_for_room
 from orchestrator.controller.reconciler.orphaned_jobs import sweep_orphans
 from orchestrator.controller.reconciler.ownership import Domain, never_submitted
-from orchestrator.controller.reconciler.running_jobs import end_job, end_silent_job, maintain_job
+from orchestrator.controller.reconciler.running_jobs import end_judged_job, end_silent_job, maintain_job
 from orchestrator.controller.run_dirs.bounded_files import DirectFiles, Files, RunDirHangs
 from orchestrator.controller.run_dirs.collect_evidence import collect_evidence
 from orchestrator.controller.run_dirs.ingest import ingest
@@ -36,6 +38,7 @@ from orchestrator.scheduler.interface import LEAVING_STATES, RUNNING_STATES, Job
 from orchestrator.scheduler.scheduler_instance import Instance
 from orchestrator.states import LIVE_ATTEMPTS, AttemptState, RunState
 from trainer.contract.config import build
+from trainer.contract.outcome import FailureKind
 from trainer.contract.run_dir import RunDir
 
 log = logging.getLogger("orch.controller")
@@ -186,6 +189,9 @@ class Controller:
         except Precondition as error:
             self._hold(run, error)
         except Exception as error:  # outermost edge: one run's trouble must not stop the others
+            if disk := explain_disk_error(error, Path(run.run_dir)):
+                self.actor.note(run, f"{FailureKind.STORAGE}: {disk}; tried again until it works")
+                return False
             log.exception("run %s", run.name)
             self._errors.append(f"{run.name}: {type(error).__name__}: {error}")
             self.actor.note(run, f"the controller cannot serve this run: {type(error).__name__}: {error}")
@@ -235,6 +241,8 @@ class Controller:
             self.files.call(view.folder.path, lambda: ensure_run_dir(view.run, view.attempts[0], data), SUBMIT_WITHIN)
         elif self._is_hidden(view):
             return False
+        if view.last.submitted_at is None and wait_for_room(self.actor, view):
+            return False
         failure = self.actor.launch(view, snapshot)
         if failure is not None:
             self._conclude(view, Verdict(end=End.FAILED, reason=failure.reason, failure=failure))
@@ -283,10 +291,10 @@ class Controller:
         lost = view.last.job_id
         if verdict.end is End.LOST and lost is not None and lost not in snapshot.polled:
             # No list of jobs has it, and a list can be wrong: it must not start beside its successor.
-            end_job(self.actor, view, lost, "Slurm does not list it any more")
+            end_judged_job(self.actor, view, lost, "Slurm does not list it any more")
         if job is not None and is_live(job) and not evidence.job_leaving:
             # Nobody may look again: the run may be over with this attempt.
-            end_job(self.actor, view, job.job_id, verdict.reason)
+            end_judged_job(self.actor, view, job.job_id, verdict.reason)
         # What the job wrote in its last moments belongs to its history.
         ingest(self.store, view, **self.actor.stamp(), files=self.files)
         self._conclude(self._again(view), verdict, evidence.gone)
@@ -324,7 +332,8 @@ class Controller:
         silence = judge_silence(evidence, view.config.recovery.hang.heartbeat)
         changed = changes(job, job_spec(run, attempt, view.config))
         said = "".join(f"; {words}" for words in (silence.reason, evidence.odd, changed) if words)
-        self.actor.note(run, f"job {job.job_id} is {job.state}{waits}{said}")
+        saves = f"{evidence.saves_failing}; " if evidence.saves_failing and runs else ""
+        self.actor.note(run, f"{saves}job {job.job_id} is {job.state}{waits}{said}")
 
     def _next(self, view: RunView, snapshot: SchedulerSnapshot) -> bool:
         """No attempt is live: the run waits for its next one."""
@@ -347,6 +356,8 @@ class Controller:
         # Nobody of an older attempt may commit or delete from here on.
         for attempt in view.attempts:
             self.actor.fence(view.folder.attempt(attempt.number))
+        if wait_for_room(self.actor, view):
+            return False
         failpoints.reach("before_next_intent")
         avoid = to_avoid(self.store, view, self.clock.wall(), self.pool_size)
         attempt = self.store.add_attempt(run.name, nonce=token_hex(4), excluded=avoid, **self.actor.stamp())

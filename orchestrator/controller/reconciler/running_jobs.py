@@ -1,5 +1,9 @@
 """What orch does to a job that lives: its release, its true deadline, its end, written down before it comes."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from checkpointing.storage.disk_errors import is_disk_error
 from orchestrator.controller.reconciler.actor import Actor
 from orchestrator.controller.run_dirs.collect_evidence import REQUEUED, SILENCED
 from orchestrator.controller.run_view import RunView
@@ -16,6 +20,23 @@ def end_job(actor: Actor, view: RunView, job_id: str, reason: str, detail: str =
     actor.cancel(view.run, job_id, reason)
 
 
+def end_judged_job(actor: Actor, view: RunView, job_id: str, reason: str) -> None:
+    """Cancel a job whose end is judged already: a disk that is too full for the intent makes no difference."""
+    with ignored_disk_errors():
+        actor.request_once(view.folder, RequestKind.STOP, view.last.number, reason, None, SILENCED)
+    actor.cancel(view.run, job_id, reason)
+
+
+@contextmanager
+def ignored_disk_errors() -> Iterator[None]:
+    """Go on where a disk that is full, or broken, has kept a request from being written."""
+    try:
+        yield
+    except OSError as error:
+        if not is_disk_error(error):
+            raise
+
+
 def maintain_job(actor: Actor, view: RunView, job: JobStatus) -> None:
     """What a live job needs: its release, its true deadline, or its end when Slurm has started it again."""
     # A slurmctld that lost its newest state has a running job queued again, and counts no restart.
@@ -25,9 +46,10 @@ def maintain_job(actor: Actor, view: RunView, job: JobStatus) -> None:
     elif job.held and view.cancel is None:
         actor.release(view.run, view.last, view.folder, view.config)
     elif job.state in RUNNING_STATES and job.end_time is not None:
-        actor.request_once(
-            view.folder, RequestKind.DEADLINE, view.last.number, "the job's end by Slurm's clock", job.end_time
-        )
+        with ignored_disk_errors():  # its agents know the configured limit
+            actor.request_once(
+                view.folder, RequestKind.DEADLINE, view.last.number, "the job's end by Slurm's clock", job.end_time
+            )
 
 
 def end_silent_job(actor: Actor, view: RunView, job: JobStatus, evidence: Evidence) -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from checkpointing.storage.disk_errors import explain_disk_error
 from orchestrator.controller import failpoints
 from orchestrator.controller.jobs.job_spec import is_live
 from orchestrator.controller.jobs.scheduler_snapshot import SchedulerSnapshot
@@ -177,7 +178,15 @@ def advance_cancel(actor: Actor, view: RunView, snapshot: SchedulerSnapshot) -> 
     if view.cancel.args.get("now") or waited >= limit:
         actor.cancel(view.run, job.job_id, "cancelled by a person")
         return
-    if actor.request_once(view.folder, RequestKind.STOP, attempt.number, "cancelled by a person", None):
+    try:
+        asked = actor.request_once(view.folder, RequestKind.STOP, attempt.number, "cancelled by a person", None)
+    except OSError as error:
+        if not (disk := explain_disk_error(error, view.folder.path)):
+            raise
+        # The scheduler's own signal lets it save, too, where it can.
+        actor.cancel(view.run, job.job_id, f"cancelled by a person; the request to save cannot be written: {disk}")
+        return
+    if asked:
         failpoints.reach("after_stop_request")
 
 

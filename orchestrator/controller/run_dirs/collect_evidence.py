@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from checkpointing.storage.disk_probe import write_probe
 from checkpointing.storage.durable import NotAFile, number, read_json
 from orchestrator.controller.jobs.scheduler_snapshot import SchedulerSnapshot
 from orchestrator.controller.leasing.observed_since import ObservedSince
@@ -25,6 +26,8 @@ T = TypeVar("T")
 
 MOST_HEARTBEAT = 1 << 20
 """Bytes beyond which nothing is a heartbeat."""
+MOST_TROUBLE = 500
+"""Characters of what a heartbeat says of saves that fail."""
 SILENCED = "silent"
 """`detail` of a stop that orch asks for because the heartbeat is silent."""
 REQUEUED = "requeued"
@@ -40,13 +43,17 @@ class Heartbeat:
     seq: int
     step: int | None = None
     loss: float | None = None
+    saves_failing: str = ""
 
     @classmethod
     def read(cls, path: Path) -> "Heartbeat":
         """The heartbeat; raises OSError, ValueError, TypeError, KeyError or AttributeError when there is none."""
         fields = read_json(path, MOST_HEARTBEAT)
         loss = fields.get("loss")
-        return cls(seq=int(fields["seq"]), step=fields.get("step"), loss=None if loss is None else number(loss))
+        return cls(
+            seq=int(fields["seq"]), step=fields.get("step"), loss=None if loss is None else number(loss),
+            saves_failing=str(fields.get("saves_failing") or "")[:MOST_TROUBLE],
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +113,7 @@ def collect_evidence(
     silent_for = observed.age(f"beat:{key}", heartbeat.seq if heartbeat else "none")
     quiet = heartbeat is not None and outcome is None and silent_for >= LOST_AFTER
     grown = files.call(view.folder.path, lambda: growth(place)) if quiet else ""
+    mute = quiet or (ended and outcome is None)
     gone = removed_nodes(job, observed, key) if view.config.cluster.spare_nodes else ()
     return Evidence(
         attempt=attempt.number,
@@ -120,6 +128,8 @@ def collect_evidence(
         reports=seen.reports,
         still_for=_stillness(observed, f"still:{key}", job, grown),
         overstayed=_stillness(observed, f"over:{key}", job, "ended" if outcome is not None else ""),
+        saves_failing=heartbeat.saves_failing if heartbeat else "",
+        disk=files.call(view.folder.path, lambda: write_probe(view.folder.path)) if mute else "",
         silenced=seen.silenced,
         requeued=seen.requeued,
         gone=gone,

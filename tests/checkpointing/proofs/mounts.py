@@ -3,6 +3,7 @@
 Test processes have a mount namespace of their own, so that mounts are gone with them however they end.
 """
 
+import contextlib
 import ctypes
 import os
 import subprocess
@@ -42,7 +43,8 @@ def _mounted(folder: Path, *how: str) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        subprocess.run(["umount", str(folder)], check=True)
+        # Lazily: what a test has killed, or left open, may hold files there for a while.
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @contextmanager
@@ -50,6 +52,17 @@ def small_tmpfs(folder: Path, size: str) -> Iterator[Path]:
     """A tmpfs of this size."""
     with _mounted(folder, "-t", "tmpfs", "-o", f"size={size}", "tmpfs"):
         yield folder
+
+
+def fill(folder: Path) -> Path:
+    """Take all the room that is left on this file system; returns the file that has it."""
+    filler = folder / "filler"
+    with filler.open("ab", buffering=0) as stream:
+        for size in (1 << 16, 1 << 12, 1):
+            with contextlib.suppress(OSError):
+                while stream.write(bytes(size)):
+                    pass
+    return filler
 
 
 @contextmanager

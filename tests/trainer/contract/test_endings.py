@@ -99,7 +99,8 @@ def test_a_failure_from_a_newer_version_loses_only_what_is_unknown():
 
 def test_exit_codes_that_scripts_depend_on():
     assert {code.name: int(code) for code in ExitCode} == {
-        "FINISHED": 0, "ERROR": 1, "RETRY": 75, "STOPPED_AFTER_SAVE": 76, "NODE_SUSPECT": 77, "NEVER_RETRY": 78,
+        "FINISHED": 0, "ERROR": 1, "STORAGE": 74, "RETRY": 75, "STOPPED_AFTER_SAVE": 76, "NODE_SUSPECT": 77,
+        "NEVER_RETRY": 78,
     }  # fmt: skip
 
 

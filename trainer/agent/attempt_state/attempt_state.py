@@ -125,6 +125,7 @@ class AttemptState:
             restored=generation.restored,
             spares=len(self.roster.spares()),
             home=self.identity.name,
+            saves_failing=self.progress.saves_failing,
             **self.history.situation_fields(),
         )
 

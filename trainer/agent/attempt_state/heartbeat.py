@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from checkpointing.storage.durable import dump_line, write_atomically
+from checkpointing.storage.durable import dump_line
+from checkpointing.storage.reserved_file import replace_or_overwrite
 
 
 class Stage(StrEnum):
@@ -34,10 +35,15 @@ class Heartbeat:
     saved_step: int
     nodes: list[str]
     state: str  # a Stage
+    saves_failing: str = ""  # since when and why; empty while they work
 
     def write(self, path: Path) -> None:
         line = dump_line({"schema": "orch.heartbeat/1", **asdict(self)}) + "\n"
-        write_atomically(path, line.encode(errors="backslashreplace"))
+        replace_or_overwrite(path, line.encode(errors="backslashreplace"))
+
+
+LONGEST_TROUBLE = 500
+"""Characters of what ranks say of their saves: the heartbeat must stay within the room that its file has."""
 
 
 class AttemptProgress:
@@ -48,6 +54,21 @@ class AttemptProgress:
         self.step = self.total = self.saved = 0
         self.loss: float | str | None = None
         self.phase = "init"
+        self._saves: dict[int, str] = {}
+        self.unsaved_bytes = 0  # of the checkpoint that could not be saved last
+
+    @property
+    def saves_failing(self) -> str:
+        """Since when saves fail, and why; empty while they work."""
+        return next((self._saves[rank] for rank in sorted(self._saves)), "")
+
+    def note_saves(self, rank: int, trouble: str, size: int) -> None:
+        """A rank says why saves of so many bytes fail. Rank 0 commits for all: what works for it works."""
+        self.unsaved_bytes = size or self.unsaved_bytes
+        if rank == 0:
+            self._saves.clear()
+        if trouble:
+            self._saves[rank] = trouble[:LONGEST_TROUBLE]
 
     def merge(self, reports: list[dict[str, object]]) -> None:
         """Take in the newest report of every node, node rank 0's first; nodes that know no step yet do not count."""
@@ -78,6 +99,7 @@ class AttemptProgress:
             saved_step=self.saved,
             nodes=nodes,
             state=state,
+            saves_failing=self.saves_failing,
         )
 
 

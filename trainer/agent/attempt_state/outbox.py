@@ -30,10 +30,13 @@ class Outbox:
         self._looking: asyncio.Future[bool] | None = None
 
     async def be_found(self, fields: Mapping[str, Any]) -> None:
-        """Write where the coordinator listens; raises OSError: without it no agent can join."""
-        await run_detached(
-            lambda: write_durably(self._attempt.coordinator, dump_line(dict(fields)).encode()), ADDRESS_SECONDS
-        )
+        """Take room for the outcome, and write where the coordinator listens; raises OSError: no agent can join."""
+
+        def write() -> None:
+            AttemptOutcome.reserve(self._attempt.outcome)
+            write_durably(self._attempt.coordinator, dump_line(dict(fields)).encode())
+
+        await run_detached(write, ADDRESS_SECONDS)
 
     async def show(self, reading: Callable[[], Reading]) -> None:
         """Replace heartbeat.json and ranks.json; skipped while an earlier write is still under way.

@@ -54,7 +54,8 @@ _maybe_int, _maybe_text = _is(int, type(None)), _is(str, type(None))
 _RANK_SAMPLE_ROW = _row(_INT, _INT, _TEXT, _BOOL, _INT, _NUMBER, _NUMBER, _TEXT, _NUMBER, _BOOL)
 
 _WORDS: dict[str, Check] = {
-    **dict.fromkeys(("generation", "rank", "step", "saved", "total", "restored", "port", "serial", "written"), _int),
+    **dict.fromkeys(("generation", "rank", "step", "saved", "total", "restored"), _int),
+    **dict.fromkeys(("port", "serial", "written", "size"), _int),
     **dict.fromkeys(("exit_code", "signal", "position"), _maybe_int),
     **dict.fromkeys(("exception", "message"), _maybe_text),
     **dict.fromkeys(("save_seconds", "step_seconds", "wall", "matmul", "memory"), _number),

@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from dataclasses import replace
 from typing import Any
 
 from trainer.agent.attempt_state.attempt_state import AttemptState
@@ -18,7 +19,7 @@ from trainer.agent.ladder import in_job_policy
 from trainer.agent.ladder.in_job_policy import Action, Decision
 from trainer.agent.user_command.command_run import CommandRun
 from trainer.contract.events import EventKind
-from trainer.contract.outcome import AttemptOutcome
+from trainer.contract.outcome import AttemptOutcome, FailureKind
 
 HANG_UP_SECONDS = 5.0
 
@@ -135,10 +136,13 @@ class Coordinator:
         """Write the outcome, then end every agent with the same exit code."""
         state, stop = self._state, self._state.stopping.stop
         code, result, reason = in_job_policy.final_outcome(decision, None if stop is None else stop.reason)
+        failure = decision.failure
+        if failure is not None and failure.kind is FailureKind.STORAGE:
+            failure = replace(failure, room=state.progress.unsaved_bytes)
         outcome = AttemptOutcome(
             attempt=state.attempt_dir.number, job_id=state.identity.job_id, result=result, reason=reason,
             exit_code=int(code), step=state.progress.step, generations=state.generation.number,
-            started_at=state.started_at, ended_at=time.time(), failure=decision.failure,
+            started_at=state.started_at, ended_at=time.time(), failure=failure,
         )  # fmt: skip
         await state.outbox.leave(outcome)
         state.events.write(EventKind.ATTEMPT_ENDED, result=str(result), reason=reason)

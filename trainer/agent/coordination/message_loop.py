@@ -17,7 +17,7 @@ from trainer.contract.events import EventKind
 from trainer.contract.outcome import Failure, FailureKind
 from trainer.contract.requests import Request
 
-_NO_NEWS = frozenset({"progress", "flight", "ping"})
+_NO_NEWS = frozenset({"progress", "flight", "ping", "saves"})
 """Messages that come by the thousand, and call for no decision by themselves."""
 
 
@@ -106,6 +106,8 @@ class MessageLoop:
                 state.history.add_report(message)
                 generation.restored = max(generation.restored, int(message.get("restored", 0)))
                 self._monitor.receive(node, message)
+            case "saves":
+                state.progress.note_saves(message["rank"], message["reason"], message["size"])
             case "flight" | "fitness":
                 self._monitor.receive(node, message)
             case "evidence":

@@ -85,6 +85,7 @@ class Situation:
     spike_budget: int = 0  # recovery.spike.roll_backs
     hung: tuple[str, ...] = ()  # nodes blamed for hangs of generations before it
     fruitless: int = 0  # restarts in a row, this one included, without a step that is new to the attempt
+    saves_failing: str = ""  # since when, and why
 
     def bad(self) -> list[RankEnd]:
         return [end for end in self.ends if not end.good]
@@ -154,8 +155,17 @@ def _without_failure(now: Situation) -> Decision:
             return Decision(action=Action.WAIT, reason="all ranks have ended; waiting for reports of a signal")
         return Decision(action=Action.FINISH, reason="all ranks finished")
     if now.overdue:
-        return stop_failure(now.stopping, "ranks were asked to save and stop, did not do so in time, and were killed")
+        late = "ranks were asked to save and stop, did not do so in time, and were killed"
+        return _unsaved(now, late) or stop_failure(now.stopping, late)
     return Decision(action=Action.WAIT, reason=f"{len(now.ends)} of {now.world} ranks have ended")
+
+
+def _unsaved(now: Situation, reason: str) -> Decision | None:
+    """The end of an attempt that could not save on its way out, because no save has worked for a while."""
+    if not now.saves_failing:
+        return None
+    reason = f"{reason}: {now.saves_failing}"
+    return end(reason, Failure(kind=FailureKind.STORAGE, reason=reason))
 
 
 def _failed_while_stopping(now: Situation) -> Decision:
@@ -329,4 +339,4 @@ def exit_code(failure: Failure) -> ExitCode:
         return ExitCode.NEVER_RETRY
     if failure.kind is FailureKind.NODE_SUSPECT:
         return ExitCode.NODE_SUSPECT
-    return ExitCode.RETRY
+    return ExitCode.STORAGE if failure.kind is FailureKind.STORAGE else ExitCode.RETRY

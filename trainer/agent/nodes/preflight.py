@@ -1,6 +1,5 @@
 """Small, real checks of a node before anything trains on it, and which node a failed one blames."""
 
-import errno
 import os
 import resource
 import secrets
@@ -12,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from checkpointing.storage.disk_errors import FULL
 from checkpointing.storage.durable import write_durably
 from trainer.agent.control import address
 from trainer.agent.nodes import gpu_health
@@ -26,7 +26,6 @@ _DRIVER_SECONDS = 20.0
 """The driver is queried a few times in a row, within the coordinator's timeout for the whole preflight."""
 _SHARED_MEMORY = Path("/dev/shm")
 _LEAST_SHARED = 16 << 20  # for each rank: NCCL's buffers; gloo and the progress cells need none
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +65,7 @@ def _run_folder(run_dir: Path) -> Fault | None:
         back = probe.read_bytes()
         probe.unlink()
     except OSError as error:
-        full = error.errno in _FULL
+        full = error.errno in FULL
         reason = f"cannot write to the run folder {run_dir}: {error.strerror}"
         return Fault(check="run folder", reason=reason, shared=True, full=full)
     if back != token:

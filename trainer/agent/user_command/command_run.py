@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from checkpointing.storage.disk_probe import write_probe
 from trainer.agent.attempt_state.generation import Generation
 from trainer.agent.attempt_state.heartbeat import AttemptProgress
 from trainer.agent.fork_server.torchrun_command import working_directory
@@ -35,6 +36,7 @@ class CommandRun:
         )
         self._memory, self._file = CommandMemory(), MemoryFile(attempt.command_memory)
         self._recalled = self._progress_kept = False
+        self._disk: str | None = None  # why nothing can be written; None: not looked at in this generation
 
     def past(self) -> CommandPast | None:
         """What `in_job_policy.Situation` needs; None for a workload of orch."""
@@ -49,11 +51,12 @@ class CommandRun:
         return CommandPast(
             failures=tuple(self._memory.failures), newest=known, saved=self._saved(), trained=self._trained,
             aside=tuple(one.name for one in aside), doubtful=any(not one.damage for one in aside),
+            disk=self._disk or "",
         )  # fmt: skip
 
     async def start_generation(self, generation: int) -> None:
         """No rank runs: what is there now is what the program starts from."""
-        self._progress_kept = False
+        self._progress_kept, self._disk = False, None
         if self._on and not self._recalled:
             self._trained = self._trained or bool(await run_bounded(self._earlier_trained))
             await self._recall()
@@ -62,6 +65,8 @@ class CommandRun:
 
     async def check(self, now: Generation) -> None:
         """While the program runs: now and then, and at once when a rank has failed."""
+        if self._on and now.first_failure is not None and self._disk is None:
+            self._disk = await run_bounded(partial(write_probe, self._run.path)) or ""
         if self._on and self._command_progress is not None:
             await self._command_progress.check(now.first_failure)
         if self._on and not self._progress_kept and self._worked(now):

@@ -67,6 +67,7 @@ class CommandPast:
     trained: bool = False  # at some time before this generation
     aside: tuple[str, ...] = ()  # names of the checkpoints set aside since the program last trained
     doubtful: bool = False  # one of them without a sign of damage
+    disk: str = ""  # why nothing could be written into the run's folder when a rank had failed; empty: it could
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +88,10 @@ def command_cause(ends: Sequence[RankEnd], past: CommandPast, seconds: float) ->
     if cause.failure.kind is FailureKind.USER_ERROR and cause.retry:  # a fault of the program only once that is shown
         failure = replace(failure, kind=FailureKind.UNKNOWN)
     cause = replace(cause, failure=failure, mark="")
+    # What it wrote of its end may be lost for the same reason.
+    if own and past.disk:
+        failure = replace(failure, kind=FailureKind.STORAGE, reason=f"{failure.reason}: {past.disk}")
+        return replace(cause, failure=failure, retry=False)
     if not own and root.signal not in _CRASHES:
         return cause
     mine = CommandFailure(

@@ -24,7 +24,7 @@ _MISMATCH = re.compile(r"Is there a distributed collective mismatch|Detected mis
 """What gloo says before it aborts the process, and torch with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
 _BAD_STEP = "BadStep"
 """The exception of all ranks alike when they have read a loss that is none to go on from."""
-_RESERVED = (ExitCode.RETRY, ExitCode.NODE_SUSPECT, ExitCode.NEVER_RETRY)
+_RESERVED = (ExitCode.STORAGE, ExitCode.RETRY, ExitCode.NODE_SUSPECT, ExitCode.NEVER_RETRY)
 GOOD = (ExitCode.FINISHED, ExitCode.STOPPED_AFTER_SAVE)
 
 
@@ -153,6 +153,8 @@ def _classify(end: RankEnd) -> tuple[FailureKind, bool, str]:
         return FailureKind.NUMERIC, True, _short(end.message or "")
     if end.exception in _CHECKPOINTS:
         return FailureKind.STORAGE, False, f"could not use its checkpoints: {_short(said)}"
+    if end.exit_code == ExitCode.STORAGE:
+        return FailureKind.STORAGE, False, f"could not use its storage (exit code 74){_after(said)}"
     if _STORAGE.search(said):
         return FailureKind.STORAGE, False, f"could not use its storage: {_short(said)}"
     if end.secondary:

@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from trainer.contract.events import EventKind, EventLog
 from trainer.contract.line_file import LineFile
 from trainer.contract.rank_messages import RankSpec
 from trainer.contract.run_dir import AttemptDir
+from trainer.contract.save_trouble import SaveTrouble
 from trainer.worker.reporting.stderr_best_effort import write_stderr
 
 
@@ -33,8 +35,11 @@ class BestEffortLines:
 class Journal:
     """One rank's records in its attempt's folder; safe to call from the checkpointer's thread too."""
 
-    def __init__(self, attempt: AttemptDir, spec: RankSpec) -> None:
-        self._spec = spec
+    def __init__(
+        self, attempt: AttemptDir, spec: RankSpec, on_saves: Callable[[str, int], None] = lambda trouble, size: None
+    ) -> None:
+        """`on_saves` hears whenever saves fail, why and of how many bytes, or work again (an empty text)."""
+        self._spec, self._on_saves, self._trouble = spec, on_saves, SaveTrouble()
         self._work = BestEffortLines(attempt.work_log(spec.node_name))
         self._steps = BestEffortLines(attempt.metrics) if spec.rank == 0 else None
         self._final = attempt.final
@@ -55,6 +60,8 @@ class Journal:
 
     def checkpoint(self, kind: str, data: dict[str, Any]) -> None:
         """Write an event of the checkpointer, which repeats it when this raises OSError."""
+        if self._trouble.note(kind, data):  # first: the disk that took no checkpoint may take no event
+            self._on_saves(self._trouble.text, self._trouble.size)
         if kind == EventKind.CHECKPOINT_COMMITTED:
             with self._stalls_lock:
                 data = {**data, "stall": self._stalls.get(data["step"], 0.0)}

@@ -11,6 +11,7 @@ from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind
 from trainer.contract.outcome import ExitCode
 from trainer.contract.progress import Phase, ProgressCell, StopReason
+from trainer.contract.save_trouble import short_reason
 from trainer.worker.data import take
 from trainer.worker.optimizer import set_learning_rate
 from trainer.worker.reporting.metrics import Journal
@@ -215,7 +216,8 @@ class Loop:
             services.saver.wait()
             services.cell.update(saved_step=services.saver.committed_step or 0)
             if services.saver.committed_step != step:
-                raise SaveFailed(f"the last checkpoint, of step {step}, was not saved: {services.saver.failure}")
+                why = short_reason(services.saver.failure or "its save was skipped")
+                raise SaveFailed(f"the last checkpoint, of step {step}, was not saved: {why}")
 
     def _try_save(self, step: int) -> bool:
         """Give the state to the saver, and count what training waits for it."""
@@ -247,7 +249,7 @@ class Loop:
         """Raises SaveFailed, on every rank alike, when too much would be lost."""
         limit = self._config.checkpoint.max_unsaved_steps
         if limit and step - self._committed > limit:
-            why = self._services.saver.failure or "its saves have not been committed"
+            why = short_reason(self._services.saver.failure or "its saves have not been committed")
             raise SaveFailed(
                 f"{step - self._committed} steps are in no committed checkpoint, the newest is of step "
                 f"{self._committed} (checkpoint.max_unsaved_steps={limit}): {why}"

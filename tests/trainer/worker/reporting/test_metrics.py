@@ -1,5 +1,6 @@
 """What a rank tells of its saves, from two threads at once."""
 
+import errno
 import json
 import sys
 import threading
@@ -53,3 +54,22 @@ def test_no_stall_is_lost_while_another_thread_tells_of_a_commit(journal: Journa
     (events,) = tmp_path.rglob("ranks-n.jsonl")
     last = json.loads(events.read_text().splitlines()[-1])
     assert 1.0 in (last.get("stall"), last.get("data", {}).get("stall"))
+
+
+def test_saves_that_fail_are_told_although_their_events_cannot_be_written(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, int]] = []
+    journal._on_saves = lambda trouble, size: told.append((trouble, size))
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal._events, "write", full)
+        with pytest.raises(OSError, match="No space left"):
+            journal.checkpoint(EventKind.CHECKPOINT_RETRIED, {"step": 5, "reason": "disk full", "bytes": 9})
+    assert told == [("saves failing since step 5: disk full", 9)]
+    journal.checkpoint(EventKind.CHECKPOINT_COMMITTED, {"step": 7, "name": "", "bytes": 0, "seconds": 0})
+    assert told[1:] == [("", 9)]
+    journal.close()

@@ -1,0 +1,54 @@
+"""Agents whose run folder lies on a disk that is really full: what they report, and how they end."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.checkpointing.proofs.mounts import fill, small_tmpfs
+from tests.trainer.agent.job import LocalJob, until
+from trainer.contract.events import EventKind
+from trainer.contract.outcome import ExitCode, FailureKind
+
+WRITES_WHEN_TOLD = """
+import os, sys, time
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+with open(os.path.join(os.environ["ORCH_RUN_DIR"], "result"), "wb") as stream:
+    stream.write(bytes(1 << 20))
+"""
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_tmpfs(tmp_path / "disk", "4m") as folder:
+        yield folder
+
+
+def command_job(jobs: list[LocalJob], folder: Path, *command: str) -> LocalJob:
+    jobs.append(LocalJob(folder, nodes=1, ranks=1, command=[sys.executable, *command]))
+    jobs[-1].go()
+    return jobs[-1]
+
+
+def test_agents_that_cannot_even_begin_say_so_by_their_exit_code(disk: Path, jobs: list[LocalJob]) -> None:
+    work = command_job(jobs, disk / "a", "-c", "")
+    fill(disk)
+    assert work.start().wait() == [ExitCode.STORAGE], work.story()
+    assert not work.attempt.outcome.exists()
+
+
+def test_a_command_that_fails_on_a_full_disk_is_not_blamed_and_its_end_is_kept(
+    disk: Path, jobs: list[LocalJob], tmp_path: Path
+) -> None:
+    told = tmp_path / "told"
+    work = command_job(jobs, disk / "a", "-c", WRITES_WHEN_TOLD, str(told)).start()
+    until(lambda: work.events(EventKind.GENERATION_STARTED), story=work.story)
+    fill(disk)
+    told.touch()
+    assert work.wait() == [ExitCode.STORAGE], work.story()
+    failure = work.outcome().failure
+    assert failure is not None
+    assert failure.kind is FailureKind.STORAGE
+    assert f"disk full ({work.run.path})" in failure.reason

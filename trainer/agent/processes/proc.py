@@ -1,14 +1,17 @@
 """What the kernel says of a process under /proc: a quick look for signs of life, and everything for an incident."""
 
 import os
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _PROC = Path("/proc")
 _TICK = os.sysconf("SC_CLK_TCK")
 _UTIME, _STIME = 11, 12  # counted from the state, which is the first field after the name
+_CPU_CLOCK = 2
+"""The kernel's number for a clock of what a process ran; the rest of the clock's number is the process."""
 _THREADS = 500
 """Threads described of one process."""
 _TEXT = 16384
@@ -23,16 +26,32 @@ class ProcessActivity:
     state: str  # of its first thread: R S D T t Z
     cpu_seconds: float  # of all its threads, in user and kernel mode
     io_bytes: int  # read and written through system calls, whatever the other end was
+    starved_seconds: float = 0.0  # its first thread could have run, and had no core
 
 
 def read_activity(pid: int) -> ProcessActivity | None:
-    """Two short reads; None when there is no such process (any more)."""
+    """A few short reads; None when there is no such process (any more)."""
     try:
         fields = _stat(_PROC / str(pid) / "stat")
     except OSError:
         return None
-    cpu = (int(fields[_UTIME]) + int(fields[_STIME])) / _TICK
-    return ProcessActivity(fields[0], cpu, _moved(pid))
+    ticks = (int(fields[_UTIME]) + int(fields[_STIME])) / _TICK
+    return ProcessActivity(fields[0], _cpu_seconds(pid, ticks), _moved(pid), _scheduled(_PROC / str(pid)).waited)
+
+
+def threads_named(pid: int, name: str) -> tuple[int, ...]:
+    """The threads of a process that bear this name; none when it is gone."""
+    folder = _PROC / str(pid) / "task"
+    try:
+        threads = os.listdir(folder)
+    except OSError:
+        return ()
+    return tuple(int(thread) for thread in threads if _text(folder / thread / "comm").strip() == name)
+
+
+def threads_cpu_seconds(pid: int, threads: Collection[int]) -> float:
+    """CPU time of some threads of a process; those that are gone count no more."""
+    return sum(_scheduled(_PROC / str(pid) / "task" / str(thread)).ran for thread in threads)
 
 
 def group_members(groups: Collection[int]) -> dict[int, list[int]]:
@@ -53,6 +72,30 @@ def group_members(groups: Collection[int]) -> dict[int, list[int]]:
 def _stat(path: Path) -> list[str]:
     """The fields of a stat file from the state on; the name before it may hold spaces and parentheses."""
     return path.read_text(errors="replace").rpartition(")")[2].split()
+
+
+def _cpu_seconds(pid: int, ticks: float) -> float:
+    """CPU time to the nanosecond; `ticks`, in hundredths of a second, where the kernel does not say."""
+    try:
+        return time.clock_gettime((~pid << 3) | _CPU_CLOCK)
+    except OSError:
+        return ticks
+
+
+class _Scheduled(NamedTuple):
+    """Seconds for which a thread ran, and for which it waited for a core."""
+
+    ran: float
+    waited: float
+
+
+def _scheduled(folder: Path) -> _Scheduled:
+    """What a schedstat file says; nothing where the kernel keeps none."""
+    try:
+        ran, waited, *_ = (folder / "schedstat").read_text().split()
+    except (OSError, ValueError):
+        return _Scheduled(0.0, 0.0)
+    return _Scheduled(int(ran) * 1e-9, int(waited) * 1e-9)
 
 
 def _moved(pid: int) -> int:

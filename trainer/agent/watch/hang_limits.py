@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from trainer.agent.watch.rank_sample import RankSample
 from trainer.contract.fault_detection_config import HangConfig
@@ -16,6 +17,9 @@ LIVELY = 4.0
 """What may also spin may take so many times its limit while its rank shows signs of life: a phase of a step, and a wait
 for a GPU in any phase."""
 
+_AT_ONCE = 1.0
+"""Seconds after the cell was written in which a last sign of life is not worth a word."""
+
 LOOK_LEAST = 2.0
 """Nobody looks closer before everybody has been still for so many seconds."""
 
@@ -25,10 +29,18 @@ LOOK_FACTOR = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """Seconds that a rank may go without writing its cell, and why so many."""
+    """Seconds that a rank may go without writing its cell; `words` ends a sentence: "longer than" them, or "within"."""
 
     seconds: float
-    why: str
+    words: str
+
+
+class _Limit(NamedTuple):
+    """Seconds without a sign of life, where, and both in words."""
+
+    seconds: float
+    where: str
+    words: str
 
 
 class Limits:
@@ -40,7 +52,7 @@ class Limits:
     def __init__(self, config: HangConfig, p99: Mapping[str, float]) -> None:
         self.config = config
         self._p99 = dict(p99)
-        self._plain: dict[tuple[str, bool], Allowed] = {}
+        self._silent: dict[tuple[str, bool], _Limit] = {}
 
     @property
     def look_after(self) -> float:
@@ -54,55 +66,51 @@ class Limits:
         `spins`: it is known to wait for a GPU, which takes CPU time without doing anything.
         """
         began = max(0.0, one.age - one.alive)  # how long it went on after it wrote its cell
+        most = self.config.most
         if one.state == "t":
-            return Allowed(
-                self.config.most, f"a debugger holds it, which is excused for {format_seconds(self.config.most)}"
-            )
+            return Allowed(most, f"the {format_seconds(most)} for which a debugger may hold it")
         if one.state in HALTED and waited_for:
             return self._halted(began)
-        plain = self._of_phase(one.phase, one.first)
+        silent = self._of_phase(one.phase, one.first)
         waits_for_disk = one.state == "D"
         if not spins and (one.first or one.phase not in FAST):
-            return self._slow(plain, began, waits_for_disk=waits_for_disk)
-        if waits_for_disk and plain.seconds < self.config.slow:
+            if waits_for_disk:
+                return Allowed(most, f"the {format_seconds(most)} that {silent.where} may wait for a disk")
+            return _extended(silent, most, began, one.alive)
+        if waits_for_disk and silent.seconds < self.config.slow:
             slow = self.config.slow
-            plain = Allowed(slow, f"{format_seconds(slow)} for {one.phase} that waits for a disk (state D)")
-        return self._lively(plain, began)
+            silent = _Limit(slow, silent.where, f"the {format_seconds(slow)} that {silent.where} may wait for a disk")
+        return _extended(silent, min(LIVELY * silent.seconds, most), began, one.alive)
 
     def _halted(self, began: float) -> Allowed:
         stopped, most = self.config.stopped, self.config.most
-        return Allowed(min(most, began + stopped), f"{format_seconds(stopped)} for a halted process")
+        return Allowed(min(most, began + stopped), f"the {format_seconds(stopped)} that a halted process may take")
 
-    def _lively(self, plain: Allowed, began: float) -> Allowed:
-        longest = min(LIVELY * plain.seconds, self.config.most)
-        seconds = min(plain.seconds + began, longest)
-        if began < 1.0:
-            return Allowed(seconds, plain.why)
-        return Allowed(seconds, f"{plain.why}, counted from its last sign of life, at most {format_seconds(longest)}")
-
-    def _slow(self, plain: Allowed, began: float, *, waits_for_disk: bool) -> Allowed:
-        most = self.config.most
-        if waits_for_disk:
-            return Allowed(most, f"it waits for a disk (state D), which is excused for {format_seconds(most)}")
-        seconds = min(plain.seconds + began, most)
-        return Allowed(seconds, f"{plain.why}, counted from its last sign of life, at most {format_seconds(most)}")
-
-    def _of_phase(self, phase: str, first: bool) -> Allowed:
+    def _of_phase(self, phase: str, first: bool) -> _Limit:
         """The limit of a rank that shows no sign of life."""
-        known = self._plain.get((phase, first))
+        known = self._silent.get((phase, first))
         if known is None:
-            known = self._plain[phase, first] = self._measured(phase, first)
+            known = self._silent[phase, first] = self._measured(phase, first)
         return known
 
-    def _measured(self, phase: str, first: bool) -> Allowed:
+    def _measured(self, phase: str, first: bool) -> _Limit:
         config, p99 = self.config, self._p99.get(phase, 0.0)
         slow = first or phase not in FAST
         least = config.slow if slow else config.least
         seconds = min(config.most, max(least, config.factor * p99))
-        if seconds > least:
-            return Allowed(seconds, f"{config.factor:g} x the 99th percentile of {phase}, {format_seconds(p99)}")
         where = "any part of a first step" if first else phase
-        return Allowed(seconds, f"{format_seconds(least)} for {where}")
+        usual = f" ({config.factor:g} times its usual {format_seconds(p99)})" if seconds > least else ""
+        return _Limit(seconds, where, f"the {format_seconds(seconds)}{usual} that {where} may take")
+
+
+def _extended(silent: _Limit, longest: float, began: float, alive: float) -> Allowed:
+    """The limit counted from the last sign of life, `alive` seconds ago; never more than `longest` in all."""
+    seconds = min(silent.seconds + began, longest)
+    if began < _AT_ONCE:
+        return Allowed(seconds, silent.words)
+    if seconds < longest:
+        return Allowed(seconds, f"{silent.words} without a sign of life (the last was {format_seconds(alive)} ago)")
+    return Allowed(seconds, f"the {format_seconds(longest)} that {silent.where} may take with signs of life")
 
 
 def format_seconds(seconds: float) -> str:

@@ -289,11 +289,10 @@ def fine(reason: str) -> Judgement:
 
 
 def _within(suspicion: Suspicion, allowed: Allowed, peers: int) -> Judgement:
-    limit = f"allowed are {format_seconds(allowed.seconds)} ({allowed.why})"
     first = suspicion.rank
     if first is None:
-        return fine(f"no rank stopped first: {suspicion.why}; {limit}")
-    who = f"{_named(first)} stands in {_where(first)}, {limit}"
+        return fine(f"no rank stopped first: {suspicion.why}; within {allowed.words}")
+    who = f"{_named(first)} has been in {_where(first)}, within {allowed.words}"
     return fine(f"{who}; {_waiting(peers)}" if peers else who)
 
 
@@ -301,7 +300,7 @@ def _hung(suspicion: Suspicion, allowed: Allowed, live: Sequence[RankSample], lo
     first = suspicion.rank
     named = {one.rank for one in suspicion.others} | ({first.rank} if first is not None else set())
     waiting = tuple(one.rank for one in live if one.rank not in named)
-    limit = f"allowed are {format_seconds(allowed.seconds)} ({allowed.why})"
+    limit = f"longer than {allowed.words}"
     if first is None:
         return _hung_together(suspicion, allowed, limit, waiting)
     roots = (first, *sorted(suspicion.others, key=lambda one: one.rank))
@@ -324,15 +323,16 @@ def _culprit(one: RankSample, suspicion: Suspicion, lock_held: AbstractSet[int])
     kind = suspicion.kind
     if one is not suspicion.rank and kind is not Stall.DESYNC:
         kind = _HALTS[one.state][0] if suspicion.halted else kind if suspicion.spins else _kind(one, lock_held)
-    return Culprit(rank=one.rank, node=one.node, kind=str(kind), reason=f"it stands in {_where(one)}")
+    return Culprit(rank=one.rank, node=one.node, kind=str(kind), reason=f"it has been in {_where(one)}")
 
 
 def _who_stopped(roots: Sequence[RankSample], why: str, limit: str, waiting: int) -> str:
     if len(roots) == 1:
-        return f"{_named(roots[0])} stopped first: {why}; it stands in {_where(roots[0])}, {limit}; {_waiting(waiting)}"
+        where = f"it has been in {_where(roots[0])}, {limit}"
+        return f"{_named(roots[0])} stopped first: {where}; {_waiting(waiting)}; {why}"
     who = ", ".join(f"{_named(one)} in {_where(one)}" for one in roots[:_TOLD])
     more = f" and {len(roots) - _TOLD} more" if len(roots) > _TOLD else ""
-    return f"{len(roots)} ranks stopped, each by itself: {who}{more}; {why}, {limit}; {_waiting(waiting, 'them')}"
+    return f"{len(roots)} ranks stopped, each by itself: {who}{more}, {limit}; {_waiting(waiting, 'them')}; {why}"
 
 
 def _hung_together(suspicion: Suspicion, allowed: Allowed, limit: str, waiting: tuple[int, ...]) -> Judgement:

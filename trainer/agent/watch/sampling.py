@@ -1,11 +1,18 @@
 """An agent's look at its ranks: cells ten times a second, /proc only for those whose cell stands still."""
 
+import os
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trainer.agent.processes.proc import ProcessActivity, group_members, read_activity
+from trainer.agent.processes.proc import (
+    ProcessActivity,
+    group_members,
+    read_activity,
+    threads_cpu_seconds,
+    threads_named,
+)
 from trainer.agent.ranks.local_ranks import LocalRank, LocalRanks
 from trainer.agent.watch.hang_limits import FAST, HALTED
 from trainer.agent.watch.rank_sample import RankSample
@@ -19,6 +26,10 @@ _BUSY = 0.05
 """Share of a core above which CPU time is a sign of life: what waits, wakes up now and then too."""
 _BYTES = 4096
 """Bytes read or written between two looks that are a sign of life: a log line is none."""
+_STARVED = 0.5
+"""Share of the time for which a process waits for a core that is a sign of life: a busy machine holds it up."""
+_ANSWERS = "pt_workerserver"
+"""Threads of a rank with which torch answers questions for flight records."""
 _NOTHING = ProcessActivity("", 0.0, 0)
 
 
@@ -37,6 +48,19 @@ def writer_counts(phase: str, state: str) -> bool:
     return state not in HALTED and phase not in FAST
 
 
+class AnswerTimes:
+    """CPU time that ranks have spent on the agent's own questions: it is no sign of life."""
+
+    def __init__(self) -> None:
+        self._threads: dict[int, tuple[int, ...]] = {}
+
+    def __call__(self, pid: int) -> float:
+        """Seconds since the rank began."""
+        if not self._threads.get(pid):
+            self._threads[pid] = threads_named(pid, _ANSWERS)
+        return threads_cpu_seconds(pid, self._threads[pid])
+
+
 def no_writer(rank: int) -> int | None:
     """Where ranks save in ways of their own."""
     return None
@@ -52,6 +76,8 @@ class _RankHistory:
     lived: float = 0.0
     state: str | None = None
     signs: dict[int, ProcessActivity] = field(default_factory=dict)  # of all its processes, by pid
+    stacks_at: int = 0  # when it wrote its stacks last
+    stack_bytes: int = 0  # in all
 
     def moves(self) -> None:
         self.looked, self.state, self.signs = None, None, {}
@@ -60,15 +86,17 @@ class _RankHistory:
 class Sampler:
     """The ranks of one generation on one node; `name` is the node's.
 
-    `writer` says which process writes a rank's checkpoints; `signs` and `groups` ask /proc.
+    `writer` says which process writes a rank's checkpoints; `signs`, `answers` and `groups` ask /proc.
     """
 
     def __init__(
         self, ranks: LocalRanks, name: str, writer: Callable[[int], int | None] = no_writer, *,
         clock: Callable[[], float] = time.monotonic, signs: Callable[[int], ProcessActivity | None] = read_activity,
         groups: Callable[[Collection[int]], Mapping[int, list[int]]] = group_members,
+        answers: Callable[[int], float] | None = None,
     ) -> None:  # fmt: skip
         self._ranks, self._name, self._clock, self._signs = ranks, name, clock, signs
+        self._answers = answers or AnswerTimes()
         self._writer, self._groups = writer, groups
         self._watched = {rank: _RankHistory(started=clock()) for rank in ranks.by_rank}
         self._looked = float("-inf")
@@ -142,6 +170,8 @@ class Sampler:
         # Those that do not count now are looked at too: when they do later, they are not new.
         asked = {one: self._signs(one) for one in {pid, writer, *group} if one is not None}
         watched.signs = {one: signs for one, signs in asked.items() if signs is not None}
+        if pid in watched.signs:
+            watched.signs[pid] = self._without_answers(local, pid, watched.signs[pid])
         watched.state = watched.signs[pid].state if pid in watched.signs else None
         watched.looked = now
         counted = {pid}
@@ -152,6 +182,14 @@ class Sampler:
         counting = {one: signs for one, signs in watched.signs.items() if one in counted}
         if since is not None and _have_worked(before, counting, now - since):
             watched.lived = now
+
+    def _without_answers(self, local: LocalRank, pid: int, signs: ProcessActivity) -> ProcessActivity:
+        """Its signs of life without what it did because its agent asked: for its flight record, for its stacks."""
+        watched, stacks = self._watched[local.rank], os.fstat(local.stacks)
+        if stacks.st_mtime_ns != watched.stacks_at:
+            watched.stacks_at, watched.stack_bytes = stacks.st_mtime_ns, watched.stack_bytes + stacks.st_size
+        cpu, moved = signs.cpu_seconds - self._answers(pid), signs.io_bytes - watched.stack_bytes
+        return replace(signs, cpu_seconds=cpu, io_bytes=moved)
 
     def _changed_p99(self) -> dict[str, float]:
         """The 99th percentile of every phase over this node's ranks, where it has changed."""
@@ -180,4 +218,6 @@ def _have_worked(before: Mapping[int, ProcessActivity], signs: Mapping[int, Proc
     grown = [(before.get(pid, _NOTHING), one) for pid, one in signs.items()]
     cpu = sum(max(0.0, one.cpu_seconds - was.cpu_seconds) for was, one in grown)
     moved = sum(max(0, one.io_bytes - was.io_bytes) for was, one in grown)
-    return cpu / max(1e-3, seconds) > _BUSY or moved > _BYTES
+    starved = max((one.starved_seconds - was.starved_seconds for was, one in grown), default=0.0)
+    seconds = max(1e-3, seconds)
+    return cpu / seconds > _BUSY or moved > _BYTES or starved / seconds > _STARVED

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from trainer.agent.processes.proc import ProcessActivity
+from trainer.agent.processes.proc import ProcessActivity, read_activity
 from trainer.agent.ranks.local_ranks import LocalRanks
 from trainer.agent.watch.hang_limits import Limits
 from trainer.agent.watch.job_snapshot import JobSnapshot
 from trainer.agent.watch.rank_sample import RankSample
-from trainer.agent.watch.sampling import Sampler, report_seconds
+from trainer.agent.watch.sampling import AnswerTimes, Sampler, report_seconds
 from trainer.contract.fault_detection_config import HangConfig
 from trainer.contract.progress import Phase
 
@@ -27,6 +27,7 @@ class Host:
     def __init__(self) -> None:
         self.now = 100.0
         self.cpu, self.bytes, self.state = 0.0, 0, "S"
+        self.answered = self.starved = 0.0  # of the CPU time: what answers to the agent's questions took
         self.looked = self.passed = 0
         self.children: dict[int, list[int]] = {}  # of a rank's process
         self.writers: dict[int, int] = {}
@@ -35,8 +36,9 @@ class Host:
         for rank, local in self.ranks.by_rank.items():
             local.pid = 1000 + rank
         self.sampler = Sampler(
-            self.ranks, "n1", self.writers.get, clock=lambda: self.now, signs=self.look, groups=self.members
-        )
+            self.ranks, "n1", self.writers.get, clock=lambda: self.now, signs=self.look, groups=self.members,
+            answers=lambda pid: self.answered,
+        )  # fmt: skip
 
     def members(self, groups: Collection[int]) -> dict[int, list[int]]:
         self.passed += 1
@@ -46,12 +48,13 @@ class Host:
         self.looked += 1
         if pid < 1000:
             return self.others.get(pid)
-        return ProcessActivity(self.state, self.cpu, self.bytes)
+        return ProcessActivity(self.state, self.cpu, self.bytes, self.starved)
 
-    def passes(self, seconds: float, *, cpu: float = 0.0, read: int = 0) -> None:
+    def passes(self, seconds: float, *, cpu: float = 0.0, read: int = 0, starved: float = 0.0) -> None:
         for _ in range(int(seconds * 10)):
             self.now += 0.1
             self.cpu += cpu * 0.1
+            self.starved += starved * 0.1
             self.bytes += int(read * 0.1)
             self.sampler.samples()
 
@@ -118,6 +121,28 @@ def test_work_and_bytes_are_signs_of_life(host, monkeypatch, life) -> None:
     seen = of(host, 0)
     assert seen.age == pytest.approx(5.0)
     assert seen.alive < 1.0
+
+
+def test_what_the_agent_has_asked_for_is_none(host, monkeypatch) -> None:
+    host.moves(0, monkeypatch, Phase.DATA)
+    for _ in range(3):  # every four seconds it is asked for its flight record
+        host.passes(4)
+        host.cpu += 0.06
+        host.answered += 0.06
+    stacks = host.ranks.by_rank[0].stacks
+    for size in (9000, 30_000):  # a person looks at its stacks, twice
+        os.ftruncate(stacks, 0)
+        host.bytes += os.pwrite(stacks, bytes(size), 0)
+        host.passes(2)
+    assert of(host, 0).alive == pytest.approx(16.0)
+
+
+def test_a_rank_that_gets_no_core_is_alive_and_one_that_waits_a_moment_for_it_is_not(host, monkeypatch) -> None:
+    host.moves(0, monkeypatch, Phase.DATA)
+    host.passes(5, cpu=0.02, starved=0.2)
+    assert of(host, 0).alive == pytest.approx(5.0)
+    host.passes(5, cpu=0.02, starved=0.9)
+    assert of(host, 0).alive < 1.0
 
 
 def test_waking_up_now_and_then_is_none(host, monkeypatch) -> None:
@@ -205,11 +230,43 @@ def test_neither_children_nor_an_old_save_excuse_a_stopped_rank(host, monkeypatc
     assert seen.state == "T"
     assert seen.alive == pytest.approx(6.0, abs=0.6)
     allowed = Limits(HangConfig(), {}).of(seen)
-    assert allowed.seconds < seen.age, allowed.why
+    assert allowed.seconds < seen.age, allowed.words
     host.passes(1)
     host.state = "S"
     host.passes(1)
     assert of(host, 0).alive > 6.0  # what they did meanwhile is not found out later
+
+
+ANSWERS = """
+import threading
+def answer():
+    with open(f"/proc/self/task/{threading.get_native_id()}/comm", "w") as name:
+        name.write("pt_workerserver")
+    print("named", flush=True)
+    while True: pass
+threading.Thread(target=answer, daemon=True).start()
+threading.Event().wait()
+"""
+
+
+def test_the_time_of_torchs_answering_threads_is_told_from_the_rest(tmp_path) -> None:
+    with process(ANSWERS, tmp_path) as pid:
+        answers, deadline = AnswerTimes(), time.monotonic() + 60.0
+        while not answers(pid):  # the thread bears its name
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        since = -answers(pid) + cpu_of(pid)
+        begun = cpu_of(pid)
+        while cpu_of(pid) < begun + 0.5:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert cpu_of(pid) - answers(pid) - since < 0.1
+
+
+def cpu_of(pid: int) -> float:
+    signs = read_activity(pid)
+    assert signs is not None
+    return signs.cpu_seconds
 
 
 SPIN, REST = "while True: pass", "import time; time.sleep(60)"

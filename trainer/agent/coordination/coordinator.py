@@ -134,7 +134,7 @@ class Coordinator:
     async def _end_attempt(self, decision: Decision) -> int:
         """Write the outcome, then end every agent with the same exit code."""
         state, stop = self._state, self._state.stopping.stop
-        code, result, reason = in_job_policy.final_outcome(decision, None if stop is None else stop.reason)
+        code, result, reason = in_job_policy.final_outcome(decision, "" if stop is None else stop.why)
         outcome = AttemptOutcome(
             attempt=state.attempt_dir.number, job_id=state.identity.job_id, result=result, reason=reason,
             exit_code=int(code), step=state.progress.step, generations=state.generation.number,

@@ -33,6 +33,7 @@ def prepare(screen: Screen, paths: tuple[str, ...], out: Path) -> None:
             where="command line: PATHS",
             hint=f"give text files, folders, or {token_shards.STDLIB}",
         )
+    screen.if_interrupted = lambda: f"interrupted: {out} is {'complete' if any(out.glob('*')) else 'not written'}"
     started = time.monotonic()
     with screen.bar("tokenizing") as meter:
         try:

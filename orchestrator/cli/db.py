@@ -39,7 +39,9 @@ def backup(screen: Screen, to: Path) -> None:
         to = to / registry_path().name
     if to.exists() and to.samefile(registry_path()):
         raise ConfigError("a backup over the registry itself", where=str(to), hint="name another file")
+    screen.if_interrupted = lambda: f"interrupted: no backup was written to {to}"
     copy(registry_path(), to)
+    screen.if_interrupted = lambda: f"interrupted: {to} is complete"
     if screen.json:
         screen.data("db.backup", {"path": str(to), "bytes": to.stat().st_size})
     else:
@@ -67,6 +69,7 @@ def rebuild(screen: Screen, roots: tuple[Path, ...], more: tuple[Path, ...]) -> 
         )
     from orchestrator.registry_rebuild.rebuild import rebuild as make  # sqlalchemy: after the roots have been checked
 
+    screen.if_interrupted = lambda: "interrupted: nothing is lost; the same command begins again"
     found = make(registry_path(), [root.resolve() for root in roots])
     screen.note(f"registry {registry_path()}")
     if screen.json:

@@ -17,6 +17,7 @@ VERBS = {
     "status": ("orchestrator.cli.runs.status:status", "List the newest runs: state, step, loss, checkpoint, reason."),
     "show": ("orchestrator.cli.runs.show:show", "Show one run in full: attempts, decisions, checkpoints, code."),
     "wait": ("orchestrator.cli.runs.wait:wait", "Wait until a run ends; the exit code says how."),
+    "events": ("orchestrator.cli.runs.events:events", "Print the timeline of a run: events, decisions, states."),
     "logs": ("orchestrator.cli.live_jobs.logs:logs", "Print the logs of ranks, agents and the controller."),
     "top": (
         "orchestrator.cli.live_jobs.top:top",
@@ -41,7 +42,7 @@ VERBS = {
     "config": ("orchestrator.cli.config:config", "Show, validate and compare configurations."),
     "data": ("orchestrator.cli.data:data", "Turn text into token shards for training."),
     "db": ("orchestrator.cli.db:db", "Locate, back up or rebuild the registry."),
-    "controller": ("orchestrator.cli.cluster.controller:controller", "Run, inspect or install the controller."),
+    "controller": ("orchestrator.cli.cluster.controller:controller", "Start, stop, inspect or install the controller."),
     "doctor": ("orchestrator.cli.cluster.doctor:doctor", "Check this machine and cluster, and say what to fix."),
     "drill": ("orchestrator.cli.drills.drill:drill", "Inject a fault and score the reaction."),
     "demo": ("orchestrator.cli.drills.demo:demo", "Run a small training here that is killed and recovers."),
@@ -91,7 +92,7 @@ def run(args: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         return _usage(screen, error)
     except (click.Abort, KeyboardInterrupt):
-        screen.note("detached: nothing was stopped")
+        screen.interrupted()
         return 130
     except BrokenPipeError:
         # The reader (`| head`) went away: nothing more can be said, and Python must not try at exit.

@@ -1,5 +1,6 @@
 """How an attempt ended and why: pure, from evidence only."""
 
+import re
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -102,6 +103,11 @@ _SLURM_KINDS = {
 
 _TAKEN_AWAY = frozenset({"CANCELLED", "REVOKED"})
 """States that a person's scancel leaves."""
+_SENDERS = frozenset({FailureKind.PREEMPTED, FailureKind.TIME_LIMIT, FailureKind.NODE_LOST})
+"""Why Slurm asks a job to stop."""
+_STOPS = frozenset({FailureKind.PREEMPTED, FailureKind.TIME_LIMIT, FailureKind.CANCELLED})
+"""Why the job itself says that it had to stop."""
+_SLURMS = re.compile(r"CANCELLED AT .{0,100} DUE TO ")
 _OWN_CAUSES = frozenset({FailureKind.USER_ERROR, FailureKind.STORAGE, FailureKind.NODE_SUSPECT})
 """Causes that the job saw from inside and that Slurm's word about its end must not cover."""
 
@@ -121,10 +127,11 @@ def classify(evidence: Evidence) -> Failure:
     # A coordinator that stood still cannot speak for itself.
     if outcome is None and (stood := _stood_still(evidence, job)) is not None:
         return stood
-    # Somebody took the job away from it; that it could still save on the way out does not ask for a restart.
+    # Somebody took the job away from it; whether it could still save on the way out does not ask for a restart.
     by_others = job is not None and job.state in _TAKEN_AWAY and not evidence.silenced
-    if by_others and job and outcome and outcome.result is AttemptResult.STOPPED:
-        said = f"job {job.job_id} was cancelled, not by orch{_saved(', and saved', outcome)}"
+    if by_others and job and outcome and (outcome.result is AttemptResult.STOPPED or _stop_failed(outcome)):
+        saved = _saved(", and saved", outcome) if outcome.failure is None else f"; {outcome.failure.reason}"
+        said = f"job {job.job_id} was cancelled, not by orch{saved}"
         return Failure(kind=FailureKind.CANCELLED, reason=said, step=outcome.step or None)
     # Its time ran out while it could not save: more time would not have helped.
     if evidence.saves_failing and job is not None and _SLURM_KINDS.get(job.state) is FailureKind.TIME_LIMIT:
@@ -139,7 +146,7 @@ def classify(evidence: Evidence) -> Failure:
         return down
     # The coordinator's last word wins over COMPLETED and FAILED.
     if outcome is not None:
-        return _by_outcome(outcome)
+        return _by_outcome(evidence, outcome)
     if job is None:
         return Failure(
             kind=FailureKind.JOB_LOST,
@@ -180,10 +187,11 @@ def _by_slurm(job: JobStatus, outcome: AttemptOutcome | None) -> Failure:
     seen = outcome.failure if outcome else None
     said = f" ({job.reason})" if job.reason and job.reason != "None" else ""
     reason = f"Slurm ended job {job.job_id}: {job.state}{said}"
-    if seen is not None and kind in (FailureKind.NODE_LOST, FailureKind.RANK_KILLED):
-        return replace(seen, kind=kind, reason=f"{reason}; the job saw: {seen.reason}")
-    step = outcome.step if outcome else None
     node = job.nodes_down[0] if kind is FailureKind.NODE_LOST and job.nodes_down else None
+    if seen is not None and kind in (FailureKind.NODE_LOST, FailureKind.RANK_KILLED):
+        node = seen.node or node
+        return replace(seen, kind=kind, node=node, reason=f"{reason}; the job saw: {seen.reason}")
+    step = outcome.step if outcome else None
     # What Slurm could not launch has not exited.
     code = None if kind is FailureKind.LAUNCH_FAILED else job.exit_code
     return Failure(kind=kind, reason=reason, node=node, step=step, exit_code=code, signal=job.signal)
@@ -197,15 +205,40 @@ def _down_node(job: JobStatus | None, outcome: AttemptOutcome | None) -> Failure
     return replace(seen, kind=FailureKind.NODE_LOST, reason=reason)
 
 
-def _by_outcome(outcome: AttemptOutcome) -> Failure:
-    if outcome.failure is not None:
+def _by_outcome(evidence: Evidence, outcome: AttemptOutcome) -> Failure:
+    if outcome.failure is not None and outcome.failure.kind is not FailureKind.PREEMPTED:
         return outcome.failure
-    if outcome.result is not AttemptResult.STOPPED:
+    if outcome.failure is None and outcome.result is not AttemptResult.STOPPED:
         return Failure(kind=FailureKind.UNKNOWN, reason=outcome.reason, step=outcome.step, exit_code=outcome.exit_code)
+    saved = f"stopped{_saved(' after a save', outcome)}: {outcome.reason}"
+    stopped = outcome.failure or Failure(kind=FailureKind.PREEMPTED, reason=saved, step=outcome.step or None)
     word = outcome.reason.lower().replace("_", " ")
-    kind = FailureKind.TIME_LIMIT if "time limit" in word or "deadline" in word else FailureKind.PREEMPTED
-    reason = f"stopped{_saved(' after a save', outcome)}: {outcome.reason}"
-    return Failure(kind=kind, reason=reason, step=outcome.step or None)
+    if outcome.failure is None and ("time limit" in word or "deadline" in word):
+        return replace(stopped, kind=FailureKind.TIME_LIMIT)
+    return _by_sender(evidence, stopped)
+
+
+def _by_sender(evidence: Evidence, stopped: Failure) -> Failure:
+    """The stop of an attempt that got a signal, which is the same for a preemption, a time limit and a lost node."""
+    job = evidence.job
+    # Slurm's own words on every node where it ends a step.
+    said = next(
+        (match for match in scan(evidence.tails) if match.kind in _SENDERS and _SLURMS.search(match.line)), None
+    )
+    if said is not None:
+        return replace(stopped, kind=said.kind, reason=f"{stopped.reason}; Slurm says: {said.line}")
+    if job is not None and job.nodes_down:
+        down = job.nodes_down[0]
+        return replace(stopped, kind=FailureKind.NODE_LOST, node=down, reason=f"{stopped.reason}; node {down} is down")
+    if evidence.near_limit:
+        reason = f"{stopped.reason}; the job was near its time limit"
+        return replace(stopped, kind=FailureKind.TIME_LIMIT, reason=reason)
+    return stopped
+
+
+def _stop_failed(outcome: AttemptOutcome) -> bool:
+    """Whether ranks that were asked to stop did not save and end in time."""
+    return outcome.failure is not None and outcome.failure.kind in _STOPS
 
 
 def _saved(words: str, outcome: AttemptOutcome) -> str:

@@ -40,7 +40,9 @@ class Evidence:
     outcome: AttemptOutcome | None = None
     cancel_asked: bool = False
     tails: tuple[LogTail, ...] = ()
-    """Ends of the agents' logs, read only when the attempt left no outcome."""
+    """Ends of the agents' logs, read only when the attempt left no outcome, or one that does not say who stopped it."""
+    near_limit: bool = False
+    """The attempt stopped when Slurm's signal was due, by the time limit that the job had in the end."""
     leader: str = ""
     """The node on which the attempt's coordinator runs, when it is known."""
     reports: tuple[AgentReport, ...] = ()

@@ -34,13 +34,14 @@ SELECT run.name AS run, run.state, run.reason, run.cluster, run.run_dir, run.con
     tested.step AS tested_step, tested.layout AS tested_layout, tested.verdict AS tested_verdict,
     tested.ended_at AS tested_ended_at,
     bad.step AS bad_step, bad.layout AS bad_layout, bad.verdict AS bad_verdict, bad.ended_at AS bad_ended_at,
-    bad.reason AS bad_reason
+    bad.reason AS bad_reason, own.run AS own_run, own.step AS own_step, own.layout AS own_layout
 FROM (SELECT * FROM runs {{where}} ORDER BY id DESC LIMIT ?) AS run
 LEFT JOIN attempts AS attempt ON attempt.run = run.name
     AND attempt.number = (SELECT max(number) FROM attempts WHERE attempts.run = run.name)
 LEFT JOIN checkpoints AS saved ON saved.rowid = (
     SELECT rowid FROM checkpoints WHERE run = run.name AND trust NOT IN (?, ?, ?)
     ORDER BY step DESC, committed_at DESC, name DESC LIMIT 1)
+LEFT JOIN restore_tests AS own ON own.test = run.name
 LEFT JOIN restore_tests AS tested ON tested.rowid = (
     SELECT rowid FROM restore_tests WHERE run = run.name AND verdict IN {_FINISHED}
     ORDER BY ended_at DESC, test DESC LIMIT 1)
@@ -66,7 +67,8 @@ def newest(
     not_before, scheduler, slurm_cluster, attempts and generations (counts), attempt (number of the newest), job_id,
     job_state, nodes (list), last_checkpoint ({step, trust, committed_at} or None), failure (of the newest attempt, or
     None), restore_test ({step, layout, verdict, ended_at} of the newest finished one, or None), bad_test (the same
-    with its reason, where the newest checkpoint that was tested was found bad). Times are seconds since the epoch.
+    with its reason, where the newest checkpoint that was tested was found bad), test_of ({run, step, layout} of a run
+    that is a restore test itself, or None). Times are seconds since the epoch.
     """
     where, wanted = _among("state", states)
     return _newest(path, limit, [*where, *([] if tests else [_NO_TEST])], wanted)
@@ -156,6 +158,7 @@ def _answer(row: sqlite3.Row) -> dict[str, Any]:
     answer["last_checkpoint"] = None if step is None else {"step": step, "trust": trust, "committed_at": at}
     answer["restore_test"] = _popped(answer, "tested", ("step", "layout", "verdict", "ended_at"))
     answer["bad_test"] = _popped(answer, "bad", ("step", "layout", "verdict", "ended_at", "reason"))
+    answer["test_of"] = _popped(answer, "own", ("run", "step", "layout"))
     answer["failure"] = json.loads(answer["failure"]) if answer["failure"] else None
     answer["slurm_cluster"] = (answer["scheduler"] or None) if answer["cluster"] == "slurm" else None
     answer["nodes"] = json.loads(answer["nodes"] or "[]")

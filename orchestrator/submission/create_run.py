@@ -2,9 +2,12 @@
 
 import copy
 import os
+import signal
 import socket
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, NoReturn
@@ -38,8 +41,11 @@ def create_run(
     now: float,
     progress: Progress | None = None,
     imported: dict[str, Any] | None = None,
+    on_recorded: Callable[[Run], None] = lambda run: None,
 ) -> tuple[Run, Attempt]:
     """Check, prepare data, write the run and the intent of its first attempt, make its folder.
+
+    `on_recorded` is called with the run as soon as it is in the registry; Ctrl-C never comes in between.
 
     `imported` tells of a checkpoint that the run begins with (`checkpoint` is its folder); it is put into the run's
     folder before anybody sees that.
@@ -59,25 +65,40 @@ def create_run(
     if imported is not None:
         identity["imported"] = imported
     digest = store.put_config(data)
-    run, attempt = store.create_run(
-        NewRun(
-            slug=name or config.name,
-            cluster=kind,
-            root=root,
-            config_digest=digest,
-            total_steps=0 if config.command else config.train.steps,
-            identity=identity,
-            scheduler=instance_of(kind)(),
-        ),
-        now=now,
-        nonce=token_hex(4),
+    new = NewRun(
+        slug=name or config.name,
+        cluster=kind,
+        root=root,
+        config_digest=digest,
+        total_steps=0 if config.command else config.train.steps,
+        identity=identity,
+        scheduler=instance_of(kind)(),
     )
+    with _interrupts_held():
+        run, attempt = store.create_run(new, now=now, nonce=token_hex(4))
+        on_recorded(run)
     failpoints.reach("after_create")
     try:
         ensure_run_dir(run, attempt, data)
     except Precondition as error:
         _take_back(store, run, error, now)
     return run, attempt
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C comes after this, so that whoever is interrupted can say whether there is a run."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        raise KeyboardInterrupt
 
 
 def check_beginning(config: RunConfig, where: str) -> None:

@@ -16,6 +16,9 @@ from trainer.contract.fault_detection_config import HangConfig, PreflightConfig,
 from trainer.contract.log_rotation import LogsConfig
 from trainer.contract.run_dir import RunDir
 
+SLURM_EARLY = 60.0
+"""Seconds by which Slurm may send the signal of --signal before it was asked to."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterShape:

@@ -40,6 +40,7 @@ def wake_controller(screen: Screen, kind: str, *, no_controller: bool) -> None:
     from orchestrator.controller import service
 
     if not no_controller:
-        service.ensure_running(registry_path(), kind)
+        if service.ensure_running(registry_path(), kind):
+            screen.note("no controller was alive: started one")
     elif service.tick_once(registry_path(), kind) is None:
         screen.note("another controller holds the lease and will act")

@@ -8,7 +8,9 @@ from orchestrator.controller.leasing.lease import LeaseState, displayed_state, h
 from orchestrator.errors import Precondition
 from orchestrator.home import registry_path
 
-TAKE_OVER = "`orch controller tick` or the next `orch submit` takes over once its lease has expired"
+START = "`orch controller start` starts one"
+"""What to type where no controller runs."""
+TAKE_OVER = "`orch controller start` takes over once its lease has expired"
 """What to type while a controller stalls."""
 
 
@@ -46,9 +48,9 @@ class RunLocation:
         """Raise Precondition when nobody serves the run, and nobody can from here."""
         if not self.reached and not self.lives:
             raise Precondition(
-                f"no controller of {self.scheduler} lives, and {self.run} cannot be served from this host",
+                f"no controller of {self.scheduler} runs, and {self.run} cannot be served from this host",
                 where=last_seen(self.scheduler),
-                hint=f"type `orch controller run{' --cluster local' if self.is_local else ''}` {self.place}",
+                hint=f"type `orch controller start` {self.place}",
             )
 
 
@@ -69,6 +71,13 @@ def reaches(kind: str, scheduler: str) -> bool:
     if kind not in kinds():
         return False
     return instance_of(kind)() in ("", scheduler)
+
+
+def where_to_start(scheduler: str, kind: str, here: str) -> str:
+    """On which host a controller for these runs is started; empty for this one, and where that is not known."""
+    if not scheduler or scheduler == f"local@{here}":
+        return ""
+    return f"on {scheduler.partition('@')[2]}" if kind == "local" else f"on a login node of {scheduler}"
 
 
 def last_seen(scheduler: str) -> str:

@@ -42,6 +42,7 @@ def export(
     if with_optimizer and to != "torch":
         raise ConfigError("safetensors has no place for an optimizer", where="--with-optimizer", hint="--to torch")
     chosen = find_one(target, screen.warn)
+    screen.if_interrupted = lambda: f"interrupted: {folder} is {'complete' if any(folder.glob('*')) else 'not written'}"
     torch_env.prepare()
     from checkpointing.errors import CheckpointError
     from trainer.worker.interchange.checkpoint_export import ExportRequest
@@ -116,6 +117,7 @@ def import_(
         raise NotFound(f"there is nothing at {source}", hint="name a folder or a file with weights")
     words = [f"cluster.kind={cluster}"] if cluster else []
     words += [f"name={json.dumps(name, ensure_ascii=False)}"] if name else []
+    screen.if_interrupted = lambda: "interrupted: no run was made"
     composed = compose(preset, (*overrides, *words), environ=os.environ)
     check_beginning(composed.config, preset)
     with nullcontext() if dry_run else _staging(composed.config.cluster.root) as staging:

@@ -59,6 +59,7 @@ def gc(screen: Screen, runs: tuple[str, ...], everything: bool, dry_run: bool, r
     """
     if bool(runs) == everything:
         raise ConfigError("say which runs", where="command line: orch ckpt gc", hint="orch ckpt gc RUN, or --all")
+    screen.if_interrupted = lambda: "interrupted: what is deleted stays deleted; the same command deletes the rest"
     with _opened(locked=refused and not dry_run) as (store, lease):
         chosen = store.runs() if everything else [store.run(name) for name in runs]
         found = [item for run in chosen for item in gc_candidates(store, run, screen, refused=refused)]

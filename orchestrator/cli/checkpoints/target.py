@@ -1,12 +1,13 @@
 """What a command line means by a checkpoint: `RUN@STEP`, a folder, a URL."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.checkpoints.tiers import read_config, tiers_of
+from orchestrator.cli.runs.next_commands import restore_test_again
 from orchestrator.errors import ConfigError, NotFound
 from trainer.contract.run_dir import RunDir
 
@@ -91,11 +92,6 @@ def known_run(name: str) -> "Run":
     """The run of this name, beginning of a name, or `@last`; raises NotFound."""
     with open_store(readonly=True) as store:
         return store.run(name)
-
-
-def restore_test_again(order: Mapping[str, Any]) -> str:
-    """What to type for another test like the one of this order, which `Run.identity` has."""
-    return f"orch ckpt restore-test {order['run']}@{order['step']} --layout {order['layout']}"
 
 
 def is_location(words: str) -> bool:

@@ -43,6 +43,7 @@ def verify(screen: Screen, target: str, level: int, copies: bool) -> int:
     Without @STEP it takes the newest one; `@all` takes every one. The exit code is 7 if there is any fault. From level
     2 on the result is recorded: `orch ckpt ls` shows it, and retention never counts a bad copy as a substitute.
     """
+    screen.if_interrupted = lambda: "interrupted: only results that were printed are recorded"
     found = find(target, screen.warn)
     chosen = found if copies else list({item.name: item for item in reversed(found)}.values())[::-1]
     answers = [_answer(screen, item, level) for item in chosen]

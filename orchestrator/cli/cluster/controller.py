@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from orchestrator.cli.access.run_location import TAKE_OVER, controller_state
+from orchestrator.cli.access.run_location import START, TAKE_OVER, controller_state
 from orchestrator.cli.terminal.command_classes import Noun
 from orchestrator.cli.terminal.render import Screen, iso, span
 from orchestrator.errors import Precondition, SlurmUnreachable
 from orchestrator.home import registry_path
+from orchestrator.states import LIVE_RUNS
 
 if TYPE_CHECKING:
     from orchestrator.controller.reconciler.reconcile import TickReport
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 @click.group(cls=Noun)
 def controller() -> None:
-    """Run, inspect or install the controller, the process that restarts runs."""
+    """Start, stop, inspect or install the controller, the process that restarts runs."""
 
 
 @controller.command("run")
@@ -39,8 +40,42 @@ def run(screen: Screen, idle_exit: float | None, cluster: str) -> None:
     # The daemon tells what it does by logging; in the foreground that goes to the terminal.
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     kind = resolve(cluster)
+    screen.if_interrupted = lambda: "interrupted: no controller runs here; the jobs go on"
     screen.note(f"controller for {registry_path()}, {kind}; Ctrl-C ends it, the runs go on")
     service.run_daemon(registry_path(), idle_exit, kind)
+
+
+@controller.command("start")
+@click.option("--cluster", type=click.Choice(["auto", "local", "slurm"]), default="auto", help="Which runs to serve.")
+@click.pass_obj
+def start(screen: Screen, cluster: str) -> None:
+    """Start a controller in the background if none is alive; it ends when nothing is left to do.
+
+    Without `--cluster` one is started for each cluster that has live runs and is reached from here, or else for the
+    Slurm that this host reaches, or for its local jobs if there is none.
+    """
+    from orchestrator.cli.cluster.start_controller import start_controller
+
+    found = [start_controller(screen, kind) for kind in _kinds_to_start(cluster)]
+    if screen.json:
+        screen.data("controller.start", [{"started": one.started, **_plain(one.health)} for one in found])
+        return
+    for one in found:
+        said = "started" if one.started else "alive already"
+        of = f" for {one.health.scheduler}" if one.health.scheduler else ""
+        screen.say(f"{said}{of}: pid {one.health.pid} on {one.health.host}")
+    screen.note(f"log {found[0].health.log}")
+
+
+def _kinds_to_start(cluster: str) -> list[str]:
+    from orchestrator.registry import fast_queries
+    from orchestrator.scheduler.available_schedulers import kinds, resolve
+
+    if cluster == "auto":
+        live = {row["cluster"] for row in fast_queries.newest(registry_path(), None, LIVE_RUNS, tests=True)}
+        if served := sorted(live & set(kinds())):
+            return served
+    return [resolve(cluster)]
 
 
 @controller.command("tick")
@@ -51,6 +86,7 @@ def tick(screen: Screen) -> int:
     It replaces a stalled controller: it waits until the lease has expired, or says why it cannot (exit code 4). The
     exit code is 5 if a scheduler did not answer: its runs are unchanged.
     """
+    screen.if_interrupted = lambda: "interrupted: the next pass goes on where this one stopped"
     report, stalled = _pass()
     if stalled:
         screen.warn("controller_stalled", f"{stalled}: nothing was done for its runs; {TAKE_OVER}")
@@ -106,7 +142,7 @@ def status(screen: Screen) -> None:
         elif one.stalled:
             screen.say(f"{one.reason}{of}, {looked}; {TAKE_OVER}")
         else:
-            screen.say(f"none lives{of} ({looked}); the next `orch submit` there starts one, or `orch controller run`")
+            screen.say(f"none runs{of} ({looked}); `orch controller start` or the next `orch submit` there starts one")
     screen.note(f"log {health.log}")
 
 
@@ -120,9 +156,7 @@ def stop(screen: Screen) -> None:
     if screen.json:
         screen.data("controller.stop", {"stopped": _plain(stopped)})
     else:
-        screen.say(
-            "stopped; `orch controller run` or the next `orch submit` starts one" if stopped else "none is running"
-        )
+        screen.say(f"stopped; {START}, and so does the next `orch submit`" if stopped else "none is running")
 
 
 @controller.command("install")

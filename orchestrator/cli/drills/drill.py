@@ -107,6 +107,8 @@ def _in_a_run(
         follower.skip_existing()
         drill_run = _DrillRun(follower, found.run, kind, StepLines(found.folder, recent_only=True))
         drill_run.inject(screen, found, rank)
+        watched = screen.if_interrupted
+        screen.if_interrupted = lambda: f"{kind} is injected and not taken back; {watched()}"
         return drill_run.until_over(timeout), found.run
 
 

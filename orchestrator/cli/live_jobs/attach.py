@@ -35,6 +35,7 @@ def attach(screen: Screen, run: str, stack: bool, rank: int | None, node: int | 
     found = find_live_attempt(run)
     detail = "" if node is None else str(node)
     request = found.send_request(RequestKind.STACKS, "orch attach", value=rank, detail=detail)
+    screen.if_interrupted = lambda: f"interrupted: {found.run} goes on; the stacks are still written to its evidence"
     answer = await_answer(found, request, timeout)
     folder = found.folder.path / answer
     threads = read_stacks(folder / "stacks")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from orchestrator.cli.runs.next_commands import after_end
 from orchestrator.cli.runs.run_reader import json_object
 from orchestrator.cli.runs.status import one_row
 from orchestrator.errors import Precondition, WaitTimeout
@@ -70,9 +71,7 @@ def find_live_attempt(name: str, now: float | None = None) -> LiveAttempt:
     row = one_row(name)
     run, state = row["run"], row["state"]
     if state in ENDED_RUNS or state == RunState.HELD:
-        raise Precondition(
-            f"{run} is {state}: nothing runs", where=row["reason"], hint=f"go on with it:  orch resume {run}"
-        )
+        raise Precondition(f"{run} is {state}: nothing runs", where=row["reason"], hint=after_end(row))
     folder = RunDir(Path(row["run_dir"]))
     attempts = folder.all_attempts()
     heartbeat = json_object(attempts[-1].heartbeat) if attempts else {}

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from orchestrator.cli.live_jobs.first_error import first_error
-from orchestrator.cli.runs.follow import end_error
+from orchestrator.cli.runs.follow import detached, end_error
 from orchestrator.cli.runs.status import one_row
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, plain
@@ -225,6 +225,7 @@ class _Tail:
 def _follow(screen: Screen, place: RunDir, wanted: Wanted, run: str, lines: int) -> int:
     """Print what is appended, over attempts, until the run ends and its logs are dry."""
     tails: dict[Path, _Tail] = {}
+    screen.if_interrupted = lambda: detached(run)
     try:
         while True:
             row = one_row(run)
@@ -247,9 +248,6 @@ def _follow(screen: Screen, place: RunDir, wanted: Wanted, run: str, lines: int)
                 screen.note(f"{run} is {row['state']}" + (f": {row['reason']}" if row["reason"] else ""))
                 return trouble.exit_code if trouble else 0
             time.sleep(POLL)
-    except KeyboardInterrupt:
-        screen.note(f"detached: {run} goes on")
-        return 130
     finally:
         for tail in tails.values():
             tail.close()

@@ -21,6 +21,7 @@ def save(screen: Screen, run: str, wait_: bool, timeout: float) -> None:
     """Save a checkpoint now, at the next step boundary; training continues."""
     found = find_live_attempt(run)
     request = found.send_request(RequestKind.SAVE, "orch save")
+    screen.if_interrupted = lambda: f"interrupted: the request stands, and {found.run} saves at its next step boundary"
     answer = await_answer(found, request, timeout) if wait_ else None
     said = _SAVED.match(answer or "")
     if screen.json:

@@ -13,9 +13,10 @@ import click
 from orchestrator.cli.runs.event_text import describe_event
 from orchestrator.cli.runs.follow import is_over
 from orchestrator.cli.runs.run_reader import EventFeed, StepMetrics, json_object
-from orchestrator.cli.runs.status import one_row
+from orchestrator.cli.runs.status import one_row, warn_without_controller
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, decimal, iso, one_line, progress, span
+from trainer.contract.events import EventKind
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 MOST = 64
@@ -39,6 +40,18 @@ class Reading:
     ranks: list[dict[str, Any]]
     world: int
     events: list[tuple[float, str]]
+    saved: tuple[int, float] | None = None  # step and time of the newest commit that the job's events tell of
+
+    @property
+    def last_checkpoint(self) -> dict[str, Any] | None:
+        """The newest one; the job's own files tell of it before the registry does."""
+        known: dict[str, Any] | None = self.row["last_checkpoint"]
+        told: list[tuple[int, float | None]] = [(int(self.beat.get("saved_step") or 0), None)]
+        told += [(self.saved[0], _since(self.at, self.saved[1]))] if self.saved is not None else []
+        step, age = max(told, key=lambda one: (one[0], one[1] is not None))
+        if step <= (known["step"] if known is not None else 0):
+            return known
+        return {"step": step, "trust": "COMMITTED", "age_s": age}
 
     @property
     def step(self) -> int:
@@ -46,7 +59,7 @@ class Reading:
         return max(newest, int(self.beat.get("step") or 0), int(self.row["step"] or 0))
 
     def to_json(self) -> dict[str, Any]:
-        metric, last = self.metric, self.row["last_checkpoint"]
+        metric, last = self.metric, self.last_checkpoint
         return {
             "run": self.row["run"], "state": self.row["state"], "step": self.step,
             "total_steps": self.row["total_steps"],
@@ -65,9 +78,12 @@ class Reader:
     def __init__(self, run: str, run_dir: Path) -> None:
         self._run, self._folder, self._feed = run, RunDir(run_dir), EventFeed(run_dir, recent_only=True)
         self._told: deque[tuple[float, str]] = deque(maxlen=EVENTS)
+        self._saved: tuple[int, float] | None = None
 
     def read(self) -> Reading:
         for event in self._feed.poll():
+            if event.kind in (EventKind.CHECKPOINT_COMMITTED, EventKind.CHECKPOINT_SEEN) and "step" in event.data:
+                self._saved = max(self._saved or (0, 0.0), (int(event.data["step"]), event.time))
             text = describe_event(event)
             if text is not None:
                 self._told.append((event.time, text))
@@ -77,7 +93,7 @@ class Reader:
         ranks = [row for row in board.get("ranks", []) if isinstance(row, dict)]
         return Reading(
             at=time.time(), row=one_row(self._run), beat=beat, metric=self._feed.latest, ranks=ranks,
-            world=int(board.get("world") or len(ranks)), events=list(self._told),
+            world=int(board.get("world") or len(ranks)), events=list(self._told), saved=self._saved,
         )  # fmt: skip
 
 
@@ -114,9 +130,12 @@ def top(screen: Screen, run: str, once: bool, every: float) -> None:
         screen.data("top", reader.read().to_json())
         return
     if once or not screen.terminal:
+        warn_without_controller(screen, [row])
         _print(screen, reader.read())
         return
+    screen.if_interrupted = lambda: ""  # the usual way to leave
     with screen.live_page() as draw:
+        warn_without_controller(screen, [row])
         while True:
             reading = reader.read()
             draw(partial(_print, screen, reading))
@@ -175,8 +194,9 @@ def head(reading: Reading) -> list[str]:
         silent = _since(reading.at, beat.get("time"))
         said = f"attempt {beat.get('attempt')} generation {beat.get('generation')}   {beat.get('state')}"
         lines.append(f"{said}: {beat.get('phase')}   heartbeat {span(silent)} ago")
-    last = row["last_checkpoint"]
-    saved = f"step {count(last['step'])} {last['trust']}, {span(last['age_s'])} ago" if last else "none"
+    last = reading.last_checkpoint
+    age = f", {span(last['age_s'])} ago" if last and last["age_s"] is not None else ""
+    saved = f"step {count(last['step'])} {last['trust']}{age}" if last else "none"
     return [*lines, f"last checkpoint {saved}"]
 
 

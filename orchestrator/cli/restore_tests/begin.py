@@ -58,6 +58,8 @@ def restore_test(
         ]
         for each in asked:
             check_test(store, run, each)  # all of them, before the first one begins
+        started = time.time()
+        screen.if_interrupted = lambda: _interrupted(run, started)
         begun = [begin_test(store, DirectFiles(), run, each, time.time()) for each in asked]
         for cluster in sorted({resolve(kind or run.cluster), run.cluster}):  # its verdict is its run's matter
             wake_controller(screen, cluster, no_controller=no_controller)
@@ -68,6 +70,16 @@ def restore_test(
         else:
             _tell(screen, begun, wait_)
     return exit_code(begun) if wait_ else 0
+
+
+def _interrupted(run: Run, started: float) -> str:
+    with open_store(readonly=True) as store:
+        begun = [test.test for test in store.restore_tests(run.name, going_on=True) if test.begun_at >= started]
+    if not begun:
+        return "interrupted: no restore test was begun, or all have ended"
+    return (
+        f"detached: {', '.join(begun)} go{'es' if len(begun) == 1 else ''} on\n  orch restore-tests history {run.name}"
+    )
 
 
 def _run(target: str) -> Run:

@@ -8,7 +8,7 @@ import click
 
 from orchestrator.cli.access import run_location
 from orchestrator.cli.access.registry import open_store, wake_controller
-from orchestrator.cli.checkpoints.target import restore_test_again
+from orchestrator.cli.runs.next_commands import restore_test_again
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import ConfigError, NotFound, OrchError, Precondition, SlurmUnreachable
@@ -72,6 +72,7 @@ def _request_each(
     Several runs: the ones that can be asked are asked, and the exit code tells of the first that could not.
     """
     asked: list[dict[str, Any]] = []
+    screen.if_interrupted = lambda: _interrupted(verb, asked)
     refused: OrchError | None = None
     with open_store() as store:
         for name in names:
@@ -81,7 +82,7 @@ def _request_each(
                 refused = refused or error
                 if len(names) > 1:
                     screen.warn(type(error).__name__, error.what)
-        for kind in sorted({item["kind"] for item in asked if item["ask"] and item["where"].reached}):
+        for kind in sorted({item["kind"] for item in asked if _needs_controller(item)}):
             wake_controller(screen, kind, no_controller=no_controller)
         await_answers(store, [item for item in asked if item["ask"] and _is_answerable(item)], no_controller)
     if refused is not None and not asked:
@@ -93,6 +94,22 @@ def _request_each(
     if refused is None and any(item["answer"].startswith(REFUSED) for item in asked):
         return Precondition.exit_code
     return refused.exit_code if refused else 0
+
+
+def _needs_controller(item: dict[str, Any]) -> bool:
+    """Whether somebody has to act: on the request, or for a run that goes on while no controller runs."""
+    return bool(item["where"].reached and (item["ask"] or (item["state"] in LIVE_RUNS and not item["where"].lives)))
+
+
+def _interrupted(verb: str, asked: list[dict[str, Any]]) -> str:
+    names = [item["run"] for item in asked if item["ask"]]
+    if not names:
+        return "interrupted: nothing was asked for"
+    where = next(item["where"] for item in asked if item["ask"])
+    lives = run_location.controller_lives(time.time(), where.scheduler)
+    acts = "the controller acts on it" if lives else f"no controller runs that acts on it; {run_location.START}"
+    looks = "".join(f"\n  orch status {name}" for name in names)
+    return f"interrupted: the request to {verb} {', '.join(names)} is recorded, and {acts}{looks}"
 
 
 def _is_answerable(item: dict[str, Any]) -> bool:

@@ -100,6 +100,14 @@ def _software(data: dict[str, Any]) -> str:
     return f"checkpoint {data['step']} was made with other software, numbers may differ: {changes}"
 
 
+def _agreed(data: dict[str, Any]) -> str:
+    if data["reason"] == "save_and_go_on":
+        return f"ranks save together after step {data['step']}, as somebody asked"
+    return f"ranks stop together after step {data['step']}{_STOPS.get(data['reason'], '')}"
+
+
+_STOPS = {"cancel": ": somebody asked for it", "time_limit": ": the time limit is near"}
+"""What ranks are told of a stop; that a signal came tells them no reason."""
 _DESCRIPTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     EventKind.ATTEMPT_STARTED: lambda d: f"started, job {d['job_id']} on {','.join(d['nodes'])}, {d['world']} ranks",
     EventKind.AGENT_LOST: lambda d: f"lost the agent of {d['name']}: {d['reason']}",
@@ -115,7 +123,7 @@ _DESCRIPTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     EventKind.SPARE_USED: lambda d: f"{d['name']} takes the place of {d['instead']}: {d['reason']}",
     EventKind.DRILL: lambda d: f"drill: {d['kind']} {_whom(d)} at step {d['step']}",
     EventKind.STOP_REQUESTED: lambda d: f"asked to stop: {d['reason']}",
-    EventKind.STOP_AGREED: lambda d: f"ranks stop together after step {d['step']}: {d['reason']}",
+    EventKind.STOP_AGREED: _agreed,
     EventKind.CHECKPOINT_COMMITTED: _saved,
     EventKind.CHECKPOINT_FAILED: _failed,
     EventKind.CHECKPOINT_REFUSED: lambda d: f"checkpoint {d['step']}{_of(d)} is not used: {d['reason']}",

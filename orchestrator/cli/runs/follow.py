@@ -6,10 +6,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import click
-
 from orchestrator.cli.access import run_location
 from orchestrator.cli.runs.event_text import describe_event, progress_line
+from orchestrator.cli.runs.next_commands import after_end, look_closer
 from orchestrator.cli.runs.run_reader import EventFeed
 from orchestrator.cli.runs.status import one_row
 from orchestrator.cli.terminal.render import Screen, Ticker, progress
@@ -26,7 +25,7 @@ TICK_EVERY = 2.0
 def wait_until_end(screen: Screen, run: str, *, timeout: float | None = None, follow: bool = False) -> dict[str, Any]:
     """Wait until the run has ended or is held; returns its status row.
 
-    Raises WaitTimeout. Ctrl-C ends the watching only, with exit code 130, and says so.
+    Raises WaitTimeout. Ctrl-C ends the watching only.
     """
     with following(screen, run, follow=follow) as follower:
         return follower.until(is_over, timeout)
@@ -34,13 +33,22 @@ def wait_until_end(screen: Screen, run: str, *, timeout: float | None = None, fo
 
 @contextmanager
 def following(screen: Screen, run: str, *, follow: bool = True) -> "Iterator[RunFollower]":
-    """Follows one run; Ctrl-C ends it with exit code 130, and says so."""
-    try:
-        with screen.ticker() as ticker:
-            yield RunFollower(screen, ticker, run, follow)
-    except KeyboardInterrupt:
-        screen.note(f"\ndetached: {run} goes on\n  orch status {run}\n  orch wait {run}\n  orch cancel {run}")
-        raise click.exceptions.Exit(130) from None
+    """Follows one run; Ctrl-C ends the watching only, and says what goes on."""
+    screen.if_interrupted = lambda: detached(run)
+    with screen.ticker() as ticker:
+        yield RunFollower(screen, ticker, run, follow)
+
+
+def detached(run: str) -> str:
+    """What Ctrl-C leaves of a run that was watched: what is true now, and what to type."""
+    row = one_row(run)
+    if is_over(row):
+        return f"interrupted: {run} is {row['state']}\n  orch show {run}"
+    commands = f"\n  orch status {run}\n  orch wait {run}\n  orch cancel {run}"
+    if run_location.controller_lives(time.time(), row["scheduler"]):
+        return f"detached: {run} goes on ({row['state']}){commands}"
+    without = "no controller runs, so nothing is started or restarted from now on"
+    return f"detached: {run} is {row['state']}, but {without}\n  orch controller start{commands}"
 
 
 def is_over(row: dict[str, Any]) -> bool:
@@ -123,6 +131,5 @@ def end_error(row: dict[str, Any]) -> RunFailed | RunCancelled | None:
         return None
     why = f"{run} is {state}" + (f": {row['reason']}" if row["reason"] else "")
     if state == RunState.CANCELLED:
-        return RunCancelled(why, where=row["run_dir"], hint=f"go on with it:  orch resume {run}")
-    looks = f"look:  orch show {run}   orch logs {run} --rank first-error"
-    return RunFailed(why, where=row["run_dir"], hint=f"{looks}   then, mended:  orch resume {run}")
+        return RunCancelled(why, where=row["run_dir"], hint=after_end(row))
+    return RunFailed(why, where=row["run_dir"], hint=f"look:  {'   '.join(look_closer(row))}   {after_end(row)}")

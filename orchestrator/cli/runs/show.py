@@ -9,10 +9,10 @@ import click
 
 from checkpointing.storage.durable import dump_line
 from orchestrator.cli.access.registry import open_store
-from orchestrator.cli.checkpoints.target import restore_test_again
 from orchestrator.cli.checkpoints.tested_layouts import reason_beside_tests
 from orchestrator.cli.runs.config_changes import config_changes
 from orchestrator.cli.runs.incident_tables import incident_tables, incidents_json
+from orchestrator.cli.runs.next_commands import go_on, look_closer
 from orchestrator.cli.runs.restore_test_tables import (
     compared_table,
     own_lines,
@@ -20,10 +20,12 @@ from orchestrator.cli.runs.restore_test_tables import (
     restore_tests_json,
     say_restore_tests,
 )
-from orchestrator.cli.runs.status import one_row, public, say_last_lines, warn_of_bad_tests
+from orchestrator.cli.runs.status import one_row, public, say_last_lines, warn_of_bad_tests, warn_without_controller
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, decimal, host_list, iso, progress, size, span
 from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation, RestoreTest, Run, Transition
+from orchestrator.states import LIVE_RUNS
+from trainer.contract.run_dir import RunDir
 
 
 @click.command(cls=Verb)
@@ -39,11 +41,12 @@ def show(screen: Screen, run: str, history: bool) -> None:
         copies, notices = store.copies(found.name), store.notices(found.name)
         changes = config_changes(store, found, attempts)
         tests, own_test = store.restore_tests(found.name), store.restore_test(found.name)
-    proven = proven_of(tests, checkpoints, copies)
+    proven, kept = proven_of(tests, checkpoints, copies), _kept(checkpoints, copies, _pins(found))
     row = one_row(found.name)
+    warn_without_controller(screen, [row])
     warn_of_bad_tests(screen, [row])
     if screen.json:
-        document = _document(found, row, attempts, generations, (checkpoints, copies), transitions)
+        document = _document(found, row, attempts, generations, kept, transitions)
         more = {**incidents_json(found, notices, generations), "config_changes": changes}
         screen.data("show", {**document, **more, **restore_tests_json(tests, proven, own_test)})
         return
@@ -57,17 +60,17 @@ def show(screen: Screen, run: str, history: bool) -> None:
     attempt_table(screen, attempts, generations)
     say_last_lines(screen, found.name, attempts[-1].failure if attempts else None)
     incident_tables(screen, incidents_json(found, notices, generations))
-    _checkpoint_table(screen, _kept(checkpoints, copies))
+    _checkpoint_table(screen, kept)
     if tests or (checkpoints and own_test is None):
         say_restore_tests(screen, found.name, tests, proven)
     if history or screen.verbose:
         _history(screen, transitions)
-    _next(screen, row, found.identity.get("restore_test"))
+    _next(screen, row)
 
 
 def _document(
     run: Run, row: dict[str, Any], attempts: list[Attempt], generations: list[Generation],
-    kept: tuple[list[Checkpoint], list[Copy]], transitions: list[Transition],
+    kept: list[dict[str, Any]], transitions: list[Transition],
 ) -> dict[str, Any]:  # fmt: skip
     """What `orch show --json` promises, and more at the end."""
     identity = run.identity
@@ -77,7 +80,7 @@ def _document(
         "code": identity.get("code"),
         "env": identity.get("env"),
         "attempts": [attempt_json(attempt, generations) for attempt in attempts],
-        "checkpoints": _kept(*kept),
+        "checkpoints": kept,
         "data": identity.get("data"),
         "imported": identity.get("imported"),
         "run_dir": run.run_dir,
@@ -133,13 +136,29 @@ def _failure(failure: dict[str, Any] | None) -> dict[str, Any] | None:
     return {**{key: failure.get(key) for key in FAILURE_KEYS}, **failure}
 
 
-def _kept(checkpoints: list[Checkpoint], copies: list[Copy]) -> list[dict[str, Any]]:
+def _pins(run: Run) -> dict[str, str]:
+    """The notes of pinned checkpoints by their names; none while the run's folder is not visible."""
+    from checkpointing.retention.pins import read_pins
+    from checkpointing.storage.backends import LocalStorage
+
+    try:
+        return {name: pin.note for name, pin in read_pins(LocalStorage(RunDir(Path(run.run_dir)).checkpoints)).items()}
+    except OSError:
+        return {}
+
+
+def _kept(checkpoints: list[Checkpoint], copies: list[Copy], pins: dict[str, str]) -> list[dict[str, Any]]:
     """What still exists somewhere: a checkpoint that is gone from its first tier lives on in its copies."""
     places: dict[str, list[Copy]] = {}
     for copy in copies:
         places.setdefault(copy.name, []).append(copy)
     return [
-        {**checkpoint_json(item), "copies": [copy_json(copy) for copy in places.get(item.name, ())]}
+        {
+            **checkpoint_json(item),
+            "copies": [copy_json(copy) for copy in places.get(item.name, ())],
+            "pin": pins.get(item.name),
+            "pinned": item.name in pins,
+        }  # fmt: skip
         for item in checkpoints
         if item.trust != "DELETED" or item.name in places
     ]
@@ -221,8 +240,15 @@ def attempt_table(screen: Screen, attempts: list[Attempt], generations: list[Gen
     for attempt in attempts:
         rows.append(_attempt_row(attempt))
         mine = [item for item in generations if item.attempt == attempt.number]
-        rows += [_generation_row(item) for item in mine]
+        rows += [_generation_row(item, attempt) for item in mine]
+    for row in rows:
+        row |= {"start": _short_time(screen, row["started_at"]), "end": _short_time(screen, row["ended_at"])}
     screen.table(ATTEMPTS, rows, aligned=True)
+
+
+def _short_time(screen: Screen, moment: float | None) -> str:
+    """Without the year, which `orch events` and --json have."""
+    return screen.when(moment)[5:] if moment is not None else ""
 
 
 ATTEMPTS = [
@@ -232,6 +258,8 @@ ATTEMPTS = [
     Column("NODES", "nodes", lambda names: host_list(names or ()) or "-", drop_order=3),
     Column("FROM", "resumed_from", count, right=True),
     Column("TO", "last_step", count, right=True),
+    Column("START", "start", drop_order=5),
+    Column("END", "end", drop_order=4),
     Column("TOOK", "took", span, right=True, drop_order=1),
     Column("ENDED BY", "failure", wraps=True),
     Column("DECISION", "decision", wraps=True),
@@ -247,13 +275,18 @@ def _attempt_row(attempt: Attempt) -> dict[str, Any]:
         "nodes": attempt.nodes,
         "resumed_from": attempt.resumed_from,
         "last_step": attempt.last_step,
+        "started_at": attempt.started_at,
+        "ended_at": attempt.ended_at,
         "took": _took(attempt.started_at, attempt.ended_at),
         "failure": f"{failure['kind']}: {failure['reason']}" if failure else attempt.reason,
         "decision": f"{decision['action']}: {decision['reason']}" if decision else "",
     }
 
 
-def _generation_row(item: Generation) -> dict[str, Any]:
+def _generation_row(item: Generation, attempt: Attempt) -> dict[str, Any]:
+    # A job that is taken away may not come to report the end of its ranks.
+    unreported = item.ended_at is None and attempt.ended_at is not None
+    end = attempt.ended_at if unreported else item.ended_at
     return {
         "number": f"{item.attempt}.{item.number}",
         "state": "",
@@ -261,8 +294,10 @@ def _generation_row(item: Generation) -> dict[str, Any]:
         "nodes": (),
         "resumed_from": item.resumed_from,
         "last_step": item.last_step,
-        "took": _took(item.started_at, item.ended_at),
-        "failure": item.failure["reason"] if item.failure else item.reason,
+        "started_at": item.started_at,
+        "ended_at": end,
+        "took": _took(item.started_at, end),
+        "failure": item.failure["reason"] if item.failure else "with its attempt" if unreported else item.reason,
         "decision": "resumed from memory" if item.tier == "memory" else "",
     }
 
@@ -283,12 +318,17 @@ def _checkpoint_table(screen: Screen, kept: list[dict[str, Any]]) -> None:
         Column("STALL", "stall", _milliseconds, right=True, drop_order=1),
         Column("ATT", "attempt", right=True),
         Column("FOLDER", "path", lambda path: Path(path).name),
+        Column("PIN", "pin", _pin_words, wraps=True),
         Column("ALSO IN", "copies", lambda copies: ", ".join(copy["tier"] for copy in copies), wraps=True),
         Column("WHY", "reason"),
     ]
     rows = [{**row, "reason": reason_beside_tests(row["trust"], row["reason"])} for row in kept]
     screen.say("")
     screen.table(columns, rows, aligned=True)
+
+
+def _pin_words(note: str | None) -> str:
+    return "" if note is None else note or "pinned"
 
 
 def _milliseconds(seconds: float | None) -> str:
@@ -302,11 +342,10 @@ def _history(screen: Screen, transitions: list[Transition]) -> None:
         screen.say(f"{screen.when(move.time)}  {subject}: {move.before or 'new'} -> {move.after}  {move.reason}")
 
 
-def _next(screen: Screen, row: dict[str, Any], order: dict[str, Any] | None) -> None:
-    run = row["run"]
-    if row["state"] in ("HELD", "FAILED") and order is not None:
-        screen.note(f"\nwhy:      orch logs {run} --rank first-error\nagain:    {restore_test_again(order)}")
-    elif row["state"] in ("HELD", "FAILED"):
-        screen.note(f"\nwhy:      orch logs {run} --rank first-error\nmended?   orch resume {run}")
-    else:
-        screen.note(f"\nlogs:     orch logs {run} -f\nhistory:  orch show {run} --history")
+def _next(screen: Screen, row: dict[str, Any]) -> None:
+    run, more = row["run"], go_on(row)
+    if row["state"] in ("HELD", "FAILED"):
+        screen.note(f"\nwhy:      {look_closer(row)[-1]}\n{'again: ' if row['test_of'] else 'go on: '}   {more}")
+        return
+    live = row["state"] in LIVE_RUNS
+    screen.note(f"\nevents:   orch events {run}{' -f' if live else ''}" + (f"\ngo on:    {more}" if more else ""))

@@ -6,10 +6,11 @@ from typing import Any
 import click
 
 from orchestrator.cli.access.registry import open_store, require_registry
-from orchestrator.cli.access.run_location import TAKE_OVER, controller_state
+from orchestrator.cli.access.run_location import START, TAKE_OVER, controller_state, where_to_start
+from orchestrator.cli.runs.next_commands import go_on, look_closer
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, decimal, host_list, iso, plain, progress, span
-from orchestrator.controller.leasing.lease import displayed_state, host_of
+from orchestrator.controller.leasing.lease import displayed_state, host_name, host_of
 from orchestrator.errors import ConfigError
 from orchestrator.home import registry_path
 from orchestrator.registry.records import Lease
@@ -42,6 +43,8 @@ def status(
     are listed with --all or by their names.
     """
     chosen = _states(states)
+    if watch:
+        screen.if_interrupted = lambda: ""  # the usual way to leave
     while True:
         rows = _rows(runs, None if everything else limit, chosen)
         if watch:
@@ -67,14 +70,12 @@ def overview(screen: Screen) -> None:
         told = [{"run": row["run"], **_test_json(row["bad_test"]), "reason": row["bad_test"]["reason"]} for row in bad]
         screen.data("overview", {"running": public(running), "needs_you": public(stuck), "bad_restore_tests": told})
         return
-    _warn_without_controller(screen, running)
+    warn_without_controller(screen, running)
     status_table(screen, running)
     screen.note(_footer(running))
     for row in stuck:
         screen.say(f"needs you: {row['run']} is {row['state']}: {row['reason']}")
-        screen.say(
-            f"           orch show {row['run']}   orch logs {row['run']} --rank first-error   orch resume {row['run']}"
-        )
+        screen.say(f"           {'   '.join([*look_closer(row), go_on(row)])}")
     for row in bad:
         screen.say(f"needs you: {bad_test_words(row)}")
         screen.say(f"           orch restore-tests history {row['run']}   orch ckpt ls {row['run']}")
@@ -152,7 +153,7 @@ def _test_json(test: dict[str, Any]) -> dict[str, Any]:
 
 
 def _show(screen: Screen, rows: list[dict[str, Any]]) -> None:
-    _warn_without_controller(screen, rows)
+    warn_without_controller(screen, rows)
     if screen.json:
         warn_of_bad_tests(screen, rows)
         screen.data("status", public(rows))
@@ -243,7 +244,7 @@ SLURM_CLUSTER = Column("CLUSTER", "slurm_cluster", lambda name: name or "local",
 """Shown to people where the runs are not all of one cluster."""
 
 
-def _warn_without_controller(screen: Screen, rows: list[dict[str, Any]]) -> None:
+def warn_without_controller(screen: Screen, rows: list[dict[str, Any]]) -> None:
     """Every cluster with live runs whose controller stalls or is gone: others' controllers leave those runs alone."""
     live = {row["scheduler"]: row["cluster"] for row in rows if row["state"] in LIVE_RUNS}
     for scheduler, kind in sorted(live.items()):
@@ -253,13 +254,11 @@ def _warn_without_controller(screen: Screen, rows: list[dict[str, Any]]) -> None
         if state.stalled:
             screen.warn("controller_stalled", f"{state.reason}: nothing is restarted meanwhile; {TAKE_OVER}")
             continue
-        where = f" on a login node of {scheduler}" if scheduler and kind == "slurm" else ""
-        local = f" --cluster local, on {scheduler.partition('@')[2]}" if scheduler and kind == "local" else ""
+        place = where_to_start(scheduler, kind, here=host_name())
         screen.warn(
             "no_controller",
-            f"no controller{f' of {scheduler}' if scheduler else ''} lives: runs go on, but nothing is restarted and "
-            f"this table stands still; start one with `orch controller run`{where}{local}, "
-            "or act once with `orch controller tick`",
+            f"no controller{f' of {scheduler}' if scheduler else ''} runs: jobs go on, but nothing is restarted and "
+            f"this information is not updated; {START}{f' {place}' if place else ''}",
         )
 
 

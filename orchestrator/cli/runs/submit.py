@@ -9,14 +9,15 @@ from typing import Any
 import click
 
 from orchestrator.cli.access.registry import open_store
-from orchestrator.cli.access.run_location import TAKE_OVER, controller_state
+from orchestrator.cli.access.run_location import START, TAKE_OVER, controller_state
 from orchestrator.cli.config import OVERRIDES, print_config
-from orchestrator.cli.runs.follow import end_error, wait_until_end
+from orchestrator.cli.runs.follow import detached, end_error, wait_until_end
 from orchestrator.cli.runs.status import one_row
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, progress
 from orchestrator.errors import ConfigError, Fenced, Precondition, SlurmUnreachable
 from orchestrator.home import registry_path
+from orchestrator.registry.records import Run
 from orchestrator.states import ENDED_RUNS, RunState
 
 JOB_WITHIN = 30.0
@@ -56,6 +57,7 @@ def submit(
     """
     from orchestrator.config.layers import is_override  # yaml: only for the verbs that read configurations
 
+    screen.if_interrupted = lambda: "interrupted: no run was made"
     if source is not None and is_override(source) and not Path(source).exists():
         overrides, source = (source, *overrides), None
     if cluster is not None:
@@ -109,10 +111,16 @@ def launch(
     from orchestrator.controller import service
     from orchestrator.submission import create_run as launching
 
+    screen.if_interrupted = lambda: "interrupted: no run was made"
+
+    def recorded(run: Run) -> None:
+        screen.if_interrupted = lambda: detached(run.name)
+
     with open_store() as store, screen.bar("tokenizing") as meter:
         run, attempt = launching.create_run(
-            store, composed, name=None, cluster=cluster, now=time.time(), progress=meter, imported=imported
-        )
+            store, composed, name=None, cluster=cluster, now=time.time(), progress=meter, imported=imported,
+            on_recorded=recorded,
+        )  # fmt: skip
     if not no_controller:
         service.ensure_running(registry_path(), run.cluster)
     row, silent = _await_job(screen, run.name, run.cluster, no_controller=no_controller)
@@ -124,13 +132,13 @@ def launch(
         raise SlurmUnreachable(
             f"{run.cluster} does not answer: {run.name} is written down, and whether it has a job is not known",
             where=run.run_dir,
-            hint="`orch controller tick` or `orch controller run` goes on with it: do not submit it again",
+            hint=f"{START}, which goes on with it: do not submit it again",
         )
     if row["job_id"] is None and not (state := controller_state(time.time(), run.scheduler)).alive:
         raise Precondition(
             f"{run.name} is recorded, but no controller runs it: {state.reason}",
             where=run.run_dir,
-            hint=f"do not submit it again; {TAKE_OVER if state.stalled else '`orch controller run` goes on with it'}",
+            hint=f"do not submit it again; {TAKE_OVER if state.stalled else START}",
         )
     if row["job_id"] is None:
         screen.warn("no_job_yet", f"no job yet; whoever drives the run goes on trying: orch status {run.name}")
@@ -228,7 +236,7 @@ def _kind(screen: Screen, wanted: str) -> str:
 def _script(composed: Any, slug: str) -> str:
     """The sbatch text of the first attempt, with placeholders where a submitted run has its number and nonce."""
     from orchestrator.controller.jobs.job_spec import job_spec
-    from orchestrator.registry.records import Attempt, Run
+    from orchestrator.registry.records import Attempt
     from orchestrator.scheduler import slurm
     from orchestrator.states import AttemptState
 

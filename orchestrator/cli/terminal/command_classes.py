@@ -1,7 +1,7 @@
 """Commands that understand the global options before and after the verb, and groups that load verbs late."""
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import click
@@ -86,12 +86,21 @@ class Noun(click.Group):
         """As click's, with the nearest right name in the message."""
         word = args[0]
         if self.get_command(ctx, word) is None and not word.startswith("-"):
-            import difflib  # only for an error
-
-            near = difflib.get_close_matches(word, self.list_commands(ctx), n=1, cutoff=0.6)
-            meant = f", did you mean `{near[0]}`?" if near else ""
-            ctx.fail(f"no such command `{word}`{meant}")
+            near = self._nearest(word.lower(), self.list_commands(ctx))
+            ctx.fail(f"no such command `{word}`" + (f", did you mean `{near}`?" if near else ""))
         return super().resolve_command(ctx, args)
+
+    def _nearest(self, word: str, names: Sequence[str]) -> str:
+        """What other programs call `word`, else what is spelled nearly so; empty where nothing is."""
+        import difflib  # only for an error
+
+        from orchestrator.cli.terminal.synonyms import SYNONYMS
+
+        meant = [name for name in SYNONYMS.get(word, ()) if name in names]
+        meant += difflib.get_close_matches(word, [*names, *SYNONYMS], n=1, cutoff=0.75)
+        meant += difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+        found = next(iter(meant), "")
+        return found if found in names else next((name for name in SYNONYMS.get(found, ()) if name in names), "")
 
 
 class LazyGroup(Noun):

@@ -136,6 +136,7 @@ class Screen:
 
     def __init__(self) -> None:
         self.json = self.quiet = self.verbose = self.no_color = self.no_progress = self.utc = self.debug = False
+        self.if_interrupted: Callable[[], str] = lambda: "interrupted"  # what Ctrl-C leaves, as the verb knows it
         self._warnings: list[dict[str, str]] = []
         self._page: list[str] | None = None  # lines of a picture that is drawn over
         self._canvas: Any = None  # the console that it is drawn on
@@ -237,6 +238,14 @@ class Screen:
             return
         lines = [f"error: {plain(what)}", *(f"  {plain(line)}" for line in (where, hint) if line)]
         self._print("\n".join(lines), sys.stderr)
+
+    def interrupted(self) -> None:
+        """What Ctrl-C leaves behind; said with -q, too, for somebody must know what goes on."""
+        what, _, hint = self.if_interrupted().partition("\n")
+        if self.json:
+            self.error("Interrupted", what, "", "; ".join(line.strip() for line in hint.splitlines()))
+        elif what:
+            self._print("\n".join(("", plain(what), *([plain(hint)] if hint else []))), sys.stderr)
 
     def when(self, moment: float | None) -> str:
         """A moment for people, in local time or UTC."""

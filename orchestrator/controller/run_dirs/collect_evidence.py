@@ -13,12 +13,15 @@ from orchestrator.controller.jobs.scheduler_snapshot import SchedulerSnapshot
 from orchestrator.controller.leasing.observed_since import ObservedSince
 from orchestrator.controller.run_dirs.bounded_files import DirectFiles, Files
 from orchestrator.controller.run_view import RunView
+from orchestrator.errors import ConfigError
 from orchestrator.recovery.classify_failure import LOST_AFTER
 from orchestrator.recovery.evidence import Evidence, LogTail
 from orchestrator.registry.records import Attempt
 from orchestrator.scheduler.interface import ENDED_STATES, LEAVING_STATES, RUNNING_STATES, JobStatus
+from orchestrator.scheduler.sbatch_values import minutes
+from trainer.contract.config import SLURM_EARLY
 from trainer.contract.log_rotation import read_tail
-from trainer.contract.outcome import AgentReport, AttemptOutcome
+from trainer.contract.outcome import AgentReport, AttemptOutcome, AttemptResult, FailureKind
 from trainer.contract.requests import RequestKind, pending
 from trainer.contract.run_dir import AttemptDir, RunDir
 
@@ -32,6 +35,8 @@ SILENCED = "silent"
 """`detail` of a stop that orch asks for because the heartbeat is silent."""
 REQUEUED = "requeued"
 """`detail` of the stop that goes before orch ends a job which Slurm has started again: accounting may not tell that."""
+BEFORE_AGENTS = 60.0
+"""Seconds that a job may need until its first agent runs."""
 TAIL = 64 * 1024
 """Bytes read from the end of each log."""
 
@@ -136,9 +141,31 @@ def collect_evidence(
         leader_gone=leader_gone(attempt, job, gone),
         outcome=outcome,
         cancel_asked=view.cancel is not None,
-        tails=files.call(view.folder.path, lambda: read_tails(place)) if ended and outcome is None else (),
+        tails=files.call(view.folder.path, lambda: read_tails(place)) if ended and is_unexplained(outcome) else (),
+        near_limit=near_limit(job, outcome, view.config.cluster.signal_lead),
         odd=seen.odd,
     )
+
+
+def is_unexplained(outcome: AttemptOutcome | None) -> bool:
+    """Whether Slurm's words in the logs have to say why the attempt ended."""
+    if outcome is None or outcome.failure is None:
+        return outcome is None or outcome.result is AttemptResult.STOPPED
+    return outcome.failure.kind is FailureKind.PREEMPTED
+
+
+def near_limit(job: JobStatus | None, outcome: AttemptOutcome | None, lead: float) -> bool:
+    """Whether the attempt ended when Slurm's signal was due, by the time limit that its job has now.
+
+    Somebody may have shortened it: the job may not have heard of that before the signal came.
+    """
+    if job is None or outcome is None:
+        return False
+    try:
+        limit = 60.0 * minutes("time limit", job.settings.get("time limit", ""))
+    except ConfigError:
+        return False
+    return limit - (outcome.ended_at - outcome.started_at) <= lead + SLURM_EARLY + BEFORE_AGENTS
 
 
 def removed_nodes(job: JobStatus | None, observed: ObservedSince, key: str) -> tuple[str, ...]:

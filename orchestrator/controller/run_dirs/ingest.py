@@ -182,8 +182,14 @@ def _generation_started(writer: _EventWriter) -> None:
 
 
 def _first_step(writer: _EventWriter) -> None:
-    if writer.row().first_step is None:
-        writer.note(first_step=writer.step)
+    row = writer.row()
+    if row.first_step is not None:
+        return
+    step = writer.step
+    writer.note(first_step=step)
+    # Another file of the attempt may have been read before: what a later generation resumed from is not its beginning.
+    if row.resumed_from is not None and row.resumed_from >= step:
+        writer.note(resumed_from=None)
 
 
 def _generation_ended(writer: _EventWriter) -> None:
@@ -270,7 +276,9 @@ def _set_aside(writer: _EventWriter) -> None:
 def _restored(writer: _EventWriter) -> None:
     step = writer.step
     writer.generation(resumed_from=step, tier=str(writer.data.get("tier") or ""))
-    if writer.row().resumed_from is None:
+    row = writer.row()
+    # What a later generation resumes from the attempt has trained itself, from wherever it began.
+    if row.resumed_from is None and (row.first_step is None or row.first_step > step):
         writer.note(resumed_from=step)
     if writer.data.get("tier") == MEMORY:
         return  # its bytes on the disk were not looked at

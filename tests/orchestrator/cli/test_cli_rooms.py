@@ -360,7 +360,7 @@ def test_db_rebuild_brings_the_runs_back(orch: Type, seeds: Seeds, home: Path) -
 def test_the_controller_is_asked_about_and_ticked(orch: Type, home: Path) -> None:
     idle = orch("controller", "status")
     assert idle.code == 0
-    assert idle.out.startswith("none lives")
+    assert idle.out.startswith("none runs")
     assert orch("controller", "tick").out == "0 live runs\n"
     assert orch("controller", "tick", "--json").data["acted"] is True
     assert orch("controller", "stop").out == "none is running\n"

@@ -59,6 +59,8 @@ def test_nothing_certain_is_no_end(name: str) -> None:
     assert words in verdict.reason
 
 
+SIGNALLED = outcome(AttemptResult.STOPPED, "an agent got SIGTERM")
+LATE = Failure(kind=FailureKind.PREEMPTED, reason="ranks were asked to save and stop, did not do so, and were killed")
 LOST = Failure(kind=FailureKind.AGENT_LOST, reason="its connection ended", node="n2")
 ENDS = {
     "finished": (evidence("COMPLETED", outcome=FINISHED), End.FINISHED, None, "all ranks finished"),
@@ -121,6 +123,45 @@ ENDS = {
         evidence("FAILED", outcome=outcome(AttemptResult.STOPPED, "an agent got SIGUSR2")),
         End.FAILED, FailureKind.PREEMPTED, "SIGUSR2",
     ),
+    "stopped by a signal, on a node that is down": (
+        evidence("FAILED", job=job("FAILED", nodes_down=("n2",)), outcome=SIGNALLED),
+        End.FAILED, FailureKind.NODE_LOST, "after a save at step 30: an agent got SIGTERM; node n2 is down",
+    ),
+    "stopped by a signal, the limit was shortened": (
+        evidence("FAILED", outcome=SIGNALLED, near_limit=True),
+        End.FAILED, FailureKind.TIME_LIMIT, "an agent got SIGTERM; the job was near its time limit",
+    ),
+    "stopped by a signal, Slurm tells of a lost node": (
+        evidence("FAILED", outcome=SIGNALLED, tails=agents(
+            "slurmstepd-n1: error: *** STEP 1.0 ON n1 CANCELLED AT 2026-11-22T17:14:47 DUE TO NODE FAILURE, SEE "
+            "SLURMCTLD LOG FOR DETAILS ***"
+        )),
+        End.FAILED, FailureKind.NODE_LOST, "Slurm says: slurmstepd-n1: error: *** STEP 1.0 ON n1 CANCELLED AT",
+    ),
+    "stopped by a signal, Slurm tells of the limit": (
+        evidence("FAILED", outcome=SIGNALLED, tails=agents(
+            "slurmstepd-n1: error: *** STEP 1.0 ON n1 CANCELLED AT 2026-11-22T17:14:47 DUE TO TIME LIMIT ***"
+        )),
+        End.FAILED, FailureKind.TIME_LIMIT, "DUE TO TIME LIMIT",
+    ),
+    "stopped by a signal, within a preemption's grace time": (
+        evidence("FAILED", outcome=SIGNALLED, tails=agents(
+            "slurmstepd-n1: error: *** STEP 14.0 ON n1 CANCELLED AT 2026-11-22T17:24:06 ***\norch-agent: got SIGTERM"
+        )),
+        End.FAILED, FailureKind.PREEMPTED, "after a save at step 30: an agent got SIGTERM",
+    ),
+    "could not stop in time, on a node that is down": (
+        evidence("FAILED", job=job("FAILED", nodes_down=("n2",)), outcome=outcome(AttemptResult.FAILED, "", LATE)),
+        End.FAILED, FailureKind.NODE_LOST, "and were killed; node n2 is down",
+    ),
+    "could not stop in time, shortened limit": (
+        evidence("FAILED", outcome=outcome(AttemptResult.FAILED, "", LATE), near_limit=True),
+        End.FAILED, FailureKind.TIME_LIMIT, "near its time limit",
+    ),
+    "scancelled, could not save in time": (
+        evidence("CANCELLED", outcome=outcome(AttemptResult.FAILED, "", LATE)),
+        End.FAILED, FailureKind.CANCELLED, "job 7 was cancelled, not by orch; ranks were asked to save",
+    ),
     "scancelled": (evidence("CANCELLED"), End.FAILED, FailureKind.CANCELLED, "cancelled, not by orch"),
     "scancelled, saved": (
         evidence("CANCELLED", outcome=outcome(AttemptResult.STOPPED, "an agent got SIGTERM")),
@@ -170,6 +211,11 @@ def test_ends_keep_their_cause(name: str) -> None:
 def test_the_node_of_the_job_s_own_word_is_kept_under_slurm_s() -> None:
     given = evidence("NODE_FAIL", outcome=outcome(AttemptResult.FAILED, "", KILLED))
     assert classify(given).node == "n2"
+
+
+def test_a_node_that_slurm_has_lost_is_named_where_the_job_saw_only_its_own_stop() -> None:
+    down = job("NODE_FAIL", nodes_down=("n2",))
+    assert classify(evidence("NODE_FAIL", job=down, outcome=outcome(AttemptResult.FAILED, "", LATE))).node == "n2"
 
 
 @pytest.mark.parametrize(

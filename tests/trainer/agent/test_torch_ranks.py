@@ -78,7 +78,7 @@ def test_usr2_to_every_process_stops_all_ranks_after_one_agreed_save(training):
         os.kill(pid, signal.SIGUSR2)
     assert work.wait(30) == [76, 76], work.story()
     outcome = work.outcome()
-    assert (outcome.result, outcome.reason) == (AttemptResult.STOPPED, "preemption")
+    assert (outcome.result, outcome.reason) == (AttemptResult.STOPPED, "an agent got SIGUSR2")
     assert {event.data["exit_code"] for event in work.events(EventKind.RANK_EXITED)} == {76}
     (agreed,) = work.events(EventKind.STOP_AGREED)
     assert agreed.data["step"] == outcome.step

@@ -86,7 +86,7 @@ class AttemptState:
 
     def request_stop(self, stop: Stop) -> None:
         """Record why the attempt stops, and ask the ranks to save and stop."""
-        self.events.write(EventKind.STOP_REQUESTED, reason=f"{stop.reason.name.lower()}: {stop.why}")
+        self.events.write(EventKind.STOP_REQUESTED, reason=stop.why)
         self.send_stop()
 
     def send_stop(self) -> bool:
@@ -118,6 +118,7 @@ class AttemptState:
             budget=self.config.recovery.restarts_in_place,
             spike_budget=self.config.recovery.spike.roll_backs,
             stopping=StopReason.NONE if stop is None else stop.reason,
+            stop_why="" if stop is None else stop.why,
             overdue=self.stopping.overdue(now),
             left=self.stopping.left(now),
             command=command,

@@ -3,13 +3,12 @@
 import re
 from dataclasses import dataclass
 
+from trainer.contract.config import SLURM_EARLY
 from trainer.contract.progress import StopReason
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
 PRESSING = ("SIGTERM", "SIGINT")
 """Signals that SIGKILL follows soon."""
-SLURM_EARLY = 60.0
-"""Slurm may send the signal of --signal up to so many seconds before it was asked to."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from checkpointing.save_interval import last_save_before
-from trainer.agent.attempt_state.deadline import PRESSING, SLURM_EARLY, Bounds, bound, lead, parse_time, reason_of
+from trainer.agent.attempt_state.deadline import PRESSING, Bounds, bound, lead, parse_time, reason_of
+from trainer.contract.config import SLURM_EARLY
 from trainer.contract.progress import StopReason
 
 
@@ -41,7 +42,9 @@ class Stopping:
         """An agent got a signal."""
         left = None if self.end is None else self.end - now
         reason = reason_of(signal_name, kind=self._kind, left=left, lead_seconds=self._lead_now())
-        return self._ask(reason, signal_name, f"an agent got {signal_name}", now)
+        why = f"an agent got {signal_name}"
+        why += ": the time limit is near" if reason is StopReason.TIME_LIMIT else ""
+        return self._ask(reason, signal_name, why, now)
 
     def asked(self, why: str, now: float) -> Stop:
         """There is a stop request in the run directory."""

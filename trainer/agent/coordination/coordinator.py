@@ -135,7 +135,7 @@ class Coordinator:
     async def _end_attempt(self, decision: Decision) -> int:
         """Write the outcome, then end every agent with the same exit code."""
         state, stop = self._state, self._state.stopping.stop
-        code, result, reason = in_job_policy.final_outcome(decision, None if stop is None else stop.reason)
+        code, result, reason = in_job_policy.final_outcome(decision, "" if stop is None else stop.why)
         failure = decision.failure
         if failure is not None and failure.kind is FailureKind.STORAGE:
             failure = replace(failure, room=state.progress.unsaved_bytes)

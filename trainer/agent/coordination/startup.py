@@ -96,7 +96,7 @@ class Startup:
         if stop is not None and not self._state.generation.number:
             return Decision(action=Action.STOP, reason="asked to stop before training began")
         if stop is not None and self._too_late():
-            return in_job_policy.stop_failure(stop.reason, "asked to stop between two generations")
+            return in_job_policy.stop_failure(stop.reason, "asked to stop between two generations", stop.why)
         if not ready:
             return self._unanswered("had no fork server ready", self._roster.unready(), seconds)
         return None

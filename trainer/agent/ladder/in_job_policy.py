@@ -71,6 +71,7 @@ class Situation:
     budget: int = 0  # recovery.restarts_in_place
     last_mark: str = ""  # of the failure before this one
     stopping: StopReason = StopReason.NONE
+    stop_why: str = ""  # who or what asked for the stop, as far as the job can tell
     overdue: bool = False  # the stop's bound has passed
     left: float = 0.0  # seconds until then
     again: bool = False  # a generation was started already only to save and stop
@@ -86,6 +87,11 @@ class Situation:
     hung: tuple[str, ...] = ()  # nodes blamed for hangs of generations before it
     fruitless: int = 0  # restarts in a row, this one included, without a step that is new to the attempt
     saves_failing: str = ""  # since when, and why
+
+    @property
+    def stop_words(self) -> str:
+        """Why the attempt stops, in words."""
+        return self.stop_why or self.stopping.name.lower().replace("_", " ")
 
     def bad(self) -> list[RankEnd]:
         return [end for end in self.ends if not end.good]
@@ -149,14 +155,14 @@ def _without_failure(now: Situation) -> Decision:
         stopped = any(end.exit_code == ExitCode.STOPPED_AFTER_SAVE for end in now.ends)
         # A command that was asked to stop may well exit 0; only its own checkpoints say whether it had finished.
         if stopped or (now.command is not None and now.stopping is not StopReason.NONE):
-            return Decision(action=Action.STOP, reason=f"all ranks stopped: {now.stopping.name.lower()}")
+            return Decision(action=Action.STOP, reason=f"all ranks stopped: {now.stop_words}")
         # Slurm signals every process of a step: ranks may exit 0 before their agents have reported the signal.
         if now.command is not None and now.since_end < SETTLE_SECONDS:
             return Decision(action=Action.WAIT, reason="all ranks have ended; waiting for reports of a signal")
         return Decision(action=Action.FINISH, reason="all ranks finished")
     if now.overdue:
         late = "ranks were asked to save and stop, did not do so in time, and were killed"
-        return _unsaved(now, late) or stop_failure(now.stopping, late)
+        return _unsaved(now, late) or stop_failure(now.stopping, late, now.stop_words)
     return Decision(action=Action.WAIT, reason=f"{len(now.ends)} of {now.world} ranks have ended")
 
 
@@ -172,13 +178,13 @@ def _failed_while_stopping(now: Situation) -> Decision:
     if now.command is not None:
         # SIGTERM is the request, so dying of it, or any exit code after it, is the answer.
         if len(now.ends) == now.world:
-            return Decision(action=Action.STOP, reason=f"the command ended when asked: {now.stopping.name.lower()}")
+            return Decision(action=Action.STOP, reason=f"the command ended when asked: {now.stop_words}")
         if not now.overdue:
             return Decision(action=Action.WAIT, reason="the command was asked to stop")
-        return stop_failure(now.stopping, "the command did not end in time and was killed")
+        return stop_failure(now.stopping, "the command did not end in time and was killed", now.stop_words)
     cause = _cause(now)
     failure = cause.failure
-    reason = f"{failure.reason}, while stopping ({now.stopping.name.lower()})"
+    reason = f"{failure.reason}, while stopping ({now.stop_words})"
     if failure.kind is FailureKind.NUMERIC:
         return _bad_while_stopping(now, cause, reason)
     if failure.kind not in FIXED_BY_RESTART or not cause.retry:
@@ -194,7 +200,8 @@ def _bad_while_stopping(now: Situation, cause: Cause, reason: str) -> Decision:
     rollback = _roll_back(now, cause, reason, doubted=False)
     if rollback.action is not Action.ROLL_BACK or not (why_not := _no_time(now)):
         return rollback
-    stopped = stop_failure(now.stopping, f"{cause.failure.reason}, {why_not}; that batch is skipped from now on")
+    why = f"{cause.failure.reason}, {why_not}; that batch is skipped from now on"
+    stopped = stop_failure(now.stopping, why, now.stop_words)
     return replace(stopped, skip=rollback.skip)
 
 
@@ -307,10 +314,10 @@ def _cause(now: Situation, *, forgive: bool = False) -> Cause:
     return find_cause(now.ends, trained=now.trained, last_mark=now.last_mark if quick else "")
 
 
-def stop_failure(stopping: StopReason, reason: str) -> Decision:
+def stop_failure(stopping: StopReason, reason: str, words: str) -> Decision:
     """The end of an attempt that was asked to stop and could not do so with a save."""
-    failure = Failure(kind=_STOP_FAILURES.get(stopping, FailureKind.UNKNOWN), reason=reason)
-    return end(f"{reason} ({stopping.name.lower()})", failure)
+    reason = f"{reason} ({words})"
+    return end(reason, Failure(kind=_STOP_FAILURES.get(stopping, FailureKind.UNKNOWN), reason=reason))
 
 
 def end(reason: str, failure: Failure, mark: str = "") -> Decision:
@@ -318,13 +325,15 @@ def end(reason: str, failure: Failure, mark: str = "") -> Decision:
     return Decision(action=Action.END, reason=reason, failure=failure, mark=mark)
 
 
-def final_outcome(decision: Decision, stopped: StopReason | None) -> tuple[ExitCode, AttemptResult, str]:
-    """How the attempt ends with this decision: the agents' exit code, the result, and its reason."""
+def final_outcome(decision: Decision, stopped: str) -> tuple[ExitCode, AttemptResult, str]:
+    """How the attempt ends with this decision: the agents' exit code, the result, and its reason.
+
+    `stopped`: why it was asked to stop; empty when it was not.
+    """
     if decision.action is Action.FINISH:
         return ExitCode.FINISHED, AttemptResult.FINISHED, decision.reason
     if decision.action is Action.STOP:
-        who = stopped.name.lower() if stopped is not None else "the ranks themselves"
-        return ExitCode.STOPPED_AFTER_SAVE, AttemptResult.STOPPED, who
+        return ExitCode.STOPPED_AFTER_SAVE, AttemptResult.STOPPED, stopped or "the ranks themselves"
     assert decision.failure is not None
     return exit_code(decision.failure), AttemptResult.FAILED, _cut(decision.reason)
 

@@ -68,7 +68,7 @@ def test_each_cluster_without_a_controller_is_warned_of(orch: Type, sites: Sites
     sites.controller(HERE, "login1")
     (warning,) = orch("status", "--json").answer["warnings"]
     assert warning["code"] == "no_controller"
-    assert f"no controller of {FAR} lives" in warning["message"]
+    assert f"no controller of {FAR} runs" in warning["message"]
     assert f"on a login node of {FAR}" in warning["message"]
     shown = orch("status").err
     assert f"of {HERE} ok (has not looked yet, login1)" in shown
@@ -94,8 +94,8 @@ def test_waiting_for_a_run_that_nobody_serves_from_here_ends_with_what_to_type(o
     sites.alone()
     refused = orch("wait", run)
     assert refused.code == 4
-    assert f"no controller of {FAR} lives" in refused.err
-    assert f"`orch controller run` on a login node of {FAR}" in refused.err
+    assert f"no controller of {FAR} runs" in refused.err
+    assert f"`orch controller start` on a login node of {FAR}" in refused.err
 
 
 def test_waiting_goes_on_while_the_other_cluster_s_controller_lives(orch: Type, sites: Sites) -> None:
@@ -119,7 +119,7 @@ def test_a_request_waits_for_the_run_s_own_controller(
     assert [(ask.run, ask.verb) for ask in sites.store.user_requests()] == [(run, "cancel")]
     assert f"asked; the controller of {FAR} has not answered yet" in done.out
     assert done.code == (0 if lives else 4)
-    assert (f"no controller of {FAR} lives" in done.err) is not lives
+    assert (f"no controller of {FAR} runs" in done.err) is not lives
 
 
 def test_a_node_of_a_cluster_that_nobody_serves_from_here_is_not_said_to_be_released(orch: Type, sites: Sites) -> None:
@@ -131,7 +131,7 @@ def test_a_node_of_a_cluster_that_nobody_serves_from_here_is_not_said_to_be_rele
     refused = orch("nodes", "release", "n2")
     assert refused.code == 4
     assert "n2: asked; the controller has not answered yet" in refused.out
-    assert f"no controller of {FAR} lives" in refused.err
+    assert f"no controller of {FAR} runs" in refused.err
 
 
 def test_taking_a_run_over_needs_that_no_job_of_it_may_live(

@@ -114,7 +114,7 @@ def test_a_run_that_nobody_drives_is_no_success(
     assert [row["run"] for row in orch("status", "--json").data] == ["tiny-gpt-1"]
     shown = orch("status")
     assert "controller stalled for 30" in shown.err
-    assert "orch controller tick" in shown.err
+    assert "`orch controller start` takes over" in shown.err
     assert [item["code"] for item in orch("status", "--json").answer["warnings"]] == ["controller_stalled"]
 
 

@@ -1,5 +1,6 @@
 """What one look at an attempt tells, before anybody judges it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,9 @@ from orchestrator.controller.jobs.scheduler_snapshot import SchedulerSnapshot
 from orchestrator.controller.leasing.observed_since import ObservedSince
 from orchestrator.controller.run_dirs.collect_evidence import (
     collect_evidence,
+    is_unexplained,
     leader_gone,
+    near_limit,
     read_tails,
     removed_nodes,
 )
@@ -18,6 +21,7 @@ from orchestrator.scheduler.interface import JobStatus
 from orchestrator.states import AttemptState
 from tests.scenarios.world import World, config
 from trainer.contract.log_rotation import LogFile, LogsConfig
+from trainer.contract.outcome import AttemptOutcome, AttemptResult, Failure, FailureKind
 from trainer.contract.run_dir import RunDir
 
 
@@ -84,6 +88,39 @@ def test_only_a_job_with_spares_goes_on_without_a_node(tmp_path: Path, spares: i
 def test_without_a_job_or_a_record_of_its_nodes_nothing_is_said():
     assert leader_gone(attempt("n1"), None, ("n1",)) == ""
     assert leader_gone(attempt(), job("RUNNING", "n2"), ("n1",)) == ""
+
+
+def ended(result: AttemptResult, after: float, kind: FailureKind | None = None) -> AttemptOutcome:
+    failure = Failure(kind=kind, reason="?") if kind else None
+    return AttemptOutcome(
+        attempt=1, job_id="7", result=result, reason="an agent got SIGTERM", exit_code=76, step=30, generations=1,
+        started_at=100.0, ended_at=100.0 + after, failure=failure,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("limit", "after", "near"),
+    [
+        ("30:00", 120.0, False),
+        ("4:00", 130.0, True),  # shortened while it ran: Slurm's signal comes 120 s before
+        ("2:00", 150.0, True),  # shortened to less than it had run
+        ("1-00:00:00", 86400.0 - 170.0, True),
+        ("UNLIMITED", 1e9, False),
+        ("", 1e9, False),  # accounting does not tell
+    ],
+)
+def test_a_stop_is_near_the_limit_that_the_job_has_in_the_end(limit: str, after: float, near: bool):
+    settings = {"time limit": limit} if limit else {}
+    over = replace(job("FAILED", "n1"), settings=settings)
+    assert near_limit(over, ended(AttemptResult.STOPPED, after), 120.0) is near
+
+
+def test_slurm_s_words_are_read_where_the_job_cannot_know_who_stopped_it():
+    assert is_unexplained(None)
+    assert is_unexplained(ended(AttemptResult.STOPPED, 9.0))
+    assert is_unexplained(ended(AttemptResult.FAILED, 9.0, FailureKind.PREEMPTED))
+    assert not is_unexplained(ended(AttemptResult.FAILED, 9.0, FailureKind.USER_ERROR))
+    assert not is_unexplained(ended(AttemptResult.FINISHED, 9.0, FailureKind.USER_ERROR))
 
 
 def test_the_end_of_a_log_that_was_just_rotated_is_in_two_files(tmp_path: Path):

@@ -73,6 +73,32 @@ def test_generations_keep_what_each_event_adds(tmp_path: Path) -> None:
     assert (attempt.generations, attempt.first_step, attempt.resumed_from) == (2, 11, 10)
 
 
+def test_what_a_later_generation_resumed_from_is_not_where_the_attempt_began(tmp_path: Path) -> None:
+    """The first generation began with nothing; its events lie in another file, which is read after the ranks' own."""
+    for late in (False, True):
+        world, ranks = begun(tmp_path / str(late))
+        name = "zone" if late else "coordinator"
+        coordinator = EventLog(world.folder.attempt(1).event_file(name), name, 1, clock=world.clock)
+        for log in (ranks, coordinator):
+            log.generation = 1
+        coordinator.write(EventKind.GENERATION_STARTED, world=4, nodes=1)
+        coordinator.write(EventKind.GENERATION_FIRST_STEP, step=1, seconds=0.5)
+        ranks.generation = 2
+        ranks.write(EventKind.CHECKPOINT_RESTORED, step=20, name="step-x", seconds=0.1)
+        read(world)
+        assert [item.resumed_from for item in world.store.generations(world.name, 1)] == [None, 20]
+        assert world.attempts[0].resumed_from is None
+
+
+def test_a_generation_that_died_before_it_trained_does_not_begin_the_attempt(tmp_path: Path) -> None:
+    world, log = begun(tmp_path)
+    log.generation = 2
+    log.write(EventKind.CHECKPOINT_RESTORED, step=20, name="step-x", seconds=0.1)
+    log.write(EventKind.GENERATION_FIRST_STEP, step=21, seconds=0.5)
+    read(world)
+    assert world.attempts[0].resumed_from == 20
+
+
 def test_a_checkpoint_s_trust_follows_what_happened_to_it(tmp_path: Path) -> None:
     world, log = begun(tmp_path)
     for step, name in ((5, "a"), (10, "b"), (15, "c"), (20, "d")):

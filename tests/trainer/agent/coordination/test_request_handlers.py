@@ -82,7 +82,7 @@ def test_a_stop_and_a_deadline(desk) -> None:
     ((say, order),) = desk.told
     assert (say, order["reason"]) == ("ask", int(StopReason.CANCEL))
     (event,) = read_events(desk.log)[0]
-    assert (event.kind, event.data["reason"]) == (EventKind.STOP_REQUESTED, "cancel: why")
+    assert (event.kind, event.data["reason"]) == (EventKind.STOP_REQUESTED, "why")
     assert desk.ask(RequestKind.DEADLINE, value=1300.0) == "the job ends in 300 s"
     assert desk.state.stopping.end == 350.0
     assert desk.ask(RequestKind.DEADLINE) == "refused: a deadline request needs a value"

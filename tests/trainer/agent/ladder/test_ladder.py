@@ -117,14 +117,14 @@ BAD = [
     (
         {"stopping": StopReason.TIME_LIMIT, "left": 90.0},
         Action.ROLL_BACK,
-        "while stopping (time_limit); rollback 1 of 3",
+        "while stopping (time limit); rollback 1 of 3",
     ),
     ({"stopping": StopReason.TIME_LIMIT, "left": 90.0, "restarts": 5}, Action.ROLL_BACK, "rollback 1 of 3"),
     ({"stopping": StopReason.TIME_LIMIT, "spike_budget": 0}, Action.END, "all 0 rollbacks of this attempt are used"),
     (
         {"stopping": StopReason.TIME_LIMIT, "skipped": (Skip(step=7, position=48, reason=""),)},
         Action.END,
-        "while stopping (time_limit); step 7 was bad before",
+        "while stopping (time limit); step 7 was bad before",
     ),
 ]
 
@@ -137,7 +137,7 @@ def test_a_bad_step_without_time_to_save_ends_as_the_stop_does_and_leaves_its_ba
     assert decision.skip == Skip(step=7, position=56, reason=find_cause(now.ends, trained=True).failure.reason)
     why = "once more after a restart" if again else "with 5 s left, too few to start again"
     assert f"data, {why}" in decision.reason
-    assert "that batch is skipped from now on (time_limit)" in decision.reason
+    assert "that batch is skipped from now on (time limit)" in decision.reason
 
 
 @pytest.mark.parametrize(("fields", "action", "words"), BAD)

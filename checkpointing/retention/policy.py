@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from checkpointing.config import RetentionConfig
+from checkpointing.config import CheckpointConfig
 from checkpointing.event_sink import EmitEvent
 from checkpointing.format.commit import parse_name
 from checkpointing.format.manifest import Manifest
@@ -30,6 +30,9 @@ from checkpointing.verification.verify import read_sealed
 
 _log = logging.getLogger(__name__)
 
+METRICS = "metrics"
+"""Key of a checkpoint's facts with the numbers of its step, by name."""
+
 FLOOR = 2
 """So many trusted checkpoints always stay, so that a damaged newest one has a substitute."""
 
@@ -48,9 +51,11 @@ class Policy:
     mode: str = "min"
 
     @classmethod
-    def of(cls, keep: int, config: RetentionConfig) -> "Policy":
+    def of(cls, keep: int, config: CheckpointConfig) -> "Policy":
         """The policy of a tier that keeps the newest `keep`."""
-        return cls(keep=keep, every=config.every, best=config.best, metric=config.metric, mode=config.mode)
+        best = config.best
+        number_of_best = best.keep if best.metric else 0
+        return cls(keep=keep, every=config.retention.every, best=number_of_best, metric=best.metric, mode=best.mode)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,10 +136,9 @@ def expired(entries: Sequence[Entry], policy: Policy, **facts: Any) -> list[tupl
 
 
 def metric_of(manifest: Manifest, metric: str) -> float | None:
-    """A number in the checkpoint's facts, by its key or by a dotted path (`eval.loss`); None when there is none."""
-    value: Any = manifest.extra
-    for key in (metric,) if metric in manifest.extra else metric.split("."):
-        value = value.get(key) if isinstance(value, dict) else None
+    """What the workload has said of the checkpoint's step under this name, or a fact (`loss`); None for neither."""
+    own = manifest.extra.get(METRICS)
+    value: Any = own[metric] if isinstance(own, dict) and metric in own else manifest.extra.get(metric)
     try:
         return number(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else None
     except KeyError:  # a word, no number

@@ -73,7 +73,7 @@ def test_without_a_plan_tensor_parallelism_is_refused(make_run):
 
 
 def test_a_rank_started_cold_does_the_same(make_run):
-    run = make_run(1, workload=PLANE, train={**TRAIN, "steps": 3})
+    run = make_run(1, workload=PLANE, train={**TRAIN, "steps": 3}, logs={"every": 0})
     cell = ProgressCell.create()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     spec = RankSpec(

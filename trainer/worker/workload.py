@@ -27,6 +27,7 @@ from trainer.worker.metric_values import Rank0 as Rank0
 from trainer.worker.metric_values import Sum as Sum
 from trainer.worker.optimizer import adamw
 from trainer.worker.reporting.phase_tracker import current_tracker
+from trainer.worker.view_outputs import copy_views
 
 
 class WorkloadError(Exception):
@@ -87,9 +88,10 @@ class BaseWorkload:
             )
         model.to(layout.device)
         policy = mixed_precision(self.config)
-        for child in _blocks(model):
-            fully_shard(child, mesh=layout.fsdp, mp_policy=policy)
-        return fully_shard(model, mesh=layout.fsdp, mp_policy=policy)
+        for unit in (*_blocks(model), model):
+            copy_views(unit)
+            fully_shard(unit, mesh=layout.fsdp, mp_policy=policy)
+        return model
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return adamw(model, self.config.train)

@@ -87,7 +87,7 @@ def decide_retention(
     """
     trusted = [entry for entry in entries if entry.name not in refused]
     recent = {entry.name for entry in trusted[: max(policy.keep, FLOOR)]}
-    best = _best(trusted, policy, metrics or {})
+    best = best_names(trusted, policy, metrics or {})
 
     def reason_to_stay(entry: Entry) -> str | None:
         if entry.name in refused:
@@ -120,12 +120,13 @@ def _reason_to_delete(policy: Policy) -> str:
     return ", ".join(rules)
 
 
-def _best(trusted: Sequence[Entry], policy: Policy, metrics: Mapping[str, float | None]) -> set[str]:
+def best_names(trusted: Sequence[Entry], policy: Policy, metrics: Mapping[str, float | None]) -> tuple[str, ...]:
+    """The best of `trusted`, which are newest first, by their `metrics`: as many as `policy` keeps, the best first."""
     sign = 1.0 if policy.mode == "min" else -1.0
     found = [(metrics.get(entry.name), entry) for entry in trusted]
     rated = [(value * sign, entry) for value, entry in found if value is not None and math.isfinite(value)]
     # Newest first and a stable sort: of two equally good ones the newer stays.
-    return {entry.name for _, entry in sorted(rated, key=lambda pair: pair[0])[: policy.best]}
+    return tuple(entry.name for _, entry in sorted(rated, key=lambda pair: pair[0])[: policy.best])
 
 
 def expired(entries: Sequence[Entry], policy: Policy, **facts: Any) -> list[tuple[Entry, str]]:

@@ -47,20 +47,32 @@ class RetentionConfig:
     every: int = 0
     """Keep every checkpoint whose step is a multiple of this; 0: none."""
 
-    best: int = 0
-    """Number of best checkpoints by `metric` to keep."""
+    def __post_init__(self) -> None:
+        if self.every < 0:
+            raise ValueError(f"checkpoint.retention.every={self.every}: must be 0 or a number of steps")
 
-    metric: str = "loss"
-    """The number to compare, as the checkpoint records it (`loss`)."""
+
+@dataclass(frozen=True, kw_only=True)
+class BestConfig:
+    """The best checkpoints by one number, which stay besides the newest `keep`. A run then also saves after every
+    validation."""
+
+    metric: str = ""
+    """A number that the workload's `validate` or `metrics` returns, or `loss`; empty: none is kept."""
 
     mode: str = "min"
-    """`min` if a smaller `metric` is better, `max` if a larger one is."""
+    """`min` if a smaller number is better, `max` if a larger one is."""
+
+    keep: int = 1
+    """Number of best checkpoints to keep."""
 
     def __post_init__(self) -> None:
-        if self.every < 0 or self.best < 0:
-            raise ValueError("checkpoint.retention: every and best must be 0 or more")
         if self.mode not in ("min", "max"):
-            raise ValueError(f"checkpoint.retention.mode={self.mode}: must be min or max")
+            raise ValueError(f"checkpoint.best.mode={self.mode}: must be min or max")
+        if self.keep < 1:
+            raise ValueError(
+                f"checkpoint.best.keep={self.keep}: must be at least 1; checkpoint.best.metric= keeps none"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +144,8 @@ class CheckpointConfig:
     """Places for checkpoints, fastest first; empty: only the run's own folder."""
 
     retention: RetentionConfig = field(default_factory=RetentionConfig)
+
+    best: BestConfig = field(default_factory=BestConfig)
 
     def __post_init__(self) -> None:
         if isinstance(self.every, str) and self.every != AUTO:

@@ -78,7 +78,7 @@ class Checkpointer:
         self._judge = PlausibilityJudge(self._config.plausibility)
         self._flusher: Flusher | None = None
         self._first = tiers.tiers[0]
-        policy = Policy.of(self._first.keep, self._config.retention)
+        policy = Policy.of(self._first.keep, self._config)
         emit = self._events.emit if self._ranks.leads else emit_nothing
         self._retention = TierRetention(self._first, policy, owner, emit, tiers.pins)
         self._debris_thread: threading.Thread | None = None
@@ -245,7 +245,7 @@ class Checkpointer:
             self._owner,
             lambda: self._saver.writer,
             self._events.emit,
-            retention=self._config.retention,
+            config=self._config,
             distrusted=self._restorer.distrusted,
         )
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from checkpointing.config import RetentionConfig
+from checkpointing.config import CheckpointConfig
 from checkpointing.event_sink import EmitEvent
 from checkpointing.format.commit import parse_name
 from checkpointing.format.manifest import Manifest
@@ -30,6 +30,9 @@ from checkpointing.verification.verify import read_sealed
 
 _log = logging.getLogger(__name__)
 
+METRICS = "metrics"
+"""Key of a checkpoint's facts with the numbers of its step, by name."""
+
 FLOOR = 2
 """So many trusted checkpoints always stay, so that a damaged newest one has a substitute."""
 
@@ -48,9 +51,11 @@ class Policy:
     mode: str = "min"
 
     @classmethod
-    def of(cls, keep: int, config: RetentionConfig) -> "Policy":
+    def of(cls, keep: int, config: CheckpointConfig) -> "Policy":
         """The policy of a tier that keeps the newest `keep`."""
-        return cls(keep=keep, every=config.every, best=config.best, metric=config.metric, mode=config.mode)
+        best = config.best
+        number_of_best = best.keep if best.metric else 0
+        return cls(keep=keep, every=config.retention.every, best=number_of_best, metric=best.metric, mode=best.mode)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +87,7 @@ def decide_retention(
     """
     trusted = [entry for entry in entries if entry.name not in refused]
     recent = {entry.name for entry in trusted[: max(policy.keep, FLOOR)]}
-    best = _best(trusted, policy, metrics or {})
+    best = best_names(trusted, policy, metrics or {})
 
     def reason_to_stay(entry: Entry) -> str | None:
         if entry.name in refused:
@@ -115,12 +120,13 @@ def _reason_to_delete(policy: Policy) -> str:
     return ", ".join(rules)
 
 
-def _best(trusted: Sequence[Entry], policy: Policy, metrics: Mapping[str, float | None]) -> set[str]:
+def best_names(trusted: Sequence[Entry], policy: Policy, metrics: Mapping[str, float | None]) -> tuple[str, ...]:
+    """The best of `trusted`, which are newest first, by their `metrics`: as many as `policy` keeps, the best first."""
     sign = 1.0 if policy.mode == "min" else -1.0
     found = [(metrics.get(entry.name), entry) for entry in trusted]
     rated = [(value * sign, entry) for value, entry in found if value is not None and math.isfinite(value)]
     # Newest first and a stable sort: of two equally good ones the newer stays.
-    return {entry.name for _, entry in sorted(rated, key=lambda pair: pair[0])[: policy.best]}
+    return tuple(entry.name for _, entry in sorted(rated, key=lambda pair: pair[0])[: policy.best])
 
 
 def expired(entries: Sequence[Entry], policy: Policy, **facts: Any) -> list[tuple[Entry, str]]:
@@ -131,10 +137,9 @@ def expired(entries: Sequence[Entry], policy: Policy, **facts: Any) -> list[tupl
 
 
 def metric_of(manifest: Manifest, metric: str) -> float | None:
-    """A number in the checkpoint's facts, by its key or by a dotted path (`eval.loss`); None when there is none."""
-    value: Any = manifest.extra
-    for key in (metric,) if metric in manifest.extra else metric.split("."):
-        value = value.get(key) if isinstance(value, dict) else None
+    """What the workload has said of the checkpoint's step under this name, or a fact (`loss`); None for neither."""
+    own = manifest.extra.get(METRICS)
+    value: Any = own[metric] if isinstance(own, dict) and metric in own else manifest.extra.get(metric)
     try:
         return number(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else None
     except KeyError:  # a word, no number

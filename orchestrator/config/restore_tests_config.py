@@ -5,11 +5,11 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainer.contract.time_spans import parse_span
+
 OFF, NIGHTLY = "off", "nightly"
 SAME = "same"
-_INTERVAL = re.compile(r"(\d{1,9})([mhd])", re.ASCII)
 _LONGEST = 10 * 365 * 86400.0
-_SECONDS = {"m": 60.0, "h": 3600.0, "d": 86400.0}
 _LAYOUT = re.compile(rf"{SAME}|[1-9]\d*(x[1-9]\d*)?")
 SAMPLES = ("unproven", "newest", "oldest", "random")
 
@@ -84,8 +84,7 @@ def is_schedule(every: str) -> bool:
 
 def interval_seconds(every: str) -> float | None:
     """The seconds of an interval; None for any other schedule."""
-    found = _INTERVAL.fullmatch(every)
-    return float(int(found[1]) * _SECONDS[found[2]]) if found else None
+    return None if every.endswith("s") else parse_span(every)  # seconds are no interval between jobs
 
 
 def _is_cron(every: str) -> bool:

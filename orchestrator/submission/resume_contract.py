@@ -94,6 +94,7 @@ CONFIG: Mapping[str, Term] = {
     "data.path": _OTHER_DATA,
     "data.text": _OTHER_DATA,
     "data.shuffle": _OTHER_DATA,
+    "validation.every": Term(Rule.ACCEPT, "a schedule that waits for a plateau sees other validations"),
     "checkpoint.every": _PLACE,
     "checkpoint.auto.least": _PLACE,
     "checkpoint.auto.most": _PLACE,
@@ -106,9 +107,9 @@ CONFIG: Mapping[str, Term] = {
     "checkpoint.staging.files": _PLACE,
     "checkpoint.tiers": Term(Rule.ACCEPT, "checkpoints in a tier that is no longer named are not found"),
     "checkpoint.retention.every": _PLACE,
-    "checkpoint.retention.best": _PLACE,
-    "checkpoint.retention.metric": _PLACE,
-    "checkpoint.retention.mode": _PLACE,
+    "checkpoint.best.metric": _PLACE,
+    "checkpoint.best.mode": _PLACE,
+    "checkpoint.best.keep": _PLACE,
     "recovery.restarts_in_place": _PLACE,
     "recovery.max_failures": _PLACE,
     "recovery.no_progress_hours": _PLACE,
@@ -149,6 +150,7 @@ CONFIG: Mapping[str, Term] = {
     "restore_tests.command": _PLACE,
     "logs.max_mib": _PLACE,
     "logs.keep": _PLACE,
+    "logs.every": _PLACE,
 }
 """Every key of a config; an entry of an open map has the rule of its map."""
 

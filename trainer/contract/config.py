@@ -214,6 +214,20 @@ class WorkloadConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ValidationConfig:
+    """When a workload with a `validate` of its own validates."""
+
+    every: int = 0
+    """Validate after every this many steps, and after the last one; 0: only after the last one."""
+
+    def __post_init__(self) -> None:
+        if self.every < 0:
+            raise ValueError(
+                f"validation.every={self.every}: must be 0 (only after the last step) or a number of steps"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecoveryConfig:
     """How often orch retries before it stops and asks."""
 
@@ -268,6 +282,7 @@ class JobConfig(ProgramConfig):
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     drill: DrillConfig = field(default_factory=DrillConfig)

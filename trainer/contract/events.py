@@ -33,6 +33,7 @@ class EventKind(StrEnum):
     BATCH_SKIPPED = "batch.skipped"  # step, position, reason: skipped from now on
     SPARE_USED = "spare.used"  # node (index), name, instead (name of the node that was lost), reason, kind (of failure)
     DRILL = "drill"  # kind, rank (None: a whole node), step (, node)
+    VALIDATED = "validated"  # step, seconds, metrics {name: number}
     STOP_REQUESTED = "stop.requested"  # reason
     STOP_AGREED = "stop.agreed"  # step, reason
     REQUEST_ANSWERED = "request.answered"  # name, answer

@@ -15,18 +15,24 @@ from pathlib import Path
 from typing import BinaryIO
 
 from checkpointing.storage.durable import open_regular
+from trainer.contract.time_spans import parse_span
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogsConfig:
-    """How much of each log of a rank, agent or controller is kept: at most `max_mib` x `keep`."""
+    """How much of each log of a rank, agent or controller is kept, at most `max_mib` x `keep`, and what rank 0 logs."""
 
     max_mib: float = 16.0
     """Largest log file in MiB; orch rotates a full one."""
     keep: int = 4
     """Files kept of each log, including the one being written."""
+    every: int | str = "10s"
+    """Progress in rank 0's log: a line each `10s`, `1m`, or after every this many steps; 0: none."""
 
     def __post_init__(self) -> None:
+        seconds = parse_span(self.every) if isinstance(self.every, str) else float(self.every)
+        if seconds is None or seconds < 0:
+            raise ValueError(f"logs.every={self.every}: must be a time (10s, 1m), a number of steps, or 0 for none")
         if not 0.001 <= self.max_mib < math.inf:
             raise ValueError(f"logs.max_mib={self.max_mib}: must be at least 0.001")
         if self.keep < 1:

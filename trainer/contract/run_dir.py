@@ -102,6 +102,11 @@ class AttemptDir:
         return self.path / "metrics" / "steps.jsonl"
 
     @property
+    def validation(self) -> Path:
+        """One line for every validation, in the order of the steps that were trained."""
+        return self.path / "metrics" / "validation.jsonl"
+
+    @property
     def final(self) -> Path:
         """What the finished run ended with: step, loss, digest of the weights."""
         return self.path / "metrics" / "final.json"

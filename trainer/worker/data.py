@@ -17,7 +17,8 @@ _MASK = (1 << 64) - 1
 class Data(Protocol):
     """What the loop asks of a rank's data; a checkpoint keeps its position.
 
-    Data with a `fingerprint`, a string, is only continued with data of the same one.
+    Data with a `fingerprint`, a string, is only continued with data of the same one. Data with `tokens_per_step`, a
+    number over all ranks, has its speed recorded in tokens (or whatever it counts) per second.
     """
 
     consumed: int
@@ -27,6 +28,51 @@ class Data(Protocol):
 
     def seek(self, consumed: int) -> None:
         """Go to the position of a checkpoint: sequences consumed by all ranks together."""
+
+
+class StatefulData(Protocol):
+    """Data whose position is more than a number; each data-parallel rank has a state of its own in a checkpoint."""
+
+    def take(self) -> Sequence[Any]:
+        """As `Data.take`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this rank stands: numbers, strings, tensors, and lists, tuples and dicts of them."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to where `state_dict` was called.
+
+        For another number of data-parallel ranks there has to be a `load_state_dicts(states)`, which is given the
+        states of all of them in the order of the ranks; without it such a restart is refused.
+        """
+
+
+class CountedData:
+    """Stateful data with a position: the number of steps that have been taken from it."""
+
+    def __init__(self, data: StatefulData) -> None:
+        self.data, self.consumed = data, 0
+        self.fingerprint = getattr(data, "fingerprint", None)
+        self.tokens_per_step = getattr(data, "tokens_per_step", None)
+
+    def take(self) -> Sequence[Any]:
+        batches = self.data.take()
+        self.consumed += 1
+        return batches
+
+    def seek(self, consumed: int) -> None:
+        """The state is restored by itself; of a checkpoint without one only `seek` of the data knows the place."""
+        self.consumed = consumed
+
+
+def with_position(data: Any) -> Data:
+    """Data as the loop needs it."""
+    return data if hasattr(data, "consumed") else CountedData(data)
+
+
+def unwrapped(data: Data) -> Data | StatefulData:
+    """What `build_data` has returned."""
+    return data.data if isinstance(data, CountedData) else data
 
 
 def take(data: Data, skip: Collection[int]) -> tuple[int, Sequence[Any]]:
@@ -106,6 +152,7 @@ class TokenData:
         self.sequences = (len(self._stream) - 1) // train.seq_len
         self.consumed = 0
         self.fingerprint = self._stream.index.fingerprint
+        self.tokens_per_step = train.batch_size * train.seq_len
         self._check(folder)
 
     def _check(self, folder: Path) -> None:

@@ -23,6 +23,7 @@ from trainer.contract.rank_messages import SPEC_VARIABLE, RankSpec, report_saves
 from trainer.contract.restore_test import read_order
 from trainer.contract.run_dir import RunDir
 from trainer.worker import crash_report, mesh, workload
+from trainer.worker.data import with_position
 from trainer.worker.reporting import flight_recorder
 from trainer.worker.reporting.metrics import Journal
 from trainer.worker.reporting.stderr_best_effort import write_stderr
@@ -97,7 +98,9 @@ def _seed(seed: int) -> None:
 def _build(made: workload.Workload, layout: mesh.Layout) -> TrainObjects:
     model = made.parallelize(made.build_model(), layout)
     optimizer = made.build_optimizer(model)
-    return TrainObjects(workload=made, model=model, optimizer=optimizer, data=made.build_data(layout), layout=layout)
+    scheduler = workload.build_scheduler(made, optimizer)
+    data = with_position(made.build_data(layout))
+    return TrainObjects(workload=made, model=model, optimizer=optimizer, data=data, layout=layout, scheduler=scheduler)
 
 
 def _restore_and_train(session: Session) -> ExitCode:

@@ -20,6 +20,7 @@ from trainer.worker import mesh
 from trainer.worker.optimizer import set_learning_rate
 from trainer.worker.reporting.metrics import Journal
 from trainer.worker.reporting.phase_tracker import phase_tracker
+from trainer.worker.reporting.progress_log import ProgressLog
 from trainer.worker.saved_state.train_state import Saver, TrainState
 from trainer.worker.train_objects import TrainObjects
 from trainer.worker.training.drill import Drill
@@ -82,8 +83,10 @@ def train_on(
 ) -> ExitCode:  # fmt: skip
     """Train from where `state` stands; `test_until` as in LoopServices."""
     config, cell, objects = session.config, session.cell, session.objects
-    if state.step:
+    if state.step and objects.scheduler is None:
         set_learning_rate(objects.optimizer, learning_rate(config.train, state.step))
+    progress_log = _progress_log(session)
+    progress_log.begin(state.step)
     # What came from memory need not be on any disk: only what is counts as saved.
     saved = saver.committed_step or 0
     cell.update(step=state.step, saved_step=saved, restored_step=state.step)
@@ -96,10 +99,18 @@ def train_on(
         phases=phase_tracker(cell, objects.model, objects.layout.device),
         spike_detector=SpikeDetector(config.recovery.spike),
         started=session.started,
+        progress_log=progress_log,
         skip=skip,
         test_until=test_until,
     )
     return Loop(config, objects, state, services).run()
+
+
+def _progress_log(session: Session) -> ProgressLog:
+    """That of rank 0; another rank's has no lines."""
+    config, data = session.config, session.objects.data
+    every = config.logs.every if session.spec.rank == 0 else 0
+    return ProgressLog(every, config.train.steps, getattr(data, "tokens_per_step", None))
 
 
 def _warner(journal: Journal, rank: int) -> Callable[[int, str], None]:

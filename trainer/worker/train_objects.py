@@ -7,7 +7,7 @@ from torch import nn
 
 from trainer.worker.data import Data
 from trainer.worker.mesh import Layout
-from trainer.worker.workload import Workload
+from trainer.worker.workload import Scheduler, Workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,3 +19,5 @@ class TrainObjects:
     optimizer: torch.optim.Optimizer
     data: Data
     layout: Layout
+    scheduler: Scheduler | None = None
+    """The workload's own; None: the learning rate follows `train.lr`."""

@@ -1,27 +1,13 @@
-"""What is trained: five methods, and a base class that has an answer for all but the model and its loss.
+"""What is trained: five methods, a base class that has an answer for all but the model and its loss, and its hooks.
 
-A workload of your own, for `workload.target: my_pkg.my_module:MyWorkload`:
-
-    class MyWorkload(BaseWorkload):
-        def build_model(self):
-            return MyModel(**self.args)
-
-        def loss(self, model, batch):
-            return torch.nn.functional.mse_loss(model(batch.x), batch.y)
-
-        def build_data(self, layout):
-            return MyData(rank=layout.dp_rank, of=layout.dp_size)
-
-Everything that a restart must restore has to be in parameters, persistent buffers, the optimizer's `state_dict()`,
-the data position, the random generators of torch, Python and NumPy, or what the workload's own `state_dict()` returns
-(tensors, numbers, strings, and lists, tuples and dicts of them), which `load_state_dict()` is given after a restart.
-With `checkpoint.staging.mode: lazy` parameters and the optimizer's state may change in `optimizer.step()` only: they
-are copied while the next batch is computed.
+docs/writing-a-workload.md shows all of them in one example. Everything that a restart must restore has to be in
+parameters, persistent buffers, the optimizer's or the scheduler's `state_dict()`, the data's position, the random
+generators of torch, Python and NumPy, or what the workload's own `state_dict()` returns.
 """
 
 import importlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,10 +19,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from trainer.contract.config import JobConfig, WorkloadConfig
 from trainer.contract.progress import Phase
 from trainer.contract.token_shards import TokensError
-from trainer.worker.data import Data, TokenData
+from trainer.worker.data import Data, StatefulData, TokenData
 from trainer.worker.mesh import Layout
+from trainer.worker.metric_values import Mean as Mean
+from trainer.worker.metric_values import Metric
+from trainer.worker.metric_values import Rank0 as Rank0
+from trainer.worker.metric_values import Sum as Sum
 from trainer.worker.optimizer import adamw
 from trainer.worker.reporting.phase_tracker import current_tracker
+from trainer.worker.view_outputs import copy_views
 
 
 class WorkloadError(Exception):
@@ -55,15 +46,31 @@ class Workload(Protocol):
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """The optimizer; its groups' `lr` follows the schedule, times the group's `lr_scale` if it has one."""
 
-    def build_data(self, layout: Layout) -> Data:
+    def build_data(self, layout: Layout) -> Data | StatefulData:
         """This rank's data; ranks of one tensor-parallel group read the same."""
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Mean loss over one micro-batch, a scalar; micro-batches and ranks weigh the same."""
 
 
+class Scheduler(Protocol):
+    """A learning-rate schedule of the user's own; those of `torch.optim.lr_scheduler` are some."""
+
+    def step(self) -> None:
+        """Called after every optimizer step; sets the groups' `lr` for the next one."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a restart must restore."""
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Restore it."""
+
+
 class BaseWorkload:
-    """Defaults: every child of the model sharded by FSDP, AdamW, token shards from `data.path`."""
+    """Defaults: every child of the model sharded by FSDP, AdamW, token shards from `data.path`.
+
+    Its last five methods are hooks that change nothing unless they are overridden.
+    """
 
     strictly_deterministic = False
     """True: an operation without a deterministic kernel raises. False: it warns, and fused attention on GPUs is free
@@ -71,16 +78,6 @@ class BaseWorkload:
 
     def __init__(self, config: JobConfig, **args: Any) -> None:
         self.config, self.args = config, args
-
-    def state_dict(self) -> dict[str, Any]:
-        """What else a restart must restore, on every rank: a gradient scaler's state, running averages, counters.
-
-        Tensors are kept once for all ranks, DTensors in shards; anything else may differ between ranks.
-        """
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` has returned; called after model and optimizer have been restored."""
 
     def parallelize(self, model: nn.Module, layout: Layout) -> nn.Module:
         """FSDP over every child with parameters and the rest; has no plan for tensor parallelism."""
@@ -91,14 +88,15 @@ class BaseWorkload:
             )
         model.to(layout.device)
         policy = mixed_precision(self.config)
-        for child in _blocks(model):
-            fully_shard(child, mesh=layout.fsdp, mp_policy=policy)
-        return fully_shard(model, mesh=layout.fsdp, mp_policy=policy)
+        for unit in (*_blocks(model), model):
+            copy_views(unit)
+            fully_shard(unit, mesh=layout.fsdp, mp_policy=policy)
+        return model
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return adamw(model, self.config.train)
 
-    def build_data(self, layout: Layout) -> Data:
+    def build_data(self, layout: Layout) -> Data | StatefulData:
         if not self.config.data.path:
             raise WorkloadError("data.path is empty: give data.text, or a folder made by `orch data prepare`")
         try:
@@ -114,6 +112,34 @@ class BaseWorkload:
             Path(data.path), self.config.train, shuffle=data.shuffle,
             dp_rank=layout.dp_rank, dp_size=layout.dp_size, device=layout.device,
         )  # fmt: skip
+
+    def build_scheduler(self, optimizer: torch.optim.Optimizer) -> Scheduler | None:
+        """A learning-rate schedule of your own; None: `train.lr` with warm-up and a cosine.
+
+        `ReduceLROnPlateau` steps after every validation, with the first number that `validate` returns.
+        """
+        return None
+
+    def validate(self, model: nn.Module) -> Mapping[str, Metric]:
+        """Called after every `validation.every` steps and after the last one, on every rank, without gradients.
+
+        The model is in eval mode meanwhile, and the random generators are put back afterwards.
+        """
+        return {}
+
+    def metrics(self) -> Mapping[str, Metric]:
+        """Numbers of this step, asked for after its backward pass, on every rank."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What else a restart must restore, on every rank: a gradient scaler's state, running averages, counters.
+
+        Tensors are kept once for all ranks, DTensors in shards; anything else may differ between ranks.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` has returned; called after model and optimizer have been restored."""
 
 
 @contextmanager
@@ -131,6 +157,23 @@ def evaluating() -> Iterator[None]:
         yield
     finally:
         tracker.end_slow_phase()
+
+
+def hook(workload: object, name: str) -> Callable[..., Any] | None:
+    """An optional method of a workload; None when it has none, or only the one of BaseWorkload."""
+    found = getattr(workload, name, None)
+    inherited = getattr(type(workload), name, None) is getattr(BaseWorkload, name)
+    return found if callable(found) and not inherited else None
+
+
+def build_scheduler(workload: object, optimizer: torch.optim.Optimizer) -> Scheduler | None:
+    """The workload's own schedule, if it has one; raises WorkloadError for one that cannot be restored."""
+    make = hook(workload, "build_scheduler")
+    made: Scheduler | None = make(optimizer) if make is not None else None
+    missing = [name for name in ("step", "state_dict", "load_state_dict") if not callable(getattr(made, name, None))]
+    if made is not None and missing:
+        raise WorkloadError(f"{type(made).__name__}, which build_scheduler() returns, has no {missing[0]}()")
+    return made
 
 
 def mixed_precision(config: JobConfig) -> MixedPrecisionPolicy:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from checkpointing.config import RetentionConfig
+from checkpointing.config import CheckpointConfig
 from checkpointing.engine.ranks.background_thread import start_background_thread
 from checkpointing.engine.ranks.failure import FAILURES, explain
 from checkpointing.engine.ranks.group import RankGroup
@@ -46,7 +46,7 @@ class Flusher:
         link: Callable[[], FileCopier],
         emit: EmitEvent,
         *,
-        retention: RetentionConfig | None = None,
+        config: CheckpointConfig | None = None,
         distrusted: DistrustedCheckpoints | None = None,
         timeouts: TransferTimeouts | None = None,
     ) -> None:
@@ -59,7 +59,7 @@ class Flusher:
         emit = emit if ranks.leads else emit_nothing
         self._tiers = [BoundedTier(tier, self._timeouts.access) for tier in tiers.tiers]
         self._retention = [
-            TierRetention(tier, Policy.of(tier.keep, retention or RetentionConfig()), owner, emit, tiers.pins)
+            TierRetention(tier, Policy.of(tier.keep, config or CheckpointConfig()), owner, emit, tiers.pins)
             for tier in tiers.tiers
         ]
         self._ranks, self._owner, self._state = ranks, owner, FlushState(emit)

@@ -7,11 +7,12 @@ from typing import Any
 import click
 
 from orchestrator.cli.access.registry import open_store
+from orchestrator.cli.checkpoints.best import best_checkpoints
 from orchestrator.cli.checkpoints.target import known_run
 from orchestrator.cli.checkpoints.tested_layouts import BY_A_TEST, by_checkpoint, layouts_in_words, reason_beside_tests
 from orchestrator.cli.checkpoints.tiers import Tier, tiers_of
 from orchestrator.cli.terminal.command_classes import Verb
-from orchestrator.cli.terminal.render import Column, Screen, count, iso, size, span
+from orchestrator.cli.terminal.render import Column, Screen, count, decimal, iso, size, span
 from orchestrator.registry.records import RestoreTest
 from trainer.contract.run_dir import RunDir
 
@@ -36,10 +37,14 @@ def ls(screen: Screen, run: str, everything: bool) -> None:
     _add_places(screen, rows, tiers, now)
     _add_verdicts(rows, tiers)
     pins = read_pins(tiers[0].storage)
+    bad = [name for name, row in rows.items() if row["trust"] in ("CORRUPT", "SUSPECT")]
+    best = best_checkpoints(RunDir(Path(found.run_dir)), tiers, bad)
     for name, row in rows.items():
         row["pin"] = pins[name].note if name in pins else None
         row["pinned"] = name in pins
         row["restore_tests"] = [_test_json(test) for test in tests.get(name, ())]
+        row["best"] = name in best.names
+        row["metric"] = {best.metric: best.numbers[name]} if name in best.numbers else None
         row["tested"] = layouts_in_words(tests.get(name, ()))
     kept = [row for row in rows.values() if everything or row["trust"] != "DELETED"]
     _show(screen, sorted(kept, key=lambda row: (row["step"], row["attempt"], row["name"]), reverse=True))
@@ -93,6 +98,12 @@ def _test_json(test: RestoreTest) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _best(row: dict[str, Any]) -> str:
+    """`val_loss 2.2500`, and whether that is the best."""
+    numbers = " ".join(f"{name} {decimal(value)}" for name, value in (row["metric"] or {}).items())
+    return f"{numbers} best" if row["best"] else numbers
+
+
 def _verified(row: dict[str, Any]) -> str:
     """The bad copies, or else the newest verification."""
     from checkpointing.verification.verdicts import RESTORE_TESTED
@@ -115,12 +126,14 @@ def _show(screen: Screen, rows: list[dict[str, Any]]) -> None:
         Column("ATT", "attempt", right=True, drop_order=1),
         Column("TIERS", "tiers", drop_order=2),
         Column("NAME", "name", drop_order=3),
+        Column("BEST", "best_words"),
         Column("PIN", "pin_words", wraps=True),
         Column("VERIFIED", "found", wraps=True),
         Column("TESTED", "tested", wraps=True),
         Column("WHY", "reason"),
     ]
     shown = [{**row, "pin_words": (row["pin"] or "pinned") if row["pinned"] else ""} for row in rows]
+    shown = [{**row, "best_words": _best(row)} for row in shown]
     shown = [{**row, "found": _verified(row)} | (_without_tests(row) if screen.terminal else {}) for row in shown]
     screen.table(columns, shown)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.cli.access.registry import open_store
+from orchestrator.cli.checkpoints.best import name_of_best
 from orchestrator.cli.checkpoints.tiers import read_config, tiers_of
 from orchestrator.cli.runs.next_commands import restore_test_again
 from orchestrator.errors import ConfigError, NotFound
@@ -19,7 +20,7 @@ Warn = Callable[[str, str], None]
 """Told of what stands in the way, as `Screen.warn` is: a code, and words."""
 
 WAYS_TO_STORES = "credentials come from the environment; s3:// places need: pip install 'orch[s3]'"
-WAYS = "write RUN@500, RUN@latest, RUN@all, or the path or URL of a checkpoint's folder"
+WAYS = "write RUN@500, RUN@latest, RUN@best, RUN@all, or the path or URL of a checkpoint's folder"
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,9 @@ def find(words: str, warn: Warn) -> list[Target]:
         return listed
     if step in ("", "latest"):
         return [target for target in listed if target.name == listed[0].name]
+    if step == "best":
+        best = name_of_best(run)
+        return [target for target in listed if target.name == best]
     return _of_step(run.name, run.run_dir, words, step, listed)
 
 

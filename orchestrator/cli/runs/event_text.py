@@ -10,7 +10,7 @@ from trainer.contract.outcome import ExitCode
 
 
 def progress_line(run: str, state: str, total: int, latest: StepMetrics | None) -> str:
-    """`tiny-gpt-3  RUNNING  step 120/200 60%  loss 2.1130  81 000 tokens/s  attempt 1 generation 2`."""
+    """`tiny-gpt-3  RUNNING  step 120/200 60%  loss 2.1130  81000 tokens/s  attempt 1 generation 2`."""
     if latest is None:
         return f"{run}  {state}"
     share = f" {100 * latest.step // total}%" if total else ""
@@ -52,6 +52,11 @@ def _saved(data: dict[str, Any]) -> str:
     stall = data.get("stall")
     waited = f", training waited {1000 * stall:.0f} ms" if stall else ""
     return f"saved step {data['step']} ({size(data['bytes'])}, {_s(data)}{waited})"
+
+
+def _validated(data: dict[str, Any]) -> str:
+    numbers = "  ".join(f"{name} {decimal(value)}" for name, value in data["metrics"].items())
+    return f"validated after step {data['step']}: {numbers} ({_s(data)})"
 
 
 def _failed(data: dict[str, Any]) -> str:
@@ -122,6 +127,7 @@ _DESCRIPTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     EventKind.BATCH_SKIPPED: lambda d: f"the batch of step {d['step']} is skipped from now on: {d['reason']}",
     EventKind.SPARE_USED: lambda d: f"{d['name']} takes the place of {d['instead']}: {d['reason']}",
     EventKind.DRILL: lambda d: f"drill: {d['kind']} {_whom(d)} at step {d['step']}",
+    EventKind.VALIDATED: _validated,
     EventKind.STOP_REQUESTED: lambda d: f"asked to stop: {d['reason']}",
     EventKind.STOP_AGREED: _agreed,
     EventKind.CHECKPOINT_COMMITTED: _saved,

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import Any, TextIO
 
 from checkpointing.storage.durable import dump_line
+from trainer.contract import time_spans
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[PX^_][^\x1b]*(?:\x1b\\)?|[@-Z\\-_])")
 _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)))
@@ -46,16 +47,7 @@ def size(count: float | None) -> str:
 
 def span(seconds: float | None) -> str:
     """A duration for people: `45s`, `6m10s`, `7h02m`, `3d04h`."""
-    if seconds is None:
-        return "-"
-    whole = max(0, int(seconds))
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+    return "-" if seconds is None else time_spans.span(seconds)
 
 
 def iso(moment: float | None) -> str | None:
@@ -66,8 +58,8 @@ def iso(moment: float | None) -> str | None:
 
 
 def count(number: int | float | None) -> str:
-    """A number with thin groups for people: `61 200`."""
-    return "-" if number is None else f"{number:,}".replace(",", " ")
+    """A number that can be pasted, `61200`, or a dash."""
+    return "-" if number is None else str(number)
 
 
 def progress(step: int | None, total: int | None, between: str = "/") -> str:

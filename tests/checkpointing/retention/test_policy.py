@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointing.config import RetentionConfig
+from checkpointing.config import BestConfig, CheckpointConfig
 from checkpointing.format.commit import DELETED
 from checkpointing.format.manifest import parse
 from checkpointing.owner import Owner
@@ -239,7 +239,7 @@ def test_a_checkpoint_that_is_pinned_during_the_pass_stays(tier: Tier) -> None:
 
 def test_the_best_are_found_by_what_the_checkpoints_say(tier: Tier) -> None:
     names = tier.make(1, 2, 3, 4, 5, losses={1: 0.5, 2: 0.1, 3: "nan", 4: 0.9, 5: 0.9})
-    retention = tier.apply_retention(names[-1], Policy.of(2, RetentionConfig(best=1)))
+    retention = tier.apply_retention(names[-1], Policy.of(2, CheckpointConfig(best=BestConfig(metric="loss"))))
     assert tier.steps() == [5, 4, 2]
     assert retention.metrics[names[1]] == 0.1
 
@@ -372,10 +372,18 @@ def test_a_nodes_own_disk_is_rid_of_what_no_attempt_inherits(tier: Tier) -> None
 
 @pytest.mark.parametrize(
     ("metric", "value"),
-    [("loss", 0.25), ("eval.loss", 0.5), ("a.b", 7.0), ("word", None), ("none", None), ("flag", None), ("eval", None)],
+    [
+        ("loss", 0.25),
+        ("val_loss", 0.5),
+        ("step", 7.0),
+        ("word", None),
+        ("none", None),
+        ("flag", None),
+        ("metrics", None),
+    ],
 )
 def test_a_metric_is_a_number_among_the_facts(tier: Tier, metric: str, value: float | None) -> None:
-    facts = {"loss": 0.25, "eval": {"loss": 0.5}, "a.b": 7, "word": "yes", "flag": True}
+    facts = {"loss": 0.25, "metrics": {"val_loss": 0.5, "step": 7}, "step": 1, "word": "yes", "flag": True}
     name = make(tier.storage, 1, extra=facts)
     manifest = parse((tier.root / name / "manifest.json").read_bytes())
     assert metric_of(manifest, metric) == value

@@ -54,3 +54,24 @@ class Uneven(Plane):
 
     def loss(self, model, batch):
         return super().loss(model, batch) + model.statistics.running_mean.square().sum()
+
+
+class Viewing(Plane):
+    """Units of sharding that return views, of which the next one changes the first in place."""
+
+    def build_model(self):
+        width = self.args["width"]
+        flat = nn.Sequential(nn.Linear(4, width), nn.Flatten(1))
+        return nn.Sequential(nn.Unflatten(1, (1, 4)), flat, nn.ReLU(inplace=True), Squeezed(width))
+
+    def loss(self, model, batch):
+        x, y = batch
+        return nn.functional.mse_loss(model(x).sub_(y.squeeze(1)), torch.zeros(len(x)))
+
+
+class Squeezed(nn.Linear):
+    def __init__(self, width):
+        super().__init__(width, 1)
+
+    def forward(self, x):
+        return super().forward(x).squeeze(1)

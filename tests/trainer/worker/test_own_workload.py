@@ -35,6 +35,14 @@ def test_it_learns_and_survives_a_kill_with_the_same_bits(make_run):
     assert hurt.final()["weights_digest"] == calm.final()["weights_digest"]
 
 
+def test_units_that_return_views_may_be_changed_in_place_and_say_nothing(make_run):
+    """As `nn.ReLU(inplace=True)` behind a flattened layer, or `squeeze` in the loss."""
+    run = make_run(1, workload={**PLANE, "target": "my_workload:Viewing"}, train={**TRAIN, "steps": 12})
+    assert run.train()["codes"] == [0], run.log()
+    assert "view tensor" not in run.log()
+    assert run.losses()[12] < run.losses()[1]
+
+
 UNEVEN = {**PLANE, "target": "my_workload:Uneven"}
 
 
@@ -73,7 +81,7 @@ def test_without_a_plan_tensor_parallelism_is_refused(make_run):
 
 
 def test_a_rank_started_cold_does_the_same(make_run):
-    run = make_run(1, workload=PLANE, train={**TRAIN, "steps": 3})
+    run = make_run(1, workload=PLANE, train={**TRAIN, "steps": 3}, logs={"every": 0})
     cell = ProgressCell.create()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     spec = RankSpec(

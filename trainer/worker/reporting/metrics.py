@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ class Journal:
         self._spec, self._on_saves, self._trouble = spec, on_saves, SaveTrouble()
         self._work = BestEffortLines(attempt.work_log(spec.node_name))
         self._steps = BestEffortLines(attempt.metrics) if spec.rank == 0 else None
+        self._validation = attempt.validation
         self._final = attempt.final
         self._events = EventLog(attempt.rank_events(spec.node_name), f"rank-{spec.rank:05d}", spec.attempt)
         self._events.generation = spec.generation
@@ -82,10 +83,20 @@ class Journal:
         spec = self._spec
         self._work.write({**self._stamp(), "rank": spec.rank, "node": spec.node_name, "pid": os.getpid(), "step": step})
 
-    def step(self, step: int, **values: float) -> None:
+    def step(self, step: int, **values: Any) -> None:
         """One metric line; only rank 0 writes them."""
         if self._steps is not None:
             self._steps.write({**self._stamp(), "step": step, **values})
+
+    def validated(self, step: int, seconds: float, metrics: Mapping[str, float]) -> None:
+        """One line and one event; only rank 0 writes them."""
+        if self._spec.rank != 0:
+            return
+        found = {"step": step, "seconds": seconds, "metrics": dict(metrics)}
+        lines = BestEffortLines(self._validation)  # there is a file only where somebody validates
+        lines.write({**self._stamp(), **found})
+        lines.close()
+        self.event(EventKind.VALIDATED, **found)
 
     def final(self, **values: Any) -> None:
         """`metrics/final.json`: what the finished run ended with."""

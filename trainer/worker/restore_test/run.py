@@ -29,6 +29,7 @@ from trainer.worker.reporting.metrics import Journal
 from trainer.worker.restore_test.examination import examine, require_there, saving_attempt
 from trainer.worker.restore_test.recorded_steps import BOUNDS, compare, recorded_steps
 from trainer.worker.saved_state.checkpoint_contents import shared_tensors
+from trainer.worker.saved_state.data_state import NotReshardable
 from trainer.worker.saved_state.rng_state import pack_rng
 from trainer.worker.saved_state.train_state import TrainState
 from trainer.worker.session import Session, new_train_state, skipped_positions, train_on
@@ -157,6 +158,8 @@ class RestoreTestRun:
             if not any(refusal.damaged for refusal in error.refusals):
                 raise
             return str(error.refusals[0])
+        except NotReshardable:  # says nothing about the checkpoint
+            raise
         except WorkloadError as error:
             return str(error)
         restored = self.source.restored

@@ -39,11 +39,12 @@ def _own_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def facts(
     *, step: int, consumed: int, left_out: int, loss: float, config_digest: str, seed: int, fingerprint: str | None,
-    software: Mapping[str, Any],
+    software: Mapping[str, Any], validated: int, metrics: Mapping[str, float],
 ) -> dict[str, Any]:  # fmt: skip
     """The plain part of a checkpoint; `fingerprint` is that of the data, None when the data has none.
 
-    `left_out`: batches before the position `consumed` that no step was trained with.
+    `left_out`: batches before the position `consumed` that no step was trained with. `validated`: the newest step
+    after which the workload has validated. `metrics`: what it has said of this very step.
     """
     return {
         "step": step,
@@ -54,4 +55,6 @@ def facts(
         "seed": seed,
         "fingerprint": fingerprint,
         "software": dict(software),
+        "validated": validated,
+        "metrics": dict(metrics),
     }

@@ -7,12 +7,15 @@ import torch
 
 from checkpointing.storage.durable import number
 from trainer.worker import optimizer as optimizers
+from trainer.worker.data import unwrapped
 from trainer.worker.saved_state import checkpoint_contents
+from trainer.worker.saved_state.data_state import FACTS, DataState
+from trainer.worker.saved_state.object_state import ObjectState
 from trainer.worker.saved_state.optimizer_state import OptimizerState
 from trainer.worker.saved_state.rng_state import pack_rng, rng_name, set_origin, unpack_rng
+from trainer.worker.saved_state.scheduler_state import SchedulerState
 from trainer.worker.saved_state.state_inventory import StateInventory
 from trainer.worker.saved_state.unsaved_attributes import UnsavedAttributes
-from trainer.worker.saved_state.workload_state import WorkloadState
 from trainer.worker.startup.software import differences, software
 from trainer.worker.train_objects import TrainObjects
 from trainer.worker.workload import WorkloadError
@@ -74,17 +77,31 @@ class TrainState:
         self._config_digest, self._seed, self._skip = config_digest, seed, skip
         self._software, self._on_other_software = software(device), on_other_software
         self._optimizer_state = OptimizerState(model, optimizer)
-        self._workload_state = WorkloadState(objects.workload, model, device)
+        self._workload_state = ObjectState(objects.workload, "workload", model, device)
+        self._scheduler_state = ObjectState(
+            SchedulerState(objects.scheduler, optimizer), "scheduler", model, device,
+            called=type(objects.scheduler).__name__,
+        )  # fmt: skip
+        self._has_scheduler = objects.scheduler is not None
+        self._data_state = DataState(objects.data, objects.layout, model, device)
         self._attributes = UnsavedAttributes(
-            {"workload": objects.workload, "optimizer": optimizer, "data": objects.data}
+            {"workload": objects.workload, "optimizer": optimizer, "data": unwrapped(objects.data)}
         )
         self._warn, self._warned = warn, set[str]()
         self._inventory = StateInventory(
             model, optimizer, rank=rank, device=device, lazy=lazy,
-            optimizer_state=self._optimizer_state, more=self._workload_state.tensors,
+            optimizer_state=self._optimizer_state, more=self._more_tensors,
         )  # fmt: skip
-        self.step = 0
+        self.step = self.validated = 0
+        """`validated`: the newest step after which the workload has validated."""
         self.loss = float("nan")
+        self.metrics: dict[str, float] = {}
+        """What the workload has said of this very step."""
+
+    def _more_tensors(self) -> dict[str, torch.Tensor]:
+        return {
+            **self._workload_state.tensors(), **self._scheduler_state.tensors(), **self._data_state.tensors(),
+        }  # fmt: skip
 
     def save(self, saver: Saver) -> bool:
         """Hand the state after `step` to the checkpointer; False when it takes none now, on every rank alike."""
@@ -97,6 +114,8 @@ class TrainState:
             seed=self._seed,
             fingerprint=getattr(self._data, "fingerprint", None),
             software=self._software,
+            validated=self.validated,
+            metrics=self.metrics,
         )
         tensors = self._inventory.tensors()
         set_origin(tensors[self._rng], self._rank, self.step)
@@ -107,6 +126,8 @@ class TrainState:
         found = {
             "optimizer": self._optimizer_state.facts(tensors),
             "workload": self._workload_state.facts(),
+            "scheduler": self._scheduler_state.facts(),
+            FACTS: self._data_state.facts(),
             "attributes": self._attributes.changed(),
         }
         for reason in self._optimizer_state.unsaved():
@@ -136,7 +157,7 @@ class TrainState:
             key: torch.zeros_like(buffer) for key, buffer in checkpoint_contents.rank_buffers(self._model, 0).items()
         }
         restored = saver.restore(
-            lambda extra: {**self._targets(self._rank_facts(extra)), **first, **buffers, self._rng: packed},
+            lambda extra: {**self._targets(extra), **first, **buffers, self._rng: packed},
             # Those of the first rank are always there: ranks that the saving world did not have begin with them.
             optional_prefixes=("rng/", *((checkpoint_contents.buffers_name(self._rank),) if self._rank else ())),
             # A parameter that has never had a gradient has no state to save.
@@ -153,10 +174,19 @@ class TrainState:
             if key in absent:
                 buffer.copy_(other)
         self.step, self.loss = restored.step, number(restored.extra["loss"])
-        self._data.seek(restored.extra["consumed"])
+        # One of an older orch, or of another maker, owes no validation.
+        self.validated = int(restored.extra.get("validated", self.step))
+        self._data_state.restore(restored.extra["consumed"])
         self._restore_rest(self._rank_facts(restored.extra), absent)
         if packed.any():  # the checkpoint of a smaller world has none for this rank: it keeps its fresh one
             unpack_rng(packed, self._device)
+
+    def _restore_scheduler(self, saved: Mapping[str, Any]) -> list[str]:
+        """Says where the checkpoint's schedule is another one than the workload's."""
+        if self._has_scheduler:
+            self._scheduler_state.restore(saved)
+            return [] if saved or not self.step else ["the state of the scheduler is missing: it begins anew"]
+        return ["it has the state of a scheduler, but the workload builds none"] if saved else []
 
     def _check_identity(self, extra: Mapping[str, Any]) -> None:
         """A position in other data, or in another order of it, would repeat some of it and skip some."""
@@ -165,18 +195,22 @@ class TrainState:
             if None not in (extra.get(key), now[key]) and extra[key] != now[key]:
                 raise WorkloadError(f"{name} is {now[key]}, but the checkpoint was made with {extra[key]}")
 
-    def _targets(self, own: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """What is to be filled from a checkpoint with these facts of this rank."""
+    def _targets(self, extra: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """What is to be filled from a checkpoint with these facts."""
+        own = self._rank_facts(extra)
         return {
             **checkpoint_contents.shared_tensors(self._model),
             **self._optimizer_state.targets(own.get("optimizer")),
             **self._workload_state.targets(own.get("workload", {})),
+            **self._scheduler_state.targets(own.get("scheduler", {})),
+            **self._data_state.targets(extra.get("rank_state") or []),
         }
 
     def _restore_rest(self, own: Mapping[str, Any], absent: Collection[str]) -> None:
         """Everything but the model, whose tensors are filled already; reports what could not be restored."""
         lost = self._optimizer_state.restore(own.get("optimizer"), absent)
         optimizers.train_mode(self._optimizer)  # it may have been saved in the midst of an evaluation
+        lost += self._restore_scheduler(own.get("scheduler", {}))
         self._workload_state.restore(own.get("workload", {}))
         names = self._attributes.lost(own.get("attributes", {}))
         if names:

@@ -1,6 +1,9 @@
 """A digest of a model's weights, by which two runs are compared."""
 
 import ctypes
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -20,11 +23,23 @@ def weights_digest(model: nn.Module) -> str | None:
     """
     digest = xxhash.xxh3_128()
     for name, tensor in sorted(model_tensors(model).items()):
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        with _no_word_of_speed():
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if dist.get_rank() == 0:
             digest.update(f"{name} {full.dtype} {tuple(full.shape)}\n".encode())
             _feed(digest, full.cpu().contiguous())
     return digest.hexdigest() if dist.get_rank() == 0 else None
+
+
+@contextmanager
+def _no_word_of_speed() -> Iterator[None]:
+    """torch warns in every rank's log that a tensor sharded twice is gathered in two operations: once a run is fine."""
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _feed(digest: xxhash.xxh3_128, tensor: torch.Tensor) -> None:

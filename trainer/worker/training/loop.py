@@ -1,7 +1,7 @@
 """The training loop: steps, agreement at every step boundary, saves."""
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,16 +16,23 @@ from trainer.worker.data import take
 from trainer.worker.optimizer import set_learning_rate
 from trainer.worker.reporting.metrics import Journal
 from trainer.worker.reporting.phase_tracker import PhaseTracker
+from trainer.worker.reporting.progress_log import ProgressLog
 from trainer.worker.saved_state.train_state import SaveFailed, Saver, TrainState
 from trainer.worker.saved_state.weights_digest import weights_digest
 from trainer.worker.train_objects import TrainObjects
 from trainer.worker.training import reduction
 from trainer.worker.training.drill import Drill
 from trainer.worker.training.lr_schedule import learning_rate
+from trainer.worker.training.metric_reducer import MetricReducer
 from trainer.worker.training.reduction import RankZeroMessage, Reduced, StepResult
 from trainer.worker.training.save_schedule import SaveSchedule, SaveVote
 from trainer.worker.training.spikes import BadStep, SpikeDetector
 from trainer.worker.training.stop import StopFlag
+from trainer.worker.training.validation import Validation, steps_on_plateau
+from trainer.worker.workload import WorkloadError, hook
+
+LOSS = "loss"
+"""A number that every checkpoint has, whatever the workload returns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,16 +47,18 @@ class LoopServices:
     phases: PhaseTracker
     spike_detector: SpikeDetector
     started: float  # time.monotonic() of the rank's start
+    progress_log: ProgressLog
     skip: Collection[int] = ()  # positions in the data
     test_until: int = 0  # a restore test trains to this step and saves nothing
 
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A step whose sums are still on the device, and where its batch stands in the data."""
+    """A step whose sums are still on the device, where its batch stands in the data, and its learning rate."""
 
     reduced: Reduced
     position: int
+    rate: float
 
 
 class Loop:
@@ -70,11 +79,18 @@ class Loop:
         self._seconds = self._stall = 0.0
         self._save_vote = SaveVote.NONE
         self._committed = services.saver.committed_step or 0
+        self._vote_ahead = SaveVote.NONE
         self._last = services.test_until or config.train.steps
+        self._validation = Validation(objects, every=config.validation.every, last=config.train.steps)
+        self._own_metrics = hook(objects.workload, "metrics")
+        self._reducer = MetricReducer("metrics", objects.layout)
 
     def run(self) -> ExitCode:
         """Train; returns FINISHED or STOPPED_AFTER_SAVE, raises what went wrong."""
         total, now = self._last, self._train_state
+        # A stop leaves the validation of its step to the next start.
+        if now.validated < now.step and self._validation.is_due(now.step):
+            self._validate(now.step)
         while now.step < total:
             step = now.step + 1
             pending = self._train(step)
@@ -96,22 +112,34 @@ class Loop:
         loss = self._accumulate(step, batches)
         self._services.phases.enter(Phase.OPTIMIZER)
         reduced = self._reduce(step, loss)
-        set_learning_rate(objects.optimizer, learning_rate(train, step))
+        if objects.scheduler is None:
+            set_learning_rate(objects.optimizer, learning_rate(train, step))
         # A save in lazy mode still reads what the optimizer is about to change.
         began = time.perf_counter()
         self._services.saver.before_optimizer_step()
         self._add_stall(time.perf_counter() - began)
+        rate = self._rate(step)
         objects.optimizer.step()
         objects.optimizer.zero_grad(set_to_none=True)
+        if objects.scheduler is not None and not steps_on_plateau(objects.scheduler):
+            objects.scheduler.step()
         self._services.phases.step_ended(step)
-        return PendingStep(reduced, position)
+        return PendingStep(reduced, position, rate)
+
+    def _rate(self, step: int) -> float:
+        """The learning rate of this step; of a scheduler of the workload's own, that of the first group."""
+        if self._objects.scheduler is None:
+            return learning_rate(self._config.train, step)
+        return float(self._objects.optimizer.param_groups[0]["lr"])
 
     def _reduce(self, step: int, loss: torch.Tensor) -> Reduced:
         """Sum over all ranks what they have to know of each other, and clip the gradients by it."""
         gradients = [p.grad for p in self._objects.model.parameters() if p.grad is not None]
         self._services.drill.before_reduce(step)
         self._services.phases.pause()
-        reduced = reduction.reduce(step, gradients, loss, self._stop.asked(), self._rank_zero_message(step))
+        own = None if self._own_metrics is None else self._reducer.pack(self._own_metrics())
+        message = self._rank_zero_message(step)
+        reduced = reduction.reduce(step, gradients, loss, self._stop.asked(), message, own)
         self._services.phases.resume()
         reduction.clip(gradients, reduced.norm, self._config.train.clip_norm)
         return reduced
@@ -148,31 +176,62 @@ class Loop:
         services.save_schedule.step_took(self._seconds)
         if self._first:
             self._first_step(step)
-        if reason or step == self._last or services.save_schedule.should_save(step, self._save_vote):
-            # A save waits for the device anyway, so this step's own votes are read too.
+        saves = step == self._last or services.save_schedule.should_save(step, self._save_vote)
+        validates = self._validation.is_due(step)
+        if reason or saves or validates:
+            # Both wait for the device anyway, so this step's own votes are read too.
             reason = max(reason, self._read_pending())
-            self._save(reason)
+            # A stop has no time for a validation: the next start makes up for it.
+            if validates and reason <= StopReason.SAVE_AND_GO_ON:
+                self._validate(step)
+                self._check_best(self._train_state.metrics)
+                saves = saves or bool(self._config.checkpoint.best.metric)
+            if reason or saves:
+                self._save(reason)
+            else:
+                self._vote_ahead = self._save_vote
             self._lap()
         services.drill.after_step(step)
         return reason
 
+    def _validate(self, step: int) -> None:
+        """Validate after `step`; all ranks get the same numbers."""
+        services, state, began = self._services, self._train_state, time.perf_counter()
+        services.phases.enter(Phase.EVAL)
+        numbers = self._validation.run()
+        state.metrics, state.validated = {**state.metrics, **numbers}, step
+        seconds = time.perf_counter() - began
+        services.journal.validated(step, seconds, numbers)
+        services.progress_log.validated(step, seconds, numbers)
+        services.phases.enter(Phase.DATA)
+
+    def _check_best(self, numbers: Collection[str]) -> None:
+        """Raises WorkloadError when the best checkpoints are to be chosen by a number that does not exist."""
+        wanted, known = self._config.checkpoint.best.metric, (LOSS, *self._reducer.names, *numbers)
+        if wanted and wanted not in known:
+            names = ", ".join(dict.fromkeys(known))
+            raise WorkloadError(f"checkpoint.best.metric={wanted}: the workload has no such number, only {names}")
+
     def _first_step(self, step: int) -> None:
         self._first = False
+        if not self._validation.exists:
+            self._check_best(())
         if self._objects.layout.rank == 0:
             seconds = time.monotonic() - self._services.started
             self._services.journal.event(EventKind.GENERATION_FIRST_STEP, step=step, seconds=seconds)
 
     def _read_pending(self) -> StopReason:
         """Read the sums that are still on the device, if any, and report them."""
-        self._save_vote = SaveVote.NONE
+        self._save_vote, self._vote_ahead = self._vote_ahead, SaveVote.NONE
         if self._pending is None:  # a save has read them already, and was what they asked for
             return StopReason.NONE
         pending, self._pending = self._pending, None
         result = pending.reduced.result()
         self._train_state.loss = result.loss
+        own = self._train_state.metrics = self._reducer.unpack(result.own)
         self._save_vote, self._committed = result.message.save_vote, max(self._committed, result.message.committed)
         self._services.cell.update(loss=result.loss, grad_norm=result.grad_norm)
-        self._report(result)
+        self._report(result, pending.rate, own)
         bad = self._services.spike_detector.check(result.loss, result.grad_norm)
         if bad is not None:
             # Before any save of it: every rank reads the same sums, so all of them end here.
@@ -185,17 +244,13 @@ class Loop:
         seconds, self._mark = now - self._mark, now
         return seconds
 
-    def _report(self, result: StepResult) -> None:
-        train, seconds = self._config.train, self._seconds
-        self._services.journal.step(
-            result.step,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            lr=learning_rate(train, result.step),
-            seconds=seconds,
-            tokens_per_s=train.batch_size * train.seq_len / seconds,
-            stall=self._stall,
-        )
+    def _report(self, result: StepResult, rate: float, own: Mapping[str, float]) -> None:
+        seconds, tokens = self._seconds, getattr(self._objects.data, "tokens_per_step", None)
+        values = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": rate, "seconds": seconds}
+        speed = {} if tokens is None else {"tokens_per_s": tokens / seconds}
+        more = {"metrics": own} if own else {}
+        self._services.journal.step(result.step, **values, **speed, stall=self._stall, **more)
+        self._services.progress_log.step(result.step, loss=result.loss, lr=rate, own=own)
         self._stall = 0.0
 
     def _save(self, reason: StopReason) -> None:

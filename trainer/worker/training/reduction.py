@@ -1,7 +1,7 @@
 """The one all-reduce of a step: gradient norm, loss, stop votes and the message of rank 0 travel together."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ class StepResult:
     grad_norm: float
     stop: StopReason
     message: RankZeroMessage
+    own: list[float] = field(default_factory=list)  # of the workload's own numbers
 
 
 class Reduced:
@@ -47,18 +48,25 @@ class Reduced:
             self._copied.synchronize()
         squares, loss, save_vote, committed, *sums = self._host.tolist()
         message = RankZeroMessage(save_vote=SaveVote(int(save_vote)), committed=int(committed))
-        return StepResult(step=self.step, loss=loss, grad_norm=squares**0.5, stop=agreed_stop(sums), message=message)
+        votes, own = sums[: len(StopReason)], sums[len(StopReason) :]
+        stop = agreed_stop(votes)
+        return StepResult(step=self.step, loss=loss, grad_norm=squares**0.5, stop=stop, message=message, own=own)
 
 
 def reduce(
-    step: int, gradients: Sequence[torch.Tensor], loss: torch.Tensor, asked: StopReason, message: RankZeroMessage
-) -> Reduced:
-    """Sum over all ranks; `loss` is this rank's mean, and the mean over ranks is the step's."""
+    step: int, gradients: Sequence[torch.Tensor], loss: torch.Tensor, asked: StopReason, message: RankZeroMessage,
+    own: torch.Tensor | None = None,
+) -> Reduced:  # fmt: skip
+    """Sum over all ranks; `loss` is this rank's mean, and the mean over ranks is the step's.
+
+    `own`: a row of numbers of the workload's own.
+    """
     world = dist.get_world_size()
     squares = squared_norm(gradients, world).to(loss.device)
     numbers = [float(message.save_vote), float(message.committed), *stop_votes(asked)]
     rest = torch.tensor(numbers, dtype=torch.float64).to(loss.device, non_blocking=True)
-    sums = torch.cat([squares.reshape(1), loss.detach().double().reshape(1) / world, rest])
+    more = [] if own is None else [own]
+    sums = torch.cat([squares.reshape(1), loss.detach().double().reshape(1) / world, rest, *more])
     dist.all_reduce(sums)
     return Reduced(step, sums)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointing.config import RetentionConfig
+from checkpointing.config import CheckpointConfig, RetentionConfig
 from checkpointing.engine.tiers.flusher import Flusher, TransferTimeouts
 from checkpointing.format.manifest import parse
 from checkpointing.owner import Owner
@@ -126,7 +126,7 @@ def test_three_tiers_each_with_its_own_rule(tmp_path: Path) -> None:
 
 def test_each_tier_keeps_to_its_own_retention(tmp_path: Path) -> None:
     tiers = tiers_of(tmp_path, slow={"keep": 2})
-    tiers.start(retention=RetentionConfig(every=30))
+    tiers.start(config=CheckpointConfig(retention=RetentionConfig(every=30)))
     for step in (10, 20, 30, 40, 50, 60):
         tiers.commit(step)
         tiers.idle()

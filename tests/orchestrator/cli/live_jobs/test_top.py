@@ -50,7 +50,7 @@ def test_one_picture_of_a_live_run(orch: Type, seeds: Seeds) -> None:
     assert said.code == 0
     first, second, third, fourth, _, event, _, head, *rows = said.out.splitlines()
     assert first == "tiny-1  RUNNING"
-    assert second == "step 121 of 200 (60 %)   loss 2.2500   81 000 tokens/s"
+    assert second == "step 121 of 200 (60 %)   loss 2.2500   81000 tokens/s"
     assert third.startswith("attempt 1 generation 2   running: forward   heartbeat ")
     assert fourth == "last checkpoint step 110 COMMITTED"  # the registry has read of step 100 so far
     assert head.split() == ["RANK", "NODE", "STEP", "PHASE", "STILL", "FOR", "OWN", "WORK", "STATE"]

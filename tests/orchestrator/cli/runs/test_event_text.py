@@ -38,7 +38,7 @@ SAID: list[tuple[EventKind, dict[str, Any], str]] = [
     (EventKind.CHECKPOINT_SUSPECT, {"step": 20, "reason": "twice SIGSEGV"},
      "checkpoint 20 is suspect: twice SIGSEGV"),
     (EventKind.CHECKPOINT_CADENCE, {"steps": 1200, "seconds": 600.0, "reason": "a save costs 2 s"},
-     "saves every 1 200 steps from now on: a save costs 2 s"),
+     "saves every 1200 steps from now on: a save costs 2 s"),
     (EventKind.CHECKPOINT_SEEN, {"step": 20, "name": "a.1f", "path": "/out/a", "bytes": 1 << 20, "new": True},
      "the program has a checkpoint of step 20 (1.0 MiB)"),
     (EventKind.CHECKPOINT_SET_ASIDE, {"step": 20, "name": "a.1f", "path": "/out/.orch-set-aside.20", "reason": "torn"},
@@ -50,6 +50,12 @@ SAID: list[tuple[EventKind, dict[str, Any], str]] = [
 def test_what_happened_to_checkpoints_is_told(kind: EventKind, data: dict[str, Any], words: str) -> None:
     event = Event(time=1.0, source="rank-00000", seq=1, kind=kind, attempt=1, generation=2, data=data)
     assert describe_event(event) == f"attempt 1 generation 2: {words}"
+
+
+def test_a_validation_is_told_with_its_numbers() -> None:
+    data = {"step": 50, "seconds": 3.21, "metrics": {"val_loss": 2.25, "accuracy": "nan"}}
+    event = Event(time=1.0, source="r", seq=1, kind=EventKind.VALIDATED, attempt=1, generation=0, data=data)
+    assert describe_event(event) == "attempt 1: validated after step 50: val_loss 2.2500  accuracy nan (3.2 s)"
 
 
 def test_every_event_of_a_checkpoint_but_its_beginning_and_its_end_is_told() -> None:

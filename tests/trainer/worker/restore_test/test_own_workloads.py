@@ -8,6 +8,8 @@ import pytest
 
 from tests.trainer.worker.restore_test.conftest import Subject
 from tests.trainer.worker.saved_state.test_optimizers import setting
+from tests.trainer.worker.test_hooks import hooked
+from trainer.contract.outcome import ExitCode
 from trainer.contract.restore_test import Outcome
 
 pytestmark = pytest.mark.multi
@@ -59,3 +61,18 @@ def test_with_other_code_of_the_users_no_step_is_compared(make_run: Any, tmp_pat
     assert "code.user" in found.reason
     other = subject.verdict(subject.folder(3), world=1, differs=("env.torch",))
     assert (other.outcome, other.evidence["compared"], other.evidence["exact"]) == (Outcome.RESTORED, 3, False), other
+
+
+@pytest.mark.proof
+def test_a_schedule_and_data_of_their_own_are_restored_and_another_layout_says_nothing(
+    make_run: Any, tmp_path: Path
+) -> None:
+    source = make_run(2, **hooked(), parallel={"dp_shard": 2})
+    assert source.train()["codes"] == [0, 0], source.log()
+    subject = Subject(source.ranks, source, tmp_path, itertools.count(1))
+    found = subject.verdict(subject.folder(8), world=2, parallel={"dp_shard": 2})
+    assert (found.outcome, found.evidence["compared"], found.evidence["exact"]) == (Outcome.RESTORED, 3, True), found
+    test = subject.begin(subject.folder(8), "1")
+    assert test.train()["codes"] == [ExitCode.NEVER_RETRY], test.log()
+    assert test.outcome(0, 1).exception == "NotReshardable"
+    assert not test.attempt.restore_verdict.exists()

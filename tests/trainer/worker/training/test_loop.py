@@ -26,10 +26,10 @@ def test_a_gpu_that_hangs_is_waited_for_in_the_step_and_not_in_the_next_ones_dat
         seen.append((cell.read().phase, cell.read().step))
         raise Hung
 
-    loop._pending = PendingStep(SimpleNamespace(step=6, result=wait_for_the_gpu), 5)  # type: ignore[arg-type]
+    loop._pending = PendingStep(SimpleNamespace(step=6, result=wait_for_the_gpu), 5, 0.1)  # type: ignore[arg-type]
     cell.enter(Phase.OPTIMIZER)
     cell.update(step=6)
     with pytest.raises(Hung):
-        loop._end_step(PendingStep(SimpleNamespace(step=7), 6))  # type: ignore[arg-type]
+        loop._end_step(PendingStep(SimpleNamespace(step=7), 6, 0.1))  # type: ignore[arg-type]
     assert seen == [(Phase.OPTIMIZER, 6)]
     cell.close()

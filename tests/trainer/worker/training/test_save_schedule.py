@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from checkpointing.config import AutoConfig, CheckpointConfig
-from trainer.contract.config import TrainConfig
+from trainer.contract.config import JobConfig
 from trainer.worker.saved_state.train_state import SaveFailed
 from trainer.worker.training.loop import Loop
 from trainer.worker.training.save_schedule import SaveSchedule, SaveVote
@@ -151,8 +151,9 @@ def test_one_save_that_hung_is_no_measure_of_the_next_ones() -> None:
 def test_steps_that_only_memory_holds_count_as_unsaved() -> None:
     now, saver = SimpleNamespace(step=640), SimpleNamespace(committed_step=500, failure="disk full")
     services = SimpleNamespace(saver=saver, cell=None, test_until=0)
-    config = SimpleNamespace(train=TrainConfig(), checkpoint=CheckpointConfig(max_unsaved_steps=200))
-    loop: Any = Loop(config, None, now, services)  # type: ignore[arg-type]
+    config = JobConfig(checkpoint=CheckpointConfig(max_unsaved_steps=200))
+    objects = SimpleNamespace(workload=None, layout=None)
+    loop: Any = Loop(config, objects, now, services)  # type: ignore[arg-type]
     loop._check_saved(700)
     with pytest.raises(SaveFailed, match="201 steps are in no committed checkpoint, the newest is of step 500"):
         loop._check_saved(701)

@@ -1,4 +1,4 @@
-"""What a workload itself asks to be saved, by a `state_dict` and a `load_state_dict` of its own."""
+"""What an object of the user's asks to be saved, by a `state_dict` and a `load_state_dict` of its own."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,14 +11,14 @@ from trainer.worker.saved_state.nested_state import Unsavable
 from trainer.worker.saved_state.tensor_metadata import tensor_metadata, zeros
 from trainer.worker.workload import WorkloadError
 
-PREFIX = "workload"
 
+class ObjectState:
+    """The state of one object, whose tensors are named `<prefix>...`; an object without the two methods has none."""
 
-class WorkloadState:
-    """The state of one workload; a workload without the two methods has none."""
-
-    def __init__(self, workload: object, model: nn.Module, device: torch.device) -> None:
-        self._workload, self._device = workload, device
+    def __init__(self, owner: object, prefix: str, model: nn.Module, device: torch.device, *, called: str = "") -> None:
+        """`called`: the class of the user's, where `owner` only wraps it."""
+        self._owner, self._prefix, self._device = owner, prefix, device
+        self._called = called or type(owner).__name__
         self._parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
         self._names = {parameter: name for name, parameter in self._parameters.items()}
         self._targets: dict[str, torch.Tensor] = {}
@@ -30,20 +30,18 @@ class WorkloadState:
     def facts(self) -> dict[str, Any]:
         """The rest of it, in JSON; nothing when it has no state."""
         value, tensors = self._encoded()
-        return (
-            {"value": value, "forms": {key: tensor_metadata(tensor) for key, tensor in tensors.items()}}
-            if value
-            else {}
-        )
+        if not value:
+            return {}
+        return {"value": value, "forms": {key: tensor_metadata(tensor) for key, tensor in tensors.items()}}
 
     def _encoded(self) -> tuple[Any, dict[str, torch.Tensor]]:
-        ask = getattr(self._workload, "state_dict", None)
+        ask = getattr(self._owner, "state_dict", None)
         state = ask() if callable(ask) else {}
         found: dict[str, torch.Tensor] = {}
         try:
-            return (nested_state.encode(state, PREFIX, found, self._names) if state else None), found
+            return (nested_state.encode(state, self._prefix, found, self._names) if state else None), found
         except Unsavable as reason:
-            raise WorkloadError(f"what {type(self._workload).__name__}.state_dict() returns: {reason}") from reason
+            raise WorkloadError(f"what {self._called}.state_dict() returns: {reason}") from reason
 
     def targets(self, facts: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Memory for the tensors of a checkpoint with these facts."""
@@ -56,8 +54,11 @@ class WorkloadState:
             self._targets[key] = made
         return self._targets
 
+    def restored(self, facts: Mapping[str, Any]) -> Any:
+        """What it has saved, with its tensors as they have been filled."""
+        return nested_state.decode(facts["value"], self._targets, self._parameters)
+
     def restore(self, facts: Mapping[str, Any]) -> None:
-        """Hand the workload what it has saved; nothing when the checkpoint has nothing of it."""
+        """Hand the object what it has saved; nothing when the checkpoint has nothing of it."""
         if facts:
-            state = nested_state.decode(facts["value"], self._targets, self._parameters)
-            self._workload.load_state_dict(state)  # type: ignore[attr-defined]
+            self._owner.load_state_dict(self.restored(facts))  # type: ignore[attr-defined]

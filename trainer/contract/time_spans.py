@@ -1,0 +1,24 @@
+"""Lengths of time as people write and read them: `10s`, `6h`; `1m28s`, `3d04h`."""
+
+import re
+
+_SPAN = re.compile(r"(\d{1,9})([smhd])", re.ASCII)
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def parse_span(text: str) -> float | None:
+    """The seconds of a whole number with a unit (s, m, h or d); None for anything else."""
+    found = _SPAN.fullmatch(text)
+    return float(int(found[1]) * _SECONDS[found[2]]) if found else None
+
+
+def span(seconds: float) -> str:
+    """A duration for people: `45s`, `6m10s`, `7h02m`, `3d04h`."""
+    whole = max(0, int(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"

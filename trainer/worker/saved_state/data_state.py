@@ -1,0 +1,110 @@
+"""The position of a rank's data: a number, or a state of its own for each data-parallel rank."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from trainer.worker.data import CountedData, Data, unwrapped
+from trainer.worker.mesh import Layout
+from trainer.worker.saved_state.object_state import ObjectState
+from trainer.worker.workload import WorkloadError
+
+FACTS = "data"
+"""Key of the state among the facts of a rank."""
+
+
+class NotReshardable(WorkloadError):
+    """The state of the data was saved for another number of data-parallel ranks; the checkpoint is sound."""
+
+
+def _name(dp_rank: int) -> str:
+    return f"data/rank-{dp_rank:05d}"
+
+
+class DataState:
+    """Saves and restores the data of one rank; ranks of one tensor-parallel group have the same data."""
+
+    def __init__(self, data: Data, layout: Layout, model: nn.Module, device: torch.device) -> None:
+        """Raises WorkloadError for data that cannot say where it stands."""
+        self._data, self._owner = data, cast(Any, unwrapped(data))
+        self._dp_rank, self._dp_size, self._model, self._device = layout.dp_rank, layout.dp_size, model, device
+        self._kind = type(self._owner).__name__
+        has = [callable(getattr(self._owner, name, None)) for name in ("state_dict", "load_state_dict", "seek")]
+        self._stateful = has[0] and has[1]
+        if not self._stateful and (isinstance(data, CountedData) or not has[2]):
+            raise WorkloadError(
+                f"{self._kind}, which build_data() returns, cannot be continued after a restart: give it `consumed` "
+                "and `seek(consumed)`, or `state_dict()` and `load_state_dict(state)`"
+            )
+        self._own = ObjectState(self._owner if self._stateful else None, _name(self._dp_rank), model, device)
+        self._saved: list[tuple[ObjectState, Mapping[str, Any]]] = []
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors of its state, by names of this data-parallel rank."""
+        return self._own.tensors()
+
+    def facts(self) -> dict[str, Any]:
+        """The rest of the state; nothing where the position is a number."""
+        own = {"dp_rank": self._dp_rank, "dp_size": self._dp_size, **self._own.facts()}
+        return own if self._stateful else {}
+
+    def targets(self, ranks: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        """Memory for the tensors of this rank's state among the facts of all `ranks` of a checkpoint.
+
+        Raises NotReshardable.
+        """
+        states = {one[FACTS]["dp_rank"]: one[FACTS] for one in ranks if FACTS in one}
+        self._saved = [(self._state_of(rank), states[rank]) for rank in self._needed(states)]
+        return {key: tensor for state, facts in self._saved for key, tensor in state.targets(facts).items()}
+
+    def _needed(self, states: Mapping[int, Mapping[str, Any]]) -> list[int]:
+        if not states:
+            return []
+        size = next(iter(states.values()))["dp_size"]
+        if not self._stateful:
+            raise WorkloadError(
+                f"the checkpoint has a state of the data, but {self._kind} has no state_dict() and load_state_dict()"
+            )
+        if size == self._dp_size:
+            return [self._dp_rank]
+        if not callable(getattr(self._owner, "load_state_dicts", None)):
+            raise NotReshardable(
+                f"the state of the data was saved on {_ranks(size)} and there are {self._dp_size} now: go on with as "
+                f"many, or give {self._kind} a load_state_dicts(states), which gets the states of all {size} ranks"
+            )
+        return list(range(size))
+
+    def _state_of(self, dp_rank: int) -> ObjectState:
+        if dp_rank == self._dp_rank:
+            return self._own
+        return ObjectState(None, _name(dp_rank), self._model, self._device)
+
+    def restore(self, consumed: int) -> None:
+        """Go to where the checkpoint was saved, whose position is `consumed`; after `targets` have been filled."""
+        if callable(getattr(self._data, "seek", None)):
+            self._data.seek(consumed)
+        states = [state.restored(facts) if "value" in facts else {} for state, facts in self._saved]
+        if not states:
+            self._seek(consumed)
+        elif self._saved[0][1]["dp_size"] == self._dp_size:
+            self._owner.load_state_dict(states[0])
+        else:
+            self._owner.load_state_dicts(states)
+
+    def _seek(self, consumed: int) -> None:
+        """Where the checkpoint has no state: it is of data that is told by a number, or of the very beginning."""
+        if not isinstance(self._data, CountedData) or not consumed:
+            return
+        seek = getattr(self._owner, "seek", None)
+        if not callable(seek):
+            raise WorkloadError(
+                f"the checkpoint has only a number ({consumed}) for the position in the data: give {self._kind} a "
+                "`seek(consumed)` that goes there, or begin with the weights alone (`orch ckpt import --weights-only`)"
+            )
+        seek(consumed)
+
+
+def _ranks(count: int) -> str:
+    return "1 data-parallel rank" if count == 1 else f"{count} data-parallel ranks"

@@ -1,0 +1,77 @@
+"""Validation by the workload's own `validate`: when it is due, and how training is left as it was."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeGuard
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from trainer.worker.optimizer import train_mode
+from trainer.worker.saved_state.rng_state import pack_rng, unpack_rng
+from trainer.worker.train_objects import TrainObjects
+from trainer.worker.training.metric_reducer import MetricReducer
+from trainer.worker.workload import hook
+
+
+def steps_on_plateau(scheduler: object) -> TypeGuard[torch.optim.lr_scheduler.ReduceLROnPlateau]:
+    """Whether it steps after a validation, with what that found, and not after every optimizer step."""
+    return isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+
+class Validation:
+    """Calls `validate` of the workload; what it finds is the same on every rank."""
+
+    def __init__(self, objects: TrainObjects, *, every: int, last: int) -> None:
+        """It is due after every `every` steps (0: never) and after step `last`."""
+        self._objects, self._every, self._last = objects, every, last
+        self._validate = hook(objects.workload, "validate")
+
+    @property
+    def exists(self) -> bool:
+        """Whether the workload validates at all."""
+        return self._validate is not None
+
+    def is_due(self, step: int) -> bool:
+        """Whether to validate after this step."""
+        if self._validate is None or not step:
+            return False
+        return step == self._last or bool(self._every and step % self._every == 0)
+
+    def run(self) -> dict[str, float]:
+        """Validate now: collective. Raises WorkloadError for what is no number."""
+        assert self._validate is not None
+        with _evaluation(self._objects):
+            found = self._validate(self._objects.model)
+        numbers = MetricReducer("validate", self._objects.layout).reduce(found)
+        self._step_on_plateau(numbers)
+        return numbers
+
+    def _step_on_plateau(self, numbers: dict[str, float]) -> None:
+        scheduler = self._objects.scheduler
+        if steps_on_plateau(scheduler) and numbers:
+            scheduler.step(next(iter(numbers.values())))
+
+
+@contextmanager
+def _evaluation(objects: TrainObjects) -> Iterator[None]:
+    """No gradients, evaluation mode, and generators of its own: whether a run validates changes none of its steps."""
+    model, optimizer, device = objects.model, objects.optimizer, objects.layout.device
+    modes = [(module, module.training) for module in model.modules()]
+    generators = pack_rng(device)
+    evaluate = getattr(optimizer, "eval", None)
+    if callable(evaluate):
+        evaluate()
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:  # not `train()`, which thaws what the workload has frozen
+            module.training = mode
+        for module in model.modules():
+            if isinstance(module, FSDPModule):  # the last units of a forward pass without a backward pass stay whole
+                module.reshard()
+        if callable(evaluate):
+            train_mode(optimizer)
+        unpack_rng(generators, device)

@@ -29,6 +29,7 @@ VERBS = {
     "save": ("orchestrator.cli.live_jobs.save:save", "Save a checkpoint now; training continues."),
     "cancel": ("orchestrator.cli.runs.cancel_resume:cancel", "Save a checkpoint, then stop the runs."),
     "resume": ("orchestrator.cli.runs.cancel_resume:resume", "Continue a run that is held, failed or cancelled."),
+    "tag": ("orchestrator.cli.runs.tags:tag", "Add tags to a run, or remove them."),
     "ckpt": (
         "orchestrator.cli.checkpoints.group:ckpt",
         "List, verify, compare, export, import, pin and clean up checkpoints.",

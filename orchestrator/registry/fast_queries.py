@@ -27,6 +27,7 @@ _TESTED_AT = f"({_SAVED_AT}), {{0}}.step, {{0}}.ended_at"
 _NEWEST = f"""
 SELECT run.name AS run, run.state, run.reason, run.cluster, run.run_dir, run.config_digest, run.step,
     run.total_steps, run.loss, run.created_at, run.updated_at, run.not_before, run.scheduler,
+    run.tags, run.notified, run.removal,
     (SELECT count(*) FROM attempts WHERE attempts.run = run.name) AS attempts,
     (SELECT count(*) FROM generations WHERE generations.run = run.name) AS generations,
     attempt.number AS attempt, attempt.job_id, attempt.job_state, attempt.nodes, attempt.failure,
@@ -52,24 +53,32 @@ LEFT JOIN restore_tests AS bad ON bad.rowid = (
         AND ({_TESTED_AT.format("good")}) > ({_TESTED_AT.format("bad")}))
 ORDER BY run.id DESC
 """
+_TAGGED = "EXISTS (SELECT 1 FROM json_each(runs.tags) WHERE value = ?)"
 _NO_TEST = "NOT EXISTS (SELECT 1 FROM restore_tests WHERE restore_tests.test = runs.name)"
 
 
 def newest(
-    path: Path, limit: int | None = 50, states: Iterable[str] | None = None, *, tests: bool = False
+    path: Path,
+    limit: int | None = 50,
+    states: Iterable[str] | None = None,
+    *,
+    tests: bool = False,
+    tags: Iterable[str] = (),
 ) -> list[dict[str, Any]]:
     """The newest runs with all that `orch status` shows; empty when there is no registry yet.
 
-    `tests`: those too that are restore tests.
+    `tests`: those too that are restore tests. `tags`: only those that have all of these.
 
     Keys: run, state, reason, cluster, run_dir, config_digest, step, total_steps, loss, created_at, updated_at,
     not_before, scheduler, slurm_cluster, attempts and generations (counts), attempt (number of the newest), job_id,
     job_state, nodes (list), last_checkpoint ({step, trust, committed_at} or None), failure (of the newest attempt, or
     None), restore_test ({step, layout, verdict, ended_at} of the newest finished one, or None), bad_test (the same
-    with its reason, where the newest checkpoint that was tested was found bad). Times are seconds since the epoch.
+    with its reason, where the newest checkpoint that was tested was found bad), tags (list), notified, removal (as in
+    orchestrator.registry.records.Run). Times are seconds since the epoch.
     """
     where, wanted = _among("state", states)
-    return _newest(path, limit, [*where, *([] if tests else [_NO_TEST])], wanted)
+    tagged = list(tags)
+    return _newest(path, limit, [*where, *([] if tests else [_NO_TEST]), *[_TAGGED] * len(tagged)], [*wanted, *tagged])
 
 
 def named(path: Path, names: Iterable[str]) -> list[dict[str, Any]]:
@@ -159,6 +168,7 @@ def _answer(row: sqlite3.Row) -> dict[str, Any]:
     answer["failure"] = json.loads(answer["failure"]) if answer["failure"] else None
     answer["slurm_cluster"] = (answer["scheduler"] or None) if answer["cluster"] == "slurm" else None
     answer["nodes"] = json.loads(answer["nodes"] or "[]")
+    answer["tags"], answer["notified"] = json.loads(answer["tags"]), json.loads(answer["notified"])
     answer["loss"] = None if answer["loss"] is None else number(answer["loss"])
     return answer
 

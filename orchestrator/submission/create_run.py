@@ -38,6 +38,7 @@ def create_run(
     now: float,
     progress: Progress | None = None,
     imported: dict[str, Any] | None = None,
+    tags: tuple[str, ...] = (),
 ) -> tuple[Run, Attempt]:
     """Check, prepare data, write the run and the intent of its first attempt, make its folder.
 
@@ -68,6 +69,7 @@ def create_run(
             total_steps=0 if config.command else config.train.steps,
             identity=identity,
             scheduler=instance_of(kind)(),
+            tags=tags,
         ),
         now=now,
         nonce=token_hex(4),

@@ -76,9 +76,8 @@ def overview(screen: Screen) -> None:
     screen.note(_footer(running))
     for row in stuck:
         screen.say(f"needs you: {row['run']} is {row['state']}: {row['reason']}")
-        screen.say(
-            f"           orch show {row['run']}   orch logs {row['run']} --rank first-error   orch resume {row['run']}"
-        )
+        go_on = f"orch logs {row['run']} --rank first-error   orch resume {row['run']}"
+        screen.say(f"           orch show {row['run']}   " + (f"orch rm {row['run']}" if row["removal"] else go_on))
     for row in bad:
         screen.say(f"needs you: {bad_test_words(row)}")
         screen.say(f"           orch restore-tests history {row['run']}   orch ckpt ls {row['run']}")

@@ -9,6 +9,7 @@ from sqlalchemy import Connection, Integer, cast, func, insert, select
 from sqlalchemy.dialects.sqlite import insert as insert_or
 
 from checkpointing.storage.durable import canonical
+from orchestrator.errors import Precondition
 from orchestrator.registry.database import StoreOperations, writes
 from orchestrator.registry.models import AttemptRow, ConfigRow, RestoreTestRow, RunRow, UserRequestRow
 from orchestrator.registry.records import Attempt, NewRun, RestoreTest, Run
@@ -30,7 +31,12 @@ class UserWrites(StoreOperations):
 
     @writes
     def put_restore_test(self, connection: Connection, test: RestoreTest) -> None:
-        """Write down that a run is a restore test; in one transaction with its `create_run`."""
+        """Write down that a run is a restore test; in one transaction with its `create_run`.
+
+        Raises Precondition for a test of a run that is being removed.
+        """
+        if the_run(connection, test.run).removal:
+            raise Precondition(f"{test.run} is being removed", where=test.run, hint=f"orch rm {test.run}")
         connection.execute(insert(RestoreTestRow).values(**test.__dict__))
 
     @writes

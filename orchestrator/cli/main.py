@@ -16,6 +16,10 @@ VERBS = {
     "submit": ("orchestrator.cli.runs.submit:submit", "Submit a run; orch restarts it until it is finished."),
     "status": ("orchestrator.cli.runs.status:status", "List the newest runs: state, step, loss, checkpoint, reason."),
     "show": ("orchestrator.cli.runs.show:show", "Show one run in full: attempts, decisions, checkpoints, code."),
+    "compare": (
+        "orchestrator.cli.runs.compare:compare",
+        "Compare runs: where they differ, speed, losses at the steps they share.",
+    ),
     "wait": ("orchestrator.cli.runs.wait:wait", "Wait until a run ends; the exit code says how."),
     "logs": ("orchestrator.cli.live_jobs.logs:logs", "Print the logs of ranks, agents and the controller."),
     "top": (

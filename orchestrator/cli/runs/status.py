@@ -121,6 +121,11 @@ def _rows(
     return [row for row in rows if (states is None or row["state"] in states) and {*tags} <= {*row["tags"]}]
 
 
+def rows_with_tags(tags: tuple[str, ...]) -> list[dict[str, Any]]:
+    """The rows of all runs that have all of these tags, newest first."""
+    return _rows((), None, None, checked(tags))
+
+
 def one_row(name: str) -> dict[str, Any]:
     """The row of one run, by its name, a unique beginning of it, or `@last`; raises NotFound with near names."""
     from orchestrator.registry import fast_queries

@@ -49,6 +49,10 @@ VERBS = {
     "db": ("orchestrator.cli.db:db", "Locate, back up or rebuild the registry."),
     "controller": ("orchestrator.cli.cluster.controller:controller", "Run, inspect or install the controller."),
     "doctor": ("orchestrator.cli.cluster.doctor:doctor", "Check this machine and cluster, and say what to fix."),
+    "completion": (
+        "orchestrator.cli.completion.completion:completion",
+        "Print the completion script of a shell: bash, zsh or fish.",
+    ),
     "drill": ("orchestrator.cli.drills.drill:drill", "Inject a fault and score the reaction."),
     "demo": ("orchestrator.cli.drills.demo:demo", "Run a small training here that is killed and recovers."),
 }
@@ -162,9 +166,20 @@ def _internal(screen: Screen, error: Exception, words: Sequence[str]) -> int:
     return 1
 
 
+def _complete(line: str) -> int:
+    """Answer a shell that asks what may follow."""
+    from orchestrator.cli.completion.answer import answer  # only when a shell asks
+
+    screen = Screen()
+    for candidate in answer(orch, line):
+        screen.say(candidate)
+    return 0
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point of the `orch` program."""
-    sys.exit(run(args))
+    asked = os.environ.get("_ORCH_COMPLETE")  # the command line so far, at a Tab
+    sys.exit(run(args) if asked is None else _complete(asked))
 
 
 if __name__ == "__main__":

@@ -92,6 +92,30 @@ def found_bad(path: Path, since: float) -> list[str]:
     return [row["run"] for row in _rows(path, query, (since,))] if path.exists() else []
 
 
+def run_names(path: Path, limit: int = 1000) -> list[tuple[str, str]]:
+    """Names and states of the newest runs."""
+    query = "SELECT name, state FROM runs ORDER BY id DESC LIMIT ?"
+    return [(row["name"], row["state"]) for row in _rows(path, query, (limit,))] if path.exists() else []
+
+
+def saved_steps(path: Path, run: str) -> list[tuple[int, str]]:
+    """Steps of the checkpoints of a run that are there, newest first, with their trust."""
+    query = "SELECT step, trust FROM checkpoints WHERE run = ? AND trust <> 'DELETED' ORDER BY step DESC"
+    return [(row["step"], row["trust"]) for row in _rows(path, query, (run,))] if path.exists() else []
+
+
+def tag_names(path: Path) -> list[str]:
+    """Every tag that some run has."""
+    query = "SELECT DISTINCT value FROM runs, json_each(runs.tags) ORDER BY value"
+    return [row["value"] for row in _rows(path, query, ())] if path.exists() else []
+
+
+def node_names(path: Path) -> list[str]:
+    """Every node that some attempt has run on."""
+    query = "SELECT DISTINCT name FROM nodes ORDER BY name"
+    return [row["name"] for row in _rows(path, query, ())] if path.exists() else []
+
+
 def leases(path: Path, *, any_version: bool = False) -> list[Lease]:
     """The lease of every scheduler instance, expired and dropped (no holder) ones included, the newest first.
 

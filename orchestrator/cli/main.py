@@ -16,6 +16,10 @@ VERBS = {
     "submit": ("orchestrator.cli.runs.submit:submit", "Submit a run; orch restarts it until it is finished."),
     "status": ("orchestrator.cli.runs.status:status", "List the newest runs: state, step, loss, checkpoint, reason."),
     "show": ("orchestrator.cli.runs.show:show", "Show one run in full: attempts, decisions, checkpoints, code."),
+    "compare": (
+        "orchestrator.cli.runs.compare:compare",
+        "Compare runs: where they differ, speed, losses at the steps they share.",
+    ),
     "wait": ("orchestrator.cli.runs.wait:wait", "Wait until a run ends; the exit code says how."),
     "events": ("orchestrator.cli.runs.events:events", "Print the timeline of a run: events, decisions, states."),
     "logs": ("orchestrator.cli.live_jobs.logs:logs", "Print the logs of ranks, agents and the controller."),
@@ -30,6 +34,8 @@ VERBS = {
     "save": ("orchestrator.cli.live_jobs.save:save", "Save a checkpoint now; training continues."),
     "cancel": ("orchestrator.cli.runs.cancel_resume:cancel", "Save a checkpoint, then stop the runs."),
     "resume": ("orchestrator.cli.runs.cancel_resume:resume", "Continue a run that is held, failed or cancelled."),
+    "tag": ("orchestrator.cli.runs.tags:tag", "Add tags to a run, or remove them."),
+    "rm": ("orchestrator.cli.removal.rm:rm", "Remove runs that are over: folder, checkpoints, registry rows."),
     "ckpt": (
         "orchestrator.cli.checkpoints.group:ckpt",
         "List, verify, compare, export, import, pin and clean up checkpoints.",
@@ -44,6 +50,10 @@ VERBS = {
     "db": ("orchestrator.cli.db:db", "Locate, back up or rebuild the registry."),
     "controller": ("orchestrator.cli.cluster.controller:controller", "Start, stop, inspect or install the controller."),
     "doctor": ("orchestrator.cli.cluster.doctor:doctor", "Check this machine and cluster, and say what to fix."),
+    "completion": (
+        "orchestrator.cli.completion.completion:completion",
+        "Print the completion script of a shell: bash, zsh or fish.",
+    ),
     "drill": ("orchestrator.cli.drills.drill:drill", "Inject a fault and score the reaction."),
     "demo": ("orchestrator.cli.drills.demo:demo", "Run a small training here that is killed and recovers."),
 }
@@ -157,9 +167,20 @@ def _internal(screen: Screen, error: Exception, words: Sequence[str]) -> int:
     return 1
 
 
+def _complete(line: str) -> int:
+    """Answer a shell that asks what may follow."""
+    from orchestrator.cli.completion.answer import answer  # only when a shell asks
+
+    screen = Screen()
+    for candidate in answer(orch, line):
+        screen.say(candidate)
+    return 0
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point of the `orch` program."""
-    sys.exit(run(args))
+    asked = os.environ.get("_ORCH_COMPLETE")  # the command line so far, at a Tab
+    sys.exit(run(args) if asked is None else _complete(asked))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,10 @@ POINTS = (
     "after_cancel",
     "after_ask",
 )
-"""Every name that `reach` is called with, in the order of a run's life."""
+"""Every name that a controller or submit calls `reach` with, in the order of a run's life."""
+
+REMOVAL_POINTS = ("rm_begun", "rm_copies", "rm_renamed", "rm_set_aside", "rm_deleted")
+"""Those of `orch rm`."""
 
 
 def reach(name: str) -> None:

@@ -27,6 +27,7 @@ _TESTED_AT = f"({_SAVED_AT}), {{0}}.step, {{0}}.ended_at"
 _NEWEST = f"""
 SELECT run.name AS run, run.state, run.reason, run.cluster, run.run_dir, run.config_digest, run.step,
     run.total_steps, run.loss, run.created_at, run.updated_at, run.not_before, run.scheduler,
+    run.tags, run.notified, run.removal,
     (SELECT count(*) FROM attempts WHERE attempts.run = run.name) AS attempts,
     (SELECT count(*) FROM generations WHERE generations.run = run.name) AS generations,
     attempt.number AS attempt, attempt.job_id, attempt.job_state, attempt.nodes, attempt.failure,
@@ -53,25 +54,33 @@ LEFT JOIN restore_tests AS bad ON bad.rowid = (
         AND ({_TESTED_AT.format("good")}) > ({_TESTED_AT.format("bad")}))
 ORDER BY run.id DESC
 """
+_TAGGED = "EXISTS (SELECT 1 FROM json_each(runs.tags) WHERE value = ?)"
 _NO_TEST = "NOT EXISTS (SELECT 1 FROM restore_tests WHERE restore_tests.test = runs.name)"
 
 
 def newest(
-    path: Path, limit: int | None = 50, states: Iterable[str] | None = None, *, tests: bool = False
+    path: Path,
+    limit: int | None = 50,
+    states: Iterable[str] | None = None,
+    *,
+    tests: bool = False,
+    tags: Iterable[str] = (),
 ) -> list[dict[str, Any]]:
     """The newest runs with all that `orch status` shows; empty when there is no registry yet.
 
-    `tests`: those too that are restore tests.
+    `tests`: those too that are restore tests. `tags`: only those that have all of these.
 
     Keys: run, state, reason, cluster, run_dir, config_digest, step, total_steps, loss, created_at, updated_at,
     not_before, scheduler, slurm_cluster, attempts and generations (counts), attempt (number of the newest), job_id,
     job_state, nodes (list), last_checkpoint ({step, trust, committed_at} or None), failure (of the newest attempt, or
     None), restore_test ({step, layout, verdict, ended_at} of the newest finished one, or None), bad_test (the same
     with its reason, where the newest checkpoint that was tested was found bad), test_of ({run, step, layout} of a run
-    that is a restore test itself, or None). Times are seconds since the epoch.
+    that is a restore test itself, or None), tags (list), notified, removal (as in
+    orchestrator.registry.records.Run). Times are seconds since the epoch.
     """
     where, wanted = _among("state", states)
-    return _newest(path, limit, [*where, *([] if tests else [_NO_TEST])], wanted)
+    tagged = list(tags)
+    return _newest(path, limit, [*where, *([] if tests else [_NO_TEST]), *[_TAGGED] * len(tagged)], [*wanted, *tagged])
 
 
 def named(path: Path, names: Iterable[str]) -> list[dict[str, Any]]:
@@ -83,6 +92,30 @@ def found_bad(path: Path, since: float) -> list[str]:
     """Runs of which a restore test has found a checkpoint bad at `since` or later."""
     query = f"SELECT DISTINCT run FROM restore_tests WHERE ended_at >= ? AND verdict IN {_BAD} ORDER BY run"
     return [row["run"] for row in _rows(path, query, (since,))] if path.exists() else []
+
+
+def run_names(path: Path, limit: int = 1000) -> list[tuple[str, str]]:
+    """Names and states of the newest runs."""
+    query = "SELECT name, state FROM runs ORDER BY id DESC LIMIT ?"
+    return [(row["name"], row["state"]) for row in _rows(path, query, (limit,))] if path.exists() else []
+
+
+def saved_steps(path: Path, run: str) -> list[tuple[int, str]]:
+    """Steps of the checkpoints of a run that are there, newest first, with their trust."""
+    query = "SELECT step, trust FROM checkpoints WHERE run = ? AND trust <> 'DELETED' ORDER BY step DESC"
+    return [(row["step"], row["trust"]) for row in _rows(path, query, (run,))] if path.exists() else []
+
+
+def tag_names(path: Path) -> list[str]:
+    """Every tag that some run has."""
+    query = "SELECT DISTINCT value FROM runs, json_each(runs.tags) ORDER BY value"
+    return [row["value"] for row in _rows(path, query, ())] if path.exists() else []
+
+
+def node_names(path: Path) -> list[str]:
+    """Every node that some attempt has run on."""
+    query = "SELECT DISTINCT name FROM nodes ORDER BY name"
+    return [row["name"] for row in _rows(path, query, ())] if path.exists() else []
 
 
 def leases(path: Path, *, any_version: bool = False) -> list[Lease]:
@@ -162,6 +195,7 @@ def _answer(row: sqlite3.Row) -> dict[str, Any]:
     answer["failure"] = json.loads(answer["failure"]) if answer["failure"] else None
     answer["slurm_cluster"] = (answer["scheduler"] or None) if answer["cluster"] == "slurm" else None
     answer["nodes"] = json.loads(answer["nodes"] or "[]")
+    answer["tags"], answer["notified"] = json.loads(answer["tags"]), json.loads(answer["notified"])
     answer["loss"] = None if answer["loss"] is None else number(answer["loss"])
     return answer
 

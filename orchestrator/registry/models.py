@@ -109,6 +109,9 @@ class RunRow(Base):
     updated_at: Mapped[float]
     identity: Mapped[dict[str, Any]]
     scheduler: Mapped[str] = mapped_column(server_default="")
+    tags: Mapped[tuple[str, ...]] = mapped_column(server_default="[]")
+    notified: Mapped[dict[str, Any]] = mapped_column(server_default="{}")
+    removal: Mapped[str] = mapped_column(server_default="")
 
 
 class AttemptRow(Base):

@@ -26,6 +26,9 @@ class Run:
     updated_at: float = 0.0
     identity: dict[str, Any] = field(default_factory=dict)  # code, environment, data
     scheduler: str = ""  # the instance that its jobs belong to (scheduler/instance.py); empty: not known
+    tags: tuple[str, ...] = ()  # people's own, sorted
+    notified: dict[str, Any] = field(default_factory=dict)  # orchestrator.notifications.record.Notified as JSON
+    removal: str = ""  # how far `orch rm` has come (orchestrator/registry/operations/removal_writes.py)
 
     @property
     def domain(self) -> str:
@@ -44,6 +47,7 @@ class NewRun:
     total_steps: int
     identity: dict[str, Any]
     scheduler: str = ""  # as in Run
+    tags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

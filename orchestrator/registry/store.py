@@ -17,13 +17,14 @@ from orchestrator.registry.operations.controller_writes import ControllerWrites
 from orchestrator.registry.operations.lease_writes import LeaseWrites
 from orchestrator.registry.operations.reads import Reads
 from orchestrator.registry.operations.rebuild_writes import RebuildWrites
+from orchestrator.registry.operations.removal_writes import RemovalWrites
 from orchestrator.registry.operations.run_record import write_records
 from orchestrator.registry.operations.user_writes import UserWrites
 
 T = TypeVar("T")
 
 
-class Store(Reads, UserWrites, LeaseWrites, ControllerWrites, RebuildWrites):
+class Store(Reads, UserWrites, LeaseWrites, ControllerWrites, RebuildWrites, RemovalWrites):
     """The open registry. Each write is one durable transaction, tried again while another process writes."""
 
     @classmethod

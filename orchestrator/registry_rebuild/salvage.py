@@ -37,6 +37,7 @@ def salvage(folder: RunDir, run: dict[str, Any], now: float | None = None) -> Re
         updated_at=max(run["created_at"], *(attempt.ended_at or attempt.intent_at for attempt in attempts)),
         identity=run["identity"],
         scheduler=run.get("scheduler", "") or attempts[-1].scheduler,
+        tags=tuple(run.get("tags", ())),
     )
     note = Transition(
         run=row.name, kind="run", subject=row.name, before="", after=state, reason=reason, time=row.updated_at

@@ -10,7 +10,7 @@ from random import Random
 from orchestrator.config.restore_tests_config import OFF
 from orchestrator.config.run_config import RunConfig
 from orchestrator.controller.run_dirs.bounded_files import Files, RunDirHangs
-from orchestrator.errors import Fenced, OrchError, RegistryError
+from orchestrator.errors import Fenced, NotFound, OrchError, RegistryError
 from orchestrator.registry.records import Checkpoint, RestoreTest, Run
 from orchestrator.registry.store import Store
 from orchestrator.restore_tests.create import Asked, check_test, create_test, shared_paths
@@ -65,9 +65,9 @@ class RestoreTests:
         for due in self.due(now, force=force):
             if due.at > now or due.refused:
                 continue
-            run = self.store.run(due.run)
-            asked = Asked(checkpoint=self._row(due), layout=due.layout, forced=force)
             try:
+                run = self.store.run(due.run)
+                asked = Asked(checkpoint=self._row(due), layout=due.layout, forced=force)
                 test = begin_test(self.store, self.files, run, asked, now)
             except (Fenced, RegistryError):
                 raise
@@ -78,7 +78,10 @@ class RestoreTests:
         return done
 
     def _row(self, due: Due) -> Checkpoint:
-        return next(row for row in self.store.checkpoints(due.run) if row.name == due.checkpoint)
+        found = [row for row in self.store.checkpoints(due.run) if row.name == due.checkpoint]
+        if not found:
+            raise NotFound(f"run {due.run} has no checkpoint {due.checkpoint} any more")
+        return found[0]
 
     def due(self, now: float, *, force: bool = False) -> list[Due]:
         """The next test of every run, the one that is due first in front; those beyond `max_parallel` are refused."""
@@ -135,6 +138,7 @@ class RestoreTests:
             run
             for run in self.store.runs({*LIVE_RUNS, *ended})
             if self.owns(run)
+            and not run.removal
             and "restore_test" not in run.identity
             and (run.state in LIVE_RUNS or now - run.updated_at <= RECENT)
             and (force or not self._is_settled(run))

@@ -42,6 +42,7 @@ def create_run(
     progress: Progress | None = None,
     imported: dict[str, Any] | None = None,
     on_recorded: Callable[[Run], None] = lambda run: None,
+    tags: tuple[str, ...] = (),
 ) -> tuple[Run, Attempt]:
     """Check, prepare data, write the run and the intent of its first attempt, make its folder.
 
@@ -73,6 +74,7 @@ def create_run(
         total_steps=0 if config.command else config.train.steps,
         identity=identity,
         scheduler=instance_of(kind)(),
+        tags=tags,
     )
     with _interrupts_held():
         run, attempt = store.create_run(new, now=now, nonce=token_hex(4))

@@ -185,6 +185,7 @@ def _head(screen: Screen, run: Run, row: dict[str, Any], own_test: RestoreTest |
         **(own_lines(own_test) if own_test else {}),
         "step": f"{progress(run.step, run.total_steps, ' of ')}   loss {decimal(row['loss'])}",
         "created": f"{screen.when(run.created_at)}   updated {span(row['age_s'])} ago",
+        "tags": ", ".join(run.tags),
         "config": f"{run.config_digest[:12]}   orch config diff {run.config_digest[:12]} OTHER",
         "code": _code(code),
         "env": _words(env),

@@ -8,6 +8,7 @@ import click
 from orchestrator.cli.access.registry import open_store, require_registry
 from orchestrator.cli.access.run_location import START, TAKE_OVER, controller_state, where_to_start
 from orchestrator.cli.runs.next_commands import go_on, look_closer
+from orchestrator.cli.runs.tags import checked
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, decimal, host_list, iso, plain, progress, span
 from orchestrator.controller.leasing.lease import displayed_state, host_name, host_of
@@ -19,6 +20,7 @@ from orchestrator.states import LIVE_RUNS, RunState
 KEYS = (
     "run", "state", "step", "total_steps", "loss", "attempts", "generations", "job_id", "cluster", "nodes",
     "last_checkpoint", "reason", "updated_at", "last_lines", "slurm_cluster", "restore_test",
+    "tags",
 )  # fmt: skip
 """What `orch status --json` promises of every run; the golden test holds it."""
 RECENT = 7 * 86400.0
@@ -32,21 +34,23 @@ RECENT = 7 * 86400.0
 )
 @click.option("-n", "limit", type=click.IntRange(1), default=50, show_default=True, help="How many runs to list.")
 @click.option("--state", "states", multiple=True, metavar="STATE", help="List only runs in this state; repeatable.")
+@click.option("-t", "--tag", "tags", multiple=True, metavar="NAME", help="List only runs with this tag; repeatable.")
 @click.option("-w", "--watch", is_flag=True, help="Redraw every 2 seconds until Ctrl-C.")
 @click.pass_obj
 def status(
-    screen: Screen, runs: tuple[str, ...], everything: bool, limit: int, states: tuple[str, ...], watch: bool
-) -> None:
+    screen: Screen, runs: tuple[str, ...], everything: bool, limit: int, states: tuple[str, ...],
+    tags: tuple[str, ...], watch: bool,
+) -> None:  # fmt: skip
     """List the newest runs: state, step, loss, last checkpoint, reason.
 
     It reads only the registry, changes nothing, and prints how old its information is. Runs that are restore tests
     are listed with --all or by their names.
     """
-    chosen = _states(states)
+    chosen, tags = _states(states), checked(tags)
     if watch:
         screen.if_interrupted = lambda: ""  # the usual way to leave
     while True:
-        rows = _rows(runs, None if everything else limit, chosen)
+        rows = _rows(runs, None if everything else limit, chosen, tags)
         if watch:
             screen.clear_screen()
         _show(screen, rows)
@@ -75,7 +79,8 @@ def overview(screen: Screen) -> None:
     screen.note(_footer(running))
     for row in stuck:
         screen.say(f"needs you: {row['run']} is {row['state']}: {row['reason']}")
-        screen.say(f"           {'   '.join([*look_closer(row), go_on(row)])}")
+        next_step = f"orch rm {row['run']}" if row["removal"] else go_on(row)
+        screen.say(f"           {'   '.join([*look_closer(row), next_step])}")
     for row in bad:
         screen.say(f"needs you: {bad_test_words(row)}")
         screen.say(f"           orch restore-tests history {row['run']}   orch ckpt ls {row['run']}")
@@ -107,14 +112,21 @@ def _states(words: tuple[str, ...]) -> frozenset[RunState] | None:
     return frozenset(RunState(word.upper()) for word in words) or None
 
 
-def _rows(names: tuple[str, ...], limit: int | None, states: frozenset[RunState] | None) -> list[dict[str, Any]]:
+def _rows(
+    names: tuple[str, ...], limit: int | None, states: frozenset[RunState] | None, tags: tuple[str, ...] = ()
+) -> list[dict[str, Any]]:
     from orchestrator.registry import fast_queries
 
     if not names:
-        found = fast_queries.newest(registry_path(), limit, states, tests=limit is None)
+        found = fast_queries.newest(registry_path(), limit, states, tests=limit is None, tags=tags)
         return [_with_ages(row) for row in found]
     rows = [one_row(name) for name in dict.fromkeys(names)]
-    return [row for row in rows if states is None or row["state"] in states]
+    return [row for row in rows if (states is None or row["state"] in states) and {*tags} <= {*row["tags"]}]
+
+
+def rows_with_tags(tags: tuple[str, ...]) -> list[dict[str, Any]]:
+    """The rows of all runs that have all of these tags, newest first."""
+    return _rows((), None, None, checked(tags))
 
 
 def one_row(name: str) -> dict[str, Any]:
@@ -221,6 +233,7 @@ TABLE = [
     Column("JOB", "job_id", drop_order=5),
     Column("NODES", "nodes", lambda names: host_list(names or ()) or "-", drop_order=6),
     Column("UPDATED", "age_s", lambda age: f"{span(age)} ago", right=True, drop_order=4),
+    Column("TAGS", "tags", ", ".join, drop_order=7),
     Column("WHY", "reason"),
 ]
 TSV = [
@@ -239,8 +252,9 @@ TSV = [
     Column("UPDATED_AT", "updated"),
     Column("REASON", "reason"),
     Column("SLURM_CLUSTER", "slurm_cluster"),
+    Column("TAGS", "tags"),
 ]
-SLURM_CLUSTER = Column("CLUSTER", "slurm_cluster", lambda name: name or "local", drop_order=7)
+SLURM_CLUSTER = Column("CLUSTER", "slurm_cluster", lambda name: name or "local", drop_order=8)
 """Shown to people where the runs are not all of one cluster."""
 
 

@@ -13,6 +13,7 @@ from orchestrator.cli.access.run_location import START, TAKE_OVER, controller_st
 from orchestrator.cli.config import OVERRIDES, print_config
 from orchestrator.cli.runs.follow import detached, end_error, wait_until_end
 from orchestrator.cli.runs.status import one_row
+from orchestrator.cli.runs.tags import checked
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, progress
 from orchestrator.errors import ConfigError, Fenced, Precondition, SlurmUnreachable
@@ -35,6 +36,7 @@ CHECK_CONTROLLER_EVERY = 3.0
 @click.argument("source", metavar="CONFIG", required=False)
 @OVERRIDES
 @click.option("--from", "begin", metavar="RUN@STEP", help="Begin with another run's checkpoint; its CONFIG by default.")
+@click.option("-t", "--tag", "tags", multiple=True, metavar="NAME", help="Tag the run; repeatable.")
 @click.option("-n", "--name", default=None, help="Name of the run; orch adds a number.")
 @click.option(
     "--cluster", type=click.Choice(["auto", "local", "slurm"]), default=None, help="Where; overrides cluster.kind."
@@ -46,8 +48,9 @@ CHECK_CONTROLLER_EVERY = 3.0
 @click.option("--print-sbatch", is_flag=True, help="Print the sbatch script; write and submit nothing.")
 @click.pass_obj
 def submit(
-    screen: Screen, source: str | None, overrides: tuple[str, ...], begin: str | None, name: str | None,
-    cluster: str | None, wait_: bool, follow: bool, no_controller: bool, dry_run: bool, print_sbatch: bool,
+    screen: Screen, source: str | None, overrides: tuple[str, ...], begin: str | None, tags: tuple[str, ...],
+    name: str | None, cluster: str | None, wait_: bool, follow: bool, no_controller: bool, dry_run: bool,
+    print_sbatch: bool,
 ) -> int:  # fmt: skip
     """Submit a run; orch restarts it until it is finished.
 
@@ -58,6 +61,7 @@ def submit(
     from orchestrator.config.layers import is_override  # yaml: only for the verbs that read configurations
 
     screen.if_interrupted = lambda: "interrupted: no run was made"
+    tags = checked(tags)
     if source is not None and is_override(source) and not Path(source).exists():
         overrides, source = (source, *overrides), None
     if cluster is not None:
@@ -71,7 +75,7 @@ def submit(
     if dry_run or print_sbatch:
         preview(screen, composed, cluster, only_script=print_sbatch and not dry_run)
         return 0
-    launched = launch(screen, composed, cluster, no_controller=no_controller, imported=imported)
+    launched = launch(screen, composed, cluster, no_controller=no_controller, imported=imported, tags=tags)
     if not (wait_ or follow):
         _tell(screen, launched)
         return 0
@@ -105,7 +109,13 @@ def _composed(
 
 
 def launch(
-    screen: Screen, composed: Any, cluster: str | None, *, no_controller: bool, imported: dict[str, Any] | None = None
+    screen: Screen,
+    composed: Any,
+    cluster: str | None,
+    *,
+    no_controller: bool,
+    imported: dict[str, Any] | None = None,
+    tags: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Write the run down, see to it that somebody launches it, and wait for its job; the data of `orch submit`."""
     from orchestrator.controller import service
@@ -119,7 +129,7 @@ def launch(
     with open_store() as store, screen.bar("tokenizing") as meter:
         run, attempt = launching.create_run(
             store, composed, name=None, cluster=cluster, now=time.time(), progress=meter, imported=imported,
-            on_recorded=recorded,
+            on_recorded=recorded, tags=tags,
         )  # fmt: skip
     if not no_controller:
         service.ensure_running(registry_path(), run.cluster)
@@ -144,7 +154,7 @@ def launch(
         screen.warn("no_job_yet", f"no job yet; whoever drives the run goes on trying: orch status {run.name}")
     return {
         "run": run.name, "attempt": attempt.number, "job_id": row["job_id"], "cluster": run.cluster,
-        "run_dir": run.run_dir, "config_digest": run.config_digest,
+        "run_dir": run.run_dir, "config_digest": run.config_digest, "tags": list(tags),
     }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from orchestrator.cli.terminal.argument_types import COMPLETED_TEXT
 from orchestrator.cli.terminal.render import Screen
 
 
@@ -18,7 +19,7 @@ def _store(name: str) -> Callable[[click.Context, click.Parameter, Any], None]:
 
 
 def _show_version(context: click.Context, _parameter: click.Parameter, value: bool) -> None:
-    if value:
+    if value and not context.resilient_parsing:  # a shell may ask what can follow it
         from importlib.metadata import version  # not needed by any verb
 
         context.ensure_object(Screen).say(f"orch {version('orch')}")
@@ -57,6 +58,9 @@ class Verb(click.Command):
     def __init__(self, *args: Any, **more: Any) -> None:
         more.setdefault("context_settings", _HELP)
         super().__init__(*args, **more)
+        for parameter in self.params:
+            if parameter.type is click.STRING:
+                parameter.type = COMPLETED_TEXT
         self.params += global_options()
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -120,6 +124,15 @@ class LazyGroup(Noun):
         command = getattr(importlib.import_module(module), name)
         assert isinstance(command, click.Command)
         return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[Any]:
+        """The verbs and their purpose, without loading any of them; then the options."""
+        from click.shell_completion import CompletionItem  # only when a shell asks
+
+        verbs = [
+            CompletionItem(name, help=text) for name, (_, text) in self._table.items() if name.startswith(incomplete)
+        ]
+        return verbs + click.Command.shell_complete(self, ctx, incomplete)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The verbs and their purpose, without loading any of them."""

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -137,6 +138,11 @@ class Screen:
     def terminal(self) -> bool:
         """Whether a person reads stdout."""
         return sys.stdout.isatty() and not self.json
+
+    @property
+    def width(self) -> int:
+        """Columns of the page that goes to stdout."""
+        return shutil.get_terminal_size().columns if sys.stdout.isatty() else _PAGE
 
     def _print(self, text: str, stream: TextIO) -> None:
         if self._page is not None and stream is sys.stdout:

@@ -68,6 +68,9 @@ def _is_for(actor: Actor, run: Run, request: UserRequest) -> bool:
 
 
 def _resume(actor: Actor, run: Run, request: UserRequest) -> bool:
+    if run.removal:
+        _answer(actor, request, f"{REFUSED}{run.name} is being removed")
+        return True
     extended = run.state is RunState.SUCCEEDED and "config" in request.args
     if run.state not in (RunState.HELD, RunState.FAILED, RunState.CANCELLED) and not extended:
         refusal = REFUSED if "config" in request.args else ""
@@ -90,7 +93,9 @@ def _resume(actor: Actor, run: Run, request: UserRequest) -> bool:
         _answer(actor, request, f"{REFUSED}the new configuration cannot be read: {error}")
         return True
 
-    def resume() -> None:
+    def resume() -> bool:
+        if actor.store.run(run.name).removal:  # begun since
+            return False
         stamp = actor.stamp()
         if digest and last.state is AttemptState.INTENT:
             actor.store.note_attempt(run.name, last.number, epoch=actor.epoch, config_digest=digest)
@@ -98,8 +103,10 @@ def _resume(actor: Actor, run: Run, request: UserRequest) -> bool:
             run.name, RunState.RECOVERING, "resumed by a person", **stamp, fresh_from=fresh, not_before=0.0, **changes
         )
         actor.store.answer(request.id, f"{run.name} goes on with attempt {fresh}", **stamp)
+        return True
 
-    actor.store.together(resume)
+    if not actor.store.together(resume):
+        return False
     failpoints.reach("after_ask")
     actor.record_action(f"{run.name} resumed")
     return True

@@ -114,6 +114,7 @@ def _run_json(run: Run, first: Attempt) -> dict[str, Any]:
         "nonce": first.nonce,
         "scheduler": run.scheduler,
         "identity": run.identity,
+        "tags": list(run.tags),
     }
 
 

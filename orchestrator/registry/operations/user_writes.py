@@ -1,6 +1,7 @@
 """What people write into the registry: configs, new runs, requests to the controller."""
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,11 @@ from sqlalchemy import Connection, Integer, cast, func, insert, select
 from sqlalchemy.dialects.sqlite import insert as insert_or
 
 from checkpointing.storage.durable import canonical
+from orchestrator.errors import Precondition
 from orchestrator.registry.database import StoreOperations, writes
 from orchestrator.registry.models import AttemptRow, ConfigRow, RestoreTestRow, RunRow, UserRequestRow
 from orchestrator.registry.records import Attempt, NewRun, RestoreTest, Run
-from orchestrator.registry.rows import note_transition, the_attempt, the_run
+from orchestrator.registry.rows import TOUCHED, alter_run, note_transition, the_attempt, the_run
 from orchestrator.states import AttemptState, RunState
 
 
@@ -29,7 +31,12 @@ class UserWrites(StoreOperations):
 
     @writes
     def put_restore_test(self, connection: Connection, test: RestoreTest) -> None:
-        """Write down that a run is a restore test; in one transaction with its `create_run`."""
+        """Write down that a run is a restore test; in one transaction with its `create_run`.
+
+        Raises Precondition for a test of a run that is being removed.
+        """
+        if the_run(connection, test.run).removal:
+            raise Precondition(f"{test.run} is being removed", where=test.run, hint=f"orch rm {test.run}")
         connection.execute(insert(RestoreTestRow).values(**test.__dict__))
 
     @writes
@@ -56,11 +63,24 @@ class UserWrites(StoreOperations):
                 updated_at=now,
                 identity=new.identity,
                 scheduler=new.scheduler,
+                tags=new.tags,
+                notified={},
+                removal="",
             )
         )
         note_transition(connection, name, "run", name, "", RunState.CREATED, "submitted", now)
         put_intent(connection, name, 1, nonce=nonce, excluded=(), epoch=0, reason="first attempt", now=now)
         return the_run(connection, name), the_attempt(connection, name, 1)
+
+    @writes
+    def change_tags(
+        self, connection: Connection, run: str, added: Iterable[str], removed: Iterable[str]
+    ) -> tuple[str, ...]:
+        """Add and remove tags of a run; returns those it has now."""
+        now = tuple(sorted(({*the_run(connection, run).tags} | {*added}) - {*removed}))
+        alter_run(connection, run, tags=now)
+        connection.info.setdefault(TOUCHED, set()).add(run)  # its record has them, too
+        return now
 
     @writes
     def add_user_request(self, connection: Connection, run: str, verb: str, args: dict[str, Any], now: float) -> int:

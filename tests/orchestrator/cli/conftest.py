@@ -72,21 +72,21 @@ class Seeds:
         self.epoch = lease.epoch
         store.ticked(lease, time.time())
 
+    def new(self, slug: str) -> NewRun:
+        """What `run` is made of."""
+        return NewRun(
+            slug=slug,
+            cluster="local",
+            root=self.root,
+            config_digest=self.digest,
+            total_steps=200,
+            identity={"code": {"git": "1a2b3c4"}, "env": {"python": "3.11.7"}, "data": {"fingerprint": "f00d"}},
+        )
+
     def run(self, slug: str = "tiny", state: RunState = RunState.RUNNING, reason: str = "") -> str:
         """A run at step 120 of 200 in its first attempt."""
         now = time.time()
-        run, _ = self.store.create_run(
-            NewRun(
-                slug=slug,
-                cluster="local",
-                root=self.root,
-                config_digest=self.digest,
-                total_steps=200,
-                identity={"code": {"git": "1a2b3c4"}, "env": {"python": "3.11.7"}, "data": {"fingerprint": "f00d"}},
-            ),
-            now=now,
-            nonce="0123abcd",
-        )
+        run, _ = self.store.create_run(self.new(slug), now=now, nonce="0123abcd")
         self.store.move_attempt(
             run.name, 1, AttemptState.SUBMITTED, "job 41", epoch=self.epoch, now=now, job_id="41", job_state="PENDING"
         )

@@ -101,6 +101,7 @@ def live_through_two_attempts(desk: Desk) -> RunDir:
     second = store.add_attempt(name, nonce="ffffffff", excluded=("n1",), **stamp)
     intend(folder, second)
     store.note_run(name, **stamp, step=100, loss=0.1 + 0.2)
+    store.change_tags(name, ("baseline", "lr=3e-4"), ())
     store.move_attempt(name, 2, AttemptState.ENDED, "finished", **stamp, decision={"action": "succeed", "reason": ""})
     store.move_run(name, RunState.SUCCEEDED, "all steps trained", **stamp, fresh_from=2)
     return folder
@@ -367,7 +368,7 @@ def test_a_damaged_record_is_as_good_as_none(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_a_run_stays_with_its_cluster(desk: Desk, recorded: bool) -> None:
+def test_a_run_keeps_its_cluster_and_its_tags(desk: Desk, recorded: bool) -> None:
     """By its record, and by run.json and the intents where that is lost, too."""
     there, digest = "lab@login1:6817/aaaaaaaa", desk.store.put_config(CONFIG)
     run, attempt = desk.store.create_run(
@@ -379,6 +380,7 @@ def test_a_run_stays_with_its_cluster(desk: Desk, recorded: bool) -> None:
             total_steps=100,
             identity={},
             scheduler=there,
+            tags=("baseline",),
         ),
         now=1.0,
         nonce="00000000",
@@ -390,7 +392,7 @@ def test_a_run_stays_with_its_cluster(desk: Desk, recorded: bool) -> None:
     lose(desk)
     rebuild(desk.path, [desk.root])
     with Store.open(desk.path) as store:
-        assert store.run(run.name).scheduler == there
+        assert (store.run(run.name).scheduler, store.run(run.name).tags) == (there, ("baseline",))
         assert [item.scheduler for item in store.attempts(run.name)] == [there]
 
 

@@ -56,16 +56,18 @@ def words(tmp_path: Path, text: str) -> list[str]:
 
 
 def test_submit_json_has_the_promised_shape(orch: Type, service: SimpleNamespace, tmp_path: Path, text: str) -> None:
-    done = orch(*words(tmp_path, text), "--name", "mine", "--json")
+    done = orch(*words(tmp_path, text), "--name", "mine", "-t", "b", "-t", "a", "--json")
     assert done.code == 0, done.err
     assert done.answer["schema"] == "orch.submit/1"
     data = done.data
-    assert list(data) == ["run", "attempt", "job_id", "cluster", "run_dir", "config_digest"]
+    assert list(data) == ["run", "attempt", "job_id", "cluster", "run_dir", "config_digest", "tags"]
     digest = data.pop("config_digest")
     assert len(digest) == 64
     assert data == {
         "run": "mine-1", "attempt": 1, "job_id": "41", "cluster": "local", "run_dir": str(tmp_path / "runs" / "mine-1"),
+        "tags": ["a", "b"],
     }  # fmt: skip
+    assert orch("status", "mine-1", "--json").data[0]["tags"] == ["a", "b"]
     assert service.knocks == ["ensure_running"]
     assert orch("config", "diff", "mine-1", digest, "--json").data == []
 

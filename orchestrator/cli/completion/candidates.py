@@ -1,0 +1,185 @@
+"""What may stand at an argument, or after an option: runs, checkpoints, configurations, keys, tags, nodes."""
+
+import typing
+from collections.abc import Callable, Iterable, Iterator
+
+import click
+from click.shell_completion import CompletionItem
+
+from orchestrator.cli.completion.answer import FILE, OPEN
+from orchestrator.errors import OrchError
+from orchestrator.home import registry_path
+from orchestrator.registry import fast_queries
+from orchestrator.states import ENDED_RUNS, LIVE_RUNS, RunState
+
+Item = CompletionItem[str]
+Source = Callable[[click.Context, str], Iterable[Item]]
+
+_STOPPED = {*ENDED_RUNS, RunState.HELD}
+_STATES: dict[str, typing.Collection[str]] = {
+    "top": LIVE_RUNS, "attach": LIVE_RUNS, "save": LIVE_RUNS, "drill": LIVE_RUNS, "cancel": {*LIVE_RUNS, RunState.HELD},
+    "resume": _STOPPED, "rm": _STOPPED,
+}  # fmt: skip
+"""Verbs that take runs in some states only."""
+
+
+def candidates(context: click.Context, parameter: str, incomplete: str) -> list[Item]:
+    """What may stand there and begins with `incomplete`; nothing where that is free text, or the registry is silent."""
+    source = source_of(context, parameter)
+    if source is None:
+        return []
+    try:
+        found = [item for item in source(context, incomplete) if item.value.startswith(incomplete) or item.type == FILE]
+    except OrchError:
+        return []
+    return list({item.value: item for item in found}.values())
+
+
+def source_of(context: click.Context, parameter: str) -> Source | None:
+    """Where candidates for this parameter of a verb come from; None for free text."""
+    verb = context.command_path.partition(" ")[2]
+    return _SOURCES.get(f"{verb} {parameter}") or _SOURCES.get(parameter)
+
+
+def _verb(context: click.Context) -> str:
+    return str(context.info_name)
+
+
+def _runs(context: click.Context, incomplete: str) -> Iterator[Item]:
+    typed = {word for value in context.params.values() if isinstance(value, tuple) for word in value}
+    wanted = _STATES.get(_verb(context))
+    for name, state in fast_queries.run_names(registry_path()):
+        if name not in typed and (wanted is None or state in wanted):
+            yield CompletionItem(name, help=state)
+
+
+def _checkpoints(context: click.Context, incomplete: str) -> Iterator[Item]:
+    """Names of runs, and after the `@` the steps of one."""
+    run, mark, _ = incomplete.partition("@")
+    names = dict(fast_queries.run_names(registry_path()))
+    if mark or run in names:
+        words = {"verify": ("latest", "all"), "unpin": ()}.get(_verb(context), ("latest",))
+        yield from (CompletionItem(f"{run}@{word}") for word in words)
+        for step, trust in fast_queries.saved_steps(registry_path(), run):
+            yield CompletionItem(f"{run}@{step}", help=trust)
+    for name, state in names.items():
+        if not mark and name != run:
+            yield CompletionItem(name, type=OPEN, help=state)
+
+
+def _configs(context: click.Context, incomplete: str) -> Iterator[Item]:
+    """Presets, or names of files where none begins so; keys where the configuration is that of another run."""
+    from orchestrator.config import presets
+
+    if context.params.get("begin"):
+        yield from _keys(context, incomplete)
+    found = [name for name in presets.names() if name.startswith(incomplete) and ("/" not in name or "/" in incomplete)]
+    yield from map(CompletionItem, found)
+    if not found:
+        yield CompletionItem(incomplete, type=FILE)
+
+
+def _keys(context: click.Context, incomplete: str) -> Iterator[Item]:
+    """Sections first, then their keys; `~KEY` restores a default; after the `=` what may stand there."""
+    from orchestrator.config import keys
+
+    sign = incomplete[:1] if incomplete[:1] in ("~", "+") else ""
+    typed, mark, _ = incomplete.removeprefix(sign).partition("=")
+    if mark:
+        yield from _values(tuple(typed.split(".")), f"{sign}{typed}=")
+        return
+    above = tuple(typed.split(".")[:-1])
+    for path in keys.every_key():
+        if path[: len(above)] != above:
+            continue
+        whole = len(path) == len(above) + 1
+        end = "." if not whole or keys.is_open(keys.kind_of(path, "")) else "" if sign == "~" else "="
+        yield CompletionItem(
+            f"{sign}{keys.dotted(path[: len(above) + 1])}{end}", type=OPEN if end else "plain",
+            help=str(keys.default_of(path)) if whole else "",
+        )  # fmt: skip
+
+
+def _values(path: tuple[str, ...], before: str) -> Iterator[Item]:
+    from orchestrator.config import keys
+
+    if path not in keys.every_key():
+        return
+    kind, default = keys.kind_of(path, ""), keys.default_of(path)
+    if kind is bool:
+        yield from (CompletionItem(f"{before}{word}") for word in ("true", "false"))
+    elif path in _CHOICES:
+        yield from (CompletionItem(f"{before}{word}") for word in _CHOICES[path])
+    elif path[-1] in ("root", "path"):
+        yield CompletionItem(before, type=FILE)
+    elif isinstance(default, (int, float, str)) and str(default):
+        yield CompletionItem(f"{before}{default}", help="default")
+
+
+_CHOICES = {
+    ("cluster", "kind"): ("auto", "local", "slurm"),
+    ("train", "dtype"): ("bfloat16", "float32"),
+    ("restore_tests", "sample"): ("unproven", "newest", "oldest", "random"),
+}
+
+
+def _runs_and_keys(context: click.Context, incomplete: str) -> Iterator[Item]:
+    yield from _runs(context, incomplete)
+    if context.params.get("words"):
+        yield from _keys(context, incomplete)
+
+
+def _drill(context: click.Context, incomplete: str) -> Iterator[Item]:
+    """A run, then a kind of fault; with --demo a kind, then keys."""
+    from orchestrator.cli.drills.scorecard import EXPECTED
+
+    demo, words = context.params.get("demo"), context.params.get("words") or ()
+    if len(words) == (0 if demo else 1):
+        yield from map(CompletionItem, EXPECTED)
+    elif not words:
+        yield from _runs(context, incomplete)
+    elif demo:
+        yield from _keys(context, incomplete)
+
+
+def _tags(context: click.Context, incomplete: str) -> Iterator[Item]:
+    yield from map(CompletionItem, fast_queries.tag_names(registry_path()))
+
+
+def _signed_tags(context: click.Context, incomplete: str) -> Iterator[Item]:
+    sign = incomplete[:1] if incomplete[:1] == "+" else ""
+    yield from (CompletionItem(f"{sign}{name}") for name in fast_queries.tag_names(registry_path()))
+
+
+def _nodes(context: click.Context, incomplete: str) -> Iterator[Item]:
+    yield from map(CompletionItem, fast_queries.node_names(registry_path()))
+
+
+def _states(context: click.Context, incomplete: str) -> Iterator[Item]:
+    yield from (CompletionItem(str(state)) for state in RunState)
+
+
+def _accepted(context: click.Context, incomplete: str) -> Iterator[Item]:
+    """What may differ from what a run was trained with, once a person says so."""
+    from orchestrator.submission.resume_contract import CONFIG, IDENTITY, Rule
+
+    yield from (CompletionItem(key) for key, term in {**IDENTITY, **CONFIG}.items() if term.rule is Rule.ACCEPT)
+
+
+def _files(context: click.Context, incomplete: str) -> Iterator[Item]:
+    yield CompletionItem(incomplete, type=FILE)
+
+
+def _configs_and_runs(context: click.Context, incomplete: str) -> Iterator[Item]:
+    yield from _runs(context, incomplete)
+    yield from _configs(context, incomplete)
+
+
+_SOURCES: dict[str, Source] = {
+    "run": _runs, "runs": _runs, "target": _checkpoints, "begin": _checkpoints, "source": _configs, "preset": _configs,
+    "overrides": _keys, "tags": _tags, "states": _states, "names": _nodes, "paths": _files, "accept": _accepted,
+    "resume words": _runs_and_keys, "drill words": _drill, "demo words": _keys, "tag words": _signed_tags,
+    "config diff first": _configs_and_runs, "config diff second": _configs_and_runs, "ckpt diff first": _checkpoints,
+    "ckpt diff second": _checkpoints,
+}  # fmt: skip
+"""By the name of the parameter, or by verb and name where the name means something else there."""

@@ -1,0 +1,233 @@
+"""`orch compare`: several runs beside each other: configuration, software, speed, losses."""
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from checkpointing.storage.durable import dump_line
+from orchestrator.cli.access.registry import open_store
+from orchestrator.cli.runs.loss_curve import BARS, PLAIN_BARS, LossCurve, Scale, common_steps, sparkline
+from orchestrator.cli.runs.status import one_row, rows_with_tags
+from orchestrator.cli.terminal.command_classes import Verb
+from orchestrator.cli.terminal.render import Column, Screen, count, decimal, progress, span
+from orchestrator.errors import ConfigError
+from orchestrator.registry.records import Attempt, Run
+from orchestrator.states import LIVE_RUNS
+
+POINTS = 10
+WIDE, NARROW = 60, 24
+"""Characters of a curve, with much room and with little."""
+SOFTWARE = ("code.orch", "code.user", "env.python", "env.torch", "env.driver", "data.fingerprint")
+"""What runs of one configuration may differ in all the same; fields of a run's identity."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """One of the runs; `config` is resolved and flat, times are seconds."""
+
+    row: dict[str, Any]  # as `orch status` has it
+    config: Mapping[str, Any]
+    software: Mapping[str, Any]
+    curve: LossCurve
+    running_s: float
+    elapsed_s: float
+
+    @property
+    def name(self) -> str:
+        return str(self.row["run"])
+
+
+@click.command(cls=Verb)
+@click.argument("runs", metavar="RUN...", nargs=-1)
+@click.option("-t", "--tag", "tags", multiple=True, metavar="NAME", help="Also runs with this tag; repeatable.")
+@click.option("--points", type=click.IntRange(1), default=POINTS, show_default=True, help="Steps whose losses to list.")
+@click.pass_obj
+def compare(screen: Screen, runs: tuple[str, ...], tags: tuple[str, ...], points: int) -> None:
+    """Compare runs: where they differ, speed, losses at the steps they share.
+
+    It lists the keys of the configuration and the software that differ, and draws each loss in one line, all on the
+    same scale.
+    """
+    rows = [*map(one_row, dict.fromkeys(runs)), *(reversed(rows_with_tags(tags)) if tags else ())]
+    chosen = list({row["run"]: row for row in rows}.values())
+    if len(chosen) < 2:
+        named = f"only {chosen[0]['run']} is named" if chosen else "no run is named"
+        raise ConfigError(
+            f"compare takes two or more runs, {named}", hint="orch compare RUN RUN, or orch compare -t NAME"
+        )
+    found = [_read(row) for row in chosen]
+    steps = common_steps([run.curve for run in found], points)
+    if screen.json:
+        screen.data("compare", _document(found, steps))
+        return
+    labels = _labels(found, screen.width)
+    _run_table(screen, found, labels)
+    _difference_table(screen, "configuration", _differences([run.config for run in found]), labels)
+    software = _differences([run.software for run in found])
+    if software:
+        _difference_table(screen, "software and data", software, labels)
+    _loss_table(screen, found, steps, labels)
+
+
+def _read(row: dict[str, Any]) -> Compared:
+    from orchestrator.config.compose import flat  # yaml: only where configurations are read
+
+    with open_store(readonly=True) as store:
+        run, attempts = store.run(row["run"]), store.attempts(row["run"])
+        config = store.config(run.config_digest)
+    now = time.time()
+    return Compared(
+        row=row,
+        config=flat(config),
+        software={key: _software(run.identity, key) for key in SOFTWARE},
+        curve=LossCurve.read(Path(run.run_dir)),
+        running_s=sum((attempt.ended_at or now) - attempt.started_at for attempt in attempts if attempt.started_at),
+        elapsed_s=_end(run, attempts, now) - run.created_at,
+    )
+
+
+def _end(run: Run, attempts: Sequence[Attempt], now: float) -> float:
+    """When the run ended, or now."""
+    ended = [attempt.ended_at for attempt in attempts if attempt.ended_at is not None]
+    return now if run.state in LIVE_RUNS else max(ended, default=run.updated_at)
+
+
+def _software(identity: Mapping[str, Any], key: str) -> Any:
+    """A field of an identity, short enough for a table: digests and commits by their beginnings."""
+    part, _, name = key.partition(".")
+    value = (identity.get(part) or {}).get(name)
+    if key == "code.orch" and isinstance(value, dict):
+        return f"{value.get('version')} {str(value.get('sha256'))[:12]}"
+    if key == "code.user" and isinstance(value, list):
+        return [_place(place) for place in value]
+    return value[:12] if key == "data.fingerprint" and isinstance(value, str) else value
+
+
+def _place(place: Mapping[str, Any]) -> str:
+    changed = str(place.get("diff_sha256") or place.get("untracked_sha256") or "")[:8] if place.get("dirty") else ""
+    known = str(place.get("git") or place.get("sha256"))[:12]
+    return f"{place.get('path')} {known}" + (f" with changes {changed}" if changed else "")
+
+
+def _differences(values: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Keys of which not all have the same value, with all values; None for a key that is not there."""
+    keys = dict.fromkeys(key for one in values for key in one)
+    rows = {key: [one.get(key) for one in values] for key in keys}
+    return {key: row for key, row in rows.items() if len({dump_line(value) for value in row}) > 1}
+
+
+def _document(found: Sequence[Compared], steps: Sequence[int]) -> dict[str, Any]:
+    names, scale = [run.name for run in found], Scale.of([run.curve for run in found])
+
+    def by_run(rows: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+        return [{"key": key, "values": dict(zip(names, row, strict=True))} for key, row in rows.items()]
+
+    return {
+        "runs": [
+            {
+                **{key: run.row[key] for key in ("run", "state", "reason", "step", "total_steps", "loss")},
+                "tokens_per_s": run.curve.tokens_per_s, "running_s": run.running_s, "elapsed_s": run.elapsed_s,
+                "attempts": run.row["attempts"], "generations": run.row["generations"], "tags": run.row["tags"],
+                "config_digest": run.row["config_digest"], "steps": len(run.curve.losses),
+                "sparkline": sparkline(run.curve, scale, WIDE),
+            }
+            for run in found
+        ],
+        "config": by_run(_differences([run.config for run in found])),
+        "software": by_run(_differences([run.software for run in found])),
+        "losses": [{"step": step, "values": {run.name: run.curve.losses[step] for run in found}} for step in steps],
+    }  # fmt: skip
+
+
+def _labels(found: Sequence[Compared], width: int) -> list[str]:
+    """What heads the columns: names where there is room for them, else numbers, which the first table explains."""
+    room = (width - 32) / len(found) - 2
+    names = [run.name for run in found]
+    return names if max(map(len, names)) <= room else [f"#{index}" for index in range(1, len(found) + 1)]
+
+
+def _run_table(screen: Screen, found: Sequence[Compared], labels: Sequence[str]) -> None:
+    scale = Scale.of([run.curve for run in found])
+    width = WIDE if screen.width > 140 else NARROW
+    rows = [
+        {
+            **run.row,
+            "label": label if label != run.name else "",
+            "progress": progress(run.row["step"], run.row["total_steps"]),
+            "tries": f"{run.row['attempts']}.{run.row['generations']}",
+            "speed": run.curve.tokens_per_s,
+            "running": run.running_s,
+            "elapsed": run.elapsed_s,
+            "curve": sparkline(run.curve, scale, width, _bars()),
+        }
+        for run, label in zip(found, labels, strict=True)
+    ]
+    screen.table(RUNS, rows, aligned=True)
+
+
+def _bars() -> str:
+    try:
+        BARS.encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        return PLAIN_BARS
+    return BARS
+
+
+RUNS = [
+    Column("", "label"),
+    Column("RUN", "run"),
+    Column("STATE", "state"),
+    Column("STEP", "progress", right=True),
+    Column("LOSS", "loss", decimal, right=True),
+    Column("TOKENS/S", "speed", lambda speed: "-" if speed is None else count(round(speed)), right=True),
+    Column("RAN FOR", "running", span, right=True, drop_order=2),
+    Column("IN ALL", "elapsed", span, right=True, drop_order=4),
+    Column("ATT.GEN", "tries", right=True, drop_order=3),
+    Column("TAGS", "tags", ", ".join, drop_order=1),
+    Column("LOSS BY STEP", "curve"),
+]
+
+
+def _difference_table(
+    screen: Screen, what: str, differences: Mapping[str, Sequence[Any]], labels: Sequence[str]
+) -> None:
+    if not differences:
+        screen.say(f"\n{what}: the same")
+        return
+    screen.say(f"\n{what}")
+    columns = [Column("KEY", "key"), *(Column(label, label, wraps=True) for label in labels)]
+    shown = [[_shown(value) for value in row] for row in differences.values()]
+    rows = [{"key": key, **dict(zip(labels, row, strict=True))} for key, row in zip(differences, shown, strict=True)]
+    screen.table(columns, rows, aligned=True)
+
+
+def _shown(value: Any) -> str:
+    return "-" if value is None else value if isinstance(value, str) and value else dump_line(value)
+
+
+def _loss_table(screen: Screen, found: Sequence[Compared], steps: Sequence[int], labels: Sequence[str]) -> None:
+    if not steps:
+        screen.say("\nno step was trained by all of them")
+        return
+    columns = [
+        Column("STEP", "step", count, right=True),
+        *(Column(label, label, decimal, right=True) for label in labels),
+    ]
+    rows = [
+        {"step": step, **{label: run.curve.losses[step] for run, label in zip(found, labels, strict=True)}}
+        for step in steps
+    ]
+    if len(found) == 2:
+        columns.append(Column("DIFFERENCE", "apart", _signed, right=True))
+        rows = [{**row, "apart": row[labels[1]] - row[labels[0]]} for row in rows]
+    screen.say(f"\nloss at {'the step' if len(steps) == 1 else 'steps'} that all of them trained")
+    screen.table(columns, rows, aligned=True)
+
+
+def _signed(difference: float) -> str:
+    return "0" if difference == 0 else f"{difference:+.4g}"

@@ -1,0 +1,12 @@
+"""Runs have tags, know which notifications were sent, and may be on their way out (`orch rm`)."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0008"
+down_revision = "0007"
+
+
+def upgrade() -> None:
+    for name, default in (("tags", "[]"), ("notified", "{}"), ("removal", "")):
+        op.add_column("runs", sa.Column(name, sa.Text(), nullable=False, server_default=default))

@@ -1,0 +1,87 @@
+"""Taking a run out of the registry: the intent first, the rows last (`orch rm`)."""
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+from sqlalchemy import Connection, delete, select
+
+from orchestrator.errors import Precondition
+from orchestrator.registry.database import StoreOperations, writes
+from orchestrator.registry.models import (
+    AttemptRow,
+    CheckpointRow,
+    CopyRow,
+    CursorRow,
+    GenerationRow,
+    NoticeRow,
+    RestoreTestRow,
+    RunRow,
+    SubmissionRow,
+    TransitionRow,
+    UserRequestRow,
+)
+from orchestrator.registry.records import Attempt, Run
+from orchestrator.registry.rows import alter_run, record, the_run
+from orchestrator.states import ENDED_RUNS, LIVE_ATTEMPTS, LIVE_RUNS, AttemptState
+
+_BELONGING = (
+    CursorRow, UserRequestRow, TransitionRow, NoticeRow, CopyRow, CheckpointRow, GenerationRow, SubmissionRow,
+    AttemptRow,
+)  # fmt: skip
+"""Tables with rows of a run, those that refer to others first."""
+
+
+class Removal(StrEnum):
+    """How far the removal of a run has come."""
+
+    NONE = ""
+    BEGUN = "begun"  # nothing of it may be resumed or tested any more
+    SET_ASIDE = "set aside"  # its folder has been renamed; what is left of it bears the other name
+
+
+class RemovalWrites(StoreOperations):
+    """Writes of `orch rm`. They need no lease: nobody drives a run that has ended."""
+
+    @writes
+    def begin_removal(self, connection: Connection, run: str) -> None:
+        """Keep everybody from going on with the run; raises Precondition where somebody does already."""
+        found = the_run(connection, run)
+        query = select(AttemptRow.__table__).where(AttemptRow.run == run).order_by(AttemptRow.number)
+        attempts = [record(Attempt, row) for row in connection.execute(query).mappings()]
+        under_way = (RestoreTestRow.run == run) & RestoreTestRow.ended_at.is_(None)
+        tests = connection.execute(select(RestoreTestRow.test).where(under_way)).scalars().all()
+        require_removable(found, attempts, tests)
+        if not found.removal:
+            alter_run(connection, run, removal=Removal.BEGUN, reason=f"is being removed; to finish that: orch rm {run}")
+
+    @writes
+    def note_set_aside(self, connection: Connection, run: str) -> None:
+        """Write down that the folder of a run has been renamed: from now on it is gone, not hidden."""
+        alter_run(connection, run, removal=Removal.SET_ASIDE)
+
+    @writes
+    def delete_run(self, connection: Connection, run: str) -> None:
+        """Delete every row of a run whose removal was begun."""
+        assert the_run(connection, run).removal, f"the removal of {run} was not begun"
+        connection.execute(delete(RestoreTestRow).where(RestoreTestRow.test == run))
+        for table in _BELONGING:
+            connection.execute(delete(table).where(table.run == run))
+        connection.execute(delete(RunRow).where(RunRow.name == run))
+
+
+def require_removable(run: Run, attempts: Sequence[Attempt], tests: Sequence[str]) -> None:
+    """Raise Precondition for a run that lives, may live, or of which `tests` are under way."""
+    # Of a run that is over, a LOST attempt never comes back.
+    lost = attempts[-1].state is AttemptState.LOST and run.state not in ENDED_RUNS
+    if run.state in LIVE_RUNS or lost or any(attempt.state in LIVE_ATTEMPTS for attempt in attempts):
+        raise Precondition(
+            f"{run.name} is {run.state}" + ("" if run.state in LIVE_RUNS else ", and its last job may still be alive"),
+            where=run.reason,
+            hint=f"orch cancel {run.name} stops it; then the same again",
+        )
+    if tests:
+        raise Precondition(
+            f"a restore test of {run.name} is under way: {tests[0]}",
+            where=run.name,
+            hint=f"orch wait {tests[0]}, or orch cancel {tests[0]}; then the same again",
+        )

@@ -82,6 +82,7 @@ class Failure:
     evidence: str | None = None  # path relative to the run directory
     lines: tuple[str, ...] = ()  # the last ones in the log of a command's rank
     culprits: tuple[Culprit, ...] = ()  # all roots, where there are several; `rank` and `node` are those of the first
+    drill: str = ""  # kind of the drill that brought it about on purpose; empty: none
 
     @property
     def nodes(self) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from orchestrator.cli.runs.restore_test_tables import (
 from orchestrator.cli.runs.status import one_row, public, say_last_lines, warn_of_bad_tests
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, decimal, host_list, iso, progress, size, span
+from orchestrator.recovery.drilled_failures import drill_words
 from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation, RestoreTest, Run, Transition
 
 
@@ -248,7 +249,7 @@ def _attempt_row(attempt: Attempt) -> dict[str, Any]:
         "resumed_from": attempt.resumed_from,
         "last_step": attempt.last_step,
         "took": _took(attempt.started_at, attempt.ended_at),
-        "failure": f"{failure['kind']}: {failure['reason']}" if failure else attempt.reason,
+        "failure": f"{failure['kind']}: {failure['reason']}{drill_words(failure)}" if failure else attempt.reason,
         "decision": f"{decision['action']}: {decision['reason']}" if decision else "",
     }
 
@@ -262,7 +263,7 @@ def _generation_row(item: Generation) -> dict[str, Any]:
         "resumed_from": item.resumed_from,
         "last_step": item.last_step,
         "took": _took(item.started_at, item.ended_at),
-        "failure": item.failure["reason"] if item.failure else item.reason,
+        "failure": f"{item.failure['reason']}{drill_words(item.failure)}" if item.failure else item.reason,
         "decision": "resumed from memory" if item.tier == "memory" else "",
     }
 

@@ -176,6 +176,8 @@ def faulty(
     found: dict[str, str] = {}
     for notice in notices:
         told, reason = notice.data, str(notice.data.get("reason", ""))
+        if told.get("drill"):
+            continue
         # Where nobody trained, all nodes may have suffered from the same thing; the attempt's failure names one if not.
         if notice.kind == EventKind.PREFLIGHT and generations.get((notice.run, notice.attempt), 0) > 0:
             found[notice.node] = f"it failed its checks: {reason}"
@@ -190,7 +192,11 @@ def faulty(
 def replaced(notices: Sequence[Notice]) -> dict[str, int]:
     """By node: attempts in which a spare took its place."""
     drilled = drilled_generations(notices)
-    spares = [one for one in notices if one.kind == EventKind.SPARE_USED and _place(one) not in drilled]
+    spares = [
+        one
+        for one in notices
+        if one.kind == EventKind.SPARE_USED and _place(one) not in drilled and not one.data.get("drill")
+    ]
     return _by_node({(one.node, one.run, one.attempt) for one in spares})
 
 

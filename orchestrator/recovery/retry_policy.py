@@ -33,6 +33,7 @@ class EndedAttempt:
     ended_at: float = 0.0
     trained: float = 0.0  # seconds from its start to its end
     script_failed: bool = False  # its batch script did, in a run of which no attempt ever came to train
+    drilled: bool = False  # a drill that somebody requested ended it
 
     @property
     def budget(self) -> "Budget | None":
@@ -121,6 +122,10 @@ def decide(
     # What no retry can fix ends here, with Slurm's or the program's own words.
     if BUDGETS[failure.kind] is Budget.PERSON:
         return _final(failure)
+    # Whoever requested a fault wants to see the run go on, and has shown nothing of the cluster.
+    if history[-1].drilled:
+        reason = f"goes on after a drill, which uses up nothing: {failure.reason}"
+        return Decision(action=Action.RETRY, reason=reason, not_before=now, exclude=exclude)
     # The queue is pause enough after an end that costs nothing.
     if failure.kind in FREE_KINDS and _advanced(history, len(history) - 1, steps_known=steps_known):
         return Decision(action=Action.RETRY, reason=f"goes on after {failure.kind}", not_before=now, exclude=exclude)
@@ -236,7 +241,7 @@ def _without_progress(history: Sequence[EndedAttempt], *, steps_known: bool) -> 
     row: list[EndedAttempt] = []
     for index in reversed(range(len(history))):
         past, advanced = history[index], _advanced(history, index, steps_known=steps_known)
-        if past.kind is not None and not (advanced and past.kind in FREE_KINDS):
+        if past.kind is not None and not past.drilled and not (advanced and past.kind in FREE_KINDS):
             row.append(past)
         if advanced:
             break

@@ -59,6 +59,25 @@ def test_a_dead_node_is_avoided_and_its_zombies_are_fenced(tmp_path: Path) -> No
     assert not world.folder.attempt(1).go.exists()
 
 
+def test_a_drilled_node_loss_is_held_against_no_node_and_no_budget(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    training(world, 12)
+    job = world.slurm.running()[0]
+    node = world.attempts[0].nodes[0]
+    log = EventLog(world.folder.attempt(1).event_file("agent-0000"), "agent-0000", 1, clock=world.clock)
+    log.generation = 1
+    log.write(EventKind.DRILL, kind="kill-node", rank=None, node=node, step=12)
+    world.slurm.fail_node(job, zombie=False)
+    assert world.finish().state is RunState.SUCCEEDED
+    first, second = world.attempts
+    assert first.failure is not None
+    assert (first.failure["kind"], first.failure["drill"]) == (FailureKind.NODE_LOST, "kill-node")
+    assert first.decision is not None
+    assert first.decision["reason"].startswith("goes on after a drill, which uses up nothing: ")
+    assert second.excluded == ()
+    assert {(one.failures, one.excluded_until) for one in world.store.nodes()} == {(0, 0.0)}
+
+
 def test_a_node_that_slows_two_attempts_down_is_left_out_of_the_third(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.controller.pool_size = lambda _: 4

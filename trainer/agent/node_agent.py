@@ -142,7 +142,7 @@ class NodeAgent:
             case "flight" | "evidence" | "stacks" if self._ranks is not None and self._sampler is not None:
                 self._spawn(self._evidence.collect(message, self._ranks, self._sampler, self._peer))
             case "drill" if self._ranks is not None and fault_injection.is_here(message, self._ranks, self._node_rank):
-                step = self._ranks.summary()["step"]
+                step = None if self._config.command else self._ranks.summary()["step"]
                 rank = None if message["kind"] in fault_injection.AGENT_KINDS else message["at"]
                 self._events.write(EventKind.DRILL, kind=message["kind"], rank=rank, node=self._node.name, step=step)
                 fault_injection.inject(message, self._ranks)

@@ -1,20 +1,14 @@
 """`orch drill`: a fault on purpose, in a run that lives or in a demo of its own, and the score of what came of it."""
 
 import os
-import time
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import click
 
-from orchestrator.cli.access.registry import open_store
-from orchestrator.cli.drills.disk_faults import damage_newest, expendable, fill_disk
-from orchestrator.cli.drills.drill_preconditions import why_undetectable
-from orchestrator.cli.drills.scorecard import ALIASES, EXPECTED, Scorecard, score
-from orchestrator.cli.live_jobs.live_attempt import LiveAttempt, await_answer, await_end, find_live_attempt
+from orchestrator.cli.drills.drill_preconditions import extra_cost, why_undetectable
+from orchestrator.cli.drills.drill_run import DrillRun
+from orchestrator.cli.drills.scorecard import ALIASES, EXPECTED, Scorecard
+from orchestrator.cli.live_jobs.live_attempt import find_live_attempt
 from orchestrator.cli.runs.follow import RunFollower, following, is_over
 from orchestrator.cli.runs.run_reader import StepLines
 from orchestrator.cli.runs.status import one_row
@@ -24,25 +18,12 @@ from orchestrator.errors import ConfigError, Precondition, RunFailed, WaitTimeou
 from orchestrator.home import state_home
 from trainer.contract.config import JobConfig
 from trainer.contract.drill_config import KINDS
-from trainer.contract.events import Event, EventKind
-from trainer.contract.requests import RequestKind
 from trainer.contract.run_dir import RunDir
 
 STEP = 25
 """Of the demo: where a rank is hit."""
-SAVED = 20
-"""Of the demo: what the agents bring about is asked for when this step is trained and saved."""
 SLOWER = 0.3
 """Seconds that a slow rank works more in every step; of a demo's step that is far more than a tenth."""
-ANSWER = 30.0
-_OF_NODES = ("kill-agent", "kill-node")
-COSTLY = {
-    "desync": "the run will be held", "desync-order": "the run will be held",
-    "nan": "a batch is skipped for good", "spike": "a batch may be skipped for good",
-    "full-disk": "its saves fail until a new job starts", "slow-rank": "its rank stays slow until the next restart",
-    "corrupt-checkpoint": "its newest checkpoint is damaged for good",
-}  # fmt: skip
-"""What a fault costs a run beyond the time of a restart."""
 
 
 @click.command(cls=Verb)
@@ -98,15 +79,18 @@ def _in_a_run(
         )  # fmt: skip
     _check(kind, found.run, found.config)
     # Last: whoever says --yes to it is not to hear another no.
-    if kind in COSTLY and not yes:
+    cost = extra_cost(kind, found.config, rank)
+    if cost is not None and not yes:
         raise Precondition(
-            f"{kind} costs {found.run} more than a restart: {COSTLY[kind]}", where="command line",
+            f"{kind} costs {found.run} more than a restart: {cost}", where="command line",
             hint=f"if that is meant:  orch drill {found.run} {kind} --yes      in a demo:  orch drill --demo {kind}",
         )  # fmt: skip
     with following(screen, found.run) as follower:
         follower.skip_existing()
-        drill_run = _DrillRun(follower, found.run, kind, StepLines(found.folder, recent_only=True))
-        drill_run.inject(screen, found, rank)
+        drill_run = DrillRun(
+            follower, found.run, kind, StepLines(found.folder, recent_only=True), command=bool(found.config.command)
+        )
+        drill_run.inject(screen, found, rank, timeout)
         watched = screen.if_interrupted
         screen.if_interrupted = lambda: f"{kind} is injected and not taken back; {watched()}"
         return drill_run.until_over(timeout), found.run
@@ -145,10 +129,10 @@ def _in_a_demo(
     run = launched["run"]
     screen.note(f"{run}: job {launched['job_id']}, folder {launched['run_dir']}")
     with following(screen, run) as follower:
-        drill_run = _DrillRun(follower, run, kind, StepLines(RunDir(Path(launched["run_dir"]))))
+        drill_run = DrillRun(follower, run, kind, StepLines(RunDir(Path(launched["run_dir"]))))
         if not _injected_by_rank(kind):
             drill_run.until_saved(timeout)
-            drill_run.inject(screen, find_live_attempt(run), rank)
+            drill_run.inject(screen, find_live_attempt(run), rank, timeout)
         card = drill_run.until_over(timeout)
         _await_demo_end(screen, follower, run, timeout)
     return card, run
@@ -181,94 +165,6 @@ def _settings(kind: str, rank: int | None) -> tuple[str, ...]:
     return (f"drill.events=[{{{event}}}]", *steps)
 
 
-# -- watching
-
-
-class _DrillRun:
-    """One drill as it goes: told on the way, scored when it is over."""
-
-    def __init__(self, follower: RunFollower, run: str, kind: str, steps: StepLines) -> None:
-        self._follower, self._run, self._kind, self._steps = follower, run, kind, steps
-        self._done: list[Event] = []  # what this program did itself, as an event
-        self._nodes: list[str] = []
-        self._refused: Callable[[], None] = lambda: None  # raises when the job will not do it
-
-    def inject(self, screen: Screen, found: LiveAttempt, at: int | None) -> None:
-        """Bring the fault about, by ourselves or by asking the job, which tells by an event when it strikes."""
-        self._nodes = [str(name) for name in found.heartbeat.get("nodes", ())]
-        last = found.cluster.nodes - 1  # spares have no place that could be hit
-        match self._kind:
-            case "full-disk":
-                writers = fill_disk(str(found.heartbeat["job_id"]))
-                self._record_injection(found, step=found.heartbeat.get("step"))
-                screen.note(f"{found.run}: {writers} checkpoint writers can write no more")
-            case "corrupt-checkpoint":
-                expendable(found.folder)
-                # What memory holds is good: only a new job must read the disk. And while this one lives, it saves on.
-                request = found.send_request(RequestKind.DRILL, "orch drill", value=last, detail="kill-agent")
-                await_end(found, request, ANSWER)
-                step, path = damage_newest(found.folder)
-                self._record_injection(found, step=step)
-                screen.note(f"{found.run}: turned some bytes over in {path}")
-            case "kill-agent" | "kill-node":
-                # The agent that is to be killed may not live to answer.
-                value = last if at is None else at
-                request = found.send_request(RequestKind.DRILL, "orch drill", value=value, detail=self._kind)
-                self._refused = partial(found.raise_if_refused, request)
-            case kind:
-                detail = ALIASES.get(kind, kind)
-                request = found.send_request(RequestKind.DRILL, "orch drill", value=at, detail=detail)
-                screen.note(f"{found.run}: {await_answer(found, request, ANSWER)}")
-
-    def _record_injection(self, found: LiveAttempt, **data: Any) -> None:
-        place = {key: int(found.heartbeat.get(key) or 0) for key in ("attempt", "generation")}
-        told = {"kind": self._kind, "rank": None, **data}
-        self._done.append(Event(time=time.time(), source="drill", seq=1, kind=EventKind.DRILL, data=told, **place))
-
-    def until_saved(self, seconds: float) -> None:
-        """The demo has trained and saved enough to be hit."""
-        row = self._follower.until(lambda row: is_over(row) or _saved(row) >= SAVED, seconds)
-        if is_over(row):
-            raise RunFailed(f"{self._run} was {row['state']} before anything could strike", where=row["reason"])
-
-    def until_over(self, seconds: float) -> Scorecard:
-        """Nothing more is to be expected of the fault, or time is up."""
-        try:
-            row = self._follower.until(self._is_over, seconds)
-        except WaitTimeout:
-            row = one_row(self._run)
-        return self._card(row)
-
-    def _is_over(self, row: dict[str, Any]) -> bool:
-        self._refused()
-        return self._card(row).over
-
-    def _card(self, row: dict[str, Any]) -> Scorecard:
-        events = sorted([*self._done, *map(self._with_node, self._follower.events)], key=lambda event: event.time)
-        struck = max((event.attempt for event in events if event.kind == EventKind.DRILL), default=0)
-        failure = _concluded(self._run, struck) if struck < row["attempts"] or is_over(row) else None
-        return score(self._kind, events, self._steps.read(), state=row["state"], failure=failure)
-
-    def _with_node(self, event: Event) -> Event:
-        """Faults of nodes tell which one by its place in the job."""
-        at = event.data.get("rank")
-        if event.kind != EventKind.DRILL or event.data.get("kind") not in _OF_NODES or at is None:
-            return event
-        name = self._nodes[at] if at < len(self._nodes) else None
-        return replace(event, data={"node": name, **event.data, "rank": None})
-
-
-def _saved(row: dict[str, Any]) -> int:
-    last = row["last_checkpoint"]
-    return int(last["step"]) if last is not None else 0
-
-
-def _concluded(run: str, attempt: int) -> dict[str, Any] | None:
-    """What the controller made of an attempt that left nobody to say so."""
-    with open_store(readonly=True) as store:
-        return next((one.failure for one in store.attempts(run) if one.number == attempt), None)
-
-
 def _show(screen: Screen, run: str, card: Scorecard) -> None:
     if screen.json:
         screen.data("drill", {"run": run, **card.to_json()})
@@ -287,7 +183,14 @@ def _lines(card: Scorecard) -> dict[str, str]:
         "blamed": (card.named or "nobody") + right[card.culprit_right] if card.culprit_right is not None else "",
         "taken for": (card.failure or "nothing") + right[card.kind_right] if card.kind_right is not None else "",
         "decided": card.decision or "",
-        "back": f"at step {card.back_step} after {card.back_s:.2f} s" if card.back_s is not None else "",
+        "back": _back(card),
         "lost": f"{card.steps_lost} steps trained again" if card.steps_lost is not None else "",
         "evidence": card.evidence or "",
     }
+
+
+def _back(card: Scorecard) -> str:
+    if card.back_s is None:
+        return ""
+    where = "its ranks run again" if card.back_step is None else f"at step {card.back_step}"
+    return f"{where} after {card.back_s:.2f} s"

@@ -1,9 +1,16 @@
-"""PURE: faults that a run cannot be hit by, or that nobody would notice in it, by what its configuration says."""
+"""PURE: what a fault would come to in a run of this configuration: nothing that anybody notices, or too much."""
 
-from orchestrator.cli.drills.scorecard import EXPECTED
+from orchestrator.cli.drills.scorecard import EXPECTED, NODE_KINDS
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind
 
+_COSTLY = {
+    "desync": "the run will be held", "desync-order": "the run will be held",
+    "nan": "a batch is skipped for good", "spike": "a batch may be skipped for good",
+    "full-disk": "its saves fail until a new job starts", "slow-rank": "its rank stays slow until the next restart",
+    "corrupt-checkpoint": "its newest checkpoint is damaged for good",
+}  # fmt: skip
+"""What a fault costs any run beyond the time of a restart."""
 _FROM_OUTSIDE = ("kill-rank", "kill-agent", "kill-node", "full-disk")
 """Faults that need nothing of a rank, and whose end everybody sees."""
 
@@ -27,3 +34,16 @@ def why_undetectable(kind: str, config: JobConfig) -> str | None:
     if EventKind.STRAGGLER in EXPECTED[kind].signs and not recovery.straggler.on:
         return "straggler detection is off (recovery.straggler.on=false): the rank would stay slow"
     return None
+
+
+def extra_cost(kind: str, config: JobConfig, at: int | None) -> str | None:
+    """What the fault costs this run beyond a restart; None when nothing. `at`: the rank or node, None: the default."""
+    if kind not in NODE_KINDS:
+        return _COSTLY.get(kind)
+    cluster = config.cluster
+    # The coordinator lives on the first node: no spare can take its place.
+    first = at == 0 or cluster.nodes == 1
+    if cluster.spare_nodes and not first:
+        return None
+    why = "the coordinator is on its first node" if cluster.spare_nodes else "it has no spare node"
+    return f"{why}, so a new job has to be submitted, which may wait in the queue"

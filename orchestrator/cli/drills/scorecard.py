@@ -58,6 +58,8 @@ EXPECTED: Mapping[str, Expected] = {
 }  # fmt: skip
 """Every kind of fault that can be asked for."""
 
+NODE_KINDS = ("kill-agent", "kill-node")
+"""Kinds that hit a node, by its place in the job, and no single rank."""
 ALIASES = {"desync": "desync-shape"}
 """What ranks call some kinds."""
 
@@ -92,12 +94,13 @@ class Scorecard:
 
 def score(
     kind: str, events: Sequence[Event], steps: Sequence[Mapping[str, Any]], *, state: str = "",
-    failure: Mapping[str, Any] | None = None,
+    failure: Mapping[str, Any] | None = None, now: float = 0.0, running_for: float | None = None,
 ) -> Scorecard:  # fmt: skip
     """Judge the newest drill of this kind.
 
     `events` by time, `steps` the lines of steps.jsonl, `state` the run's; `failure` is what the controller made of
-    the attempt, for faults that leave nobody inside it to say so.
+    the attempt, for faults that leave nobody inside it to say so. `running_for`: of a command, whose steps are not
+    known, the seconds until `now` for which its ranks have to run again.
     """
     expected = EXPECTED[kind]
     fault = _fault(kind, events)
@@ -109,6 +112,8 @@ def score(
     found = _failure(later, fault) or failure
     named, right = _named(expected, fault, later, found)
     first = _first_step(later, fault)
+    if first is None and running_for is not None:
+        first = _started_again(later, fault, now - running_for)
     back = first if expected.then == "restart" else None
     held = expected.then == "hold" and state == RunState.HELD
     called = str(found["kind"]) if found else None
@@ -149,7 +154,8 @@ def _judged(card: Scorecard, expected: Expected, over: bool, state: str) -> Scor
         )
     else:
         wrong = ""
-    good = {"restart": "noticed, rightly named, and training again", "hold": "noticed, and held for a person"}
+    back = "training again" if card.back_step is not None else "its ranks run again"
+    good = {"restart": f"noticed, rightly named, and {back}", "hold": "noticed, and held for a person"}
     verdict = wrong or good.get(expected.then, "noticed, and training goes on")
     return Scorecard(**{**asdict(card), "over": over or ended, "passed": not wrong, "verdict": verdict})
 
@@ -248,11 +254,19 @@ def _first_step(later: Sequence[Event], fault: Event) -> Event | None:
     return next((event for event in later if event.kind == wanted and _place(event) > _place(fault)), None)
 
 
+def _started_again(later: Sequence[Event], fault: Event, before: float) -> Event | None:
+    """The start of the newest generation after the fault, if it began early enough and has not ended."""
+    ended = {_place(event) for event in later if event.kind == EventKind.GENERATION_ENDED}
+    started = [event for event in later if event.kind == EventKind.GENERATION_STARTED and _place(event) > _place(fault)]
+    return next((one for one in started[-1:] if one.time <= before and _place(one) not in ended), None)
+
+
 def _lost(steps: Sequence[Mapping[str, Any]], back: Event | None, fault: Event) -> int | None:
     """Steps that had to be trained again."""
-    if back is None:
+    if back is None or back.data.get("step") is None:
         return None
-    trained = [int(line["step"]) for line in steps if (line["attempt"], line["generation"]) <= _place(fault)]
+    # Generations before the one that was hit may have come further: what they lost, other failures took.
+    trained = [int(line["step"]) for line in steps if (line["attempt"], line["generation"]) == _place(fault)]
     # What was trained last may have been lost before it was told.
     newest = max([*trained, int(fault.data.get("step") or 0)])
     return max(0, newest - int(back.data["step"]) + 1)

@@ -5,6 +5,7 @@ from typing import Any
 
 from orchestrator.cli.runs.run_reader import StepMetrics
 from orchestrator.cli.terminal.render import count, decimal, progress, size
+from orchestrator.recovery.drilled_failures import drill_words
 from trainer.contract.events import Event, EventKind
 from trainer.contract.outcome import ExitCode
 
@@ -45,7 +46,8 @@ def _exited(data: dict[str, Any]) -> str:
 
 def _ended(data: dict[str, Any]) -> str:
     failure = data.get("failure")
-    return f"ended at step {data['step']}: {failure['reason'] if failure else data['reason']}"
+    why = f"{failure['reason']}{drill_words(failure)}" if failure else data["reason"]
+    return f"ended{_at_step(data)}: {why}"
 
 
 def _saved(data: dict[str, Any]) -> str:
@@ -79,6 +81,15 @@ def _straggler(data: dict[str, Any]) -> str:
 
 def _whom(data: dict[str, Any]) -> str:
     return f"rank {data['rank']}" if data.get("rank") is not None else str(data.get("node", ""))
+
+
+def _drill(data: dict[str, Any]) -> str:
+    return f"drill: {data['kind']} {_whom(data)}{_at_step(data)}"
+
+
+def _at_step(data: dict[str, Any]) -> str:
+    """Of a command the step may not be known."""
+    return "" if data.get("step") is None else f" at step {data['step']}"
 
 
 def _node(data: dict[str, Any]) -> str:
@@ -126,7 +137,7 @@ _DESCRIPTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     EventKind.STRAGGLER: _straggler,
     EventKind.BATCH_SKIPPED: lambda d: f"the batch of step {d['step']} is skipped from now on: {d['reason']}",
     EventKind.SPARE_USED: lambda d: f"{d['name']} takes the place of {d['instead']}: {d['reason']}",
-    EventKind.DRILL: lambda d: f"drill: {d['kind']} {_whom(d)} at step {d['step']}",
+    EventKind.DRILL: _drill,
     EventKind.VALIDATED: _validated,
     EventKind.STOP_REQUESTED: lambda d: f"asked to stop: {d['reason']}",
     EventKind.STOP_AGREED: _agreed,

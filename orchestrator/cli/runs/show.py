@@ -23,6 +23,7 @@ from orchestrator.cli.runs.restore_test_tables import (
 from orchestrator.cli.runs.status import one_row, public, say_last_lines, warn_of_bad_tests, warn_without_controller
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, decimal, host_list, iso, progress, size, span
+from orchestrator.recovery.drilled_failures import drill_words
 from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation, RestoreTest, Run, Transition
 from orchestrator.states import LIVE_RUNS
 from trainer.contract.run_dir import RunDir
@@ -279,7 +280,7 @@ def _attempt_row(attempt: Attempt) -> dict[str, Any]:
         "started_at": attempt.started_at,
         "ended_at": attempt.ended_at,
         "took": _took(attempt.started_at, attempt.ended_at),
-        "failure": f"{failure['kind']}: {failure['reason']}" if failure else attempt.reason,
+        "failure": f"{failure['kind']}: {failure['reason']}{drill_words(failure)}" if failure else attempt.reason,
         "decision": f"{decision['action']}: {decision['reason']}" if decision else "",
     }
 
@@ -298,9 +299,16 @@ def _generation_row(item: Generation, attempt: Attempt) -> dict[str, Any]:
         "started_at": item.started_at,
         "ended_at": end,
         "took": _took(item.started_at, end),
-        "failure": item.failure["reason"] if item.failure else "with its attempt" if unreported else item.reason,
+        "failure": _end_of(item, unreported),
         "decision": "resumed from memory" if item.tier == "memory" else "",
     }
+
+
+def _end_of(item: Generation, unreported: bool) -> str:
+    """What ended a generation, in words."""
+    if item.failure:
+        return f"{item.failure['reason']}{drill_words(item.failure)}"
+    return "with its attempt" if unreported else item.reason
 
 
 def _took(start: float | None, end: float | None) -> float | None:

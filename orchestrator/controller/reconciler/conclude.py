@@ -10,6 +10,7 @@ from orchestrator.controller.reconciler.actor import Actor
 from orchestrator.controller.run_dirs.collect_evidence import forget
 from orchestrator.controller.run_view import RunView
 from orchestrator.recovery.classify_failure import End, Verdict
+from orchestrator.recovery.drilled_failures import attributed
 from orchestrator.recovery.node_exclusion import (
     REMEMBERED,
     Blame,
@@ -48,16 +49,19 @@ def conclude(
     actor: Actor, view: RunView, verdict: Verdict, rng: Random, pool_size: PoolSize, gone: Sequence[str] = ()
 ) -> Decision:
     """End the newest attempt of a run and decide what comes next; `gone`: nodes that the scheduler took out of it."""
-    run, attempt, failure = view.run, view.last, verdict.failure
+    run, attempt = view.run, view.last
+    failure = attributed(verdict.failure, actor.store.notices(run.name), attempt.number, attempt.generations)
+    verdict = replace(verdict, failure=failure)
     actor.fence(view.attempt_dir)
     now = actor.clock.wall()
     pool = pool_of(actor.store, view, now, pool_size, gone)
-    blamed = [one for one in nodes_to_exclude(failure, pool, view.config.recovery, now) if one.node is not None]
+    held = None if failure is None or failure.drill else failure  # a drill is held against no node
+    blamed = [one for one in nodes_to_exclude(held, pool, view.config.recovery, now) if one.node is not None]
     decision = _decision(view, verdict, now, rng, blamed)
 
     def write() -> None:
         stamp = actor.stamp()
-        _note_nodes(actor, run, attempt, failure, blamed)
+        _note_nodes(actor, run, attempt, held, blamed)
         generations, checkpoints = actor.store.generations(run.name), actor.store.checkpoints(run.name)
         for item, why in newly_suspect(view.attempts, generations, checkpoints, failure):
             actor.store.trust(run.name, item.name, Trust.SUSPECT, why, **stamp)
@@ -142,11 +146,13 @@ def history(view: RunView, failure: Failure, now: float) -> list[EndedAttempt]:
     """The attempts whose ends count, the newest with the failure it has just been given."""
     counted = [attempt for attempt in view.attempts if attempt.number >= view.run.fresh_from]
     trained = any(attempt.generations for attempt in view.attempts)
-    return [_past(attempt, failure if attempt is view.last else None, now, trained) for attempt in counted]
+    # A fault that the configuration orders may come in every attempt: to start again for ever would help nobody.
+    once = not view.config.drill.events
+    return [_past(attempt, failure if attempt is view.last else None, now, trained, once) for attempt in counted]
 
 
-def _past(attempt: Attempt, failure: Failure | None, now: float, trained: bool) -> EndedAttempt:
-    """`trained`: any attempt of the run ever came to train."""
+def _past(attempt: Attempt, failure: Failure | None, now: float, trained: bool, once: bool) -> EndedAttempt:
+    """`trained`: any attempt of the run ever came to train; `once`: drills of this run do not come back."""
     failure = failure or (Failure.from_json(attempt.failure) if attempt.failure else None)
     kind = failure.kind if failure else None
     ended = now if attempt.ended_at is None else attempt.ended_at
@@ -159,6 +165,7 @@ def _past(attempt: Attempt, failure: Failure | None, now: float, trained: bool) 
         ended_at=ended,
         trained=0.0 if attempt.started_at is None else ended - attempt.started_at,
         script_failed=not trained and kind is FailureKind.LAUNCH_FAILED and bool(failure and failure.exit_code),
+        drilled=once and failure is not None and bool(failure.drill),
     )
 
 

@@ -331,7 +331,7 @@ def _spare_used(writer: _EventWriter) -> None:
     """The attempt goes on, and no failure of it will tell of the node that was lost."""
     lost, cluster = str(writer.data["instead"]), writer.view.run.domain
     _notice(writer, lost, **{TAKEN_FOR: writer.blamed(lost)})
-    if lost and cluster != "local":
+    if lost and cluster != "local" and not writer.data.get("drill"):
         why = f"replaced by a spare in {writer.run}/{writer.attempt}: {writer.data.get('reason', '')}"
         writer.store.saw_node(lost, cluster, epoch=writer.epoch, now=writer.event.time, failure=why)
 

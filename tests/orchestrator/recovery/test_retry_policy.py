@@ -233,3 +233,17 @@ def test_pauses_are_jittered_by_half_at_most(row: int, jitter: float) -> None:
         <= backoff_seconds(row, CONFIG, 1.0)
         <= CONFIG.backoff_max
     )
+
+
+def test_a_requested_drill_uses_up_nothing() -> None:
+    real = [past(n, K.RANK_KILLED, None) for n in range(CONFIG.max_failures - 1)]
+    drill = replace(past(50, K.NODE_LOST, None), drilled=True)
+    decision = after(*real, drill)
+    assert (decision.action, decision.not_before) == (Action.RETRY, NOW)
+    assert decision.reason == "goes on after a drill, which uses up nothing: its reason"
+    again = after(*real, drill, drill, past(60, K.NODE_LOST, None))
+    assert "node lost once" in again.reason
+
+
+def test_a_drill_that_needs_a_person_gets_one() -> None:
+    assert after(replace(past(1, K.DESYNC, 10), drilled=True)).action is Action.HOLD

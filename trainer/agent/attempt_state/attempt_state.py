@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
 from trainer.agent.attempt_state.coordinator_timeouts import Timeouts
@@ -12,6 +13,7 @@ from trainer.agent.attempt_state.outbox import Outbox
 from trainer.agent.attempt_state.stopping import Stop, Stopping
 from trainer.agent.control.tcp_transport import Message
 from trainer.agent.ladder import node_replacement
+from trainer.agent.ladder.drilled_failures import drill_behind
 from trainer.agent.ladder.in_job_policy import Decision, Situation
 from trainer.agent.ladder.rollback import record_skip
 from trainer.agent.nodes.roster import Roster
@@ -66,6 +68,13 @@ class AttemptState:
     def fail(self, failure: Failure) -> None:
         """Fail the current generation, or the wait for the next one."""
         self.generation.fail(failure, time.monotonic())
+
+    def attributed(self, failure: Failure | None) -> Failure | None:
+        """The failure, with the drill of this generation that brought it about, if one did."""
+        if failure is None:
+            return None
+        place = (self.attempt_dir.number, self.generation.number)
+        return replace(failure, drill=drill_behind(failure, self.generation.drill, self.config.drill.events, *place))
 
     def reports(self) -> list[dict[str, Any]]:
         """The newest report of each training node about the current generation, by node rank."""
@@ -127,14 +136,16 @@ class AttemptState:
             spares=len(self.roster.spares()),
             home=self.identity.name,
             saves_failing=self.progress.saves_failing,
+            drill=generation.drill,
             **self.history.situation_fields(),
         )
 
     async def record_decision(self, decision: Decision) -> None:
         """Record what ends the current generation; a skipped batch is on disk when this returns, if the disk works."""
         self.history.record_failure(
-            decision.failure, decision.mark, self.generation.restored, decision.suspect, decision.skip
-        )
+            self.attributed(decision.failure), decision.mark, self.generation.restored, decision.suspect,
+            decision.skip, requested=bool(self.generation.drill),
+        )  # fmt: skip
         self.events.write(EventKind.DECISION, action=decision.action.name.lower(), reason=decision.reason)
         if decision.suspect is not None:
             self.events.write(EventKind.CHECKPOINT_SUSPECT, step=decision.suspect, reason=decision.reason)
@@ -144,4 +155,5 @@ class AttemptState:
     def replace_nodes(self, decision: Decision) -> Decision | None:
         """Put spares in the place of lost or blamed nodes; a Decision when the attempt ends instead."""
         self.generation.broken, self.history.new_nodes = None, True
-        return node_replacement.replace(decision, self.roster, self.events)
+        failure = self.attributed(decision.failure)
+        return node_replacement.replace(decision, self.roster, self.events, drill=failure.drill if failure else "")

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from checkpointing.format.commit import parse_name
+from trainer.agent.ladder.drilled_failures import HARMLESS
 from trainer.agent.ladder.in_job_policy import FIXED_BY_RESTART
 from trainer.agent.ladder.suspect_checkpoints import FailedGeneration, failed_generation
 from trainer.agent.watch.root_cause import RankEnd
@@ -59,13 +60,17 @@ class AttemptHistory:
         }
 
     def record_failure(
-        self, failure: Failure | None, mark: str, restored: int, suspect: int | None, skip: Skip | None = None
-    ) -> None:
-        """A generation that began from the checkpoint of step `restored` is over."""
-        self.mark = mark
-        self.fruitless_before, self.furthest = self.fruitless, max(self.furthest, self.reached)
+        self, failure: Failure | None, mark: str, restored: int, suspect: int | None, skip: Skip | None = None, *,
+        requested: bool = False,
+    ) -> None:  # fmt: skip
+        """A generation that began from the checkpoint of step `restored` is over.
+
+        `requested`: a drill that somebody requested ended it, so that its restart does not count.
+        """
+        self.mark = "" if requested else mark
+        self.fruitless_before, self.furthest = self.fruitless - requested, max(self.furthest, self.reached)
         self.generations, self.reached = self.generations + 1, 0
-        if failure is not None and failure.kind is FailureKind.HANG:
+        if failure is not None and failure.kind is FailureKind.HANG and not failure.drill:
             self.hung += failure.nodes
         if skip is not None:
             self.skipped.append(skip)
@@ -99,12 +104,17 @@ class Generation:
     dead_ranks_analysed: bool = False  # its dead ranks' flight records were read
     restored: int = 0  # step of the checkpoint that it began from; 0: none
     stop_announced: float = 0.0  # when its ranks were told to expect a stop, on the coordinator's clock
+    drill: str = ""  # kind of the newest drill that was requested of it and ends it
 
     def note(self, end: RankEnd) -> None:
         """A rank has ended."""
         self.ends[end.rank] = end
         if not end.good and self.first_failure is None:
             self.first_failure = end.at
+
+    def note_drill(self, kind: str) -> None:
+        """A fault of this kind is injected on request."""
+        self.drill = self.drill if kind in HARMLESS else kind
 
     def fail(self, failure: Failure, now: float) -> None:
         """Something other than a rank failed; the first failure counts, unless no restart fixes a later one."""

@@ -109,7 +109,8 @@ class Coordinator:
         killed = await self._teardown.kill_generation(decision)
         await self._command.end_generation(decision, state.generation, cleared=killed)
         await self._timers.write_status()
-        failure = decision.failure.to_json() if decision.failure else None
+        attributed = state.attributed(decision.failure)
+        failure = attributed.to_json() if attributed else None
         step = state.progress.step if state.progress.step or not state.config.command else None  # None: not known
         state.events.write(EventKind.GENERATION_ENDED, reason=decision.reason, step=step, failure=failure)
         return killed
@@ -128,7 +129,7 @@ class Coordinator:
         # The decision fixes the failure that it was made for, but no other one that came while ranks were killed.
         if state.generation.broken is decision.failure:
             state.generation.broken = None
-        state.history.restarts += decision.action is Action.RESTART
+        state.history.restarts += decision.action is Action.RESTART and not state.generation.drill
         state.history.again = state.history.again or state.stopping.stop is not None
         return await self._startup.wait_ready()
 
@@ -142,7 +143,7 @@ class Coordinator:
         outcome = AttemptOutcome(
             attempt=state.attempt_dir.number, job_id=state.identity.job_id, result=result, reason=reason,
             exit_code=int(code), step=state.progress.step, generations=state.generation.number,
-            started_at=state.started_at, ended_at=time.time(), failure=failure,
+            started_at=state.started_at, ended_at=time.time(), failure=state.attributed(failure),
         )  # fmt: skip
         await state.outbox.leave(outcome)
         state.events.write(EventKind.ATTEMPT_ENDED, result=str(result), reason=reason)

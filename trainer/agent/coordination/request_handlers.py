@@ -6,7 +6,7 @@ from typing import Any
 
 from trainer.agent.attempt_state.attempt_state import AttemptState
 from trainer.agent.control.tcp_transport import Message
-from trainer.agent.ranks import fault_injection
+from trainer.agent.coordination.drill_orders import DrillOrders
 from trainer.contract.progress import StopReason
 from trainer.contract.requests import REFUSED, Request, RequestKind
 
@@ -46,7 +46,7 @@ class RequestHandlers:
         self._state, self._config, self._roster = state, state.config, state.roster
         self._saves: dict[str, int] = {}  # request -> step whose save does not answer it yet
         self._stacks: dict[str, _Stacks] = {}
-        self._drills = 0
+        self._drills = DrillOrders(state)
 
     def handle(self, request: Request, now: float, wall: float) -> str | None:
         """Do what is requested; returns the answer. `now` is on the monotonic clock, `wall` the time of day."""
@@ -72,6 +72,7 @@ class RequestHandlers:
             if saved > before:
                 del self._saves[name]
                 yield name, f"saved at step {saved}"
+        yield from self._drills.order()
         for name, stacks in list(self._stacks.items()):
             if not stacks.waits or now >= stacks.until:
                 del self._stacks[name]
@@ -129,9 +130,6 @@ class RequestHandlers:
         first = int(request.detail) * cluster.ranks_per_node
         return list(range(first, first + cluster.ranks_per_node))
 
-    def _drill(self, request: Request) -> str:
-        order, answer = fault_injection.drill_order(request, self._config.cluster)
-        if order is not None:
-            self._drills += 1
-            self._roster.broadcast("drill", generation=self._state.generation.number, serial=self._drills, **order)
-        return answer
+    def _drill(self, request: Request) -> str | None:
+        refusal = self._drills.refuse(request)
+        return dict(self._drills.order()).get(request.name) if refusal is None else refusal

@@ -87,6 +87,7 @@ class Situation:
     hung: tuple[str, ...] = ()  # nodes blamed for hangs of generations before it
     fruitless: int = 0  # restarts in a row, this one included, without a step that is new to the attempt
     saves_failing: str = ""  # since when, and why
+    drill: str = ""  # kind of a drill that was requested of this generation and ends it
 
     @property
     def stop_words(self) -> str:
@@ -227,9 +228,11 @@ def _after_failure(now: Situation) -> Decision:
     reason = cause.failure.reason
     if suspect is not None:
         reason = f"{reason}; the checkpoint of step {suspect.step} is suspect: {suspect.reason}"
-    if cause.set_aside:
+    if cause.set_aside and not now.drill:
         reason = f"{reason}; {cause.set_aside}"
     decision = _rung(now, cause, reason, doubted=suspect is not None)
+    if now.drill:
+        return decision
     decision = replace(decision, own=cause.own, set_aside=cause.set_aside)
     return replace(decision, suspect=suspect.step) if suspect is not None else decision
 
@@ -242,6 +245,8 @@ class _Suspect:
 
 def _new_suspect(now: Situation) -> _Suspect | None:
     """The checkpoint that this generation began from, if it has to be doubted from now on."""
+    if now.drill:
+        return None
     last = failed_generation(_cause(now, forgive=True).failure, now.restored, None)
     found = {} if last is None else suspect_steps([*now.failed_generations, last], now.suspects)
     return _Suspect(now.restored, found[now.restored]) if now.restored in found else None
@@ -256,7 +261,7 @@ def _rung(now: Situation, cause: Cause, reason: str, *, doubted: bool) -> Decisi
         return _replace(now, failure, reason) or end(reason, failure, cause.mark)
     # One hang can have any cause; two on one node point to that node.
     again = tuple(node for node in failure.nodes if node in now.hung)
-    if failure.kind is FailureKind.HANG and again:
+    if failure.kind is FailureKind.HANG and again and not now.drill:
         verb = "is" if len(again) == 1 else "are"
         reason = f"{reason}; {', '.join(again)} {verb} blamed for a hang for the second time in this attempt"
         return _replace(now, failure, reason, again) or end(reason, failure, cause.mark)
@@ -288,6 +293,9 @@ def _roll_back(now: Situation, cause: Cause, reason: str, *, doubted: bool) -> D
 def _restart(now: Situation, cause: Cause, reason: str) -> Decision:
     """Rung 2: a new generation on the same nodes."""
     failure = cause.failure
+    if now.drill and (cause.retry or failure.kind in FIXED_BY_RESTART):
+        reason = f"{reason}; restart in place, not counted: drill {now.drill}"
+        return Decision(action=Action.RESTART, reason=reason, failure=failure, mark=cause.mark)
     if not cause.retry:
         return end(reason, failure, cause.mark)
     # The steps of a command are not known.

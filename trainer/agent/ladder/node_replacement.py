@@ -7,8 +7,10 @@ from trainer.contract.events import EventKind, EventLog
 from trainer.contract.outcome import Failure, FailureKind
 
 
-def replace(decision: Decision, roster: Roster, events: EventLog) -> Decision | None:
+def replace(decision: Decision, roster: Roster, events: EventLog, *, drill: str = "") -> Decision | None:
     """Replace every lost or excluded node by a spare; a Decision to end the attempt when that is not possible.
+
+    `drill`: the kind of the drill that brought the loss about, if one did.
 
     Why this is safe although a lost node, or the ranks of a blamed one, may live on out of reach for a while:
     - Its agent ends its ranks when its connection ends or times out, and is never admitted again; that of a blamed
@@ -26,6 +28,7 @@ def replace(decision: Decision, roster: Roster, events: EventLog) -> Decision | 
     for move in moves:
         name, left = roster.members[move.node].name, roster.members[move.instead]
         about = {"reason": left.excluded or failure.reason, "kind": str(_failure_kind_of(left, failure))}
+        about |= {"drill": drill} if drill else {}
         events.write(EventKind.SPARE_USED, node=move.node, name=name, instead=left.name, **about)
     return None if moves else in_job_policy.end(f"{decision.reason}; {why}", failure)
 

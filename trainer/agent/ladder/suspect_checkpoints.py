@@ -28,7 +28,7 @@ class FailedGeneration:
 
 def failed_generation(failure: Failure, restored: int | None, step: int | None) -> FailedGeneration | None:
     """How a generation fell; None when no checkpoint was loaded, or what was loaded cannot be the reason."""
-    if not restored or failure.kind not in _OF_THE_STATE:
+    if not restored or failure.drill or failure.kind not in _OF_THE_STATE:
         return None
     if failure.signal is None and failure.exit_code is None and not failure.exception:
         return None  # no rank's end: a fork server died, which never sees a state

@@ -14,6 +14,7 @@ from checkpointing.tiers.catalog import Catalog
 from checkpointing.verification.verify import verify
 from orchestrator.cli.drills.disk_faults import damage_newest
 from orchestrator.cli.runs import follow, submit
+from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import Precondition
 from orchestrator.states import RunState
 from tests.checkpointing.made_checkpoint import make
@@ -78,9 +79,85 @@ def test_a_live_run_is_hit_and_scored(orch: Type, seeds: Seeds) -> None:
 def test_a_node_is_named_by_its_place(orch: Type, seeds: Seeds) -> None:
     run = seeds.run()
     with Job(begun(seeds, run)) as job:
-        data = orch("drill", run, "kill-agent", "--json").data
+        data = orch("drill", run, "kill-agent", "--yes", "--json").data
     assert job.asked[0].value == 1, "the last node, which is not the coordinator's"
     assert (data["passed"], data["node"], data["named"], data["rank"]) == (True, "n2", "node n2", None)
+
+
+@pytest.mark.parametrize(("at", "spares", "why"), [
+    ((), 0, "it has no spare node"), (("--rank", 0), 1, "the coordinator is on its first node"), ((), 1, ""),
+])  # fmt: skip
+def test_a_node_that_no_spare_replaces_costs_a_new_job(
+    orch: Type, seeds: Seeds, at: tuple[object, ...], spares: int, why: str
+) -> None:
+    run = seeds.run()
+    with Job(begun(seeds, run, nodes=("n1", "n2", "n3")[: 2 + spares])) as job:
+        said = orch("drill", run, "kill-node", *at)
+    if not why:
+        assert (said.code, len(job.asked)) == (0, 1)
+        return
+    assert (said.code, job.asked) == (4, [])
+    assert f"kill-node costs tiny-1 more than a restart: {why}, so a new job has to be submitted" in said.err
+    assert "orch drill tiny-1 kill-node --yes" in said.err
+
+
+class Starting(Job):
+    """A job whose ranks begin to train only when it is told so."""
+
+    def __init__(self, folder: RunDir) -> None:
+        super().__init__(folder)
+        self.trains = threading.Event()
+
+    def _strike(self, log: EventLog, request: Request) -> None:
+        self.trains.wait(30)
+        super()._strike(log, request)
+
+
+def test_a_drill_during_start_up_waits_and_says_so(orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = seeds.run()
+    with Starting(begun(seeds, run)) as job:
+
+        def note(screen: Screen, text: str) -> None:
+            notes.extend([text] if "kill-rank" in text else [])
+            if "do not train yet" in text:
+                job.trains.set()
+
+        notes: list[str] = []
+        monkeypatch.setattr(Screen, "note", note)
+        said = orch("drill", run, "kill-rank", "--rank", 1)
+    assert said.code == 0
+    assert notes[0] == "tiny-1: its ranks do not train yet; kill-rank strikes when they do"
+    assert "tiny-1: kill-rank strikes rank 1" in notes[1:]
+
+
+class Ending(Job):
+    """A job that is held before its ranks train."""
+
+    def __init__(self, folder: RunDir, seeds: Seeds) -> None:
+        super().__init__(folder)
+        self._seeds = seeds
+
+    def _strike(self, log: EventLog, request: Request) -> None:
+        store, epoch = self._seeds.store, self._seeds.epoch
+        store.move_run(self._folder.name, RunState.HELD, "the disk is full", epoch=epoch, now=time.time())
+
+
+def test_a_job_that_ends_before_it_trains_ends_the_drill(orch: Type, seeds: Seeds) -> None:
+    run = seeds.run()
+    with Ending(begun(seeds, run), seeds):
+        said = orch("drill", run, "kill-rank")
+    assert said.code == 4
+    assert "attempt 1 of tiny-1 ended before kill-rank struck" in said.err
+    assert "the disk is full" in said.err
+
+
+def test_a_drill_that_nobody_waits_for_any_longer_says_that_it_comes(orch: Type, seeds: Seeds) -> None:
+    run = seeds.run()
+    begun(seeds, run)
+    said = orch("drill", run, "kill-rank", "--timeout", 1)
+    assert said.code == 124
+    assert "kill-rank has not struck tiny-1 within 1 s: its ranks do not train yet" in said.err
+    assert "it strikes when they do; look:  orch status tiny-1 -w" in said.err
 
 
 def test_spares_are_no_nodes_that_could_be_hit(orch: Type, seeds: Seeds) -> None:

@@ -60,6 +60,35 @@ def test_it_is_not_over_before_it_trains_again() -> None:
     assert (ended.over, ended.passed) == (True, False)
 
 
+def test_steps_of_generations_before_the_one_that_was_hit_are_not_lost_again() -> None:
+    tape = Tape().add(100.0, EventKind.DRILL, generation=2, kind="kill-rank", rank=1, step=97)
+    tape.add(100.1, EventKind.RANK_EXITED, generation=2, rank=1, node="n1", exit_code=None, signal=9, reason="killed")
+    tape.add(100.5, EventKind.GENERATION_ENDED, generation=2, **fell("rank_killed"))
+    tape.add(102.0, EventKind.GENERATION_FIRST_STEP, generation=3, step=91, seconds=1.4)
+    # The first generation came to step 142 and was rolled back to 90.
+    trained = [lines(1, 142), *(lines(2, step) for step in range(91, 98))]
+    assert tape.score("kill-rank", steps=trained).steps_lost == 7
+
+
+def test_a_command_is_back_when_its_ranks_run_on() -> None:
+    tape = Tape().add(100.0, EventKind.DRILL, kind="kill-rank", rank=1, step=None, node="n1")
+    tape.add(100.1, EventKind.RANK_EXITED, rank=1, node="n1", exit_code=None, signal=9, reason="killed by SIGKILL")
+    tape.add(100.5, EventKind.GENERATION_ENDED, **fell("rank_killed"))
+    tape.add(103.0, EventKind.GENERATION_STARTED, generation=2, world=2, nodes=2)
+
+    def at(now: float) -> Scorecard:
+        return tape.score("kill-rank", steps=[], state=RunState.RUNNING, now=now, running_for=5.0)
+
+    assert not at(107.9).over, "it may end at once again"
+    card = at(108.0)
+    assert (card.over, card.passed, card.back_s, card.back_step, card.steps_lost) == (True, True, 3.0, None, None)
+    assert card.verdict == "noticed, rightly named, and its ranks run again"
+    assert card.struck == "rank 1 on n1"
+    tape.add(107.0, EventKind.GENERATION_ENDED, generation=2, **fell("rank_killed"))
+    assert not at(200.0).over
+    assert not tape.score("kill-rank", now=200.0).over, "a workload of orch says itself when it trains"
+
+
 def test_the_wrong_rank_fails_the_drill() -> None:
     tape = killed(rank=3).add(102.0, EventKind.GENERATION_FIRST_STEP, generation=2, step=21, seconds=1.4)
     card = tape.score("kill-rank")

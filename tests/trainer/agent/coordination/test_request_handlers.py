@@ -9,11 +9,13 @@ import pytest
 
 from trainer.agent.attempt_state.attempt_state import AttemptState
 from trainer.agent.attempt_state.generation import Generation
+from trainer.agent.attempt_state.heartbeat import Stage
 from trainer.agent.coordination.request_handlers import RequestHandlers
 from trainer.contract.config import ClusterShape, JobConfig
 from trainer.contract.events import EventKind, EventLog, read_events
 from trainer.contract.launch_token import LaunchToken
 from trainer.contract.node_identity import NodeIdentity
+from trainer.contract.outcome import Failure, FailureKind
 from trainer.contract.progress import StopReason
 from trainer.contract.requests import Request, RequestKind
 from trainer.contract.run_dir import RunDir
@@ -58,7 +60,7 @@ class Desk:
         assert self.peers[0].sent == self.peers[1].sent
         return self.peers[0].sent
 
-    def report(self, **fields: int) -> None:
+    def report(self, **fields: object) -> None:
         for member in self.state.roster.members.values():
             member.progress = {"generation": 2, **fields}
 
@@ -128,9 +130,68 @@ def test_of_a_command_neither_saves_nor_stacks(tmp_path) -> None:
     desk.events.close()
 
 
+def trains(desk: Desk) -> Desk:
+    desk.state.stage = Stage.RUNNING
+    desk.report(step=7, stepped=True)
+    return desk
+
+
 def test_every_drill_has_its_own_number(desk) -> None:
+    trains(desk)
     assert desk.ask(RequestKind.DRILL, detail="nan", value=1) == "nan strikes rank 1"
     desk.ask(RequestKind.DRILL, detail="nan", value=1)
     assert [fields["serial"] for _, fields in desk.told] == [1, 2]
     assert str(desk.ask(RequestKind.DRILL, detail="meteor")).startswith("refused: ")
     assert len(desk.told) == 2
+
+
+def test_a_drill_waits_until_every_rank_of_the_generation_trains(desk) -> None:
+    assert desk.ask(RequestKind.DRILL, detail="kill-rank", value=1) is None
+    desk.state.stage = Stage.RUNNING
+    desk.report(step=7, stepped=True)
+    desk.state.roster.members[1].progress["stepped"] = False
+    assert desk.finished(51.0) == []
+    desk.state.roster.members[1].progress = {"generation": 1, "stepped": True}
+    assert desk.finished(52.0) == [], "that was the generation before"
+    assert desk.told == []
+    trains(desk)
+    assert desk.finished(53.0) == [("drill.001.abcd.json", "kill-rank strikes rank 1")]
+    assert [(say, order["kind"], order["generation"]) for say, order in desk.told] == [("drill", "kill-rank", 2)]
+    assert desk.finished(54.0) == []
+
+
+def test_a_drill_hits_no_generation_that_has_just_failed(desk) -> None:
+    trains(desk)
+    desk.state.fail(Failure(kind=FailureKind.HANG, reason="rank 1 hangs"))
+    assert desk.ask(RequestKind.DRILL, detail="kill-rank", value=1) is None
+    assert desk.finished(51.0) == []
+
+
+def test_a_drill_of_a_command_needs_no_step(tmp_path) -> None:
+    desk = Desk(tmp_path, command=("true",))
+    desk.state.stage = Stage.RUNNING
+    assert desk.ask(RequestKind.DRILL, detail="kill-rank", value=1) == "kill-rank strikes rank 1"
+    desk.events.close()
+
+
+def test_a_job_that_stops_is_not_hit(desk) -> None:
+    trains(desk)
+    desk.ask(RequestKind.STOP)
+    assert desk.ask(RequestKind.DRILL, detail="kill-rank", value=1) == "refused: the job is being stopped"
+
+
+@pytest.mark.parametrize(("kind", "behind"), [("kill-rank", "kill-rank"), ("slow-rank", "")])
+def test_what_follows_a_drill_is_attributed_to_it(desk, kind, behind) -> None:
+    trains(desk)
+    desk.ask(RequestKind.DRILL, detail=kind, value=1)
+    killed = Failure(kind=FailureKind.RANK_KILLED, reason="killed", rank=1, node="n0", signal=9)
+    found = desk.state.attributed(killed)
+    assert found is not None
+    assert (found.drill, desk.state.situation(None).drill) == (behind, behind)
+    limit = desk.state.attributed(Failure(kind=FailureKind.TIME_LIMIT, reason="the time limit"))
+    assert limit is not None
+    assert limit.drill == ""
+    desk.state.begin_generation()
+    after = desk.state.attributed(killed)
+    assert after is not None
+    assert after.drill == "", "the next generation fails by itself"

@@ -1,5 +1,6 @@
 """The ladder within an attempt, on tables: roll back, restart in place, use a spare, leave; always with the reason."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -170,8 +171,10 @@ class Attempt:
                 **{**past.situation_fields(), "budget": 9, "spike_budget": 3, **self.fields, **fields},
             )
         )  # fmt: skip
-        past.record_failure(decision.failure, decision.mark, restored, decision.suspect, decision.skip)
-        past.restarts += decision.action is Action.RESTART
+        drill = str(fields.get("drill", ""))
+        failure = replace(decision.failure, drill=drill) if decision.failure else None
+        past.record_failure(failure, decision.mark, restored, decision.suspect, decision.skip, requested=bool(drill))
+        past.restarts += decision.action is Action.RESTART and not drill
         return decision
 
 
@@ -244,3 +247,30 @@ def test_a_node_blamed_twice_is_left_even_when_the_ranks_differ():
     assert attempt.over(raised(1), stepped=140).action is Action.RESTART
     again = Failure(kind=FailureKind.HANG, reason="rank 3 on n1 stopped first", rank=3, node="n1")
     assert attempt.over(broken=again, stepped=160).action is Action.END
+
+
+def test_drills_that_somebody_requests_use_up_nothing():
+    attempt = Attempt(budget=1)
+    for _ in range(5):
+        decision = attempt.over(killed(1, step=105), stepped=105, drill="kill-rank")
+        assert (decision.action, decision.suspect) == (Action.RESTART, None)
+        assert decision.reason.endswith("restart in place, not counted: drill kill-rank")
+    hung = Failure(kind=FailureKind.HANG, reason="rank 3 on n1 stopped first", rank=3, node="n1")
+    for _ in range(2):
+        assert attempt.over(broken=hung, stepped=105, drill="stop-rank").action is Action.RESTART
+    assert (attempt.past.restarts, attempt.past.fruitless, attempt.past.hung) == (0, 0, [])
+    assert "restart 1 of 1 in place" in attempt.over(killed(1, step=108), stepped=108).reason
+
+
+def test_a_drill_forgives_no_failure_before_it():
+    attempt = Attempt()
+    for _ in range(2):
+        attempt.over(killed(1, step=105), stepped=105)
+    before = attempt.past.fruitless
+    attempt.over(killed(1, step=105), stepped=105, drill="kill-rank")
+    assert attempt.past.fruitless == before > 0
+
+
+def test_a_drilled_desync_holds_the_run_all_the_same():
+    desync = Failure(kind=FailureKind.DESYNC, reason="rank 1 reduced 2 elements, its peers 1", rank=1, node="n1")
+    assert Attempt().over(broken=desync, stepped=105, drill="desync-shape").action is Action.END

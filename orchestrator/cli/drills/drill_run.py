@@ -1,0 +1,148 @@
+"""One drill as it goes: the fault is requested or injected, told when it strikes, and scored when it is over."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from orchestrator.cli.access.registry import open_store
+from orchestrator.cli.drills.disk_faults import damage_newest, expendable, fill_disk
+from orchestrator.cli.drills.scorecard import ALIASES, NODE_KINDS, Scorecard, score
+from orchestrator.cli.live_jobs.live_attempt import LiveAttempt, await_end
+from orchestrator.cli.runs.follow import RunFollower, is_over
+from orchestrator.cli.runs.run_reader import StepLines
+from orchestrator.cli.runs.status import one_row
+from orchestrator.cli.terminal.render import Screen
+from orchestrator.errors import Precondition, RunFailed, WaitTimeout
+from trainer.contract.events import Event, EventKind
+from trainer.contract.requests import RequestKind
+
+SAVED = 20
+"""Of the demo: what the agents bring about is asked for when this step is trained and saved."""
+ANSWER = 30.0
+SETTLED = 5.0
+"""Seconds that ranks of a command run again until they count as recovered: what they train, nobody sees."""
+_SLOW = 2.0
+"""Seconds without an answer after which it is said what the drill waits for: a job that trains answers within one."""
+
+
+class DrillRun:
+    """One drill as it goes: told on the way, scored when it is over."""
+
+    def __init__(
+        self, follower: RunFollower, run: str, kind: str, steps: StepLines, *, command: bool = False
+    ) -> None:  # fmt: skip
+        """`command`: the ranks are a program of the user's own, whose steps nobody knows."""
+        self._follower, self._run, self._kind, self._steps = follower, run, kind, steps
+        self._command = command
+        self._done: list[Event] = []  # what this program did itself, as an event
+        self._nodes: list[str] = []
+        self._refused: Callable[[], None] = lambda: None  # raises when the job will not do it
+
+    def inject(self, screen: Screen, found: LiveAttempt, at: int | None, seconds: float) -> None:
+        """Bring the fault about, by ourselves or by asking the job, and wait until it strikes.
+
+        Raises Precondition when the job refuses it or ends before, WaitTimeout after `seconds`.
+        """
+        self._nodes = [str(name) for name in found.heartbeat.get("nodes", ())]
+        last = found.cluster.nodes - 1  # spares have no place that could be hit
+        match self._kind:
+            case "full-disk":
+                writers = fill_disk(str(found.heartbeat["job_id"]))
+                self._record_injection(found, step=found.heartbeat.get("step"))
+                screen.note(f"{found.run}: {writers} checkpoint writers can write no more")
+            case "corrupt-checkpoint":
+                expendable(found.folder)
+                # What memory holds is good: only a new job must read the disk. And while this one lives, it saves on.
+                request = found.send_request(RequestKind.DRILL, "orch drill", value=last, detail="kill-agent")
+                self._await_strike(screen, found, request, seconds)
+                await_end(found, request, ANSWER)
+                step, path = damage_newest(found.folder)
+                self._record_injection(found, step=step)
+                screen.note(f"{found.run}: turned some bytes over in {path}")
+            case kind:
+                value = last if at is None and kind in NODE_KINDS else at
+                request = found.send_request(
+                    RequestKind.DRILL, "orch drill", value=value, detail=ALIASES.get(kind, kind)
+                )
+                self._await_strike(screen, found, request, seconds)
+
+    def _await_strike(self, screen: Screen, found: LiveAttempt, request: str, seconds: float) -> None:
+        """The job orders a fault once all its ranks train, and answers then."""
+        self._refused = partial(found.raise_if_refused, request)
+        began, told = time.monotonic(), False
+
+        def struck(row: dict[str, Any]) -> bool:
+            nonlocal told
+            self._refused()
+            # The agent that is to be killed may not live to answer.
+            if found.answer(request) is not None or any(each.kind == EventKind.DRILL for each in self._follower.events):
+                return True
+            if is_over(row) or row["attempts"] > found.attempt_dir.number:
+                why = f"attempt {found.attempt_dir.number} of {self._run} ended before {self._kind} struck"
+                raise Precondition(why, where=row["reason"] or row["state"], hint=f"orch show {self._run}")
+            if not told and time.monotonic() - began >= _SLOW:
+                told = True
+                screen.note(f"{self._run}: its ranks do not train yet; {self._kind} strikes when they do")
+            return False
+
+        try:
+            self._follower.until(struck, seconds)
+        except WaitTimeout as late:
+            raise WaitTimeout(
+                f"{self._kind} has not struck {self._run} within {seconds:g} s: its ranks do not train yet",
+                where=late.where, hint=f"it strikes when they do; look:  orch status {self._run} -w",
+            ) from late  # fmt: skip
+        if (answer := found.answer(request)) is not None:
+            screen.note(f"{self._run}: {answer}")
+
+    def _record_injection(self, found: LiveAttempt, **data: Any) -> None:
+        place = {key: int(found.heartbeat.get(key) or 0) for key in ("attempt", "generation")}
+        told = {"kind": self._kind, "rank": None, **data}
+        self._done.append(Event(time=time.time(), source="drill", seq=1, kind=EventKind.DRILL, data=told, **place))
+
+    def until_saved(self, seconds: float) -> None:
+        """The demo has trained and saved enough to be hit."""
+        row = self._follower.until(lambda row: is_over(row) or _saved(row) >= SAVED, seconds)
+        if is_over(row):
+            raise RunFailed(f"{self._run} was {row['state']} before anything could strike", where=row["reason"])
+
+    def until_over(self, seconds: float) -> Scorecard:
+        """Nothing more is to be expected of the fault, or time is up."""
+        try:
+            row = self._follower.until(self._is_over, seconds)
+        except WaitTimeout:
+            row = one_row(self._run)
+        return self._card(row)
+
+    def _is_over(self, row: dict[str, Any]) -> bool:
+        self._refused()
+        return self._card(row).over
+
+    def _card(self, row: dict[str, Any]) -> Scorecard:
+        events = sorted([*self._done, *map(self._with_node, self._follower.events)], key=lambda event: event.time)
+        struck = max((event.attempt for event in events if event.kind == EventKind.DRILL), default=0)
+        failure = _concluded(self._run, struck) if struck < row["attempts"] or is_over(row) else None
+        running_for = SETTLED if self._command else None
+        about = {"state": row["state"], "failure": failure, "now": time.time(), "running_for": running_for}
+        return score(self._kind, events, self._steps.read(), **about)
+
+    def _with_node(self, event: Event) -> Event:
+        """Faults of nodes tell which one by its place in the job."""
+        at = event.data.get("rank")
+        if event.kind != EventKind.DRILL or event.data.get("kind") not in NODE_KINDS or at is None:
+            return event
+        name = self._nodes[at] if at < len(self._nodes) else None
+        return replace(event, data={"node": name, **event.data, "rank": None})
+
+
+def _saved(row: dict[str, Any]) -> int:
+    last = row["last_checkpoint"]
+    return int(last["step"]) if last is not None else 0
+
+
+def _concluded(run: str, attempt: int) -> dict[str, Any] | None:
+    """What the controller made of an attempt that left nobody to say so."""
+    with open_store(readonly=True) as store:
+        return next((one.failure for one in store.attempts(run) if one.number == attempt), None)

@@ -147,6 +147,10 @@ CONFIG: Mapping[str, Term] = {
     "restore_tests.max_parallel": _PLACE,
     "restore_tests.cluster": _PLACE,
     "restore_tests.command": _PLACE,
+    "notify.webhook": _PLACE,
+    "notify.mail": _PLACE,
+    "notify.command": _PLACE,
+    "notify.on": _PLACE,
     "logs.max_mib": _PLACE,
     "logs.keep": _PLACE,
 }

@@ -15,7 +15,7 @@ from orchestrator.config.notify_config import NotifyConfig
 from orchestrator.errors import NotFound, RegistryError
 from orchestrator.notifications.deliver import COMMAND, MAIL, WEBHOOK, Order
 from orchestrator.notifications.message import message
-from orchestrator.notifications.record import Notified
+from orchestrator.notifications.record import Notified, Told
 from orchestrator.notifications.sender import Sender
 from orchestrator.registry.records import Attempt, Run, Transition
 from orchestrator.registry.store import Store
@@ -43,7 +43,7 @@ class Notifications:
     wall: Callable[[], float] = time.time
     _seen: int = 0  # the newest change of state that was looked at, in the order of the registry
     _watched: set[str] = field(default_factory=set)  # runs with changes that are not settled
-    _sending: dict[str, tuple[Sender, Notified]] = field(default_factory=dict)
+    _sending: dict[str, tuple[Sender, Told]] = field(default_factory=dict)
     _configs: dict[str, NotifyConfig] = field(default_factory=dict)
 
     @property
@@ -79,7 +79,7 @@ class Notifications:
     # -- one run
 
     def _look(self, name: str, epoch: int, now: float) -> None:
-        """Send the oldest change that is to be told; a run without any is watched no longer."""
+        """Send the oldest change that nobody was told of, or one that is due again; without any, watch no longer."""
         try:
             run = self.store.run(name)
         except NotFound:
@@ -89,28 +89,25 @@ class Notifications:
             self._watched.discard(name)
             return
         notified = Notified.of(run.notified)
-        # No pause is longer than the longest one: what is left of this one tells that the clock was set since.
-        if 0.0 < notified.next_at - now <= AGAIN[-1]:
-            return
-        index, change, config = self._next(run, notified.settled, now)
-        if change is None or config is None:
+        changes = [change for change in self.store.transitions(name) if change.kind == "run"]
+        attempts = self.store.attempts(name)
+        news = range(notified.settled, len(changes))
+        fresh = next((index for index in news if self._is_told(run, attempts, changes[index], now)), None)
+        due = next((told for told in notified.waiting if _is_due(told, now)), None)
+        told = Told(index=fresh, state=changes[fresh].after) if fresh is not None else due
+        if told is not None:
+            self._send(run, changes[told.index], self._config(run, attempts, changes[told.index]), told, epoch, now)
+        elif not notified.waiting:
             self._watched.discard(name)
-            return
-        again = notified.next_at and notified.settled == index
-        self._send(run, change, config, notified if again else Notified(settled=index), epoch, now)
 
-    def _next(self, run: Run, settled: int, now: float) -> tuple[int, Transition | None, NotifyConfig | None]:
-        """The first change that is not settled and is to be told, with its place among the run's changes."""
-        changes = [change for change in self.store.transitions(run.name) if change.kind == "run"]
-        attempts = self.store.attempts(run.name)
-        for index in range(settled, len(changes)):
-            change = changes[index]
-            config = self._config(run, attempts, change) if now - change.time <= STALE else None
-            if config is not None and change.after in config.on and _targets(config):
-                return index, change, config
-        return len(changes), None, None
+    def _is_told(self, run: Run, attempts: list[Attempt], change: Transition, now: float) -> bool:
+        """Whether somebody is to be told of this change."""
+        if now - change.time > STALE:
+            return False
+        config = self._config(run, attempts, change)
+        return change.after in config.on and bool(_targets(config))
 
-    def _config(self, run: Run, attempts: list[Attempt], change: Transition) -> NotifyConfig | None:
+    def _config(self, run: Run, attempts: list[Attempt], change: Transition) -> NotifyConfig:
         """What the run was trained with when it changed: `orch resume` may have brought another one since."""
         begun = [attempt for attempt in attempts if attempt.intent_at <= change.time]
         digest = (begun[-1].config_digest if begun else "") or run.config_digest
@@ -125,20 +122,18 @@ class Notifications:
         return self._configs[digest]
 
     def _send(
-        self, run: Run, change: Transition, config: NotifyConfig, notified: Notified, epoch: int, now: float
+        self, run: Run, change: Transition, config: NotifyConfig, told: Told, epoch: int, now: float
     ) -> None:  # fmt: skip
-        targets = {way: where for way, where in _targets(config).items() if way not in notified.delivered}
+        targets = {way: where for way, where in _targets(config).items() if way not in told.delivered}
         said = message(run, change)
         folder = str(run.identity.get("submit_dir", "/"))
         environ = {**Submitter.of(run.identity).environ(os.environ), **said.variables()}
         order = Order(targets=targets, payload=said.to_json(), environ=environ, folder=folder)
-        trying = replace(notified, state=change.after, tries=notified.tries + 1, at=now)
+        trying = replace(told, tries=told.tries + 1, at=now)
         try:
-            sender = Sender.begin(order)
+            self._sending[run.name] = Sender.begin(order), trying
         except OSError as error:
             self._write(run.name, trying, dict.fromkeys(targets, f"no process: {error.strerror}"), epoch)
-            return
-        self._sending[run.name] = sender, trying
 
     def _taken_in(self, run: str, epoch: int, now: float) -> str:
         """Write down what became of a delivery that has ended; empty while it goes on."""
@@ -149,18 +144,27 @@ class Notifications:
         del self._sending[run]
         return self._write(run, replace(trying, at=now), result, epoch)
 
-    def _write(self, run: str, trying: Notified, result: Mapping[str, str], epoch: int) -> str:
+    def _write(self, run: str, trying: Told, result: Mapping[str, str], epoch: int) -> str:
         failed = {way: why for way, why in result.items() if why}
-        delivered = tuple(sorted({*trying.delivered, *(way for way in result if way not in failed)}))
-        over = not failed or trying.tries > len(AGAIN)
-        now = replace(
-            trying, failed=failed, delivered=delivered, settled=trying.settled + (1 if over else 0),
-            next_at=0.0 if over else trying.at + AGAIN[trying.tries - 1],
+        reached = sorted(set(result) - set(failed))
+        again = AGAIN[trying.tries - 1] if failed and trying.tries <= len(AGAIN) else None
+        told = replace(
+            trying, failed=failed, delivered=tuple(sorted({*trying.delivered, *reached})),
+            next_at=0.0 if again is None else trying.at + again,
         )  # fmt: skip
-        self.store.note_notified(run, now.to_json(), epoch=epoch)
-        if now.trouble:
-            log.warning("%s: %s", run, now.trouble)
-        return f"{run}: told that it is {now.state} by {', '.join(now.delivered)}" if now.delivered else ""
+        try:
+            notified = Notified.of(self.store.run(run).notified).after(told)
+        except NotFound:
+            return ""  # `orch rm` was faster
+        self.store.note_notified(run, notified.to_json(), epoch=epoch)
+        if told.trouble:
+            log.warning("%s: %s", run, told.trouble)
+        return f"{run}: told that it is {told.state} by {', '.join(reached)}" if reached else ""
+
+
+def _is_due(told: Told, now: float) -> bool:
+    """No pause is longer than the longest one: what is left of this one tells that the clock was set since."""
+    return not 0.0 < told.next_at - now <= AGAIN[-1]
 
 
 def _targets(config: NotifyConfig) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def test_a_controller_killed_after_sending_is_followed_by_one_that_repeats_it_on
     service.ensure_running(path)
     try:
         with Store.open(path, readonly=True) as store:
-            until(lambda: store.run("r-1").notified.get("delivered") == ["command"])
+            until(lambda: (store.run("r-1").notified.get("newest") or {}).get("delivered") == ["command"])
     finally:
         assert service.stop(path)
     service.tick_once(path)

@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.errors import Fenced
 from orchestrator.notifications.controller_pass import AGAIN, STALE, TOGETHER, Notifications
-from orchestrator.notifications.record import Notified
+from orchestrator.notifications.record import MOST_WAITING, Notified, Told
 from orchestrator.notifications.sender import Sender
 from orchestrator.registry.records import NewRun, Run
 from orchestrator.registry.store import Store
@@ -55,6 +55,11 @@ class Desk:
 
     def notified(self, run: str) -> Notified:
         return Notified.of(self.store.run(run).notified)
+
+    def newest(self, run: str) -> Told:
+        told = self.notified(run).newest
+        assert told is not None
+        return told
 
 
 @pytest.fixture
@@ -137,13 +142,13 @@ def test_what_fails_is_tried_again_and_what_was_delivered_is_not(
     assert f"{run}: that it is SUCCEEDED could not be told by webhook: HTTP 500" in caplog.text
     assert "SECRET" not in caplog.text
     assert desk.notified(run).trouble.endswith("(it is tried again)")
-    sent = desk.notified(run).at
+    sent = desk.newest(run).at
     assert desk.passes(sent + AGAIN[0] - 1) == []
     desk.restart()
     hook.status = 200
     assert desk.notifications.run(desk.epoch, sent + AGAIN[0]) == []
     assert desk.notifications.pending
-    assert desk.notifications.finish(desk.epoch, 60) == [f"{run}: told that it is SUCCEEDED by command, webhook"]
+    assert desk.notifications.finish(desk.epoch, 60) == [f"{run}: told that it is SUCCEEDED by webhook"]
     assert (desk.folder / "told").read_text() == "once\n"
     assert [posted["state"] for posted in hook.posted] == ["SUCCEEDED"] * 2
     assert desk.notified(run).trouble == ""
@@ -156,7 +161,7 @@ def test_after_the_last_try_it_is_given_up_and_the_next_change_is_told_afresh(de
     now = NOW
     for pause in (*AGAIN, 0.0):
         assert desk.passes(now) == []
-        now = desk.notified(run).at + pause
+        now = desk.newest(run).at + pause
     assert desk.notified(run).trouble.endswith(f"(given up after {len(AGAIN) + 1} tries)")
     assert desk.passes(now + STALE / 10) == []
     assert len(hook.posted) == len(AGAIN) + 1
@@ -164,7 +169,30 @@ def test_after_the_last_try_it_is_given_up_and_the_next_change_is_told_afresh(de
     desk.move(run, RunState.RECOVERING, "", now)
     desk.move(run, RunState.HELD, "", now + 1)
     assert desk.passes(now + 2) == [f"{run}: told that it is HELD by webhook"]
-    assert (desk.notified(run).tries, desk.notified(run).trouble) == (1, "")
+    assert (desk.newest(run).tries, desk.notified(run).trouble) == (1, "")
+
+
+def test_a_message_that_fails_does_not_hold_up_the_next_one(desk: Desk, hook: Hook) -> None:
+    run = desk.run({"webhook": hook.url, "on": ["RUNNING", "HELD"]})
+    desk.move(run, RunState.RUNNING)
+    hook.status = 500
+    desk.passes()
+    hook.status = 200
+    desk.move(run, RunState.HELD)
+    assert desk.passes(NOW + 1) == [f"{run}: told that it is HELD by webhook"]
+    assert "that it is RUNNING could not be told" in desk.notified(run).trouble
+    desk.restart()
+    assert desk.passes(NOW + AGAIN[0] + 1) == [f"{run}: told that it is RUNNING by webhook"]
+    assert [posted["state"] for posted in hook.posted] == ["RUNNING", "HELD", "RUNNING"]
+    assert (desk.notified(run).trouble, desk.newest(run).state, desk.notified(run).waiting) == ("", "HELD", ())
+
+
+def test_so_many_messages_of_a_run_wait_at_most() -> None:
+    notified = Notified()
+    for index in range(MOST_WAITING + 3):
+        notified = notified.after(Told(index=index, state="HELD", tries=1, next_at=9.0, failed={"mail": "no"}))
+    assert [told.index for told in notified.waiting] == list(range(3, MOST_WAITING + 3))
+    assert notified.settled == MOST_WAITING + 3
 
 
 def test_nobody_waits_for_a_server_that_hangs(desk: Desk, hook: Hook) -> None:

@@ -8,7 +8,7 @@ from orchestrator.cli.main import redacted
 from orchestrator.config.compose import compose
 from orchestrator.config.redaction import redacted_url
 from orchestrator.errors import ConfigError
-from orchestrator.notifications.record import Notified
+from orchestrator.notifications.record import Notified, Told
 from tests.orchestrator.cli.conftest import Seeds, Type
 
 WEBHOOK = "https://hooks.example.org/services/T0/SECRET"
@@ -25,9 +25,10 @@ def mine(tmp_path: Path, home: Path) -> str:
 
 def test_what_was_not_told_is_warned_of(orch: Type, seeds: Seeds) -> None:
     run, other = seeds.run(), seeds.run()
-    failed = Notified(
-        settled=1, state="HELD", at=1.0, tries=2, next_at=9.0, delivered=("mail",), failed={"webhook": "HTTP 500"}
+    told = Told(
+        index=0, state="HELD", at=1.0, tries=2, next_at=9.0, delivered=("mail",), failed={"webhook": "HTTP 500"}
     )
+    failed = Notified().after(told)
     seeds.store.note_notified(run, failed.to_json(), epoch=seeds.epoch)
     words = f"{run}: that it is HELD could not be told by webhook: HTTP 500 (it is tried again)"
     assert f"warning: {words}" in orch("status").err

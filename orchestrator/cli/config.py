@@ -9,6 +9,7 @@ import click
 from checkpointing.storage.durable import dump_line
 from orchestrator.cli.terminal.command_classes import Noun
 from orchestrator.cli.terminal.render import Column, Screen
+from orchestrator.config.redaction import redacted, redacted_origins, redacted_value
 from orchestrator.errors import ConfigError, NotFound
 
 SOURCE = click.argument("source", metavar="CONFIG")
@@ -34,7 +35,8 @@ def show(screen: Screen, source: str, overrides: tuple[str, ...], origin: bool) 
     """Print the resolved configuration, every value with its origin."""
     composed = _compose(source, overrides)
     if screen.json:
-        screen.data("config.show", {"digest": composed.digest, "config": composed.data, "origins": composed.origins})
+        answer = {"config": redacted(composed.data), "origins": redacted_origins(composed.origins)}
+        screen.data("config.show", {"digest": composed.digest, **answer})
         return
     print_config(screen, composed.data, composed.origins if origin else {})
     screen.note(f"digest {composed.digest[:12]}")
@@ -44,7 +46,8 @@ def print_config(screen: Screen, data: dict[str, Any], origins: dict[str, str]) 
     """One `key = value  # origin` line for each value."""
     from orchestrator.config.compose import flat
 
-    lines = [(f"{key} = {dump_line(value)}", origins.get(key, "")) for key, value in flat(data).items()]
+    shown = redacted_origins(origins)
+    lines = [(f"{key} = {dump_line(value)}", shown.get(key, "")) for key, value in flat(redacted(data)).items()]
     width = min(60, max(len(line) for line, _ in lines))
     for line, where in lines:
         screen.say(f"{line:<{width}}  # {where}" if where else line)
@@ -74,7 +77,8 @@ def diff(screen: Screen, first: str, second: str) -> None:
     """
     from orchestrator.config import compose
 
-    changed = compose.diff(find_config(first), find_config(second))
+    differs = compose.diff(find_config(first), find_config(second))
+    changed = {key: (redacted_value(key, old), redacted_value(key, new)) for key, (old, new) in differs.items()}
     if screen.json:
         rows = [{"key": key, "first": old, "second": new} for key, (old, new) in changed.items()]
         screen.data("config.diff", rows)

@@ -140,10 +140,12 @@ def _usage(screen: Screen, error: click.ClickException) -> int:
 
 
 def redacted(words: Sequence[str]) -> str:
-    """A command line as it may be kept: what is secret stands in values of `env`, and in URLs."""
+    """A command line as it may be kept: what is secret stands in values of `env` and `notify`, and in URLs."""
     from checkpointing.storage.backends import without_secrets
 
-    return without_secrets(" ".join(re.sub(r"(?s)^(\+?env(?:\.[^=]*)?=).*", r"\1***", word) for word in words))
+    return without_secrets(
+        " ".join(re.sub(r"(?s)^(\+?(?:env|notify)(?:\.[^=]*)?=).*", r"\1***", word) for word in words)
+    )
 
 
 def _internal(screen: Screen, error: Exception, words: Sequence[str]) -> int:

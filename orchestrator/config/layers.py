@@ -15,6 +15,8 @@ from orchestrator.errors import ConfigError, NotFound
 from trainer.contract.config import WorkloadConfig
 
 INCLUDES = "includes"
+_COMMAND_LINE = ("notify", "command")
+"""A list of texts that may be written as one."""
 _OVERRIDE = re.compile(r"(?P<sign>[+~]?)(?P<key>[A-Za-z_][\w\-]*(?:\.[\w\-]+)*)(?:=(?P<value>.*))?", re.DOTALL)
 
 
@@ -123,6 +125,11 @@ def _assignments(node: Node, kind: Any, path: keys.Path, where: str) -> Iterator
     if kind is WorkloadConfig and isinstance(node, ScalarNode) and not yaml_text.is_null(node):
         # `workload=my_pkg.mod:Class` is short for its target.
         yield Assignment(path=(*path, "target"), value=str(node.value), origin=here)
+    elif (
+        path == _COMMAND_LINE and isinstance(node, ScalarNode) and not (yaml_text.is_null(node) or _is_reference(node))
+    ):
+        # One line is for the shell.
+        yield Assignment(path=path, value=["sh", "-c", str(node.value)], origin=here)
     elif not nested or (kind is Any and not node.value):
         yield Assignment(path=path, value=_value(node, kind, path, where), origin=here)
     elif isinstance(node, MappingNode):

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from orchestrator.config.notify_config import NotifyConfig
 from orchestrator.config.restore_tests_config import RestoreTestsConfig
 from trainer.contract.config import ClusterShape, JobConfig
 
@@ -37,3 +38,4 @@ class RunConfig(JobConfig):
 
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     restore_tests: RestoreTestsConfig = field(default_factory=RestoreTestsConfig)
+    notify: NotifyConfig = field(default_factory=NotifyConfig)

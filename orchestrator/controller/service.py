@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
+from orchestrator.controller.after_pass import LAST_WORD_WITHIN, AfterPass
 from orchestrator.controller.jobs.partition_sizes import PartitionSizes
 from orchestrator.controller.leasing import lease as leases
 from orchestrator.controller.leasing.lease import Holder, displayed_state, host_name
@@ -26,7 +27,6 @@ from orchestrator.process_identity import boot_id
 from orchestrator.registry import fast_queries, versions
 from orchestrator.registry.records import Lease
 from orchestrator.registry.store import Store
-from orchestrator.restore_tests.controller_pass import RestoreTests
 from orchestrator.scheduler.available_schedulers import usable
 from orchestrator.scheduler.job_environment import package_root
 from orchestrator.scheduler.scheduler_instance import instance_of, is_known, unknown_instance
@@ -191,12 +191,6 @@ def _controller(store_path: Path, kind: str, key: str) -> Iterator[Controller]:
         yield controller
 
 
-def _restore_tests(controller: Controller) -> RestoreTests:
-    return RestoreTests(
-        controller.store, controller.files, controller.domain.has, controller.actor.renew_lease_if_due
-    )  # fmt: skip
-
-
 def tick_once(
     store_path: Path, kind: str = "local", *, patience: float | None = None, force_tests: bool = False
 ) -> TickReport | None:
@@ -217,11 +211,13 @@ def tick_once(
             controller.observed.save()
             return None
         try:
-            report = controller.tick(lease)
-            begun = _restore_tests(controller).run(controller.actor.epoch, time.time(), look=True, force=force_tests)
+            report, after = controller.tick(lease), AfterPass.of(controller)
+            begun = after.tests.run(controller.actor.epoch, time.time(), look=True, force=force_tests)
             # What was begun now is launched now: nobody may pass again before long.
             report = replace(report, actions=(*report.actions, *begun))
-            return report.plus(controller.tick(controller.actor.lease)) if begun else report
+            report = report.plus(controller.tick(controller.actor.lease)) if begun else report
+            told = after.notify_and_wait(controller.actor.epoch, time.time())
+            return replace(report, actions=(*report.actions, *told))
         finally:
             controller.store.drop_lease(controller.actor.lease)
 
@@ -246,7 +242,7 @@ class Daemon:
     def __init__(self, controller: Controller, idle_exit_s: float | None, kind: str = "local") -> None:
         self.controller, self.idle_exit_s, self.kind = controller, idle_exit_s, kind
         self.stopping = False
-        self._restore_tests = _restore_tests(controller)
+        self._after = AfterPass.of(controller)
         self._lease: Lease | None = None
         self._served: set[str] = set()  # the schedulers that it has had a lease for
         self._pause = SHORTEST
@@ -317,6 +313,7 @@ class Daemon:
     def _give_back(self) -> None:
         lease, self._lease = self._lease, None
         assert lease is not None
+        self._after.notifications.finish(lease.epoch, LAST_WORD_WITHIN)
         self.controller.store.drop_lease(lease)
 
     def _let_lease_go(self) -> None:
@@ -335,8 +332,9 @@ class Daemon:
     def _tick(self, lease: Lease) -> TickReport:
         report = self.controller.tick(lease)
         self.controller.store.database.after_commit(set())  # records that a hung directory has kept back
-        tests = self._restore_tests.run(self.controller.actor.epoch, time.time())
-        report = replace(report, changed=report.changed or bool(tests), actions=(*report.actions, *tests))
+        epoch, now = self.controller.actor.epoch, time.time()
+        tests, told = self._after.tests.run(epoch, now), self._after.notifications.run(epoch, now)
+        report = replace(report, changed=report.changed or bool(tests), actions=(*report.actions, *tests, *told))
         for line in (*report.actions, *report.errors):
             log.info("%s", line)
         for kind in report.unreachable:
@@ -344,7 +342,7 @@ class Daemon:
         return report
 
     def _is_idle(self, report: TickReport) -> bool:
-        if report.live > 0 or self._left_behind():
+        if report.live > 0 or self._left_behind() or self._after.notifications.pending:
             self._idle_since = None
             return False
         now = time.monotonic()

@@ -137,13 +137,17 @@ def _settings(left: Target, right: Target) -> list[dict[str, Any]]:
         return []
     from checkpointing.storage.durable import read_json
     from orchestrator.config import compose
+    from orchestrator.config.redaction import redacted_value
 
     try:
         first, second = (read_json(file) for file in files if file is not None)
     except (OSError, ValueError):
         return []
     changed = compose.diff(first, second)
-    return [{"key": key, "first": old, "second": new} for key, (old, new) in changed.items()]
+    return [
+        {"key": key, "first": redacted_value(key, old), "second": redacted_value(key, new)}
+        for key, (old, new) in changed.items()
+    ]
 
 
 def _show_settings(screen: Screen, settings: list[dict[str, Any]]) -> None:

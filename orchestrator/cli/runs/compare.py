@@ -15,6 +15,7 @@ from orchestrator.cli.runs.loss_curve import BARS, PLAIN_BARS, LossCurve, Scale,
 from orchestrator.cli.runs.status import one_row, rows_with_tags
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, decimal, progress, span
+from orchestrator.config.redaction import redacted_value
 from orchestrator.errors import ConfigError
 from orchestrator.registry.records import Attempt, Run
 from orchestrator.states import LIVE_RUNS
@@ -118,7 +119,8 @@ def _differences(values: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Keys of which not all have the same value, with all values; None for a key that is not there."""
     keys = dict.fromkeys(key for one in values for key in one)
     rows = {key: [one.get(key) for one in values] for key in keys}
-    return {key: row for key, row in rows.items() if len({dump_line(value) for value in row}) > 1}
+    differing = {key: row for key, row in rows.items() if len({dump_line(value) for value in row}) > 1}
+    return {key: [redacted_value(key, value) for value in row] for key, row in differing.items()}
 
 
 def _document(found: Sequence[Compared], steps: Sequence[int]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 from orchestrator.config.compose import diff
+from orchestrator.config.redaction import redacted_value
 from orchestrator.registry.records import Attempt, Run
 from orchestrator.registry.store import Store
 
@@ -15,7 +16,12 @@ def config_changes(store: Store, run: Run, attempts: Sequence[Attempt]) -> list[
     digests = [(attempt.number, attempt.config_digest or run.config_digest) for attempt in attempts]
     digests.append((len(attempts) + 1, run.config_digest))
     return [
-        {"attempt": number, "key": key, "before": before, "now": now}
+        {
+            "attempt": number,
+            "key": key,
+            "before": redacted_value(key, before),
+            "now": redacted_value(key, now),
+        }  # fmt: skip
         for (_, old), (number, new) in pairwise(digests)
         if old != new
         for key, (before, now) in diff(store.config(old), store.config(new)).items()

@@ -13,6 +13,7 @@ from orchestrator.cli.checkpoints.tested_layouts import reason_beside_tests
 from orchestrator.cli.runs.config_changes import config_changes
 from orchestrator.cli.runs.incident_tables import incident_tables, incidents_json
 from orchestrator.cli.runs.next_commands import go_on, look_closer
+from orchestrator.cli.runs.notified import notified_json, notified_words, warn_of_untold
 from orchestrator.cli.runs.restore_test_tables import (
     compared_table,
     own_lines,
@@ -46,10 +47,12 @@ def show(screen: Screen, run: str, history: bool) -> None:
     row = one_row(found.name)
     warn_without_controller(screen, [row])
     warn_of_bad_tests(screen, [row])
+    warn_of_untold(screen, [row])
     if screen.json:
         document = _document(found, row, attempts, generations, kept, transitions)
         more = {**incidents_json(found, notices, generations), "config_changes": changes}
-        screen.data("show", {**document, **more, **restore_tests_json(tests, proven, own_test)})
+        own = {**restore_tests_json(tests, proven, own_test), "notified": notified_json(row)}
+        screen.data("show", {**document, **more, **own})
         return
     _head(screen, found, row, own_test)
     for change in changes:
@@ -191,6 +194,7 @@ def _head(screen: Screen, run: Run, row: dict[str, Any], own_test: RestoreTest |
         "code": _code(code),
         "env": _words(env),
         "data": _words(run.identity.get("data") or {}),
+        "told": notified_words(row),
         "begins": _beginning(run.identity.get("imported")),
         "cluster": run.scheduler or run.cluster,
         "folder": run.run_dir,

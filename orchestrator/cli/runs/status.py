@@ -8,6 +8,7 @@ import click
 from orchestrator.cli.access.registry import open_store, require_registry
 from orchestrator.cli.access.run_location import START, TAKE_OVER, controller_state, where_to_start
 from orchestrator.cli.runs.next_commands import go_on, look_closer
+from orchestrator.cli.runs.notified import warn_of_untold
 from orchestrator.cli.runs.tags import checked
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, decimal, host_list, iso, plain, progress, span
@@ -66,6 +67,7 @@ def status(
 def overview(screen: Screen) -> None:
     """`orch` alone: what runs, and what needs you."""
     rows = _rows((), 200, frozenset({*LIVE_RUNS, RunState.HELD, RunState.FAILED}))
+    warn_of_untold(screen, rows)
     running = [row for row in rows if row["state"] in LIVE_RUNS]
     stuck = [row for row in rows if row["state"] == RunState.HELD]
     stuck += [row for row in rows if row["state"] == RunState.FAILED and row["age_s"] < RECENT]
@@ -167,12 +169,17 @@ def _test_json(test: dict[str, Any]) -> dict[str, Any]:
 def _show(screen: Screen, rows: list[dict[str, Any]]) -> None:
     warn_without_controller(screen, rows)
     if screen.json:
-        warn_of_bad_tests(screen, rows)
+        _warn_of_rows(screen, rows)
         screen.data("status", public(rows))
         return
     status_table(screen, rows)
-    warn_of_bad_tests(screen, rows)
+    _warn_of_rows(screen, rows)
     screen.note(_footer(rows))
+
+
+def _warn_of_rows(screen: Screen, rows: list[dict[str, Any]]) -> None:
+    warn_of_bad_tests(screen, rows)
+    warn_of_untold(screen, rows)
 
 
 def bad_test_words(row: dict[str, Any]) -> str:

@@ -16,6 +16,7 @@ from orchestrator.cli.runs.status import one_row
 from orchestrator.cli.runs.tags import checked
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, progress
+from orchestrator.config.redaction import redacted, redacted_origins
 from orchestrator.errors import ConfigError, Fenced, Precondition, SlurmUnreachable
 from orchestrator.home import registry_path
 from orchestrator.registry.records import Run
@@ -222,8 +223,8 @@ def preview(screen: Screen, composed: Any, cluster: str | None, *, only_script: 
     kind = _kind(screen, cluster or composed.config.cluster.kind)
     script = _script(composed, composed.config.name) if kind == "slurm" else None
     if screen.json:
-        answer = {"cluster": kind, "config_digest": composed.digest, "config": composed.data}
-        screen.data("submit.preview", {**answer, "origins": composed.origins, "sbatch": script})
+        answer = {"cluster": kind, "config_digest": composed.digest, "config": redacted(composed.data)}
+        screen.data("submit.preview", {**answer, "origins": redacted_origins(composed.origins), "sbatch": script})
         return
     if not only_script:
         print_config(screen, composed.data, composed.origins)

@@ -105,6 +105,13 @@ class ControllerWrites(StoreOperations):
         alter_run(connection, run, **{"updated_at": now, **changed(RunRow, changes)})
 
     @writes
+    def note_notified(self, connection: Connection, run: str, notified: dict[str, Any], *, epoch: int) -> None:
+        """Write down who was told of a run's changes; for the run itself nothing has changed."""
+        fence(connection, epoch, run)
+        alter_run(connection, run, notified=notified)
+        connection.info.setdefault(TOUCHED, set()).add(run)
+
+    @writes
     def note_attempt(self, connection: Connection, /, run: str, number: int, *, epoch: int, **changes: Any) -> None:
         """Change facts about an attempt, not its state."""
         fence(connection, epoch, run)

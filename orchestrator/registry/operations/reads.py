@@ -145,6 +145,13 @@ class Reads(StoreOperations):
         return [record(Transition, row) for row in connection.execute(query).mappings()]
 
     @reads
+    def changes_after(self, connection: Connection, number: int, since: float) -> list[tuple[int, str]]:
+        """Changes of runs' states after that one, and not before a time: their numbers with the runs' names."""
+        wanted = (TransitionRow.id > number) & (TransitionRow.kind == "run") & (TransitionRow.time >= since)
+        query = select(TransitionRow.id, TransitionRow.run).where(wanted).order_by(TransitionRow.id)
+        return [(row.id, row.run) for row in connection.execute(query)]
+
+    @reads
     def notices(self, connection: Connection, run: str) -> list[Notice]:
         """What was noticed in a run's attempts, oldest first."""
         query = select(NoticeRow.__table__).where(NoticeRow.run == run)

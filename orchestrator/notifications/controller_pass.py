@@ -1,0 +1,173 @@
+"""What a controller does about notifications after each pass: finds changes nobody was told of, sends, writes it down.
+
+Written down after it was sent: a controller that dies in between leaves it to its successor, which sends it again
+under the same id. Nothing here changes a run.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from orchestrator.config.notify_config import NotifyConfig
+from orchestrator.errors import NotFound, RegistryError
+from orchestrator.notifications.deliver import COMMAND, MAIL, WEBHOOK, Order
+from orchestrator.notifications.message import message
+from orchestrator.notifications.record import Notified, Told
+from orchestrator.notifications.sender import Sender
+from orchestrator.registry.records import Attempt, Run, Transition
+from orchestrator.registry.store import Store
+from orchestrator.scheduler.job_environment import Submitter
+from trainer.contract.config import build
+
+log = logging.getLogger("orch.controller")
+
+STALE = 86400.0
+"""Seconds after which a change is no news any more: nobody is told of it."""
+AGAIN = (30.0, 120.0, 600.0, 1800.0)
+"""Seconds before each further try."""
+TOGETHER = 4
+"""Processes that deliver at one time."""
+
+
+@dataclass
+class Notifications:
+    """The notifications of one controller's runs."""
+
+    store: Store
+    owns: Callable[[Run], bool]
+    between: Callable[[], None] = lambda: None
+    """Called while somebody waits: a lease has to be renewed."""
+    wall: Callable[[], float] = time.time
+    _seen: int = 0  # the newest change of state that was looked at, in the order of the registry
+    _watched: set[str] = field(default_factory=set)  # runs with changes that are not settled
+    _sending: dict[str, tuple[Sender, Told]] = field(default_factory=dict)
+    _configs: dict[str, NotifyConfig] = field(default_factory=dict)
+
+    @property
+    def pending(self) -> bool:
+        """Whether somebody is still to be told of something."""
+        return bool(self._watched)
+
+    @property
+    def sending(self) -> bool:
+        """Whether some are under way."""
+        return bool(self._sending)
+
+    def run(self, epoch: int, now: float) -> list[str]:
+        """Take in what has been delivered, and send what is due; says what it did. Raises Fenced, RegistryError."""
+        done = [words for run in list(self._sending) if (words := self._taken_in(run, epoch, now))]
+        newest = self.store.changes_after(self._seen, now - STALE)
+        self._seen = max((number for number, _ in newest), default=self._seen)
+        self._watched |= {run for _, run in newest}
+        for name in sorted(self._watched - set(self._sending)):
+            if len(self._sending) < TOGETHER:
+                self._look(name, epoch, now)
+        return done
+
+    def finish(self, epoch: int, patience: float) -> list[str]:
+        """Wait for what is being sent; says what came of it. What is late is left to whoever comes next."""
+        done, deadline = [], time.monotonic() + patience
+        while self._sending and time.monotonic() < deadline:
+            self.between()
+            time.sleep(0.05)
+            done += [words for run in list(self._sending) if (words := self._taken_in(run, epoch, self.wall()))]
+        return done
+
+    # -- one run
+
+    def _look(self, name: str, epoch: int, now: float) -> None:
+        """Send the oldest change that nobody was told of, or one that is due again; without any, watch no longer."""
+        try:
+            run = self.store.run(name)
+        except NotFound:
+            self._watched.discard(name)
+            return
+        if run.name != name or "restore_test" in run.identity or not self.owns(run):
+            self._watched.discard(name)
+            return
+        notified = Notified.of(run.notified)
+        changes = [change for change in self.store.transitions(name) if change.kind == "run"]
+        attempts = self.store.attempts(name)
+        news = range(notified.settled, len(changes))
+        fresh = next((index for index in news if self._is_told(run, attempts, changes[index], now)), None)
+        due = next((told for told in notified.waiting if _is_due(told, now)), None)
+        told = Told(index=fresh, state=changes[fresh].after) if fresh is not None else due
+        if told is not None:
+            self._send(run, changes[told.index], self._config(run, attempts, changes[told.index]), told, epoch, now)
+        elif not notified.waiting:
+            self._watched.discard(name)
+
+    def _is_told(self, run: Run, attempts: list[Attempt], change: Transition, now: float) -> bool:
+        """Whether somebody is to be told of this change."""
+        if now - change.time > STALE:
+            return False
+        config = self._config(run, attempts, change)
+        return change.after in config.on and bool(_targets(config))
+
+    def _config(self, run: Run, attempts: list[Attempt], change: Transition) -> NotifyConfig:
+        """What the run was trained with when it changed: `orch resume` may have brought another one since."""
+        begun = [attempt for attempt in attempts if attempt.intent_at <= change.time]
+        digest = (begun[-1].config_digest if begun else "") or run.config_digest
+        if digest not in self._configs:
+            try:
+                made = build(NotifyConfig, self.store.config(digest).get("notify", {}))
+            except (RegistryError, NotFound, ValueError, TypeError, KeyError) as error:
+                log.warning("%s: it cannot be said who is to be told of it: %s", run.name, error)
+                made = NotifyConfig()
+            assert isinstance(made, NotifyConfig)
+            self._configs[digest] = made
+        return self._configs[digest]
+
+    def _send(
+        self, run: Run, change: Transition, config: NotifyConfig, told: Told, epoch: int, now: float
+    ) -> None:  # fmt: skip
+        targets = {way: where for way, where in _targets(config).items() if way not in told.delivered}
+        said = message(run, change)
+        folder = str(run.identity.get("submit_dir", "/"))
+        environ = {**Submitter.of(run.identity).environ(os.environ), **said.variables()}
+        order = Order(targets=targets, payload=said.to_json(), environ=environ, folder=folder)
+        trying = replace(told, tries=told.tries + 1, at=now)
+        try:
+            self._sending[run.name] = Sender.begin(order), trying
+        except OSError as error:
+            self._write(run.name, trying, dict.fromkeys(targets, f"no process: {error.strerror}"), epoch)
+
+    def _taken_in(self, run: str, epoch: int, now: float) -> str:
+        """Write down what became of a delivery that has ended; empty while it goes on."""
+        sender, trying = self._sending[run]
+        result = sender.result()
+        if result is None:
+            return ""
+        del self._sending[run]
+        return self._write(run, replace(trying, at=now), result, epoch)
+
+    def _write(self, run: str, trying: Told, result: Mapping[str, str], epoch: int) -> str:
+        failed = {way: why for way, why in result.items() if why}
+        reached = sorted(set(result) - set(failed))
+        again = AGAIN[trying.tries - 1] if failed and trying.tries <= len(AGAIN) else None
+        told = replace(
+            trying, failed=failed, delivered=tuple(sorted({*trying.delivered, *reached})),
+            next_at=0.0 if again is None else trying.at + again,
+        )  # fmt: skip
+        try:
+            notified = Notified.of(self.store.run(run).notified).after(told)
+        except NotFound:
+            return ""  # `orch rm` was faster
+        self.store.note_notified(run, notified.to_json(), epoch=epoch)
+        if told.trouble:
+            log.warning("%s: %s", run, told.trouble)
+        return f"{run}: told that it is {told.state} by {', '.join(reached)}" if reached else ""
+
+
+def _is_due(told: Told, now: float) -> bool:
+    """No pause is longer than the longest one: what is left of this one tells that the clock was set since."""
+    return not 0.0 < told.next_at - now <= AGAIN[-1]
+
+
+def _targets(config: NotifyConfig) -> dict[str, Any]:
+    """By channel, where to."""
+    found = {WEBHOOK: config.webhook, MAIL: list(config.addresses), COMMAND: list(config.command)}
+    return {way: where for way, where in found.items() if where}

@@ -1,0 +1,48 @@
+"""The process that delivers one notification: an order on stdin, what became of it on stdout.
+
+A process of its own: a name server or a program that hangs must not hold up the controller, which kills this one.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from orchestrator.notifications import channels
+
+WEBHOOK, MAIL, COMMAND = "webhook", "mail", "command"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What is sent, and where to: by channel, a URL, a list of addresses, a list of arguments."""
+
+    targets: dict[str, Any]
+    payload: dict[str, Any]
+    environ: dict[str, str]
+    folder: str
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self), default=str).encode()
+
+
+def deliver(order: Order) -> dict[str, str]:
+    """Send by every channel of the order, one after the other; by channel why it failed, or nothing."""
+    given = json.dumps(order.payload, default=str).encode()
+    ways: Mapping[str, Callable[[Any], str]] = {
+        WEBHOOK: lambda url: channels.post(url, order.payload),
+        MAIL: lambda addresses: channels.mail(addresses, order.payload),
+        COMMAND: lambda command: channels.run(command, given, order.environ, order.folder),
+    }
+    return {name: ways[name](target) for name, target in order.targets.items()}
+
+
+def main() -> None:
+    """What the controller starts."""
+    result = deliver(Order(**json.load(sys.stdin)))
+    sys.stdout.write(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

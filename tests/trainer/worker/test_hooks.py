@@ -77,7 +77,7 @@ def test_a_killed_run_with_every_hook_ends_with_the_same_bits(make_run, kind, ar
 
 def test_validation_changes_no_step(undisturbed):
     """Draws of random numbers and the mode of the model are put back."""
-    over = hooked("Frozen")
+    over = hooked()
     one, other = undisturbed(1, **over), undisturbed(1, **{**over, "validation": {"every": 0}})
     assert one.losses() == other.losses()
     assert sorted(validations(other)) == [14]

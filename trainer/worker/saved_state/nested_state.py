@@ -7,7 +7,7 @@ Scalars and lists stand for themselves; everything else is an object with one ke
 import json
 import math
 import re
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -62,7 +62,7 @@ def encode(value: object, path: str, tensors: dict[str, torch.Tensor], names: Na
 
 
 _CONTAINERS: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset", deque: "deque"}
-_MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered"}
+_MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
 
 
 def _items(value: Any) -> Any:
@@ -105,6 +105,7 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
     "deque": lambda items: deque(items[1:], items[0]),
     "dict": lambda pairs: dict(map(tuple, pairs)),
     "ordered": lambda pairs: OrderedDict(map(tuple, pairs)),
+    "counter": lambda pairs: Counter(dict(map(tuple, pairs))),
     "complex": lambda parts: complex(*parts),
 }
 

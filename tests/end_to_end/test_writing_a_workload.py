@@ -1,0 +1,67 @@
+"""docs/writing-a-workload.md: its example, typed in from the page, survives the kill of a rank bit for bit."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.user import User, assert_exact, final
+
+pytestmark = [pytest.mark.multi, pytest.mark.timeout(400)]
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "writing-a-workload.md"
+FILES = re.compile(r"^```(?:python|yaml)\n# (\w+\.(?:py|yaml))\n(.*?)^```", re.MULTILINE | re.DOTALL)
+KILL = "drill.events=[{kind: kill-rank, rank: 1, step: 33}]"
+MOST_LINES = 60
+
+
+def typed_in(folder: Path) -> dict[str, str]:
+    """The files of the page, as somebody saves them in one folder."""
+    found = dict(FILES.findall(PAGE.read_text()))
+    for name, text in found.items():
+        (folder / name).write_text(text)
+    return found
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_example_is_short(tmp_path: Path) -> None:
+    files = typed_in(tmp_path)
+    assert set(files) == {"my_cnn.py", "cnn.yaml"}
+    assert len(files["my_cnn.py"].splitlines()) < MOST_LINES  # and the line with its name
+
+
+def test_the_example_ends_with_the_same_bits_after_a_kill(user: User) -> None:
+    typed_in(user.folder)
+    size = ["cluster.nodes=1", "recovery.backoff=0.2"]
+    calm = user.submit("./cnn.yaml", *size)["run"]
+    killed = user.submit("./cnn.yaml", *size, KILL)["run"]
+    assert user.wait(calm) == 0
+    assert user.wait(killed) == 0
+    (attempt,) = user.show(killed)["attempts"]
+    assert attempt["generations"] == 2
+    began = attempt["generation_list"][1]["resumed_from"]
+    assert began in (20, 30)
+
+    assert_exact(user, killed, calm)
+    there = {run: user.run_dir(run).attempt(1) for run in (calm, killed)}
+    rates = {line["step"]: (line["lr"], line["metrics"]) for line in lines(there[calm].metrics)}
+    for line in lines(there[killed].metrics):
+        assert (line["lr"], line["metrics"]) == rates[line["step"]]
+    assert sorted({lr for lr, _ in rates.values()}) == pytest.approx([0.0045, 0.015, 0.05])
+    found = {run: {line["step"]: line["metrics"] for line in lines(place.validation)} for run, place in there.items()}
+    assert found[calm] == found[killed]
+    assert sorted(found[calm]) == [15, 30, 45, 60]
+    assert final(user, killed)["loss"] == final(user, calm)["loss"]
+
+    log = user.run("logs", killed, "--rank", "0").stdout
+    assert "validation after step 45:  val_loss " in log
+    assert f"resumed from step {began}: later steps that stand above are trained again" in log
+    assert "view tensor" not in log
+    best = min(found[calm], key=lambda step: found[calm][step]["val_loss"])
+    exported = user.ask("ckpt", "export", f"{calm}@best", str(user.folder / "exported"))
+    assert exported["step"] == best

@@ -1,0 +1,111 @@
+"""Schedules of torch and of users: saved, restored in a fresh process, and continued with the same rates."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler as of_torch
+
+from trainer.worker.saved_state.object_state import ObjectState
+from trainer.worker.saved_state.scheduler_state import SchedulerState
+from trainer.worker.workload import BaseWorkload, WorkloadError, build_scheduler
+
+MADE: dict[str, Callable[[Any], Any]] = {
+    "LambdaLR": lambda o: of_torch.LambdaLR(o, lambda step: 0.9**step),
+    "MultiplicativeLR": lambda o: of_torch.MultiplicativeLR(o, lambda step: 0.9),
+    "StepLR": lambda o: of_torch.StepLR(o, 3),
+    "MultiStepLR": lambda o: of_torch.MultiStepLR(o, [4, 8]),
+    "ConstantLR": lambda o: of_torch.ConstantLR(o, total_iters=8),
+    "LinearLR": lambda o: of_torch.LinearLR(o, total_iters=8),
+    "ExponentialLR": lambda o: of_torch.ExponentialLR(o, 0.9),
+    "PolynomialLR": lambda o: of_torch.PolynomialLR(o, total_iters=9),
+    "CosineAnnealingLR": lambda o: of_torch.CosineAnnealingLR(o, 9),
+    "CosineAnnealingWarmRestarts": lambda o: of_torch.CosineAnnealingWarmRestarts(o, 4),
+    "CyclicLR": lambda o: of_torch.CyclicLR(o, 0.01, 0.1, step_size_up=3),
+    "OneCycleLR": lambda o: of_torch.OneCycleLR(o, 0.1, total_steps=20),
+    "SequentialLR": lambda o: of_torch.SequentialLR(o, [of_torch.ConstantLR(o), of_torch.ExponentialLR(o, 0.9)], [6]),
+    "ChainedScheduler": lambda o: of_torch.ChainedScheduler([of_torch.ConstantLR(o), of_torch.ExponentialLR(o, 0.9)]),
+    "ReduceLROnPlateau": lambda o: of_torch.ReduceLROnPlateau(o, patience=1),
+}
+
+
+class Setting:
+    """A model in two groups with an optimizer and a schedule."""
+
+    def __init__(self, kind: str, *, tensor_rate: bool = False) -> None:
+        model = nn.Linear(2, 1)
+        rate: Any = torch.tensor(0.1) if tensor_rate else 0.1
+        groups = [{"params": [model.weight], "lr": rate}, {"params": [model.bias], "lr": 0.05}]
+        self.optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+        self.scheduler = MADE[kind](self.optimizer)
+        wrapped = SchedulerState(self.scheduler, self.optimizer)
+        self.state = ObjectState(wrapped, "scheduler", model, torch.device("cpu"), called=kind)
+
+    def step(self, number: int) -> list[float]:
+        self.optimizer.step()
+        if isinstance(self.scheduler, of_torch.ReduceLROnPlateau):
+            self.scheduler.step(float(number % 3))
+        else:
+            self.scheduler.step()
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+
+def restored(kind: str, before: Setting, **made: Any) -> Setting:
+    facts, tensors = json.loads(json.dumps(before.state.facts())), before.state.tensors()
+    again = Setting(kind, **made)
+    for key, target in again.state.targets(facts).items():
+        target.copy_(tensors[key])
+    again.state.restore(facts)
+    return again
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_every_schedule_of_torch_goes_on_with_the_same_rates(kind: str) -> None:
+    whole = Setting(kind)
+    rates = [whole.step(number) for number in range(15)]
+    first = Setting(kind)
+    assert [first.step(number) for number in range(7)] == rates[:7]
+    again = restored(kind, first)
+    assert [again.step(number) for number in range(7, 15)] == rates[7:]
+    assert rates[0] != rates[-1], "the example shows nothing"
+
+
+def test_none_is_left_out() -> None:
+    there = {name for name in vars(of_torch) if name.endswith(("LR", "Restarts", "Plateau")) and name[0] != "_"}
+    assert there - {"LRScheduler", "SWALR"} <= set(MADE)
+
+
+def test_a_rate_that_is_a_tensor_stays_the_same_tensor() -> None:
+    first = Setting("ExponentialLR", tensor_rate=True)
+    for number in range(3):
+        first.step(number)
+    again = Setting("ExponentialLR", tensor_rate=True)
+    rate = again.optimizer.param_groups[0]["lr"]
+    facts = first.state.facts()
+    for key, target in again.state.targets(facts).items():
+        target.copy_(first.state.tensors()[key])
+    again.state.restore(facts)
+    assert again.optimizer.param_groups[0]["lr"] is rate
+    assert again.step(3) == first.step(3)
+
+
+def test_other_groups_are_refused() -> None:
+    first, again = Setting("StepLR"), Setting("StepLR")
+    again.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "lr": 0.1})
+    facts = first.state.facts()
+    again.state.targets(facts)
+    with pytest.raises(WorkloadError, match="learning rates of 2 parameter groups, the optimizer has 3"):
+        again.state.restore(facts)
+
+
+def test_what_is_no_scheduler_is_refused_at_once() -> None:
+    class Mine(BaseWorkload):
+        def build_scheduler(self, optimizer: Any) -> Any:
+            return 0.1
+
+    with pytest.raises(WorkloadError, match=r"float, which build_scheduler\(\) returns, has no step\(\)"):
+        build_scheduler(Mine(None), None)  # type: ignore[arg-type]
+    assert build_scheduler(BaseWorkload(None), None) is None  # type: ignore[arg-type]

@@ -177,19 +177,23 @@ def _begin(intent: Intent) -> Job | None:
     if host is None:  # a second submission under the same name: the first one is the job
         return None
     job = Job(intent, host)
-    try:
+    with contextlib.ExitStack() as refused:
+        refused.push(lambda _kind, error, _trace: _give_up(intent, error))
         job.prepare()
-    except Exception as error:
-        # Of a disk that took no more nothing is left: the next submission under this name is another job.
-        if is_disk_error(error):
-            records.unclaim(intent.folder)
-        else:
-            records.write_end(intent.folder, _failed(error))
-        raise
     return job
 
 
-def _failed(error: Exception) -> End:
+def _give_up(intent: Intent, error: BaseException | None) -> bool:
+    """Write down that the job could not begin; False: the error goes on."""
+    # Of a disk that took no more nothing is left: the next submission under this name is another job.
+    if error is not None and is_disk_error(error):
+        records.unclaim(intent.folder)
+    elif error is not None:
+        records.write_end(intent.folder, _failed(error))
+    return False
+
+
+def _failed(error: BaseException) -> End:
     codes = (ExitCode.STORAGE,) if is_disk_error(error) else ()
     return End(state="FAILED", reason=f"{type(error).__name__}: {error}", ended_at=time.time(), exit_codes=codes)
 

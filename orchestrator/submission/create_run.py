@@ -36,7 +36,6 @@ def create_run(
     store: Store,
     composed: Composed,
     *,
-    name: str | None,
     cluster: str | None,
     now: float,
     progress: Progress | None = None,
@@ -67,7 +66,7 @@ def create_run(
         identity["imported"] = imported
     digest = store.put_config(data)
     new = NewRun(
-        slug=name or config.name,
+        slug=config.name,
         cluster=kind,
         root=root,
         config_digest=digest,

@@ -129,7 +129,7 @@ def launch(
 
     with open_store() as store, screen.bar("tokenizing") as meter:
         run, attempt = launching.create_run(
-            store, composed, name=None, cluster=cluster, now=time.time(), progress=meter, imported=imported,
+            store, composed, cluster=cluster, now=time.time(), progress=meter, imported=imported,
             on_recorded=recorded, tags=tags,
         )  # fmt: skip
     if not no_controller:

@@ -31,7 +31,7 @@ def composed(tmp_path: Path, *overrides: str) -> Composed:
 
 
 def submit(tmp_path: Path, store: Store, *overrides: str, **given: Any) -> tuple[Any, Any]:
-    known: dict[str, Any] = {"name": None, "cluster": None, "now": 5.0, **given}
+    known: dict[str, Any] = {"cluster": None, "now": 5.0, **given}
     return create_run.create_run(store, composed(tmp_path, *overrides), **known)
 
 
@@ -47,7 +47,7 @@ def store(tmp_path: Path) -> Any:
 
 def test_a_submitted_run_is_written_down_whole(tmp_path: Path, store: Store) -> None:
     told: list[tuple[int, int]] = []
-    run, attempt = submit(tmp_path, store, name="mine", progress=lambda done, total: told.append((done, total)))
+    run, attempt = submit(tmp_path, store, "name=mine", progress=lambda done, total: told.append((done, total)))
     assert (run.name, run.state, attempt.state) == ("mine-1", RunState.CREATED, AttemptState.INTENT)
     folder = RunDir(Path(run.run_dir))
     assert folder.path == tmp_path / "runs" / "mine-1"

@@ -179,12 +179,10 @@ def _begin(intent: Intent) -> Job | None:
     job = Job(intent, host)
     try:
         job.prepare()
-    except Exception as error:
+    except OSError as error:
         # Of a disk that took no more nothing is left: the next submission under this name is another job.
         if is_disk_error(error):
             records.unclaim(intent.folder)
-        else:
-            records.write_end(intent.folder, _failed(error))
         raise
     return job
 
@@ -224,6 +222,9 @@ def main(arguments: list[str]) -> int:
     except Exception as error:  # noqa: BLE001  # outermost edge: whoever waits for the job is told
         _log_traceback()
         os.write(ready, explain_disk_error(error, intent.folder).encode(errors="replace")[:_LONGEST])
+        host = records.read_job_process(intent.folder)
+        if host is not None and host.pid == os.getpid():
+            records.write_end(intent.folder, _failed(error))
         return 1
     os.write(ready, _READY)
     os.close(ready)

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.drills.disk_faults import damage_newest, expendable, fill_disk
 from orchestrator.cli.drills.drill_preconditions import why_undetectable
 from orchestrator.cli.drills.scorecard import ALIASES, EXPECTED, Scorecard, score
+from orchestrator.cli.drills.small_disk import SmallDisk, run_in_namespace, small_disk
 from orchestrator.cli.live_jobs.live_attempt import LiveAttempt, await_answer, await_end, find_live_attempt
 from orchestrator.cli.runs.follow import RunFollower, following, is_over
 from orchestrator.cli.runs.run_reader import StepLines
@@ -22,11 +24,14 @@ from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import ConfigError, Precondition, RunFailed, WaitTimeout
 from orchestrator.home import state_home
+from orchestrator.registry.records import Attempt
+from orchestrator.states import RunState
 from trainer.contract.config import JobConfig
 from trainer.contract.drill_config import KINDS
 from trainer.contract.events import Event, EventKind
 from trainer.contract.requests import RequestKind
 from trainer.contract.run_dir import RunDir
+from trainer.contract.save_trouble import SAVES_FAILING
 
 STEP = 25
 """Of the demo: where a rank is hit."""
@@ -64,6 +69,8 @@ def drill(
     """
     if demo:
         kind, overrides = _known(words[0]), words[1:]
+        if kind == "full-disk" and (code := run_in_namespace(screen)) is not None:
+            return code
         card, run = _in_a_demo(screen, kind, rank, root, overrides, timeout)
     else:
         if len(words) != 2:
@@ -135,31 +142,49 @@ def _in_a_demo(
 
     folder = (root or state_home() / "demo-runs").expanduser().absolute()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    words = (f"cluster.root={folder}", "cluster.kind=local", f"name=drill-{kind}", *_settings(kind, rank), *overrides)
-    composed = compose("demo", words, environ=os.environ)
-    _check(kind, "this demo", composed.config)
-    screen.note(f"drill: 2 simulated nodes x 2 ranks train on this machine; {kind} strikes on the way")
-    launched = launch(screen, composed, "local", no_controller=False)
-    run = launched["run"]
-    screen.note(f"{run}: job {launched['job_id']}, folder {launched['run_dir']}")
-    with following(screen, run) as follower:
-        drill_run = _DrillRun(follower, run, kind, StepLines(RunDir(Path(launched["run_dir"]))))
-        if not _injected_by_rank(kind):
-            drill_run.until_saved(timeout)
-            drill_run.inject(screen, find_live_attempt(run), rank)
-        card = drill_run.until_over(timeout)
-        _await_demo_end(screen, follower, run, timeout)
+    words = ("cluster.kind=local", f"name=drill-{kind}", *_settings(kind, rank))
+    with small_disk(screen, folder / "full-disk") if kind == "full-disk" else nullcontext() as disk:
+        place = (f"cluster.root={disk.path}", *_data_beside(folder)) if disk else (f"cluster.root={folder}",)
+        composed = compose("demo", (*place, *words, *overrides), environ=os.environ)
+        _check(kind, "this demo", composed.config)
+        screen.note(f"drill: 2 simulated nodes x 2 ranks train on this machine; {kind} strikes on the way")
+        launched = launch(screen, composed, "local", no_controller=False)
+        run = launched["run"]
+        screen.note(f"{run}: job {launched['job_id']}, folder {launched['run_dir']}")
+        with following(screen, run) as follower:
+            drill_run = _DrillRun(follower, run, kind, StepLines(RunDir(Path(launched["run_dir"]))), disk)
+            if not _injected_by_rank(kind):
+                drill_run.until_saved(timeout)
+                drill_run.inject(screen, find_live_attempt(run), rank)
+            card = drill_run.until_over(timeout)
+            over = _await_demo_end(screen, follower, run, timeout)
+        if disk and over:
+            disk.keep(Path(launched["run_dir"]))
     return card, run
 
 
-def _await_demo_end(screen: Screen, follower: RunFollower, run: str, timeout: float) -> None:
-    """Wait for the end of a demo, which would be forgotten if it were left alone; the score stands either way."""
+def _data_beside(folder: Path) -> tuple[str, ...]:
+    """The demo's data outside of the small disk: its tokens would take more room than there is."""
+    from orchestrator.config.compose import compose  # omegaconf: see above
+    from trainer.contract.token_shards import prepare_under
+
+    text = compose("demo", (f"cluster.root={folder}",), environ=os.environ).config.data.text
+    return "data.text=[]", f"data.path={prepare_under(text, folder / '.data')[0]}"
+
+
+def _await_demo_end(screen: Screen, follower: RunFollower, run: str, timeout: float) -> bool:
+    """Wait for the end of a demo, which would be forgotten if it were left alone; the score stands either way.
+
+    Whether it has ended.
+    """
     if is_over(one_row(run)):
-        return
+        return True
     try:
         follower.until(is_over, timeout)
     except WaitTimeout as late:
         screen.warn("goes_on", f"{late}; end it:  orch cancel {run}")
+        return False
+    return True
 
 
 def _injected_by_rank(kind: str) -> bool:
@@ -185,8 +210,11 @@ def _settings(kind: str, rank: int | None) -> tuple[str, ...]:
 class _DrillRun:
     """One drill as it goes: told on the way, scored when it is over."""
 
-    def __init__(self, follower: RunFollower, run: str, kind: str, steps: StepLines) -> None:
+    def __init__(
+        self, follower: RunFollower, run: str, kind: str, steps: StepLines, disk: SmallDisk | None = None
+    ) -> None:
         self._follower, self._run, self._kind, self._steps = follower, run, kind, steps
+        self._disk = disk
         self._done: list[Event] = []  # what this program did itself, as an event
         self._nodes: list[str] = []
         self._refused: Callable[[], None] = lambda: None  # raises when the job will not do it
@@ -196,6 +224,10 @@ class _DrillRun:
         self._nodes = [str(name) for name in found.heartbeat.get("nodes", ())]
         last = found.cluster.nodes - 1  # spares have no place that could be hit
         match self._kind:
+            case "full-disk" if self._disk is not None:
+                self._disk.fill()
+                self._record_injection(found, step=found.heartbeat.get("step"))
+                screen.note(f"{found.run}: its disk is full, {self._disk.path}")
             case "full-disk":
                 writers = fill_disk(str(found.heartbeat["job_id"]))
                 self._record_injection(found, step=found.heartbeat.get("step"))
@@ -239,13 +271,34 @@ class _DrillRun:
 
     def _is_over(self, row: dict[str, Any]) -> bool:
         self._refused()
+        if self._disk is not None and self._disk.is_filled:
+            self._keep_full(self._disk, row)
         return self._card(row).over
+
+    def _keep_full(self, disk: SmallDisk, row: dict[str, Any]) -> None:
+        """Until the attempt has ended for it; the disk that takes no events shows by the run's reason that it is seen.
+
+        What a save had half written, and deletes, would be room for the next one.
+        """
+        if row["state"] == RunState.RECOVERING:
+            disk.make_room()
+            return
+        disk.fill()
+        saves, _, _ = str(row["reason"]).partition("; ")
+        if saves.startswith(SAVES_FAILING) and not any(one.kind == EventKind.CHECKPOINT_FAILED for one in self._done):
+            struck = self._done[-1]
+            self._done.append(
+                replace(struck, time=time.time(), seq=2, kind=EventKind.CHECKPOINT_FAILED, data={"reason": saves})
+            )
 
     def _card(self, row: dict[str, Any]) -> Scorecard:
         events = sorted([*self._done, *map(self._with_node, self._follower.events)], key=lambda event: event.time)
         struck = max((event.attempt for event in events if event.kind == EventKind.DRILL), default=0)
-        failure = _concluded(self._run, struck) if struck < row["attempts"] or is_over(row) else None
-        return score(self._kind, events, self._steps.read(), state=row["state"], failure=failure)
+        ended = _ended(self._run, struck) if struck < row["attempts"] or is_over(row) else None
+        # What a full disk has kept from being written, the controller knows.
+        newest = [{"attempt": struck, "generation": 0, "step": ended.last_step}] if ended and ended.last_step else []
+        failure = ended.failure if ended else None
+        return score(self._kind, events, [*self._steps.read(), *newest], state=row["state"], failure=failure)
 
     def _with_node(self, event: Event) -> Event:
         """Faults of nodes tell which one by its place in the job."""
@@ -261,10 +314,10 @@ def _saved(row: dict[str, Any]) -> int:
     return int(last["step"]) if last is not None else 0
 
 
-def _concluded(run: str, attempt: int) -> dict[str, Any] | None:
-    """What the controller made of an attempt that left nobody to say so."""
+def _ended(run: str, attempt: int) -> Attempt | None:
+    """What the controller knows of an attempt that may have left nobody to say so."""
     with open_store(readonly=True) as store:
-        return next((one.failure for one in store.attempts(run) if one.number == attempt), None)
+        return next((one for one in store.attempts(run) if one.number == attempt), None)
 
 
 def _show(screen: Screen, run: str, card: Scorecard) -> None:

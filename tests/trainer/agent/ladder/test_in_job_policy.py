@@ -143,8 +143,11 @@ DECISIONS = [
     (situation(killed(1), broken=NURSERY), Action.RESTART, "the fork server of n1 died"),
     (situation(stopping=TERM, overdue=False), Action.WAIT, "0 of 4"),
     (situation(stopping=TERM, overdue=True), Action.END, "did not do so in time, and were killed (preemption)"),
-    (situation(stopping=TERM, overdue=True, saves_failing="saves failing since step 3: disk full (/r)"), Action.END,
-     "and were killed: saves failing since step 3: disk full (/r)"),
+    (
+        situation(stopping=TERM, overdue=True, saves_failing="saves failing since step 3: disk full (/r)"),
+        Action.END,
+        "and were killed: saves failing since step 3: disk full (/r)",
+    ),
     (situation(killed(1), stopping=TERM), Action.END, "while stopping (preemption), with 0 s left, too few to start"),
     (situation(killed(1), stopping=TERM, left=29.0), Action.END, "with 29 s left, too few"),
     (situation(killed(1), stopping=TERM, left=30.0), Action.RESTART, "30 s are left to start again, save and stop"),

@@ -54,9 +54,9 @@ def write_durably(path: Path, data: bytes, *, mode: int = 0o600) -> None:
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, path)
-    except OSError:
+    except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise
+        raise _naming(error, path) from None
     fsync_dir(path.parent)
 
 
@@ -68,9 +68,15 @@ def write_atomically(path: Path, data: bytes, *, mode: int = 0o600) -> None:
         with os.fdopen(descriptor, "wb") as stream:
             stream.write(data)
         os.replace(temporary, path)
-    except OSError:
+    except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise
+        raise _naming(error, path) from None
+
+
+def _naming(error: OSError, path: Path) -> OSError:
+    """The error of a write or fsync, which names no file, with the file's name."""
+    error.filename = error.filename or str(path)
+    return error
 
 
 def _finite(value: Any) -> Any:

@@ -177,23 +177,17 @@ def _begin(intent: Intent) -> Job | None:
     if host is None:  # a second submission under the same name: the first one is the job
         return None
     job = Job(intent, host)
-    with contextlib.ExitStack() as refused:
-        refused.push(lambda _kind, error, _trace: _give_up(intent, error))
+    try:
         job.prepare()
+    except OSError as error:
+        # Of a disk that took no more nothing is left: the next submission under this name is another job.
+        if is_disk_error(error):
+            records.unclaim(intent.folder)
+        raise
     return job
 
 
-def _give_up(intent: Intent, error: BaseException | None) -> bool:
-    """Write down that the job could not begin; False: the error goes on."""
-    # Of a disk that took no more nothing is left: the next submission under this name is another job.
-    if error is not None and is_disk_error(error):
-        records.unclaim(intent.folder)
-    elif error is not None:
-        records.write_end(intent.folder, _failed(error))
-    return False
-
-
-def _failed(error: BaseException) -> End:
+def _failed(error: Exception) -> End:
     codes = (ExitCode.STORAGE,) if is_disk_error(error) else ()
     return End(state="FAILED", reason=f"{type(error).__name__}: {error}", ended_at=time.time(), exit_codes=codes)
 
@@ -228,6 +222,9 @@ def main(arguments: list[str]) -> int:
     except Exception as error:  # noqa: BLE001  # outermost edge: whoever waits for the job is told
         _log_traceback()
         os.write(ready, explain_disk_error(error, intent.folder).encode(errors="replace")[:_LONGEST])
+        host = records.read_job_process(intent.folder)
+        if host is not None and host.pid == os.getpid():
+            records.write_end(intent.folder, _failed(error))
         return 1
     os.write(ready, _READY)
     os.close(ready)

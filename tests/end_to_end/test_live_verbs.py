@@ -57,3 +57,14 @@ def test_the_demo_of_restore_tests_finds_the_damage_and_what_is_good_before_it(u
     assert f"{told['damaged']['file']} chunk 0: digest differs (model/" in told["tests"][2]["reason"]
     checkpoints = user.ask("ckpt", "ls", told["run"])
     assert {row["step"]: row["trust"] for row in checkpoints} == {10: "RESTORED", 20: "RESTORED", 30: "CORRUPT"}
+
+
+@pytest.mark.proof
+def test_a_disk_that_is_really_full_is_named_at_once_and_waited_out(user: User) -> None:
+    done = user.run("drill", "--demo", "full-disk", "--json", "--root", str(user.root), timeout=380)
+    card = json.loads(done.stdout)["data"]
+    assert (done.returncode, card["passed"], card["failure"]) == (0, True, "storage"), done.stderr
+    assert card["noticed"] == f"disk full ({user.root}/full-disk/{card['run']}/checkpoints)"
+    assert card["steps_lost"] == 21, "max_unsaved_steps is 20"
+    first, second = user.show(card["run"])["attempts"]
+    assert (first["failure"]["kind"], second["resumed_from"]) == ("storage", 20)

@@ -8,6 +8,8 @@ from checkpointing.format.commit import parse_name
 from checkpointing.storage.disk_errors import disk_words
 from trainer.contract.events import EventKind
 
+SAVES_FAILING = "saves failing"
+"""How the line begins when saves fail, not only copies of them."""
 _LONGEST = 300
 _OS_ERROR = re.compile(r"\[Errno (\d+)\] [^:']+: '([^']+)'")
 _FAILED = (EventKind.CHECKPOINT_FAILED, EventKind.CHECKPOINT_RETRIED, EventKind.CHECKPOINT_STUCK)
@@ -37,7 +39,7 @@ class SaveTrouble:
     def text(self) -> str:
         """`saves failing since step 30: disk full (/runs/gpt-1/checkpoints)`."""
         said = [
-            f"{f'copies to {tier}' if tier else 'saves'} failing since step {since}: {reason}"
+            f"{f'copies to {tier} failing' if tier else SAVES_FAILING} since step {since}: {reason}"
             for tier, (since, reason) in sorted(self._failing.items())
         ]
         return "; ".join(said)

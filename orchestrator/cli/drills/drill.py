@@ -1,6 +1,7 @@
 """`orch drill`: a fault on purpose, in a run that lives or in a demo of its own, and the score of what came of it."""
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import click
@@ -8,6 +9,7 @@ import click
 from orchestrator.cli.drills.drill_preconditions import extra_cost, why_undetectable
 from orchestrator.cli.drills.drill_run import DrillRun
 from orchestrator.cli.drills.scorecard import ALIASES, EXPECTED, Scorecard
+from orchestrator.cli.drills.small_disk import run_in_namespace, small_disk
 from orchestrator.cli.live_jobs.live_attempt import find_live_attempt
 from orchestrator.cli.runs.follow import RunFollower, following, is_over
 from orchestrator.cli.runs.run_reader import StepLines
@@ -45,6 +47,8 @@ def drill(
     """
     if demo:
         kind, overrides = _known(words[0]), words[1:]
+        if kind == "full-disk" and (code := run_in_namespace(screen)) is not None:
+            return code
         card, run = _in_a_demo(screen, kind, rank, root, overrides, timeout)
     else:
         if len(words) != 2:
@@ -121,31 +125,49 @@ def _in_a_demo(
 
     folder = (root or state_home() / "demo-runs").expanduser().absolute()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    words = (f"cluster.root={folder}", "cluster.kind=local", f"name=drill-{kind}", *_settings(kind, rank), *overrides)
-    composed = compose("demo", words, environ=os.environ)
-    _check(kind, "this demo", composed.config)
-    screen.note(f"drill: 2 simulated nodes x 2 ranks train on this machine; {kind} strikes on the way")
-    launched = launch(screen, composed, "local", no_controller=False)
-    run = launched["run"]
-    screen.note(f"{run}: job {launched['job_id']}, folder {launched['run_dir']}")
-    with following(screen, run) as follower:
-        drill_run = DrillRun(follower, run, kind, StepLines(RunDir(Path(launched["run_dir"]))))
-        if not _injected_by_rank(kind):
-            drill_run.until_saved(timeout)
-            drill_run.inject(screen, find_live_attempt(run), rank, timeout)
-        card = drill_run.until_over(timeout)
-        _await_demo_end(screen, follower, run, timeout)
+    words = ("cluster.kind=local", f"name=drill-{kind}", *_settings(kind, rank))
+    with small_disk(screen, folder / "full-disk") if kind == "full-disk" else nullcontext() as disk:
+        place = (f"cluster.root={disk.path}", *_data_beside(folder)) if disk else (f"cluster.root={folder}",)
+        composed = compose("demo", (*place, *words, *overrides), environ=os.environ)
+        _check(kind, "this demo", composed.config)
+        screen.note(f"drill: 2 simulated nodes x 2 ranks train on this machine; {kind} strikes on the way")
+        launched = launch(screen, composed, "local", no_controller=False)
+        run = launched["run"]
+        screen.note(f"{run}: job {launched['job_id']}, folder {launched['run_dir']}")
+        with following(screen, run) as follower:
+            drill_run = DrillRun(follower, run, kind, StepLines(RunDir(Path(launched["run_dir"]))), disk=disk)
+            if not _injected_by_rank(kind):
+                drill_run.until_saved(timeout)
+                drill_run.inject(screen, find_live_attempt(run), rank, timeout)
+            card = drill_run.until_over(timeout)
+            over = _await_demo_end(screen, follower, run, timeout)
+        if disk and over:
+            disk.keep(Path(launched["run_dir"]))
     return card, run
 
 
-def _await_demo_end(screen: Screen, follower: RunFollower, run: str, timeout: float) -> None:
-    """Wait for the end of a demo, which would be forgotten if it were left alone; the score stands either way."""
+def _data_beside(folder: Path) -> tuple[str, ...]:
+    """The demo's data outside of the small disk: its tokens would take more room than there is."""
+    from orchestrator.config.compose import compose  # omegaconf: see above
+    from trainer.contract.token_shards import prepare_under
+
+    text = compose("demo", (f"cluster.root={folder}",), environ=os.environ).config.data.text
+    return "data.text=[]", f"data.path={prepare_under(text, folder / '.data')[0]}"
+
+
+def _await_demo_end(screen: Screen, follower: RunFollower, run: str, timeout: float) -> bool:
+    """Wait for the end of a demo, which would be forgotten if it were left alone; the score stands either way.
+
+    Whether it has ended.
+    """
     if is_over(one_row(run)):
-        return
+        return True
     try:
         follower.until(is_over, timeout)
     except WaitTimeout as late:
         screen.warn("goes_on", f"{late}; end it:  orch cancel {run}")
+        return False
+    return True
 
 
 def _injected_by_rank(kind: str) -> bool:

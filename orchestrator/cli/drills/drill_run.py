@@ -9,14 +9,18 @@ from typing import Any
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.drills.disk_faults import damage_newest, expendable, fill_disk
 from orchestrator.cli.drills.scorecard import ALIASES, NODE_KINDS, Scorecard, score
+from orchestrator.cli.drills.small_disk import SmallDisk
 from orchestrator.cli.live_jobs.live_attempt import LiveAttempt, await_end
 from orchestrator.cli.runs.follow import RunFollower, is_over
 from orchestrator.cli.runs.run_reader import StepLines
 from orchestrator.cli.runs.status import one_row
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import Precondition, RunFailed, WaitTimeout
+from orchestrator.registry.records import Attempt
+from orchestrator.states import RunState
 from trainer.contract.events import Event, EventKind
 from trainer.contract.requests import RequestKind
+from trainer.contract.save_trouble import SAVES_FAILING
 
 SAVED = 20
 """Of the demo: what the agents bring about is asked for when this step is trained and saved."""
@@ -31,11 +35,12 @@ class DrillRun:
     """One drill as it goes: told on the way, scored when it is over."""
 
     def __init__(
-        self, follower: RunFollower, run: str, kind: str, steps: StepLines, *, command: bool = False
+        self, follower: RunFollower, run: str, kind: str, steps: StepLines, *, command: bool = False,
+        disk: SmallDisk | None = None,
     ) -> None:  # fmt: skip
-        """`command`: the ranks are a program of the user's own, whose steps nobody knows."""
+        """`command`: the ranks are a user's own program, whose steps nobody knows; `disk`: one to fill."""
         self._follower, self._run, self._kind, self._steps = follower, run, kind, steps
-        self._command = command
+        self._command, self._disk = command, disk
         self._done: list[Event] = []  # what this program did itself, as an event
         self._nodes: list[str] = []
         self._refused: Callable[[], None] = lambda: None  # raises when the job will not do it
@@ -48,6 +53,10 @@ class DrillRun:
         self._nodes = [str(name) for name in found.heartbeat.get("nodes", ())]
         last = found.cluster.nodes - 1  # spares have no place that could be hit
         match self._kind:
+            case "full-disk" if self._disk is not None:
+                self._disk.fill()
+                self._record_injection(found, step=found.heartbeat.get("step"))
+                screen.note(f"{found.run}: its disk is full, {self._disk.path}")
             case "full-disk":
                 writers = fill_disk(str(found.heartbeat["job_id"]))
                 self._record_injection(found, step=found.heartbeat.get("step"))
@@ -118,15 +127,36 @@ class DrillRun:
 
     def _is_over(self, row: dict[str, Any]) -> bool:
         self._refused()
+        if self._disk is not None and self._disk.is_filled:
+            self._keep_full(self._disk, row)
         return self._card(row).over
+
+    def _keep_full(self, disk: SmallDisk, row: dict[str, Any]) -> None:
+        """Until the attempt has ended for it; the disk that takes no events shows by the run's reason that it is seen.
+
+        What a save had half written, and deletes, would be room for the next one.
+        """
+        if row["state"] == RunState.RECOVERING:
+            disk.make_room()
+            return
+        disk.fill()
+        saves, _, _ = str(row["reason"]).partition("; ")
+        if saves.startswith(SAVES_FAILING) and not any(one.kind == EventKind.CHECKPOINT_FAILED for one in self._done):
+            struck = self._done[-1]
+            self._done.append(
+                replace(struck, time=time.time(), seq=2, kind=EventKind.CHECKPOINT_FAILED, data={"reason": saves})
+            )
 
     def _card(self, row: dict[str, Any]) -> Scorecard:
         events = sorted([*self._done, *map(self._with_node, self._follower.events)], key=lambda event: event.time)
         struck = max((event.attempt for event in events if event.kind == EventKind.DRILL), default=0)
-        failure = _concluded(self._run, struck) if struck < row["attempts"] or is_over(row) else None
+        ended = _ended(self._run, struck) if struck < row["attempts"] or is_over(row) else None
+        # What a full disk has kept from being written, the controller knows.
+        newest = [{"attempt": struck, "generation": 0, "step": ended.last_step}] if ended and ended.last_step else []
+        failure = ended.failure if ended else None
         running_for = SETTLED if self._command else None
         about = {"state": row["state"], "failure": failure, "now": time.time(), "running_for": running_for}
-        return score(self._kind, events, self._steps.read(), **about)
+        return score(self._kind, events, [*self._steps.read(), *newest], **about)
 
     def _with_node(self, event: Event) -> Event:
         """Faults of nodes tell which one by its place in the job."""
@@ -142,7 +172,7 @@ def _saved(row: dict[str, Any]) -> int:
     return int(last["step"]) if last is not None else 0
 
 
-def _concluded(run: str, attempt: int) -> dict[str, Any] | None:
-    """What the controller made of an attempt that left nobody to say so."""
+def _ended(run: str, attempt: int) -> Attempt | None:
+    """What the controller knows of an attempt that may have left nobody to say so."""
     with open_store(readonly=True) as store:
-        return next((one.failure for one in store.attempts(run) if one.number == attempt), None)
+        return next((one for one in store.attempts(run) if one.number == attempt), None)

@@ -7,6 +7,7 @@ from typing import Any
 from orchestrator.cli.runs.event_text import event_sentence
 from orchestrator.states import RunState
 from trainer.contract.events import Event, EventKind
+from trainer.contract.save_trouble import short_reason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +236,7 @@ def _words(event: Event) -> str:
     if event.kind == EventKind.ATTEMPT_STARTED:
         return f"attempt {event.attempt} began"
     told = event_sentence(event) if event.kind in _TOLD_WHOLE else None
-    return told or str(event.data.get("reason") or event.kind)
+    return told or short_reason(str(event.data.get("reason") or event.kind))
 
 
 def _since(fault: Event, event: Event | None) -> float | None:

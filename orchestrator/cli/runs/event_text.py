@@ -8,6 +8,7 @@ from orchestrator.cli.terminal.render import count, decimal, progress, size
 from orchestrator.recovery.drilled_failures import drill_words
 from trainer.contract.events import Event, EventKind
 from trainer.contract.outcome import ExitCode
+from trainer.contract.save_trouble import short_reason
 
 
 def progress_line(run: str, state: str, total: int, latest: StepMetrics | None) -> str:
@@ -63,7 +64,7 @@ def _validated(data: dict[str, Any]) -> str:
 
 def _failed(data: dict[str, Any]) -> str:
     what = f"copying step {data['step']} to {data['tier']}" if data.get("tier") else f"saving step {data['step']}"
-    return f"{what} failed: {data['reason']}"
+    return f"{what} failed: {short_reason(data['reason'])}"
 
 
 def _incident(data: dict[str, Any]) -> str:
@@ -148,7 +149,7 @@ _DESCRIPTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     EventKind.CHECKPOINT_INCOMPLETE: lambda d: f"checkpoint {d['step']} does not hold everything: {d['reason']}",
     EventKind.CHECKPOINT_SOFTWARE: _software,
     EventKind.CHECKPOINT_SKIPPED: lambda d: f"step {d['step']} is not saved: {d['reason']}",
-    EventKind.CHECKPOINT_RETRIED: lambda d: f"saving step {d['step']} is tried again: {d['reason']}",
+    EventKind.CHECKPOINT_RETRIED: lambda d: f"saving step {d['step']} is tried again: {short_reason(d['reason'])}",
     EventKind.CHECKPOINT_DOUBTED: lambda d: f"step {d['step']} is saved, but looks wrong: {d['reason']}",
     EventKind.CHECKPOINT_FLUSHED: lambda d: f"copied step {d['step']} to {d['tier']} ({size(d['bytes'])}, {_s(d)})",
     EventKind.CHECKPOINT_STUCK: lambda d: f"saving step {d['step']} hangs, training goes on: {d['reason']}",

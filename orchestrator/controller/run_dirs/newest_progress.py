@@ -15,15 +15,20 @@ METRICS_TAIL = 16 * 1024
 
 def progress(place: AttemptDir) -> tuple[int | None, float | None]:
     """Newest trained step and its loss, from the metrics' last line, else from the heartbeat."""
-    line = last_line(place.metrics)
-    if line is not None and isinstance(line.get("step"), int):
+    line, heartbeat = last_line(place.metrics), _heartbeat(place)
+    # A full disk takes no more lines, while the heartbeat is overwritten.
+    newer = heartbeat.step or 0 if heartbeat is not None and heartbeat.saves_failing else 0
+    if line is not None and isinstance(line.get("step"), int) and line["step"] >= newer:
         return line["step"], _loss(line.get("loss"))
-    try:
-        heartbeat = Heartbeat.read(place.heartbeat)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return None, None
     # Step 0 says that no rank has told its step yet, not that the run is back at its beginning.
-    return (heartbeat.step, heartbeat.loss) if heartbeat.step else (None, None)
+    return (heartbeat.step, heartbeat.loss) if heartbeat is not None and heartbeat.step else (None, None)
+
+
+def _heartbeat(place: AttemptDir) -> Heartbeat | None:
+    try:
+        return Heartbeat.read(place.heartbeat)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
 
 
 def _loss(value: Any) -> float | None:

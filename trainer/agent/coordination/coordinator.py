@@ -140,6 +140,8 @@ class Coordinator:
         failure = decision.failure
         if failure is not None and failure.kind is FailureKind.STORAGE:
             failure = replace(failure, room=state.progress.unsaved_bytes)
+            if (saves := state.progress.saves_failing) and saves not in reason:
+                reason, failure = f"{reason}; {saves}", replace(failure, reason=f"{failure.reason}; {saves}")
         outcome = AttemptOutcome(
             attempt=state.attempt_dir.number, job_id=state.identity.job_id, result=result, reason=reason,
             exit_code=int(code), step=state.progress.step, generations=state.generation.number,

@@ -304,7 +304,7 @@ class Loop:
         """Raises SaveFailed, on every rank alike, when too much would be lost."""
         limit = self._config.checkpoint.max_unsaved_steps
         if limit and step - self._committed > limit:
-            why = short_reason(self._services.saver.failure or "its saves have not been committed")
+            why = short_reason(self._services.saver.failure or "saves have not been committed since")
             raise SaveFailed(
                 f"{step - self._committed} steps are in no committed checkpoint, the newest is of step "
                 f"{self._committed} (checkpoint.max_unsaved_steps={limit}): {why}"

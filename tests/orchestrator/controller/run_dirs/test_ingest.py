@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from checkpointing.storage.durable import dump_line
 from orchestrator.controller.run_dirs.ingest import UNREADABLE_EVENT, ingest
 from orchestrator.controller.run_view import RunView
 from orchestrator.states import AttemptState, Trust
@@ -207,6 +208,16 @@ def test_progress_comes_from_the_last_whole_line_of_the_metrics(tmp_path: Path) 
     metrics.write_text("")
     read(world)
     assert world.run.step == 8, "a heartbeat that knows no step yet sets nothing back"
+
+
+@pytest.mark.parametrize(("saves", "step"), [("saves failing since step 5: disk full (/r)", 11), ("", 8)])
+def test_a_disk_that_takes_no_more_lines_does_not_hide_how_far_a_run_got(tmp_path: Path, saves: str, step: int) -> None:
+    world, _ = begun(tmp_path)
+    place = world.folder.attempt(1)
+    place.metrics.write_text('{"step":8,"loss":0.1}\n')
+    place.heartbeat.write_text(dump_line({"seq": 1, "step": 11, "loss": 0.5, "saves_failing": saves}))
+    read(world)
+    assert world.run.step == step
 
 
 def test_what_watchers_noticed_is_kept_once(tmp_path: Path) -> None:

@@ -1,0 +1,98 @@
+"""A file system of its own that a drill may fill: mounted by root, or in a mount namespace where the user is root."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from secrets import token_hex
+
+from orchestrator.cli.terminal.render import Screen
+from orchestrator.home import state_home
+
+SIZE_MIB = 32
+"""Room for a few checkpoints of the demo."""
+_BLOCKS = (1 << 20, 1 << 12, 1)
+
+
+class SmallDisk:
+    """A mounted tmpfs: `fill` takes all its room, `make_room` gives that back."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._filler = path / "filler"
+
+    def fill(self) -> None:
+        """Take what is left; repeating it takes what was freed since."""
+        with self._filler.open("ab", buffering=0) as stream:
+            for block in _BLOCKS:
+                with suppress(OSError):
+                    while stream.write(bytes(block)):
+                        pass
+
+    def make_room(self) -> None:
+        self._filler.unlink(missing_ok=True)
+
+    @property
+    def is_filled(self) -> bool:
+        return self._filler.exists()
+
+    def keep(self, run_dir: Path) -> None:
+        """Unmount; a run that was on it, and is over, stays under the same path. Raises OSError."""
+        draft = self.path.with_name(f".{run_dir.name}.{token_hex(4)}.tmp")
+        shutil.copytree(run_dir, draft, symlinks=True)
+        _mount("umount", "--lazy", str(self.path))
+        shutil.rmtree(run_dir, ignore_errors=True)
+        os.rename(draft, run_dir)
+
+
+@contextmanager
+def small_disk(screen: Screen, path: Path) -> Iterator[SmallDisk | None]:
+    """Mount one at `path`; None, with a note, where that cannot be. It stays mounted until `SmallDisk.keep`."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if os.path.ismount(path):  # what an earlier drill has left, whose run went on
+        _mount("umount", "--lazy", str(path))
+    mounted = _mount("mount", "-t", "tmpfs", "-o", f"size={SIZE_MIB}m,mode=700", "orch-drill", str(path))
+    if not mounted:
+        screen.note(
+            "drill: no small file system can be mounted here (that needs root, or `unshare -rm`); a limit on the size "
+            "of files stands for the full disk"
+        )
+        yield None
+        return
+    disk = SmallDisk(path)
+    screen.note(f"drill: a file system of {SIZE_MIB} MiB is mounted at {path}, and will be filled")
+    yield disk
+    if os.path.ismount(path):
+        screen.warn("mounted", f"the run goes on, and its disk stays mounted:  umount {path}")
+
+
+def run_in_namespace(screen: Screen) -> int | None:
+    """Do what was typed in a mount namespace of its own; its exit code, None where that is impossible or needless.
+
+    It has a home of its own, too: a controller outside sees nothing of what is mounted inside.
+    """
+    unshare = shutil.which("unshare")
+    if os.geteuid() == 0 or unshare is None:
+        return None
+    demos = state_home() / "demo-runs"
+    demos.mkdir(mode=0o700, parents=True, exist_ok=True)
+    inside = [unshare, "--map-root-user", "--mount"]
+    with tempfile.TemporaryDirectory(dir=demos) as probe:
+        if not _mount(*inside, "mount", "-t", "tmpfs", "orch-drill", probe):
+            return None
+    home = Path(tempfile.mkdtemp(prefix="full-disk-home-", dir=demos))
+    environ = {name: value for name, value in os.environ.items() if name != "ORCH_REGISTRY"}
+    screen.note(f"drill: in a mount namespace of its own; look at its run with  ORCH_HOME={home} orch show @last")
+    done = subprocess.run([*inside, sys.executable, *sys.argv], env={**environ, "ORCH_HOME": str(home)}, check=False)
+    return done.returncode
+
+
+def _mount(*command: str) -> bool:
+    try:
+        return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False

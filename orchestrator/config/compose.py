@@ -144,7 +144,7 @@ def _check_entry(item: Assignment, *, known: bool) -> None:
     if known or not keys.within_open(item.path) or (item.adds and not item.clears):
         return
     key = keys.dotted(item.path)
-    hint = f"to add it: +{key}=VALUE" if not item.clears else "orch config show CONFIG lists what is set"
+    hint = f"to add it: +{key}=VALUE" if not item.clears else "`orch config show CONFIG` lists what is set"
     raise ConfigError(f"`{key}` is not set in this config", where=item.origin, hint=hint)
 
 

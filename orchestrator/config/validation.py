@@ -50,7 +50,7 @@ def _named(what: str) -> set[tuple[str, ...]]:
 
 def _usual(what: str) -> str:
     key = re.match(r"[a-z_]+\.[a-z_]+", what)
-    return f"~{key[0]} takes its default" if key else "orch config show CONFIG shows all values"
+    return f"~{key[0]} takes its default" if key else "`orch config show CONFIG` shows all values"
 
 
 def _complaints(config: RunConfig) -> Iterator[Complaint]:

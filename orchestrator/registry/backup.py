@@ -13,7 +13,7 @@ from orchestrator.registry import sqlite_errors
 def backup(path: Path, to: Path) -> Path:
     """Copy the registry to the file `to` and check the copy; raises RegistryError and leaves `to` as it was."""
     if not path.exists():
-        raise RegistryError("there is no registry to back up", where=str(path), hint="orch submit makes one")
+        raise RegistryError("there is no registry to back up", where=str(path), hint="`orch submit` makes one")
     if to.exists() and to.samefile(path):
         raise RegistryError("a registry cannot be its own backup", where=str(to), hint="name another file")
     temporary = to.with_name(f".{to.name}.{secrets.token_hex(6)}.tmp")
@@ -44,7 +44,7 @@ def _copy(path: Path, to: Path) -> None:
         target.execute("PRAGMA journal_mode = DELETE")
         verdict = target.execute("PRAGMA integrity_check").fetchone()[0]
         if verdict != "ok":
-            hint = "orch db rebuild makes a new one from the run directories"
+            hint = "`orch db rebuild --root FOLDER-OF-RUNS` makes a new one from the run directories"
             raise RegistryError(f"the copy is damaged: {verdict}", where=str(path), hint=hint)
     finally:
         target.close()

@@ -31,7 +31,7 @@ def the_run(connection: Connection, run: str) -> Run:
     """The run of exactly this name; raises NotFound."""
     row = connection.execute(select(RunRow.__table__).where(RunRow.name == run)).mappings().first()
     if row is None:
-        raise NotFound(f"no run {run}", hint="orch status lists the runs")
+        raise NotFound(f"no run {run}", hint="`orch status` lists the runs")
     return record(Run, row)
 
 
@@ -40,7 +40,7 @@ def the_attempt(connection: Connection, run: str, number: int) -> Attempt:
     wanted = (AttemptRow.run == run) & (AttemptRow.number == number)
     row = connection.execute(select(AttemptRow.__table__).where(wanted)).mappings().first()
     if row is None:
-        raise NotFound(f"run {run} has no attempt {number}", hint=f"orch show {run} lists its attempts")
+        raise NotFound(f"run {run} has no attempt {number}", hint=f"`orch show {run}` lists its attempts")
     return record(Attempt, row)
 
 
@@ -49,7 +49,7 @@ def the_checkpoint(connection: Connection, run: str, name: str) -> Checkpoint:
     wanted = (CheckpointRow.run == run) & (CheckpointRow.name == name)
     row = connection.execute(select(CheckpointRow.__table__).where(wanted)).mappings().first()
     if row is None:
-        raise NotFound(f"run {run} has no checkpoint {name}", hint=f"orch ckpt ls {run} lists them")
+        raise NotFound(f"run {run} has no checkpoint {name}", hint=f"`orch ckpt ls {run}` lists them")
     return record(Checkpoint, row)
 
 

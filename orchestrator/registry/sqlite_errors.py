@@ -33,7 +33,7 @@ def is_busy(error: BaseException | None) -> bool:
 def explain(error: BaseException | None, path: Path) -> RegistryError:
     """The RegistryError to show for an error of SQLite."""
     if is_busy(error):
-        hint = "another orch process is writing; try again (orch controller status shows who)"
+        hint = "another orch process is writing; try again (`orch controller status` shows who)"
         return RegistryError("the registry is locked by another process", where=str(path), hint=hint)
     meaning, hint = _MEANINGS.get(code(error), (f"failed: {error}", "orch doctor"))
     return RegistryError(f"the registry {meaning}", where=str(path), hint=hint)

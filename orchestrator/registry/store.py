@@ -34,7 +34,7 @@ class Store(Reads, UserWrites, LeaseWrites, ControllerWrites, RebuildWrites, Rem
         if not readonly:
             lock = _prepared(path)
         elif (found := fast_queries.version(path)) is None:
-            raise RegistryError("there is no registry yet", where=str(path), hint="orch submit makes one")
+            raise RegistryError("there is no registry yet", where=str(path), hint="`orch submit` makes one")
         else:
             versions.require_head(found, path)
             lock = None

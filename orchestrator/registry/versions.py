@@ -20,7 +20,7 @@ def require_known(version: str | None, path: Path) -> None:
             f"the registry has version {version or '?'}, which this orch can neither read nor upgrade "
             f"(it needs {HEAD})",
             where=str(path),
-            hint="orch db rebuild --root FOLDER-OF-RUNS sets it aside and makes a new one from the run directories",
+            hint="`orch db rebuild --root FOLDER-OF-RUNS` sets it aside and makes a new one from the run directories",
         )
     raise RegistryError(
         f"the registry has version {version}, which is newer than this orch knows (up to {HEAD})",
@@ -36,5 +36,5 @@ def require_head(version: str | None, path: Path) -> None:
         raise RegistryError(
             f"the registry has the older version {version}, this orch reads {HEAD}",
             where=str(path),
-            hint="orch controller tick upgrades it, after a backup",
+            hint="`orch controller tick` upgrades it, after a backup",
         )

@@ -81,7 +81,7 @@ def _refuse_while_served(path: Path, now: float) -> None:
             raise RegistryError(
                 f"a controller{of} is alive ({lease.holder}) and writes to this registry",
                 where=str(path),
-                hint=f"orch controller stop on {host_of(lease.holder)}, then again",
+                hint=f"`orch controller stop` on {host_of(lease.holder)}, then again",
             )
 
 
@@ -153,7 +153,7 @@ def _with_configs(folder: RunDir, record: Record, *, recorded: bool) -> Found:
         steps = 0 if configs[newest].get("command") else configs[newest]["train"]["steps"]
         run = replace(record.run, config_digest=newest, total_steps=steps)
         if recorded and run.state in LIVE_RUNS:
-            lost = "rebuilt, but a change of its configuration is lost: orch resume RUN KEY=VALUE makes it again"
+            lost = "rebuilt, but a change of its configuration is lost: `orch resume RUN KEY=VALUE` makes it again"
             run = replace(run, state=RunState.HELD, reason=lost.replace("RUN", run.name))
         record = replace(record, run=run)
     return Found(folder=folder, configs=configs, record=replace(record, attempts=attempts))

@@ -184,7 +184,7 @@ def _read(path: str) -> Index:
     try:
         return Index.read(Path(path).expanduser())
     except TokensError as error:
-        hint = "orch data prepare PATHS --out DIR makes such a folder"
+        hint = "`orch data prepare PATHS --out DIR` makes such a folder"
         raise ConfigError(f"data.path: {error}", where=path, hint=hint) from error
 
 

@@ -152,7 +152,7 @@ class Agent:
         except (OSError, ValueError, TypeError) as error:
             raise Refused(f"cannot read the run's configuration: {error}") from error
         if token.config_digest not in ("", digest):
-            raise Refused(f"{path} was edited: orch resume {self._run.name} KEY=VALUE changes a run's configuration")
+            raise Refused(f"{path} was edited: `orch resume {self._run.name} KEY=VALUE` changes a run's configuration")
         if config.cluster.all_nodes != identity.nodes:
             raise Refused(f"the job has {identity.nodes} node(s), the run is configured for {config.cluster.all_nodes}")
         return config

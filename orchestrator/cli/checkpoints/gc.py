@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from orchestrator.cli.access.registry import open_store
+from orchestrator.cli.access.run_location import START
 from orchestrator.cli.checkpoints.tiers import Tier, missing_files, tiers_of
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, size
@@ -58,7 +59,9 @@ def gc(screen: Screen, runs: tuple[str, ...], everything: bool, dry_run: bool, r
     --refused is given.
     """
     if bool(runs) == everything:
-        raise ConfigError("say which runs", where="command line: orch ckpt gc", hint="orch ckpt gc RUN, or --all")
+        raise ConfigError(
+            "say which runs", where="command line: orch ckpt gc", hint="`orch ckpt gc RUN`, or `orch ckpt gc --all`"
+        )
     screen.if_interrupted = lambda: "interrupted: what is deleted stays deleted; the same command deletes the rest"
     with _opened(locked=refused and not dry_run) as (store, lease):
         chosen = store.runs() if everything else [store.run(name) for name in runs]
@@ -84,8 +87,8 @@ def _opened(*, locked: bool) -> "Iterator[tuple[Store, Lease | None]]":
         if lease is None:
             raise Precondition(
                 "a controller is at work, and only one may delete what is committed",
-                where="orch controller status tells which",
-                hint="orch controller stop, then this again; runs go on meanwhile, and the next submit starts one",
+                where="`orch controller status` tells which",
+                hint=f"`orch controller stop`, then this again; jobs go on meanwhile; afterwards {START}",
             )
         try:
             yield store, lease

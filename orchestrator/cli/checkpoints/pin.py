@@ -45,7 +45,9 @@ def unpin(screen: Screen, target: str) -> None:
 
     storage, names = _pinned(target)
     if not names:
-        raise NotFound(f"{target} is not pinned", hint="orch ckpt ls RUN shows what is")
+        raise NotFound(
+            f"{target} is not pinned", hint=f"`orch ckpt ls {target.rpartition('@')[0] or 'RUN'}` shows what is"
+        )
     for name in names:
         pins.unpin(storage, name)
         screen.say(f"{name}: no longer pinned")

@@ -82,7 +82,7 @@ def write(via: str, table: list[str]) -> None:
         raise Precondition(
             f"{_program(via)} did not take the table: {done.stderr.strip()}",
             where=via,
-            hint="`orch controller install --print` shows the lines, to be put in by hand",
+            hint=f"`orch controller install --via {via} --print` shows the lines, to be put in by hand",
         )
 
 

@@ -26,13 +26,13 @@ Row = dict[str, Any]
 @click.pass_obj
 def attach(screen: Screen, run: str, stack: bool, rank: int | None, node: int | None, timeout: float) -> None:
     """Print the stacks of a live job's ranks without stopping them."""
+    found = find_live_attempt(run)  # what is typed instead must be possible
     if not stack:
         raise ConfigError(
             "attach to what?", where="command line", hint=f"where its ranks stand: orch attach {run} --stack"
         )
     if rank is not None and node is not None:
         raise ConfigError("--rank and --node at once", where="command line", hint="give one of them")
-    found = find_live_attempt(run)
     detail = "" if node is None else str(node)
     request = found.send_request(RequestKind.STACKS, "orch attach", value=rank, detail=detail)
     screen.if_interrupted = lambda: f"interrupted: {found.run} goes on; the stacks are still written to its evidence"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.terminal.render import plain
 from trainer.contract.events import Event, EventKind, read_events
 from trainer.contract.log_rotation import read_tail
@@ -38,7 +39,8 @@ class RootFailure:
     def headline(self) -> str:
         who = "" if self.rank is None else f", rank {self.rank}" + (f" on {self.node}" if self.node else "")
         step = "" if self.step is None else f", step {self.step}"
-        return plain(f"attempt {self.attempt}, generation {self.generation}{who}{step}: {self.reason}")
+        generation = f", generation {self.generation}" if self.generation else ""
+        return plain(f"attempt {self.attempt}{generation}{who}{step}: {self.reason}")
 
     def to_json(self) -> dict[str, Any]:
         return {**{key: getattr(self, key) for key in self.__dataclass_fields__}, "path": str(self.path)}
@@ -52,6 +54,23 @@ def first_error(place: RunDir, attempt: int | None) -> RootFailure | None:
             if found is not None:
                 return found
     return None
+
+
+def concluded(place: RunDir, run: str, attempt: int | None) -> RootFailure | None:
+    """The failure that the controller found where the job left none, with what the scheduler or agents wrote."""
+    with open_store(readonly=True) as store:
+        attempts = [each for each in store.attempts(run) if each.failure and attempt in (None, each.number)]
+    if not attempts:
+        return None
+    last = attempts[-1]
+    failure, folder = Failure.from_json(last.failure or {}), place.attempt(last.number)
+    wrote = [*sorted(folder.submission.glob("*.err")), *sorted(folder.logs.glob("agent-*.log"))]
+    texts = [(path, text) for path in wrote if (text := _around(path, last.generations))]
+    path, text = next(iter(texts), (folder.path, ""))
+    return RootFailure(
+        attempt=last.number, generation=last.generations, rank=failure.rank, node=failure.node, step=failure.step,
+        time=last.ended_at, reason=f"{failure.kind}: {failure.reason}", path=path, text=text,
+    )  # fmt: skip
 
 
 def _of_attempt(place: RunDir, folder: AttemptDir) -> RootFailure | None:

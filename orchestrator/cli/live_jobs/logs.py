@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from orchestrator.cli.live_jobs.first_error import first_error
+from orchestrator.cli.live_jobs.first_error import concluded, first_error
 from orchestrator.cli.runs.follow import detached, end_error
 from orchestrator.cli.runs.status import one_row
 from orchestrator.cli.terminal.command_classes import Verb
@@ -70,7 +70,7 @@ def logs(
     place = RunDir(Path(row["run_dir"]))
     wanted = Wanted(attempt=attempt, rank=rank, node=node, controller=controller)
     if rank == "first-error":
-        return _first_error(screen, place, attempt, only_path)
+        return _first_error(screen, place, row["run"], attempt, only_path)
     sources = _sources(place, wanted, row["run"])
     if only_path or (not follow and not sources):
         return _paths(screen, sources, place, wanted)
@@ -90,14 +90,13 @@ def _check(rank: str | None, node: int | None, controller: bool, follow_json: bo
         raise ConfigError("-f has no end, --json is one object", where="command line: orch logs", hint="leave one out")
 
 
-def _first_error(screen: Screen, place: RunDir, attempt: int | None, only_path: bool) -> int:
-    found = first_error(place, attempt)
+def _first_error(screen: Screen, place: RunDir, run: str, attempt: int | None, only_path: bool) -> int:
+    found = first_error(place, attempt) or concluded(place, run, attempt)
     if found is None:
         raise NotFound(
-            f"no failure is on record for {place.name}" + (f", attempt {attempt}" if attempt else ""),
-            where=str(place.path),
-            hint=f"`orch logs {place.name} --rank all --tail 20` shows the ends of all logs",
-        )
+            f"no failure is on record for {run}" + (f", attempt {attempt}" if attempt else ""),
+            where=str(place.path), hint=f"orch events {run}",
+        )  # fmt: skip
     if screen.json:
         screen.data("logs.first-error", found.to_json())
     elif only_path:
@@ -149,12 +148,22 @@ def _existing(sources: list[Source]) -> list[Source]:
 def _paths(screen: Screen, sources: list[Source], place: RunDir, wanted: Wanted) -> int:
     if not sources:
         where = str(place.path) if not wanted.controller else str(state_home())
-        raise NotFound("there is no such log (yet)", where=where, hint=f"orch logs {place.name} --rank all --path")
+        raise NotFound("there is no such log (yet)", where=where, hint=_what_there_is(place, wanted))
     if screen.json:
         screen.data("logs.path", [{"source": source.label, "path": str(source.path)} for source in sources])
     for source in sources if not screen.json else []:
         screen.say(str(source.path))
     return 0
+
+
+def _what_there_is(place: RunDir, wanted: Wanted) -> str:
+    """The command that lists logs of the same attempt, or else what happened so far."""
+    attempts = [item for item in place.all_attempts() if wanted.attempt in (None, item.number)]
+    of = f"--attempt {wanted.attempt} " if wanted.attempt is not None else ""
+    for option, rank in (("--rank all ", "all"), ("", None)):
+        if attempts and _of_attempt(attempts[-1], Wanted(attempt=None, rank=rank, node=None, controller=False)):
+            return f"orch logs {place.name} {option}{of}--path"
+    return f"orch events {place.name}"
 
 
 def _dump(screen: Screen, sources: list[Source], tail: int | None, only: str) -> None:

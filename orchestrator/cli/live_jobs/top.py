@@ -126,16 +126,15 @@ def top(screen: Screen, run: str, once: bool, every: float) -> None:
     """Show a live run: step, tokens/s, loss, last checkpoint, and where every rank is. Ctrl-C ends the display."""
     row = one_row(run)
     reader = Reader(row["run"], Path(row["run_dir"]))
+    warn_without_controller(screen, [row])
     if screen.json:
         screen.data("top", reader.read().to_json())
         return
     if once or not screen.terminal:
-        warn_without_controller(screen, [row])
         _print(screen, reader.read())
         return
     screen.if_interrupted = lambda: ""  # the usual way to leave
     with screen.live_page() as draw:
-        warn_without_controller(screen, [row])
         while True:
             reading = reader.read()
             draw(partial(_print, screen, reading))

@@ -86,7 +86,7 @@ def _run(target: str) -> Run:
     if "/" in target:
         raise ConfigError(
             "a restore test needs the run that saved the checkpoint", where=target,
-            hint="write RUN or RUN@STEP; orch ckpt verify FOLDER --level 4 reads a folder",
+            hint="write RUN or RUN@STEP; `orch ckpt verify FOLDER --level 4` reads a folder",
         )  # fmt: skip
     name, mark, _ = target.rpartition("@")
     run = known_run(name if mark and name else target)

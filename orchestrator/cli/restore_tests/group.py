@@ -28,7 +28,7 @@ def ls(screen: Screen) -> None:
         every = store.restore_tests()
     newest = {test.run: test for test in every}
     shown = [test for test in reversed(every) if test.ended_at is None or newest[test.run] is test]
-    _show(screen, "restore-tests.ls", shown, "no restore test yet: orch restore-tests due says when one is")
+    _show(screen, "restore-tests.ls", shown, "no restore test yet: `orch restore-tests due` says when one is")
 
 
 @restore_tests.command("history")
@@ -111,5 +111,5 @@ def run(screen: Screen, only_due: bool, force: bool) -> int:
         if report is None:
             screen.note(f"{kind}: a controller lives, and begins what is due by itself")
     if not lines and all(report is not None for report in reports.values()):
-        screen.note("nothing is due: orch restore-tests due says what is next")
+        screen.note("nothing is due: `orch restore-tests due` says what is next")
     return 0

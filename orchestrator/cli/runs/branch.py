@@ -53,7 +53,7 @@ def _config(chosen: Target, words: str) -> dict[str, Any]:
     """The config that the checkpoint was saved with; the code is the copy that was trained, where there is one."""
     file = chosen.config_file
     if chosen.run_dir is None or file is None or not chosen.shared or not Path(chosen.path).is_dir():
-        hint = "copy it into a shared folder, or bring it out and in with orch ckpt export and import"
+        hint = "copy it into a shared folder, or use `orch ckpt export`, then `orch ckpt import`"
         raise Precondition("this checkpoint is not in a run's folder that is visible here", where=words, hint=hint)
     config = recompose(read_json(file), []).data
     workload = config["workload"]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.cli.access import run_location
+from orchestrator.cli.access.run_location import START
 from orchestrator.cli.runs.event_text import describe_event, progress_line
 from orchestrator.cli.runs.next_commands import after_end, look_closer
 from orchestrator.cli.runs.run_reader import EventFeed
@@ -44,11 +45,11 @@ def detached(run: str) -> str:
     row = one_row(run)
     if is_over(row):
         return f"interrupted: {run} is {row['state']}\n  orch show {run}"
-    commands = f"\n  orch status {run}\n  orch wait {run}\n  orch cancel {run}"
+    commands = [f"orch status {run}", f"orch wait {run}", f"orch cancel {run}"]
     if run_location.controller_lives(time.time(), row["scheduler"]):
-        return f"detached: {run} goes on ({row['state']}){commands}"
-    without = "no controller runs, so nothing is started or restarted from now on"
-    return f"detached: {run} is {row['state']}, but {without}\n  orch controller start{commands}"
+        return "\n  ".join([f"detached: {run} goes on ({row['state']})", *commands])
+    said = f"detached: {run} is {row['state']}, but no controller runs, so nothing is started or restarted from now on"
+    return "\n  ".join([said, "orch controller start", *commands])
 
 
 def is_over(row: dict[str, Any]) -> bool:
@@ -63,7 +64,7 @@ class RunFollower:
         self._screen, self._ticker, self._run, self._follow = screen, ticker, run, follow
         self._feed: EventFeed | None = None
         self._next_tick = 0.0
-        self._unreachable = ""
+        self._unreachable, self._acts = "", False
         self.events: list[Event] = []
 
     def skip_existing(self) -> None:
@@ -110,6 +111,9 @@ class RunFollower:
         if time.monotonic() < self._next_tick or run_location.controller_lives(time.time(), row["scheduler"]):
             return
         run_location.locate_run(row).require_answer()
+        if not self._acts:
+            self._acts = True
+            self._ticker.print_above(f"no controller runs: this command acts in its place until it ends; {START}")
         from orchestrator.controller import service  # sqlalchemy: only where nobody else drives
 
         try:

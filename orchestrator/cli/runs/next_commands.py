@@ -48,6 +48,6 @@ def after_end(row: Row) -> str:
     """A hint for what needs a job, of a run that has none any more."""
     command = go_on(row)
     if row["state"] == RunState.SUCCEEDED and row["test_of"] is None:
-        more = f"; train on:  {command}" if command else ""
+        more = f"   train on:  {command}" if command else ""
         return f"it has finished:  orch show {row['run']}{more}"
     return f"{'test again' if row['test_of'] else 'go on with it'}:  {command}"

@@ -103,7 +103,7 @@ def _composed(
         with open_store() as store:
             return branch(screen, store, begin, source, overrides)
     if source is None:
-        raise ConfigError("CONFIG is missing", hint="orch submit tiny-gpt, or orch submit FILE.yaml")
+        raise ConfigError("CONFIG is missing", hint="`orch submit tiny-gpt`, or `orch submit FILE.yaml`")
     from orchestrator.config.compose import compose  # omegaconf: only for the verbs that read configurations
 
     return compose(source, overrides, environ=os.environ), None

@@ -243,7 +243,7 @@ class Screen:
         if self.json:
             self.error("Interrupted", what, "", "; ".join(line.strip() for line in hint.splitlines()))
         elif what:
-            self._print("\n".join(("", plain(what), *([plain(hint)] if hint else []))), sys.stderr)
+            self._print("\n".join((plain(what), *([plain(hint)] if hint else []))), sys.stderr)
 
     def when(self, moment: float | None) -> str:
         """A moment for people, in local time or UTC."""

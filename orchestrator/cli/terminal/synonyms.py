@@ -19,7 +19,6 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
         "save-now": ("save",),
         "check validate verify test diagnose": ("verify", "validate", "doctor"),
         "inject chaos fault": ("drill",),
-        "drain cordon ban exclude": ("exclude",),
         "undrain uncordon include allow": ("release",),
         "daemon server": ("controller",),
         "registry database": ("db",),

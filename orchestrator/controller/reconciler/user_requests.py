@@ -81,7 +81,7 @@ def _resume(actor: Actor, run: Run, request: UserRequest) -> bool:
     fresh = last.number if last.state is AttemptState.INTENT else last.number + 1
     digest = request.args.get("config")
     if digest and last.state in LIVE_ATTEMPTS and not never_submitted(attempts):
-        why = f"attempt {last.number} may have a job with the old configuration: orch cancel {run.name} first"
+        why = f"attempt {last.number} may have a job with the old configuration: `orch cancel {run.name}` first"
         _answer(actor, request, f"{REFUSED}{why}")
         return True
     if digest and request.args.get("base", run.config_digest) != run.config_digest:

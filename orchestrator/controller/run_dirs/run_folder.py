@@ -165,7 +165,7 @@ def _import_checkpoint(folder: RunDir, run: Run) -> None:
         raise Precondition(
             f"the checkpoint that {run.name} begins with cannot be used: {lost or faults[0]}",
             where=str(source),
-            hint="it was deleted meanwhile, or is damaged: begin with another one (orch ckpt pin keeps one)",
+            hint="it was deleted meanwhile, or is damaged: begin with another one (`orch ckpt pin` keeps one)",
         )
     fsync_dir(target)
     fsync_dir(folder.checkpoints)

@@ -121,7 +121,7 @@ class LinkLock:
         return RegistryError(
             f"the registry is locked by process {who.get('pid', '?')} on {who.get('host', 'another host')}",
             where=str(self.path),
-            hint="another orch process is writing; try again (orch controller status shows who)",
+            hint="another orch process is writing; try again (`orch controller status` shows who)",
         )
 
 

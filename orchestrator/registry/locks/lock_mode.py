@@ -133,7 +133,7 @@ _PROVE = "orch doctor --locks  (or --peer HOST, without Slurm)"
 def _refused(registry: Path, mount: Mount | None, why: str, more: str = "") -> RegistryError:
     move = f"set {ELSEWHERE}"
     if registry.exists():
-        move = f"it can still be read. Move it: orch db backup {ELSEWHERE.partition('=')[2]}, then {move}"
+        move = f"it can still be read. Move it: `orch db backup {ELSEWHERE.partition('=')[2]}`, then {move}"
     kind, place = (mount.kind, mount.point) if mount else ("unknown", registry.parent)
     return RegistryError(
         f"the file system {kind} at {place} cannot hold the registry: {why}",

@@ -178,7 +178,7 @@ class Reads(StoreOperations):
         """The resolved config with this digest; raises NotFound, or RegistryError when its bytes were damaged."""
         text = connection.execute(select(ConfigRow.data).where(ConfigRow.digest == digest)).scalar()
         if text is None:
-            raise NotFound(f"no config {digest}", hint="orch show RUN tells a run's digest")
+            raise NotFound(f"no config {digest}", hint="`orch show RUN` tells a run's digest")
         if hashlib.sha256(text.encode()).hexdigest() != digest:
             raise RegistryError(f"config {digest} is damaged: its bytes do not match", where=str(self.database.path))
         data: dict[str, Any] = json.loads(text)
@@ -236,7 +236,7 @@ def _resolved(connection: Connection, name: str) -> str:
     if name == "@last":
         newest = connection.execute(names.where(no_test).limit(1)).scalar()
         if newest is None:
-            raise NotFound("there is no run yet", hint="orch submit tiny-gpt starts one")
+            raise NotFound("there is no run yet", hint="`orch submit tiny-gpt` starts one")
         return newest
     if connection.execute(select(RunRow.id).where(RunRow.name == name)).scalar() is not None:
         return name
@@ -248,5 +248,5 @@ def _resolved(connection: Connection, name: str) -> str:
         shown = ", ".join(matches[:5]) + (", ..." if len(matches) > 5 else "")
         raise NotFound(f"several runs begin with {name}: {shown}", hint="type more of the name")
     near = difflib.get_close_matches(name, connection.execute(names.limit(1000)).scalars().all(), n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}?" if near else "orch status -n 50 lists the newest runs"
+    hint = f"did you mean {' or '.join(near)}?" if near else "`orch status -n 50` lists the newest runs"
     raise NotFound(f"no run {name}", hint=hint)

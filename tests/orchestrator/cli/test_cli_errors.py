@@ -7,6 +7,7 @@ import pytest
 
 from orchestrator.cli import main
 from orchestrator.cli.runs import status
+from orchestrator.cli.terminal.synonyms import SYNONYMS
 from orchestrator.config import compose
 from tests.orchestrator.cli.conftest import Seeds, Type
 
@@ -73,6 +74,32 @@ def test_no_slurm(orch: Type, home: Path, tmp_path: Path, monkeypatch: pytest.Mo
     [
         (("statu",), "did you mean `status`"),
         (("ckpt", "verfy"), "did you mean `verify`"),
+        (("kill",), "did you mean `cancel`"),
+        (("stop", "tiny-1"), "did you mean `cancel`"),
+        (("scancel",), "did you mean `cancel`"),
+        (("ps",), "did you mean `status`"),
+        (("list",), "did you mean `status`"),
+        (("ls",), "did you mean `status`"),
+        (("queue",), "did you mean `status`"),
+        (("squeue",), "did you mean `status`"),
+        (("describe",), "did you mean `show`"),
+        (("Info",), "did you mean `show`"),
+        (("why",), "did you mean `show`"),
+        (("restart",), "did you mean `resume`"),
+        (("retry",), "did you mean `resume`"),
+        (("tail",), "did you mean `logs`"),
+        (("log",), "did you mean `logs`"),
+        (("timeline",), "did you mean `events`"),
+        (("kil",), "did you mean `cancel`"),
+        (("restat",), "did you mean `resume`"),
+        (("sav",), "did you mean `save`"),
+        (("submti",), "did you mean `submit`"),
+        (("controller", "restart"), "did you mean `start`"),
+        (("controller", "kill"), "did you mean `stop`"),
+        (("ckpt", "list"), "did you mean `ls`"),
+        (("ckpt", "remove"), "did you mean `gc`"),
+        (("nodes", "undrain"), "did you mean `release`"),
+        (("frobnicate",), "no such command `frobnicate`"),
         (("status", "--bogus"), "--bogus"),
         (("submit",), "CONFIG"),
         (("wait", "x", "--timeout", "soon"), "--timeout"),
@@ -88,6 +115,13 @@ def test_a_command_line_that_is_wrong(orch: Type, words: tuple[str, ...], word: 
     assert word in refused.err
     assert_three_parts(refused.err)
     assert orch(*words, "--json").answer["error"]["message"]
+
+
+def test_a_synonym_names_verbs_that_there_are() -> None:
+    """Some of each word's: the same word may mean a verb of the top and one of a group."""
+    names = {word for verb in main.verbs() for word in verb.split()}
+    assert not [word for word, meant in SYNONYMS.items() if not names & set(meant)]
+    assert not names & set(SYNONYMS) & {verb.partition(" ")[0] for verb in main.verbs()}
 
 
 def test_an_internal_error_keeps_its_traceback_in_a_file(

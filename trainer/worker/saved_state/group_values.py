@@ -166,7 +166,8 @@ class GroupValues:
                 raise WorkloadError(
                     f"the checkpoint has values ({keys}) of a parameter group of {group['count']} parameters, the "
                     f"first of which is {group['first']}, but the optimizer has no group of the same parameters: build "
-                    "the groups as they were, or begin with the weights alone (`orch ckpt import --weights-only`)"
+                    "the groups as they were, or begin with the weights alone: "
+                    "`orch ckpt import DIR CONFIG --weights-only`"
                 )
 
     def reset(self) -> None:

@@ -1,0 +1,140 @@
+"""`orch controller start`: a real controller in the background, and which verbs start one."""
+
+import os
+import signal
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from orchestrator.cli.cluster import start_controller
+from orchestrator.controller import service
+from orchestrator.states import RunState
+from tests.orchestrator.cli.conftest import Seeds, Type
+
+
+def leave(seeds: Seeds) -> None:
+    """No controller runs from now on."""
+    lease = seeds.store.lease()
+    assert lease is not None
+    seeds.store.drop_lease(lease)
+
+
+@pytest.fixture
+def alone(seeds: Seeds) -> Seeds:
+    """No controller runs."""
+    leave(seeds)
+    return seeds
+
+
+@pytest.fixture
+def started() -> Iterator[list[int]]:
+    """Pids of controllers that are to be ended after the test."""
+    pids: list[int] = []
+    yield pids
+    for pid in pids:
+        if psutil.pid_exists(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_one_is_started_once_and_again_after_a_kill(orch: Type, alone: Seeds, started: list[int]) -> None:
+    (first,) = orch("controller", "start", "--cluster", "local", "--json").data
+    started.append(first["pid"])
+    assert (first["started"], first["alive"], first["stalled"]) == (True, True, False)
+    assert first["scheduler"].startswith("local@")
+    again = orch("controller", "start", "--cluster", "local")
+    assert again.out == f"alive already for {first['scheduler']}: pid {first['pid']} on {first['host']}\n"
+    assert again.err == f"log {first['log']}\n"
+
+    os.kill(first["pid"], signal.SIGKILL)
+    psutil.wait_procs([psutil.Process(first["pid"])] if psutil.pid_exists(first["pid"]) else [], timeout=10)
+    assert "`orch controller start` or the next `orch submit` there starts one" in orch("controller", "status").out
+    (second,) = orch("controller", "start", "--cluster", "local", "--json").data
+    started.append(second["pid"])
+    assert second["started"]
+    assert second["pid"] != first["pid"]
+    stopped = orch("controller", "stop")
+    assert stopped.out == "stopped; `orch controller start` starts one, and so does the next `orch submit`\n"
+
+
+def test_one_that_does_not_come_up_is_an_error_with_its_log(
+    orch: Type, alone: Seeds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "ensure_running", lambda path, kind: True)
+    monkeypatch.setattr(start_controller, "ALIVE_WITHIN", 0.0)
+    refused = orch("controller", "start", "--cluster", "local")
+    assert refused.code == 4
+    assert "has not come up" in refused.err
+    assert str(service.log_path()) in refused.err
+    assert "`orch controller run` runs one in the foreground" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("live", "here", "expected"),
+    [
+        (["local"], ["local"], ["local"]),
+        (["local", "slurm"], ["local", "slurm"], ["local", "slurm"]),
+        (["slurm"], ["local"], ["local"]),  # none of its runs can be served from here
+        ([], ["local", "slurm"], ["slurm"]),
+    ],
+)
+def test_without_a_cluster_live_runs_decide(
+    orch: Type, alone: Seeds, monkeypatch: pytest.MonkeyPatch, live: list[str], here: list[str], expected: list[str]
+) -> None:
+    from orchestrator.registry import fast_queries
+    from orchestrator.scheduler import available_schedulers
+
+    knocks: list[str] = []
+    health = service.Health(alive=True, host="login1", pid=7, epoch=1, renewed_at=None, ticked_at=None, log="x")
+    rows = [{"cluster": kind} for kind in live]
+    monkeypatch.setattr(fast_queries, "newest", lambda *_, **__: rows)
+    monkeypatch.setattr(available_schedulers, "kinds", lambda: here)
+    monkeypatch.setattr(available_schedulers, "resolve", lambda kind: "slurm" if "slurm" in here else "local")
+    monkeypatch.setattr(
+        start_controller, "start_controller",
+        lambda screen, kind: knocks.append(kind) or start_controller.Started(started=True, health=health),
+    )  # fmt: skip
+    assert orch("controller", "start").code == 0
+    assert knocks == expected
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_resuming_a_live_run_starts_a_controller_where_none_runs(
+    orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch, lives: bool
+) -> None:
+    knocks: list[str] = []
+    monkeypatch.setattr(service, "ensure_running", lambda path, kind: knocks.append(kind) or True)
+    run = seeds.run(state=RunState.RUNNING)
+    if not lives:
+        leave(seeds)
+    done = orch("resume", run)
+    assert done.code == 0
+    assert f"{run}: is going on already" in done.out
+    assert knocks == ([] if lives else ["local"])
+    assert ("no controller was alive: started one" in done.err) is not lives
+
+
+@pytest.mark.parametrize("verb", ["status", "show", "top"])
+def test_who_only_looks_says_that_none_runs_and_starts_none(
+    orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    monkeypatch.setattr(service, "ensure_running", lambda path, kind: pytest.fail("started one"))
+    run = seeds.run()
+    leave(seeds)
+    said = orch(verb, run)
+    assert said.code == 0
+    assert "warning: no controller runs: jobs go on, but nothing is restarted" in said.err
+    assert "`orch controller start` starts one" in said.err
+    (warning,) = orch(verb, run, "--json").answer["warnings"]
+    assert warning["code"] == "no_controller"
+
+
+def test_waiting_says_that_it_acts_instead(orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticked = SimpleNamespace(unreachable=())
+    monkeypatch.setattr(service, "tick_once", lambda path, kind, **_: ticked)
+    run = seeds.run()
+    leave(seeds)
+    said = orch("wait", run, "--timeout", 0.1)
+    assert said.code == 124
+    assert said.err.count("no controller runs: this command acts in its place") == 1

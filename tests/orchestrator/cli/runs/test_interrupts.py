@@ -1,0 +1,161 @@
+"""Ctrl-C: every verb says what is true by then, and what to type."""
+
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from orchestrator.cli.live_jobs import live_attempt
+from orchestrator.cli.runs import cancel_resume, follow, submit
+from orchestrator.controller import service
+from orchestrator.registry.store import Store
+from orchestrator.states import RunState
+from orchestrator.submission import create_run
+from tests.orchestrator.cli.conftest import Seeds, Type, Typed
+from tests.orchestrator.cli.live_jobs.test_live_attempt import begun
+from trainer.contract.requests import pending
+
+
+def ctrl_c(*_: Any, **__: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+@pytest.fixture
+def no_controller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "ensure_running", lambda path, kind: False)
+
+
+def submitted(orch: Type, tmp_path: Path, *more: str) -> Typed:
+    text = tmp_path / "text.txt"
+    text.write_text("some words " * 2000)
+    return orch("submit", "tiny-gpt", "--cluster", "local", f"cluster.root={tmp_path / 'runs'}",
+                f"data.text=[{text}]", *more)  # fmt: skip
+
+
+def runs(orch: Type) -> list[str]:
+    return [row["run"] for row in orch("status", "--json").data]
+
+
+@pytest.mark.parametrize(
+    "where", ["orchestrator.config.compose.compose", "orchestrator.submission.create_run.identify"]
+)
+def test_submit_before_there_is_a_run(
+    orch: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, no_controller: None
+) -> None:
+    monkeypatch.setattr(where, ctrl_c)
+    done = submitted(orch, tmp_path)
+    assert (done.code, done.out, done.err.strip()) == (130, "", "interrupted: no run was made")
+    assert runs(orch) == []
+
+
+def test_submit_once_the_run_is_recorded(
+    orch: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_controller: None
+) -> None:
+    monkeypatch.setattr(create_run, "ensure_run_dir", ctrl_c)
+    done = submitted(orch, tmp_path)
+    assert done.code == 130
+    assert done.err.strip().splitlines() == [
+        "detached: tiny-gpt-1 is CREATED, but no controller runs, so nothing is started or restarted from now on",
+        "  orch controller start", "  orch status tiny-gpt-1", "  orch wait tiny-gpt-1", "  orch cancel tiny-gpt-1",
+    ]  # fmt: skip
+    assert runs(orch) == ["tiny-gpt-1"]
+
+
+def test_ctrl_c_while_the_run_is_being_recorded_comes_after_it(
+    orch: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_controller: None
+) -> None:
+    """Nobody can be told that there is no run while its row is being written."""
+    really = Store.create_run
+
+    def pressed(store: Store, *args: Any, **more: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        made = really(store, *args, **more)
+        time.sleep(0)  # Python runs handlers of signals between two of its instructions
+        return made
+
+    monkeypatch.setattr(Store, "create_run", pressed)
+    done = submitted(orch, tmp_path)
+    assert done.code == 130
+    assert "detached: tiny-gpt-1 is CREATED" in done.err
+    assert runs(orch) == ["tiny-gpt-1"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("json", [False, True])
+def test_submit_while_it_waits_for_the_job(
+    orch: Type, seeds: Seeds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_controller: None, json: bool
+) -> None:
+    monkeypatch.setattr(submit, "_await_job", ctrl_c)
+    done = submitted(orch, tmp_path, *(["--json"] if json else []))
+    assert done.code == 130
+    if json:
+        error = done.answer["error"]
+        assert (error["code"], error["message"]) == ("Interrupted", "detached: tiny-gpt-1 goes on (CREATED)")
+        assert error["hint"] == "orch status tiny-gpt-1; orch wait tiny-gpt-1; orch cancel tiny-gpt-1"
+        return
+    assert done.err.strip().splitlines()[:2] == ["detached: tiny-gpt-1 goes on (CREATED)", "  orch status tiny-gpt-1"]
+
+
+def test_a_run_that_is_over_does_not_go_on(seeds: Seeds) -> None:
+    run = seeds.run(state=RunState.FAILED)
+    assert follow.detached(run) == f"interrupted: {run} is FAILED\n  orch show {run}"
+
+
+@pytest.mark.parametrize("words", [("wait",), ("events", "-f"), ("logs", "-f")])
+def test_whoever_watches_is_told_whether_the_run_goes_on(
+    orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    run, lease = seeds.run(), seeds.store.lease()
+    assert lease is not None
+    monkeypatch.setattr(service, "tick_once", lambda path, kind, **_: SimpleNamespace(unreachable=()))
+    monkeypatch.setattr(time, "sleep", ctrl_c)
+    done = orch(*words, run)
+    assert done.code == 130
+    assert f"detached: {run} goes on (RUNNING)" in done.err
+    seeds.store.drop_lease(lease)
+    assert f"detached: {run} is RUNNING, but no controller runs" in orch(*words, run).err
+
+
+@pytest.mark.parametrize("verb", ["cancel", "resume"])
+def test_a_request_is_there_or_not(
+    orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch, no_controller: None, verb: str
+) -> None:
+    run = seeds.run(state=RunState.HELD)
+    monkeypatch.setattr(cancel_resume, "_changed", lambda *_: {})
+    with monkeypatch.context() as early:
+        early.setattr(cancel_resume.run_location, "locate_run", ctrl_c)
+        assert orch(verb, run).err.strip() == "interrupted: nothing was asked for"
+    assert seeds.store.user_requests() == []
+    monkeypatch.setattr(cancel_resume, "await_answers", ctrl_c)
+    done = orch(verb, run)
+    assert (done.code, done.err.strip().splitlines()) == (130, [
+        f"interrupted: the request to {verb} {run} is recorded, and the controller acts on it", f"  orch status {run}",
+    ])  # fmt: skip
+    assert [ask.verb for ask in seeds.store.user_requests()] == [verb]
+
+
+def test_a_request_to_save_stands(orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = seeds.run()
+    folder = begun(seeds, run)
+    monkeypatch.setattr(live_attempt.time, "sleep", ctrl_c)
+    done = orch("save", run)
+    assert done.err.strip() == f"interrupted: the request stands, and {run} saves at its next step boundary"
+    assert [request.kind for request in pending(folder.requests, 1, set())] == ["save"]
+
+
+def test_a_display_ends_without_a_word(orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds.run()
+    monkeypatch.setattr(time, "sleep", ctrl_c)
+    done = orch("status", "-w", "-q")
+    assert (done.code, done.err.strip()) == (130, "")
+
+
+def test_what_only_reads_says_no_more_than_that_it_was_interrupted(
+    orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestrator.registry.fast_queries.newest", ctrl_c)
+    done = orch("status", "-q")
+    assert (done.code, done.err.strip()) == (130, "interrupted")

@@ -34,13 +34,20 @@ SELECT run.name AS run, run.state, run.reason, run.cluster, run.run_dir, run.con
     tested.step AS tested_step, tested.layout AS tested_layout, tested.verdict AS tested_verdict,
     tested.ended_at AS tested_ended_at,
     bad.step AS bad_step, bad.layout AS bad_layout, bad.verdict AS bad_verdict, bad.ended_at AS bad_ended_at,
-    bad.reason AS bad_reason
+    bad.reason AS bad_reason,
+    coalesce(first.step, generation.resumed_from, 0) AS paced_step,
+    coalesce(first.committed_at, generation.started_at) AS paced_at
 FROM (SELECT * FROM runs {{where}} ORDER BY id DESC LIMIT ?) AS run
 LEFT JOIN attempts AS attempt ON attempt.run = run.name
     AND attempt.number = (SELECT max(number) FROM attempts WHERE attempts.run = run.name)
 LEFT JOIN checkpoints AS saved ON saved.rowid = (
     SELECT rowid FROM checkpoints WHERE run = run.name AND trust NOT IN (?, ?, ?)
     ORDER BY step DESC, committed_at DESC, name DESC LIMIT 1)
+LEFT JOIN generations AS generation ON generation.run = run.name AND generation.attempt = attempt.number
+    AND generation.number = (SELECT max(number) FROM generations WHERE run = run.name AND attempt = attempt.number)
+LEFT JOIN checkpoints AS first ON first.rowid = (
+    SELECT rowid FROM checkpoints WHERE run = run.name AND attempt = attempt.number AND step < run.step
+    AND committed_at >= generation.started_at ORDER BY step LIMIT 1)
 LEFT JOIN restore_tests AS tested ON tested.rowid = (
     SELECT rowid FROM restore_tests WHERE run = run.name AND verdict IN {_FINISHED}
     ORDER BY ended_at DESC, test DESC LIMIT 1)
@@ -66,7 +73,8 @@ def newest(
     not_before, scheduler, slurm_cluster, attempts and generations (counts), attempt (number of the newest), job_id,
     job_state, nodes (list), last_checkpoint ({step, trust, committed_at} or None), failure (of the newest attempt, or
     None), restore_test ({step, layout, verdict, ended_at} of the newest finished one, or None), bad_test (the same
-    with its reason, where the newest checkpoint that was tested was found bad). Times are seconds since the epoch.
+    with its reason, where the newest checkpoint that was tested was found bad), pace ({step, at}: where the newest
+    generation stood when; its first checkpoint, else its start). Times are seconds since the epoch.
     """
     where, wanted = _among("state", states)
     return _newest(path, limit, [*where, *([] if tests else [_NO_TEST])], wanted)
@@ -156,6 +164,8 @@ def _answer(row: sqlite3.Row) -> dict[str, Any]:
     answer["last_checkpoint"] = None if step is None else {"step": step, "trust": trust, "committed_at": at}
     answer["restore_test"] = _popped(answer, "tested", ("step", "layout", "verdict", "ended_at"))
     answer["bad_test"] = _popped(answer, "bad", ("step", "layout", "verdict", "ended_at", "reason"))
+    step, at = answer.pop("paced_step"), answer.pop("paced_at")
+    answer["pace"] = None if at is None else {"step": step, "at": at}
     answer["failure"] = json.loads(answer["failure"]) if answer["failure"] else None
     answer["slurm_cluster"] = (answer["scheduler"] or None) if answer["cluster"] == "slurm" else None
     answer["nodes"] = json.loads(answer["nodes"] or "[]")

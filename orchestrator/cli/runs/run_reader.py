@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from trainer.contract.run_dir import AttemptDir, RunDir
 
 TAIL = 64 * 1024
 """Bytes at the end of a file in which its newest lines are."""
+RECENT_STEPS = 100
+"""Steps over which speed and trend of a run are looked at."""
 _RANK_ZERO = "rank-00000"
 _MAIN_FILES = ("coordinator.jsonl", "rank-00000.jsonl")
 """Event files in which most is told: opened at every poll, since on NFS only an open asks the server for the size."""
@@ -70,6 +73,7 @@ class StepMetrics:
     loss: float | str | None
     tokens_per_s: float | None
     time: float
+    seconds: float | None = None  # of the step itself
 
 
 class EventFeed:
@@ -82,7 +86,13 @@ class EventFeed:
         self._events: dict[Path, int] = {}
         self._rank_zero: set[Path] = set()  # files in which it has written something
         self._metrics: dict[Path, int] = {}
-        self.latest: StepMetrics | None = None
+        self.recent: deque[StepMetrics] = deque(maxlen=RECENT_STEPS)
+        """The newest steps, in the order they were trained."""
+
+    @property
+    def latest(self) -> StepMetrics | None:
+        """The newest step."""
+        return self.recent[-1] if self.recent else None
 
     def skip_existing(self) -> None:
         """What is there by now is never told; `latest` is brought up to date."""
@@ -128,13 +138,10 @@ class EventFeed:
     def _read_metrics(self, attempt: AttemptDir) -> None:
         path = attempt.metrics
         if path not in self._metrics:
-            self._metrics[path] = tail_offset(path)  # only the newest line counts
+            self._metrics[path] = tail_offset(path)  # only the newest lines count
         lines, self._metrics[path] = read_new_lines(path, self._metrics[path])
-        for line in reversed(lines):
-            latest = _metrics_of_line(line)
-            if latest is not None:
-                self.latest = latest
-                return
+        found = (_metrics_of_line(line) for line in lines[-RECENT_STEPS:])
+        self.recent.extend(one for one in found if one is not None)
 
 
 def _metrics_of_line(line: bytes) -> StepMetrics | None:
@@ -143,7 +150,7 @@ def _metrics_of_line(line: bytes) -> StepMetrics | None:
         fields = json.loads(line)
         return StepMetrics(
             attempt=fields["attempt"], generation=fields["generation"], step=fields["step"], loss=fields.get("loss"),
-            tokens_per_s=fields.get("tokens_per_s"), time=fields["time"],
+            tokens_per_s=fields.get("tokens_per_s"), time=fields["time"], seconds=fields.get("seconds"),
         )  # fmt: skip
     except (ValueError, KeyError, TypeError):
         return None

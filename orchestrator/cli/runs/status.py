@@ -21,7 +21,7 @@ from orchestrator.states import LIVE_RUNS, RunState
 KEYS = (
     "run", "state", "step", "total_steps", "loss", "attempts", "generations", "job_id", "cluster", "nodes",
     "last_checkpoint", "reason", "updated_at", "last_lines", "slurm_cluster", "restore_test",
-    "tags",
+    "tags", "eta_s",
 )  # fmt: skip
 """What `orch status --json` promises of every run; the golden test holds it."""
 RECENT = 7 * 86400.0
@@ -150,7 +150,20 @@ def _with_ages(row: dict[str, Any]) -> dict[str, Any]:
     if last is not None:
         last = {"step": last["step"], "trust": last["trust"], "age_s": round(max(0.0, now - last["committed_at"]), 3)}
     lines = list((row["failure"] or {}).get("lines", ()))
-    return {**row, "last_checkpoint": last, "age_s": max(0.0, now - row["updated_at"]), "last_lines": lines}
+    age = max(0.0, now - row["updated_at"])
+    return {**row, "last_checkpoint": last, "age_s": age, "last_lines": lines, "eta_s": _eta(row, now)}
+
+
+def _eta(row: dict[str, Any], now: float) -> float | None:
+    """Seconds until the last step at the pace of the newest generation; None where it does not train, or no end is
+    known.
+    """
+    pace, left = row["pace"], row["total_steps"] - row["step"]
+    if row["state"] != RunState.RUNNING or pace is None or left <= 0 or row["step"] <= pace["step"]:
+        return None
+    seconds = (row["updated_at"] - pace["at"]) / (row["step"] - pace["step"])
+    ends = row["updated_at"] + left * seconds
+    return round(ends - now, 1) if seconds > 0 and ends > now else None
 
 
 def public(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -235,6 +248,7 @@ TABLE = [
     Column("STATE", "state"),
     Column("STEP", "progress", right=True),
     Column("LOSS", "loss", decimal, right=True, drop_order=1),
+    Column("ETA", "eta_s", span, right=True, drop_order=8),
     Column("LAST CHECKPOINT", "saved", drop_order=2),
     Column("ATT.GEN", "tries", right=True, drop_order=3),
     Column("JOB", "job_id", drop_order=5),
@@ -260,6 +274,7 @@ TSV = [
     Column("REASON", "reason"),
     Column("SLURM_CLUSTER", "slurm_cluster"),
     Column("TAGS", "tags"),
+    Column("ETA_S", "eta_s"),
 ]
 SLURM_CLUSTER = Column("CLUSTER", "slurm_cluster", lambda name: name or "local", drop_order=8)
 """Shown to people where the runs are not all of one cluster."""

@@ -74,6 +74,32 @@ def test_a_reading_for_programs(orch: Type, seeds: Seeds) -> None:
     assert event["text"].startswith("attempt 1: rank 1 on n1 is slow")
 
 
+def test_pace_and_trend_have_a_line(orch: Type, seeds: Seeds) -> None:
+    run = training(seeds, [rank(0)])
+    place = seeds.root / run / "attempts/001/metrics/steps.jsonl"
+    now = time.time()
+    lines = [
+        {
+            "attempt": 1,
+            "generation": 2,
+            "step": step,
+            "loss": 4.0 - step / 100,
+            "seconds": 0.5,
+            "time": now - 121 + step,
+        }
+        for step in range(100, 122)
+    ]
+    place.write_text("".join(dump_line(line) + "\n" for line in lines))
+    data = orch("top", run, "--json").data
+    assert list(data)[-4:] == ["step_seconds", "eta_s", "loss_change", "loss_steps"]
+    assert (data["step_seconds"], data["loss_steps"]) == (0.5, 21)
+    assert data["loss_change"] == pytest.approx(-0.21)
+    assert 0 < data["eta_s"] <= 79.0
+    third = orch("top", run).out.splitlines()[2]
+    assert third.startswith("ETA 1m")
+    assert third.endswith("0.5 s/step   loss -0.2100 in the last 21 steps")
+
+
 def test_ranks_of_a_generation_that_is_over_are_not_shown(orch: Type, seeds: Seeds) -> None:
     run = training(seeds, [rank(0)], generation=1)
     assert orch("top", run, "--json").data["ranks"] == []

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli.terminal.render import progress
+from orchestrator.cli.runs.status import TABLE
+from orchestrator.cli.terminal.render import fitting_columns, progress
+from orchestrator.registry.records import Checkpoint, Generation
 from orchestrator.states import RunState, Trust
 from tests.orchestrator.cli.conftest import Seeds, Type
 from trainer.contract.outcome import Failure, FailureKind
@@ -20,7 +22,7 @@ from trainer.contract.restore_test import Outcome
 STATUS_KEYS = [
     "run", "state", "step", "total_steps", "loss", "attempts", "generations", "job_id", "cluster", "nodes",
     "last_checkpoint", "reason", "updated_at", "last_lines", "slurm_cluster", "restore_test",
-    "tags",
+    "tags", "eta_s",
 ]  # fmt: skip
 ATTEMPT_KEYS = [
     "attempt", "state", "job_id", "nodes", "excluded", "started_at", "ended_at", "resumed_from", "last_step",
@@ -45,7 +47,7 @@ def test_status_json_has_the_promised_shape(orch: Type, seeds: Seeds) -> None:
         "run": "tiny-1", "state": "RUNNING", "step": 120, "total_steps": 200, "loss": 2.5, "attempts": 1,
         "generations": 2, "job_id": "41", "cluster": "local", "nodes": ["n1", "n2"],
         "last_checkpoint": {"step": 100, "trust": "VERIFIED"}, "reason": "", "last_lines": [], "slurm_cluster": None,
-        "restore_test": None, "tags": [],
+        "restore_test": None, "tags": [], "eta_s": None,
     }  # fmt: skip
 
 
@@ -77,6 +79,49 @@ def test_show_tells_a_person_why_and_what_next(orch: Type, seeds: Seeds) -> None
     assert "HELD  the disk is full" in shown.out
     assert "killed by signal 9" in shown.out
     assert f"orch resume {run}" in shown.err
+
+
+def train(seeds: Seeds, run: str, *, started: float, now: float, step: int) -> None:
+    """The newest generation has trained from step 20 to `step`; times are seconds ago."""
+    at = time.time()
+    generation = Generation(run=run, attempt=1, number=1, started_at=at - started, resumed_from=20)
+    seeds.store.put_generation(generation, epoch=seeds.epoch)
+    seeds.store.note_run(run, epoch=seeds.epoch, now=at - now, step=step)
+
+
+def test_when_a_run_will_have_finished(orch: Type, seeds: Seeds) -> None:
+    run = seeds.run()
+    assert orch("status", "--json").data[0]["eta_s"] is None, "nothing is known of its pace"
+    train(seeds, run, started=200_000.0, now=0.0, step=120)  # 2000 s a step, 80 are left
+    assert orch("status", "--json").data[0]["eta_s"] == pytest.approx(160_000.0, abs=600.0)
+    name = f"step-{100:08d}.001-0123abcd"
+    saved = Checkpoint(
+        run=run,
+        name=name,
+        step=100,
+        attempt=1,
+        trust=Trust.DELETED,
+        bytes=1,
+        committed_at=time.time() - 200_000,
+        path=name,
+    )
+    seeds.store.put_checkpoint(saved, epoch=seeds.epoch)  # since then 10,000 s a step: the start is no part of it
+    assert orch("status", "--json").data[0]["eta_s"] == pytest.approx(800_000.0, abs=6000.0)
+    assert "ETA_S" in orch("status").out.splitlines()[0]
+    seeds.store.move_run(run, RunState.HELD, "the disk is full", epoch=seeds.epoch, now=time.time())
+    assert orch("status", "--json").data[0]["eta_s"] is None, "it does not train"
+
+
+@pytest.mark.parametrize(("width", "there"), [(200, True), (120, True), (80, False)])
+def test_the_time_that_is_left_goes_first_where_there_is_no_room(width: int, there: bool) -> None:
+    row = {
+        "run": "tiny-gpt-12", "state": "RUNNING", "progress": "120/200", "loss": 2.5, "eta_s": 90.0,
+        "saved": "100 VERIFIED 5s ago", "tries": "1.2", "job_id": "4711", "nodes": ["n1"], "age_s": 3.0, "reason": "",
+    }  # fmt: skip
+    cells = {column: [column.show(row[column.key])] for column in TABLE}
+    titles = [column.title for column in fitting_columns(cells, width)]
+    assert ("ETA" in titles) is there
+    assert max(TABLE, key=lambda column: column.drop_order).title == "ETA"
 
 
 def test_a_loss_that_is_not_a_number_is_a_word(orch: Type, seeds: Seeds) -> None:

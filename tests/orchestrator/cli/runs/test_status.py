@@ -115,7 +115,7 @@ def test_when_a_run_will_have_finished(orch: Type, seeds: Seeds) -> None:
 @pytest.mark.parametrize(("width", "there"), [(200, True), (120, True), (80, False)])
 def test_the_time_that_is_left_goes_first_where_there_is_no_room(width: int, there: bool) -> None:
     row = {
-        "run": "tiny-gpt-12", "state": "RUNNING", "progress": "120/200", "loss": 2.5, "eta_s": 90.0,
+        "run": "tiny-gpt-12", "state": "RUNNING", "progress": "120/200", "loss": 2.5, "eta_s": 90.0, "tags": [],
         "saved": "100 VERIFIED 5s ago", "tries": "1.2", "job_id": "4711", "nodes": ["n1"], "age_s": 3.0, "reason": "",
     }  # fmt: skip
     cells = {column: [column.show(row[column.key])] for column in TABLE}

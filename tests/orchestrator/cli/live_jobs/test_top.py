@@ -1,6 +1,7 @@
 """`orch top`: what files tell of a live run, the ranks to look at, one picture without a terminal."""
 
 import io
+import re
 import time
 from functools import partial
 from typing import Any
@@ -61,6 +62,21 @@ def test_one_picture_of_a_live_run(orch: Type, seeds: Seeds) -> None:
     ]
     assert "rank 1 on n1 is slow: forward takes 1.30 x its peers' time" in event
     assert orch("top", run, "--once").out.splitlines()[1] == second
+
+
+def test_the_last_checkpoint_is_the_newest_that_files_tell_of(orch: Type, seeds: Seeds) -> None:
+    """The registry follows a moment later, or not at all while no controller runs."""
+    run = seeds.run()
+    place = begun(seeds, run).attempt(1)
+    assert "last checkpoint none" in orch("top", run).out
+    log = EventLog(place.event_file("rank-00000"), "rank-00000", 1)
+    log.write(EventKind.CHECKPOINT_COMMITTED, step=140, name="x", bytes=7, seconds=0.1)
+    log.close()
+    assert re.search(r"last checkpoint step 140 COMMITTED, \d+s ago", orch("top", run).out)
+    last = orch("top", run, "--json").data["last_checkpoint"]
+    assert (last["step"], last["trust"]) == (140, "COMMITTED")
+    seeds.checkpoint(run, 160)
+    assert "last checkpoint step 160 VERIFIED" in orch("top", run).out
 
 
 def test_a_reading_for_programs(orch: Type, seeds: Seeds) -> None:

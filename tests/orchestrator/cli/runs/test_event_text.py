@@ -80,6 +80,12 @@ NOTICED: list[tuple[EventKind, dict[str, Any], str]] = [
      "the batch of step 7 is skipped from now on: loss nan"),
     (EventKind.SPARE_USED, {"node": 2, "name": "n3", "instead": "n2", "reason": "gone"},
      "n3 takes the place of n2: gone"),
+    (EventKind.STOP_REQUESTED, {"reason": "an agent got SIGTERM"}, "asked to stop: an agent got SIGTERM"),
+    (EventKind.STOP_AGREED, {"step": 7, "reason": "preemption"}, "ranks stop together after step 7"),
+    (EventKind.STOP_AGREED, {"step": 7, "reason": "time_limit"},
+     "ranks stop together after step 7: the time limit is near"),
+    (EventKind.STOP_AGREED, {"step": 7, "reason": "save_and_go_on"},
+     "ranks save together after step 7, as somebody asked"),
     (EventKind.DRILL, {"kind": "kill-agent", "rank": None, "node": "n2", "step": 7}, "drill: kill-agent n2 at step 7"),
 ]  # fmt: skip
 

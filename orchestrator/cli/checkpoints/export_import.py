@@ -4,7 +4,7 @@ import json
 import os
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -15,9 +15,6 @@ from orchestrator.cli.config import OVERRIDES
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, count, size
 from orchestrator.errors import CheckpointInvalid, ConfigError, NotFound, Precondition
-
-if TYPE_CHECKING:
-    from trainer.worker.interchange.weights_import import ImportSource
 
 
 @click.command("export", cls=Verb)
@@ -129,7 +126,7 @@ def import_(
     _tell_import(screen, brought, launched)
 
 
-def _opened(place: Path) -> "AbstractContextManager[ImportSource]":
+def _opened(place: Path) -> AbstractContextManager[Any]:
     from trainer.worker.interchange.weights_import import open_source  # torch
 
     return nullcontext(open_source(place))

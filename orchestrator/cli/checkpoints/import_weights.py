@@ -4,14 +4,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from orchestrator.cli.checkpoints import torch_env
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import CheckpointInvalid, ConfigError
-
-if TYPE_CHECKING:
-    from trainer.worker.interchange.weights_import import ImportSource
 
 STAGING = ".imports"
 """Folder below `cluster.root` where a checkpoint is made before its run has a folder."""
@@ -33,7 +30,7 @@ def staged(root: str) -> Iterator[Path]:
 
 def bring(
     screen: Screen, config: Any, staging: Path | None, *,
-    source: "Callable[[], AbstractContextManager[ImportSource]]", where: str, weights_only: bool,
+    source: Callable[[], AbstractContextManager[Any]], where: str, weights_only: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """Check that what `source` opens fits the workload of `config`, and make the checkpoint in `staging`, if given.
 

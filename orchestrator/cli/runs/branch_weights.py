@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.checkpoints.import_weights import bring, staged
@@ -13,9 +13,6 @@ from orchestrator.cli.runs.branch import config_of, require_trusted
 from orchestrator.cli.terminal.render import Screen, count
 from orchestrator.config.compose import Composed, compose, recompose
 from orchestrator.submission.create_run import check_beginning
-
-if TYPE_CHECKING:
-    from trainer.worker.interchange.weights_import import ImportSource
 
 
 @contextmanager
@@ -47,7 +44,7 @@ def branch_weights(
 
 
 @contextmanager
-def _weights(chosen: Target) -> "Iterator[ImportSource]":
+def _weights(chosen: Target) -> Iterator[Any]:
     from checkpointing.engine.interchange.sealed_checkpoint import SealedCheckpoint  # torch
     from trainer.worker.interchange.checkpoint_source import weights_of
 

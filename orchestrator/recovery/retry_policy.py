@@ -168,7 +168,7 @@ _FINAL = {
         Action.HOLD,
         "a rollback did not mend the loss: ",
         "; mend the data or the code, or begin anew with other settings (train.lr, train.clip_norm) from its last good "
-        "checkpoint: `orch ckpt export`, then `orch ckpt import`",
+        "checkpoint: `orch submit --from RUN@STEP KEY=VALUE`",
     ),
 }
 

@@ -2,23 +2,19 @@
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from secrets import token_hex
 from typing import Any
 
 import click
 
 from orchestrator.cli.checkpoints import torch_env
+from orchestrator.cli.checkpoints.import_weights import bring, staged
 from orchestrator.cli.checkpoints.target import find_one
 from orchestrator.cli.config import OVERRIDES
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, count, size
 from orchestrator.errors import CheckpointInvalid, ConfigError, NotFound, Precondition
-
-STAGING = ".imports"
-"""Folder below `cluster.root` where a checkpoint is made before its run has a folder."""
 
 
 @click.command("export", cls=Verb)
@@ -120,8 +116,11 @@ def import_(
     screen.if_interrupted = lambda: "interrupted: no run was made"
     composed = compose(preset, (*overrides, *words), environ=os.environ)
     check_beginning(composed.config, preset)
-    with nullcontext() if dry_run else _staging(composed.config.cluster.root) as staging:
-        brought = _brought(screen, source, composed.config, staging, weights_only=weights_only)
+    with nullcontext() if dry_run else staged(composed.config.cluster.root) as staging:
+        brought = bring(
+            screen, composed.config, staging, source=lambda: _opened(source.absolute()), where=str(source.absolute()),
+            weights_only=weights_only,
+        )  # fmt: skip
         if staging is None:
             _tell_import(screen, brought, None)
             return
@@ -129,68 +128,10 @@ def import_(
     _tell_import(screen, brought, launched)
 
 
-@contextmanager
-def _staging(root: str) -> Iterator[Path]:
-    """Where the checkpoint is made; its run's folder takes it over from there."""
-    from checkpointing.storage.temporary_folder import temporary_folder
-    from orchestrator.submission.create_run import writable_root
+def _opened(place: Path) -> AbstractContextManager[Any]:
+    from trainer.worker.interchange.weights_import import open_source  # torch
 
-    place = writable_root(root) / STAGING
-    place.mkdir(parents=True, exist_ok=True)
-    with temporary_folder(place, "import", mode=0o700) as folder:
-        yield folder
-
-
-def _brought(screen: Screen, place: Path, config: Any, staging: Path | None, *, weights_only: bool) -> dict[str, Any]:
-    """Check that everything fits; make the checkpoint in `staging`. What to say of it."""
-    torch_env.prepare()
-    from checkpointing.errors import CheckpointError
-    from trainer.worker.interchange import weights_import
-    from trainer.worker.workload import WorkloadError
-
-    try:
-        source = weights_import.open_source(place.absolute())
-        found = weights_import.plan_import(source, config, weights_only=weights_only)
-        if found.complaints:
-            raise _does_not_fit(place, found.complaints)
-        step, extra = weights_import.facts(source, found)
-        made = None if staging is None else _made(screen, staging, step, found.tensors, extra)
-    except CheckpointError as error:
-        raise CheckpointInvalid(f"nothing was imported: {error}", where=str(place)) from error
-    except WorkloadError as error:
-        raise ConfigError(str(error), where=config.workload.target) from error
-    proved = sum(item.expected_fingerprint is not None for item in found.tensors.values())
-    return {
-        "source": str(place.absolute()), "step": step, "optimizer": found.optimizer, "tensors": len(found.tensors),
-        "compared": proved, "notes": found.notes, "checkpoint": made,
-    }  # fmt: skip
-
-
-def _does_not_fit(place: Path, complaints: list[tuple[str, str]]) -> ConfigError:
-    from trainer.worker.interchange.weights_import import overrides
-
-    lines = [what for what, _ in complaints[:SHOWN]]
-    lines += [f"and {len(complaints) - SHOWN} more"] if len(complaints) > SHOWN else []
-    mends = " ".join(overrides(complaints))
-    hint = f"add {mends}" if mends else "choose a configuration whose model is the one that is given"
-    return ConfigError("it does not fit: " + "; ".join(lines), where=str(place), hint=hint)
-
-
-SHOWN = 12
-"""Misfits that are told one by one."""
-
-
-def _made(screen: Screen, staging: Path, step: int, tensors: dict[str, Any], extra: dict[str, Any]) -> str:
-    from checkpointing.engine.interchange.importer import write_checkpoint
-    from checkpointing.format.commit import Name
-    from checkpointing.storage.backends import LocalStorage
-
-    # Attempt 0: before any that trains, so that the first one inherits it.
-    name = Name(step=step, attempt=0, nonce=token_hex(4))
-    world = {"ranks": 1, "imported": True}
-    with screen.bar("importing") as meter:
-        write_checkpoint(LocalStorage(staging), name, tensors, extra=extra, world=world, progress=meter)
-    return str(staging / str(name))
+    return nullcontext(open_source(place))
 
 
 def _launch(
@@ -211,6 +152,8 @@ def _tell_import(screen: Screen, brought: dict[str, Any], launched: dict[str, An
     begins = f"step {brought['step']} with {how}"
     for note in brought["notes"]:
         screen.note(f"  {note}")
+    if brought["optimizer"]:
+        screen.note("  random generators and a workload's own state begin anew; they go along with orch submit --from")
     proof = f", {count(brought['compared'])} with the fingerprints of their export" if brought["compared"] else ""
     if launched is None:
         screen.say(f"{brought['source']} fits: {count(brought['tensors'])} tensors; training would begin at {begins}")

@@ -12,6 +12,7 @@ from orchestrator.cli.terminal.render import Screen
 from orchestrator.config.compose import Composed, compose, recompose
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import CheckpointInvalid, NotFound, Precondition
+from orchestrator.registry.records import Run
 from orchestrator.registry.store import Store
 from orchestrator.states import Trust
 from orchestrator.submission.create_run import check_beginning
@@ -31,8 +32,10 @@ def branch(
     Raises NotFound, ConfigError, CheckpointInvalid, and Precondition where the checkpoint does not fit.
     """
     chosen = find_one(words, screen.warn)
-    before = _config(chosen, words)
-    _require_sound(screen, store, chosen)
+    before = config_of(chosen, words)
+    run = require_trusted(screen, store, chosen)
+    if run is not None:
+        _warn_of_differences(screen, store, run)
     composed = compose(preset, overrides, environ=os.environ) if preset else recompose(before, overrides)
     check_beginning(composed.config, words)
     now = composed.data
@@ -49,7 +52,7 @@ def branch(
     return composed, {"checkpoint": chosen.path, "source": source, "step": chosen.step, "optimizer": True}
 
 
-def _config(chosen: Target, words: str) -> dict[str, Any]:
+def config_of(chosen: Target, words: str) -> dict[str, Any]:
     """The config that the checkpoint was saved with; the code is the copy that was trained, where there is one."""
     file = chosen.config_file
     if chosen.run_dir is None or file is None or not chosen.shared or not Path(chosen.path).is_dir():
@@ -62,22 +65,27 @@ def _config(chosen: Target, words: str) -> dict[str, Any]:
     return config
 
 
-def _require_sound(screen: Screen, store: Store, chosen: Target) -> None:
-    """Refuse what is known to be damaged; warn of what is doubted, and of code or software that differs now."""
-    assert chosen.run_dir is not None
+def require_trusted(screen: Screen, store: Store, chosen: Target) -> Run | None:
+    """Refuse what is known to be damaged, warn of what is doubted; the run it belongs to, if this registry has it."""
+    if chosen.run_dir is None:
+        return None
     try:
         run = store.run(chosen.run or chosen.run_dir.name)
     except NotFound:
-        return  # of another registry
+        return None  # of another registry
     if run.run_dir != str(chosen.run_dir.path):
-        return
+        return None
     trust = {row.name: row.trust for row in store.checkpoints(run.name)}.get(chosen.name)
     if trust is Trust.CORRUPT:
         raise CheckpointInvalid(f"{chosen.name} is CORRUPT", where=chosen.path, hint=f"orch ckpt ls {run.name}")
     if trust is Trust.SUSPECT:
         screen.warn("suspect", f"{chosen.name} is SUSPECT: its run failed soon after loading it")
-    for change in identity_changes(
-        run.identity, current_identity(run, build(RunConfig, store.config(run.config_digest)))
-    ):
+    return run
+
+
+def _warn_of_differences(screen: Screen, store: Store, run: Run) -> None:
+    """Code or software that differs now from what the run was trained with."""
+    now = current_identity(run, build(RunConfig, store.config(run.config_digest)))
+    for change in identity_changes(run.identity, now):
         if change.term.rule is not Rule.HARMLESS:
             screen.warn("differs", f"{change.key} differs from what {run.name} was trained with: {change.term.why}")

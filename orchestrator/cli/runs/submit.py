@@ -3,6 +3,8 @@
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ CHECK_CONTROLLER_EVERY = 3.0
 @click.argument("source", metavar="CONFIG", required=False)
 @OVERRIDES
 @click.option("--from", "begin", metavar="RUN@STEP", help="Begin with another run's checkpoint; its CONFIG by default.")
+@click.option("--weights-only", is_flag=True, help="With --from: only the weights; step 0, a fresh optimizer.")
 @click.option("-t", "--tag", "tags", multiple=True, metavar="NAME", help="Tag the run; repeatable.")
 @click.option("-n", "--name", default=None, help="Name of the run; orch adds a number.")
 @click.option(
@@ -49,7 +52,8 @@ CHECK_CONTROLLER_EVERY = 3.0
 @click.option("--print-sbatch", is_flag=True, help="Print the sbatch script; write and submit nothing.")
 @click.pass_obj
 def submit(
-    screen: Screen, source: str | None, overrides: tuple[str, ...], begin: str | None, tags: tuple[str, ...],
+    screen: Screen, source: str | None, overrides: tuple[str, ...], begin: str | None, weights_only: bool,
+    tags: tuple[str, ...],
     name: str | None, cluster: str | None, wait_: bool, follow: bool, no_controller: bool, dry_run: bool,
     print_sbatch: bool,
 ) -> int:  # fmt: skip
@@ -72,16 +76,25 @@ def submit(
             *overrides,
             f"name={json.dumps(name, ensure_ascii=False)}",
         )  # checked like the key; YAML reads JSON's quotes
-    composed, imported = _composed(screen, source, overrides, begin)
-    if dry_run or print_sbatch:
-        preview(screen, composed, cluster, only_script=print_sbatch and not dry_run)
-        return 0
-    launched = launch(screen, composed, cluster, no_controller=no_controller, imported=imported, tags=tags)
+    if weights_only and begin is None:
+        raise ConfigError("--weights-only needs a checkpoint", where="command line", hint="add --from RUN@STEP")
+    only_look = dry_run or print_sbatch
+    with _beginning(screen, source, overrides, begin, weights_only=weights_only, write=not only_look) as begun:
+        composed, imported = begun
+        if only_look:
+            preview(screen, composed, cluster, only_script=print_sbatch and not dry_run)
+            return 0
+        launched = launch(screen, composed, cluster, no_controller=no_controller, imported=imported, tags=tags)
     if not (wait_ or follow):
         _tell(screen, launched)
         return 0
     if not screen.json:
         _tell(screen, launched)
+    return _wait(screen, launched, follow=follow)
+
+
+def _wait(screen: Screen, launched: dict[str, Any], *, follow: bool) -> int:
+    """Wait for the run's end, and say what it was; the exit code."""
     row = wait_until_end(screen, launched["run"], follow=follow)
     trouble = end_error(row)
     if screen.json:
@@ -93,20 +106,30 @@ def submit(
     return 0
 
 
-def _composed(
-    screen: Screen, source: str | None, overrides: tuple[str, ...], begin: str | None
-) -> tuple[Any, dict[str, Any] | None]:
-    """The config of the run, and what it begins with."""
+@contextmanager
+def _beginning(
+    screen: Screen, source: str | None, overrides: tuple[str, ...], begin: str | None, *, weights_only: bool,
+    write: bool,
+) -> Iterator[tuple[Any, dict[str, Any] | None]]:  # fmt: skip
+    """The config of the run, and what it begins with, which is there inside if `write`."""
+    if begin is not None and weights_only:
+        from orchestrator.cli.runs.branch_weights import branch_weights  # sqlalchemy, omegaconf
+
+        with branch_weights(screen, begin, source, overrides, write=write) as found:
+            yield found
+        return
     if begin is not None:
         from orchestrator.cli.runs.branch import branch  # sqlalchemy, omegaconf
 
         with open_store() as store:
-            return branch(screen, store, begin, source, overrides)
+            whole = branch(screen, store, begin, source, overrides)
+        yield whole
+        return
     if source is None:
         raise ConfigError("CONFIG is missing", hint="`orch submit tiny-gpt`, or `orch submit FILE.yaml`")
     from orchestrator.config.compose import compose  # omegaconf: only for the verbs that read configurations
 
-    return compose(source, overrides, environ=os.environ), None
+    yield compose(source, overrides, environ=os.environ), None
 
 
 def launch(

@@ -23,11 +23,11 @@ from checkpointing.storage.backends import Storage
 from checkpointing.storage.digests import digest
 from trainer.contract.config import JobConfig
 from trainer.worker.interchange import hugging_face
+from trainer.worker.interchange.checkpoint_source import MODEL, model_keys
 from trainer.worker.interchange.weights_import import PROVENANCE, PROVENANCE_SCHEMA, TORCH_FILE
-from trainer.worker.saved_state.checkpoint_contents import buffers_name
 from trainer.worker.saved_state.optimizer_state import PREFIXES
 
-_MODEL, _OPTIMIZER, _BUFFERS = "model/", "optimizer/", buffers_name(0)
+_OPTIMIZER = "optimizer/"
 _OTHER_PREFIXES = tuple(prefix for prefix in PREFIXES if prefix != _OPTIMIZER)
 
 
@@ -83,20 +83,9 @@ def _dtype(source: SealedCheckpoint, key: str, request: ExportRequest) -> torch.
     return getattr(torch, request.dtype) if request.dtype and found.is_floating_point else found
 
 
-def _model(source: SealedCheckpoint) -> dict[str, str]:
-    """The model's own names -> keys; of buffers that differ between ranks those of the first one."""
-    found = {}
-    for prefix in (_MODEL, _BUFFERS):
-        keys = sorted(key for key in source.index.tensors if key.startswith(prefix))
-        found.update({key.removeprefix(prefix): key for key in keys})
-    if not found:
-        raise Refused(source.manifest.name, f"has no tensors of a model (keys that begin with {_MODEL})")
-    return found
-
-
 def _safetensors_names(source: SealedCheckpoint, request: ExportRequest) -> list[ExportedTensor]:
     """Hugging Face's names for the built-in model, the model's own for any other."""
-    model = _model(source)
+    model = model_keys(source)
     if request.built_in:
         assert request.config is not None
         theirs = hugging_face.names(request.config.model)
@@ -108,9 +97,9 @@ def _safetensors_names(source: SealedCheckpoint, request: ExportRequest) -> list
 
 
 def _torch_names(source: SealedCheckpoint, request: ExportRequest) -> list[ExportedTensor]:
-    model = _model(source)
+    model = model_keys(source)
     wanted = [
-        ExportedTensor(key=key, name=f"{_MODEL}{name}", dtype=_dtype(source, key, request))
+        ExportedTensor(key=key, name=f"{MODEL}{name}", dtype=_dtype(source, key, request))
         for name, key in model.items()
     ]
     if request.with_optimizer:
@@ -122,7 +111,7 @@ def _torch_names(source: SealedCheckpoint, request: ExportRequest) -> list[Expor
 
 def _nested(source: SealedCheckpoint, request: ExportRequest) -> Callable[[Mapping[str, Tensor]], dict[str, Any]]:
     def nest(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        model = {name.removeprefix(_MODEL): t for name, t in tensors.items() if name.startswith(_MODEL)}
+        model = {name.removeprefix(MODEL): t for name, t in tensors.items() if name.startswith(MODEL)}
         if request.built_in and "output.weight" not in model and "embedding.weight" in model:
             model["output.weight"] = model["embedding.weight"]  # tied: strict loading wants both names
         state: dict[str, dict[str, Tensor]] = {}
@@ -147,7 +136,7 @@ def _provenance(
 ) -> dict[str, Any]:
     """Enough to prove later, without the checkpoint at hand, that nothing was lost."""
     manifest = source.manifest
-    own = _MODEL if request.to == "torch" else ""
+    own = MODEL if request.to == "torch" else ""
     return {
         "schema": PROVENANCE_SCHEMA,
         "run": request.run,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from checkpointing.engine.interchange.external_tensors import (
     ExternalTensors,
@@ -24,6 +24,7 @@ from trainer.contract.config import JobConfig, ModelConfig
 from trainer.worker import workload
 from trainer.worker.interchange import hugging_face
 from trainer.worker.saved_state.checkpoint_contents import buffers_name, model_tensors, shared_tensors
+from trainer.worker.users_code import users_code
 
 PROVENANCE = "orch.json"
 """What an export of ours says about itself."""
@@ -144,8 +145,7 @@ def _unwrapped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def plan_import(source: ImportSource, config: JobConfig, *, weights_only: bool) -> ImportPlan:
     """Pair what is given with what the workload of `config` has; raises WorkloadError when that cannot be built."""
     found = ImportPlan()
-    with torch.device("meta"):
-        model = workload.build(config).build_model()
+    model = _built_model(config)
     shared = shared_tensors(model)
     keys = {key.removeprefix("model/"): key for key in model_tensors(model)}
     wanted = {name: info_of(tensor) for name, tensor in ((n, model_tensors(model)[k]) for n, k in keys.items())}
@@ -163,6 +163,22 @@ def plan_import(source: ImportSource, config: JobConfig, *, weights_only: bool) 
     _add_optimizer(found, source, wanted, weights_only)
     _check_position(found, source, config)
     return found
+
+
+def _built_model(config: JobConfig) -> nn.Module:
+    """The workload's model without values where it can be made so, else with them."""
+    target = config.workload.target
+    with users_code(f"importing {target}"):
+        workload.find(config.workload)
+    with users_code(f"making {target}"):
+        # A workload may make tensors of its own, and read them: only its model is made without values.
+        made = workload.build(config)
+    with users_code(f"build_model() of {target}"):
+        try:
+            with torch.device("meta"):
+                return made.build_model()
+        except (RuntimeError, NotImplementedError):  # it reads values while it is made
+            return made.build_model()
 
 
 def _their_names(source: ImportSource, wanted: Mapping[str, TensorInfo], config: ModelConfig | None) -> dict[str, str]:

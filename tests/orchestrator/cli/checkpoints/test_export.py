@@ -153,3 +153,51 @@ def test_export_of_what_the_format_has_no_word_for(orch: Type, seeds: Seeds, tmp
     bad = orch("ckpt", "export", folder, tmp_path / "out")
     assert (bad.code, "complex128, which safetensors has no word for" in bad.err) == (7, True), bad.err
     assert not (tmp_path / "out").exists()
+
+
+def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_job(_screen: Any, _name: str, _kind: str, **_more: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+        return {"state": RunState.CREATED, "job_id": None}, ()
+
+    monkeypatch.setattr(submit, "_await_job", no_job)
+    monkeypatch.setattr(service, "ensure_running", lambda _path, _kind: None)
+
+
+def test_a_run_begins_with_the_weights_of_another_alone(
+    orch: Type, run: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another seed and batch size would not fit the optimizer and the place in the data, and do not matter here."""
+    no_launch(monkeypatch)
+    other = ["train.seed=9", "train.batch_size=4", "train.seq_len=16"]
+    words = ["--from", f"{run[0]}@5", "--weights-only", *settings(tmp_path), *other]
+    assert orch("submit", "tiny-gpt", *words, *MODEL, "--dry-run").code == 0
+    assert not list((tmp_path / "made").glob("tiny*")), "a dry run writes nothing"
+    made = orch("submit", "tiny-gpt", *words, *MODEL, "-n", "tuned", "--json")
+    assert made.code == 0, made.err
+    (entry,) = Catalog(tmp_path / "made" / made.data["run"] / "checkpoints").committed()
+    assert (entry.step, entry.attempt) == (0, 0)
+    assert verify(entry.path, 2).ok
+    shown = orch("show", made.data["run"], "--json").data["imported"]
+    assert (shown["source"], shown["step"], shown["optimizer"]) == (f"{run[0]}@5", 0, False)
+    assert not list((tmp_path / "made" / ".imports").iterdir())
+
+
+def test_weights_alone_must_fit_and_come_from_somewhere(orch: Type, run: tuple[str, Path], tmp_path: Path) -> None:
+    bad = orch("submit", "tiny-gpt", "--from", f"{run[0]}@5", "--weights-only", *settings(tmp_path))
+    assert bad.code == 2
+    assert "it does not fit: " in bad.err
+    assert f"  {run[0]}@5" in bad.err
+    assert not list((tmp_path / "made" / ".imports").iterdir()), "a refusal leaves nothing"
+    alone = orch("submit", "tiny-gpt", "--weights-only", *settings(tmp_path))
+    assert (alone.code, "add --from RUN@STEP" in alone.err) == (2, True)
+
+
+def test_damaged_weights_begin_no_run(orch: Type, run: tuple[str, Path], tmp_path: Path) -> None:
+    victim = run[1] / "__0_0.distcp"
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(bytes(data))
+    words = [*settings(tmp_path), *MODEL, "train.seq_len=16"]
+    bad = orch("submit", "tiny-gpt", "--from", f"{run[0]}@5", "--weights-only", *words)
+    assert (bad.code, "__0_0.distcp chunk 0" in bad.err) == (7, True), bad.err
+    assert not list((tmp_path / "made").glob("tiny*"))

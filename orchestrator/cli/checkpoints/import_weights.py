@@ -1,0 +1,82 @@
+"""A run's first checkpoint, made of weights from elsewhere: checked against the model, and written beside the runs."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+from orchestrator.cli.checkpoints import torch_env
+from orchestrator.cli.terminal.render import Screen
+from orchestrator.errors import CheckpointInvalid, ConfigError
+
+STAGING = ".imports"
+"""Folder below `cluster.root` where a checkpoint is made before its run has a folder."""
+SHOWN = 12
+"""Misfits that are told one by one."""
+
+
+@contextmanager
+def staged(root: str) -> Iterator[Path]:
+    """Where the checkpoint is made; its run's folder takes it over from there."""
+    from checkpointing.storage.temporary_folder import temporary_folder
+    from orchestrator.submission.create_run import writable_root
+
+    place = writable_root(root) / STAGING
+    place.mkdir(parents=True, exist_ok=True)
+    with temporary_folder(place, "import", mode=0o700) as folder:
+        yield folder
+
+
+def bring(
+    screen: Screen, config: Any, staging: Path | None, *,
+    source: Callable[[], AbstractContextManager[Any]], where: str, weights_only: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """Check that what `source` opens fits the workload of `config`, and make the checkpoint in `staging`, if given.
+
+    Returns what to say of it. Raises ConfigError where it does not fit or the user's code fails, CheckpointInvalid.
+    """
+    torch_env.prepare()
+    from checkpointing.errors import CheckpointError
+    from trainer.worker.interchange import weights_import
+    from trainer.worker.workload import WorkloadError
+
+    try:
+        with source() as opened:
+            found = weights_import.plan_import(opened, config, weights_only=weights_only)
+            if found.complaints:
+                raise _does_not_fit(where, found.complaints)
+            step, extra = weights_import.facts(opened, found)
+            made = None if staging is None else _made(screen, staging, step, found.tensors, extra)
+    except CheckpointError as error:
+        raise CheckpointInvalid(f"nothing was imported: {error}", where=where) from error
+    except WorkloadError as error:
+        raise ConfigError(str(error), where=config.workload.target) from error
+    proved = sum(item.expected_fingerprint is not None for item in found.tensors.values())
+    return {
+        "source": where, "step": step, "optimizer": found.optimizer, "tensors": len(found.tensors),
+        "compared": proved, "notes": found.notes, "checkpoint": made,
+    }  # fmt: skip
+
+
+def _does_not_fit(where: str, complaints: list[tuple[str, str]]) -> ConfigError:
+    from trainer.worker.interchange.weights_import import overrides
+
+    lines = [what for what, _ in complaints[:SHOWN]]
+    lines += [f"and {len(complaints) - SHOWN} more"] if len(complaints) > SHOWN else []
+    mends = " ".join(overrides(complaints))
+    hint = f"add {mends}" if mends else "choose a configuration whose model is the one that is given"
+    return ConfigError("it does not fit: " + "; ".join(lines), where=where, hint=hint)
+
+
+def _made(screen: Screen, staging: Path, step: int, tensors: dict[str, Any], extra: dict[str, Any]) -> str:
+    from checkpointing.engine.interchange.importer import write_checkpoint
+    from checkpointing.format.commit import Name
+    from checkpointing.storage.backends import LocalStorage
+
+    # Attempt 0: before any that trains, so that the first one inherits it.
+    name = Name(step=step, attempt=0, nonce=token_hex(4))
+    world = {"ranks": 1, "imported": True}
+    with screen.bar("importing") as meter:
+        write_checkpoint(LocalStorage(staging), name, tensors, extra=extra, world=world, progress=meter)
+    return str(staging / str(name))

@@ -1,0 +1,50 @@
+"""Workloads that do more than make a model when weights are checked against them on a login node."""
+
+import sys
+
+import torch
+from torch import nn
+
+from trainer.worker.workload import BaseWorkload
+
+
+class WithData(BaseWorkload):
+    """It reads values of tensors that it makes itself."""
+
+    def __init__(self, config, **args):
+        super().__init__(config, **args)
+        self.width = int(torch.tensor([1.0, 3.0]).sum().item())
+
+    def build_model(self):
+        return nn.Linear(self.width, 2)
+
+
+class ReadsValues(BaseWorkload):
+    """Its model reads values while it is made, as the drop rates of many vision models do."""
+
+    def build_model(self):
+        print("building")
+        model = nn.Linear(4, 2)
+        model.rate = torch.linspace(0, 0.1, 3)[-1].item()
+        return model
+
+
+class Fails(BaseWorkload):
+    """Its code has the fault that its arguments say."""
+
+    def __init__(self, config, **args):
+        super().__init__(config, **args)
+        if args["at"] == "init":
+            raise KeyError("no such thing")
+        if args["at"] == "value":
+            raise ValueError("bad value")
+
+    def build_model(self):
+        if self.args["at"] == "exit":
+            sys.exit("not today")
+        return self.no_such_attribute
+
+
+class NoArguments(BaseWorkload):
+    def __init__(self, config):
+        super().__init__(config)

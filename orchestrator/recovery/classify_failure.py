@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from orchestrator.recovery.evidence import Evidence
-from orchestrator.recovery.signatures import Role, earliest, scan
+from orchestrator.recovery.signatures import Role, before_cancel, earliest, scan
 from orchestrator.scheduler.interface import JobStatus
 from trainer.contract.outcome import AgentEnd, AttemptOutcome, AttemptResult, ExitCode, Failure, FailureKind
 
@@ -254,7 +254,9 @@ def _by_logs(evidence: Evidence, job: JobStatus) -> Failure:
 
 
 def _from_logs(evidence: Evidence, job: JobStatus) -> tuple[FailureKind, str]:
-    found = earliest(scan(evidence.tails))
+    matches = scan(evidence.tails)
+    # What is killed after somebody cancelled the job does not explain that.
+    found = earliest(before_cancel(matches) if job.state in _TAKEN_AWAY else matches)
     ended = f"job {job.job_id} ended as {job.state} without an outcome"
     # Logs full of echoes do not explain away that somebody cancelled the job.
     if job.state in _TAKEN_AWAY and (found is None or found.role is not Role.ROOT):

@@ -60,6 +60,18 @@ def _match(line: str, source: str) -> Match | None:
     return None
 
 
+def before_cancel(matches: list[Match]) -> list[Match]:
+    """What each log says before Slurm writes there that it cancels the job."""
+    cancelled: set[str] = set()
+    found = []
+    for match in matches:
+        if match.kind is FailureKind.CANCELLED:
+            cancelled.add(match.source)
+        elif match.source not in cancelled:
+            found.append(match)
+    return found
+
+
 def earliest(matches: list[Match]) -> Match | None:
     """The first root cause; a cascade only when nothing better was said."""
     for role in (Role.ROOT, Role.CASCADE):

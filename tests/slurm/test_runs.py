@@ -2,6 +2,7 @@
 
 import os
 import signal
+from typing import Any
 
 import psutil
 import pytest
@@ -142,6 +143,44 @@ def test_a_moved_time_limit_is_met_with_a_save_and_a_new_attempt(lab: SlurmLab, 
     assert (first["failure"]["kind"], first["generations"]) == ("time_limit", 1)
     assert second["resumed_from"] == first["last_step"]
     assert_no_step_twice_at_once(user, run)
+
+
+@pytest.mark.proof
+def test_every_way_to_be_stopped_has_its_own_label(lab: SlurmLab, user: User) -> None:
+    """Each of these jobs gets SIGTERM or SIGUSR2, saves and exits with 76; only Slurm knows why."""
+    alone = [*ONE_NODE, "cluster.ranks_per_node=1", "parallel.dp_shard=1", "train.steps=4000", "checkpoint.every=0"]
+    slowly = "drill.events=[{kind: slow-rank, rank: 0, step: 2, generation: 0, attempt: 0, value: 0.5}]"
+    jobs = {name: user.submit("tiny-gpt", *alone, slowly, f"name={name}") for name in ("kill", "limit", "grace")}
+    for submitted in jobs.values():
+        training(user, submitted["run"], 5)
+
+    def first(name: str) -> dict[str, Any]:
+        return dict(user.show(jobs[name]["run"])["attempts"][0])
+
+    def end(name: str) -> dict[str, Any]:
+        return dict(user.until(lambda: first(name)["failure"], 120, f"the end of {name}", every=1.0))
+
+    lab.ask("scancel", jobs["kill"]["job_id"])
+    killed = end("kill")
+    assert killed["kind"] == "cancelled", killed
+    # Nobody tells this job that its limit is another one.
+    assert user.run("controller", "stop").returncode == 0
+    assert lab.ask("scontrol", "update", f"jobid={jobs['limit']['job_id']}", "timelimit=4").returncode == 0
+    outcome = user.run_dir(jobs["limit"]["run"]).attempt(1).outcome
+    user.until(outcome.exists, 200, "Slurm's signal before the shortened limit", every=1.0)
+    assert user.run("controller", "start").returncode == 0
+    failure = end("limit")
+    assert failure["kind"] == "time_limit", failure
+    assert "an agent got SIGUSR2; the job was near its time limit" in failure["reason"]
+    # Within the grace time the job ends by itself: Slurm calls that FAILED.
+    lab.ask("scontrol", "update", "partition=low", "gracetime=30", "preemptmode=cancel")
+    try:
+        node = lab.nodes_of(jobs["grace"]["job_id"])[0]
+        lab.ask("sbatch", "-p", "high", "-w", node, "--exclusive", "-o", "/dev/null", "--wrap", "sleep 4")
+        assert end("grace")["kind"] == "preempted"
+    finally:
+        lab.ask("scontrol", "update", "partition=low", "gracetime=0", "preemptmode=requeue")
+    assert first("grace")["generation_list"][0]["reason"] == "all ranks stopped: an agent got SIGTERM"
 
 
 @pytest.mark.proof

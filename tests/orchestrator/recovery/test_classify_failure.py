@@ -248,6 +248,24 @@ def test_logs_speak_only_where_no_outcome_does(name: str) -> None:
     assert classify(told) == KILLED
 
 
+CANCELLED_AT = "slurmstepd-n1: error: *** STEP 2.0 ON n1 CANCELLED AT 2026-11-22T17:14:47 ***"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        (f"{CANCELLED_AT}\norch-agent: got SIGTERM\nsrun: error: n1: task 0: Killed", "cancelled"),
+        (f"{CANCELLED_AT}\n[Errno 5] Input/output error", "cancelled"),
+        (f"[Errno 28] No space left on device\n{CANCELLED_AT}\nsrun: error: n1: task 0: Killed", "storage"),
+        ("srun: error: n1: task 0: Killed", "agent_lost"),  # before anybody cancelled it
+        (CANCELLED_AT.removesuffix("***") + "DUE TO TIME LIMIT ***", "time_limit"),
+    ],
+)
+def test_a_scancel_is_not_explained_by_what_it_killed(text: str, kind: str) -> None:
+    """Ranks that do not end within KillWait are killed, and leave no outcome."""
+    assert classify(evidence("CANCELLED", tails=agents(text))).kind == kind
+
+
 def test_a_log_line_never_blames_a_node() -> None:
     assert classify(evidence("FAILED", tails=agents("srun: error: Node failure on n17"))).node is None
 

@@ -40,6 +40,7 @@ class NodeRecord:
     slow: int = 0  # attempts that it slowed down to their end
     replaced: int = 0  # attempts in which a spare took its place, for a reason that says little by itself
     faulty: str = ""  # what was found wrong with the node itself, while its job went on without it
+    by_person: bool = False  # it is excluded now, by a person's order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +52,15 @@ class Pool:
     known: tuple[NodeRecord, ...] = ()
 
     @property
+    def by_persons(self) -> frozenset[str]:
+        """Nodes that people keep jobs away from: their word holds whatever share may be excluded."""
+        return frozenset(node.name for node in self.known if node.by_person)
+
+    @property
     def excludable(self) -> int:
-        """Nodes that can be spared without making the job impossible."""
+        """Nodes that orch itself can spare without making the job impossible."""
         size = self.size if self.size is not None else len(self.known)
-        return max(0, size - self.needed)
+        return max(0, size - self.needed - len(self.by_persons))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,16 +216,25 @@ def _by_node(found: Collection[tuple[str, str, int]]) -> dict[str, int]:
 
 
 def _capped(node: str, until: float, reason: str, pool: Pool, recovery: RecoveryConfig, now: float) -> Blame:
-    listed = [name for name in excluded(pool.known, now) if name != node]
+    if node in pool.by_persons:
+        return Blame(node=None, until=0.0, reason=f"{reason}; a person has excluded it already")
+    listed = [name for name in excluded(pool.known, now) if name != node and name not in pool.by_persons]
     if len(listed) + 1 > exclusion_limit(pool, recovery):
         return Blame(node=None, until=0.0, reason=f"{reason}, but no more nodes of the partition may be excluded")
     return Blame(node=node, until=until, reason=reason)
 
 
 def exclusion_limit(pool: Pool, recovery: RecoveryConfig) -> int:
-    """Most nodes that may be excluded: the configured share, one at least where one can be spared."""
+    """Most nodes that orch may exclude: the configured share, one at least where one can be spared."""
     size = pool.size if pool.size is not None else len(pool.known)
     return min(pool.excludable, max(1, int(size * recovery.exclude_share)))
+
+
+def avoided(pool: Pool, recovery: RecoveryConfig, now: float) -> tuple[str, ...]:
+    """Nodes that the next job must not get: those of people, and as many of orch's as it may exclude, latest first."""
+    until = {node.name: node.excluded_until for node in pool.known if not node.by_person}
+    latest = sorted((name for name in until if until[name] > now), key=lambda name: until[name], reverse=True)
+    return tuple(sorted({*pool.by_persons, *latest[: exclusion_limit(pool, recovery)]}))
 
 
 def excluded(known: Sequence[NodeRecord], now: float) -> tuple[str, ...]:

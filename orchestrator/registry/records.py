@@ -198,6 +198,20 @@ class Node:
     excluded_until: float = 0.0
     reason: str = ""
 
+    def excluded_by(self, now: float) -> str:
+        """PERSON or ORCH; empty for a node that is not excluded."""
+        if self.excluded_until <= now:
+            return ""
+        return PERSON if self.reason.startswith(BY_PERSON) else ORCH
+
+
+PERSON, ORCH = "person", "orch"
+"""Who may have excluded a node."""
+BY_PERSON = "excluded by "
+"""How the reason of an exclusion begins that a person has ordered; who and why follow."""
+UNTIL_RELEASED = 32503680000.0
+"""When an exclusion ends that has no end: the year 3000."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Lease:
@@ -215,9 +229,14 @@ REFUSED = "refused: "
 """How the answer to a request begins that was not followed, though it could have been."""
 
 
+RELEASE, EXCLUDE = "release", "exclude"
+OF_NODES = frozenset({RELEASE, EXCLUDE})
+"""Requests about nodes of the cluster that their run belongs to."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class UserRequest:
-    """A request of a person to the controller; verb is `cancel`, `resume` or `release` (a node)."""
+    """A request of a person to the controller; verb is `cancel`, `resume`, or one of OF_NODES."""
 
     id: int
     run: str

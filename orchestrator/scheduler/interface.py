@@ -105,8 +105,12 @@ class Scheduler(Protocol):
         What cannot be told of one job makes that job UNREADABLE; it stands under its name where its id is not known.
         """
 
-    def release(self, job_id: str, submission: Path) -> None:
-        """Let a held job start, with its payload under the adopted id; repeating it is harmless."""
+    def release(self, job_id: str, submission: Path, exclude: tuple[str, ...] | None = None) -> None:
+        """Let a held job start, with its payload under the adopted id; repeating it is harmless.
+
+        With `exclude`, a job that waits is kept off these nodes, and no others, from now on; SubmitRejected when Slurm
+        does not do that.
+        """
 
     def cancel(self, job_id: str) -> None:
         """End a job; repeating it, or a job that has ended, is no error."""

@@ -82,7 +82,7 @@ class LocalScheduler:
                 found[intent.name] = _unreadable(intent, str(error))
         return found
 
-    def release(self, job_id: str, submission: Path) -> None:
+    def release(self, job_id: str, submission: Path, exclude: tuple[str, ...] | None = None) -> None:
         marker = records.released_file(submission)
         if submission.is_dir() and not marker.exists():
             write_durably(marker, job_id.encode())

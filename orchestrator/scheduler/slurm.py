@@ -5,11 +5,12 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from orchestrator.errors import SlurmUnreachable
+from orchestrator.errors import SlurmUnreachable, SubmitRejected
 from orchestrator.scheduler import submitit_payload
 from orchestrator.scheduler.commands import TIMEOUT_S, run_command, unreachable
 from orchestrator.scheduler.interface import ENDED_STATES, LEAVING_STATES, UNREADABLE, JobSpec, JobStatus
 from orchestrator.scheduler.job_tags import is_marked, tag_in, tags
+from orchestrator.scheduler.sbatch_values import check_nodes
 from orchestrator.scheduler.slurm_text import (
     SACCT_FORMAT,
     SEPARATOR,
@@ -80,9 +81,17 @@ class SlurmScheduler:
                 found.update({job_id: _unreadable(job_id, error.what) for job_id in missing})
         return self._with_down_nodes(found)
 
-    def release(self, job_id: str, submission: Path) -> None:
+    def release(self, job_id: str, submission: Path, exclude: tuple[str, ...] | None = None) -> None:
         submitit_payload.adopt_payload(submission, job_id)
+        if exclude is not None:
+            self._keep_off(job_id, check_nodes("cluster.exclude", exclude))
         self._change(["scontrol", "release", job_id], job_id, lambda job: not job.held)
+
+    def _keep_off(self, job_id: str, nodes: str) -> None:
+        said = run_command(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={nodes}"], self._timeout)
+        if said.returncode != 0:
+            words = " ".join(said.stderr.split())[:300]
+            raise SubmitRejected(f"Slurm does not change which nodes job {job_id} avoids: {words}")
 
     def cancel(self, job_id: str) -> None:
         self._change(["scancel", job_id], job_id, lambda job: job.state in _OVER)

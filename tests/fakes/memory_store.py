@@ -299,8 +299,9 @@ class MemoryStore:
         row = self._node(name, cluster, now)
         failed = failure is not None
         self._nodes[cluster, name] = replace(
-            row, attempts=row.attempts + (not failed), failures=row.failures + failed, reason=failure or row.reason
-        )
+            row, attempts=row.attempts + (not failed), failures=row.failures + failed,
+            reason=row.reason if failure is None or row.excluded_until > now else failure,
+        )  # fmt: skip
 
     def exclude_node(self, name: str, cluster: str, until: float, reason: str, *, epoch: int, now: float) -> None:
         self._check(epoch)

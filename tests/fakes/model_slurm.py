@@ -53,7 +53,8 @@ class SlurmFaults:
     """What goes wrong, as chances from 0 to 1 for each submit; `reject` refuses every one.
 
     `rewrites`: what the site changes of every job that is submitted, of REWRITES; `partial`: the chance that a row is
-    missing from an answer which Slurm gives as if it were whole; `garbled`: that a row of ours cannot be read.
+    missing from an answer which Slurm gives as if it were whole; `garbled`: that a row of ours cannot be read; `fixed`:
+    the site lets nobody change a job.
     """
 
     ambiguous: float = 0.0
@@ -65,6 +66,7 @@ class SlurmFaults:
     rewrites: frozenset[str] = frozenset()
     partial: float = 0.0
     garbled: float = 0.0
+    fixed: bool = False
 
 
 REWRITES = frozenset({"name", "comment", "files", "submit_time"})
@@ -127,11 +129,16 @@ class ModelSlurm:
             for job in whole
         ]
 
-    def release(self, job_id: str, submission: object) -> None:
+    def release(self, job_id: str, submission: object, exclude: tuple[str, ...] | None = None) -> None:
         self._answer(f"release {job_id}")
         for job in self.jobs:
             if job.job_id == job_id and job.state == "PENDING":
                 job.held = False
+                if exclude is not None:
+                    if self.slurm_faults.fixed:
+                        raise SubmitRejected("Slurm does not change which nodes the job avoids: Access denied")
+                    resources = replace(job.spec.resources, exclude=exclude, avoided=exclude)
+                    job.spec = replace(job.spec, resources=resources)
 
     def cancel(self, job_id: str) -> None:
         self._answer(f"cancel {job_id}")

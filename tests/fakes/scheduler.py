@@ -39,7 +39,7 @@ class FakeScheduler:
         self._answer(f"poll {','.join(ids)}")
         return {job_id: self.jobs[job_id] for job_id in ids if job_id in self.jobs}
 
-    def release(self, job_id: str, submission: Path) -> None:
+    def release(self, job_id: str, submission: Path, exclude: tuple[str, ...] | None = None) -> None:
         self._answer(f"release {job_id}")
         if job_id in self.jobs and self.jobs[job_id].held:
             nodes = tuple(f"n{index + 1}" for index in range(self.specs[job_id].resources.nodes))

@@ -165,6 +165,26 @@ def test_an_impossible_job_waits_with_slurms_reason(world: World) -> None:
     assert (waiting.state, waiting.held, waiting.reason) == ("PENDING", False, "PartitionConfig")
 
 
+def test_a_job_that_waits_is_kept_off_other_nodes_and_one_that_runs_is_not(lab: SlurmLab, world: World) -> None:
+    def avoids(job_id: str) -> str:
+        shown = lab.ask("scontrol", "show", "job", job_id).stdout
+        return shown.partition("ExcNodeList=")[2].split()[0]
+
+    free = world.spec()
+    spec = replace(free, resources=replace(free.resources, nodes=4, exclude=("n1",), avoided=("n1",)))
+    job = world.submit(spec)
+    world.release(job, spec)
+    assert avoids(job.job_id) == "n1"
+    assert not world.scheduler.poll([job.job_id])[job.job_id].held
+    world.scheduler.release(job.job_id, spec.submission, ("n2", "n3"))
+    assert avoids(job.job_id) == "n[2-3]"
+    world.scheduler.release(job.job_id, spec.submission, ())
+    assert avoids(job.job_id) == "(null)"
+    world.until_running(job, spec)
+    with pytest.raises(SubmitRejected, match=f"which nodes job {job.job_id} avoids: Job is no longer pending"):
+        world.scheduler.release(job.job_id, spec.submission, ("n1",))
+
+
 def test_a_failing_task_does_not_take_the_others_along(world: World) -> None:
     spec = world.spec()
     job = world.submit(spec)

@@ -1,5 +1,7 @@
-"""`orch nodes`: the nodes that runs have used, and those that are kept away from."""
+"""`orch nodes`: the nodes that runs have used, and those that jobs are kept away from."""
 
+import getpass
+import socket
 import time
 from typing import Any
 
@@ -10,35 +12,24 @@ from orchestrator.cli.access.run_location import locate_run
 from orchestrator.cli.runs.cancel_resume import NO_CONTROLLER, await_answers
 from orchestrator.cli.terminal.command_classes import Noun
 from orchestrator.cli.terminal.render import Column, Screen, count, iso, span
-from orchestrator.errors import NotFound
+from orchestrator.errors import ConfigError, NotFound, Precondition
+from orchestrator.registry.records import EXCLUDE, RELEASE, UNTIL_RELEASED
+
+_LONGEST_WHY = 200
 
 
 @click.group(cls=Noun)
 def nodes() -> None:
-    """List the nodes that runs have used; release excluded ones."""
+    """List the nodes that runs have used; keep jobs away from some, and release them."""
 
 
 @nodes.command("ls")
 @click.pass_obj
 def ls(screen: Screen) -> None:
-    """List every node: attempts, failures, until when it is excluded and why."""
+    """List every node: attempts, failures, until when it is excluded, by whom and why."""
     now = time.time()
     with open_store(readonly=True) as store:
-        rows = [
-            {
-                "node": node.name,
-                "cluster": node.cluster,
-                "attempts": node.attempts,
-                "failures": node.failures,
-                "first_seen": iso(node.first_seen),
-                "last_seen": iso(node.last_seen),
-                "excluded_until": iso(node.excluded_until) if node.excluded_until > now else None,
-                "reason": node.reason,
-                "_ago": now - node.last_seen,
-                "_left": node.excluded_until - now if node.excluded_until > now else None,
-            }
-            for node in store.nodes()
-        ]
+        rows = [_row(node, now) for node in store.nodes()]
     if screen.json:
         screen.data("nodes.ls", [{key: row[key] for key in row if not key.startswith("_")} for row in rows])
         return
@@ -49,12 +40,70 @@ def ls(screen: Screen) -> None:
         Column("ATTEMPTS", "attempts", count, right=True),
         Column("FAILURES", "failures", count, right=True),
         Column("LAST SEEN", "_ago", lambda age: f"{span(age)} ago") if people else Column("LAST_SEEN", "last_seen"),
-        Column("EXCLUDED FOR", "_left", span) if people else Column("EXCLUDED_UNTIL", "excluded_until"),
+        Column("EXCLUDED FOR", "_left", _for) if people else Column("EXCLUDED_UNTIL", "excluded_until"),
+        *([Column("BY", "excluded_by")] if people else []),
         Column("WHY", "reason"),
+        *([] if people else [Column("EXCLUDED_BY", "excluded_by")]),
     ]
     screen.table(columns, rows)
     if not rows:
         screen.note("no attempt has run on any node yet")
+
+
+def _row(node: Any, now: float) -> dict[str, Any]:
+    by = node.excluded_by(now)
+    return {
+        "node": node.name,
+        "cluster": node.cluster,
+        "attempts": node.attempts,
+        "failures": node.failures,
+        "first_seen": iso(node.first_seen),
+        "last_seen": iso(node.last_seen),
+        "excluded_until": iso(node.excluded_until) if by else None,
+        "reason": node.reason,
+        "excluded_by": by or None,
+        "_ago": now - node.last_seen,
+        "_left": node.excluded_until - now if by else None,
+    }
+
+
+def _for(left: float | None) -> str:
+    """How long an exclusion holds yet."""
+    return "until released" if left is not None and left > UNTIL_RELEASED / 2 else span(left)
+
+
+@nodes.command("exclude")
+@click.argument("names", metavar="NODE...", nargs=-1, required=True)
+@click.option("--for", "period", metavar="TIME", default=None, help="For so long (30m, 2h, 1d); else until released.")
+@click.option("--why", metavar="TEXT", default="", help="What `orch nodes ls` shows as the reason.")
+@NO_CONTROLLER
+@click.pass_obj
+def exclude(screen: Screen, names: tuple[str, ...], period: str | None, why: str, no_controller: bool) -> None:
+    """Keep jobs away from nodes: no job of any run that is submitted from now on gets them.
+
+    NODE is a name or a host list (gpu[003,017]). Jobs that are queued or run already keep their nodes.
+    """
+    until = UNTIL_RELEASED if period is None else time.time() + _seconds(period)
+    by = f"{getpass.getuser()}@{socket.gethostname()}"
+    args = {"until": until, "why": f"{by}: {' '.join(why.split())[:_LONGEST_WHY]}" if why.split() else by}
+    _request_each(screen, EXCLUDE, _expanded(names), args, no_controller)
+
+
+def _seconds(period: str) -> float:
+    from orchestrator.config.restore_tests_config import interval_seconds  # only here
+
+    seconds = interval_seconds(period)
+    if not seconds:
+        raise ConfigError(f"--for {period}: not a time", where="command line", hint="--for 30m, --for 2h or --for 1d")
+    return seconds
+
+
+def _expanded(names: tuple[str, ...]) -> list[str]:
+    """Single names of what may be host lists; raises ConfigError."""
+    from orchestrator.scheduler.sbatch_values import check_nodes  # as for cluster.exclude
+    from orchestrator.scheduler.slurm_text import expand_nodes
+
+    return list(dict.fromkeys(expand_nodes(check_nodes("NODE", names))))
 
 
 @nodes.command("release")
@@ -63,13 +112,19 @@ def ls(screen: Screen) -> None:
 @click.pass_obj
 def release(screen: Screen, names: tuple[str, ...], no_controller: bool) -> None:
     """Remove the exclusion of nodes: from the next attempt on they may be used again."""
+    _request_each(screen, RELEASE, _expanded(names), {}, no_controller)
+
+
+def _request_each(screen: Screen, verb: str, names: list[str], args: dict[str, Any], no_controller: bool) -> None:
+    """Write the requests down, let the controller act, and say what it answered."""
     with open_store() as store:
-        asked = [item for name in dict.fromkeys(names) for item in _request_release(store, name)]
+        clusters = {name: _clusters(store, verb, name) for name in names}  # all, before anything is written
+        asked = [item for name in names for item in _requested(store, verb, name, clusters[name], args)]
         for kind in sorted({item["kind"] for item in asked if item["where"].reached}):
             wake_controller(screen, kind, no_controller=no_controller)
         await_answers(store, [item for item in asked if item["where"].reached or item["where"].lives], no_controller)
     if screen.json:
-        screen.data("nodes.release", [{"node": item["node"], "answer": item["answer"]} for item in asked])
+        screen.data(f"nodes.{verb}", [{"node": item["node"], "answer": item["answer"]} for item in asked])
     for item in asked if not screen.json else ():
         screen.say(item["answer"] or f"{item['node']}: asked; the controller has not answered yet")
     for item in asked:
@@ -77,15 +132,52 @@ def release(screen: Screen, names: tuple[str, ...], no_controller: bool) -> None
             item["where"].require_answer()
 
 
-def _request_release(store: Any, name: str) -> list[dict[str, Any]]:
-    """One request for each cluster that has this node; a run of that cluster carries it. Raises NotFound."""
-    now, asked = time.time(), []
-    for node in store.nodes():
-        run = next((run for run in store.runs() if run.domain == node.cluster), None) if node.name == name else None
-        if run is not None:
-            ask = store.add_user_request(run.name, "release", {"node": name}, now=now)
-            where = locate_run({"run": run.name, "cluster": run.cluster, "scheduler": run.scheduler})
-            asked.append({"node": name, "run": run.name, "kind": run.cluster, "ask": ask, "answer": "", "where": where})
-    if not asked:
+def _clusters(store: Any, verb: str, name: str) -> list[str]:
+    """The clusters that have this node, as the registry knows, or as Slurm here says. Raises NotFound, Precondition."""
+    found = [node.cluster for node in store.nodes() if node.name == name]
+    if verb == EXCLUDE and found and all(cluster.partition("@")[0] == "local" for cluster in found):
+        raise Precondition(
+            f"{name} is a simulated node: all of them are this machine", where=found[0],
+            hint="nodes of a Slurm cluster can be excluded",
+        )  # fmt: skip
+    if not found and verb == EXCLUDE:
+        found = [_slurm_with(name)]
+    if not found:
         raise NotFound(f"no run has used a node {name}", hint="`orch nodes ls` lists the nodes that are known")
+    return found
+
+
+def _slurm_with(name: str) -> str:
+    """The Slurm that is reached from here, which has a node that no run has used yet; raises NotFound."""
+    from orchestrator.scheduler.available_schedulers import kinds
+    from orchestrator.scheduler.commands import run_command
+    from orchestrator.scheduler.scheduler_instance import instance_of
+
+    if "slurm" in kinds():
+        done = run_command(["sinfo", "-h", "-a", "-N", "-n", name, "-o", "%N"])
+        if done.returncode == 0 and name in done.stdout.split():
+            return instance_of("slurm")()
+    raise NotFound(
+        f"no run has used a node {name}, and no Slurm here has it",
+        hint="`sinfo -N` lists a cluster's nodes, `orch nodes ls` those that runs have used",
+    )
+
+
+def _requested(
+    store: Any, verb: str, name: str, clusters: list[str], args: dict[str, Any]
+) -> list[dict[str, Any]]:  # fmt: skip
+    """One request for each cluster that has this node; a run of that cluster carries it. Raises Precondition."""
+    now, asked = time.time(), []
+    for cluster in clusters:
+        run = next((run for run in store.runs() if run.domain == cluster), None)
+        if run is None:
+            continue
+        ask = store.add_user_request(run.name, verb, {"node": name, **args}, now=now)
+        where = locate_run({"run": run.name, "cluster": run.cluster, "scheduler": run.scheduler})
+        asked.append({"node": name, "run": run.name, "kind": run.cluster, "ask": ask, "answer": "", "where": where})
+    if not asked:
+        raise Precondition(
+            f"nothing was submitted to {', '.join(clusters)} from here yet",
+            where=name, hint=f"cluster.exclude={name} in a configuration keeps its run away from that node",
+        )  # fmt: skip
     return asked

@@ -42,6 +42,9 @@ AMBIGUOUS_FOR = 60.0
 SUBMIT_WITHIN = 180.0
 """Seconds for what may take long in good health: Slurm's commands beside the files, and tiers full of checkpoints."""
 
+EXCLUDED_HINT = "may not be used (`orch nodes ls`; `orch nodes release NODE` ends that)"
+"""What to look at when a job is refused that was to avoid nodes."""
+
 SAME_TIME_S = 30.0
 """Seconds by which an end that is asked for again may differ from the last one: less is no news."""
 
@@ -165,9 +168,11 @@ class Actor:
         # Slurm has taken a job of this run before, with the same configuration: it was no typo.
         accepted = any(attempt.job_id for attempt in view.attempts)
         passes = retryable is Retryable.YES or (retryable is Retryable.ONCE_ACCEPTED and accepted)
+        avoided = ", ".join(view.last.excluded)
+        also = f"{avoided} {EXCLUDED_HINT}" if avoided and not getattr(error, "unknown_nodes", ()) else ""
         return Failure(
             kind=FailureKind.SUBMIT_DEFERRED if passes else FailureKind.SUBMIT_REJECTED,
-            reason=f"{error.what}; {error.hint}" if error.hint else error.what,
+            reason="; ".join(words for words in (error.what, error.hint, also) if words),
         )
 
     def _submit_and_look(self, view: RunView) -> Failure | None:

@@ -16,8 +16,7 @@ from orchestrator.recovery.node_exclusion import (
     Blame,
     NodeRecord,
     Pool,
-    excluded,
-    exclusion_limit,
+    avoided,
     faulty,
     hangs,
     nodes_to_exclude,
@@ -27,7 +26,7 @@ from orchestrator.recovery.node_exclusion import (
 )
 from orchestrator.recovery.retry_policy import Action, Decision, EndedAttempt, after_cancel, decide
 from orchestrator.recovery.suspect_checkpoints import newly_suspect
-from orchestrator.registry.records import Attempt, Run
+from orchestrator.registry.records import PERSON, Attempt, Run
 from orchestrator.registry.store import Store
 from orchestrator.states import AttemptState, RunState, Trust
 from trainer.contract.events import EventKind
@@ -195,7 +194,7 @@ def pool_of(store: Store, view: RunView, now: float, pool_size: PoolSize, gone: 
         NodeRecord(
             name=node.name, failures=node.failures, excluded_until=node.excluded_until,
             hangs=hung.get(node.name, 0), slow=slow.get(node.name, 0), replaced=lost.get(node.name, 0),
-            faulty=sick.get(node.name, ""),
+            faulty=sick.get(node.name, ""), by_person=node.excluded_by(now) == PERSON,
         )
         for node in nodes
     ]  # fmt: skip
@@ -203,8 +202,8 @@ def pool_of(store: Store, view: RunView, now: float, pool_size: PoolSize, gone: 
 
 
 def to_avoid(store: Store, view: RunView, now: float, pool_size: PoolSize) -> tuple[str, ...]:
-    """Nodes that the next attempt must not get: the longest excluded last, never more than may be spared."""
-    pool = pool_of(store, view, now, pool_size)
-    until = {node.name: node.excluded_until for node in pool.known}
-    latest = sorted(excluded(pool.known, now), key=lambda name: until[name], reverse=True)
-    return tuple(sorted(latest[: exclusion_limit(pool, view.config.recovery)]))
+    """Nodes that the next job of this run must not get."""
+    # Most often there is none, and Slurm need not be asked for the partition's size.
+    if not any(node.excluded_until > now for node in store.nodes() if node.cluster == view.run.domain):
+        return ()
+    return avoided(pool_of(store, view, now, pool_size), view.config.recovery, now)

@@ -19,7 +19,7 @@ from orchestrator.controller.leasing.observed_since import Clock, ObservedSince
 from orchestrator.controller.reconciler import user_requests
 from orchestrator.controller.reconciler.actor import SUBMIT_WITHIN, Actor
 from orchestrator.controller.reconciler.conclude import PoolSize, conclude, to_avoid
-from orchestrator.controller.reconciler.launch_conditions import wait_for_room
+from orchestrator.controller.reconciler.launch_conditions import update_exclusions, wait_for_room, with_exclusions
 from orchestrator.controller.reconciler.orphaned_jobs import sweep_orphans
 from orchestrator.controller.reconciler.ownership import Domain, never_submitted
 from orchestrator.controller.reconciler.running_jobs import end_judged_job, end_silent_job, maintain_job
@@ -241,8 +241,10 @@ class Controller:
             self.files.call(view.folder.path, lambda: ensure_run_dir(view.run, view.attempts[0], data), SUBMIT_WITHIN)
         elif self._is_hidden(view):
             return False
-        if view.last.submitted_at is None and wait_for_room(self.actor, view):
-            return False
+        if view.last.submitted_at is None:
+            if wait_for_room(self.actor, view):
+                return False
+            view = with_exclusions(self.actor, view, self.pool_size)
         failure = self.actor.launch(view, snapshot)
         if failure is not None:
             self._conclude(view, Verdict(end=End.FAILED, reason=failure.reason, failure=failure))
@@ -282,6 +284,7 @@ class Controller:
         if job is not None and is_live(job):
             self._note_job(view, job, evidence)
             maintain_job(self.actor, view, job)
+            update_exclusions(self.actor, view, job, self.pool_size)
             end_silent_job(self.actor, view, job, evidence)
         if view.cancel is not None:
             user_requests.advance_cancel(self.actor, view, snapshot)

@@ -10,8 +10,17 @@ from orchestrator.controller.reconciler.actor import Actor
 from orchestrator.controller.reconciler.ownership import is_addressed_to, is_ours, never_submitted
 from orchestrator.controller.run_view import RunView, stored_config
 from orchestrator.errors import NotFound
-from orchestrator.recovery.retry_policy import after_cancel
-from orchestrator.registry.records import REFUSED, Run, UserRequest
+from orchestrator.recovery.retry_policy import after_cancel, clock_time
+from orchestrator.registry.records import (
+    BY_PERSON,
+    EXCLUDE,
+    OF_NODES,
+    REFUSED,
+    RELEASE,
+    UNTIL_RELEASED,
+    Run,
+    UserRequest,
+)
 from orchestrator.scheduler.interface import LEAVING_STATES, QUEUED_STATES
 from orchestrator.states import LIVE_ATTEMPTS, LIVE_RUNS, AttemptState, RunState
 from trainer.contract.outcome import Failure, FailureKind
@@ -32,8 +41,10 @@ def answer_idle(actor: Actor) -> bool:
             continue
         if not _is_for(actor, run, request):
             continue
-        if request.verb == "release":
+        if request.verb == RELEASE:
             answered |= _release(actor, run, request)
+        elif request.verb == EXCLUDE:
+            answered |= _exclude(actor, run, request)
         elif request.verb == "resume":
             answered |= _resume(actor, run, request)
         elif request.verb == "cancel" and run.state not in LIVE_RUNS:
@@ -48,7 +59,7 @@ def _is_for(actor: Actor, run: Run, request: UserRequest) -> bool:
     """
     own = actor.lease.scheduler
     # What is known of nodes under an older version's name for the cluster belongs to nobody in particular.
-    if is_ours(run, own) or (request.verb == "release" and not run.scheduler and run.cluster in actor.schedulers):
+    if is_ours(run, own) or (request.verb in OF_NODES and not run.scheduler and run.cluster in actor.schedulers):
         return True
     if not is_addressed_to(run, request, own):
         return False
@@ -140,6 +151,22 @@ def _release(actor: Actor, run: Run, request: UserRequest) -> bool:
     actor.store.together(release)
     failpoints.reach("after_ask")
     actor.record_action(f"{name} released")
+    return True
+
+
+def _exclude(actor: Actor, run: Run, request: UserRequest) -> bool:
+    """A person keeps jobs away from a node of the run's cluster."""
+    name, until = str(request.args["node"]), float(request.args["until"])
+    told = "until it is released" if until >= UNTIL_RELEASED else f"until {clock_time(until)}"
+
+    def exclude() -> None:
+        stamp = actor.stamp()
+        actor.store.exclude_node(name, run.domain, until, f"{BY_PERSON}{request.args['why']}", **stamp)
+        actor.store.answer(request.id, f"{name} is excluded {told}", **stamp)
+
+    actor.store.together(exclude)
+    failpoints.reach("after_ask")
+    actor.record_action(f"{name} excluded {told} by {request.args['why']}")
     return True
 
 

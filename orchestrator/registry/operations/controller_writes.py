@@ -214,7 +214,9 @@ class ControllerWrites(StoreOperations):
         if failure is None:
             values: dict[str, Any] = {"attempts": NodeRow.attempts + 1}
         else:
-            values = {"failures": NodeRow.failures + 1, "reason": failure}
+            # While it is excluded, why it is counts for more than what still happened on it.
+            reason = case((NodeRow.excluded_until > now, NodeRow.reason), else_=failure)
+            values = {"failures": NodeRow.failures + 1, "reason": reason}
         fence(connection, epoch)
         _alter_node(connection, name, cluster, now, values)
 

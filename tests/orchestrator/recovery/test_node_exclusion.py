@@ -10,6 +10,7 @@ from orchestrator.recovery.node_exclusion import (
     TAKEN_FOR,
     NodeRecord,
     Pool,
+    avoided,
     blame,
     excluded,
     exclusion_limit,
@@ -214,3 +215,22 @@ def test_a_failure_with_several_roots_counts_for_every_node_within_the_share_tha
     assert [one.node for one in wide] == ["n2", "n5"]
     narrow = nodes_to_exclude(hang, Pool(size=5, needed=4, known=known), RecoveryConfig(), 100.0)
     assert [one.node for one in narrow] == ["n2", None]
+
+
+@given(st.integers(0, 50), st.integers(1, 50), st.integers(0, 9), st.integers(0, 9))
+def test_people_are_obeyed_and_orch_stays_within_what_they_leave(size: int, needed: int, people: int, own: int) -> None:
+    persons = [NodeRecord(name=f"p{index}", excluded_until=NOW + 9, by_person=True) for index in range(people)]
+    others = [NodeRecord(name=f"x{index}", excluded_until=NOW + index) for index in range(own)]
+    pool = Pool(size=size, needed=needed, known=(*persons, *others))
+    found = avoided(pool, CONFIG, NOW)
+    assert {node.name for node in persons} <= set(found)
+    of_orch = len(found) - people
+    assert of_orch <= max(1, int(size * CONFIG.exclude_share))
+    assert not of_orch or size - len(found) >= needed
+    assert "x0" not in found, "it has expired"
+
+
+def test_a_node_that_a_person_excluded_is_not_blamed_once_more() -> None:
+    pool = Pool(size=9, needed=2, known=(NodeRecord(name="n2", excluded_until=NOW + 9, by_person=True),))
+    found = blame(failure(FailureKind.NODE_LOST), pool, CONFIG, NOW)
+    assert (found.node, found.reason) == (None, "node_lost on n2; a person has excluded it already")

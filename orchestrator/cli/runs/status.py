@@ -7,6 +7,7 @@ import click
 
 from orchestrator.cli.access.registry import open_store, require_registry
 from orchestrator.cli.access.run_location import TAKE_OVER, controller_state
+from orchestrator.cli.runs.edited_config import warn_of_edited_config
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, decimal, host_list, iso, plain, progress, span
 from orchestrator.controller.leasing.lease import displayed_state, host_of
@@ -46,6 +47,9 @@ def status(
         rows = _rows(runs, None if everything else limit, chosen)
         if watch:
             screen.clear_screen()
+        if runs:
+            for row in rows:
+                warn_of_edited_config(screen, row)
         _show(screen, rows)
         if runs:
             for row in rows:

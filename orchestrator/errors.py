@@ -59,7 +59,9 @@ class SubmitAmbiguous(SlurmUnreachable):
 
 
 class SubmitRejected(OrchError):
-    """`retryable`: whether a later try may be taken; `unknown_nodes`: nodes orch avoided that Slurm does not know."""
+    """`retryable`: whether a later try may be taken; `unknown_nodes`: nodes orch avoided that Slurm does not know;
+    `change`: keys with other values that may cure it, as people type them.
+    """
 
     exit_code = 4
 
@@ -71,9 +73,10 @@ class SubmitRejected(OrchError):
         hint: str = "",
         retryable: Retryable = Retryable.NEVER,
         unknown_nodes: tuple[str, ...] = (),
+        change: str = "",
     ) -> None:
         super().__init__(what, where=where, hint=hint)
-        self.retryable, self.unknown_nodes = retryable, unknown_nodes
+        self.retryable, self.unknown_nodes, self.change = retryable, unknown_nodes, change
 
 
 class RegistryError(OrchError):

@@ -43,11 +43,13 @@ def compose(source: str, overrides: Sequence[str] = (), *, environ: Mapping[str,
     return _composed([*found, *layers.from_overrides(overrides)], environ)
 
 
-def recompose(data: dict[str, Any], overrides: Sequence[str], *, environ: Mapping[str, str] = os.environ) -> Composed:
+def recompose(
+    data: dict[str, Any], overrides: Sequence[str], *, environ: Mapping[str, str] = os.environ, checked: bool = True
+) -> Composed:
     """The config of a submitted run with overrides; raises ConfigError as `compose` does.
 
     Its text was tokenized into `data.path` and its code copied when it was submitted: neither is looked for again.
-    Keys that this orch does not know any more are left out.
+    Keys that this orch does not know any more are left out. `checked` is False for what was taken before.
     """
     gone = {("data", "text")} if data.get("data", {}).get("path") else set()
     gone |= {("workload", "path")} if data.get("workload", {}).get("snapshot") else set()
@@ -56,7 +58,7 @@ def recompose(data: dict[str, Any], overrides: Sequence[str], *, environ: Mappin
         for path, value in _values(data, RunConfig, ())
         if path not in gone
     ]
-    composed = _composed([*found, *layers.from_overrides(overrides)], environ)
+    composed = _composed([*found, *layers.from_overrides(overrides)], environ, checked=checked)
     whole = dict(composed.data)
     for section, name in gone:
         whole[section] = {**whole[section], name: whole[section][name] or data[section].get(name, [])}
@@ -87,11 +89,12 @@ def _literal(value: Any) -> Any:
     return [_literal(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _composed(assignments: Sequence[Assignment], environ: Mapping[str, str]) -> Composed:
+def _composed(assignments: Sequence[Assignment], environ: Mapping[str, str], *, checked: bool = True) -> Composed:
     values, origins = _applied(assignments)
     data = _absolute(_resolved(values, origins), origins, environ)
     config = _built(data, origins)
-    validation.check(config, origins)
+    if checked:
+        validation.check(config, origins)
     data = _plain(asdict(config))
     return Composed(
         config=config,

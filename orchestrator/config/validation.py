@@ -8,6 +8,7 @@ from pathlib import Path
 from orchestrator.config import keys
 from orchestrator.config.run_config import ClusterConfig, RunConfig
 from orchestrator.errors import ConfigError
+from orchestrator.scheduler import cluster_values
 from trainer.contract.config import WorkloadConfig
 
 BUILT_IN = WorkloadConfig().target
@@ -57,6 +58,7 @@ def _complaints(config: RunConfig) -> Iterator[Complaint]:
     yield from _names(config)
     yield from _program(config)
     yield from _sizes(config)
+    yield from _cluster(config)
     yield from _restore_tests(config)
     if not config.command:
         yield from _batch(config)
@@ -133,6 +135,13 @@ def _sizes(config: RunConfig) -> Iterator[Complaint]:
     for event in config.drill.events:
         if not 0 <= event.rank < world:
             yield f"drill.events: rank={event.rank} is not one of the {world} ranks", f"rank: {world - 1}"
+
+
+def _cluster(config: RunConfig) -> Iterator[Complaint]:
+    """Values that Slurm could not read: they would be found out by a run that cannot start."""
+    for section, values in (("cluster", vars(config.cluster)), ("restore_tests.cluster", config.restore_tests.cluster)):
+        for fault in cluster_values.faults(section, values):
+            yield fault.what, fault.hint
 
 
 def _batch(config: RunConfig) -> Iterator[Complaint]:

@@ -130,6 +130,11 @@ class LocalScheduler:
         return _known(intent, host)
 
 
+def check(spec: JobSpec) -> None:
+    """Raises ConfigError or SubmitRejected for a job that this machine cannot start."""
+    _intent(spec, submitit_payload.AGENT)
+
+
 def _intent(spec: JobSpec, entry: str) -> Intent:
     """The job as it will be started; raises ConfigError for what this machine cannot do."""
     from orchestrator.scheduler.script import prepare  # jinja2 and YAML: only where a job is made

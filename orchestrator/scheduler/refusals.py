@@ -14,26 +14,32 @@ from orchestrator.scheduler.commands import no_contact
 
 @dataclass(frozen=True)
 class Refusal:
-    """One row of the table: `words` are patterns for what sbatch prints, `hint` is what to type or to expect."""
+    """One row of the table: `words` are patterns for what sbatch prints, `hint` is what to look at or to expect.
+
+    `change` is what to set otherwise.
+    """
 
     retryable: Retryable
     hint: str
     words: tuple[str, ...]
+    change: str = ""
 
 
 _SITE = "Slurm's administrators end this; `scontrol ping`, `sinfo -s` and `scontrol show reservation` tell more"
 _LIMIT = "it passes when jobs of yours or of your account end: `squeue --me`, `sacctmgr show qos`"
 _PER_JOB = "ask for less (cluster.time, cluster.nodes, cluster.gpus_per_node), or choose another cluster.qos"
 _ACCOUNT = "cluster.account and cluster.qos must be yours on this partition: `sacctmgr show assoc user=$USER`"
-_PARTITION = "`sinfo -s` lists partitions: set cluster.partition"
-_SIZE = "`sinfo -Nel` tells what nodes have: change cluster.nodes, cpus_per_task, mem, gpus_per_node or constraint"
+_PARTITION = "`sinfo -s` lists partitions"
+SIZE = "`sinfo -Nel` tells what nodes have: change cluster.nodes, cpus_per_task, mem, gpus_per_node or constraint"
+GRES = "`sinfo -o '%N %G'` tells what nodes have besides cores and memory"
 _OPTION = "change the `cluster` part of the configuration; `orch submit --print-sbatch` shows the script"
 
 REFUSALS = (
     # Limits: slurmctld prints the limit's name in a line before its general words.
+    Refusal(Retryable.NEVER, _PER_JOB, (r"(QOS|Assoc)MaxWall", "QOSTimeLimit"), "cluster.time=MINUTES"),
     Refusal(Retryable.NEVER, _PER_JOB, (
-        r"(QOS|Assoc)(Max|Min)\w*(PerJob|PerNode)", r"(QOS|Assoc)MaxWall", r"(QOS|Assoc)Min", "QOSTimeLimit",
-    )),
+        r"(QOS|Assoc)(Max|Min)\w*(PerJob|PerNode)", r"(QOS|Assoc)Min",
+    ), "cluster.nodes=NUMBER"),
     Refusal(Retryable.YES, _LIMIT, (
         r"(QOS|Assoc)(Max|Grp)\w+", "QOSUsageThreshold", "violates accounting/qos policy",
         "breached requested qos usage threshold", "maxjobcount limit", "job queue full",
@@ -52,21 +58,34 @@ REFUSALS = (
     Refusal(Retryable.ONCE_ACCEPTED, _ACCOUNT, (
         r"invalid (account|qos|wckey)", "user's group not permitted", "permission denied", "access denied",
         r"invalid (user|group) id",
+    ), "cluster.account=NAME cluster.qos=NAME"),
+    Refusal(Retryable.ONCE_ACCEPTED, SIZE, (
+        "requested node configuration is not available", "requested nodes not in this",
     )),
-    Refusal(Retryable.ONCE_ACCEPTED, _SIZE, (
-        "requested node configuration is not available", "requested nodes not in this", "invalid generic resource",
-        r"invalid (gres|tres|trackable)",
-    )),
+    Refusal(Retryable.ONCE_ACCEPTED, GRES, (
+        "invalid generic resource", r"invalid (gres|tres|trackable)",
+    ), "cluster.sbatch.gres=NAME:NUMBER"),
     # Nobody's outage.
-    Refusal(Retryable.NEVER, _PARTITION, ("invalid partition", "no partition specified")),
-    Refusal(Retryable.NEVER, "`sinfo -N` lists nodes: change cluster.exclude", ("invalid node name",)),
-    Refusal(Retryable.NEVER, _PER_JOB, ("time limit is invalid", r"invalid (job )?time", "time limit specification")),
-    Refusal(Retryable.NEVER, _SIZE, (
+    Refusal(Retryable.NEVER, _PARTITION, ("invalid partition", "no partition specified"), "cluster.partition=NAME"),
+    Refusal(Retryable.NEVER, "`sinfo -N` lists nodes", ("invalid node name",), "cluster.exclude=NODES"),
+    Refusal(Retryable.NEVER, _PER_JOB, (
+        "time limit is invalid", r"invalid (job )?time", "time limit specification",
+    ), "cluster.time=MINUTES"),
+    Refusal(Retryable.NEVER, SIZE, (
         "more processors requested", r"count (specification )?(invalid|(per node )?can ?not be satisfied)",
         r"memory (required by task|specification)", r"too many (tasks|nodes|cpus)", "size specification",
     )),
+    Refusal(Retryable.NEVER, "`sinfo -o '%N %f'` lists features", (
+        r"invalid (feature|constraint)",
+    ), "cluster.constraint=FEATURE"),
+    Refusal(Retryable.NEVER, "`scontrol show licenses` lists licenses", (
+        "invalid license",
+    ), "cluster.sbatch.licenses=NAME"),
+    Refusal(Retryable.NEVER, "`scontrol show reservation` lists reservations", (
+        r"(reservation is invalid|invalid reservation)",
+    ), "cluster.sbatch.reservation=NAME"),
     Refusal(Retryable.NEVER, _OPTION, (
-        r"invalid (preferred )?(feature|license|constraint)", r"(reservation is invalid|invalid reservation)",
+        "invalid preferred feature", "mutually exclusive",
         r"(unrecognized|invalid) .*(option|value|argument|specification)", "requires an argument",
         r"invalid (--?\S+ spec|job array|number of|memory|gpu|exclude|nodelist)", "pathname .* too long",
     )),
@@ -75,8 +94,12 @@ REFUSALS = (
 
 UNKNOWN = Refusal(Retryable.YES, "orch does not know these words of Slurm's; ask your site what they mean", ())
 
-_ANSWERED = re.compile(r"batch job submission failed", re.IGNORECASE)
-"""Words with which sbatch passes on slurmctld's own no."""
+_ANSWERED = re.compile(r"batch job submission failed|allocation failure", re.IGNORECASE)
+"""Words with which sbatch passes on slurmctld's own no; the latter with --test-only."""
+_BEFORE_WORDS = re.compile(
+    r"(sbatch: |error: |fatal: |batch job submission failed: |allocation failure: )+", re.IGNORECASE
+)
+_USAGE = re.compile(r"try \"sbatch --help\"", re.IGNORECASE)
 
 _SILENT = re.compile(
     r"could not establish a configuration source|unable to resolve|name or service not known|dns srv lookup failed"
@@ -89,16 +112,15 @@ _SILENT = re.compile(
 
 def submit_error(said: str) -> SubmitRejected | SubmitAmbiguous:
     """What sbatch's words mean for the job: refused, for good or for now, or nothing that can be relied on."""
-    words = " ".join(
-        line.removeprefix("sbatch: ").removeprefix("error: ") for line in said.splitlines() if line.strip()
-    )[:400]
+    lines = [_BEFORE_WORDS.sub("", line.strip(), count=1) for line in said.splitlines()]
+    words = "; ".join(dict.fromkeys(line for line in lines if line and not _USAGE.match(line)))[:400]
     row = _row(said)
     if row is None:
         return SubmitAmbiguous(
             f"sbatch failed, and the job may exist all the same: {words or 'no message'}",
             hint="nothing is submitted again until look-ups have told",
         )
-    return SubmitRejected(f"Slurm refused the job: {words}", hint=row.hint, retryable=row.retryable)
+    return SubmitRejected(f"Slurm refused the job: {words}", hint=row.hint, retryable=row.retryable, change=row.change)
 
 
 def _row(said: str) -> Refusal | None:

@@ -1,28 +1,33 @@
 """The sbatch script of one attempt, and its submission: submitit's SlurmExecutor with our options."""
 
 import contextlib
+import difflib
 import io
 import os
+import re
 import shlex
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 from submitit.core.utils import FailedJobError
 from submitit.slurm.slurm import SlurmExecutor
 
-from orchestrator.errors import ConfigError, Retryable, SubmitAmbiguous, SubmitRejected
+from orchestrator.errors import ConfigError, Retryable, SlurmUnreachable, SubmitAmbiguous, SubmitRejected
 from orchestrator.scheduler import submitit_payload
 from orchestrator.scheduler.commands import require, run_command
 from orchestrator.scheduler.interface import JobSpec, Resources
 from orchestrator.scheduler.job_environment import Submitter
 from orchestrator.scheduler.job_tags import TAG_VARIABLE
-from orchestrator.scheduler.refusals import submit_error
+from orchestrator.scheduler.node_capacity import known_nodes, known_partitions, shortfall
+from orchestrator.scheduler.refusals import GRES, SIZE, submit_error
 from orchestrator.scheduler.sbatch_values import check_field, check_nodes, check_options, check_text, minutes
 from orchestrator.scheduler.script import prepare
-from orchestrator.scheduler.slurm_text import expand_nodes
+from orchestrator.scheduler.slurm_text import expand_nodes, fold_nodes
 
 SBATCH_TIMEOUT_S = 60
+TEST_TIMEOUT_S = 10
 
 
 class HeldExecutor(SlurmExecutor):  # type: ignore[misc]  # submitit is not type-checked here
@@ -39,12 +44,16 @@ class HeldExecutor(SlurmExecutor):  # type: ignore[misc]  # submitit is not type
         return 2  # a script can be shown on a machine without Slurm
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        return [*self.bounded_sbatch(SBATCH_TIMEOUT_S), str(submission_file_path)]
+
+    def bounded_sbatch(self, seconds: float) -> list[str]:
+        """sbatch with the environment of the run's submitter, ended after so many seconds."""
         seen = self.submitter.environ(os.environ)
         hidden = [word for name in sorted(os.environ) if name not in seen for word in ("-u", name)]
         changed = [f"{name}={value}" for name, value in sorted(seen.items()) if os.environ.get(name) != value]
-        bounded = ["timeout", "--kill-after=5", str(SBATCH_TIMEOUT_S)]
+        bounded = ["timeout", "--kill-after=5", f"{seconds:g}"]
         # The submitter's PATH must not choose another sbatch than the one whose Slurm is asked about the job.
-        return [*bounded, "env", *hidden, *changed, shutil.which("sbatch") or "sbatch", str(submission_file_path)]
+        return [*bounded, "env", *hidden, *changed, shutil.which("sbatch") or "sbatch"]
 
 
 def executor(spec: JobSpec) -> HeldExecutor:
@@ -132,6 +141,24 @@ def text(spec: JobSpec) -> str:
     return str(made._make_submission_file_text(made._submitit_command_str, ""))
 
 
+def refusal(spec: JobSpec) -> SubmitRejected | None:
+    """What Slurm has against this job, without submitting it; None too where it gave no answer in time.
+
+    WARNING: what it refuses here because of nodes that are down, it may take: see `node_capacity.shortfall`.
+    Raises ConfigError as `text` does.
+    """
+    made, script = executor(spec), text(spec)
+    try:
+        done = subprocess.run(
+            [*made.bounded_sbatch(TEST_TIMEOUT_S), "--test-only"], input=script, capture_output=True, text=True,
+            errors="replace", timeout=2 * TEST_TIMEOUT_S, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    error = submit_error(done.stderr) if done.returncode else None
+    return named(error, spec.resources) if isinstance(error, SubmitRejected) else None
+
+
 def submit(spec: JobSpec, entry: str) -> str:
     """Submit the job held, return its id; raises SubmitRejected, SubmitAmbiguous, or Precondition without sbatch."""
     made = executor(spec)
@@ -141,17 +168,43 @@ def submit(spec: JobSpec, entry: str) -> str:
         with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it then raises
             return str(made.submit(function, *submitit_payload.arguments(spec)).job_id)
     except FailedJobError as error:
-        raise named(submit_error(str(error)), spec.resources) from error
+        refused = submit_error(str(error))
+        raise named(refused, spec.resources) if isinstance(refused, SubmitRejected) else refused from error
     except (OSError, RuntimeError) as error:  # submitit could not read sbatch's answer, or the files behind it
         raise SubmitAmbiguous(
             f"sbatch ended, but not as expected: {error}", hint="the job is looked up by its name"
         ) from error
 
 
-def named(error: SubmitRejected | SubmitAmbiguous, resources: Resources) -> SubmitRejected | SubmitAmbiguous:
-    """The refusal; where a node to exclude is the trouble, with the names that Slurm does not know."""
-    if not isinstance(error, SubmitRejected) or "invalid node name" not in error.what.lower():
-        return error
+def named(error: SubmitRejected, resources: Resources) -> SubmitRejected:
+    """The refusal with what is right here, as far as Slurm tells: its partitions, what its nodes have, which to exclude
+    it does not know.
+    """
+    said = error.what.lower()
+    with contextlib.suppress(SlurmUnreachable):
+        if "invalid node name" in said:
+            return _unknown_named(error, resources)
+        if "partition" in error.change:
+            _offer_partition(error, resources)
+        elif error.hint in (SIZE, GRES) and (short := shortfall(resources, known_nodes())) is not None:
+            error.hint, error.change = short.words, short.change or error.change
+    for option in resources.sbatch:
+        if re.search(rf"--{option.replace('_', '-')}\b", error.what):
+            error.hint, error.change = "`man sbatch` tells what it takes", f"~cluster.sbatch.{option}"
+    return error
+
+
+def _offer_partition(error: SubmitRejected, resources: Resources) -> None:
+    known = known_partitions()
+    if not known:
+        return
+    asked = next((name for name in resources.partition.split(",") if name not in known), "")
+    near = difflib.get_close_matches(asked, known, n=1) or [name for name, default in known.items() if default]
+    error.hint = f"partitions here: {', '.join(known)}"
+    error.change = f"cluster.partition={(near or list(known))[0]}"
+
+
+def _unknown_named(error: SubmitRejected, resources: Resources) -> SubmitRejected:
     unknown = _unknown_nodes(resources)
     ours = tuple(node for node in resources.avoided if node in unknown)
     if ours:
@@ -159,6 +212,8 @@ def named(error: SubmitRejected | SubmitAmbiguous, resources: Resources) -> Subm
         return SubmitRejected(what, retryable=Retryable.YES, unknown_nodes=ours)
     if unknown:
         error.what += f"; cluster.exclude names {', '.join(sorted(unknown))}, which Slurm does not know"
+        left = {name for text in resources.exclude for name in expand_nodes(text)} - unknown
+        error.change = f"cluster.exclude={fold_nodes(tuple(left))}" if left else "~cluster.exclude"
     return error
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.errors import ConfigError
+from orchestrator.scheduler.sbatch_options import FLAGS, FORMS, HOSTS, MEMORY, WITH_OR_WITHOUT, memory_meant, time_meant
 
 _NAME = r"[A-Za-z0-9_.@+][A-Za-z0-9_.@+:-]*"
 _FIELDS = {
@@ -20,12 +21,14 @@ _FIELDS = {
     "account": (_NAME, "an account name"),
     "qos": (_NAME, "a QOS name"),
     "constraint": (r"[A-Za-z0-9_.\[(][A-Za-z0-9_.,&|*()\[\]:+-]*", "node features: h100&ib"),
-    "mem": (r"[0-9]+[KMGT]?B?", "a size: 64G"),
-    "nodes": (r"[A-Za-z0-9_.\[][A-Za-z0-9_.,\[\]-]*", "a host list: gpu[003,017]"),
+    "mem": (MEMORY.pattern, MEMORY.example),
+    "nodes": (HOSTS.pattern, HOSTS.example),
 }
 _FREE = re.compile(r"[A-Za-z0-9_./:@+%=\[(][A-Za-z0-9_./:@+%=,;&|*()\[\]!^~ -]*", re.ASCII)
 _OPTION = re.compile(r"[a-z][a-z]*(-[a-z]+)*", re.ASCII)
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", re.ASCII)
+
+_NO_LIMIT = ("infinite", "unlimited", "-1")
 
 _BY_KEY = "set it by its own key"
 OWNED = {
@@ -78,8 +81,8 @@ def _printable(value: str) -> str:
     return repr(value if len(value) <= 60 else value[:57] + "...")
 
 
-def check_text(key: str, value: object) -> str:
-    """The value as text: refuses control characters and what is not plain text; raises ConfigError."""
+def _plain(key: str, value: object) -> str:
+    """The value as text on one line; raises ConfigError."""
     if not isinstance(value, str):
         raise ConfigError(f"{key}={value!r}: must be text", where=key, hint=f"put it in quotes: {key}='...'")
     if any(not char.isprintable() for char in value):
@@ -88,19 +91,27 @@ def check_text(key: str, value: object) -> str:
             where=key,
             hint=f"write {key} on one line, in plain characters",
         )
-    if value.startswith("-"):
-        raise ConfigError(
-            f"{key}={_printable(value)}: must not begin with '-'", where=key, hint="it would be read as another option"
-        )
     return value
+
+
+def check_text(key: str, value: object) -> str:
+    """The value as text: refuses control characters, and what would be read as an option; raises ConfigError."""
+    text = _plain(key, value)
+    if text.startswith("-"):
+        raise ConfigError(
+            f"{key}={_printable(text)}: must not begin with '-'", where=key, hint="it would be read as another option"
+        )
+    return text
 
 
 def check_field(key: str, field: str, value: object) -> str:
     """A value of a known field (see `_FIELDS`); raises ConfigError that names `key` and what to type."""
-    text = check_text(key, value)
+    text = _plain(key, value)
     pattern, example = _FIELDS[field]
     if not re.fullmatch(pattern, text, re.ASCII):
-        raise ConfigError(f"{key}={_printable(text)}: not allowed here", where=key, hint=f"{key} takes {example}")
+        meant = memory_meant(text) if field == "mem" else ""
+        hint = f"{key}={meant}" if meant else f"{key} takes {example}"
+        raise ConfigError(f"{key}={_printable(text)}: Slurm cannot read this", where=key, hint=hint)
     return text
 
 
@@ -110,7 +121,9 @@ def minutes(key: str, value: object) -> int:
     match = _TIME.fullmatch(text)
     hint = f"{key} takes minutes, H:MM:SS or D-HH:MM:SS: {key}=2-00:00:00"
     if match is None:
-        raise ConfigError(f"{key}={_printable(text)}: not a time limit", where=key, hint=hint)
+        meant = "7-00:00:00; a longer run continues in a new attempt" if text.lower() in _NO_LIMIT else time_meant(text)
+        what = f"{key}={_printable(text)}: Slurm cannot read this as a time limit"
+        raise ConfigError(what, where=key, hint=f"{key}={meant}" if meant else hint)
     days, first, second, third = (None if part is None else int(part) for part in match.groups())
     if days is not None:  # D-H, D-H:MM, D-H:MM:SS
         seconds = ((days * 24 + (first or 0)) * 60 + (second or 0)) * 60 + (third or 0)
@@ -138,17 +151,21 @@ def check_nodes(key: str, names: tuple[str, ...]) -> str:
     return fold_nodes(tuple(single)) if single else ""
 
 
-def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
+def check_options(options: Mapping[str, Any], section: str = "cluster") -> dict[str, Any]:
     """`cluster.sbatch` as option -> True or text; options that are false or null are left out; raises ConfigError."""
     checked: dict[str, Any] = {}
     for option, value in options.items():
-        name = _check_option(option)
+        name = _check_option(option, section)
         if value is None or value is False:
             continue
-        key = f"cluster.sbatch.{name}"
+        key = f"{section}.sbatch.{name}"
         if value is True:
+            if name in FORMS and name not in WITH_OR_WITHOUT:
+                raise ConfigError(f"{key}=true: needs a value", where=key, hint=f"{key} takes {FORMS[name].example}")
             checked[name] = True
             continue
+        if name in FLAGS:
+            raise ConfigError(f"{key}={value}: takes no value", where=key, hint=f"{key}=true sets it")
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{key}={value}: must be finite", where=key)
         text = check_text(key, str(value) if isinstance(value, (int, float)) else value)
@@ -158,31 +175,37 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
                 where=key,
                 hint="letters, digits, spaces and _./:@+%=,;&|*()[]!^~- are",
             )
+        if name in FORMS and not FORMS[name].accepts(text):
+            meant = memory_meant(text) if FORMS[name] is MEMORY else time_meant(text) if name == "time-min" else ""
+            hint = f"{key}={meant}" if meant else f"{key} takes {FORMS[name].example}"
+            raise ConfigError(f"{key}={_printable(text)}: Slurm cannot read this", where=key, hint=hint)
         checked[name] = text
     return checked
 
 
-def _check_option(option: object) -> str:
+def _check_option(option: object, section: str) -> str:
     """The long option name, with '-' for '_'; refuses what orch sets itself."""
-    where = f"cluster.sbatch.{_printable(str(option))}"
+    where = f"{section}.sbatch.{_printable(str(option))}"
     if not isinstance(option, str) or not _OPTION.fullmatch(option.replace("_", "-")) or len(option) < 2:
         raise ConfigError(
             f"{where}: not an sbatch option",
-            where="cluster.sbatch",
-            hint="use the option's long name without dashes in front: cluster.sbatch.reservation=maint",
+            where=f"{section}.sbatch",
+            hint=f"use the option's long name without dashes in front: {section}.sbatch.reservation=maint",
         )
     name = option.replace("_", "-")
     for owned, why in OWNED.items():
         # sbatch takes any unambiguous beginning of an option for the option
         if name == owned or (owned.startswith(name) and name not in KNOWN):
-            hint = why + owned if why.endswith("cluster.") else why
-            raise ConfigError(f"cluster.sbatch.{name}: not yours to set: {hint}", where=f"cluster.sbatch.{name}")
+            own = why.endswith("cluster.")
+            hint = f"{section}.{owned}=VALUE" if own else f"~{section}.sbatch.{name}"
+            what = f"{section}.sbatch.{name}: not yours to set: {why + owned if own else why}"
+            raise ConfigError(what, where=f"{section}.sbatch.{name}", hint=hint)
     near = difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.75)
     if name not in KNOWN and near:
         raise ConfigError(
-            f"cluster.sbatch.{name}: no such sbatch option",
-            where=f"cluster.sbatch.{name}",
-            hint=f"did you mean cluster.sbatch.{near[0]}?",
+            f"{section}.sbatch.{name}: no such sbatch option",
+            where=f"{section}.sbatch.{name}",
+            hint=f"did you mean {section}.sbatch.{near[0]}?",
         )
     return name
 

@@ -22,6 +22,7 @@ from orchestrator.registry.records import Attempt, NewRun, Run
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.scheduler_instance import instance_of
 from orchestrator.submission import user_code
+from orchestrator.submission.job_check import check_script
 from orchestrator.submission.run_identity import identify
 from trainer.contract.config import WorkloadConfig
 from trainer.contract.token_shards import Index, TokensError, prepare_under
@@ -52,12 +53,13 @@ def create_run(
 
     A kill in between leaves nothing, or a run that the next pass of a controller finishes; a refusal after the row
     is there leaves a run that the next pass cancels.
-    Raises ConfigError, Precondition, RegistryError.
+    Raises ConfigError, SubmitRejected (of this machine), Precondition, RegistryError.
     """
     config = composed.config
     kind = _kind(cluster or config.cluster.kind)
     root = writable_root(config.cluster.root)
     user_code.check(config)
+    check_script(config, kind)
     data = copy.deepcopy(composed.data)
     index = _data(config, data, root, progress)
     identity = identify(config, kind, data=_data_identity(data, index))

@@ -11,9 +11,12 @@ from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import Precondition
 from orchestrator.registry.records import Run
 from orchestrator.registry.store import Store
+from orchestrator.scheduler.available_schedulers import kinds
 from orchestrator.scheduler.job_environment import Submitter
+from orchestrator.scheduler.scheduler_instance import instance_of
 from orchestrator.states import RunState
 from orchestrator.submission import user_code
+from orchestrator.submission.job_check import check_script, check_with_slurm
 from orchestrator.submission.resume_contract import Change, check_keys, config_changes, identity_changes, require
 from orchestrator.submission.run_identity import code, environment
 from trainer.contract.config import build
@@ -22,14 +25,15 @@ from trainer.contract.config import build
 def resume_request(store: Store, run: Run, overrides: Sequence[str], accepted: Collection[str]) -> dict[str, Any]:
     """What the controller is asked with, besides to resume: a new config, which is stored, and a new identity.
 
-    Raises ConfigError, and Precondition where the contract refuses. What is typed is accepted.
+    Raises ConfigError, Precondition where the contract refuses, and SubmitRejected where Slurm does. What is typed is
+    accepted.
     """
     check_keys(accepted)
     data = store.config(run.config_digest)
     changes: list[Change] = []
     if overrides:
         # Keys that a newer orch has added are no change of anybody's.
-        before, now = recompose(data, []), recompose(data, overrides)
+        before, now = recompose(data, [], checked=False), recompose(data, overrides)
         if not now.config.workload.snapshot:
             user_code.check(now.config)
         _require_tiers(before.config, now.config)
@@ -43,6 +47,8 @@ def resume_request(store: Store, run: Run, overrides: Sequence[str], accepted: C
     differs = identity_changes(run.identity, identity)
     require([*changes, *differs], {change.key for change in changes} | set(accepted))
     _require_more_steps(run, config, changes)
+    if any(change.key.startswith("cluster.") for change in changes):
+        _check_job(run, config)
     # `base`: somebody else may change the run before this is answered.
     asked: dict[str, Any] = {"config": store.put_config(data), "base": run.config_digest} if changes else {}
     return asked | ({"identity": identity} if differs else {})
@@ -58,6 +64,20 @@ def _require_tiers(before: RunConfig, now: RunConfig) -> None:
                 where="checkpoint.tiers",
                 hint=f"leave {{path: {path}}} in the list; others may be added",
             )
+
+
+def _check_job(run: Run, config: RunConfig) -> None:
+    """Raises ConfigError, or SubmitRejected with Slurm's words, for a job that the next attempt could not have.
+
+    Only where the run's own scheduler is reached from here.
+    """
+    if run.cluster == "slurm":
+        check_script(config, run.cluster)
+    if run.cluster not in kinds() or instance_of(run.cluster)() != run.scheduler:
+        return
+    check_script(config, run.cluster)
+    if run.cluster == "slurm":
+        check_with_slurm(config, lambda _: None)
 
 
 def current_identity(run: Run, config: RunConfig) -> dict[str, Any]:

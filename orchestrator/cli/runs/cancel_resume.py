@@ -1,6 +1,7 @@
 """`orch cancel` and `orch resume`: a person's requests, written down for the controller to answer."""
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +9,9 @@ import click
 
 from orchestrator.cli.access import run_location
 from orchestrator.cli.access.registry import open_store, wake_controller
+from orchestrator.cli.runs.edited_config import warn_of_edited_config
 from orchestrator.cli.runs.next_commands import restore_test_again
+from orchestrator.cli.runs.status import one_row
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import ConfigError, NotFound, OrchError, Precondition, SlurmUnreachable
@@ -45,8 +48,16 @@ def resume(screen: Screen, words: tuple[str, ...], no_controller: bool, here: bo
     runs = tuple(word for word in words if word not in overrides)
     if not runs:
         raise ConfigError("no run is named", where=" ".join(words), hint="orch resume RUN KEY=VALUE")
+    for run in runs:
+        _warn_of_edited_config(screen, run)
     change = Change(overrides=overrides, accepted=accept)
     return _request_each(screen, "resume", runs, RunState.RECOVERING, no_controller, here=here, change=change)
+
+
+def _warn_of_edited_config(screen: Screen, run: str) -> None:
+    """Before it goes on without what somebody may have meant by editing its folder."""
+    with suppress(OrchError):  # what is wrong with the name is told by who needs it
+        warn_of_edited_config(screen, one_row(run))
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import click
 
 from orchestrator.cli.access.registry import open_store, require_registry
 from orchestrator.cli.access.run_location import START, TAKE_OVER, controller_state, where_to_start
+from orchestrator.cli.runs.edited_config import warn_of_edited_config
 from orchestrator.cli.runs.next_commands import go_on, look_closer
 from orchestrator.cli.runs.notified import warn_of_untold
 from orchestrator.cli.runs.tags import checked
@@ -54,6 +55,9 @@ def status(
         rows = _rows(runs, None if everything else limit, chosen, tags)
         if watch:
             screen.clear_screen()
+        if runs:
+            for row in rows:
+                warn_of_edited_config(screen, row)
         _show(screen, rows)
         if runs:
             for row in rows:

@@ -19,7 +19,7 @@ from orchestrator.cli.runs.tags import checked
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, progress
 from orchestrator.config.redaction import redacted, redacted_origins
-from orchestrator.errors import ConfigError, Fenced, Precondition, SlurmUnreachable
+from orchestrator.errors import ConfigError, Fenced, Precondition, SlurmUnreachable, SubmitRejected
 from orchestrator.home import registry_path
 from orchestrator.registry.records import Run
 from orchestrator.states import ENDED_RUNS, RunState
@@ -150,6 +150,7 @@ def launch(
     def recorded(run: Run) -> None:
         screen.if_interrupted = lambda: detached(run.name)
 
+    _ask_slurm(screen, composed, cluster)
     with open_store() as store, screen.bar("tokenizing") as meter:
         run, attempt = launching.create_run(
             store, composed, cluster=cluster, now=time.time(), progress=meter, imported=imported,
@@ -180,6 +181,17 @@ def launch(
         "run": run.name, "attempt": attempt.number, "job_id": row["job_id"], "cluster": run.cluster,
         "run_dir": run.run_dir, "config_digest": run.config_digest, "tags": list(tags),
     }  # fmt: skip
+
+
+def _ask_slurm(screen: Screen, composed: Any, cluster: str | None) -> None:
+    """Raises SubmitRejected for a job that Slurm would not take: no run is made that could only be held."""
+    from orchestrator.scheduler.available_schedulers import kinds, resolve
+    from orchestrator.submission.job_check import check_script, check_with_slurm
+
+    kind = resolve(cluster or composed.config.cluster.kind)
+    if kind == "slurm" and kind in kinds():
+        check_script(composed.config, kind)
+        check_with_slurm(composed.config, lambda words: screen.warn("slurm_refuses_now", words))
 
 
 def _await_job(screen: Screen, run: str, kind: str, *, no_controller: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -244,7 +256,11 @@ def _tell(screen: Screen, launched: dict[str, Any]) -> None:
 def preview(screen: Screen, composed: Any, cluster: str | None, *, only_script: bool) -> None:
     """What would be submitted: the resolved config with origins and the sbatch text. Nothing is written."""
     kind = _kind(screen, cluster or composed.config.cluster.kind)
-    script = _script(composed, composed.config.name) if kind == "slurm" else None
+    script = _script(composed) if kind == "slurm" else None
+    try:
+        _ask_slurm(screen, composed, cluster)
+    except SubmitRejected as error:
+        screen.warn("slurm_refuses", f"{error.what}; {error.hint}")
     if screen.json:
         answer = {"cluster": kind, "config_digest": composed.digest, "config": redacted(composed.data)}
         screen.data("submit.preview", {**answer, "origins": redacted_origins(composed.origins), "sbatch": script})
@@ -267,18 +283,9 @@ def _kind(screen: Screen, wanted: str) -> str:
     return kind
 
 
-def _script(composed: Any, slug: str) -> str:
+def _script(composed: Any) -> str:
     """The sbatch text of the first attempt, with placeholders where a submitted run has its number and nonce."""
-    from orchestrator.controller.jobs.job_spec import job_spec
-    from orchestrator.registry.records import Attempt
     from orchestrator.scheduler import slurm
-    from orchestrator.states import AttemptState
+    from orchestrator.submission.job_check import first_job
 
-    name = f"{slug}-N"
-    root = Path(composed.config.cluster.root).expanduser().absolute()
-    run = Run(
-        name=name, state=RunState.CREATED, reason="", cluster="slurm", run_dir=str(root / name),
-        config_digest=composed.digest, total_steps=0 if composed.config.command else composed.config.train.steps,
-    )  # fmt: skip
-    attempt = Attempt(run=name, number=1, state=AttemptState.INTENT, nonce="0" * 8, job_name=f"orch-{name}-1-00000000")
-    return slurm.render(job_spec(run, attempt, composed.config))
+    return slurm.render(first_job(composed.config, "slurm"))

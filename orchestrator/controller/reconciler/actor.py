@@ -9,6 +9,7 @@ from orchestrator.controller import failpoints
 from orchestrator.controller.jobs.job_changes import changes
 from orchestrator.controller.jobs.job_identity import JobRecord, identify
 from orchestrator.controller.jobs.job_spec import is_live, job_spec, oldest
+from orchestrator.controller.jobs.refused_jobs import refused
 from orchestrator.controller.jobs.scheduler_snapshot import SchedulerSnapshot
 from orchestrator.controller.jobs.submission_limits import (
     ADOPTED,
@@ -24,7 +25,7 @@ from orchestrator.controller.leasing.observed_since import Clock, ObservedSince
 from orchestrator.controller.run_dirs.bounded_files import DirectFiles, Files
 from orchestrator.controller.run_dirs.run_folder import ensure_attempt_dir
 from orchestrator.controller.run_view import RunView, stored_config
-from orchestrator.errors import ConfigError, Precondition, Retryable, SlurmUnreachable, SubmitRejected
+from orchestrator.errors import ConfigError, Precondition, SlurmUnreachable, SubmitRejected
 from orchestrator.recovery import failure_rate
 from orchestrator.registry.records import Attempt, Lease, Run, Submission
 from orchestrator.registry.store import Store
@@ -164,16 +165,9 @@ class Actor:
         stamp, domain = self.stamp(), view.run.domain
         for node in error.unknown_nodes if isinstance(error, SubmitRejected) else ():
             self.store.exclude_node(node, domain, stamp["now"], "Slurm does not know this node any more", **stamp)
-        retryable = error.retryable if isinstance(error, SubmitRejected) else Retryable.NEVER
-        # Slurm has taken a job of this run before, with the same configuration: it was no typo.
-        accepted = any(attempt.job_id for attempt in view.attempts)
-        passes = retryable is Retryable.YES or (retryable is Retryable.ONCE_ACCEPTED and accepted)
         avoided = ", ".join(view.last.excluded)
         also = f"{avoided} {EXCLUDED_HINT}" if avoided and not getattr(error, "unknown_nodes", ()) else ""
-        return Failure(
-            kind=FailureKind.SUBMIT_DEFERRED if passes else FailureKind.SUBMIT_REJECTED,
-            reason="; ".join(words for words in (error.what, error.hint, also) if words),
-        )
+        return refused(view.run, error, also, accepted=any(attempt.job_id for attempt in view.attempts))
 
     def _submit_and_look(self, view: RunView) -> Failure | None:
         attempt, scheduler = view.last, self.schedulers[view.run.cluster]

@@ -102,7 +102,8 @@ def _note_nodes(actor: Actor, run: Run, attempt: Attempt, failure: Failure | Non
 def apply(actor: Actor, run: Run, decision: Decision, now: float) -> None:
     """Move the run to where a decision sends it; what to type stands in the reason when a person is needed."""
     reason = decision.reason
-    if decision.action in (Action.HOLD, Action.FAIL) and not is_restore_test(run):
+    cured = f"orch resume {run.name} " in reason  # what to change stands there
+    if decision.action in (Action.HOLD, Action.FAIL) and not (cured or is_restore_test(run)):
         reason = f"{reason}; when it is mended: orch resume {run.name}"
     actor.store.move_run(
         run.name, _RUN_AFTER[decision.action], reason, epoch=actor.epoch, now=now, not_before=decision.not_before

@@ -109,9 +109,9 @@ def test_texts_stay_as_they_were_written(made: Compose) -> None:
 
 
 def test_numbers_in_open_maps_keep_their_type(made: Compose) -> None:
-    composed = made(READS, "+workload.args.lr=1e-3", "+workload.args.deep.list=[1, {a: true}]", "+cluster.sbatch.x=")
+    composed = made(READS, "+workload.args.lr=1e-3", "+workload.args.deep.list=[1, {a: true}]", "+cluster.sbatch.bb=")
     assert composed.config.workload.args == {"lr": 1e-3, "deep": {"list": [1, {"a": True}]}}
-    assert composed.config.cluster.sbatch == {"x": None}
+    assert composed.config.cluster.sbatch == {"bb": None}
 
 
 def test_open_maps_merge_and_entries_can_be_taken_out(made: Compose) -> None:

@@ -13,9 +13,11 @@ import pytest
 
 from orchestrator.config.compose import compose
 from orchestrator.registry.records import REFUSED
+from orchestrator.scheduler.scheduler_instance import instance_of
 from orchestrator.states import RunState
 from orchestrator.submission import resume_request
 from orchestrator.submission.run_identity import code, environment
+from tests.fakes.slurm_commands import refusing, write_commands
 from tests.orchestrator.cli.conftest import Seeds, Type
 
 
@@ -115,6 +117,36 @@ def test_resume_changes_what_may_change(orch: Type, seeds: Seeds, service: Simpl
     changed = run.store.config(run.asked()["config"])
     assert (changed["train"]["lr"], changed["cluster"]["nodes"]) == (0.5, 4)
     assert changed["data"] == run.store.config(run.digest)["data"]
+
+
+def test_resume_shows_slurm_what_it_would_submit(
+    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "allocation failure: Invalid partition name specified"
+    monkeypatch.setenv("PATH", write_commands(tmp_path / "bin", refusing(said)))
+    run = Resumable(seeds, tmp_path)
+    seeds.store.note_run(run.name, epoch=seeds.epoch, now=1.0, cluster="slurm", scheduler=instance_of("slurm")())
+    refused = orch("resume", run.name, "cluster.partition=nope", "--no-controller")
+    assert refused.code == 4
+    assert "partitions here: low, high: type cluster.partition=low" in refused.err
+    assert seeds.store.user_requests() == []
+    # What no key of the cluster has changed is not shown to Slurm.
+    assert orch("resume", run.name, "train.lr=0.5", "--no-controller").code == 0
+
+
+@pytest.mark.parametrize("bad", ["lots", "1h"])
+def test_a_run_that_was_taken_with_a_wrong_value_can_be_cured(
+    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path, bad: str
+) -> None:
+    run = Resumable(seeds, tmp_path)
+    data = run.store.config(run.digest)
+    data["cluster"] |= {"mem": "lots"} if bad == "lots" else {"time": "1h"}
+    run.store.note_run(run.name, epoch=seeds.epoch, now=1.0, config_digest=run.store.put_config(data))
+    cure = "cluster.mem=2G" if bad == "lots" else "cluster.time=1:00:00"
+    assert orch("resume", run.name, "train.lr=0.5", "--no-controller").code == 2, "it would be held again"
+    assert orch("resume", run.name, cure, "--no-controller").code == 0
+    key, _, value = cure.removeprefix("cluster.").partition("=")
+    assert run.store.config(run.asked()["config"])["cluster"][key] == value
 
 
 def test_resume_without_changes_asks_for_none(

@@ -12,6 +12,7 @@ import pytest
 from orchestrator.cli.runs import submit as submitting
 from orchestrator.registry.store import Store
 from orchestrator.states import AttemptState, RunState
+from tests.fakes.slurm_commands import refusing, write_commands
 from tests.orchestrator.cli.conftest import Type
 
 
@@ -131,6 +132,24 @@ def test_a_job_that_is_refused_for_good_says_why(
     assert done.code == 8
     assert "invalid partition" in done.err
     assert "orch resume tiny-gpt-1" in done.err
+
+
+def test_what_slurm_would_refuse_makes_no_run(
+    orch: Type, service: SimpleNamespace, tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "sbatch: error: invalid partition specified: nope\nallocation failure: Invalid partition name specified"
+    monkeypatch.setenv("PATH", write_commands(tmp_path / "bin", refusing(said)))
+    typed = [*words(tmp_path, text)[:3], "--cluster", "slurm", text, "cluster.partition=nope"]
+    done = orch(*typed)
+    assert done.code == 4
+    assert "Slurm refused the job: invalid partition specified: nope" in done.err
+    assert "partitions here: low, high: type cluster.partition=low" in done.err
+    assert orch("status", "--json").data == []
+    assert service.knocks == []
+    assert not (tmp_path / "runs").exists()
+    (warned,) = orch(*typed, "--dry-run", "--json").answer["warnings"]
+    assert warned["code"] == "slurm_refuses"
+    assert "type cluster.partition=low" in warned["message"]
 
 
 def test_submit_wait_brings_the_exit_code_of_the_run(

@@ -1,0 +1,102 @@
+"""Values that Slurm could not read are refused with the configuration, each with what to type instead."""
+
+import pytest
+
+from orchestrator.config.compose import compose
+from orchestrator.errors import ConfigError
+from orchestrator.scheduler.cluster_values import LONGEST_LEAD
+from orchestrator.scheduler.sbatch_options import FLAGS, FORMS, memory_meant, time_meant
+from orchestrator.scheduler.sbatch_values import KNOWN
+
+ENVIRON = {"HOME": "/nowhere"}
+
+REFUSED = [
+    ("cluster.mem=lots", "Slurm cannot read this", "cluster.mem takes a whole number with K, M, G or T: 64G"),
+    ("cluster.mem=8GiB", "Slurm cannot read this", "cluster.mem=8G"),
+    ("cluster.mem=1.5G", "Slurm cannot read this", "cluster.mem=1536M"),
+    ("cluster.mem=100B", "Slurm cannot read this", "cluster.mem takes a whole number with K, M, G or T: 64G"),
+    ("cluster.mem=-1", "Slurm cannot read this", "cluster.mem takes"),
+    ("cluster.mem=٣G", "Slurm cannot read this", "cluster.mem takes"),
+    ("cluster.time=1h", "as a time limit", "cluster.time=1:00:00"),
+    ("cluster.time=2d 12h", "as a time limit", "cluster.time=2-12:00:00"),
+    ("cluster.time=90 min", "as a time limit", "cluster.time=1:30:00"),
+    ("cluster.time=soon", "as a time limit", "cluster.time takes minutes, H:MM:SS or D-HH:MM:SS"),
+    ("cluster.time=", "as a time limit", "cluster.time takes minutes"),
+    ("cluster.time=-5", "as a time limit", "cluster.time takes minutes"),
+    ("cluster.time=0", "must be longer than nothing", "cluster.time takes minutes"),
+    ("cluster.time=UNLIMITED", "as a time limit", "cluster.time=7-00:00:00; a longer run continues in a new attempt"),
+    ("cluster.partition=a b", "Slurm cannot read this", "a partition name, or several with commas"),
+    ("cluster.partition=débogage", "Slurm cannot read this", "a partition name"),
+    ("cluster.partition=-p", "Slurm cannot read this", "a partition name"),
+    ("cluster.qos=high,low", "Slurm cannot read this", "cluster.qos takes a QOS name"),
+    ("cluster.account=$(rm -rf /)", "Slurm cannot read this", "cluster.account takes an account name"),
+    ("cluster.constraint=a b", "Slurm cannot read this", "node features: h100&ib"),
+    ("cluster.exclude=gpu[1-", "not a host list", "cluster.exclude takes gpu[003,017]"),
+    ("cluster.partition=a\nb", "newlines and control characters are refused", "on one line"),
+    ("cluster.interface=ib0\x00", "newlines and control characters are refused", "on one line"),
+    ("cluster.python=-c", "must not begin with '-'", "read as another option"),
+    ("cluster.signal_lead=-5", "must be from 0 to 65535 seconds", "cluster.signal_lead=120"),
+    (f"cluster.signal_lead={LONGEST_LEAD + 1}", "must be from 0 to 65535 seconds", "cluster.signal_lead=120"),
+    ("+cluster.sbatch.gres=gpu:-1", "Slurm cannot read this", "cluster.sbatch.gres takes names with numbers"),
+    ("+cluster.sbatch.gres=true", "needs a value", "gpu:a100:2"),
+    ("+cluster.sbatch.mem-per-cpu=2 GB", "Slurm cannot read this", "cluster.sbatch.mem-per-cpu=2G"),
+    ("+cluster.sbatch.time_min=1h", "Slurm cannot read this", "cluster.sbatch.time-min=1:00:00"),
+    ("+cluster.sbatch.mail-type=EVER", "Slurm cannot read this", "BEGIN, END, FAIL, ALL"),
+    ("+cluster.sbatch.threads-per-core=x", "Slurm cannot read this", "a whole number"),
+    ("+cluster.sbatch.contiguous=yes", "takes no value", "cluster.sbatch.contiguous=true sets it"),
+    ("+cluster.sbatch.reservaton=x", "no such sbatch option", "did you mean cluster.sbatch.reservation?"),
+    ("+cluster.sbatch.partition=x", "set it by its own key: cluster.partition", "cluster.partition=VALUE"),
+    ("+cluster.sbatch.output=x", "logs lie in the run directory", "~cluster.sbatch.output"),
+    ("+restore_tests.cluster.mem=lots", "restore_tests.cluster.mem='lots'", "restore_tests.cluster.mem takes"),
+    ("+restore_tests.cluster.time=1h", "restore_tests.cluster.time='1h'", "restore_tests.cluster.time=1:00:00"),
+]
+
+
+@pytest.mark.parametrize(("override", "what", "hint"), REFUSED)
+def test_what_slurm_could_not_read_is_refused_with_what_to_type(override: str, what: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose("tiny-gpt", [override], environ=ENVIRON)
+    assert what in caught.value.what
+    assert hint in caught.value.hint
+    assert f"override #1: {override}" in caught.value.where
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["cluster.mem=64G", "cluster.mem=2g", "cluster.mem=1GB", "cluster.mem=4000", "cluster.mem=0", "cluster.mem=",
+     "cluster.time=90", "cluster.time=1:30", "cluster.time=36:00:00", "cluster.time=2-0", "cluster.time=2-12:30:00",
+     "cluster.partition=gpu,gpu-long", "cluster.qos=", "cluster.account=phys.2@uni", "cluster.constraint=[a*2&b*2]",
+     "cluster.exclude=gpu[003,017],login", "cluster.signal_lead=0", "+cluster.sbatch.gres=gpu:a100:2,nvme:1",
+     "+cluster.sbatch.gres=none", "+cluster.sbatch.licenses=matlab@db:2", "+cluster.sbatch.exclusive=true",
+     "+cluster.sbatch.exclusive=user", "+cluster.sbatch.mail-type=END,TIME_LIMIT_80", "+cluster.sbatch.nice=100",
+     "+cluster.sbatch.contiguous=true", "+cluster.sbatch.switches=1@60", "+cluster.sbatch.no-kill=off",
+     "+cluster.sbatch.a-plugin-of-the-site=7"],
+)  # fmt: skip
+def test_what_slurm_reads_passes(override: str) -> None:
+    compose("tiny-gpt", [override], environ=ENVIRON)
+
+
+def test_only_one_way_to_ask_for_memory() -> None:
+    with pytest.raises(ConfigError, match="Slurm takes one of them") as caught:
+        compose("tiny-gpt", ["cluster.mem=8G", "+cluster.sbatch.mem-per-cpu=1G"], environ=ENVIRON)
+    assert caught.value.hint == "~cluster.mem or ~cluster.sbatch.mem-per-cpu"
+    compose("tiny-gpt", ["+cluster.sbatch.mem-per-cpu=1G"], environ=ENVIRON)
+
+
+@pytest.mark.parametrize("text", ["8GiB", "8 gb", "0.5T", "7.25G"])
+def test_a_size_that_is_proposed_can_be_typed(text: str) -> None:
+    compose("tiny-gpt", [f"cluster.mem={memory_meant(text)}"], environ=ENVIRON)
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [("1h", "1:00:00"), ("45m", "0:45:00"), ("36 hours", "1-12:00:00"), ("1d2h3m4s", "1-02:03:04"), ("soon", ""),
+     ("1x", ""), ("1h or so", "")],
+)  # fmt: skip
+def test_what_people_mean_by_a_time(text: str, meant: str) -> None:
+    assert time_meant(text) == meant
+
+
+def test_every_form_is_of_an_option_that_is_known() -> None:
+    assert {*FORMS, *FLAGS} <= KNOWN
+    assert not {*FORMS} & FLAGS

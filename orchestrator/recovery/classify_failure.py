@@ -7,7 +7,15 @@ from enum import StrEnum
 from orchestrator.recovery.evidence import Evidence
 from orchestrator.recovery.signatures import Role, before_cancel, earliest, scan
 from orchestrator.scheduler.interface import JobStatus
-from trainer.contract.outcome import AgentEnd, AttemptOutcome, AttemptResult, ExitCode, Failure, FailureKind
+from trainer.contract.outcome import (
+    MORE_MEMORY,
+    AgentEnd,
+    AttemptOutcome,
+    AttemptResult,
+    ExitCode,
+    Failure,
+    FailureKind,
+)
 
 LOST_AFTER = 60.0
 """Seconds of answered look-ups without the job, and of a silent heartbeat, before a job counts as lost."""
@@ -97,7 +105,7 @@ _SLURM_KINDS = {
     "BOOT_FAIL": FailureKind.LAUNCH_FAILED,
     "LAUNCH_FAILED": FailureKind.LAUNCH_FAILED,
     "RECONFIG_FAIL": FailureKind.LAUNCH_FAILED,
-    "OUT_OF_MEMORY": FailureKind.RANK_KILLED,
+    "OUT_OF_MEMORY": FailureKind.OUT_OF_MEMORY,
 }
 """States in which Slurm itself names the cause: they stay what they are."""
 
@@ -108,7 +116,9 @@ _SENDERS = frozenset({FailureKind.PREEMPTED, FailureKind.TIME_LIMIT, FailureKind
 _STOPS = frozenset({FailureKind.PREEMPTED, FailureKind.TIME_LIMIT, FailureKind.CANCELLED})
 """Why the job itself says that it had to stop."""
 _SLURMS = re.compile(r"CANCELLED AT .{0,100} DUE TO ")
-_OWN_CAUSES = frozenset({FailureKind.USER_ERROR, FailureKind.STORAGE, FailureKind.NODE_SUSPECT})
+_OWN_CAUSES = frozenset(
+    {FailureKind.USER_ERROR, FailureKind.OUT_OF_MEMORY, FailureKind.STORAGE, FailureKind.NODE_SUSPECT}
+)
 """Causes that the job saw from inside and that Slurm's word about its end must not cover."""
 
 
@@ -188,9 +198,10 @@ def _by_slurm(job: JobStatus, outcome: AttemptOutcome | None) -> Failure:
     said = f" ({job.reason})" if job.reason and job.reason != "None" else ""
     reason = f"Slurm ended job {job.job_id}: {job.state}{said}"
     node = job.nodes_down[0] if kind is FailureKind.NODE_LOST and job.nodes_down else None
-    if seen is not None and kind in (FailureKind.NODE_LOST, FailureKind.RANK_KILLED):
+    if seen is not None and kind in (FailureKind.NODE_LOST, FailureKind.OUT_OF_MEMORY):
         node = seen.node or node
         return replace(seen, kind=kind, node=node, reason=f"{reason}; the job saw: {seen.reason}")
+    reason = f"{reason}; {MORE_MEMORY}" if kind is FailureKind.OUT_OF_MEMORY else reason
     step = outcome.step if outcome else None
     # What Slurm could not launch has not exited.
     code = None if kind is FailureKind.LAUNCH_FAILED else job.exit_code

@@ -28,8 +28,8 @@ _OF_THE_CLUSTER = frozenset(
         FailureKind.UNKNOWN,
     }
 )
-_OF_A_RUN = _OF_THE_CLUSTER | {FailureKind.USER_ERROR}
-"""Ends that lose what was not saved. A bug is its own run's affair."""
+_OF_A_RUN = _OF_THE_CLUSTER | {FailureKind.USER_ERROR, FailureKind.OUT_OF_MEMORY}
+"""Ends that lose what was not saved. A bug, or a need for memory, is its own run's affair."""
 
 
 @dataclass(frozen=True, kw_only=True)

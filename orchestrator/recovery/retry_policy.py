@@ -72,6 +72,7 @@ BUDGETS = {
     FailureKind.SUBMIT_REJECTED: Budget.PERSON,
     FailureKind.SUBMISSION_LOST: Budget.PERSON,
     FailureKind.RANK_KILLED: Budget.TRIES,
+    FailureKind.OUT_OF_MEMORY: Budget.TRIES,
     FailureKind.HANG: Budget.TRIES,
     FailureKind.UNKNOWN: Budget.TRIES,
     FailureKind.TIME_LIMIT: Budget.TRIES,
@@ -126,6 +127,9 @@ def decide(
     if history[-1].drilled:
         reason = f"goes on after a drill, which uses up nothing: {failure.reason}"
         return Decision(action=Action.RETRY, reason=reason, not_before=now, exclude=exclude)
+    # Without progress nothing says that the next job would need less memory.
+    if failure.kind is FailureKind.OUT_OF_MEMORY and not _advanced(history, len(history) - 1, steps_known=steps_known):
+        return _final(failure)
     # The queue is pause enough after an end that costs nothing.
     if failure.kind in FREE_KINDS and _advanced(history, len(history) - 1, steps_known=steps_known):
         return Decision(action=Action.RETRY, reason=f"goes on after {failure.kind}", not_before=now, exclude=exclude)
@@ -158,6 +162,7 @@ _FINAL = {
     FailureKind.SUBMIT_REJECTED: (Action.HOLD, "the job was refused: ", ""),
     FailureKind.SUBMISSION_LOST: (Action.HOLD, "", ""),
     FailureKind.CANCELLED: (Action.HOLD, "", ""),
+    FailureKind.OUT_OF_MEMORY: (Action.HOLD, "", ""),
     # Both would come again at the same step, on any nodes.
     FailureKind.DESYNC: (
         Action.HOLD,

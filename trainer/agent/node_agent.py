@@ -295,11 +295,11 @@ class NodeAgent:
         generation, command = self._ranks.generation, bool(self._config.command)
         if command:
             exit_code, number = decode_shell_exit(exit_code, number)
-        reason = "killed by its agent" if self._ranks.killed else exit_words(exit_code, number)
+        info = ExitInfo.of(local, self._node.name, self._ranks.memory_kill(rank, number))
+        reason = "killed by its agent" if self._ranks.killed else exit_words(exit_code, number, info.memory_kill)
         known = {"exit_code": exit_code, "signal": number, "reason": reason}
         self._events.write(EventKind.RANK_EXITED, rank=rank, node=self._node.name, **known)
         self._peer.send("progress", generation=generation, **self._ranks.summary())
-        info = ExitInfo.of(local, self._node.name)
         end = partial(exit_report, self._attempt, generation, info, exit_code, number, command=command, logs=self._logs)
         self._exit_reports.add(end, partial(self._send_exit, self._ranks, local))
 

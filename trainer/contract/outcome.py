@@ -28,6 +28,7 @@ class FailureKind(StrEnum):
     """What ended an attempt or a generation, kept as it was until `recovery.retry_policy.decide` has seen it."""
 
     RANK_KILLED = "rank_killed"  # a rank died of a signal
+    OUT_OF_MEMORY = "out_of_memory"  # the kernel killed a rank for lack of memory, or an allocation failed
     USER_ERROR = "user_error"  # an exception of the training code, or an exit code that says never retry
     NODE_LOST = "node_lost"  # the node or its Slurm daemon died
     AGENT_LOST = "agent_lost"  # an agent process died or fell silent, its node is not known to be bad
@@ -45,6 +46,10 @@ class FailureKind(StrEnum):
     NUMERIC = "numeric"  # NaN, infinity or a loss spike that a rollback did not fix
     STORAGE = "storage"  # disk full, quota, read-only or I/O error
     UNKNOWN = "unknown"
+
+
+MORE_MEMORY = "give the job more (cluster.mem), or use less (train.micro_batch_size, train.activation_checkpointing)"
+"""What helps against OUT_OF_MEMORY on a node."""
 
 
 class AttemptResult(StrEnum):

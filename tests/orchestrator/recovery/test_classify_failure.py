@@ -33,6 +33,7 @@ def agents(text: str) -> tuple[LogTail, ...]:
 
 FINISHED = outcome(AttemptResult.FINISHED, "all ranks finished")
 KILLED = Failure(kind=FailureKind.RANK_KILLED, reason="rank 1 died of SIGKILL", rank=1, node="n2")
+SHORT_OF_MEMORY = replace(KILLED, kind=FailureKind.OUT_OF_MEMORY)
 BUG = Failure(kind=FailureKind.USER_ERROR, reason="ValueError: no", rank=0)
 
 OPEN = {
@@ -101,7 +102,13 @@ ENDS = {
         evidence("FAILED", job=job("FAILED", nodes_down=("n1",)), outcome=outcome(AttemptResult.FAILED, "", LOST)),
         End.FAILED, FailureKind.AGENT_LOST, "its connection ended",
     ),
-    "out of memory": (evidence("OUT_OF_MEMORY"), End.FAILED, FailureKind.RANK_KILLED, "OUT_OF_MEMORY"),
+    "out of memory": (
+        evidence("OUT_OF_MEMORY"), End.FAILED, FailureKind.OUT_OF_MEMORY, "OUT_OF_MEMORY; give the job more",
+    ),
+    "out of memory, seen from inside": (
+        evidence("OUT_OF_MEMORY", outcome=outcome(AttemptResult.FAILED, "", SHORT_OF_MEMORY)),
+        End.FAILED, FailureKind.OUT_OF_MEMORY, "rank 1 died of SIGKILL",
+    ),
     "boot": (evidence("BOOT_FAIL", started=False), End.FAILED, FailureKind.LAUNCH_FAILED, "BOOT_FAIL"),
     "outcome beats FAILED": (
         evidence("FAILED", outcome=outcome(AttemptResult.FAILED, "", KILLED)), End.FAILED, FailureKind.RANK_KILLED,

@@ -47,6 +47,13 @@ def after(
 
 K = FailureKind
 TABLE = {
+    "out of memory without progress": ([past(1, K.OUT_OF_MEMORY, None)], Action.HOLD, "its reason"),
+    "out of memory after a new checkpoint": (
+        [past(1, K.OUT_OF_MEMORY, 10)], Action.RETRY, "out of memory once without a new checkpoint (try 1 of 10)",
+    ),
+    "out of memory again and nothing saved": (
+        [past(1, K.OUT_OF_MEMORY, 10), past(2, K.OUT_OF_MEMORY, 10)], Action.HOLD, "its reason",
+    ),
     "rank killed": (
         [past(1, K.RANK_KILLED, 10)], Action.RETRY,
         "rank killed once without a new checkpoint (try 1 of 10); next try at Jan 12 13:46:50 UTC; the last one: its",

@@ -25,7 +25,7 @@ QUICK_SECONDS = 60.0
 FRUITLESS = 3
 """So many restarts in a row without a step that is new to the attempt are enough."""
 
-FIXED_BY_RESTART = frozenset({FailureKind.RANK_KILLED, FailureKind.HANG})
+FIXED_BY_RESTART = frozenset({FailureKind.RANK_KILLED, FailureKind.OUT_OF_MEMORY, FailureKind.HANG})
 """Failures that a new generation on the same nodes fixes."""
 
 AGAIN_SECONDS = 30.0

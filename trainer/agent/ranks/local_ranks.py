@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.agent.control import unix_transport
+from trainer.agent.processes.oom_kills import OomKills
 from trainer.agent.processes.process_tree import kill_group
 from trainer.contract.progress import Progress, ProgressCell, StopReason
 from trainer.contract.rank_messages import receive_message
@@ -64,6 +65,7 @@ class LocalRanks:
     def __init__(self, generation: int, ranks: range) -> None:
         self.generation = generation
         self.killed = False
+        self.oom_kills = OomKills()
         self.by_rank: dict[int, LocalRank] = {}
         for rank in ranks:
             ours, theirs = unix_transport.pair()
@@ -71,6 +73,10 @@ class LocalRanks:
             cell = ProgressCell.create(f"orch-progress-{rank}")
             stacks = os.memfd_create(f"orch-stacks-{rank}", os.MFD_CLOEXEC)
             self.by_rank[rank] = LocalRank(rank=rank, cell=cell, control=ours, theirs=theirs, stacks=stacks)
+
+    def memory_kill(self, rank: int, number: int | None) -> str:
+        """How the kernel killed this rank for lack of memory, in words; empty when the signal was no such kill."""
+        return self.oom_kills.words(self.by_rank[rank].pid) if number == signal.SIGKILL else ""
 
     def ask(self, reason: StopReason, deadline: float) -> None:
         """Write a request into every cell; `deadline` is on this node's monotonic clock."""
@@ -136,6 +142,7 @@ class LocalRanks:
                 kill_group(local.pid)
 
     def close(self) -> None:
+        self.oom_kills.close()
         for local in self.by_rank.values():
             local.control.close()
             if local.theirs is not None:

@@ -30,20 +30,28 @@ def decode_shell_exit(exit_code: int | None, number: int | None) -> tuple[int | 
 
 @dataclass(frozen=True, kw_only=True)
 class ExitInfo:
-    """What a rank has reported over its socket and shared memory: no file system is involved."""
+    """What a rank has reported over its socket and shared memory, and the kernel of it: no disk is involved."""
 
     rank: int
     node: str
     step: int
     stepped: bool
     exit_message: dict[str, Any] | None
+    memory_kill: str = ""  # how the kernel killed it for lack of memory
 
     @classmethod
-    def of(cls, local: LocalRank, node: str) -> "ExitInfo":
+    def of(cls, local: LocalRank, node: str, memory_kill: str = "") -> "ExitInfo":
         while local.receive_message() is not None:
             pass
         step = local.read_progress().step
-        return cls(rank=local.rank, node=node, step=step, stepped=local.stepped(), exit_message=local.exit_message)
+        return cls(
+            rank=local.rank, node=node, step=step, stepped=local.stepped(), exit_message=local.exit_message,
+            memory_kill=memory_kill,
+        )  # fmt: skip
+
+    def out_of_memory(self) -> dict[str, str]:
+        """What the report says of it, if anything."""
+        return {"out_of_memory": self.memory_kill} if self.memory_kill else {}
 
 
 async def exit_report(
@@ -72,7 +80,7 @@ async def exit_report(
         end = {**said, "signal": None, "message": (said["message"] or "")[:_LONGEST]}
     elif number == signal.SIGABRT:
         end["message"] = cpp_exception
-    return {**end, "reported": said is not None, "stepped": info.stepped}
+    return {**end, "reported": said is not None, "stepped": info.stepped, **info.out_of_memory()}
 
 
 async def _command_exit_report(
@@ -80,6 +88,7 @@ async def _command_exit_report(
 ) -> dict[str, Any]:
     """Its step is not known; its exception is in its log."""
     end: dict[str, Any] = {"exit_code": exit_code, "signal": number, "reported": True, "stepped": False}
+    end |= info.out_of_memory()
     if exit_code == 0:
         return end
     output, error_file = LastOutput(), attempt.error_file(info.rank, generation)

@@ -25,6 +25,9 @@ REPEATS = 3
 MOST_SET_ASIDE = 3
 """Checkpoints that may be set aside before the program trains on."""
 
+_OWN_KINDS = frozenset({FailureKind.USER_ERROR, FailureKind.OUT_OF_MEMORY})
+"""What a program raises by itself."""
+
 _TIME, _OUTPUT = 1.5, 1.25
 _FEW_SECONDS, _FEW_BYTES = 20.0, 400
 """Times and amounts within these ratios, or so near, are alike."""
@@ -83,7 +86,8 @@ def command_cause(ends: Sequence[RankEnd], past: CommandPast, seconds: float) ->
     """The cause among `ends`, `seconds` after this generation was started."""
     root = root_of(ends)
     cause = find_cause(ends, trained=True)
-    own = cause.failure.kind is FailureKind.USER_ERROR and cause.retry and not _OUTSIDE.search(_said(root))
+    raised = cause.failure.kind in _OWN_KINDS and cause.retry and root.signal is None
+    own = raised and not _OUTSIDE.search(_said(root))
     failure = replace(cause.failure, step=None, lines=root.lines)
     if cause.failure.kind is FailureKind.USER_ERROR and cause.retry:  # a fault of the program only once that is shown
         failure = replace(failure, kind=FailureKind.UNKNOWN)
@@ -104,7 +108,7 @@ def command_cause(ends: Sequence[RankEnd], past: CommandPast, seconds: float) ->
     kind = failure.kind
     if judgement.final:
         reason = f"{reason}{likely_cause(root, past)}"
-        kind = FailureKind.STORAGE if _of_its_checkpoint(root, past) else FailureKind.USER_ERROR
+        kind = _final_kind(kind, root, past)
     return replace(
         cause, failure=replace(failure, kind=kind, reason=reason), retry=not judgement.final, own=mine,
         set_aside=judgement.set_aside,
@@ -194,6 +198,12 @@ def likely_cause(root: RankEnd, past: CommandPast) -> str:
         f"; it had trained before, so the likely cause is what it loads now: its own newest checkpoint{which}. "
         "With checkpoints.path=FOLDER orch sets a torn one aside"
     )
+
+
+def _final_kind(kind: FailureKind, root: RankEnd, past: CommandPast) -> FailureKind:
+    if kind is FailureKind.OUT_OF_MEMORY and not (past.newest is not None and past.newest.damage):
+        return kind
+    return FailureKind.STORAGE if _of_its_checkpoint(root, past) else FailureKind.USER_ERROR
 
 
 def _of_its_checkpoint(root: RankEnd, past: CommandPast) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.contract.outcome import ExitCode, Failure, FailureKind
+from trainer.contract.outcome import MORE_MEMORY, ExitCode, Failure, FailureKind
 
 _STORAGE = re.compile(
     r"\[Errno (5|28|30|122)\]|No space left on device|Disk quota exceeded|Input/output error|Read-only file system"
@@ -22,9 +22,20 @@ _RENDEZVOUS = re.compile(
 )
 _MISMATCH = re.compile(r"Is there a distributed collective mismatch|Detected mismatch between collectives on ranks")
 """What gloo says before it aborts the process, and torch with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+_OUT_OF_MEMORY = re.compile(
+    r"^(OutOfMemoryError|MemoryError)\b|CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
+    r"|DefaultCPUAllocator: (can't allocate|not enough) memory|\[Errno 12\]|Cannot allocate memory"
+)
+"""What Python and torch raise where the kernel does not kill."""
+_OF_A_GPU = re.compile(r"OutOfMemoryError|CUDA|CUBLAS")
 _BAD_STEP = "BadStep"
 """The exception of all ranks alike when they have read a loss that is none to go on from."""
 _RESERVED = (ExitCode.STORAGE, ExitCode.RETRY, ExitCode.NODE_SUSPECT, ExitCode.NEVER_RETRY)
+_LESS_OF_A_GPU = (
+    "use less of the GPU (train.micro_batch_size, train.activation_checkpointing=true), or share the model among more "
+    "ranks (parallel.dp_shard, parallel.tp)"
+)
+_OF_A_COMMAND = "give the job more (cluster.mem), or let the program use less, as with smaller batches"
 GOOD = (ExitCode.FINISHED, ExitCode.STOPPED_AFTER_SAVE)
 
 
@@ -48,6 +59,7 @@ class RankEnd:
     position: int | None = None  # in the data, of the batch of a bad step
     lines: tuple[str, ...] = ()  # the last ones that a command wrote
     written: int = 0  # bytes that a command wrote to its log in this generation
+    out_of_memory: str = ""  # how the kernel killed it for lack of memory, in words
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any], node: str, at: float) -> "RankEnd":
@@ -56,7 +68,8 @@ class RankEnd:
         return cls(
             rank=int(message["rank"]), node=node, at=at, secondary=bool(message.get("secondary")),
             reported=bool(message["reported"]),
-            lines=tuple(message.get("lines", ())), written=int(message.get("written", 0)), **fields,
+            lines=tuple(message.get("lines", ())), written=int(message.get("written", 0)),
+            out_of_memory=str(message.get("out_of_memory") or ""), **fields,
         )  # fmt: skip
 
     @property
@@ -101,7 +114,7 @@ def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "") -
     root = root_of(ends)
     kind, retry, what = _classify(root)
     mark = f"{root.exception or root.signal or root.exit_code}@{root.step}"
-    own_exception = kind is FailureKind.USER_ERROR and retry
+    own_exception = kind in (FailureKind.USER_ERROR, FailureKind.OUT_OF_MEMORY) and retry
     # Nothing worked yet, so nothing suggests that it would work the next time.
     if own_exception and not trained:
         retry, what = False, f"{what}, before the first step"
@@ -143,6 +156,8 @@ def _classify(end: RankEnd) -> tuple[FailureKind, bool, str]:
     said = f"{end.exception}: {end.message}" if end.exception else ""
     if _mismatch(end):
         return FailureKind.DESYNC, False, f"met another collective than its own: {_short(end.message or '')}"
+    if end.out_of_memory:
+        return FailureKind.OUT_OF_MEMORY, True, f"ran out of memory: {end.out_of_memory}; {_memory_hint(end)}"
     if end.signal is not None:
         return FailureKind.RANK_KILLED, True, f"was killed by {signal_name(end.signal)}"
     if end.exit_code == ExitCode.NEVER_RETRY:
@@ -157,6 +172,8 @@ def _classify(end: RankEnd) -> tuple[FailureKind, bool, str]:
         return FailureKind.STORAGE, False, f"could not use its storage (exit code 74){_after(said)}"
     if _STORAGE.search(said):
         return FailureKind.STORAGE, False, f"could not use its storage: {_short(said)}"
+    if _OUT_OF_MEMORY.search(said) and not end.secondary:
+        return FailureKind.OUT_OF_MEMORY, True, f"ran out of memory: {_short(said)}; {_memory_hint(end)}"
     if end.secondary:
         return FailureKind.UNKNOWN, True, f"only saw a peer go away: {_short(said)}"
     if end.exit_code == ExitCode.RETRY:
@@ -170,13 +187,22 @@ def _classify(end: RankEnd) -> tuple[FailureKind, bool, str]:
     return FailureKind.USER_ERROR, True, f"ended with exit code {end.exit_code}"
 
 
+def _memory_hint(end: RankEnd) -> str:
+    """What to change; the steps, and the settings, of a command are not known."""
+    if end.step is None:
+        return _OF_A_COMMAND
+    return _LESS_OF_A_GPU if _OF_A_GPU.search(f"{end.exception}: {end.message}") else MORE_MEMORY
+
+
 def _mismatch(end: RankEnd) -> bool:
     """Whether it says that ranks called different collectives, which no restart fixes."""
     return bool(end.message) and not end.secondary and bool(_MISMATCH.search(end.message or ""))
 
 
-def exit_words(exit_code: int | None, number: int | None) -> str:
+def exit_words(exit_code: int | None, number: int | None, memory_kill: str = "") -> str:
     """How a process ended, for people."""
+    if memory_kill:
+        return f"out of memory: {memory_kill}"
     return f"killed by {signal_name(number)}" if number is not None else f"exit code {exit_code}"
 
 

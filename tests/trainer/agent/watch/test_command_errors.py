@@ -54,6 +54,17 @@ def test_the_same_exception_soon_after_the_start_three_times_in_a_row_is_the_use
     assert cause.failure.reason == "rank 0 on n0 raised ValueError: bad, 3 times in a row within 5 s of its start"
 
 
+def test_memory_that_is_short_again_and_again_stays_that():
+    program, short = Program(), raised("OutOfMemoryError", "CUDA out of memory. Tried to allocate 20.00 GiB")
+    for _ in range(REPEATS - 1):
+        assert program.fails(short).failure.kind is FailureKind.OUT_OF_MEMORY
+    cause = program.fails(short)
+    assert (cause.retry, cause.failure.kind) == (False, FailureKind.OUT_OF_MEMORY)
+    assert "let the program use less, as with smaller batches" in cause.failure.reason
+    killed = Program().fails(end(exit_code=None, signal=signal.SIGKILL, out_of_memory="the kernel killed it"))
+    assert (killed.retry, killed.failure.kind) == (True, FailureKind.OUT_OF_MEMORY)
+
+
 def test_a_bare_exit_code_soon_after_the_start_is_judged_by_the_last_line():
     typo = end(exit_code=2, lines=("usage: train.py", "train.py: error: unrecognized arguments: --epohcs"))
     assert not Program().times(3, typo).retry

@@ -1,0 +1,65 @@
+"""Failures for lack of memory are told from kills and bugs, with what to change."""
+
+import signal
+from typing import Any
+
+import pytest
+
+from trainer.agent.watch.root_cause import RankEnd, exit_words, find_cause
+from trainer.contract.outcome import FailureKind
+
+KILLED = {"signal": signal.SIGKILL, "out_of_memory": "the kernel killed it, its cgroup may have 4.0 GiB"}
+GPU = {"exit_code": 1, "exception": "OutOfMemoryError", "message": "CUDA out of memory. Tried to allocate 20.00 GiB"}
+ENDS: dict[str, tuple[dict[str, Any], FailureKind, str]] = {
+    "kernel": (KILLED, FailureKind.OUT_OF_MEMORY, "may have 4.0 GiB; give the job more (cluster.mem), or use less"),
+    "GPU": (GPU, FailureKind.OUT_OF_MEMORY, "20.00 GiB; use less of the GPU (train.micro_batch_size, "),
+    "Python": ({"exit_code": 1, "exception": "MemoryError", "message": ""}, FailureKind.OUT_OF_MEMORY, "cluster.mem"),
+    "torch on the CPU": (
+        {
+            "exit_code": 1, "exception": "RuntimeError",
+            "message": "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you",
+        },
+        FailureKind.OUT_OF_MEMORY, "cluster.mem",
+    ),
+    "somebody's kill": ({"signal": signal.SIGKILL}, FailureKind.RANK_KILLED, "was killed by SIGKILL"),
+    "a word of it": (
+        {"exit_code": 1, "exception": "ValueError", "message": "the MemoryError class is not callable"},
+        FailureKind.USER_ERROR, "raised ValueError",
+    ),
+}  # fmt: skip
+
+
+def end(**fields: Any) -> RankEnd:
+    return RankEnd(**{"rank": 1, "node": "n1", "at": 1.0, "step": 7, **fields})
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_what_ended_the_rank(name: str) -> None:
+    fields, kind, words = ENDS[name]
+    cause = find_cause([end(**fields)], trained=True)
+    assert cause.failure.kind is kind
+    assert words in cause.failure.reason
+    assert cause.retry
+
+
+@pytest.mark.parametrize("fields", [KILLED, GPU], ids=["kernel", "GPU"])
+def test_before_the_first_step_or_twice_at_one_step_no_restart_helps(fields: dict[str, Any]) -> None:
+    first = find_cause([end(**fields)], trained=False)
+    assert not first.retry
+    assert first.failure.reason.endswith(", before the first step")
+    again = find_cause([end(**fields)], trained=True, last_mark=find_cause([end(**fields)], trained=True).mark)
+    assert (again.retry, again.failure.kind) == (False, FailureKind.OUT_OF_MEMORY)
+
+
+def test_it_is_the_root_of_what_its_peers_only_saw() -> None:
+    lost = end(
+        rank=0, at=0.5, exit_code=75, exception="RuntimeError", message="Connection reset by peer", secondary=True
+    )
+    cause = find_cause([lost, end(**KILLED)], trained=True)
+    assert (cause.failure.kind, cause.failure.rank) == (FailureKind.OUT_OF_MEMORY, 1)
+
+
+def test_it_travels_in_the_report_of_the_exit() -> None:
+    sent = {"rank": 1, "signal": 9, "reported": False, "step": 3, "out_of_memory": "the kernel killed it"}
+    assert RankEnd.from_message(sent, "n1", 1.0).out_of_memory == "the kernel killed it"
+    assert exit_words(None, 9, "the kernel killed it") == "out of memory: the kernel killed it"

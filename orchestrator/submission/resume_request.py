@@ -12,10 +12,11 @@ from orchestrator.errors import Precondition
 from orchestrator.registry.records import Run
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.job_environment import Submitter
+from orchestrator.scheduler.scheduler_instance import instance_of
 from orchestrator.states import RunState
 from orchestrator.submission import user_code
 from orchestrator.submission.resume_contract import Change, check_keys, config_changes, identity_changes, require
-from orchestrator.submission.run_identity import code, environment
+from orchestrator.submission.run_identity import client, code, environment
 from trainer.contract.config import build
 
 
@@ -39,7 +40,7 @@ def resume_request(store: Store, run: Run, overrides: Sequence[str], accepted: C
         made = build(RunConfig, data)
         assert isinstance(made, RunConfig)
         config = made
-    identity = current_identity(run, config)
+    identity = current_identity(run, config) | _client_here(run)
     differs = identity_changes(run.identity, identity)
     require([*changes, *differs], {change.key for change in changes} | set(accepted))
     _require_more_steps(run, config, changes)
@@ -58,6 +59,12 @@ def _require_tiers(before: RunConfig, now: RunConfig) -> None:
                 where="checkpoint.tiers",
                 hint=f"leave {{path: {path}}} in the list; others may be added",
             )
+
+
+def _client_here(run: Run) -> dict[str, Any]:
+    """What this shell's Slurm commands go by, where they reach the run's Slurm: it may have moved since the submit."""
+    reached = instance_of(run.cluster)() if run.cluster == "slurm" else ""
+    return client(run.cluster) if reached and run.scheduler in ("", reached) else {}
 
 
 def current_identity(run: Run, config: RunConfig) -> dict[str, Any]:

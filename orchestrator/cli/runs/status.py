@@ -7,6 +7,7 @@ import click
 
 from orchestrator.cli.access.registry import open_store, require_registry
 from orchestrator.cli.access.run_location import TAKE_OVER, controller_state
+from orchestrator.cli.access.slurm_environment import silence_of
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, decimal, host_list, iso, plain, progress, span
 from orchestrator.controller.leasing.lease import displayed_state, host_of
@@ -281,6 +282,8 @@ def _controller(lease: Lease, now: float, named: bool) -> str:
     state = displayed_state(lease, now)
     if state.stalled:
         return f"{state.reason}{of}, {looked}"
+    if state.alive and silence_of(lease):
+        return f"controller{of} gets no answer from Slurm ({looked}, {host_of(lease.holder)})"
     if state.alive:
         return f"controller{of} ok ({looked}, {host_of(lease.holder)})"
     return f"controller{of} none ({looked})"

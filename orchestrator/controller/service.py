@@ -12,10 +12,12 @@ from pathlib import Path
 from types import FrameType
 
 from orchestrator.controller.after_pass import LAST_WORD_WITHIN, AfterPass
+from orchestrator.controller.environment_search import SlurmWatch, adopt_at_start
 from orchestrator.controller.jobs.partition_sizes import PartitionSizes
 from orchestrator.controller.leasing import lease as leases
+from orchestrator.controller.leasing.host_file import host_file
 from orchestrator.controller.leasing.lease import Holder, displayed_state, host_name
-from orchestrator.controller.leasing.lease_wait import SLACK, acquire_once, host_file, single_waiter, wait_for_lease
+from orchestrator.controller.leasing.lease_wait import SLACK, acquire_once, single_waiter, wait_for_lease
 from orchestrator.controller.leasing.observed_since import Clock, ObservedSince
 from orchestrator.controller.reconciler.reconcile import Controller, TickReport
 from orchestrator.controller.rotated_log import RotatedLog
@@ -199,6 +201,7 @@ def tick_once(
     `force_tests`: restore tests begin whatever their schedule and budget say. A stalled controller is replaced once its
     lease has expired; for so long, or for `patience` seconds, this waits. Raises RegistryError.
     """
+    adopt_at_start(store_path, kind)
     key = lease_key(kind)
     _upgrade(store_path)
     if status(store_path, key).alive and not _is_mine(store_path, key):
@@ -232,6 +235,7 @@ def run_daemon(store_path: Path, idle_exit_s: float | None = None, kind: str = "
 
     os.environ.setdefault("SPT_NOENV", "1")
     setproctitle(f"orch-controller {store_path}")
+    adopt_at_start(store_path, kind)
     with _controller(store_path, kind, lease_key(kind)) as controller:
         Daemon(controller, idle_exit_s, kind).run()
 
@@ -243,6 +247,7 @@ class Daemon:
         self.controller, self.idle_exit_s, self.kind = controller, idle_exit_s, kind
         self.stopping = False
         self._after = AfterPass.of(controller)
+        self._watch = SlurmWatch(controller.store.database.path, kind, controller)
         self._lease: Lease | None = None
         self._served: set[str] = set()  # the schedulers that it has had a lease for
         self._pause = SHORTEST
@@ -334,7 +339,8 @@ class Daemon:
         self.controller.store.database.after_commit(set())  # records that a hung directory has kept back
         epoch, now = self.controller.actor.epoch, time.time()
         tests, told = self._after.tests.run(epoch, now), self._after.notifications.run(epoch, now)
-        report = replace(report, changed=report.changed or bool(tests), actions=(*report.actions, *tests, *told))
+        changed = self._watch.after(report) or report.changed or bool(tests)
+        report = replace(report, changed=changed, actions=(*report.actions, *tests, *told))
         for line in (*report.actions, *report.errors):
             log.info("%s", line)
         for kind in report.unreachable:

@@ -36,15 +36,21 @@ def require(program: str) -> None:
         )
 
 
-def run_command(command: list[str], timeout: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end; raises SlurmUnreachable when it is missing, takes too long or got no answer."""
-    if shutil.which(command[0]) is None:
+def run_command(
+    command: list[str], timeout: float = TIMEOUT_S, environ: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end; raises SlurmUnreachable when it is missing, takes too long or got no answer.
+
+    `environ`: another environment than this process's own.
+    """
+    environ = os.environ if environ is None else environ
+    if shutil.which(command[0], path=environ.get("PATH", os.defpath)) is None:
         hint = "load Slurm's module, or work on a login node of the cluster"
         raise SlurmUnreachable(f"{command[0]} is not on PATH: Slurm cannot be asked", hint=hint)
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=timeout, check=False,
-            stdin=subprocess.DEVNULL, env=query_environment(os.environ),
+            stdin=subprocess.DEVNULL, env=query_environment(environ),
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise SlurmUnreachable(

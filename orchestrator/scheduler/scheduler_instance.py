@@ -9,7 +9,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from subprocess import CompletedProcess
 
 from orchestrator.errors import SlurmUnreachable
@@ -58,21 +58,21 @@ def read_instance(text: str) -> str:
     return f"{cluster}@{host.partition('(')[0]}:{port}/{digest}"
 
 
-def _ask_shortly(command: list[str]) -> CompletedProcess[str]:
-    return run_command(command, ANSWER_WITHIN)
-
-
 class SlurmInstance:
-    """The Slurm that this process reaches now; `silence` says why it is not known."""
+    """The Slurm that this process reaches now, or would with other variables; `silence` says why it is not known."""
 
-    def __init__(self, asking: CommandRunner = _ask_shortly, mono: Callable[[], float] = time.monotonic) -> None:
-        self._ask, self._mono = asking, mono
+    def __init__(
+        self, asking: CommandRunner | None = None, mono: Callable[[], float] = time.monotonic,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:  # fmt: skip
+        self._ask = asking or (lambda command: run_command(command, ANSWER_WITHIN, environ))
+        self._mono, self._environ = mono, environ
         self._known, self._until, self._source = "", 0.0, ""
         self.silence = ""
 
     def __call__(self) -> str:
         """Its name; empty when it does not answer, which is never another one."""
-        source = _source()
+        source = _source(self._environ)
         if not self._known or self._mono() >= self._until or source != self._source:
             self._source = source
             self._known = self._find()
@@ -91,15 +91,15 @@ class SlurmInstance:
         return found
 
 
-def _source() -> str:
+def _source(environ: Mapping[str, str]) -> str:
     """What a change of shows that another Slurm may be meant: the configuration's place, and its file."""
-    place = os.environ.get("SLURM_CONF", "/etc/slurm/slurm.conf")
+    place = environ.get("SLURM_CONF", "/etc/slurm/slurm.conf")
     try:
         seen = os.stat(place)
         file = f"{seen.st_dev}:{seen.st_ino}:{seen.st_mtime_ns}:{seen.st_size}"
     except OSError:
         file = "none"  # configless
-    return f"{place} {file} {os.environ.get('SLURM_CLUSTERS', '')}"
+    return f"{place} {file} {environ.get('SLURM_CLUSTERS', '')}"
 
 
 class LocalInstance:

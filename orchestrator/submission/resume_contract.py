@@ -174,6 +174,7 @@ IDENTITY: Mapping[str, Term] = {
     "data.tokens": _PLACE,
     "data.shards": _PLACE,
     "job": _PLACE,
+    "slurm_client": _PLACE,
     "submit_dir": _PLACE,
     "host": _PLACE,
     "imported": _PLACE,

@@ -18,7 +18,7 @@ from orchestrator.states import RunState
 from orchestrator.submission import user_code
 from orchestrator.submission.job_check import check_script, check_with_slurm
 from orchestrator.submission.resume_contract import Change, check_keys, config_changes, identity_changes, require
-from orchestrator.submission.run_identity import code, environment
+from orchestrator.submission.run_identity import client, code, environment
 from trainer.contract.config import build
 
 
@@ -43,7 +43,7 @@ def resume_request(store: Store, run: Run, overrides: Sequence[str], accepted: C
         made = build(RunConfig, data)
         assert isinstance(made, RunConfig)
         config = made
-    identity = current_identity(run, config)
+    identity = current_identity(run, config) | _client_here(run)
     differs = identity_changes(run.identity, identity)
     require([*changes, *differs], {change.key for change in changes} | set(accepted))
     _require_more_steps(run, config, changes)
@@ -78,6 +78,12 @@ def _check_job(run: Run, config: RunConfig) -> None:
     check_script(config, run.cluster)
     if run.cluster == "slurm":
         check_with_slurm(config, lambda _: None)
+
+
+def _client_here(run: Run) -> dict[str, Any]:
+    """What this shell's Slurm commands go by, where they reach the run's Slurm: it may have moved since the submit."""
+    reached = instance_of(run.cluster)() if run.cluster == "slurm" else ""
+    return client(run.cluster) if reached and run.scheduler in ("", reached) else {}
 
 
 def current_identity(run: Run, config: RunConfig) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.run_config import RunConfig
+from orchestrator.scheduler.client_environment import RECORDED, ClientEnvironment
 from orchestrator.scheduler.job_environment import SECRET, Submitter
 
 DIFF_LIMIT = 256 * 1024
@@ -37,7 +38,13 @@ def identify(
         "job": Submitter.here(environ).to_json(),
         "data": data,
         "submit_dir": os.getcwd(),
+        **client(kind, environ),
     }
+
+
+def client(kind: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """What says which Slurm was meant, for a run that goes there: a controller without it can go on with it."""
+    return {RECORDED: ClientEnvironment.here(environ).to_json()} if kind == "slurm" else {}
 
 
 def code(config: RunConfig, folder: Path | None = None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from orchestrator.cli.access.run_location import START, TAKE_OVER, controller_state
+from orchestrator.cli.access.slurm_environment import silence_of
 from orchestrator.cli.terminal.command_classes import Noun
 from orchestrator.cli.terminal.render import Screen, iso, span
 from orchestrator.errors import Precondition, SlurmUnreachable
@@ -129,16 +130,21 @@ def _pass() -> "tuple[TickReport | None, str]":
 def status(screen: Screen) -> None:
     """Say which controllers are alive, for which clusters, and when they last looked at the runs."""
     from orchestrator.controller import service
+    from orchestrator.registry import fast_queries
 
     health, every = service.status(registry_path()), service.statuses(registry_path())
+    silences = {held.scheduler: silence_of(held) for held in fast_queries.leases(registry_path())}
     if screen.json:
-        screen.data("controller.status", {**_plain(health), "controllers": _plain(every)})
+        controllers = [{**_plain(one), "silence": silences.get(one.scheduler, "")} for one in every]
+        screen.data("controller.status", {**_plain(health), "controllers": controllers})
         return
     for one in every or [health]:
         looked = f"looked at the runs {span(time.time() - one.ticked_at)} ago" if one.ticked_at else "no look yet"
         of = f" for {one.scheduler}" if one.scheduler else ""
         if one.alive:
-            screen.say(f"alive{of}: pid {one.pid} on {one.host}, {looked}")
+            silence = silences.get(one.scheduler, "")
+            mute = f"; gets no answer from Slurm: {silence}" if silence else ""
+            screen.say(f"alive{of}: pid {one.pid} on {one.host}, {looked}{mute}")
         elif one.stalled:
             screen.say(f"{one.reason}{of}, {looked}; {TAKE_OVER}")
         else:

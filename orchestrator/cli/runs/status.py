@@ -7,6 +7,7 @@ import click
 
 from orchestrator.cli.access.registry import open_store, require_registry
 from orchestrator.cli.access.run_location import START, TAKE_OVER, controller_state, where_to_start
+from orchestrator.cli.access.slurm_environment import silence_of
 from orchestrator.cli.runs.edited_config import warn_of_edited_config
 from orchestrator.cli.runs.next_commands import go_on, look_closer
 from orchestrator.cli.runs.notified import warn_of_untold
@@ -320,6 +321,8 @@ def _controller(lease: Lease, now: float, named: bool) -> str:
     state = displayed_state(lease, now)
     if state.stalled:
         return f"{state.reason}{of}, {looked}"
+    if state.alive and silence_of(lease):
+        return f"controller{of} gets no answer from Slurm ({looked}, {host_of(lease.holder)})"
     if state.alive:
         return f"controller{of} ok ({looked}, {host_of(lease.holder)})"
     return f"controller{of} none ({looked})"

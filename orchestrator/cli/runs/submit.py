@@ -12,6 +12,7 @@ import click
 
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.access.run_location import START, TAKE_OVER, controller_state
+from orchestrator.cli.access.slurm_environment import compare_with_controller, silence_of
 from orchestrator.cli.config import OVERRIDES, print_config
 from orchestrator.cli.runs.follow import detached, end_error, wait_until_end
 from orchestrator.cli.runs.status import one_row
@@ -143,6 +144,7 @@ def launch(
 ) -> dict[str, Any]:
     """Write the run down, see to it that somebody launches it, and wait for its job; the data of `orch submit`."""
     from orchestrator.controller import service
+    from orchestrator.scheduler.available_schedulers import resolve
     from orchestrator.submission import create_run as launching
 
     screen.if_interrupted = lambda: "interrupted: no run was made"
@@ -150,6 +152,8 @@ def launch(
     def recorded(run: Run) -> None:
         screen.if_interrupted = lambda: detached(run.name)
 
+    if not no_controller:
+        compare_with_controller(screen, resolve(cluster or composed.config.cluster.kind))
     _ask_slurm(screen, composed, cluster)
     with open_store() as store, screen.bar("tokenizing") as meter:
         run, attempt = launching.create_run(
@@ -176,7 +180,7 @@ def launch(
             hint=f"do not submit it again; {TAKE_OVER if state.stalled else START}",
         )
     if row["job_id"] is None:
-        screen.warn("no_job_yet", f"no job yet; whoever drives the run goes on trying: orch status {run.name}")
+        screen.warn("no_job_yet", _no_job_yet(row))
     return {
         "run": run.name, "attempt": attempt.number, "job_id": row["job_id"], "cluster": run.cluster,
         "run_dir": run.run_dir, "config_digest": run.config_digest, "tags": list(tags),
@@ -192,6 +196,19 @@ def _ask_slurm(screen: Screen, composed: Any, cluster: str | None) -> None:
     if kind == "slurm" and kind in kinds():
         check_script(composed.config, kind)
         check_with_slurm(composed.config, lambda words: screen.warn("slurm_refuses_now", words))
+
+
+def _no_job_yet(row: dict[str, Any]) -> str:
+    """Why the run has no job, as far as its controller has said; whether this shell says which Slurm is meant."""
+    from orchestrator.registry import fast_queries
+
+    why = row["reason"] or silence_of(fast_queries.lease(registry_path(), row["scheduler"] or None))
+    unset = "" if row["scheduler"] or row["cluster"] != "slurm" or os.environ.get("SLURM_CONF") else _UNSET
+    said = f"no job yet{f': {why}' if why else ''}{unset}"
+    return f"{said}; the controller goes on trying: orch status {row['run']}"
+
+
+_UNSET = "; SLURM_CONF is not set here: where it must be, set it and type `orch controller tick`"
 
 
 def _await_job(screen: Screen, run: str, kind: str, *, no_controller: bool) -> tuple[dict[str, Any], tuple[str, ...]]:

@@ -1,14 +1,14 @@
 """Waiting for a lease that another process holds: a single pass for a while, a daemon until it knows who lives."""
 
 import fcntl
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from orchestrator.controller.leasing.lease import Holder, acquire, displayed_state, host_name
+from orchestrator.controller.leasing.host_file import host_file
+from orchestrator.controller.leasing.lease import Holder, acquire, displayed_state
 from orchestrator.controller.leasing.observed_since import ObservedSince
 from orchestrator.registry.records import Lease
 from orchestrator.registry.store import Store
@@ -19,12 +19,6 @@ AGAIN = 0.25
 """Seconds between tries for the lease: single passes leave gaps that are no longer than this."""
 SLACK = 15.0
 """Seconds beyond the lease's own for which a pass waits until a stalled controller may be replaced."""
-
-
-def host_file(store_path: Path, what: str, key: str) -> Path:
-    """A file beside the registry of this host's controller of one scheduler: several must not share one."""
-    digest = hashlib.sha256(key.encode()).hexdigest()[:8]
-    return store_path.with_name(f".{store_path.name}.{what}.{host_name()}.{digest}")
 
 
 @contextmanager

@@ -1,0 +1,50 @@
+"""This shell's way to Slurm beside the controller's: what differs, and what to do when only one of them is answered."""
+
+import time
+
+from orchestrator.cli.terminal.render import Screen
+from orchestrator.controller.leasing.lease import displayed_state, host_of
+from orchestrator.controller.slurm_contact import SlurmContact, read_contact
+from orchestrator.errors import Precondition
+from orchestrator.home import registry_path
+from orchestrator.registry.records import Lease
+from orchestrator.scheduler.client_environment import ClientEnvironment
+
+RESTART = "`orch controller stop`, then the same again: the next controller has this shell's environment"
+
+
+def contact_of(lease: Lease | None) -> SlurmContact | None:
+    """What the controller that lives with this lease goes by; None when none lives, or it has not said."""
+    return read_contact(registry_path(), lease) if displayed_state(lease, time.time()).alive else None
+
+
+def silence_of(lease: Lease | None) -> str:
+    """Why a living controller gets no answer from its Slurm; empty when it does."""
+    contact = contact_of(lease)
+    return contact.silence if contact is not None else ""
+
+
+def compare_with_controller(screen: Screen, kind: str) -> None:
+    """Before a submit: say what the controller that lives goes by, where that matters.
+
+    Raises Precondition when it gets no answer for want of something that cannot be handed on.
+    """
+    if kind != "slurm":
+        return
+    from orchestrator.controller.service import lease_key
+    from orchestrator.registry import fast_queries
+
+    lease = fast_queries.lease(registry_path(), lease_key(kind))
+    contact, mine = contact_of(lease), ClientEnvironment.here()
+    if lease is None or contact is None:
+        return
+    who, differs = f"the controller (pid {contact.pid} on {host_of(lease.holder)})", contact.client.differences(mine)
+    if contact.silence and contact.client.token != mine.token:
+        raise Precondition(
+            f"{who} gets no answer from Slurm: {contact.silence}", where=f"its {'; its '.join(differs)}", hint=RESTART
+        )
+    if contact.silence and differs:
+        screen.note(f"{who} gets no answer from Slurm; it goes on with this shell's environment")
+    elif contact.client.sbatch != mine.sbatch:
+        words = f"{who} submits with {contact.client.sbatch}, not with this shell's {mine.sbatch}; {RESTART}"
+        screen.warn("other_sbatch", words)

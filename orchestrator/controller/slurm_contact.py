@@ -1,0 +1,40 @@
+"""What a controller's environment is, and whether Slurm answers it: in a file beside the registry, for all others."""
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpointing.storage.durable import dump_line, read_json, write_atomically
+from orchestrator.controller.leasing.host_file import host_file
+from orchestrator.controller.leasing.lease import Holder
+from orchestrator.registry.records import Lease
+from orchestrator.scheduler.client_environment import ClientEnvironment
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmContact:
+    """What a controller has written down: its environment, and why Slurm does not answer it (empty: it does)."""
+
+    pid: int
+    client: ClientEnvironment
+    silence: str = ""
+
+
+def read_contact(store_path: Path, lease: Lease | None) -> SlurmContact | None:
+    """What the holder of a lease has written down; None when there is none, or it is somebody else's by now."""
+    holder = Holder.parse(lease.holder) if lease is not None else None
+    if lease is None or holder is None:
+        return None
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        fields = read_json(host_file(store_path, "slurm", lease.scheduler, holder.host))
+        client = ClientEnvironment.of(fields["client"])
+        if client is not None and fields["pid"] == holder.pid:
+            return SlurmContact(pid=fields["pid"], client=client, silence=str(fields["silence"]))
+    return None
+
+
+def write_contact(store_path: Path, scheduler: str, silence: str) -> None:
+    """Write down what this process has; raises OSError."""
+    fields = {"pid": os.getpid(), "client": ClientEnvironment.here().to_json(), "silence": silence}
+    write_atomically(host_file(store_path, "slurm", scheduler), dump_line(fields).encode())

@@ -1,0 +1,80 @@
+"""What decides which Slurm the commands of a process reach: variables that Slurm's clients read, and PATH's sbatch.
+
+A controller lives longer than the shell that started it, and another shell may know better where Slurm is by now.
+"""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Mapping, MutableMapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+RECORDED = "slurm_client"
+"""Key of a run's identity: what its submitter had."""
+NAMES = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS")
+"""Which Slurm is meant. Options of single commands (SBATCH_*, SQUEUE_*, ...) never reach them."""
+TOKEN = "SLURM_JWT"  # noqa: S105  # the name of the variable
+"""Who asks: a secret, of which only a digest is kept, and which so cannot be handed on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientEnvironment:
+    """That part of a process's environment; `token` is the digest of its TOKEN, empty for none."""
+
+    variables: dict[str, str] = field(default_factory=dict)
+    sbatch: str = ""  # its path; empty: not on PATH
+    token: str = ""
+
+    @classmethod
+    def here(cls, environ: Mapping[str, str] = os.environ) -> Self:
+        """Of this process."""
+        token = environ.get(TOKEN, "")
+        return cls(
+            variables={name: environ[name] for name in NAMES if environ.get(name)},
+            sbatch=shutil.which("sbatch", path=environ.get("PATH", os.defpath)) or "",
+            token=hashlib.sha256(token.encode(errors="surrogateescape")).hexdigest()[:12] if token else "",
+        )
+
+    @classmethod
+    def of(cls, fields: Any) -> Self | None:
+        """As `to_json` has left it; None for anything else, and where nothing was recorded."""
+        try:
+            variables = {str(name): str(value) for name, value in fields["variables"].items() if name in NAMES}
+            return cls(variables=variables, sbatch=str(fields["sbatch"]), token=str(fields.get("token", "")))
+        except (KeyError, TypeError, AttributeError):
+            return None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def differences(self, other: "ClientEnvironment") -> list[str]:
+        """What differs from another one's, each in a few words: `SLURM_CONF is /a, not /b`."""
+        found = [
+            f"{name} is {self.variables.get(name, 'unset')}, not {other.variables.get(name, 'unset')}"
+            for name in NAMES
+            if self.variables.get(name) != other.variables.get(name)
+        ]
+        if self.sbatch != other.sbatch:
+            found.append(f"sbatch is {self.sbatch or 'not on PATH'}, not {other.sbatch or 'missing from PATH'}")
+        return [*found, f"{TOKEN} is another one"] if self.token != other.token else found
+
+    def can_replace(self, other: "ClientEnvironment") -> bool:
+        """Whether taking it over changes anything: a token cannot be taken over."""
+        return (self.variables, self.sbatch) != (other.variables, other.sbatch)
+
+    def applied(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """The variables `environ` of a process with these instead of its own."""
+        changed = {name: value for name, value in environ.items() if name not in NAMES} | self.variables
+        folder = os.path.dirname(self.sbatch)
+        found = shutil.which("sbatch", path=environ.get("PATH", os.defpath)) or ""
+        if folder and found != self.sbatch and os.access(self.sbatch, os.X_OK):
+            changed["PATH"] = os.pathsep.join([folder, environ.get("PATH", os.defpath)])
+        return changed
+
+    def take_over(self, environ: MutableMapping[str, str] = os.environ) -> None:
+        """Make it this process's."""
+        changed = self.applied(environ)
+        for name in NAMES:
+            environ.pop(name, None)
+        environ.update({name: changed[name] for name in (*NAMES, "PATH") if name in changed})

@@ -35,8 +35,8 @@ SELECT run.name AS run, run.state, run.reason, run.cluster, run.run_dir, run.con
     tested.ended_at AS tested_ended_at,
     bad.step AS bad_step, bad.layout AS bad_layout, bad.verdict AS bad_verdict, bad.ended_at AS bad_ended_at,
     bad.reason AS bad_reason,
-    coalesce(first.step, generation.resumed_from, 0) AS paced_step,
-    coalesce(first.committed_at, generation.started_at) AS paced_at
+    coalesce(first.step, generation.resumed_from, 0) AS since_step,
+    coalesce(first.committed_at, generation.started_at) AS since_at
 FROM (SELECT * FROM runs {{where}} ORDER BY id DESC LIMIT ?) AS run
 LEFT JOIN attempts AS attempt ON attempt.run = run.name
     AND attempt.number = (SELECT max(number) FROM attempts WHERE attempts.run = run.name)
@@ -73,7 +73,7 @@ def newest(
     not_before, scheduler, slurm_cluster, attempts and generations (counts), attempt (number of the newest), job_id,
     job_state, nodes (list), last_checkpoint ({step, trust, committed_at} or None), failure (of the newest attempt, or
     None), restore_test ({step, layout, verdict, ended_at} of the newest finished one, or None), bad_test (the same
-    with its reason, where the newest checkpoint that was tested was found bad), pace ({step, at}: where the newest
+    with its reason, where the newest checkpoint that was tested was found bad), speed_since ({step, at}: where the newest
     generation stood when; its first checkpoint, else its start). Times are seconds since the epoch.
     """
     where, wanted = _among("state", states)
@@ -164,8 +164,8 @@ def _answer(row: sqlite3.Row) -> dict[str, Any]:
     answer["last_checkpoint"] = None if step is None else {"step": step, "trust": trust, "committed_at": at}
     answer["restore_test"] = _popped(answer, "tested", ("step", "layout", "verdict", "ended_at"))
     answer["bad_test"] = _popped(answer, "bad", ("step", "layout", "verdict", "ended_at", "reason"))
-    step, at = answer.pop("paced_step"), answer.pop("paced_at")
-    answer["pace"] = None if at is None else {"step": step, "at": at}
+    step, at = answer.pop("since_step"), answer.pop("since_at")
+    answer["speed_since"] = None if at is None else {"step": step, "at": at}
     answer["failure"] = json.loads(answer["failure"]) if answer["failure"] else None
     answer["slurm_cluster"] = (answer["scheduler"] or None) if answer["cluster"] == "slurm" else None
     answer["nodes"] = json.loads(answer["nodes"] or "[]")

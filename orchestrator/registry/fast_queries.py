@@ -73,8 +73,8 @@ def newest(
     not_before, scheduler, slurm_cluster, attempts and generations (counts), attempt (number of the newest), job_id,
     job_state, nodes (list), last_checkpoint ({step, trust, committed_at} or None), failure (of the newest attempt, or
     None), restore_test ({step, layout, verdict, ended_at} of the newest finished one, or None), bad_test (the same
-    with its reason, where the newest checkpoint that was tested was found bad), speed_since ({step, at}: where the newest
-    generation stood when; its first checkpoint, else its start). Times are seconds since the epoch.
+    with its reason, where the newest checkpoint that was tested was found bad), speed_since ({step, at}: where the
+    newest generation stood when; its first checkpoint, else its start). Times are seconds since the epoch.
     """
     where, wanted = _among("state", states)
     return _newest(path, limit, [*where, *([] if tests else [_NO_TEST])], wanted)

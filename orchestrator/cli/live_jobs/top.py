@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from orchestrator.cli.live_jobs.pace import Pace, pace
+from orchestrator.cli.live_jobs.training_speed import TrainingSpeed, training_speed
 from orchestrator.cli.runs.event_text import describe_event
 from orchestrator.cli.runs.follow import is_over
 from orchestrator.cli.runs.run_reader import EventFeed, StepMetrics, json_object
@@ -41,7 +41,7 @@ class Reading:
     ranks: list[dict[str, Any]]
     world: int
     events: list[tuple[float, str]]
-    pace: Pace = Pace()
+    speed: TrainingSpeed = TrainingSpeed()
     saved: tuple[int, float] | None = None  # step and time of the newest commit that the job's events tell of
 
     @property
@@ -71,8 +71,8 @@ class Reading:
             "phase": self.beat.get("phase"), "silent_s": _since(self.at, self.beat.get("time")),
             "last_checkpoint": last, "saved_step": self.beat.get("saved_step"), "world": self.world,
             "ranks": self.ranks, "events": [{"time": iso(when), "text": text} for when, text in self.events],
-            "step_seconds": self.pace.step_seconds, "eta_s": self.pace.eta_s,
-            "loss_change": self.pace.loss_change, "loss_steps": self.pace.loss_steps,
+            "step_seconds": self.speed.step_seconds, "eta_s": self.speed.eta_s,
+            "loss_change": self.speed.loss_change, "loss_steps": self.speed.loss_steps,
         }  # fmt: skip
 
 
@@ -100,7 +100,7 @@ class Reader:
         return Reading(
             at=now, row=row, beat=beat, metric=self._feed.latest, ranks=ranks,
             world=int(board.get("world") or len(ranks)), events=list(self._told), saved=self._saved,
-            pace=pace(self._feed.recent, row["total_steps"] if training else 0, now=now),
+            speed=training_speed(self._feed.recent, row["total_steps"] if training else 0, now=now),
         )  # fmt: skip
 
 
@@ -196,7 +196,7 @@ def head(reading: Reading) -> list[str]:
     words = [f"step {progress(reading.step, row['total_steps'], ' of ')}{share}", f"loss {decimal(loss)}"]
     words += [f"{count(round(speed))} tokens/s"] if isinstance(speed, (int, float)) else []
     lines.append("   ".join(words))
-    lines += _pace_words(reading.pace)
+    lines += _speed_words(reading.speed)
     if beat:
         silent = _since(reading.at, beat.get("time"))
         said = f"attempt {beat.get('attempt')} generation {beat.get('generation')}   {beat.get('state')}"
@@ -207,12 +207,12 @@ def head(reading: Reading) -> list[str]:
     return [*lines, f"last checkpoint {saved}"]
 
 
-def _pace_words(pace: Pace) -> list[str]:
-    """One line, of a run that has trained for long enough to have a pace."""
-    words = [f"ETA {span(pace.eta_s)}"] if pace.eta_s is not None else []
-    words += [f"{pace.step_seconds:.3g} s/step"] if pace.step_seconds is not None else []
-    if pace.loss_change is not None:
-        words.append(f"loss {pace.loss_change:+.4f} in the last {count(pace.loss_steps)} steps")
+def _speed_words(speed: TrainingSpeed) -> list[str]:
+    """One line, of a run that has trained for long enough to have a speed."""
+    words = [f"ETA {span(speed.eta_s)}"] if speed.eta_s is not None else []
+    words += [f"{speed.step_seconds:.3g} s/step"] if speed.step_seconds is not None else []
+    if speed.loss_change is not None:
+        words.append(f"loss {speed.loss_change:+.4f} in the last {count(speed.loss_steps)} steps")
     return ["   ".join(words)] if words else []
 
 

@@ -160,13 +160,13 @@ def _with_ages(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _eta(row: dict[str, Any], now: float) -> float | None:
-    """Seconds until the last step at the pace of the newest generation; None where it does not train, or no end is
+    """Seconds until the last step at the speed of the newest generation; None where it does not train, or no end is
     known.
     """
-    pace, left = row["pace"], row["total_steps"] - row["step"]
-    if row["state"] != RunState.RUNNING or pace is None or left <= 0 or row["step"] <= pace["step"]:
+    since, left = row["speed_since"], row["total_steps"] - row["step"]
+    if row["state"] != RunState.RUNNING or since is None or left <= 0 or row["step"] <= since["step"]:
         return None
-    seconds = (row["updated_at"] - pace["at"]) / (row["step"] - pace["step"])
+    seconds = (row["updated_at"] - since["at"]) / (row["step"] - since["step"])
     ends = row["updated_at"] + left * seconds
     return round(ends - now, 1) if seconds > 0 and ends > now else None
 

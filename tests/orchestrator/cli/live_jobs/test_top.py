@@ -90,7 +90,7 @@ def test_a_reading_for_programs(orch: Type, seeds: Seeds) -> None:
     assert event["text"].startswith("attempt 1: rank 1 on n1 is slow")
 
 
-def test_pace_and_trend_have_a_line(orch: Type, seeds: Seeds) -> None:
+def test_speed_and_trend_have_a_line(orch: Type, seeds: Seeds) -> None:
     run = training(seeds, [rank(0)])
     place = seeds.root / run / "attempts/001/metrics/steps.jsonl"
     now = time.time()

@@ -91,7 +91,7 @@ def train(seeds: Seeds, run: str, *, started: float, now: float, step: int) -> N
 
 def test_when_a_run_will_have_finished(orch: Type, seeds: Seeds) -> None:
     run = seeds.run()
-    assert orch("status", "--json").data[0]["eta_s"] is None, "nothing is known of its pace"
+    assert orch("status", "--json").data[0]["eta_s"] is None, "nothing is known of its speed"
     train(seeds, run, started=200_000.0, now=0.0, step=120)  # 2000 s a step, 80 are left
     assert orch("status", "--json").data[0]["eta_s"] == pytest.approx(160_000.0, abs=600.0)
     name = f"step-{100:08d}.001-0123abcd"

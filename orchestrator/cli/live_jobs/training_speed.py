@@ -11,7 +11,7 @@ _FEWEST = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pace:
+class TrainingSpeed:
     """`step_seconds` without what lies between two steps, `eta_s` with it; None for what is not known yet.
 
     `loss_change` is that of a straight line through the losses of the last `loss_steps` steps.
@@ -23,15 +23,15 @@ class Pace:
     loss_steps: int = 0
 
 
-def pace(steps: Sequence[StepMetrics], total: int, *, now: float) -> Pace:
-    """The pace of the newest generation among `steps`, which are in the order they were trained."""
+def training_speed(steps: Sequence[StepMetrics], total: int, *, now: float) -> TrainingSpeed:
+    """The speed of the newest generation among `steps`, which are in the order they were trained."""
     if not steps:
-        return Pace()
+        return TrainingSpeed()
     newest = steps[-1]
     own = [one for one in steps if (one.attempt, one.generation) == (newest.attempt, newest.generation)]
     took = [one.seconds for one in own if isinstance(one.seconds, (int, float))]
     change = _change(own)
-    return Pace(
+    return TrainingSpeed(
         step_seconds=sum(took) / len(took) if took else None,
         eta_s=_eta(own, total, now),
         loss_change=change,

@@ -174,7 +174,7 @@ def _complete(line: str) -> int:
 
     screen = Screen()
     for candidate in answer(orch, line):
-        screen.say(candidate)
+        screen.raw(candidate)
     return 0
 
 

@@ -50,7 +50,7 @@ def print_config(screen: Screen, data: dict[str, Any], origins: dict[str, str]) 
     lines = [(f"{key} = {dump_line(value)}", shown.get(key, "")) for key, value in flat(redacted(data)).items()]
     width = min(60, max(len(line) for line, _ in lines))
     for line, where in lines:
-        screen.say(f"{line:<{width}}  # {where}" if where else line)
+        screen.raw(f"{line:<{width}}  # {where}" if where else line)
 
 
 @config.command("validate")

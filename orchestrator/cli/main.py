@@ -175,7 +175,7 @@ def _complete(line: str) -> int:
 
     screen = Screen()
     for candidate in answer(orch, line):
-        screen.say(candidate)
+        screen.raw(candidate)
     return 0
 
 

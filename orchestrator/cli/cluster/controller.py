@@ -188,7 +188,7 @@ def install(screen: Screen, via: str, every: int, only_print: bool, remove: bool
         screen.data("controller.install", {"via": via, "lines": lines, "changed": changed})
         return
     for line in lines:
-        screen.say(line)
+        screen.raw(line)
     if changed:
         crontab.write(via, after)
     if only_print:

@@ -58,8 +58,8 @@ def _cluster(source: str, found: list[Check]) -> dict[str, Any]:
 
 def _show(screen: Screen, found: list[Check]) -> None:
     for check in found:
-        screen.say(f"{MARKS[check.level]}  {check.text}")
+        screen.say(f"{MARKS[check.level]}  {check.text}", hang=6)
         if check.hint and check.level != OK:
-            screen.say(f"      -> {check.hint}")
+            screen.say(f"      -> {check.hint}", hang=3)
     count = {level: sum(1 for check in found if check.level == level) for level in MARKS}
     screen.note(f"{count[OK]} ok, {count[WARN]} to know, {count[FAIL]} to mend")

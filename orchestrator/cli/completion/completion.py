@@ -26,4 +26,4 @@ def completion(screen: Screen, shell: str) -> None:
         screen.data("completion", {"shell": shell, "script": script})
         return
     for line in script.splitlines():
-        screen.say(line)
+        screen.raw(line)

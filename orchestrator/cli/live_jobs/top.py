@@ -158,7 +158,7 @@ def _print(screen: Screen, reading: Reading) -> None:
     # Above the ranks: what is below the edge of a live picture nobody sees.
     remaining_space = screen.remaining_space
     for line in told(reading, screen, remaining_space[1] if remaining_space is not None else None):
-        screen.say(line)
+        screen.say(line, hang=len(screen.when(0.0)) + 2)
     remaining_space = screen.remaining_space
     rows = shown(reading, remaining_space[0] if remaining_space is not None else None)
     if rows:

@@ -23,6 +23,8 @@ from orchestrator.states import LIVE_RUNS
 POINTS = 10
 WIDE, NARROW = 60, 24
 """Characters of a curve, with much room and with little."""
+BESIDE = 74
+"""Columns that the table of runs needs beside their names."""
 SOFTWARE = ("code.orch", "code.user", "env.python", "env.torch", "env.driver", "data.fingerprint")
 """What runs of one configuration may differ in all the same; fields of a run's identity."""
 
@@ -147,9 +149,9 @@ def _document(found: Sequence[Compared], steps: Sequence[int]) -> dict[str, Any]
 
 
 def _labels(found: Sequence[Compared], width: int) -> list[str]:
-    """What heads the columns: names where there is room for them, else numbers, which the first table explains."""
-    room = (width - 32) / len(found) - 2
+    """What stands for the runs in tables: names where there is room for them, else numbers."""
     names = [run.name for run in found]
+    room = min((width - 32) / len(found) - 2, width - BESIDE)
     return names if max(map(len, names)) <= room else [f"#{index}" for index in range(1, len(found) + 1)]
 
 
@@ -159,7 +161,7 @@ def _run_table(screen: Screen, found: Sequence[Compared], labels: Sequence[str])
     rows = [
         {
             **run.row,
-            "label": label if label != run.name else "",
+            "label": label,
             "progress": progress(run.row["step"], run.row["total_steps"]),
             "tries": f"{run.row['attempts']}.{run.row['generations']}",
             "speed": run.curve.tokens_per_s,
@@ -169,6 +171,11 @@ def _run_table(screen: Screen, found: Sequence[Compared], labels: Sequence[str])
         }
         for run, label in zip(found, labels, strict=True)
     ]
+    for run, label in zip(found, labels, strict=True):
+        if label != run.name:
+            screen.say(f"{label:<3} {run.name}")
+    if labels[0] != found[0].name:
+        screen.say("")
     screen.table(RUNS, rows, aligned=True)
 
 
@@ -181,16 +188,15 @@ def _bars() -> str:
 
 
 RUNS = [
-    Column("", "label"),
-    Column("RUN", "run"),
+    Column("RUN", "label"),
     Column("STATE", "state"),
     Column("STEP", "progress", right=True),
     Column("LOSS", "loss", decimal, right=True),
     Column("TOKENS/S", "speed", lambda speed: "-" if speed is None else count(round(speed)), right=True),
-    Column("RAN FOR", "running", span, right=True, drop_order=2),
-    Column("IN ALL", "elapsed", span, right=True, drop_order=4),
-    Column("ATT.GEN", "tries", right=True, drop_order=3),
-    Column("TAGS", "tags", ", ".join, drop_order=1),
+    Column("RAN FOR", "running", span, right=True, drop_order=1),
+    Column("IN ALL", "elapsed", span, right=True, drop_order=3),
+    Column("ATT.GEN", "tries", right=True, drop_order=2),
+    Column("TAGS", "tags", ", ".join, drop_order=4),
     Column("LOSS BY STEP", "curve"),
 ]
 

@@ -57,11 +57,11 @@ def show(screen: Screen, run: str, history: bool) -> None:
     _head(screen, found, row, own_test)
     for change in changes:
         before, now = dump_line(change["before"]), dump_line(change["now"])
-        screen.say(f"changed  from attempt {change['attempt']} on: {change['key']} {before} -> {now}")
+        screen.say(f"changed  from attempt {change['attempt']} on: {change['key']} {before} -> {now}", hang=9)
     if own_test is not None:
         compared_table(screen, own_test)
     screen.say("")
-    attempt_table(screen, attempts, generations)
+    attempt_table(screen, attempts, generations, said=found.reason)
     say_last_lines(screen, found.name, attempts[-1].failure if attempts else None)
     incident_tables(screen, incidents_json(found, notices, generations))
     _checkpoint_table(screen, kept)
@@ -201,7 +201,7 @@ def _head(screen: Screen, run: Run, row: dict[str, Any], own_test: RestoreTest |
     }
     for name, text in lines.items():
         if text:
-            screen.say(f"{name:<8} {text}")
+            screen.say(f"{name:<8} {text}", hang=9)
 
 
 def _beginning(imported: Any) -> str:
@@ -240,13 +240,16 @@ def _fits(value: Any) -> bool:
     return value is not None and not isinstance(value, (dict, list)) and "\n" not in str(value)
 
 
-def attempt_table(screen: Screen, attempts: list[Attempt], generations: list[Generation]) -> None:
-    """Every attempt, and under it its generations."""
+def attempt_table(
+    screen: Screen, attempts: list[Attempt], generations: list[Generation], said: str = ""
+) -> None:  # fmt: skip
+    """Every attempt, and under it its generations; a reason that was `said` above, or in the row, is not repeated."""
     rows = []
     for attempt in attempts:
-        rows.append(_attempt_row(attempt))
-        mine = [item for item in generations if item.attempt == attempt.number]
-        rows += [_generation_row(item, attempt) for item in mine]
+        row = _attempt_row(attempt)
+        rows.append(row | {"decision": _decision(attempt, {said, row["failure"]})})
+        mine = [_generation_row(item, attempt) for item in generations if item.attempt == attempt.number]
+        rows += [one | {"failure": ""} if one["failure"] == row["failure"] else one for one in mine]
     for row in rows:
         row |= {"start": _short_time(screen, row["started_at"]), "end": _short_time(screen, row["ended_at"])}
     screen.table(ATTEMPTS, rows, aligned=True)
@@ -255,6 +258,12 @@ def attempt_table(screen: Screen, attempts: list[Attempt], generations: list[Gen
 def _short_time(screen: Screen, moment: float | None) -> str:
     """Without the year, which `orch events` and --json have."""
     return screen.when(moment)[5:] if moment is not None else ""
+
+
+def _decision(attempt: Attempt, said: set[str]) -> str:
+    decision = attempt.decision or {}
+    why = decision.get("reason", "")
+    return f"{decision['action']}: {why}" if why and why not in said else str(decision.get("action", ""))
 
 
 ATTEMPTS = [
@@ -273,7 +282,7 @@ ATTEMPTS = [
 
 
 def _attempt_row(attempt: Attempt) -> dict[str, Any]:
-    failure, decision = attempt.failure or {}, attempt.decision or {}
+    failure = attempt.failure or {}
     return {
         "number": str(attempt.number),
         "state": str(attempt.state),
@@ -285,7 +294,6 @@ def _attempt_row(attempt: Attempt) -> dict[str, Any]:
         "ended_at": attempt.ended_at,
         "took": _took(attempt.started_at, attempt.ended_at),
         "failure": f"{failure['kind']}: {failure['reason']}{drill_words(failure)}" if failure else attempt.reason,
-        "decision": f"{decision['action']}: {decision['reason']}" if decision else "",
     }
 
 

@@ -85,16 +85,25 @@ def overview(screen: Screen) -> None:
     status_table(screen, running)
     screen.note(_footer(running))
     for row in stuck:
-        screen.say(f"needs you: {row['run']} is {row['state']}: {row['reason']}")
         next_step = f"orch rm {row['run']}" if row["removal"] else go_on(row)
-        screen.say(f"           {'   '.join([*look_closer(row), next_step])}")
+        words = [*look_closer(row), *([next_step] if next_step else [])]
+        _say_need(screen, f"{row['run']} is {row['state']}: {row['reason']}", *words)
     for row in bad:
-        screen.say(f"needs you: {bad_test_words(row)}")
-        screen.say(f"           orch restore-tests history {row['run']}   orch ckpt ls {row['run']}")
+        run = row["run"]
+        _say_need(screen, bad_test_words(row), f"orch restore-tests history {run}", f"orch ckpt ls {run}")
     if not (rows or bad):
         screen.note(
             "nothing runs. `orch submit tiny-gpt` starts a run, `orch demo` shows one, `orch -h` lists the verbs."
         )
+
+
+def _say_need(screen: Screen, why: str, *commands: str) -> None:
+    """What needs somebody, and what to type that the reason does not say already."""
+    screen.say(f"needs you: {plain(why)}", hang=11)
+    named = [command for command in commands if command not in why]
+    beside = "   ".join(named)
+    for line in [beside] if len(beside) + 11 <= screen.width else named:
+        screen.say(f"           {line}")
 
 
 def _found_bad(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -240,7 +249,8 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
     return {
         **row,
         "progress": progress(row["step"], row["total_steps"]),
-        "saved": f"{count(last['step'])} {last['trust']} {span(last['age_s'])} ago" if last else "none",
+        "saved": f"{count(last['step'])} {last['trust']}" if last else "-",
+        "saved_age": last["age_s"] if last else None,
         "saved_step": last["step"] if last else None,
         "saved_trust": last["trust"] if last else None,
         "tries": restarts,
@@ -252,14 +262,15 @@ TABLE = [
     Column("RUN", "run"),
     Column("STATE", "state"),
     Column("STEP", "progress", right=True),
-    Column("LOSS", "loss", decimal, right=True, drop_order=1),
-    Column("ETA", "eta_s", span, right=True, drop_order=8),
-    Column("LAST CHECKPOINT", "saved", drop_order=2),
-    Column("ATT.GEN", "tries", right=True, drop_order=3),
-    Column("JOB", "job_id", drop_order=5),
-    Column("NODES", "nodes", lambda names: host_list(names or ()) or "-", drop_order=6),
-    Column("UPDATED", "age_s", lambda age: f"{span(age)} ago", right=True, drop_order=4),
-    Column("TAGS", "tags", ", ".join, drop_order=7),
+    Column("LOSS", "loss", decimal, right=True, drop_order=2),
+    Column("SAVED", "saved_age", lambda age: "-" if age is None else f"{span(age)} ago", right=True),
+    Column("ETA", "eta_s", span, right=True, drop_order=10),
+    Column("CHECKPOINT", "saved", drop_order=3),
+    Column("ATT.GEN", "tries", right=True, drop_order=4),
+    Column("JOB", "job_id", drop_order=6),
+    Column("NODES", "nodes", lambda names: host_list(names or ()) or "-", drop_order=7),
+    Column("UPDATED", "age_s", lambda age: f"{span(age)} ago", right=True, drop_order=5),
+    Column("TAGS", "tags", ", ".join, drop_order=8),
     Column("WHY", "reason"),
 ]
 TSV = [
@@ -281,7 +292,7 @@ TSV = [
     Column("TAGS", "tags"),
     Column("ETA_S", "eta_s"),
 ]
-SLURM_CLUSTER = Column("CLUSTER", "slurm_cluster", lambda name: name or "local", drop_order=8)
+SLURM_CLUSTER = Column("CLUSTER", "slurm_cluster", lambda name: name or "local", drop_order=9)
 """Shown to people where the runs are not all of one cluster."""
 
 

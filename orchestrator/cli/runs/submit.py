@@ -286,7 +286,7 @@ def preview(screen: Screen, composed: Any, cluster: str | None, *, only_script: 
         print_config(screen, composed.data, composed.origins)
         screen.say(f"\n# config digest {composed.digest}\n# cluster {kind}\n")
     for line in (script or "# local: no sbatch script; the agents are processes of this machine").splitlines():
-        screen.say(line)
+        screen.raw(line)
     screen.note("nothing was submitted")
 
 

@@ -8,17 +8,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
 from checkpointing.storage.durable import dump_line
+from orchestrator.cli.terminal.tables import Column as Column
+from orchestrator.cli.terminal.tables import table_lines, wrapped
 from trainer.contract import time_spans
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[PX^_][^\x1b]*(?:\x1b\\)?|[@-Z\\-_])")
 _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)))
-_WORDS = 30
-"""Characters that a column of sentences should have before it is folded."""
 _PAGE = 160
 """Columns of a page that goes into a file or a pipe."""
 Meter = Callable[[int, int], None]
@@ -82,12 +81,6 @@ def host_list(names: Sequence[str]) -> str:
     return fold_nodes(tuple(names))
 
 
-def _text(value: Any) -> str:
-    if value is None:
-        return "-"
-    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-
-
 def _raw(value: Any) -> str:
     """One TSV cell: nothing shortened, no tab or line break."""
     if value is None:
@@ -95,33 +88,6 @@ def _raw(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return ",".join(map(str, value))
     return one_line(value) if isinstance(value, str) else dump_line(value).strip('"')
-
-
-@dataclass(frozen=True)
-class Column:
-    """One column: its title, the key of the row it shows, and how people see the value."""
-
-    title: str
-    key: str
-    show: Callable[[Any], str] = _text
-    right: bool = False
-    drop_order: int = 0  # on a narrow terminal the column with the highest number goes first; 0 stays
-    wraps: bool = False  # sentences: folded over several lines where there is no room; the last column always is
-
-
-def fitting_columns(cells: Mapping[Column, Sequence[str]], width: int) -> list[Column]:
-    """The columns that fit: empty ones go, then spare ones, until those that fold have room for some words."""
-    kept = [column for column, texts in cells.items() if not texts or any(text not in ("", "-") for text in texts)]
-    kept = kept or list(cells)
-
-    def needed() -> int:
-        wide = {column: max(map(len, (column.title, *cells[column]))) for column in kept}
-        folding = {column for column in kept if column.wraps or column is kept[-1]}
-        return sum(min(wide[each], _WORDS) if each in folding else wide[each] for each in kept) + 2 * len(kept)
-
-    while needed() > width and any(column.drop_order for column in kept):
-        kept.remove(max(kept, key=lambda column: column.drop_order))
-    return kept
 
 
 class Screen:
@@ -162,13 +128,22 @@ class Screen:
         self._print(dump_line(answer), sys.stdout)
         self.flush()
 
-    def say(self, text: str) -> None:
-        """A line of the answer for people; nothing with --json, where only data may be on stdout."""
+    def say(self, text: str, hang: int = 0) -> None:
+        """A line of the answer for people; nothing with --json, where only data may be on stdout.
+
+        On a terminal that is narrower it is folded between words, beside its first `hang` characters.
+        """
         if not self.json:
-            self._print(text, sys.stdout)
+            self._sentences(text, sys.stdout, hang)
+
+    def _sentences(self, text: str, stream: TextIO, hang: int = 0) -> None:
+        """Lines that a terminal would break in the middle of a word are broken before one."""
+        width = shutil.get_terminal_size().columns if stream.isatty() else 0
+        lines = [piece for line in text.split("\n") for piece in wrapped(line, width, hang)] if width else [text]
+        self._print("\n".join(lines), stream)
 
     def raw(self, text: str) -> None:
-        """A line of somebody else's text (a log, a script), without what could drive the terminal."""
+        """A line of somebody else's text (a log, a script) as it is, without what could drive the terminal."""
         self._print(plain(text), sys.stdout)
 
     def table(self, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], *, aligned: bool = False) -> None:
@@ -182,28 +157,17 @@ class Screen:
                 self._print("\t".join(_raw(row.get(column.key)) for column in columns), sys.stdout)
             return
         if rows:
-            self._rich_table(columns, rows)
+            self._folded_table(columns, rows)
 
-    def _rich_table(self, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> None:
-        from rich.table import Table  # rich costs 60 ms: only where a person sees it
-        from rich.text import Text
+    def _folded_table(self, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> None:
+        texts = [{column: one_line(column.show(row.get(column.key))) for column in columns} for row in rows]
+        self._print("\n".join(table_lines(columns, texts, self.width, self._painted)), sys.stdout)
 
-        console = self._console(sys.stdout)
-        cells = {column: [one_line(column.show(row.get(column.key))) for row in rows] for column in columns}
-        kept = fitting_columns(cells, console.width)
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-        for column in kept:
-            wraps = column.wraps or column is kept[-1]
-            table.add_column(
-                column.title, justify="right" if column.right else "left", no_wrap=not wraps,
-                overflow="fold" if wraps else "ellipsis",
-            )  # fmt: skip
-        for index in range(len(rows)):
-            texts = (cells[column][index] for column in kept)
-            table.add_row(*(Text(text, style=_STYLES.get(text, "")) for text in texts))
-        with console.capture() as capture:
-            console.print(table)
-        self._print("\n".join(line.rstrip() for line in capture.get().splitlines()), sys.stdout)
+    def _painted(self, piece: str, text: str) -> str:
+        """A piece of a cell in the colour of its text; the titles, whose text is empty, in bold."""
+        style = _STYLES.get(text, "") if text else _BOLD
+        coloured = style and self.terminal and not self.colorless and os.environ.get("TERM") != "dumb"
+        return f"\x1b[{style}m{piece}\x1b[0m" if coloured else piece
 
     def _console(self, stream: TextIO) -> Any:
         from rich.console import Console  # as above
@@ -220,13 +184,13 @@ class Screen:
     def note(self, text: str) -> None:
         """Something worth knowing that is not the answer."""
         if not self.quiet:
-            self._print(plain(text), sys.stderr)
+            self._sentences(plain(text), sys.stderr)
 
     def warn(self, code: str, message: str) -> None:
         """Something a person should look at; in JSON it stands in the envelope."""
         self._warnings.append({"code": code, "message": message})
         if not self.json:
-            self._print(f"warning: {plain(message)}", sys.stderr)
+            self._sentences(f"warning: {plain(message)}", sys.stderr)
 
     def error(self, code: str, what: str, where: str, hint: str) -> None:
         """What went wrong, where, and what to type."""
@@ -235,7 +199,7 @@ class Screen:
             self._print(json.dumps({"schema": "orch.error/1", "error": fields}, ensure_ascii=False), sys.stdout)
             return
         lines = [f"error: {plain(what)}", *(f"  {plain(line)}" for line in (where, hint) if line)]
-        self._print("\n".join(lines), sys.stderr)
+        self._sentences("\n".join(lines), sys.stderr)
 
     def interrupted(self) -> None:
         """What Ctrl-C leaves behind; said with -q, too, for somebody must know what goes on."""
@@ -354,7 +318,9 @@ class Ticker:
             self._shown = ""
 
 
+_BOLD = "1"
 _STYLES = {
-    "SUCCEEDED": "green", "RUNNING": "cyan", "FAILED": "bold red", "HELD": "bold yellow", "RECOVERING": "yellow",
-    "CANCELLED": "dim", "CORRUPT": "bold red", "SUSPECT": "yellow", "LOST": "red",
+    "SUCCEEDED": "32", "RUNNING": "1", "FAILED": "1;31", "HELD": "1;35", "RECOVERING": "35", "CANCELLED": "2",
+    "CORRUPT": "1;31", "SUSPECT": "35", "LOST": "31",
 }  # fmt: skip
+"""What stands out on dark and on light ground alike: no yellow, no cyan."""

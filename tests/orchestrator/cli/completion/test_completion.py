@@ -103,7 +103,7 @@ def test_every_text_that_somebody_types_is_completed_or_is_known_to_be_free(runs
 
     silent = set()
     for verb in main.verbs():
-        context = click.Context(main.orch, info_name="orch")
+        context = click.Context(main.orch, info_name="orch", help_option_names=["-h", "--help"])
         command: click.Command = main.orch
         for word in verb.split():
             assert isinstance(command, click.Group)

@@ -87,7 +87,7 @@ def test_runs_are_chosen_by_tags_too_and_two_are_needed(orch: Type, seeds: Seeds
 def test_long_names_are_numbered_where_there_is_no_room(orch: Type, seeds: Seeds) -> None:
     long = [trained(seeds, f"a-very-long-name-of-a-run-{lr}", {1: 5.0}, lr=lr) for lr in (1, 2, 3, 4, 5, 6)]
     shown = orch("compare", *long).out
-    assert f"#6  {long[5]}" in shown
+    assert f"#6  {long[5]}\n" in shown
     assert "KEY       #1 " in shown
 
 

@@ -1,0 +1,197 @@
+"""Tables and sentences laid out for a width: which columns fit, where lines break. Pure; a word is never broken."""
+
+import re
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+WORDS = 30
+"""Characters that a column of sentences should have before it is folded."""
+_LONG = 3 * WORDS
+"""Characters of a last text above which it stands below its row, where the table is wider than the page."""
+_GAP, _INDENT = "  ", "    "
+_PIECE = 44
+"""Characters of a command or a long word that are kept on one line where there is room for them."""
+_COMMAND = r"`[^`]+`\S*|orch(?: [\w@.=/+-]+){1,4}\S*"
+_PIECES = re.compile(rf"{_COMMAND}|\S+")
+_BREAKS = re.compile(r"[^/,:=@]*[/,:=@]*")
+"""Where a word that is longer than a whole line may be broken."""
+
+
+def as_text(value: Any) -> str:
+    """A value for people that has no words of its own."""
+    if value is None:
+        return "-"
+    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: its title, the key of the row it shows, and how people see the value."""
+
+    title: str
+    key: str
+    show: Callable[[Any], str] = as_text
+    right: bool = False
+    drop_order: int = 0  # on a narrow terminal the column with the highest number goes first; 0 stays
+    wraps: bool = False  # sentences: folded over several lines where there is no room; the last column always is
+
+
+Cells = Mapping[Column, Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The columns that are shown, with their widths; texts of `below` longer than `most` stand below their rows."""
+
+    widths: dict[Column, int]
+    below: Column | None = None
+    most: int = 0
+
+
+def cell_width(text: str) -> int:
+    """Columns of a terminal that a text takes."""
+    if text.isascii():
+        return len(text)
+    wide = sum(unicodedata.east_asian_width(char) in ("W", "F") for char in text)
+    return len(text) + wide - sum(unicodedata.combining(char) > 0 for char in text)
+
+
+def layout(cells: Cells, width: int) -> Layout:
+    """Empty columns go, then spare ones, until those that fold have room for some words.
+
+    A long last text stands below its row where it has no room in it; all of them do where no words have room.
+    """
+    kept = [column for column, texts in cells.items() if not texts or any(text not in ("", "-") for text in texts)]
+    kept = kept or list(cells)
+    if sum(_natural(column, cells) for column in kept) + len(_GAP) * (len(kept) - 1) <= width:
+        return Layout({column: _natural(column, cells) for column in kept})
+    last = kept[-1]
+    below = last if len(kept) > 2 and any(cell_width(text) > WORDS for text in cells[last]) else None
+    short = {**cells, last: [text for text in cells[last] if below is None or cell_width(text) <= _LONG]}
+    chosen = _without_spare(kept, short, width, last_folds=True)
+    in_column = any(text not in ("", "-") for text in short[last])
+    if below is None or (in_column and _needed(chosen, short, last_folds=True) <= width):
+        return Layout(_shared_out(chosen, short, width, last_folds=True), below, _LONG)
+    chosen = _without_spare(kept[:-1], cells, width, last_folds=False)
+    return Layout(_shared_out(chosen, cells, width, last_folds=False), below)
+
+
+def _without_spare(columns: Sequence[Column], cells: Cells, width: int, *, last_folds: bool) -> list[Column]:
+    kept = list(columns)
+    while _needed(kept, cells, last_folds=last_folds) > width and any(column.drop_order for column in kept):
+        kept.remove(max(kept, key=lambda column: column.drop_order))
+    return kept
+
+
+def _folding(columns: Sequence[Column], last_folds: bool) -> set[Column]:
+    return {column for column in columns if column.wraps or (last_folds and column is columns[-1])}
+
+
+def _natural(column: Column, cells: Cells) -> int:
+    return max(map(cell_width, (column.title, *cells[column])))
+
+
+def _least(column: Column, cells: Cells) -> int:
+    """What a column of sentences needs: some words, and its longest one."""
+    longest = max((cell_width(piece) for text in cells[column] for piece in _PIECES.findall(text)), default=0)
+    return min(_natural(column, cells), max(WORDS, cell_width(column.title), min(longest, _PIECE)))
+
+
+def _needed(columns: Sequence[Column], cells: Cells, *, last_folds: bool) -> int:
+    folding = _folding(columns, last_folds)
+    widths = (_least(column, cells) if column in folding else _natural(column, cells) for column in columns)
+    return sum(widths) + len(_GAP) * (len(columns) - 1)
+
+
+def _shared_out(columns: Sequence[Column], cells: Cells, width: int, *, last_folds: bool) -> dict[Column, int]:
+    """Natural widths where they fit; else columns that fold share what the others leave."""
+    folding = _folding(columns, last_folds)
+    widths = {column: _natural(column, cells) for column in columns}
+    spare = width - len(_GAP) * (len(columns) - 1) - sum(widths.values())
+    for column in sorted(folding, key=lambda column: -widths[column]):
+        if spare >= 0:
+            break
+        given = max(_least(column, cells), widths[column] + spare)
+        spare += widths[column] - given
+        widths[column] = given
+    if spare < 0 and columns:  # narrower than anything that can be read: the widest column gives way
+        widest = max(widths, key=lambda column: widths[column])
+        widths[widest] = max(8, widths[widest] + spare)
+    return widths
+
+
+def table_lines(
+    columns: Sequence[Column], rows: Sequence[Mapping[Column, str]], width: int, paint: Callable[[str, str], str]
+) -> list[str]:
+    """The lines of a table; `paint` colours a piece of a cell by the whole text of that cell (empty: a title)."""
+    cells = {column: [row[column] for row in rows] for column in columns}
+    plan = layout(cells, width)
+    lines = _row_lines(plan, {column: column.title for column in plan.widths}, lambda piece, _: paint(piece, ""))
+    for index in range(len(rows)):
+        texts = {column: cells[column][index] for column in plan.widths}
+        apart = cells[plan.below][index] if plan.below is not None else ""
+        apart = apart if cell_width(apart) > plan.most and apart != "-" else ""
+        lines += _row_lines(plan, {column: "" if text == apart else text for column, text in texts.items()}, paint)
+        lines += wrapped(_INDENT + apart, width) if apart else []
+    return lines
+
+
+def _row_lines(plan: Layout, texts: Mapping[Column, str], paint: Callable[[str, str], str]) -> list[str]:
+    folded = {column: folded_text(text, plan.widths[column]) or [""] for column, text in texts.items()}
+    lines = []
+    for index in range(max(map(len, folded.values()))):
+        line = []
+        for column, pieces in folded.items():
+            piece = pieces[index] if index < len(pieces) else ""
+            space = " " * (plan.widths[column] - cell_width(piece))
+            shown = paint(piece, texts[column]) if piece else ""
+            line.append(space + shown if column.right else shown + space)
+        lines.append(_GAP.join(line).rstrip())
+    return lines
+
+
+def wrapped(text: str, width: int, hang: int = 0) -> list[str]:
+    """One line of text as lines that fit; the others are indented like the first one, after its `hang` characters."""
+    edge = len(text) - len(text.lstrip()) + hang
+    if cell_width(text) <= width or edge > width // 2:
+        return [text]
+    first, *rest = folded_text(text[edge:].strip(), width - edge)
+    return [text[:edge] + first, *(" " * edge + piece for piece in rest)]
+
+
+def folded_text(text: str, width: int) -> list[str]:
+    """The text in lines of at most `width`; commands are kept whole where they fit, words always if they can be."""
+    if cell_width(text) <= width:
+        return [text] if text else []
+    lines: list[str] = []
+    here = 0  # where the line that is being filled begins
+    end = 0  # where the last piece ends that fits on it
+    for start, stop in _pieces(text, width):
+        if cell_width(text[here:stop]) > width and end > here:
+            lines.append(text[here:end].rstrip())
+            here = start
+        end = stop
+    return [*lines, text[here:end].rstrip()]
+
+
+def _pieces(text: str, width: int) -> list[tuple[int, int]]:
+    """The pieces that may not be broken, by their places: commands, words, and parts of words that are too long."""
+    found = []
+    for match in _PIECES.finditer(text):
+        if cell_width(match[0]) <= min(width, _PIECE):
+            found.append(match.span())
+            continue
+        for word in re.finditer(r"\S+", match[0]):
+            start = match.start() + word.start()
+            found += [(start + first, start + last) for first, last in _parts(word[0], width)]
+    return found
+
+
+def _parts(word: str, width: int) -> list[tuple[int, int]]:
+    """A word whole if it fits on a line; else in parts that end with a slash or the like, or, at last, anywhere."""
+    if cell_width(word) <= width:
+        return [(0, len(word))]
+    spans = [match.span() for match in _BREAKS.finditer(word) if match[0]]
+    return [(first, min(first + width, last)) for start, last in spans for first in range(start, last, max(1, width))]

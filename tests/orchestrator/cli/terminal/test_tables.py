@@ -1,0 +1,113 @@
+"""Tables and sentences at every width: what is dropped first, and that no word is broken."""
+
+import re
+from collections.abc import Sequence
+
+import pytest
+
+from orchestrator.cli.runs.status import TABLE
+from orchestrator.cli.terminal.tables import Column, cell_width, folded_text, table_lines, wrapped
+
+HELD = (
+    "saves fail since step 1500: No space left on device (/shared/home/someone/runs); make room there, or choose "
+    "another folder; when it is mended: orch resume finetune-ablation-seed7-1"
+)
+
+
+def drawn(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> list[str]:
+    cells = [dict(zip(columns, row, strict=True)) for row in rows]
+    return table_lines(columns, cells, width, lambda piece, _: piece)
+
+
+def status(width: int, run: str = "tiny-gpt-3", why: str = "") -> list[str]:
+    """`orch status` of one run."""
+    shown = {
+        "RUN": run, "STATE": "SUCCEEDED", "STEP": "2000/2000", "LOSS": "3.0102", "SAVED": "1h27m ago",
+        "CHECKPOINT": "2000 VERIFIED", "ATT.GEN": "1.1", "JOB": "481517", "NODES": "gpu[001-016]",
+        "UPDATED": "4m22s ago", "TAGS": "sweep", "WHY": why,
+    }  # fmt: skip
+    return drawn(TABLE, [[shown[column.title] for column in TABLE]], width)
+
+
+@pytest.mark.parametrize(
+    ("width", "titles"),
+    [
+        (80, "RUN STATE STEP SAVED WHY"),
+        (100, "RUN STATE STEP LOSS SAVED CHECKPOINT WHY"),
+        (120, "RUN STATE STEP LOSS SAVED CHECKPOINT ATT.GEN UPDATED WHY"),
+        (200, "RUN STATE STEP LOSS SAVED CHECKPOINT ATT.GEN JOB NODES UPDATED TAGS WHY"),
+    ],
+)
+def test_the_age_of_the_checkpoint_stays_longest_and_room_is_used(width: int, titles: str) -> None:
+    head, *_ = status(width, why="a node failed: a new job without gpu017 in 12 s")
+    assert head.split() == titles.split()
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 160, 200, 400])
+@pytest.mark.parametrize("run", ["a-1", "llama-70b-long-context-32k-warmup-1"])
+def test_no_line_is_too_long_and_no_word_is_broken(width: int, run: str) -> None:
+    lines = status(width, run, HELD)
+    assert max(map(cell_width, lines)) <= width
+    assert {*HELD.split(), run} <= {word for line in lines for word in line.split()}
+    assert any(f"orch resume {HELD.split()[-1]}" in line for line in lines)
+
+
+def test_a_long_reason_stands_below_its_row_and_short_ones_in_their_column() -> None:
+    lines = drawn(
+        [Column("RUN", "run"), Column("STATE", "state"), Column("WHY", "why")],
+        [("a-1", "HELD", HELD), ("b-1", "RUNNING", "job 7 is RUNNING")],
+        80,
+    )
+    assert lines[0].split() == ["RUN", "STATE", "WHY"]
+    assert lines[1] == "a-1  HELD"
+    assert lines[2].startswith("    saves fail since")
+    assert lines[-1] == "b-1  RUNNING  job 7 is RUNNING"
+
+
+def test_where_no_words_have_room_all_reasons_stand_below() -> None:
+    name = "n" * 50
+    lines = drawn(
+        [Column("RUN", "run"), Column("LOSS", "loss", drop_order=1), Column("WHY", "why")],
+        [(name, "2.5", "a node failed: a new job without gpu017 in 12 s"), (name, "-", "-")],
+        70,
+    )
+    assert lines == [
+        f"RUN{' ' * 49}LOSS", f"{name}  2.5", "    a node failed: a new job without gpu017 in 12 s", f"{name}  -",
+    ]  # fmt: skip
+
+
+def test_empty_columns_go_and_numbers_stand_at_the_right() -> None:
+    lines = drawn(
+        [Column("STEP", "step", right=True), Column("PIN", "pin"), Column("NAME", "name")],
+        [("7", "", "a"), ("1200", "-", "b")],
+        80,
+    )
+    assert lines == ["STEP  NAME", "   7  a", "1200  b"]
+
+
+@pytest.mark.parametrize("width", range(1, 60))
+def test_folded_text_has_all_of_the_text_and_fits(width: int) -> None:
+    text = f"{HELD} `orch submit x`, /a/very/long/path/without/any/space/in/it=and,more:{'x' * 70}"
+    lines = folded_text(text, width)
+    assert re.sub(r"\s", "", "".join(lines)) == re.sub(r"\s", "", text)
+    assert all(cell_width(line) <= width for line in lines)
+    assert all(line == line.strip() for line in lines)
+
+
+def test_a_path_is_broken_after_a_slash_and_a_command_only_where_it_must_be() -> None:
+    assert folded_text("see /shared/home/someone/runs", 14) == ["see /shared/", "home/someone/", "runs"]
+    assert folded_text("then type orch resume tiny-1", 20) == ["then type", "orch resume tiny-1"]
+    assert folded_text("then type `orch ckpt ls x`, please", 20) == ["then type", "`orch ckpt ls x`,", "please"]
+    assert folded_text("orch resume a-very-long-name-1", 20) == ["orch resume", "a-very-long-name-1"]
+
+
+def test_sentences_keep_their_indentation_and_hang_beside_a_label() -> None:
+    assert wrapped("  status   orch status x", 80) == ["  status   orch status x"]
+    assert wrapped("  one two three", 9) == ["  one two", "  three"]
+    assert wrapped("run      aa bb cc dd", 18, 9) == ["run      aa bb cc", "         dd"]
+    assert wrapped("run      aa bb cc dd", 14, 9) == ["run      aa bb cc dd"]
+    assert wrapped("", 80) == [""]
+
+
+def test_wide_and_combining_characters_are_counted_as_they_are_drawn() -> None:
+    assert [cell_width(text) for text in ("abc", "日本", "é", "e\u0301")] == [3, 4, 1, 1]

@@ -41,7 +41,7 @@ def test_one_answer_has_all_that_status_shows(desk: Desk) -> None:
         "scheduler": "", "slurm_cluster": None,
         "not_before": 0.0, "attempts": 2, "generations": 3, "attempt": 2, "job_id": "8", "job_state": "RUNNING",
         "nodes": ["b", "c"], "last_checkpoint": {"step": 20, "trust": "COMMITTED", "committed_at": 20.0},
-        "failure": None, "restore_test": None, "bad_test": None,
+        "failure": None, "restore_test": None, "bad_test": None, "test_of": None,
     }  # fmt: skip
 
 

@@ -31,7 +31,7 @@ from orchestrator.registry.records import Lease
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.available_schedulers import usable
 from orchestrator.scheduler.job_environment import package_root
-from orchestrator.scheduler.scheduler_instance import instance_of, is_known, unknown_instance
+from orchestrator.scheduler.scheduler_instance import instance_of, is_known, lease_key, unknown_instance
 from orchestrator.states import LIVE_RUNS
 
 log = logging.getLogger("orch.controller")
@@ -96,11 +96,6 @@ def _health(held: Lease | None) -> Health:
 
 def log_path() -> Path:
     return state_home() / "controller.log"
-
-
-def lease_key(kind: str) -> str:
-    """What the lease of a controller here is for: the scheduler of this kind that commands reach now."""
-    return instance_of(kind)() or unknown_instance(kind)
 
 
 def _upgrade(store_path: Path) -> None:

@@ -117,3 +117,8 @@ Instance = SlurmInstance | LocalInstance
 def instance_of(kind: str) -> Instance:
     """What names the scheduler of this kind that can be reached from here."""
     return SlurmInstance() if kind == "slurm" else LocalInstance()
+
+
+def lease_key(kind: str) -> str:
+    """What the lease of a controller here is for: the scheduler of this kind that commands reach now."""
+    return instance_of(kind)() or unknown_instance(kind)

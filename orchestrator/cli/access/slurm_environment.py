@@ -31,8 +31,8 @@ def compare_with_controller(screen: Screen, kind: str) -> None:
     """
     if kind != "slurm":
         return
-    from orchestrator.controller.service import lease_key
     from orchestrator.registry import fast_queries
+    from orchestrator.scheduler.scheduler_instance import lease_key
 
     lease = fast_queries.lease(registry_path(), lease_key(kind))
     contact, mine = contact_of(lease), ClientEnvironment.here()

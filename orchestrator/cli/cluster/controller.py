@@ -115,12 +115,11 @@ def _pass() -> "tuple[TickReport | None, str]":
     """
     from orchestrator.controller import service
     from orchestrator.scheduler.available_schedulers import kinds
+    from orchestrator.scheduler.scheduler_instance import lease_key
 
     reports = {kind: service.tick_once(registry_path(), kind) for kind in kinds()}
     acted = [report for report in reports.values() if report is not None]
-    states = [
-        controller_state(time.time(), service.lease_key(kind)) for kind, report in reports.items() if report is None
-    ]
+    states = [controller_state(time.time(), lease_key(kind)) for kind, report in reports.items() if report is None]
     idle = [state.reason for state in states if not state.alive]
     return reduce(lambda first, second: first.plus(second), acted) if acted else None, "; ".join(idle)
 
@@ -133,16 +132,16 @@ def status(screen: Screen) -> None:
     from orchestrator.registry import fast_queries
 
     health, every = service.status(registry_path()), service.statuses(registry_path())
-    unheard = {held.scheduler: silence_of(held) for held in fast_queries.leases(registry_path())}
+    silent = {held.scheduler: silence_of(held) for held in fast_queries.leases(registry_path())}
     if screen.json:
-        controllers = [{**_plain(one), "silence": unheard.get(one.scheduler, "")} for one in every]
+        controllers = [{**_plain(one), "silence": silent.get(one.scheduler, "")} for one in every]
         screen.data("controller.status", {**_plain(health), "controllers": controllers})
         return
     for one in every or [health]:
         looked = f"looked at the runs {span(time.time() - one.ticked_at)} ago" if one.ticked_at else "no look yet"
         of = f" for {one.scheduler}" if one.scheduler else ""
         if one.alive:
-            silence = unheard.get(one.scheduler, "")
+            silence = silent.get(one.scheduler, "")
             mute = f"; gets no answer from Slurm: {silence}" if silence else ""
             screen.say(f"alive{of}: pid {one.pid} on {one.host}, {looked}{mute}")
         elif one.stalled:

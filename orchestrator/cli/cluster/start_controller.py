@@ -9,6 +9,7 @@ from orchestrator.controller.leasing.lease import LEASE_TTL
 from orchestrator.controller.service import Health
 from orchestrator.errors import Precondition
 from orchestrator.home import registry_path
+from orchestrator.scheduler.scheduler_instance import lease_key
 
 ALIVE_WITHIN = 30.0
 """Seconds that a new controller may take until it has the lease."""
@@ -27,7 +28,7 @@ def start_controller(screen: Screen, kind: str) -> Started:
     """Start a controller for this kind of scheduler unless one lives; raises Precondition when it does not come up."""
     started = service.ensure_running(registry_path(), kind)
     screen.if_interrupted = lambda: "interrupted: `orch controller status` says whether the controller has come up"
-    key = service.lease_key(kind)
+    key = lease_key(kind)
     before = service.status(registry_path(), key)
     if before.stalled:
         screen.note(f"{before.reason}: the new one waits until its lease has expired, a minute at most")

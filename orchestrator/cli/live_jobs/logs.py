@@ -159,10 +159,10 @@ def _paths(screen: Screen, sources: list[Source], place: RunDir, wanted: Wanted)
 def _what_there_is(place: RunDir, wanted: Wanted) -> str:
     """The command that lists logs of the same attempt, or else what happened so far."""
     attempts = [item for item in place.all_attempts() if wanted.attempt in (None, item.number)]
-    of = f"--attempt {wanted.attempt} " if wanted.attempt is not None else ""
-    for option, rank in (("--rank all ", "all"), ("", None)):
+    of = ["--attempt", str(wanted.attempt)] if wanted.attempt is not None else []
+    for option, rank in ((["--rank", "all"], "all"), ([], None)):
         if attempts and _of_attempt(attempts[-1], Wanted(attempt=None, rank=rank, node=None, controller=False)):
-            return f"orch logs {place.name} {option}{of}--path"
+            return " ".join(["orch logs", place.name, *option, *of, "--path"])
     return f"orch events {place.name}"
 
 

@@ -12,6 +12,7 @@ from orchestrator.controller import service
 from orchestrator.controller.leasing.lease import this_process
 from orchestrator.registry.records import NewRun
 from orchestrator.registry.store import Store
+from orchestrator.scheduler.scheduler_instance import lease_key
 from orchestrator.states import AttemptState, RunState
 
 
@@ -24,7 +25,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def held_run(path: Path, line: str) -> None:
     """A run that has just been held, and tells so by a line for the shell."""
     with Store.open(path) as store:
-        key = service.lease_key("local")
+        key = lease_key("local")
         lease = store.take_lease(str(this_process()), time.time(), 60.0, key)
         assert lease is not None
         digest = store.put_config({"name": "r", "notify": {"command": ["sh", "-c", line]}})

@@ -118,7 +118,14 @@ def test_the_run_s_folder_comes_with_the_checkpoint(
 
     def no_job(_screen: Any, name: str, _kind: str, **_more: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
         seen.append(Catalog(tmp_path / "made" / name / "checkpoints").committed())
-        return {"state": RunState.CREATED, "job_id": None}, ()
+        return {
+            "run": "x-1",
+            "state": RunState.CREATED,
+            "job_id": None,
+            "reason": "",
+            "scheduler": "",
+            "cluster": "local",
+        }, ()
 
     monkeypatch.setattr(submit, "_await_job", no_job)
     monkeypatch.setattr(service, "ensure_running", lambda _path, _kind: None)
@@ -157,7 +164,14 @@ def test_export_of_what_the_format_has_no_word_for(orch: Type, seeds: Seeds, tmp
 
 def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_job(_screen: Any, _name: str, _kind: str, **_more: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
-        return {"state": RunState.CREATED, "job_id": None}, ()
+        return {
+            "run": "x-1",
+            "state": RunState.CREATED,
+            "job_id": None,
+            "reason": "",
+            "scheduler": "",
+            "cluster": "local",
+        }, ()
 
     monkeypatch.setattr(submit, "_await_job", no_job)
     monkeypatch.setattr(service, "ensure_running", lambda _path, _kind: None)

@@ -24,7 +24,7 @@ class Submitted:
         text.write_text("to be or not to be " * 200)
         words = [f"cluster.root={tmp_path / 'runs'}", f"data.text=[{text}]", "train.seq_len=16"]
         composed = compose("tiny-gpt", words)
-        run, _ = create_run.create_run(seeds.store, composed, name=None, cluster="local", now=1.0)
+        run, _ = create_run.create_run(seeds.store, composed, cluster="local", now=1.0)
         seeds.store.move_run(run.name, state, "for some reason", epoch=seeds.epoch, now=2.0)
         self.name, self.path = run.name, RunDir(Path(run.run_dir)).config
         self.store = seeds.store

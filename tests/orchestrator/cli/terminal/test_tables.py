@@ -22,7 +22,7 @@ def drawn(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) 
 def status(width: int, run: str = "tiny-gpt-3", why: str = "") -> list[str]:
     """`orch status` of one run."""
     shown = {
-        "RUN": run, "STATE": "SUCCEEDED", "STEP": "2000/2000", "LOSS": "3.0102", "SAVED": "1h27m ago",
+        "RUN": run, "STATE": "SUCCEEDED", "STEP": "2000/2000", "LOSS": "3.0102", "SAVED": "1h27m ago", "ETA": "12m05s",
         "CHECKPOINT": "2000 VERIFIED", "ATT.GEN": "1.1", "JOB": "481517", "NODES": "gpu[001-016]",
         "UPDATED": "4m22s ago", "TAGS": "sweep", "WHY": why,
     }  # fmt: skip
@@ -35,7 +35,7 @@ def status(width: int, run: str = "tiny-gpt-3", why: str = "") -> list[str]:
         (80, "RUN STATE STEP SAVED WHY"),
         (100, "RUN STATE STEP LOSS SAVED CHECKPOINT WHY"),
         (120, "RUN STATE STEP LOSS SAVED CHECKPOINT ATT.GEN UPDATED WHY"),
-        (200, "RUN STATE STEP LOSS SAVED CHECKPOINT ATT.GEN JOB NODES UPDATED TAGS WHY"),
+        (200, "RUN STATE STEP LOSS SAVED ETA CHECKPOINT ATT.GEN JOB NODES UPDATED TAGS WHY"),
     ],
 )
 def test_the_age_of_the_checkpoint_stays_longest_and_room_is_used(width: int, titles: str) -> None:

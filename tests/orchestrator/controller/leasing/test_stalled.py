@@ -18,6 +18,7 @@ from orchestrator.controller.leasing import lease as leases
 from orchestrator.controller.leasing.lease import Holder, host_name
 from orchestrator.process_identity import process_state, start_time
 from orchestrator.registry.store import Store
+from orchestrator.scheduler.scheduler_instance import lease_key
 
 
 def until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
@@ -72,7 +73,7 @@ def test_a_stopped_daemon_is_told_of_and_a_single_pass_replaces_it(
     monkeypatch.setattr(service, "SLACK", 15.0)
     assert typed("controller", "tick") == 0
     assert capsys.readouterr().out == "0 live runs\n"
-    assert service.status(path, service.lease_key("local")).epoch > epoch
+    assert service.status(path, lease_key("local")).epoch > epoch
     assert stopped.wait(timeout=10.0) is not None or not stopped.is_running()
 
 

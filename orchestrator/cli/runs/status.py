@@ -214,6 +214,8 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
     restarts = f"{row['attempts']}" + (f".{row['generations']}" if row["generations"] else "")
     return {
         **row,
+        "step": row["step"] or None if not row["total_steps"] else row["step"],  # of a command it may not be known
+        "total_steps": row["total_steps"] or None,
         "progress": progress(row["step"], row["total_steps"]),
         "saved": f"{count(last['step'])} {last['trust']} {span(last['age_s'])} ago" if last else "none",
         "saved_step": last["step"] if last else None,

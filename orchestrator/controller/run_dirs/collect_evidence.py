@@ -40,13 +40,18 @@ class Heartbeat:
     seq: int
     step: int | None = None
     loss: float | None = None
+    total_steps: int = 0
 
     @classmethod
     def read(cls, path: Path) -> "Heartbeat":
         """The heartbeat; raises OSError, ValueError, TypeError, KeyError or AttributeError when there is none."""
         fields = read_json(path, MOST_HEARTBEAT)
         loss = fields.get("loss")
-        return cls(seq=int(fields["seq"]), step=fields.get("step"), loss=None if loss is None else number(loss))
+        total = fields.get("total_steps")
+        return cls(
+            seq=int(fields["seq"]), step=fields.get("step"), loss=None if loss is None else number(loss),
+            total_steps=total if isinstance(total, int) else 0,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +53,8 @@ def ingest(store: Store, view: RunView, *, epoch: int, now: float, files: Files 
         paths = files.call(view.folder.path, lambda: resolve_paths(view, node, tiers))
         for one in fresh:
             _apply(store, view, one, paths, epoch, now)
-    step, loss = files.call(view.folder.path, lambda: progress(place))
-    return _ingest_progress(store, view, epoch, now, step, loss) or bool(fresh)
+    known = files.call(view.folder.path, lambda: progress(place))
+    return _ingest_progress(store, view, epoch, now, known) or bool(fresh)
 
 
 def _apply(store: Store, view: RunView, fresh: NewEvents, paths: TierPaths, epoch: int, now: float) -> None:
@@ -323,35 +323,48 @@ _HANDLERS: dict[str, Callable[[_EventWriter], None]] = {
 }
 
 
-def _ingest_progress(
-    store: Store, view: RunView, epoch: int, now: float, step: int | None, loss: float | None
-) -> bool:  # fmt: skip
-    if step is None:
+@dataclass(frozen=True, kw_only=True)
+class KnownProgress:
+    """The newest trained step, its loss, and the last step as a user's own program says it (0: it does not)."""
+
+    step: int
+    loss: float | None = None
+    total: int = 0
+
+
+def _ingest_progress(store: Store, view: RunView, epoch: int, now: float, known: KnownProgress | None) -> bool:
+    if known is None:
         return False
     run, attempt = store.run(view.run.name), store.attempt(view.run.name, view.last.number)
+    loss = known.loss if known.loss is not None else run.loss
+    # The end of a workload is in its configuration.
+    total = known.total if view.config.command and known.total else run.total_steps
     # By repr: a NaN is never equal to itself.
-    if repr((run.step, run.loss, attempt.last_step)) == repr((step, loss if loss is not None else run.loss, step)):
+    before = (run.step, run.loss, run.total_steps, attempt.last_step)
+    if repr(before) == repr((known.step, loss, total, known.step)):
         return False
 
     def note() -> None:
-        store.note_run(run.name, epoch=epoch, now=now, step=step, loss=loss if loss is not None else run.loss)
-        store.note_attempt(run.name, attempt.number, epoch=epoch, last_step=step)
+        store.note_run(run.name, epoch=epoch, now=now, step=known.step, loss=loss, total_steps=total)
+        store.note_attempt(run.name, attempt.number, epoch=epoch, last_step=known.step)
 
     store.together(note)
     return True
 
 
-def progress(place: AttemptDir) -> tuple[int | None, float | None]:
+def progress(place: AttemptDir) -> KnownProgress | None:
     """Newest trained step and its loss, from the metrics' last line, else from the heartbeat."""
     line = last_line(place.metrics)
     if line is not None and line.get("step") is not None:
-        return line["step"], number(line["loss"]) if line.get("loss") is not None else None
+        return KnownProgress(step=line["step"], loss=number(line["loss"]) if line.get("loss") is not None else None)
     try:
         heartbeat = Heartbeat.read(place.heartbeat)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return None, None
+        return None
     # Step 0 says that no rank has told its step yet, not that the run is back at its beginning.
-    return (heartbeat.step, heartbeat.loss) if heartbeat.step else (None, None)
+    if not heartbeat.step:
+        return None
+    return KnownProgress(step=heartbeat.step, loss=heartbeat.loss, total=heartbeat.total_steps)
 
 
 def last_line(path: Path) -> dict[str, Any] | None:

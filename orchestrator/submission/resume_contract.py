@@ -46,6 +46,8 @@ CONFIG: Mapping[str, Term] = {
     "command": _CODE,
     "checkpoints.path": Term(Rule.ACCEPT, "the program's checkpoints are looked for elsewhere"),
     "checkpoints.pattern": Term(Rule.ACCEPT, "the program's checkpoints are looked for under other names"),
+    "progress.path": _PLACE,
+    "progress.pattern": _PLACE,
     "env": Term(Rule.ACCEPT, "ranks see other variables"),
     "cluster.kind": _FOLDER,
     "cluster.root": _FOLDER,

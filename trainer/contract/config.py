@@ -11,6 +11,7 @@ from typing import Any
 from checkpointing.config import CheckpointConfig
 from checkpointing.storage.durable import canonical, read_json
 from trainer.contract.command_checkpoints import CommandCheckpointsConfig
+from trainer.contract.command_progress import CommandProgressConfig
 from trainer.contract.drill_config import DrillConfig
 from trainer.contract.fault_detection_config import HangConfig, PreflightConfig, SpikeConfig, StragglerConfig
 from trainer.contract.log_rotation import LogsConfig
@@ -269,6 +270,7 @@ class ProgramConfig:
     command: tuple[str, ...] = ()
     """A torchrun script with its interpreter and arguments, to run instead of a workload."""
     checkpoints: CommandCheckpointsConfig = field(default_factory=CommandCheckpointsConfig)
+    progress: CommandProgressConfig = field(default_factory=CommandProgressConfig)
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables for the ranks."""
 

@@ -11,10 +11,16 @@ from trainer.contract.outcome import ExitCode
 from trainer.contract.save_trouble import short_reason
 
 
-def progress_line(run: str, state: str, total: int, latest: StepMetrics | None) -> str:
-    """`tiny-gpt-3  RUNNING  step 120/200 60%  loss 2.1130  81000 tokens/s  attempt 1 generation 2`."""
+def progress_line(
+    run: str, state: str, total: int, latest: StepMetrics | None, *, step: int = 0, loss: float | str | None = None
+) -> str:
+    """`tiny-gpt-3  RUNNING  step 120/200 60%  loss 2.1130  81000 tokens/s  attempt 1 generation 2`.
+
+    Without a metric, `step` and `loss` are what is known otherwise, as of a user's own program.
+    """
     if latest is None:
-        return f"{run}  {state}"
+        said = f"  step {progress(step, total)}" if step else ""
+        return f"{run}  {state}{said}" + (f"  loss {decimal(loss)}" if step and loss is not None else "")
     share = f" {100 * latest.step // total}%" if total else ""
     speed = f"  {count(round(latest.tokens_per_s))} tokens/s" if isinstance(latest.tokens_per_s, (int, float)) else ""
     where = f"attempt {latest.attempt} generation {latest.generation}"

@@ -101,7 +101,8 @@ class RunFollower:
             text = describe_event(event)
             if text is not None:
                 self._ticker.print_above(f"{self._screen.when(event.time)}  {text}")
-        self._ticker.update(progress_line(self._run, row["state"], row["total_steps"], self._feed.latest))
+        known = {key: row[key] for key in ("step", "loss")}
+        self._ticker.update(progress_line(self._run, row["state"], row["total_steps"], self._feed.latest, **known))
 
     def _drive(self, row: dict[str, Any]) -> None:
         """Act in the place of a controller that does not live: waiting must not be for ever.

@@ -248,6 +248,8 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
     restarts = f"{row['attempts']}" + (f".{row['generations']}" if row["generations"] else "")
     return {
         **row,
+        "step": row["step"] or None if not row["total_steps"] else row["step"],  # of a command it may not be known
+        "total_steps": row["total_steps"] or None,
         "progress": progress(row["step"], row["total_steps"]),
         "saved": f"{count(last['step'])} {last['trust']}" if last else "-",
         "saved_age": last["age_s"] if last else None,

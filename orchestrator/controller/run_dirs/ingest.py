@@ -16,7 +16,7 @@ from orchestrator.controller.run_dirs.event_files import (
     resolve_paths,
     tiers_mentioned,
 )
-from orchestrator.controller.run_dirs.newest_progress import progress
+from orchestrator.controller.run_dirs.newest_progress import KnownProgress, progress
 from orchestrator.controller.run_view import RunView
 from orchestrator.recovery.node_exclusion import DRILLED, TAKEN_FOR
 from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation, Notice
@@ -52,8 +52,8 @@ def ingest(store: Store, view: RunView, *, epoch: int, now: float, files: Files 
         paths = files.call(view.folder.path, lambda: resolve_paths(view, node, tiers))
         for one in fresh:
             _apply(store, view, one, paths, epoch, now)
-    step, loss = files.call(view.folder.path, lambda: progress(place))
-    return _ingest_progress(store, view, epoch, now, step, loss) or bool(fresh)
+    known = files.call(view.folder.path, lambda: progress(place))
+    return _ingest_progress(store, view, epoch, now, known) or bool(fresh)
 
 
 def _apply(store: Store, view: RunView, fresh: NewEvents, paths: TierPaths, epoch: int, now: float) -> None:
@@ -352,19 +352,21 @@ _HANDLERS: dict[str, Callable[[_EventWriter], None]] = {
 }
 
 
-def _ingest_progress(
-    store: Store, view: RunView, epoch: int, now: float, step: int | None, loss: float | None
-) -> bool:  # fmt: skip
-    if step is None:
+def _ingest_progress(store: Store, view: RunView, epoch: int, now: float, known: KnownProgress | None) -> bool:
+    if known is None:
         return False
     run, attempt = store.run(view.run.name), store.attempt(view.run.name, view.last.number)
+    loss = known.loss if known.loss is not None else run.loss
+    # The end of a workload is in its configuration.
+    total = known.total if view.config.command and known.total else run.total_steps
     # By repr: a NaN is never equal to itself.
-    if repr((run.step, run.loss, attempt.last_step)) == repr((step, loss if loss is not None else run.loss, step)):
+    before = (run.step, run.loss, run.total_steps, attempt.last_step)
+    if repr(before) == repr((known.step, loss, total, known.step)):
         return False
 
     def note() -> None:
-        store.note_run(run.name, epoch=epoch, now=now, step=step, loss=loss if loss is not None else run.loss)
-        store.note_attempt(run.name, attempt.number, epoch=epoch, last_step=step)
+        store.note_run(run.name, epoch=epoch, now=now, step=known.step, loss=loss, total_steps=total)
+        store.note_attempt(run.name, attempt.number, epoch=epoch, last_step=known.step)
 
     store.together(note)
     return True

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,26 @@ METRICS_TAIL = 16 * 1024
 """Bytes of the metrics file that are sure to hold one whole line."""
 
 
-def progress(place: AttemptDir) -> tuple[int | None, float | None]:
+@dataclass(frozen=True, kw_only=True)
+class KnownProgress:
+    """The newest trained step, its loss, and the last step as a user's own program says it (0: it does not)."""
+
+    step: int
+    loss: float | None = None
+    total: int = 0
+
+
+def progress(place: AttemptDir) -> KnownProgress | None:
     """Newest trained step and its loss, from the metrics' last line, else from the heartbeat."""
     line, heartbeat = last_line(place.metrics), _heartbeat(place)
     # A full disk takes no more lines, while the heartbeat is overwritten.
     newer = heartbeat.step or 0 if heartbeat is not None and heartbeat.saves_failing else 0
     if line is not None and isinstance(line.get("step"), int) and line["step"] >= newer:
-        return line["step"], _loss(line.get("loss"))
+        return KnownProgress(step=line["step"], loss=_loss(line.get("loss")))
     # Step 0 says that no rank has told its step yet, not that the run is back at its beginning.
-    return (heartbeat.step, heartbeat.loss) if heartbeat is not None and heartbeat.step else (None, None)
+    if heartbeat is None or not heartbeat.step:
+        return None
+    return KnownProgress(step=heartbeat.step, loss=heartbeat.loss, total=heartbeat.total_steps)
 
 
 def _heartbeat(place: AttemptDir) -> Heartbeat | None:

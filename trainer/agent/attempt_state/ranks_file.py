@@ -14,9 +14,13 @@ MOST = 64
 
 
 def rank_rows(
-    seen: Sequence[RankSample], *, time: float, generation: int, p99: Mapping[str, float], ratios: Mapping[int, float]
-) -> dict[str, Any]:
-    """One reading; `ratios` has those ranks whose own work takes longer than that of their peers."""
+    seen: Sequence[RankSample], *, time: float, generation: int, p99: Mapping[str, float], ratios: Mapping[int, float],
+    command: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """One reading; `ratios` has those ranks whose own work takes longer than that of their peers.
+
+    `command`: they are a user's own program, of which neither step nor phase nor a sign of life is known.
+    """
     shown = seen if len(seen) <= MOST else sorted(seen, key=lambda one: (-ratios.get(one.rank, 0), -one.age))[:MOST]
     rows = [
         {
@@ -25,6 +29,8 @@ def rank_rows(
         }
         for one in sorted(shown, key=lambda one: one.rank)
     ]  # fmt: skip
+    if command:
+        rows = [{**row, "step": None, "phase": "command", "age": None} for row in rows]
     return {
         "schema": "orch.ranks/1", "time": time, "generation": generation, "world": len(seen), "ranks": rows,
         "p99": dict(p99),

@@ -97,7 +97,10 @@ class JobMonitor:
         snapshot = self._hang_detector.snapshot
         seen = snapshot.at(time.monotonic())
         ratios = {verdict.rank: verdict.ratio for verdict in self._work_windows.slow()} if self._work_windows else {}
-        return rank_rows(seen, time=wall, generation=self._generation, p99=snapshot.p99(), ratios=ratios)
+        command = bool(self._config.command)
+        return rank_rows(
+            seen, time=wall, generation=self._generation, p99=snapshot.p99(), ratios=ratios, command=command
+        )
 
     async def check(self) -> Failure | None:
         """What fails the current generation and no rank can report: a hang, a desync, a slow node; None: nothing."""

@@ -13,6 +13,7 @@ from trainer.agent.ladder.in_job_policy import Action, Decision
 from trainer.agent.user_command.checkpoints import put_back, set_aside, set_aside_path
 from trainer.agent.user_command.command_memory import CommandMemory, MemoryFile, SetAsideCheckpoint
 from trainer.agent.user_command.progress import CommandProgress, run_bounded
+from trainer.agent.user_command.step_pattern import StepWatch
 from trainer.agent.watch.command_errors import START_SECONDS, CommandPast, NewestCheckpoint
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind, EventLog
@@ -30,8 +31,20 @@ class CommandRun:
         self._on, self._trained = bool(config.command), False
         own = config.checkpoints
         self._command_progress = (
-            CommandProgress(lambda: working_directory(run, config) / own.path, own, events, progress)
+            CommandProgress(
+                lambda: working_directory(run, config) / own.path,
+                own,
+                events,
+                progress,
+                counts_steps=not config.progress.pattern,
+            )
             if own.path
+            else None
+        )
+        said = config.progress
+        self._step_watch = (
+            StepWatch(said, attempt.rank_log(0), lambda: working_directory(run, config), progress)
+            if self._on and said.pattern
             else None
         )
         self._memory, self._file = CommandMemory(), MemoryFile(attempt.command_memory)
@@ -60,6 +73,8 @@ class CommandRun:
         if self._on and not self._recalled:
             self._trained = self._trained or bool(await run_bounded(self._earlier_trained))
             await self._recall()
+        if self._step_watch is not None:
+            self._step_watch.start_generation(generation)
         if self._on and self._command_progress is not None:
             await self._command_progress.start_generation()
 
@@ -67,6 +82,8 @@ class CommandRun:
         """While the program runs: now and then, and at once when a rank has failed."""
         if self._on and now.first_failure is not None and self._disk is None:
             self._disk = await run_bounded(partial(write_probe, self._run.path)) or ""
+        if self._step_watch is not None:
+            self._step_watch.check()
         if self._on and self._command_progress is not None:
             await self._command_progress.check(now.first_failure)
         if self._on and not self._progress_kept and self._worked(now):
@@ -79,6 +96,8 @@ class CommandRun:
         """A generation is over; `cleared`: nothing of it is left that could write."""
         if not self._on:
             return
+        if self._step_watch is not None:
+            await self._step_watch.check_settled()
         if self._command_progress is not None and cleared:
             await self._command_progress.check_settled()
         self._remember(decision, now)

@@ -43,8 +43,11 @@ class CommandProgress:
     """Looks at the folder of the checkpoints; a look that fails changes nothing that is known."""
 
     def __init__(
-        self, folder: Callable[[], Path], config: CommandCheckpointsConfig, events: EventLog, progress: AttemptProgress
-    ) -> None:
+        self, folder: Callable[[], Path], config: CommandCheckpointsConfig, events: EventLog, progress: AttemptProgress,
+        *, counts_steps: bool = True,
+    ) -> None:  # fmt: skip
+        """`counts_steps`: the newest checkpoint is all that is known of the program's step."""
+        self._counts_steps = counts_steps
         self._folder, self._config, self._events, self._progress = folder, config, events, progress
         self.began_from: CommandCheckpoint | None = None
         self._latest: list[CommandCheckpoint] = []
@@ -108,7 +111,8 @@ class CommandProgress:
             self._events.write(EventKind.CHECKPOINT_DELETED, step=self._told.pop(identity), name=identity)
         self._latest = found
         if steps := [one.step for one in found if one.identity in self._told]:
-            self._progress.saved = self._progress.step = max(steps)
+            self._progress.saved = max(steps)
+            self._progress.step = self._progress.saved if self._counts_steps else self._progress.step
 
     def _write_event(self, one: CommandCheckpoint) -> None:
         self._told[one.identity] = one.step

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.cli.runs.event_text import describe_event
+from orchestrator.cli.runs.event_text import describe_event, progress_line
 from trainer.contract.events import Event, EventKind
 
 SAID: list[tuple[EventKind, dict[str, Any], str]] = [
@@ -59,6 +59,22 @@ def test_a_validation_is_told_with_its_numbers() -> None:
     data = {"step": 50, "seconds": 3.21, "metrics": {"val_loss": 2.25, "accuracy": "nan"}}
     event = Event(time=1.0, source="r", seq=1, kind=EventKind.VALIDATED, attempt=1, generation=0, data=data)
     assert describe_event(event) == "attempt 1: validated after step 50: val_loss 2.2500  accuracy nan (3.2 s)"
+
+
+def test_the_end_of_a_users_own_program_has_a_step_only_where_that_is_known() -> None:
+    for step, words in ((None, "ended: all ranks finished"), (60, "ended at step 60: all ranks finished")):
+        data = {"step": step, "reason": "all ranks finished", "failure": None}
+        event = Event(
+            time=1.0, source="coordinator", seq=1, kind=EventKind.GENERATION_ENDED, attempt=1, generation=0, data=data
+        )
+        assert describe_event(event) == f"attempt 1: {words}"
+
+
+def test_the_moving_line_shows_what_a_program_says_and_nothing_else() -> None:
+    assert progress_line("script-1", "RUNNING", 0, None) == "script-1  RUNNING"
+    assert progress_line("script-1", "RUNNING", 60, None, step=12, loss=2.5) == (
+        "script-1  RUNNING  step 12/60  loss 2.5000"
+    )
 
 
 def test_every_event_of_a_checkpoint_but_its_beginning_and_its_end_is_told() -> None:

@@ -334,3 +334,8 @@ def test_the_last_lines_of_a_command_stand_below_the_run_that_is_named(orch: Typ
 
 def test_of_a_command_no_step_and_no_end_is_made_up(orch: Type, seeds: Seeds) -> None:
     assert (progress(0, 0), progress(40, 0), progress(40, 200)) == ("-", "40", "40/200")
+    run = seeds.run()
+    seeds.store.note_run(run, epoch=seeds.epoch, now=time.time(), step=0, total_steps=0)
+    head, row = orch("status").out.splitlines()
+    cells = dict(zip(head.split("\t"), row.split("\t"), strict=True))
+    assert (cells["STEP"], cells["TOTAL_STEPS"]) == ("", "")

@@ -27,3 +27,9 @@ def test_of_a_large_job_the_slow_and_the_still_ones() -> None:
     assert len(ranks) == MOST
     assert {500, 900} <= set(ranks)
     assert ranks == sorted(ranks)
+
+
+def test_of_a_users_own_program_nothing_is_made_up() -> None:
+    seen = [RankSample(rank=0, node="n1", age=24.8)]
+    (row,) = rank_rows(seen, time=5.0, generation=1, p99={}, ratios={}, command=True)["ranks"]
+    assert (row["step"], row["phase"], row["age"], row["node"]) == (None, "command", None, "n1")

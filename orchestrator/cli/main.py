@@ -10,6 +10,7 @@ import click
 
 from orchestrator.cli.terminal.command_classes import LazyGroup
 from orchestrator.cli.terminal.render import Screen
+from orchestrator.cli.terminal.streams import READER_GONE, OutputLost, ReaderGone, prepare
 from orchestrator.errors import NotFound, OrchError, Precondition
 
 VERBS = {
@@ -83,6 +84,11 @@ def run(args: Sequence[str] | None = None) -> int:
     try:
         result = orch.main(words, prog_name="orch", obj=screen, standalone_mode=False)
         screen.flush()
+    except ReaderGone:
+        return READER_GONE
+    except OutputLost as error:
+        screen.json = False  # there is nowhere for an object to go
+        return _report_error(screen, error)
     except OrchError as error:
         return _report_error(screen, error)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -93,10 +99,6 @@ def run(args: Sequence[str] | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         screen.note("detached: nothing was stopped")
         return 130
-    except BrokenPipeError:
-        # The reader (`| head`) went away: nothing more can be said, and Python must not try at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
     except OSError as error:
         return _report_error(
             screen, Precondition(*_os_words(error), hint="mend that, then type the same command again")
@@ -158,6 +160,7 @@ def _internal(screen: Screen, error: Exception, words: Sequence[str]) -> int:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point of the `orch` program."""
+    prepare()
     sys.exit(run(args))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from orchestrator.cli.access.run_folder import existing_folder
 from orchestrator.cli.runs.event_text import describe_event
 from orchestrator.cli.runs.follow import is_over
 from orchestrator.cli.runs.run_reader import EventFeed, StepMetrics, json_object
@@ -109,7 +110,7 @@ def worst(ranks: Sequence[dict[str, Any]], most: int = WORST) -> list[dict[str, 
 def top(screen: Screen, run: str, once: bool, every: float) -> None:
     """Show a live run: step, tokens/s, loss, last checkpoint, and where every rank is. Ctrl-C ends the display."""
     row = one_row(run)
-    reader = Reader(row["run"], Path(row["run_dir"]))
+    reader = Reader(row["run"], existing_folder(row["run"], row["run_dir"]).path)
     if screen.json:
         screen.data("top", reader.read().to_json())
         return

@@ -8,6 +8,7 @@ import click
 
 from orchestrator.cli.access import run_location
 from orchestrator.cli.access.registry import open_store, wake_controller
+from orchestrator.cli.access.run_folder import existing_folder
 from orchestrator.cli.checkpoints.target import restore_test_again
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen
@@ -131,6 +132,8 @@ def _request(store: Any, verb: str, name: str, target: RunState, here: bool, cha
             where=run.reason,
             hint=f"`orch show {run.name}` tells what happened",
         )
+    if verb == "resume":
+        existing_folder(run.name, run.run_dir)
     changed = _changed(store, run, change) if change is not None else {}
     ask = store.add_user_request(run.name, verb, ({"here": key} if key else {}) | changed, now=time.time())
     return {**item, "ask": ask}

@@ -9,6 +9,7 @@ import click
 
 from checkpointing.storage.durable import dump_line
 from orchestrator.cli.access.registry import open_store
+from orchestrator.cli.access.run_folder import warn_of_missing
 from orchestrator.cli.checkpoints.target import restore_test_again
 from orchestrator.cli.checkpoints.tested_layouts import reason_beside_tests
 from orchestrator.cli.runs.config_changes import config_changes
@@ -42,6 +43,7 @@ def show(screen: Screen, run: str, history: bool) -> None:
         tests, own_test = store.restore_tests(found.name), store.restore_test(found.name)
     proven = proven_of(tests, checkpoints, copies)
     row = one_row(found.name)
+    warn_of_missing(screen, found.name, found.run_dir)
     warn_of_bad_tests(screen, [row])
     if screen.json:
         document = _document(found, row, attempts, generations, (checkpoints, copies), transitions)

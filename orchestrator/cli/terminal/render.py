@@ -17,6 +17,8 @@ _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)
 _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)))
 _WORDS = 30
 """Characters that a column of sentences should have before it is folded."""
+_NARROWEST = 40
+"""Columns of a table at least: a terminal that is narrower, or says so, folds its lines."""
 _PAGE = 160
 """Columns of a page that goes into a file or a pipe."""
 Meter = Callable[[int, int], None]
@@ -190,6 +192,7 @@ class Screen:
         from rich.text import Text
 
         console = self._console(sys.stdout)
+        console.width = max(console.width, _NARROWEST)
         cells = {column: [one_line(column.show(row.get(column.key))) for row in rows] for column in columns}
         kept = fitting_columns(cells, console.width)
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
@@ -324,7 +327,7 @@ class Ticker:
     def update(self, text: str) -> None:
         """Show the newest state."""
         if self._screen.live:
-            width = os.get_terminal_size(sys.stderr.fileno()).columns
+            width = max(os.get_terminal_size(sys.stderr.fileno()).columns, _NARROWEST)
             self._shown = one_line(text)[: width - 1]
             sys.stderr.write(f"\r\x1b[K{self._shown}")
             sys.stderr.flush()

@@ -10,6 +10,7 @@ import click
 
 from orchestrator.cli.terminal.command_classes import LazyGroup
 from orchestrator.cli.terminal.render import Screen
+from orchestrator.cli.terminal.streams import READER_GONE, OutputLost, ReaderGone, prepare
 from orchestrator.errors import NotFound, OrchError, Precondition
 
 VERBS = {
@@ -94,6 +95,11 @@ def run(args: Sequence[str] | None = None) -> int:
     try:
         result = orch.main(words, prog_name="orch", obj=screen, standalone_mode=False)
         screen.flush()
+    except ReaderGone:
+        return READER_GONE
+    except OutputLost as error:
+        screen.json = False  # there is nowhere for an object to go
+        return _report_error(screen, error)
     except OrchError as error:
         return _report_error(screen, error)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -104,10 +110,6 @@ def run(args: Sequence[str] | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         screen.interrupted()
         return 130
-    except BrokenPipeError:
-        # The reader (`| head`) went away: nothing more can be said, and Python must not try at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
     except OSError as error:
         return _report_error(
             screen, Precondition(*_os_words(error), hint="mend that, then type the same command again")
@@ -181,6 +183,7 @@ def _complete(line: str) -> int:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point of the `orch` program."""
+    prepare()
     asked = os.environ.get("_ORCH_COMPLETE")  # the command line so far, at a Tab
     sys.exit(run(args) if asked is None else _complete(asked))
 

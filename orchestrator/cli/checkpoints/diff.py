@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from orchestrator.cli.checkpoints import torch_env
-from orchestrator.cli.checkpoints.target import Target, find_one
+from orchestrator.cli.checkpoints.target import WAYS, Target, find_one
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count
-from orchestrator.errors import CheckpointInvalid
+from orchestrator.errors import CheckpointInvalid, NotFound
 
 if TYPE_CHECKING:
     from checkpointing.verification.tensor_diff import TensorDiff
@@ -54,16 +54,32 @@ def _compared(screen: Screen, left: Target, right: Target) -> "list[TensorDiff]"
     from checkpointing.engine.verification.diff import compare, open_side  # torch: seconds to import
     from checkpointing.errors import Refused
 
+    side = left  # whose name a refusal bears; two copies of one checkpoint have the same
     try:
-        sides = open_side(left.storage, left.name), open_side(right.storage, right.name)
+        first = open_side(left.storage, left.name)
+        side = right
+        second = open_side(right.storage, right.name)
         with screen.bar("compare") as meter:
-            found: list[TensorDiff] = compare(*sides, meter)
-    except Refused as refusal:
+            found: list[TensorDiff] = compare(first, second, meter)
+    except (Refused, FileNotFoundError) as refusal:
+        _require_there(left, right)
+        if not isinstance(refusal, Refused):
+            raise
+        side = side if refusal.name == side.name else left
         raise CheckpointInvalid(
-            f"{refusal.name} cannot be compared: {refusal.reason}", hint=f"orch ckpt verify {left.path}"
-            if refusal.name == left.name else f"orch ckpt verify {right.path}",
+            f"{refusal.name} cannot be compared: {refusal.reason}", hint=f"orch ckpt verify {side.path}"
         ) from refusal  # fmt: skip
     return found
+
+
+def _require_there(*targets: Target) -> None:
+    """Raises NotFound for one that is deleted, or was while it was read: retention does not wait for readers."""
+    from checkpointing.tiers.catalog import Catalog
+
+    for target in targets:
+        if not Catalog(target.path.rpartition("/")[0], target.storage).is_committed(target.name):
+            looks = f"orch ckpt ls {target.run} lists what is left; orch ckpt pin keeps one" if target.run else WAYS
+            raise NotFound(f"{target.name} is not there any more: it is being deleted", where=target.path, hint=looks)
 
 
 def _part(key: str) -> str:

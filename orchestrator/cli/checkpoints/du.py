@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from orchestrator.cli.access.registry import open_store
+from orchestrator.cli.access.run_folder import warn_of_missing
 from orchestrator.cli.checkpoints.gc import gc_candidates_in
 from orchestrator.cli.checkpoints.tiers import tiers_of
 from orchestrator.cli.terminal.command_classes import Verb
@@ -46,6 +47,7 @@ def du(screen: Screen, runs: tuple[str, ...]) -> None:
 
 def _rows(screen: Screen, store: "Store", run: "Run") -> Iterator[dict[str, Any]]:
     """One row for each tier and trust, and one for what is no checkpoint."""
+    warn_of_missing(screen, run.name, run.run_dir)
     trust = {row.name: str(row.trust) for row in store.checkpoints(run.name)}
     for tier in tiers_of(RunDir(Path(run.run_dir))):
         sums: dict[str, dict[str, Any]] = {}

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from orchestrator.cli.access.registry import open_store
+from orchestrator.cli.access.run_folder import warn_of_missing
 from orchestrator.cli.access.run_location import START
 from orchestrator.cli.checkpoints.tiers import Tier, missing_files, tiers_of
 from orchestrator.cli.terminal.command_classes import Verb
@@ -99,6 +100,7 @@ def _opened(*, locked: bool) -> "Iterator[tuple[Store, Lease | None]]":
 def gc_candidates(store: "Store", run: "Run", screen: Screen, *, refused: bool = False) -> list[GcCandidate]:
     """Every folder of a run that is no good checkpoint, judged; a tier that cannot be read is told of and left."""
     found: list[GcCandidate] = []
+    warn_of_missing(screen, run.name, run.run_dir)
     for tier in tiers_of(RunDir(Path(run.run_dir))):
         try:
             found += gc_candidates_in(store, run, tier, refused=refused)

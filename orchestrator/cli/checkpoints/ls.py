@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from orchestrator.cli.access.registry import open_store
+from orchestrator.cli.access.run_folder import warn_of_missing
 from orchestrator.cli.checkpoints.best import best_checkpoints
 from orchestrator.cli.checkpoints.target import known_run
 from orchestrator.cli.checkpoints.tested_layouts import BY_A_TEST, by_checkpoint, layouts_in_words, reason_beside_tests
@@ -33,6 +34,7 @@ def ls(screen: Screen, run: str, everything: bool) -> None:
     with open_store(readonly=True) as store:
         rows = {row.name: _row(row, now) for row in store.checkpoints(found.name)}
         tests = by_checkpoint(store.restore_tests(found.name))
+    warn_of_missing(screen, found.name, found.run_dir)
     tiers = tiers_of(RunDir(Path(found.run_dir)))
     _add_places(screen, rows, tiers, now)
     _add_verdicts(rows, tiers)

@@ -1,16 +1,15 @@
 """`orch ckpt pin` and `orch ckpt unpin`: checkpoints that retention must leave alone."""
 
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from orchestrator.cli.access.run_folder import existing_folder
 from orchestrator.cli.checkpoints.target import Target, find, is_location, known_run, target_at
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import ConfigError, NotFound
-from trainer.contract.run_dir import RunDir
 
 if TYPE_CHECKING:
     from checkpointing.storage.backends import Storage
@@ -82,6 +81,7 @@ def _pinned(words: str) -> "tuple[Storage, list[str]]":
     run, mark, step = words.rpartition("@")
     if not mark or not run:
         raise ConfigError("say which checkpoint", where=words, hint="write RUN@STEP")
-    storage = LocalStorage(RunDir(Path(known_run(run).run_dir)).checkpoints)
+    known = known_run(run)
+    storage = LocalStorage(existing_folder(known.name, known.run_dir).checkpoints)
     parsed = {name: parts for name in pinned_names(storage) if (parts := parse_name(name))}
     return storage, sorted(name for name, parts in parsed.items() if step in (name, str(parts.step)))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.cli.access.registry import open_store
+from orchestrator.cli.access.run_folder import existing_folder
 from orchestrator.cli.checkpoints.best import name_of_best
 from orchestrator.cli.checkpoints.tiers import read_config, tiers_of
 from orchestrator.cli.runs.next_commands import restore_test_again
@@ -74,7 +75,7 @@ def find(words: str, warn: Warn) -> list[Target]:
             where=f"it restores {order['run']}@{order['step']}",
             hint=f"write {order['run']}@{order['step']}; to restore it again: {restore_test_again(order)}",
         )
-    listed = listing(RunDir(Path(run.run_dir)), run.name, warn)
+    listed = listing(existing_folder(run.name, run.run_dir), run.name, warn)
     if not listed:
         raise NotFound(f"{run.name} has no committed checkpoint", where=run.run_dir, hint=f"orch show {run.name}")
     if step == "all":

@@ -3,9 +3,9 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from orchestrator.cli.access.run_folder import existing_folder
 from orchestrator.cli.runs.next_commands import after_end
 from orchestrator.cli.runs.run_reader import json_object
 from orchestrator.cli.runs.status import one_row
@@ -72,7 +72,7 @@ def find_live_attempt(name: str, now: float | None = None) -> LiveAttempt:
     run, state = row["run"], row["state"]
     if state in ENDED_RUNS or state == RunState.HELD:
         raise Precondition(f"{run} is {state}: nothing runs", where=row["reason"], hint=after_end(row))
-    folder = RunDir(Path(row["run_dir"]))
+    folder = existing_folder(run, row["run_dir"])
     attempts = folder.all_attempts()
     heartbeat = json_object(attempts[-1].heartbeat) if attempts else {}
     if not heartbeat:

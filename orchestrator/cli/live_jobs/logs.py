@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from orchestrator.cli.access.run_folder import existing_folder
 from orchestrator.cli.live_jobs.first_error import concluded, first_error
 from orchestrator.cli.runs.follow import detached, end_error
 from orchestrator.cli.runs.status import one_row
@@ -67,7 +68,7 @@ def logs(
     """
     _check(rank, node, controller, follow and screen.json)
     row = one_row(run)
-    place = RunDir(Path(row["run_dir"]))
+    place = RunDir(Path(row["run_dir"])) if controller else existing_folder(row["run"], row["run_dir"])
     wanted = Wanted(attempt=attempt, rank=rank, node=node, controller=controller)
     if rank == "first-error":
         return _first_error(screen, place, row["run"], attempt, only_path)

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from orchestrator.cli.access.run_folder import existing_folder
 from orchestrator.cli.live_jobs.training_speed import TrainingSpeed, training_speed
 from orchestrator.cli.runs.event_text import describe_event
 from orchestrator.cli.runs.follow import is_over
@@ -132,7 +133,7 @@ def worst(ranks: Sequence[dict[str, Any]], most: int = WORST) -> list[dict[str, 
 def top(screen: Screen, run: str, once: bool, every: float) -> None:
     """Show a live run: step, tokens/s, loss, last checkpoint, and where every rank is. Ctrl-C ends the display."""
     row = one_row(run)
-    reader = Reader(row["run"], Path(row["run_dir"]))
+    reader = Reader(row["run"], existing_folder(row["run"], row["run_dir"]).path)
     warn_without_controller(screen, [row])
     if screen.json:
         screen.data("top", reader.read().to_json())

@@ -9,6 +9,7 @@ import click
 
 from orchestrator.cli.access import run_location
 from orchestrator.cli.access.registry import open_store, wake_controller
+from orchestrator.cli.access.run_folder import existing_folder
 from orchestrator.cli.runs.edited_config import warn_of_edited_config
 from orchestrator.cli.runs.next_commands import restore_test_again
 from orchestrator.cli.runs.status import one_row
@@ -163,6 +164,8 @@ def _request(store: Any, verb: str, name: str, target: RunState, here: bool, cha
             where=run.reason,
             hint=f"`orch show {run.name}` tells what happened",
         )
+    if verb == "resume":
+        existing_folder(run.name, run.run_dir)
     changed = _changed(store, run, change) if change is not None else {}
     ask = store.add_user_request(run.name, verb, ({"here": key} if key else {}) | changed, now=time.time())
     return {**item, "ask": ask}

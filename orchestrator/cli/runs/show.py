@@ -9,6 +9,7 @@ import click
 
 from checkpointing.storage.durable import dump_line
 from orchestrator.cli.access.registry import open_store
+from orchestrator.cli.access.run_folder import warn_of_missing
 from orchestrator.cli.checkpoints.tested_layouts import reason_beside_tests
 from orchestrator.cli.runs.config_changes import config_changes
 from orchestrator.cli.runs.incident_tables import incident_tables, incidents_json
@@ -46,6 +47,7 @@ def show(screen: Screen, run: str, history: bool) -> None:
     proven, kept = proven_of(tests, checkpoints, copies), _kept(checkpoints, copies, _pins(found))
     row = one_row(found.name)
     warn_without_controller(screen, [row])
+    warn_of_missing(screen, found.name, found.run_dir)
     warn_of_bad_tests(screen, [row])
     warn_of_untold(screen, [row])
     if screen.json:

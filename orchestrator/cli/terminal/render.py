@@ -18,6 +18,8 @@ from trainer.contract import time_spans
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[PX^_][^\x1b]*(?:\x1b\\)?|[@-Z\\-_])")
 _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)))
+_NARROWEST = 40
+"""Columns of a page at least: a terminal that is narrower, or says so, folds its lines."""
 _PAGE = 160
 """Columns of a page that goes into a file or a pipe."""
 Meter = Callable[[int, int], None]
@@ -108,7 +110,7 @@ class Screen:
     @property
     def width(self) -> int:
         """Columns of the page that goes to stdout."""
-        return shutil.get_terminal_size().columns if sys.stdout.isatty() else _PAGE
+        return max(shutil.get_terminal_size().columns, _NARROWEST) if sys.stdout.isatty() else _PAGE
 
     def _print(self, text: str, stream: TextIO) -> None:
         if self._page is not None and stream is sys.stdout:
@@ -295,7 +297,7 @@ class Ticker:
     def update(self, text: str) -> None:
         """Show the newest state."""
         if self._screen.live:
-            width = os.get_terminal_size(sys.stderr.fileno()).columns
+            width = max(os.get_terminal_size(sys.stderr.fileno()).columns, _NARROWEST)
             self._shown = one_line(text)[: width - 1]
             sys.stderr.write(f"\r\x1b[K{self._shown}")
             sys.stderr.flush()

@@ -87,6 +87,7 @@ class Seeds:
         """A run at step 120 of 200 in its first attempt."""
         now = time.time()
         run, _ = self.store.create_run(self.new(slug), now=now, nonce="0123abcd")
+        Path(run.run_dir).mkdir(parents=True, exist_ok=True)
         self.store.move_attempt(
             run.name, 1, AttemptState.SUBMITTED, "job 41", epoch=self.epoch, now=now, job_id="41", job_state="PENDING"
         )

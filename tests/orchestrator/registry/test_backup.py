@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.errors import RegistryError
+from orchestrator.errors import Precondition, RegistryError
 from orchestrator.registry.backup import backup
 from orchestrator.registry.store import Store
 
@@ -53,3 +53,33 @@ def test_what_cannot_be_backed_up(desk: Desk, tmp_path: Path) -> None:
     with pytest.raises(RegistryError, match="cannot be written"):
         backup(desk.path, tmp_path / "no" / "folder" / "copy.db")
     assert sqlite3.connect(desk.path).execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+@pytest.mark.parametrize("content", [b"hello", b"SQLite format 3\0 and no more"])
+def test_what_is_no_backup_is_left_as_it_was(tmp_path: Path, content: bytes) -> None:
+    path, to = tmp_path / "registry.db", tmp_path / "notes.txt"
+    Store.open(path).close()
+    to.write_bytes(content)
+    with pytest.raises(Precondition, match="something else than a backup"):
+        backup(path, to)
+    assert to.read_bytes() == content
+
+
+def test_a_pipe_is_not_replaced(tmp_path: Path) -> None:
+    path, to = tmp_path / "registry.db", tmp_path / "pipe"
+    Store.open(path).close()
+    os.mkfifo(to)
+    with pytest.raises(Precondition, match="something else than a backup"):
+        backup(path, to)
+    assert to.is_fifo()
+
+
+def test_an_older_backup_and_an_empty_file_are_replaced(tmp_path: Path) -> None:
+    path, to, link = tmp_path / "registry.db", tmp_path / "backup.db", tmp_path / "newest"
+    Store.open(path).close()
+    to.touch()
+    link.symlink_to(to)
+    for place in (to, to, link):
+        backup(path, place)
+    assert link.is_symlink()
+    assert to.read_bytes().startswith(b"SQLite format 3")

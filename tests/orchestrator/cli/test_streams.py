@@ -1,0 +1,60 @@
+"""The program's standard streams as shells leave them: closed, full, unread, with few signs."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.orchestrator.cli.conftest import Seeds
+
+Program = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def program(seeds: Seeds) -> Program:
+    """Type `orch WORDS` in a shell; `SHELL` stands behind the words, and the environment may have more."""
+    run = seeds.run()
+
+    def typed(words: str, shell: str = "", **more: str) -> subprocess.CompletedProcess[str]:
+        line = f"{sys.executable} -P -m orchestrator.cli.main {words.replace('RUN', run)} {shell}"
+        environ = {**os.environ, **more}
+        return subprocess.run(["bash", "-c", line], env=environ, capture_output=True, text=True, check=False)
+
+    return typed
+
+
+@pytest.mark.parametrize("shell", [">&-", ">&- 2>&-", "<&-", "2>&-"])
+@pytest.mark.parametrize("words", ["status", "--help", "show RUN"])
+def test_a_closed_stream_is_no_trouble(program: Program, home: Path, words: str, shell: str) -> None:
+    done = program(words, shell)
+    assert done.returncode == 0, done.stderr
+    assert "error" not in done.stderr
+    assert not (home / "last-error.txt").exists()
+
+
+def test_a_reader_that_goes_away_is_told_nothing(program: Program, home: Path) -> None:
+    done = program("show RUN", "2>&1 | true; exit ${PIPESTATUS[0]}")
+    assert (done.returncode, done.stdout, done.stderr) == (141, "", "")
+    assert not (home / "last-error.txt").exists()
+
+
+@pytest.mark.parametrize("words", ["status", "status --json", "--help"])
+def test_an_answer_that_is_lost_is_an_error_on_stderr(program: Program, words: str) -> None:
+    done = program(words, "> /dev/full")
+    assert done.returncode == 4
+    assert "error: the answer cannot be written: No space left on device\n  stdout" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+def test_what_stderr_loses_changes_no_exit_code(program: Program) -> None:
+    assert program("show nobody", "2> /dev/full").returncode == 3
+
+
+def test_an_encoding_with_few_signs_gets_plain_ones(program: Program) -> None:
+    done = program("status", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0
+    assert "1 run - controller" in done.stderr

@@ -132,16 +132,16 @@ def status(screen: Screen) -> None:
     from orchestrator.registry import fast_queries
 
     health, every = service.status(registry_path()), service.statuses(registry_path())
-    silent = {held.scheduler: silence_of(held) for held in fast_queries.leases(registry_path())}
+    unanswered = {held.scheduler: silence_of(held) for held in fast_queries.leases(registry_path())}
     if screen.json:
-        controllers = [{**_plain(one), "silence": silent.get(one.scheduler, "")} for one in every]
+        controllers = [{**_plain(one), "silence": unanswered.get(one.scheduler, "")} for one in every]
         screen.data("controller.status", {**_plain(health), "controllers": controllers})
         return
     for one in every or [health]:
         looked = f"looked at the runs {span(time.time() - one.ticked_at)} ago" if one.ticked_at else "no look yet"
         of = f" for {one.scheduler}" if one.scheduler else ""
         if one.alive:
-            silence = silent.get(one.scheduler, "")
+            silence = unanswered.get(one.scheduler, "")
             mute = f"; gets no answer from Slurm: {silence}" if silence else ""
             screen.say(f"alive{of}: pid {one.pid} on {one.host}, {looked}{mute}")
         elif one.stalled:

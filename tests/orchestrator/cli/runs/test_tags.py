@@ -68,7 +68,6 @@ def test_tags_are_shown(orch: Type, seeds: Seeds) -> None:
 def test_a_tag_is_in_the_record_at_once(orch: Type, seeds: Seeds) -> None:
     run = seeds.run()
     folder = seeds.root / run
-    folder.mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps({}))
     orch("tag", run, "kept")
     assert Record.read(Path(folder / "record.json")).run.tags == ("kept",)

@@ -73,8 +73,9 @@ def prepare() -> None:
 def _wrapped(kind: type[_Stream], stream: TextIO | None, number: int) -> _Stream:
     if not isinstance(stream, io.TextIOWrapper):  # it was closed when the program started
         return kind(open(number, "wb", closefd=False), encoding="utf-8", errors=_ERRORS)
-    encoding, buffered = stream.encoding, stream.line_buffering
-    return kind(stream.detach(), encoding=encoding, errors=_ERRORS, line_buffering=buffered)
+    encoding = stream.encoding
+    by_line = number == 2 or stream.line_buffering  # somebody follows what a program says, in a pipe, too
+    return kind(stream.detach(), encoding=encoding, errors=_ERRORS, line_buffering=by_line)
 
 
 def _in_plain_signs(error: UnicodeError) -> tuple[str | bytes, int]:

@@ -1,16 +1,12 @@
 """Run directories into the registry: events from where the last tick stopped reading, and the newest progress."""
 
-import json
 import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from checkpointing.storage.durable import number, open_regular
 from orchestrator.controller.run_dirs.bounded_files import DirectFiles, Files
-from orchestrator.controller.run_dirs.collect_evidence import Heartbeat
 from orchestrator.controller.run_dirs.event_files import (
     NewEvents,
     TierPaths,
@@ -20,6 +16,7 @@ from orchestrator.controller.run_dirs.event_files import (
     resolve_paths,
     tiers_mentioned,
 )
+from orchestrator.controller.run_dirs.newest_progress import progress
 from orchestrator.controller.run_view import RunView
 from orchestrator.recovery.node_exclusion import DRILLED, TAKEN_FOR
 from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation, Notice
@@ -27,7 +24,6 @@ from orchestrator.registry.store import Store
 from orchestrator.states import Trust, may_move
 from trainer.contract.events import Event, EventKind
 from trainer.contract.outcome import Failure, FailureKind
-from trainer.contract.run_dir import AttemptDir
 
 MEMORY = "memory"
 """The tier of what a restart in place has loaded from the memory that outlived its ranks."""
@@ -36,9 +32,6 @@ UNREADABLE_EVENT = "event.unreadable"
 """The notice of an event that lacks what its kind must have."""
 
 log = logging.getLogger(__name__)
-
-METRICS_TAIL = 16 * 1024
-"""Bytes of the metrics file that are sure to hold one whole line."""
 
 
 def ingest(store: Store, view: RunView, *, epoch: int, now: float, files: Files | None = None) -> bool:
@@ -367,37 +360,3 @@ def _ingest_progress(
 
     store.together(note)
     return True
-
-
-def progress(place: AttemptDir) -> tuple[int | None, float | None]:
-    """Newest trained step and its loss, from the metrics' last line, else from the heartbeat."""
-    line = last_line(place.metrics)
-    if line is not None and isinstance(line.get("step"), int):
-        return line["step"], _loss(line.get("loss"))
-    try:
-        heartbeat = Heartbeat.read(place.heartbeat)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return None, None
-    # Step 0 says that no rank has told its step yet, not that the run is back at its beginning.
-    return (heartbeat.step, heartbeat.loss) if heartbeat.step else (None, None)
-
-
-def _loss(value: Any) -> float | None:
-    """A loss as `dump_line` writes it; None for what is none."""
-    try:
-        return None if value is None else number(value)
-    except (KeyError, TypeError, ValueError):
-        return None
-
-
-def last_line(path: Path) -> dict[str, Any] | None:
-    """The last whole line of a file of JSON lines; None when there is none."""
-    try:
-        with open_regular(path) as stream:
-            stream.seek(max(0, os.fstat(stream.fileno()).st_size - METRICS_TAIL))
-            block = stream.read(METRICS_TAIL)
-        lines = block[: block.rfind(b"\n") + 1].splitlines()
-        found = json.loads(lines[-1]) if lines else None
-    except (OSError, ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None

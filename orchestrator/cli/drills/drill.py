@@ -136,7 +136,7 @@ def _in_a_demo(
     folder = (root or state_home() / "demo-runs").expanduser().absolute()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     words = (f"cluster.root={folder}", "cluster.kind=local", f"name=drill-{kind}", *_settings(kind, rank), *overrides)
-    composed = compose("demo", words, environ=os.environ)
+    composed = compose("demo", words, environ=os.environ, preset_wins=True)
     _check(kind, "this demo", composed.config)
     screen.note(f"drill: 2 simulated nodes x 2 ranks train on this machine; {kind} strikes on the way")
     launched = launch(screen, composed, "local", no_controller=False)

@@ -79,6 +79,8 @@ def overview(screen: Screen) -> None:
         screen.say(
             f"           orch show {row['run']}   orch logs {row['run']} --rank first-error   orch resume {row['run']}"
         )
+    for row in _waiting_for_ever(running):
+        screen.say(f"needs you: {row['run']} is {row['state']}: {row['reason']}")
     for row in bad:
         screen.say(f"needs you: {bad_test_words(row)}")
         screen.say(f"           orch restore-tests history {row['run']}   orch ckpt ls {row['run']}")
@@ -86,6 +88,16 @@ def overview(screen: Screen) -> None:
         screen.note(
             "nothing runs. `orch submit tiny-gpt` starts a run, `orch demo` shows one, `orch -h` lists the verbs."
         )
+
+
+def _waiting_for_ever(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Runs whose job Slurm will never start as it is."""
+    queued = [row for row in rows if row["state"] == RunState.QUEUED]
+    if not queued:
+        return []
+    from orchestrator.scheduler.pending_reasons import STAYS  # brings the scheduler's parts: only where a job waits
+
+    return [row for row in queued if STAYS in row["reason"]]
 
 
 def _found_bad(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

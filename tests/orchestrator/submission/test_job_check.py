@@ -35,7 +35,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
 
 
 def test_slurm_sees_the_script_of_the_job_and_submits_nothing(site: Site, tmp_path: Path) -> None:
-    site.ask(f"cat > {tmp_path / 'script'}; echo \"$@\" > {tmp_path / 'words'}", "cluster.partition=high")
+    site.ask(f'cat > {tmp_path / "script"}; echo "$@" > {tmp_path / "words"}', "cluster.partition=high")
     assert (tmp_path / "words").read_text() == "--test-only\n"
     assert "#SBATCH --partition=high" in (tmp_path / "script").read_text()
     assert not (tmp_path / "runs").exists()

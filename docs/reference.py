@@ -16,6 +16,12 @@ HEAD = """# Configuration
 
 Every key, its default and what it does. `orch config show PRESET` prints the resolved values and where each came from.
 This page is written by `python docs/reference.py` from the docstrings in the code.
+
+Values come from these places, the weakest first: the defaults below; presets (`tiny-gpt`, `cluster/slurm-cpu`); the
+site's file (`$ORCH_SITE_CONFIG`, or `/etc/orch/site.yaml`); yours (`$ORCH_USER_CONFIG`, or
+`~/.config/orch/config.yaml`); a file of your own that you submit, and the files of yours that it includes; what you
+type. So `cluster: {mem: 2G}` in your file beats a preset's `mem`. In `orch demo` and `orch drill --demo`, presets beat
+the site's file and yours.
 """
 
 

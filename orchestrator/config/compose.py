@@ -30,17 +30,22 @@ class Composed:
     origins: dict[str, str]
 
 
-def compose(source: str, overrides: Sequence[str] = (), *, environ: Mapping[str, str] = os.environ) -> Composed:
-    """Resolve a preset or file, weakest first: defaults, site, user, the file and its includes, overrides.
+def compose(
+    source: str, overrides: Sequence[str] = (), *, environ: Mapping[str, str] = os.environ, preset_wins: bool = False
+) -> Composed:
+    """Resolve a preset or file, weakest first: defaults, presets, site, user, the file and its own includes, overrides.
 
+    `preset_wins`: presets are stronger than site and user, for what must be the same everywhere.
     Raises ConfigError that names the key, the place and what to type.
     """
     path = layers.locate(source, Path.cwd(), "")
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-.") or "run"
-    found = [Assignment(path=("name",), value=stem, origin=f"name of {path}")]
-    for file in (*layers.standing_files(environ), path):
-        found += layers.from_file(file)
-    return _composed([*found, *layers.from_overrides(overrides)], environ)
+    name = Assignment(path=("name",), value=stem, origin=f"name of {path}")
+    standing = [item for file in layers.standing_files(environ) for item in layers.from_file(file)]
+    wanted = layers.from_file(path)
+    shipped = [item for item in wanted if item.shipped and not preset_wins]
+    own = [item for item in wanted if preset_wins or not item.shipped]
+    return _composed([name, *shipped, *standing, *own, *layers.from_overrides(overrides)], environ)
 
 
 def recompose(

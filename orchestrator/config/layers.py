@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ class Assignment:
     origin: str
     clears: bool = False
     adds: bool = True  # may bring a new entry into an open map
+    shipped: bool = False  # of a preset that orch brings along
 
 
 def standing_files(environ: Mapping[str, str]) -> list[Path]:
@@ -95,7 +96,8 @@ def from_file(path: Path, above: tuple[Path, ...] = ()) -> list[Assignment]:
         found += from_file(locate(included, path.parent, where), (*above, path))
     pairs = [(key, value) for key, value in node.value if key.value != INCLUDES]
     rest = MappingNode(node.tag, pairs, node.start_mark, node.end_mark)
-    return found + list(_assignments(rest, RunConfig, (), str(path)))
+    shipped = path.is_relative_to(presets.folder("configs").resolve())
+    return found + [replace(item, shipped=shipped) for item in _assignments(rest, RunConfig, (), str(path))]
 
 
 def _text(path: Path) -> str:

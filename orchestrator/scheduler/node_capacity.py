@@ -9,7 +9,8 @@ from orchestrator.scheduler.commands import run_command
 from orchestrator.scheduler.interface import Resources
 
 ANSWER_WITHIN = 10.0
-_FORMAT = "%N|%P|%c|%m|%G"
+NODES = ("sinfo", "-h", "-a", "-N", "-o", "%N|%P|%c|%m|%G")
+PARTITIONS = ("sinfo", "-h", "-a", "-o", "%P")
 _MEGABYTES = {"": 1.0, "K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0 * 1024}
 _GPUS = re.compile(r"(?:^|,)(?:gres/)?gpu(?::[A-Za-z_][\w.-]*)?:(\d+)", re.ASCII)
 
@@ -45,30 +46,30 @@ class _Need:
 
 
 def partitions_here(text: str) -> dict[str, bool]:
-    """Partitions in what `sinfo -h -a -o %P` prints; true for the default one, which is marked by `*`."""
+    """What `PARTITIONS` prints; true for the default one, which is marked by `*`."""
     names = [line.strip() for line in text.splitlines() if line.strip()]
     return {name.rstrip("*"): name.endswith("*") for name in names}
 
 
 def known_partitions() -> dict[str, bool]:
     """The partitions of this Slurm, the default one marked; raises SlurmUnreachable."""
-    return partitions_here(_answer(["sinfo", "-h", "-a", "-o", "%P"]))
+    return partitions_here(_answer(PARTITIONS))
 
 
 def known_nodes() -> list[NodeCapacity]:
     """The nodes of all partitions of this Slurm; raises SlurmUnreachable."""
-    return read_nodes(_answer(["sinfo", "-h", "-a", "-N", "-o", _FORMAT]))
+    return read_nodes(_answer(NODES))
 
 
-def _answer(command: list[str]) -> str:
-    done = run_command(command, ANSWER_WITHIN)
+def _answer(command: Sequence[str]) -> str:
+    done = run_command(list(command), ANSWER_WITHIN)
     if done.returncode != 0:
         raise SlurmUnreachable(f"sinfo failed: {done.stderr.strip()[:200]}")
     return done.stdout
 
 
 def read_nodes(text: str) -> list[NodeCapacity]:
-    """Rows of `sinfo -N -o FORMAT`; one that cannot be read is left out. The default partition keeps its `*`."""
+    """Rows of what `NODES` prints; one that cannot be read is left out. The default partition keeps its `*`."""
     found = []
     for line in text.splitlines():
         parts = [part.strip() for part in line.split("|")]
@@ -87,6 +88,14 @@ def megabytes(text: str) -> float:
     """A size in Slurm's notation as MiB; 0 (all that a node has) for what is none."""
     found = re.fullmatch(r"(\d+)([KMGT]?)B?", text.strip().upper(), re.ASCII)
     return int(found[1]) * _MEGABYTES[found[2]] if found else 0.0
+
+
+def asked_words(asked: Resources) -> str:
+    """`2 nodes with 8 cores, 4 GPUs, 64G`."""
+    parts = [f"{asked.cpus_per_task} core{'s' if asked.cpus_per_task > 1 else ''}"]
+    parts += [f"{asked.gpus_per_node} GPU{'s' if asked.gpus_per_node > 1 else ''}"] if asked.gpus_per_node else []
+    parts += [part for part in (asked.mem, asked.constraint) if part]
+    return f"{_nodes(asked.nodes)} with {', '.join(parts)}"
 
 
 def shortfall(asked: Resources, nodes: Sequence[NodeCapacity]) -> Shortfall | None:
@@ -114,10 +123,12 @@ def _of_partition(asked: Resources, partition: str, nodes: list[NodeCapacity]) -
     if len(enough) >= asked.nodes:
         return None
     if len(nodes) < asked.nodes:
+        training = asked.nodes - asked.spares
         spares = f" and cluster.spare_nodes={asked.spares}" if asked.spares else ""
-        words = f"cluster.nodes={asked.nodes - asked.spares}{spares}: partition {partition} has {_nodes(len(nodes))}"
-        fits = len(nodes) - asked.spares
-        return Shortfall(words=words, change=f"cluster.nodes={fits}" if fits > 0 else "cluster.spare_nodes=0")
+        words = f"cluster.nodes={training}{spares}: partition {partition} has {_nodes(len(nodes))}"
+        left = len(nodes) - training  # spare nodes are given up first
+        fewer = f"cluster.nodes={len(nodes)}" + (" cluster.spare_nodes=0" if asked.spares else "")
+        return Shortfall(words=words, change=f"cluster.spare_nodes={left}" if left >= 0 else fewer)
     for need in needs:
         have = sorted((getattr(node, need.attribute) for node in nodes), reverse=True)
         most = have[asked.nodes - 1]

@@ -158,6 +158,21 @@ def test_a_lost_job_needs_a_minute_of_answers_and_of_silence(tmp_path: Path) -> 
     assert world.finish().state is RunState.SUCCEEDED
 
 
+def test_a_run_says_why_its_job_waits_and_whether_that_ends(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.turns(20, 1.0, lambda: bool(world.slurm.jobs))
+    (job,) = world.slurm.jobs
+    told = []
+    for reason in ("Priority", "BadConstraints", "None"):
+        job.shown = {"state": "PENDING", "reason": reason}
+        world.turns(2)
+        told.append(world.run.reason)
+    assert told[0] == "job 1 is PENDING (Priority): jobs of higher priority are first"
+    assert told[1].startswith("job 1 is PENDING (BadConstraints): no nodes have all that it asks for (")
+    assert f"this does not clear by itself; `sinfo -Nel` tells more; orch cancel {world.name}, then orch" in told[1]
+    assert told[2] == "job 1 is PENDING"
+
+
 def test_a_lost_job_that_comes_back_is_ended_before_its_successor_begins(tmp_path: Path) -> None:
     world = World(tmp_path)
     training(world, 12)

@@ -12,7 +12,10 @@ from orchestrator.cli.cluster.slurm_checks import periodic_passes, slurm
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import OrchError, Precondition
+from orchestrator.scheduler.interface import Resources
 
+FIRST_RUN = "slurm-first-run"
+"""The preset that a newcomer submits first."""
 MARKS = {OK: "ok  ", INFO: "note", WARN: "warn", FAIL: "FAIL"}
 
 
@@ -34,7 +37,8 @@ def doctor(screen: Screen, root: Path | None, source: str, locks: bool, peer: st
     place = place.expanduser() if place else None
     found += registry_locks(peer) if locks or peer else ()
     found += machine(place)
-    found += slurm(place, wanted=cluster.get("kind") == "slurm")
+    wanted = cluster.get("kind") == "slurm"
+    found += slurm(place, wanted=wanted, jobs=_jobs(source if wanted else FIRST_RUN))
     found.append(periodic_passes())
     failed = [check for check in found if check.level == FAIL]
     if screen.json:
@@ -54,6 +58,20 @@ def _cluster(source: str, found: list[Check]) -> dict[str, Any]:
         found.append(Check("config", FAIL, error.what, error.hint or error.where))
         return {}
     return cluster
+
+
+def _jobs(source: str) -> dict[str, Resources]:
+    """What a run of this configuration asks of the nodes, by its name; nothing where Slurm is not here to be asked."""
+    from orchestrator.config.compose import compose  # as above
+    from orchestrator.scheduler.available_schedulers import kinds
+    from orchestrator.submission.job_check import first_job
+
+    if "slurm" not in kinds():
+        return {}
+    try:
+        return {source: first_job(compose(source, (), environ=os.environ).config, "slurm").resources}
+    except OrchError:  # told by `_cluster`, where it is the configuration that was asked for
+        return {}
 
 
 def _show(screen: Screen, found: list[Check]) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from orchestrator.cli.cluster.machine_checks import FAIL, INFO, OK, WARN, Check, is_local
 from orchestrator.errors import OrchError
+from orchestrator.scheduler.interface import Resources
+from orchestrator.scheduler.node_capacity import NODES, PARTITIONS, asked_words, partitions_here, read_nodes, shortfall
 
 COMMANDS = ("sbatch", "squeue", "scancel", "scontrol", "srun")
 ANSWER_WITHIN = 10.0
@@ -24,8 +26,13 @@ def ask_slurm(command: list[str]) -> str:
     return done.stdout
 
 
-def slurm(root: Path | None, *, wanted: bool, ask: CommandRunner = ask_slurm) -> Iterator[Check]:
-    """Commands, an answer, accounting, configuration. `wanted`: the configuration asks for Slurm by name."""
+def slurm(
+    root: Path | None, *, wanted: bool, jobs: Mapping[str, Resources], ask: CommandRunner = ask_slurm
+) -> Iterator[Check]:
+    """Commands, an answer, accounting, configuration, nodes. `wanted`: the configuration asks for Slurm by name.
+
+    `jobs`: what configurations ask of the nodes, by their names.
+    """
     missing = [name for name in COMMANDS if shutil.which(name) is None]
     if len(missing) == len(COMMANDS):
         level, hint = (FAIL, "work on a login node, or use cluster.kind=local") if wanted else (INFO, "")
@@ -46,6 +53,8 @@ def slurm(root: Path | None, *, wanted: bool, ask: CommandRunner = ask_slurm) ->
     yield Check("slurm", OK, f"{version}, cluster {name}")
     yield accounting(settings, ask)
     yield from promises(settings)
+    for source, asked in jobs.items():
+        yield demand(source, asked, ask, wanted=wanted)
     if root is not None and is_local(root):
         text = f"{root} is on a file system of this host alone; compute nodes may not see it"
         yield Check("root", WARN, text, "choose a folder on the shared file system: orch doctor --root FOLDER")
@@ -67,6 +76,27 @@ def accounting(settings: Mapping[str, str], ask: CommandRunner) -> Check:
     except OrchError as error:
         return Check("accounting", WARN, f"{error.what}: {without}", "ask your site whether slurmdbd runs")
     return Check("accounting", OK, "sacct answers")
+
+
+def demand(source: str, asked: Resources, ask: CommandRunner, *, wanted: bool) -> Check:
+    """Whether the nodes that Slurm reports have what a configuration asks for."""
+    try:
+        partitions, nodes = partitions_here(ask(list(PARTITIONS))), read_nodes(ask(list(NODES)))
+    except OrchError as error:
+        return Check("nodes", WARN, f"whether nodes have what {source} asks for is not known: {error.what}")
+    default = next((name for name, is_default in partitions.items() if is_default), "")
+    missing = [name for name in filter(None, asked.partition.split(",")) if name not in partitions]
+    if missing or not (asked.partition or default):
+        which = f"partition {missing[0]}, which does not exist" if missing else "no partition, and there is no default"
+        change = f"cluster.partition={default or next(iter(partitions), 'NAME')}"
+        text, change = f"{source} names {which}: there are {', '.join(partitions)}", change
+    elif (short := shortfall(asked, nodes)) is not None:
+        text, change = f"{source} asks for more than nodes have: {short.words}", short.change
+    else:
+        where = asked.partition or default
+        return Check("nodes", OK, f"partition {where} has what {source} asks for: {asked_words(asked)}")
+    hint = f"orch submit {source} {change}, or write that into ~/.config/orch/config.yaml" if change else "sinfo -Nel"
+    return Check("nodes", FAIL if wanted else WARN, text, hint)
 
 
 def promises(settings: Mapping[str, str]) -> Iterator[Check]:

@@ -50,7 +50,7 @@ def _killed_and_recovered(screen: Screen, overrides: tuple[str, ...], root: Path
     folder = (root or state_home() / "demo-runs").expanduser().absolute()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     words = (f"cluster.root={folder}", "cluster.kind=local", *overrides)
-    composed = compose("demo", words, environ=os.environ)
+    composed = compose("demo", words, environ=os.environ, preset_wins=True)
     screen.note("demo: 2 simulated nodes x 2 ranks train on real text; a rank is killed on the way")
     launched = launch(screen, composed, "local", no_controller=False)
     run = launched["run"]

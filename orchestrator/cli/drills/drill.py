@@ -128,7 +128,7 @@ def _in_a_demo(
     words = ("cluster.kind=local", f"name=drill-{kind}", *_settings(kind, rank))
     with small_disk(screen, folder / "full-disk") if kind == "full-disk" else nullcontext() as disk:
         place = (f"cluster.root={disk.path}", *_data_beside(folder)) if disk else (f"cluster.root={folder}",)
-        composed = compose("demo", (*place, *words, *overrides), environ=os.environ)
+        composed = compose("demo", (*place, *words, *overrides), environ=os.environ, preset_wins=True)
         _check(kind, "this demo", composed.config)
         screen.note(f"drill: 2 simulated nodes x 2 ranks train on this machine; {kind} strikes on the way")
         launched = launch(screen, composed, "local", no_controller=False)

@@ -66,7 +66,7 @@ def _trained(screen: Screen, overrides: tuple[str, ...], root: Path | None, time
     folder = (root or state_home() / "demo-runs").expanduser().absolute()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     words = (f"cluster.root={folder}", "cluster.kind=local", *SETTINGS, *overrides)
-    composed = compose("demo", words, environ=os.environ)
+    composed = compose("demo", words, environ=os.environ, preset_wins=True)
     screen.note("demo: 2 simulated nodes x 2 ranks train on real text; then their checkpoints are tested")
     launched = launch(screen, composed, "local", no_controller=False)
     run, run_dir = str(launched["run"]), str(launched["run_dir"])

@@ -22,6 +22,9 @@ LOOK_EVERY = 0.5
 TICK_EVERY = 2.0
 """Seconds between two passes of our own, where no controller lives."""
 
+_WAITING = frozenset({RunState.CREATED, RunState.QUEUED, RunState.RECOVERING})
+"""States in which nothing trains yet, or just now: the reason says why."""
+
 
 def wait_until_end(screen: Screen, run: str, *, timeout: float | None = None, follow: bool = False) -> dict[str, Any]:
     """Wait until the run has ended or is held; returns its status row.
@@ -65,6 +68,7 @@ class RunFollower:
         self._feed: EventFeed | None = None
         self._next_tick = 0.0
         self._unreachable, self._acts = "", False
+        self._reasons: set[str] = set()  # for which it has waited, as far as they were told
         self.events: list[Event] = []
 
     def skip_existing(self) -> None:
@@ -91,6 +95,7 @@ class RunFollower:
             time.sleep(rest)
 
     def _show(self, row: dict[str, Any]) -> None:
+        self._say_why_it_waits(row)
         if not self._follow:
             return
         if self._feed is None:
@@ -103,6 +108,12 @@ class RunFollower:
                 self._ticker.print_above(f"{self._screen.when(event.time)}  {text}")
         known = {key: row[key] for key in ("step", "loss")}
         self._ticker.update(progress_line(self._run, row["state"], row["total_steps"], self._feed.latest, **known))
+
+    def _say_why_it_waits(self, row: dict[str, Any]) -> None:
+        """Each reason once, in full."""
+        if row["state"] in _WAITING and row["reason"] and row["reason"] not in self._reasons:
+            self._reasons.add(row["reason"])
+            self._ticker.print_above(f"{self._screen.when(row['updated_at'])}  {row['reason']}")
 
     def _drive(self, row: dict[str, Any]) -> None:
         """Act in the place of a controller that does not live: waiting must not be for ever.
@@ -137,4 +148,6 @@ def end_error(row: dict[str, Any]) -> RunFailed | RunCancelled | None:
     why = f"{run} is {state}" + (f": {row['reason']}" if row["reason"] else "")
     if state == RunState.CANCELLED:
         return RunCancelled(why, where=row["run_dir"], hint=after_end(row))
-    return RunFailed(why, where=row["run_dir"], hint=f"look:  {'   '.join(look_closer(row))}   {after_end(row)}")
+    looks = f"look:  {'   '.join(look_closer(row))}"
+    cured = f"orch resume {run} " in row["reason"]  # with what has to change: without that it comes back
+    return RunFailed(why, where=row["run_dir"], hint=looks if cured else f"{looks}   {after_end(row)}")

@@ -88,6 +88,8 @@ def overview(screen: Screen) -> None:
         next_step = f"orch rm {row['run']}" if row["removal"] else go_on(row)
         words = [*look_closer(row), *([next_step] if next_step else [])]
         _say_need(screen, f"{row['run']} is {row['state']}: {row['reason']}", *words)
+    for row in _waiting_for_ever(running):
+        _say_need(screen, f"{row['run']} is {row['state']}: {row['reason']}")
     for row in bad:
         run = row["run"]
         _say_need(screen, bad_test_words(row), f"orch restore-tests history {run}", f"orch ckpt ls {run}")
@@ -104,6 +106,16 @@ def _say_need(screen: Screen, why: str, *commands: str) -> None:
     beside = "   ".join(named)
     for line in [beside] if len(beside) + 11 <= screen.width else named:
         screen.say(f"           {line}")
+
+
+def _waiting_for_ever(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Runs whose job Slurm will never start as it is."""
+    queued = [row for row in rows if row["state"] == RunState.QUEUED]
+    if not queued:
+        return []
+    from orchestrator.scheduler.pending_reasons import STAYS  # brings the scheduler's parts: only where a job waits
+
+    return [row for row in queued if STAYS in row["reason"]]
 
 
 def _found_bad(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -35,6 +35,7 @@ from orchestrator.recovery.silent_coordinator import judge_silence
 from orchestrator.registry.records import Attempt, Lease, Run
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.interface import LEAVING_STATES, RUNNING_STATES, JobStatus, Scheduler
+from orchestrator.scheduler.pending_reasons import waiting_words
 from orchestrator.scheduler.scheduler_instance import Instance
 from orchestrator.states import LIVE_ATTEMPTS, AttemptState, RunState
 from trainer.contract.config import build
@@ -331,9 +332,12 @@ class Controller:
             self.actor.record_action(f"{run.name}/{attempt.number}: {reason}")
         elif job.state != attempt.job_state:
             self.store.note_attempt(run.name, attempt.number, epoch=self.actor.epoch, job_state=job.state)
-        waits = f" ({job.reason})" if job.reason and job.reason != "None" and not runs else ""
-        silence = judge_silence(evidence, view.config.recovery.hang.heartbeat)
-        changed = changes(job, job_spec(run, attempt, view.config))
+        silence, spec = (
+            judge_silence(evidence, view.config.recovery.hang.heartbeat),
+            job_spec(run, attempt, view.config),
+        )
+        waits = waiting_words(job.reason, spec.resources, run.name) if not runs else ""
+        changed = changes(job, spec)
         said = "".join(f"; {words}" for words in (silence.reason, evidence.odd, changed) if words)
         saves = f"{evidence.saves_failing}; " if evidence.saves_failing and runs else ""
         self.actor.note(run, f"{saves}job {job.job_id} is {job.state}{waits}{said}")

@@ -58,6 +58,25 @@ def test_waiting_gives_up_in_time_and_the_run_goes_on(orch: Type, seeds: Seeds) 
     assert f"orch wait {run}" in late.err
 
 
+@pytest.mark.parametrize("words", [["--follow"], []])
+def test_waiting_says_why_the_job_waits_each_reason_once(
+    orch: Type, seeds: Seeds, service: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    run, reasons = seeds.run(), ["job 41 is PENDING (Priority): jobs of higher priority are first", "queued again"]
+    looks = iter([*reasons, *reasons, ""])
+
+    def elapse(_: float) -> None:
+        reason = next(looks)
+        state = RunState.QUEUED if reason else RunState.SUCCEEDED
+        for step in (RunState.RECOVERING, state) if reason else (RunState.RUNNING, state):
+            seeds.store.move_run(run, step, reason or "done", epoch=seeds.epoch, now=time.time())
+
+    monkeypatch.setattr("orchestrator.cli.runs.follow.time.sleep", elapse)
+    done = orch("wait", run, *words)
+    assert done.code == 0
+    assert [done.err.count(reason) for reason in reasons] == [1, 1]
+
+
 def test_waiting_drives_a_run_that_nobody_drives(orch: Type, seeds: Seeds, service: SimpleNamespace) -> None:
     run = seeds.run()
     lease = seeds.store.lease()

@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 
 from orchestrator.cli.runs.status import TABLE
-from orchestrator.cli.terminal.render import fitting_columns, progress
+from orchestrator.cli.terminal.render import progress
+from orchestrator.cli.terminal.tables import fitting_columns
 from orchestrator.registry.records import Checkpoint, Generation
+from orchestrator.scheduler.interface import Resources
+from orchestrator.scheduler.pending_reasons import waiting_words
 from orchestrator.states import RunState, Trust
 from tests.orchestrator.cli.conftest import Seeds, Type
 from trainer.contract.outcome import Failure, FailureKind
@@ -122,6 +125,19 @@ def test_the_time_that_is_left_goes_first_where_there_is_no_room(width: int, the
     titles = [column.title for column in fitting_columns(cells, width)]
     assert ("ETA" in titles) is there
     assert max(TABLE, key=lambda column: column.drop_order).title == "ETA"
+
+
+def test_a_job_that_slurm_will_never_start_needs_somebody(orch: Type, seeds: Seeds) -> None:
+    for slug, why in (("waits", "Priority"), ("stuck", "BadConstraints")):
+        name = f"{slug}-1"
+        reason = f"job 41 is PENDING{waiting_words(why, Resources(nodes=2), name)}"
+        assert seeds.run(slug, RunState.RUNNING) == name
+        seeds.store.move_run(name, RunState.RECOVERING, "preempted", epoch=seeds.epoch, now=1.0)
+        seeds.store.move_run(name, RunState.QUEUED, reason, epoch=seeds.epoch, now=2.0)
+    needing = [line for line in orch().out.splitlines() if line.startswith("needs you: ")]
+    assert len(needing) == 1
+    assert needing[0].startswith("needs you: stuck-1 is QUEUED: job 41 is PENDING (BadConstraints): ")
+    assert "orch cancel stuck-1, then orch resume stuck-1 cluster.nodes=NUMBER" in needing[0]
 
 
 def test_a_loss_that_is_not_a_number_is_a_word(orch: Type, seeds: Seeds) -> None:

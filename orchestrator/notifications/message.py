@@ -9,8 +9,8 @@ from orchestrator.states import RunState
 
 SCHEMA = "orch.notification/1"
 _LOOK = {
-    RunState.HELD: "look: orch show {run}; go on: orch resume {run}",
-    RunState.FAILED: "look: orch logs {run} --rank first-error; mended: orch resume {run}",
+    RunState.HELD: "look: `orch show {run}`; go on: `orch resume {run}`",
+    RunState.FAILED: "look: `orch logs {run} --rank first-error`; mended: `orch resume {run}`",
 }
 
 
@@ -63,5 +63,5 @@ def message(run: Run, change: Transition) -> Message:
 def _sentence(run: Run, change: Transition) -> str:
     place = f" at step {run.step} of {run.total_steps}" if run.total_steps else ""
     why = f": {change.reason}" if change.reason else ""
-    look = _LOOK.get(RunState(change.after), "look: orch show {run}").format(run=run.name)
+    look = _LOOK.get(RunState(change.after), "look: `orch show {run}`").format(run=run.name)
     return f"{run.name} is {change.after}{place}{why} ({look})"

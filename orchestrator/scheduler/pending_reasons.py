@@ -116,6 +116,8 @@ def waiting_words(reason: str, asked: Resources, run: str) -> str:
     flag = STAYS if wait.lasts is Lasts.STAYS else MAY_STAY
     looks = f"; {wait.look} tells more" if wait.look else ""
     cure = (
-        f"; orch cancel {run}, then orch resume {run} {wait.change}" if wait.change else f"; orch cancel {run} ends it"
+        f"; `orch cancel {run}`, then `orch resume {run} {wait.change}`"
+        if wait.change
+        else f"; `orch cancel {run}` ends it"
     )
     return f"{said}; {flag}{looks}{cure}"

@@ -72,12 +72,12 @@ def name_of_best(run: "Run") -> str:
         raise ConfigError(
             f"{run.name} has no checkpoint.best.metric: nobody says which checkpoint is the best",
             where=run.run_dir,
-            hint=f"orch ckpt ls {run.name} lists them all",
+            hint=f"`orch ckpt ls {run.name}` lists them all",
         )
     if not found.names:
         raise NotFound(
             f"no checkpoint of {run.name} has the number {found.metric} yet",
             where=run.run_dir,
-            hint=f"orch ckpt ls {run.name} lists those that are there",
+            hint=f"`orch ckpt ls {run.name}` lists those that are there",
         )
     return found.names[0]

@@ -78,7 +78,7 @@ def _require_there(*targets: Target) -> None:
 
     for target in targets:
         if not Catalog(target.path.rpartition("/")[0], target.storage).is_committed(target.name):
-            looks = f"orch ckpt ls {target.run} lists what is left; orch ckpt pin keeps one" if target.run else WAYS
+            looks = f"`orch ckpt ls {target.run}` lists what is left; `orch ckpt pin` keeps one" if target.run else WAYS
             raise NotFound(f"{target.name} is not there any more: it is being deleted", where=target.path, hint=looks)
 
 

@@ -153,7 +153,9 @@ def _tell_import(screen: Screen, brought: dict[str, Any], launched: dict[str, An
     for note in brought["notes"]:
         screen.note(f"  {note}")
     if brought["optimizer"]:
-        screen.note("  random generators and a workload's own state begin anew; they go along with orch submit --from")
+        screen.note(
+            "  random generators and a workload's own state begin anew; `orch submit --from RUN@STEP` brings them"
+        )
     proof = f", {count(brought['compared'])} with the fingerprints of their export" if brought["compared"] else ""
     if launched is None:
         screen.say(f"{brought['source']} fits: {count(brought['tensors'])} tensors; training would begin at {begins}")

@@ -95,7 +95,7 @@ def demand(source: str, asked: Resources, ask: CommandRunner, *, wanted: bool) -
     else:
         where = asked.partition or default
         return Check("nodes", OK, f"partition {where} has what {source} asks for: {asked_words(asked)}")
-    hint = f"orch submit {source} {change}, or write that into ~/.config/orch/config.yaml" if change else "sinfo -Nel"
+    hint = f"`orch submit {source} {change}`, or write that into ~/.config/orch/config.yaml" if change else "sinfo -Nel"
     return Check("nodes", FAIL if wanted else WARN, text, hint)
 
 

@@ -141,7 +141,7 @@ def _request(store: Any, verb: str, name: str, target: RunState, here: bool, cha
         )
     if verb == "resume" and run.removal:
         raise Precondition(
-            f"{run.name} is being removed", where=run.run_dir, hint=f"orch rm {run.name} -y finishes that"
+            f"{run.name} is being removed", where=run.run_dir, hint=f"`orch rm {run.name} -y` finishes that"
         )
     key = _key_here(run.cluster, must=here) if here or not run.scheduler else ""
     where = run_location.locate_run({"run": run.name, "cluster": run.cluster, "scheduler": key or run.scheduler})

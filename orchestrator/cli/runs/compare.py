@@ -61,7 +61,7 @@ def compare(screen: Screen, runs: tuple[str, ...], tags: tuple[str, ...], points
     if len(chosen) < 2:
         named = f"only {chosen[0]['run']} is named" if chosen else "no run is named"
         raise ConfigError(
-            f"compare takes two or more runs, {named}", hint="orch compare RUN RUN, or orch compare -t NAME"
+            f"compare takes two or more runs, {named}", hint="`orch compare RUN RUN`, or `orch compare -t NAME`"
         )
     found = [_read(row) for row in chosen]
     steps = common_steps([run.curve for run in found], points)

@@ -28,17 +28,17 @@ def warn_of_edited_config(screen: Screen, row: dict[str, Any]) -> None:
     asked = _asked(content, digest, row["config_digest"])
     if asked is None:
         return
-    screen.warn(
-        "edited_config", f"{path} was edited: that changes nothing; type {_command(row)} {asked or 'KEY=VALUE'}"
-    )
+    command = _command(row, asked or "KEY=VALUE")
+    screen.warn("edited_config", f"{path} was edited: that changes nothing; type {command}")
 
 
-def _command(row: dict[str, Any]) -> str:
-    """The command that takes a changed configuration, before its changes."""
+def _command(row: dict[str, Any], change: str) -> str:
+    """The command that takes a changed configuration."""
     run, saved = row["run"], row["last_checkpoint"]
     if row["state"] == RunState.SUCCEEDED and saved is not None:
-        return f"orch submit --from {run}@{saved['step']}"
-    return f"orch cancel {run}, then orch resume {run}" if row["state"] in LIVE_RUNS else f"orch resume {run}"
+        return f"orch submit --from {run}@{saved['step']} {change}"
+    resume = f"orch resume {run} {change}"
+    return f"`orch cancel {run}`, then `{resume}`" if row["state"] in LIVE_RUNS else resume
 
 
 def _edited(folder: RunDir) -> tuple[Path, Any, str] | None:

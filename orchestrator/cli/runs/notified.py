@@ -16,7 +16,7 @@ def warn_of_untold(screen: Screen, rows: list[dict[str, Any]]) -> None:
     elif untold:
         names = ", ".join(list(untold)[:SHOWN]) + (", ..." if len(untold) > SHOWN else "")
         words = f"{len(untold)} runs could not tell everybody of their state: {names}"
-        screen.warn("not_notified", f"{words}; orch show RUN says why")
+        screen.warn("not_notified", f"{words}; `orch show RUN` says why")
 
 
 def _trouble(row: dict[str, Any]) -> str:

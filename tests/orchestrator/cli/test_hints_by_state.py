@@ -74,7 +74,7 @@ class World:
         run, attempt = self.store.create_run(new, now=time.time(), nonce="0123abcd")
         if test_of:
             self.store.put_restore_test(RestoreTest(test=run.name, begun_at=1.0, **order))
-        elif state is not RunState.CREATED:
+        if state is not RunState.CREATED:
             ensure_run_dir(run, attempt, self.data)
         self._advance(run.name, state, failure or ENDS_WITH.get(state))
         return run.name

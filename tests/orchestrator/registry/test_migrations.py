@@ -183,7 +183,7 @@ def test_an_unreleased_registry_is_refused_and_left_alone(tmp_path: Path, versio
         with pytest.raises(RegistryError, match=f"version {version}, which this orch can neither read nor") as caught:
             opens()
         assert caught.value.where == str(path)
-        assert caught.value.hint.startswith("orch db rebuild --root")
+        assert caught.value.hint.startswith("`orch db rebuild --root")
     assert path.read_bytes() == before
 
 

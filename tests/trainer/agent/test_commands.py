@@ -9,6 +9,7 @@ from pathlib import Path
 from checkpointing.storage.durable import dump_line
 from tests.trainer.agent.job import until
 from trainer.contract.events import EventKind
+from trainer.contract.outcome import ExitCode
 
 
 def test_a_command_finds_torchruns_variables_and_its_folder(job, tmp_path):
@@ -122,7 +123,7 @@ def test_what_fails_from_an_older_checkpoint_too_gets_its_newest_back(job, tmp_p
     checkpoint(tmp_path, 10, "{'step': 10}", "state")
     checkpoint(tmp_path, 20, "{'step': 20}", "state")
     work.go()
-    assert work.wait() == [75], work.story()
+    assert work.wait() == [ExitCode.STORAGE], work.story()
     outcome = work.outcome()
     assert (outcome.generations, outcome.failure.kind) == (3, "storage")
     assert "raised JSONDecodeError: Expecting property name" in outcome.reason
@@ -143,7 +144,7 @@ def test_ranks_that_leave_with_0_because_of_a_signal_have_not_finished(job):
     for agent in work.agents:
         agent.send_signal(signal.SIGTERM)
     assert work.wait() == [76, 76], work.story()
-    assert (work.outcome().result, work.outcome().reason) == ("stopped", "cancel")
+    assert (work.outcome().result, work.outcome().reason) == ("stopped", "an agent got SIGTERM")
 
 
 def test_an_error_file_of_torchs_record_tells_what_was_raised(job):

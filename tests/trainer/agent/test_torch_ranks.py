@@ -99,12 +99,12 @@ def test_ranks_that_fail_while_they_stop_are_started_once_more_to_save(training,
     Request(kind=RequestKind.STOP, attempt=1, reason="enough").write(work.run.requests)
     assert work.wait(90) == [76, 76], work.story()
     outcome = work.outcome()
-    assert (outcome.result, outcome.reason, outcome.generations) == (AttemptResult.STOPPED, "cancel", 2), work.story()
+    assert (outcome.result, outcome.reason, outcome.generations) == (AttemptResult.STOPPED, "enough", 2), work.story()
     (agreed,) = work.events(EventKind.STOP_AGREED)
     assert agreed.generation == 2
     assert work.events(EventKind.CHECKPOINT_COMMITTED)[-1].data["step"] == agreed.data["step"] == outcome.step
     decided = [event.data["reason"] for event in work.events(EventKind.DECISION)]
-    assert "while stopping (cancel)" in decided[0]
+    assert "while stopping (enough)" in decided[0]
     assert "left to start again, save and stop" in decided[0]
 
 
@@ -117,7 +117,7 @@ def test_a_save_request_is_answered_by_one_save_and_training_goes_on(training):
     assert answer.data["name"] == name
     Request(kind=RequestKind.STOP, attempt=1, reason="enough").write(work.run.requests)
     assert work.wait(30) == [76, 76], work.story()
-    assert work.outcome().reason == "cancel"
+    assert work.outcome().reason == "enough"
     first, last = [event.data["step"] for event in work.events(EventKind.CHECKPOINT_COMMITTED)]
     assert answer.data["answer"] == f"saved at step {first}"
     assert first < last == work.outcome().step
@@ -146,11 +146,40 @@ def test_an_exception_twice_at_the_same_step_ends_the_attempt(training):
     assert "for the second time at step 5" in outcome.reason
 
 
-def test_a_checkpoint_that_ranks_die_after_twice_is_left_out(training):
+DYING = """
+import os
+import signal
+from pathlib import Path
+from trainer.worker.llama import LlamaWorkload
+
+LIVES = Path(__file__).with_name("lives")
+
+
+class Dying(LlamaWorkload):
+    steps = 0
+
+    def loss(self, model, batch):
+        self.steps += 1
+        if self.steps == 10 and len(LIVES.read_text()) < 3:
+            LIVES.write_text(LIVES.read_text() + ".")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().loss(model, batch)
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+"""
+
+
+def test_a_checkpoint_that_ranks_die_after_twice_is_left_out(training, tmp_path):
     """Killed at step 10 from scratch, then twice after loading step 8: the fourth generation loads step 4."""
-    kills = [{"kind": "kill-rank", "rank": 0, "step": 10, "generation": generation} for generation in (1, 2, 3)]
+    (tmp_path / "dying_workload.py").write_text(DYING)
+    (tmp_path / "lives").touch()
     slow = {"kind": "slow-rank", "rank": 0, "step": 9, "generation": 0, "value": 0.3}  # lets step 8 be committed
-    work = training(nodes=1, drill={"events": [slow, *kills]}).start()
+    workload = {"target": "dying_workload:Dying", "path": [str(tmp_path)]}
+    work = training(nodes=1, drill={"events": [slow]}, workload=workload).start()
     work.go()
     assert work.wait(120) == [0], work.story()
     assert [event.data["step"] for event in work.events(EventKind.CHECKPOINT_RESTORED)] == [8, 8, 4], work.story()

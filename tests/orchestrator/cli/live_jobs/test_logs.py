@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,8 +37,8 @@ class Clock:
 def place(seeds: Seeds) -> RunDir:
     """The folder of a running run with one attempt."""
     run = seeds.run()
-    seeds.root.mkdir(exist_ok=True)
     place = RunDir(seeds.root / run)
+    shutil.rmtree(place.path)
     place.make()
     place.attempt(1).make()
     return place

@@ -67,7 +67,7 @@ def test_what_is_written_otherwise_and_means_the_same_is_no_edit(orch: Type, mad
 
 @pytest.mark.parametrize(
     ("state", "command"),
-    [(RunState.QUEUED, "orch cancel {run}, then orch resume {run} cluster.mem=2G"),
+    [(RunState.QUEUED, "`orch cancel {run}`, then `orch resume {run} cluster.mem=2G`"),
      (RunState.FAILED, "orch resume {run} cluster.mem=2G")],
 )  # fmt: skip
 def test_the_command_is_one_that_the_state_of_the_run_allows(

@@ -8,7 +8,8 @@ import pytest
 from checkpointing.retention.pins import pin
 from checkpointing.storage.backends import LocalStorage
 from orchestrator.cli.runs.show import ATTEMPTS, attempt_table
-from orchestrator.cli.terminal.render import Screen, fitting_columns
+from orchestrator.cli.terminal.render import Screen
+from orchestrator.cli.terminal.tables import layout
 from orchestrator.registry.records import Attempt, Generation
 from orchestrator.states import AttemptState
 from tests.orchestrator.cli.conftest import Seeds, Type
@@ -57,7 +58,7 @@ def test_a_generation_that_trains_has_no_end(capsys: pytest.CaptureFixture[str])
 
 def test_times_are_the_first_to_go_on_a_narrow_terminal() -> None:
     cells = {column: ["x" * 10] for column in ATTEMPTS}
-    kept = [[column.title for column in fitting_columns(cells, width)] for width in range(40, 200)]
+    kept = [[column.title for column in layout(cells, width).widths] for width in range(40, 200)]
     orders = {tuple(titles) for titles in kept}
     assert tuple(column.title for column in ATTEMPTS) in orders
     for titles in orders:

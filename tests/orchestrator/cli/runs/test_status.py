@@ -13,7 +13,7 @@ import pytest
 
 from orchestrator.cli.runs.status import TABLE
 from orchestrator.cli.terminal.render import progress
-from orchestrator.cli.terminal.tables import fitting_columns
+from orchestrator.cli.terminal.tables import layout
 from orchestrator.registry.records import Checkpoint, Generation
 from orchestrator.scheduler.interface import Resources
 from orchestrator.scheduler.pending_reasons import waiting_words
@@ -119,10 +119,11 @@ def test_when_a_run_will_have_finished(orch: Type, seeds: Seeds) -> None:
 def test_the_time_that_is_left_goes_first_where_there_is_no_room(width: int, there: bool) -> None:
     row = {
         "run": "tiny-gpt-12", "state": "RUNNING", "progress": "120/200", "loss": 2.5, "eta_s": 90.0, "tags": [],
-        "saved": "100 VERIFIED 5s ago", "tries": "1.2", "job_id": "4711", "nodes": ["n1"], "age_s": 3.0, "reason": "",
+        "saved": "100 VERIFIED", "saved_age": 5.0, "tries": "1.2", "job_id": "4711",
+        "nodes": ["n1"], "age_s": 3.0, "reason": "",
     }  # fmt: skip
     cells = {column: [column.show(row[column.key])] for column in TABLE}
-    titles = [column.title for column in fitting_columns(cells, width)]
+    titles = [column.title for column in layout(cells, width).widths]
     assert ("ETA" in titles) is there
     assert max(TABLE, key=lambda column: column.drop_order).title == "ETA"
 
@@ -137,7 +138,7 @@ def test_a_job_that_slurm_will_never_start_needs_somebody(orch: Type, seeds: See
     needing = [line for line in orch().out.splitlines() if line.startswith("needs you: ")]
     assert len(needing) == 1
     assert needing[0].startswith("needs you: stuck-1 is QUEUED: job 41 is PENDING (BadConstraints): ")
-    assert "orch cancel stuck-1, then orch resume stuck-1 cluster.nodes=NUMBER" in needing[0]
+    assert "`orch cancel stuck-1`, then `orch resume stuck-1 cluster.nodes=NUMBER" in needing[0]
 
 
 def test_a_loss_that_is_not_a_number_is_a_word(orch: Type, seeds: Seeds) -> None:

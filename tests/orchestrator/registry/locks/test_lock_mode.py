@@ -276,7 +276,7 @@ def test_a_registry_at_a_refused_place_is_read_and_says_how_to_move_it(
     monkeypatch.setattr(store, "mounted", lambda folder: mount("beegfs"))
     with pytest.raises(RegistryError, match="the file system beegfs at /x cannot hold") as caught:
         Store.open(path)
-    assert "it can still be read. Move it: orch db backup /path" in caught.value.hint
+    assert "it can still be read. Move it: `orch db backup /path" in caught.value.hint
     assert fast_queries.newest(path) == []
     with Store.open(path, readonly=True) as read:
         assert read.config(digest) == {"a": 1}

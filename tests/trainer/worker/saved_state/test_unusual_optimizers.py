@@ -1,7 +1,7 @@
 """State of an optimizer in unusual places comes back, is named as lost, or is refused; priming leaves no trace."""
 
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from threading import Lock
 from typing import Any
@@ -334,8 +334,7 @@ def draw(generator: torch.Generator) -> None:
 
 CHANGING: dict[str, tuple[Callable[[], Any], Callable[[Any], None], Callable[[Any], Any]]] = {
     "defaultdict": (lambda: defaultdict(float), count, dict),
-    "Counter": (Counter, count, dict),
-    "nested": (lambda: {"a": [Counter()]}, lambda tally: count(tally["a"][0]), repr),
+    "nested": (lambda: {"a": [defaultdict(float)]}, lambda tally: count(tally["a"][0]), repr),
     "tensors": (lambda: defaultdict(list, a=[torch.zeros(2)]), lambda tally: tally["a"][0].add_(1), repr),
     "bytearray": (lambda: bytearray(2), lambda tally: tally.append(1), bytes),
     "Generator": (lambda: torch.Generator().manual_seed(3), draw, lambda tally: tally.get_state().tolist()),

@@ -66,8 +66,9 @@ def prepare() -> None:
             os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
     codecs.register_error(_ERRORS, _in_plain_signs)
     sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115  # for as long as the program lives
-    sys.stdout = _wrapped(_Answers, sys.stdout, 1)
-    sys.stderr = _wrapped(_Stream, sys.stderr, 2)
+    # The width of the terminal is asked of the originals, which have given their files away.
+    sys.stdout = sys.__stdout__ = _wrapped(_Answers, sys.stdout, 1)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = _wrapped(_Stream, sys.stderr, 2)  # type: ignore[misc]
 
 
 def _wrapped(kind: type[_Stream], stream: TextIO | None, number: int) -> _Stream:

@@ -1,8 +1,11 @@
 """The program's standard streams as shells leave them: closed, full, unread, with few signs."""
 
+import contextlib
 import os
+import pty
 import subprocess
 import sys
+import termios
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,3 +61,23 @@ def test_an_encoding_with_few_signs_gets_plain_ones(program: Program) -> None:
     done = program("status", PYTHONIOENCODING="ascii")
     assert done.returncode == 0
     assert "1 run - controller" in done.stderr
+
+
+@pytest.mark.parametrize("width", [60, 150, 200])
+def test_a_page_is_as_wide_as_the_terminal(seeds: Seeds, width: int) -> None:
+    """On a real terminal, through the program's own streams."""
+    seeds.run(reason="a long reason " * 20)
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (50, width))
+    environ = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
+    command = [sys.executable, "-P", "-m", "orchestrator.cli.main", "--no-color", "status"]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environ) as process:
+        os.close(theirs)
+        printed = b""
+        with contextlib.suppress(OSError):  # the end of a terminal is an error
+            while piece := os.read(ours, 65536):
+                printed += piece
+    os.close(ours)
+    assert process.returncode == 0, printed
+    longest = max(map(len, printed.decode().splitlines()))
+    assert width - 20 < longest <= width

@@ -75,7 +75,8 @@ def _wrapped(kind: type[_Stream], stream: TextIO | None, number: int) -> _Stream
     if not isinstance(stream, io.TextIOWrapper):  # it was closed when the program started
         return kind(open(number, "wb", closefd=False), encoding="utf-8", errors=_ERRORS)
     encoding = stream.encoding
-    by_line = number == 2 or stream.line_buffering  # somebody follows what a program says, in a pipe, too
+    # Somebody follows what a program says, in a pipe, too. PYTHONUNBUFFERED writes through instead.
+    by_line = number == 2 or stream.line_buffering or stream.write_through
     return kind(stream.detach(), encoding=encoding, errors=_ERRORS, line_buffering=by_line)
 
 

@@ -53,6 +53,12 @@ def test_an_answer_that_is_lost_is_an_error_on_stderr(program: Program, words: s
     assert "Exception ignored" not in done.stderr
 
 
+def test_an_unbuffered_python_keeps_the_order_of_answers_and_words(program: Program) -> None:
+    done = program("show RUN", "2>&1", PYTHONUNBUFFERED="1")
+    assert done.stdout.startswith("run "), done.stdout
+    assert done.stdout.index("orch events tiny-1") > done.stdout.index("ATT.GEN")
+
+
 def test_what_stderr_loses_changes_no_exit_code(program: Program) -> None:
     assert program("show nobody", "2> /dev/full").returncode == 3
 

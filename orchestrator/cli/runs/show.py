@@ -245,13 +245,18 @@ def _fits(value: Any) -> bool:
 def attempt_table(
     screen: Screen, attempts: list[Attempt], generations: list[Generation], said: str = ""
 ) -> None:  # fmt: skip
-    """Every attempt, and under it its generations; a reason that was `said` above, or in the row, is not repeated."""
+    """Every attempt, and under it its generations.
+
+    A reason is not repeated that stands in the row of its attempt, or, for the newest attempt, was `said` above.
+    """
     rows = []
     for attempt in attempts:
-        row = _attempt_row(attempt)
-        rows.append(row | {"decision": _decision(attempt, {said, row["failure"]})})
+        above = said if attempt is attempts[-1] else ""
+        row = _attempt_row(attempt, above)
+        known = f"{above}\n{row['failure']}"
+        rows.append(row | {"decision": _decision(attempt, known)})
         mine = [_generation_row(item, attempt) for item in generations if item.attempt == attempt.number]
-        rows += [one | {"failure": ""} if one["failure"] == row["failure"] else one for one in mine]
+        rows += [one | {"failure": ""} if one["failure"] in known else one for one in mine]
     for row in rows:
         row |= {"start": _short_time(screen, row["started_at"]), "end": _short_time(screen, row["ended_at"])}
     screen.table(ATTEMPTS, rows, aligned=True)
@@ -262,10 +267,10 @@ def _short_time(screen: Screen, moment: float | None) -> str:
     return screen.when(moment)[5:] if moment is not None else ""
 
 
-def _decision(attempt: Attempt, said: set[str]) -> str:
+def _decision(attempt: Attempt, said: str) -> str:
     decision = attempt.decision or {}
     why = decision.get("reason", "")
-    return f"{decision['action']}: {why}" if why and why not in said else str(decision.get("action", ""))
+    return f"{decision['action']}: {why}" if why not in said else str(decision.get("action", ""))
 
 
 ATTEMPTS = [
@@ -283,8 +288,9 @@ ATTEMPTS = [
 ]
 
 
-def _attempt_row(attempt: Attempt) -> dict[str, Any]:
+def _attempt_row(attempt: Attempt, said: str) -> dict[str, Any]:
     failure = attempt.failure or {}
+    why = f"{failure['reason']}{drill_words(failure)}" if failure else ""
     return {
         "number": str(attempt.number),
         "state": str(attempt.state),
@@ -295,7 +301,7 @@ def _attempt_row(attempt: Attempt) -> dict[str, Any]:
         "started_at": attempt.started_at,
         "ended_at": attempt.ended_at,
         "took": _took(attempt.started_at, attempt.ended_at),
-        "failure": f"{failure['kind']}: {failure['reason']}{drill_words(failure)}" if failure else attempt.reason,
+        "failure": f"{failure['kind']}{'' if why in said else f': {why}'}" if failure else attempt.reason,
     }
 
 

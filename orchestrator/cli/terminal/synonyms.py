@@ -20,6 +20,7 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
         "check validate verify test diagnose": ("verify", "validate", "doctor"),
         "inject chaos fault": ("drill",),
         "undrain uncordon include allow": ("release",),
+        "drain cordon avoid ban block": ("exclude",),
         "daemon server": ("controller",),
         "registry database": ("db",),
         "example try tutorial": ("demo",),

@@ -1,7 +1,6 @@
 """A rank's process: from the agent's RankSpec to an exit code, and the outcome file that keeps the cause."""
 
 import os
-import random
 import socket
 import time
 from collections.abc import Callable
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import setproctitle
-import torch
 
 from checkpointing.owner import Owner
 from checkpointing.storage.backends import storage_at
@@ -28,6 +26,7 @@ from trainer.worker.reporting import flight_recorder
 from trainer.worker.reporting.metrics import Journal
 from trainer.worker.reporting.stderr_best_effort import write_stderr
 from trainer.worker.reporting.ticker import Ticker
+from trainer.worker.saved_state.rng_state import seed_generators
 from trainer.worker.saved_state.train_state import Saver
 from trainer.worker.session import Session, new_train_state, skipped_positions, train_on
 from trainer.worker.shutdown_budget import seconds_left
@@ -69,7 +68,7 @@ def _train(spec: RankSpec, cell: ProgressCell, control: socket.socket, started: 
     cell.update(phase=Phase.INIT, generation=spec.generation, total_steps=config.train.steps)
     os.environ.update({**rendezvous.torchrun_environment(spec), **config.env, **spec.env})
     devices.be_deterministic(devices.threads_per_rank(config.cluster))
-    _seed(config.train.seed)
+    seed_generators(config.train.seed)  # all ranks alike: models built on the CPU are the same everywhere
     made = workload.build(config)
     if getattr(made, "strictly_deterministic", False):
         devices.be_strict()
@@ -87,12 +86,6 @@ def _train(spec: RankSpec, cell: ProgressCell, control: socket.socket, started: 
         code = _restore_and_train(session)
         rendezvous.leave()
     return code
-
-
-def _seed(seed: int) -> None:
-    """Every rank starts alike, so that models built on the CPU are the same everywhere."""
-    torch.manual_seed(seed)
-    random.seed(seed)
 
 
 def _build(made: workload.Workload, layout: mesh.Layout) -> TrainObjects:

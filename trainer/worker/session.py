@@ -1,6 +1,5 @@
 """What a rank has once its world stands, and how it trains on from a restored state."""
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ from trainer.worker.optimizer import set_learning_rate
 from trainer.worker.reporting.metrics import Journal
 from trainer.worker.reporting.phase_tracker import phase_tracker
 from trainer.worker.reporting.progress_log import ProgressLog
+from trainer.worker.saved_state.rng_state import seed_generators
 from trainer.worker.saved_state.train_state import Saver, TrainState
 from trainer.worker.train_objects import TrainObjects
 from trainer.worker.training.drill import Drill
@@ -135,8 +135,7 @@ def _on_other_software(journal: Journal, rank: int) -> Callable[[int, dict[str, 
 
 def _seed_by_data(seed: int, layout: mesh.Layout) -> None:
     """From here on dropout and the like differ between ranks with different data, and only between them."""
-    torch.manual_seed(seed * 1_000_003 + layout.dp_rank)
-    random.seed(seed * 1_000_003 + layout.dp_rank)
+    seed_generators(seed * 1_000_003 + layout.dp_rank)
 
 
 def skipped_positions(spec: RankSpec, run_dir: RunDir) -> frozenset[int]:

@@ -101,7 +101,8 @@ class DataState:
         if not callable(seek):
             raise WorkloadError(
                 f"the checkpoint has only a number ({consumed}) for the position in the data: give {self._kind} a "
-                "`seek(consumed)` that goes there, or begin with the weights alone (`orch ckpt import DIR CONFIG --weights-only`)"
+                "`seek(consumed)` that goes there, or begin with the weights alone: "
+                "`orch ckpt import DIR CONFIG --weights-only`"
             )
         seek(consumed)
 

@@ -14,6 +14,17 @@ _STATES = 5
 """Parts of a row before its origin: torch, Python's numbers and half a pair, the device, NumPy."""
 
 
+def seed_generators(seed: int) -> None:
+    """Seed what `pack_rng` saves: torch's generators, Python's, and NumPy's where it is installed."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    try:
+        import numpy as np  # not only when the training code does: then its generator would have a seed of its own
+    except ImportError:
+        return
+    np.random.seed(seed % (1 << 32))
+
+
 def rng_name(rank: int) -> str:
     return f"rng/rank-{rank:05d}"
 

@@ -1,7 +1,13 @@
 """The generators of a rank go on where they were packed, and say whose they are."""
 
+import json
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
+import pytest
 import torch
 
 from trainer.worker.saved_state.rng_state import (
@@ -9,9 +15,49 @@ from trainer.worker.saved_state.rng_state import (
     origin_fault,
     pack_rng,
     rng_name,
+    seed_generators,
     set_origin,
     unpack_rng,
 )
+
+INTEROP = Path(__file__).resolve().parents[4] / ".venv" / "interop"
+WITH_NUMPY = """
+import json, random, sys, torch
+from trainer.worker.saved_state.rng_state import pack_rng, seed_generators, unpack_rng
+def drawn():
+    import numpy
+    return [float(numpy.random.rand()), random.random(), torch.rand(()).item()]
+found = {}
+for name, seed in (("once", 7), ("again", 7), ("other", 8), ("large", 12345 * 1_000_003 + 5000)):
+    seed_generators(seed)
+    found[name] = drawn()
+packed = pack_rng(torch.device("cpu"))
+found["next"] = drawn()
+unpack_rng(packed, torch.device("cpu"))
+found["restored"] = drawn()
+print(json.dumps(found))
+"""
+
+
+def test_numpys_generator_is_seeded_and_restored_with_the_others():
+    if not (INTEROP / ".ready").exists():
+        pytest.skip("NumPy is not installed apart: `make .venv/interop/.ready` does that, as `make test` does")
+    environ = {**os.environ, "PYTHONPATH": str(INTEROP)}
+    done = subprocess.run([sys.executable, "-c", WITH_NUMPY], env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["once"] == found["again"]
+    assert found["next"] == found["restored"]
+    for ours, other in zip(found["once"], found["other"], strict=True):
+        assert ours != other
+
+
+def test_without_numpy_the_others_are_seeded():
+    drawn = []
+    for _ in range(2):
+        seed_generators(9)
+        drawn.append((torch.rand(()).item(), random.random()))
+    assert drawn[0] == drawn[1]
 
 
 def test_generators_go_on_where_they_were_packed():

@@ -3,13 +3,14 @@ field. Pure.
 """
 
 import difflib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from orchestrator.config.compose import diff
 from orchestrator.errors import ConfigError, Precondition
+from orchestrator.submission.code_changes import code_changes
 
 
 class Rule(StrEnum):
@@ -160,9 +161,12 @@ CONFIG: Mapping[str, Term] = {
 }
 """Every key of a config; an entry of an open map has the rule of its map."""
 
+USER_CODE = "code.user"
+SHOWN = 5
+"""Files or packages that a message names."""
 IDENTITY: Mapping[str, Term] = {
     "code.orch": _CODE,
-    "code.user": _CODE,
+    USER_CODE: _CODE,
     "env.python": _STACK,
     "env.executable": _PLACE,
     "env.system": _PLACE,
@@ -214,6 +218,7 @@ def identity_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
         Change(key=key, before=old, now=new, term=term)
         for key, term in IDENTITY.items()
         if None not in (old := _field(before, key), new := _field(now, key)) and old != new
+        if key != USER_CODE or code_changes(old, new)
     ]
 
 
@@ -231,8 +236,11 @@ def check_keys(accepted: Collection[str]) -> None:
             raise ConfigError(f"there is no key {key} to accept", where="--accept", hint=hint)
 
 
-def require(changes: Collection[Change], accepted: Collection[str]) -> None:
-    """Raises Precondition when something is refused, or differs without a person's word for it."""
+def require(changes: Collection[Change], accepted: Collection[str], command: str = "") -> None:
+    """Raises Precondition when something is refused, or differs without a person's word for it.
+
+    `command`: what was typed, for the hint.
+    """
     refused = [change for change in changes if change.term.rule is Rule.REFUSED]
     if refused:
         raise Precondition(
@@ -245,7 +253,7 @@ def require(changes: Collection[Change], accepted: Collection[str]) -> None:
         raise Precondition(
             f"{asked[0].key} differs from what the run was trained with: {asked[0].term.why}",
             where="; ".join(map(_words, asked)),
-            hint=" ".join(f"--accept {change.key}" for change in asked),
+            hint=" ".join([*([command] if command else []), *(f"--accept {change.key}" for change in asked)]),
         )
 
 
@@ -272,5 +280,16 @@ def _field(identity: Mapping[str, Any], key: str) -> Any:
 
 def _words(change: Change) -> str:
     """A change in one line; what is too long to print is only named."""
+    if change.key == USER_CODE:
+        return f"{change.key}: {_some(code_changes(change.before, change.now))}"
+    if isinstance(change.before, Mapping) and isinstance(change.now, Mapping):
+        names = [name for name in {**change.before, **change.now} if change.before.get(name) != change.now.get(name)]
+        told = [f"{name} {change.before.get(name, 'none')} -> {change.now.get(name, 'none')}" for name in names]
+        return f"{change.key}: {_some(told)}"
     before, now = str(change.before), str(change.now)
     return f"{change.key}: {before} -> {now}" if len(before) + len(now) <= 100 else f"{change.key} differs"
+
+
+def _some(words: Sequence[str]) -> str:
+    more = f", and {len(words) - SHOWN} more" if len(words) > SHOWN else ""
+    return ", ".join(words[:SHOWN]) + more

@@ -1,5 +1,6 @@
 """What a person changes of a run that goes on: checked against the contract before anything is written."""
 
+import shlex
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -45,7 +46,10 @@ def resume_request(store: Store, run: Run, overrides: Sequence[str], accepted: C
         config = made
     identity = current_identity(run, config) | _client_here(run)
     differs = identity_changes(run.identity, identity)
-    require([*changes, *differs], {change.key for change in changes} | set(accepted))
+    # Where nothing has trained, no number was computed with what is different now.
+    compared = differs if config.command or run.step or store.checkpoints(run.name) else []
+    typed = shlex.join(["orch", "resume", run.name, *overrides, *(f"--accept={key}" for key in accepted)])
+    require([*changes, *compared], {change.key for change in changes} | set(accepted), typed)
     _require_more_steps(run, config, changes)
     if any(change.key.startswith("cluster.") for change in changes):
         _check_job(run, config)

@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ FILES_LIMIT = 20_000
 """Files of a folder without git that are hashed at most."""
 BYTES_LIMIT = 256 * 1024 * 1024
 """Bytes of them that are read; of files beyond that, name, size and time of change stand for the content."""
+FILES_NAMED = 300
+"""Files whose digests are kept one by one, so that the one that differs can be named."""
 ANSWER_WITHIN = 10.0
 _ROOT = Path(__file__).resolve().parents[2]
 _VARIABLES = re.compile(r"(NCCL|CUDA|TORCH|PYTORCH|OMP|MKL|GLOO|UCX|FI|TRITON)_[A-Z0-9_]+|LD_LIBRARY_PATH|PYTHONPATH")
@@ -67,7 +69,8 @@ def _place(place: Path) -> dict[str, Any]:
     folder = place if place.is_dir() else place.parent
     sha = _git(folder, "rev-parse", "HEAD")
     if sha is None:
-        return {"path": str(place), "sha256": digest([place])}
+        contents = list(_contents([place]))
+        return {"path": str(place), "sha256": _digest_of(contents)} | _named(contents, "files")
     diff = _git(folder, "diff", "HEAD", "--binary", "--", ".")
     # -z: without it git quotes names that are not ASCII, and no such file is found.
     listed = _git(folder, "ls-files", "-z", "--others", "--exclude-standard", "--", ".")
@@ -82,8 +85,16 @@ def _place(place: Path) -> dict[str, Any]:
         found["diff_sha256"] = hashlib.sha256(diff.encode(errors="surrogateescape")).hexdigest()
     if untracked:
         found["untracked"] = [_printable(name) for name in untracked[:1000]]
-        found["untracked_sha256"] = digest(folder / name for name in untracked)
+        contents = list(_contents((folder / name for name in untracked), folder))
+        found |= {"untracked_sha256": _digest_of(contents)} | _named(contents, "untracked_files")
     return found
+
+
+def _named(contents: Sequence[tuple[str, str]], key: str) -> dict[str, Any]:
+    """The beginning of each file's digest, by its name; nothing where there are too many files to name."""
+    if len(contents) > FILES_NAMED:
+        return {}
+    return {key: {_printable(name): content[:16] if content.isalnum() else content for name, content in contents}}
 
 
 def _printable(name: str) -> str:
@@ -99,7 +110,19 @@ def digest(places: Iterable[Path]) -> str:
 
     Of what lies beyond `BYTES_LIMIT`, sizes and times of change stand for the contents.
     """
-    total, left = hashlib.sha256(), BYTES_LIMIT
+    return _digest_of(_contents(places))
+
+
+def _digest_of(contents: Iterable[tuple[str, str]]) -> str:
+    total = hashlib.sha256()
+    for name, content in contents:
+        total.update(f"{name}\0{content}\0".encode(errors="surrogateescape"))
+    return total.hexdigest()
+
+
+def _contents(places: Iterable[Path], folder: Path | None = None) -> Iterator[tuple[str, str]]:
+    """Name and digest of each file; names are those below `folder`, by default below the file's own place."""
+    left = BYTES_LIMIT
     for place in places:
         for path in _files(place):
             try:
@@ -111,9 +134,8 @@ def digest(places: Iterable[Path]) -> str:
                     content = f"size {status.st_size} mtime {status.st_mtime_ns}"
             except OSError as error:
                 content = f"unreadable: {error.strerror}"
-            name = path.relative_to(place) if path != place else Path(path.name)
-            total.update(f"{name}\0{content}\0".encode(errors="surrogateescape"))
-    return total.hexdigest()
+            name = path.relative_to(folder or place) if folder or path != place else Path(path.name)
+            yield str(name), content
 
 
 def _content(path: Path) -> str:

@@ -14,6 +14,7 @@ from orchestrator.errors import ConfigError, Precondition
 from orchestrator.submission.resume_contract import (
     CONFIG,
     IDENTITY,
+    USER_CODE,
     Rule,
     config_changes,
     identity_changes,
@@ -94,7 +95,10 @@ def test_a_changed_key_is_judged_by_its_rule(submitted: dict[str, Any], key: str
 @pytest.mark.parametrize("key", sorted(IDENTITY))
 def test_a_changed_identity_is_judged_by_its_rule(key: str) -> None:
     name, _, field = key.partition(".")
-    sides = [{name: {field: value} if field else value} for value in ({"torch": "2.12"}, {"torch": "2.13"})]
+    values: list[Any] = [{"torch": "2.12"}, {"torch": "2.13"}]
+    if key == USER_CODE:
+        values = [[{"path": "/code", "sha256": digest}] for digest in "ab"]
+    sides = [{name: {field: value} if field else value} for value in values]
     (change,) = identity_changes(*sides)
     assert (change.key, change.term) == (key, IDENTITY[key])
     assert identity_changes(sides[0], sides[0]) == []
@@ -107,11 +111,17 @@ def test_packages_that_do_not_compute_may_come_and_go() -> None:
 
 
 def test_all_that_must_be_accepted_is_named_at_once() -> None:
-    before = {"code": {"orch": "a", "user": "b"}, "env": {"torch": "1"}}
-    after = {"code": {"orch": "c", "user": "d"}, "env": {"torch": "2"}}
+    def identity(word: str, numpy: dict[str, str]) -> dict[str, Any]:
+        files = {"model.py": word, "data.py": "same"}
+        user = [{"path": "/code", "sha256": word, "files": files}]
+        return {"code": {"orch": word, "user": user}, "env": {"torch": word, "packages": {"triton": "3", **numpy}}}
+
+    sides = identity("a", {}), identity("b", {"numpy": "2.4"})
     with pytest.raises(Precondition) as caught:
-        require(identity_changes(before, after), ["code.user"])
-    assert caught.value.hint == "--accept code.orch --accept env.torch"
+        require(identity_changes(*sides), ["code.orch"], "orch resume r-1 train.steps=9")
+    keys = "--accept code.user --accept env.torch --accept env.packages"
+    assert caught.value.hint == f"orch resume r-1 train.steps=9 {keys}"
+    assert caught.value.where == "code.user: model.py changed; env.torch: a -> b; env.packages: numpy none -> 2.4"
 
 
 def test_a_submitted_config_with_nothing_changed_is_the_same(submitted: dict[str, Any]) -> None:

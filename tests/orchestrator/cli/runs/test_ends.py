@@ -206,9 +206,20 @@ def test_resume_wants_a_word_for_other_code(
     monkeypatch.setattr(resume_request, "environment", lambda kind: {**environment(kind), "torch": "9.9"})
     refused = orch("resume", run.name, "--no-controller")
     assert "env.torch differs from what the run was trained with" in refused.err
-    assert "--accept env.torch" in refused.err
+    assert f"orch resume {run.name} --accept env.torch" in refused.err
     assert orch("resume", run.name, "--accept", "env.torch", "--no-controller").code == 0
     assert run.asked()["identity"]["env"]["torch"] == "9.9"
+
+
+def test_what_differs_from_a_run_that_never_trained_needs_no_word(
+    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package that its training code lacked is installed, for instance."""
+    run = Resumable(seeds, tmp_path)
+    run.store.note_run(run.name, epoch=seeds.epoch, now=1.0, step=0)
+    monkeypatch.setattr(resume_request, "environment", lambda kind: {**environment(kind), "torch": "9.9"})
+    assert orch("resume", run.name, "--no-controller").code == 0
+    assert run.asked()["identity"]["env"]["torch"] == "9.9", "it is recorded all the same"
 
 
 def test_what_another_interpreter_has_is_not_compared(

@@ -1,5 +1,6 @@
 """A learning-rate schedule of the user's own, with the rates that it has set: some compute the next from the last."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,13 +12,17 @@ class SchedulerState:
     """The state of a scheduler, with `lr` of the optimizer's groups, which nobody else saves; None has no state."""
 
     def __init__(self, scheduler: Scheduler | None, optimizer: torch.optim.Optimizer) -> None:
+        """Make it when the scheduler is new."""
         self._scheduler, self._optimizer = scheduler, optimizer
+        self._built = _settings(scheduler)
+        self.overruled: list[str] = []
+        """Settings that the restored state has otherwise than the scheduler was built with here, in words."""
 
     def state_dict(self) -> dict[str, Any]:
         if self._scheduler is None:
             return {}
         rates = [group["lr"] for group in self._optimizer.param_groups]
-        return {"scheduler": self._scheduler.state_dict(), "lr": rates}
+        return {"scheduler": self._scheduler.state_dict(), "lr": rates, "built": self._built}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises WorkloadError when the optimizer has another number of groups."""
@@ -33,3 +38,19 @@ class SchedulerState:
             else:
                 group["lr"] = float(rate)
         self._scheduler.load_state_dict(state["scheduler"])
+        kept = state.get("built", self._built)  # an older orch did not save it
+        changed = [f"{key} {kept[key]} (now {now})" for key, now in self._built.items() if kept.get(key, now) != now]
+        self.overruled = [f"the schedule of the checkpoint goes on: {', '.join(changed)}"] if changed else []
+        self._built = kept
+
+
+def _settings(scheduler: Scheduler | None) -> dict[str, Any]:
+    """The plain numbers and words that a new scheduler has, and lists of them."""
+    state: Mapping[str, Any] = scheduler.state_dict() if scheduler is not None else {}
+    plain = {key: value for key, value in state.items() if not key.startswith("_") and _is_plain(value)}
+    return {key: list(value) if isinstance(value, list) else value for key, value in plain.items()}
+
+
+def _is_plain(value: Any) -> bool:
+    values = value if isinstance(value, list) else [value]
+    return all(isinstance(one, (bool, int, float, str)) and one == one for one in values)

@@ -78,10 +78,10 @@ class TrainState:
         self._software, self._on_other_software = software(device), on_other_software
         self._optimizer_state = OptimizerState(model, optimizer)
         self._workload_state = ObjectState(objects.workload, "workload", model, device)
+        self._schedule = SchedulerState(objects.scheduler, optimizer)
         self._scheduler_state = ObjectState(
-            SchedulerState(objects.scheduler, optimizer), "scheduler", model, device,
-            called=type(objects.scheduler).__name__,
-        )  # fmt: skip
+            self._schedule, "scheduler", model, device, called=type(objects.scheduler).__name__
+        )
         self._has_scheduler = objects.scheduler is not None
         self._data_state = DataState(objects.data, objects.layout, model, device)
         self._attributes = UnsavedAttributes(
@@ -185,7 +185,8 @@ class TrainState:
         """Says where the checkpoint's schedule is another one than the workload's."""
         if self._has_scheduler:
             self._scheduler_state.restore(saved)
-            return [] if saved or not self.step else ["the state of the scheduler is missing: it begins anew"]
+            anew = [] if saved or not self.step else ["the state of the scheduler is missing: it begins anew"]
+            return [*anew, *self._schedule.overruled]
         return ["it has the state of a scheduler, but the workload builds none"] if saved else []
 
     def _check_identity(self, extra: Mapping[str, Any]) -> None:

@@ -41,8 +41,8 @@ class Setting:
         groups = [{"params": [model.weight], "lr": rate}, {"params": [model.bias], "lr": 0.05}]
         self.optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
         self.scheduler = MADE[kind](self.optimizer)
-        wrapped = SchedulerState(self.scheduler, self.optimizer)
-        self.state = ObjectState(wrapped, "scheduler", model, torch.device("cpu"), called=kind)
+        self.wrapped = SchedulerState(self.scheduler, self.optimizer)
+        self.state = ObjectState(self.wrapped, "scheduler", model, torch.device("cpu"), called=kind)
 
     def step(self, number: int) -> list[float]:
         self.optimizer.step()
@@ -53,9 +53,12 @@ class Setting:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
 
-def restored(kind: str, before: Setting, **made: Any) -> Setting:
+def restored(kind: str, before: Setting) -> Setting:
+    return into(Setting(kind), before)
+
+
+def into(again: Setting, before: Setting) -> Setting:
     facts, tensors = json.loads(json.dumps(before.state.facts())), before.state.tensors()
-    again = Setting(kind, **made)
     for key, target in again.state.targets(facts).items():
         target.copy_(tensors[key])
     again.state.restore(facts)
@@ -69,8 +72,36 @@ def test_every_schedule_of_torch_goes_on_with_the_same_rates(kind: str) -> None:
     first = Setting(kind)
     assert [first.step(number) for number in range(7)] == rates[:7]
     again = restored(kind, first)
+    assert again.wrapped.overruled == []
     assert [again.step(number) for number in range(7, 15)] == rates[7:]
     assert rates[0] != rates[-1], "the example shows nothing"
+
+
+def test_settings_that_the_checkpoint_overrules_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by the checkpoints after the next: their schedule is still the first one."""
+    first = Setting("OneCycleLR")
+    first.step(0)
+    monkeypatch.setitem(MADE, "OneCycleLR", lambda o: of_torch.OneCycleLR(o, 0.1, total_steps=30))
+    (words,) = restored("OneCycleLR", first).wrapped.overruled
+    assert words == "the schedule of the checkpoint goes on: total_steps 20 (now 30)"
+    again = restored("OneCycleLR", restored("OneCycleLR", first))
+    assert again.wrapped.overruled == [words]
+    for number in range(1, 20):
+        again.step(number)
+    with pytest.raises(ValueError, match="Tried to step 21 times"):  # which is what the words are about
+        again.step(20)
+
+
+def test_a_rate_that_the_checkpoint_overrules_is_told() -> None:
+    first, again = Setting("MultiStepLR"), Setting("MultiStepLR")
+    first.step(0)
+    for group in again.optimizer.param_groups:
+        group["lr"] = group["initial_lr"] = 0.5
+    again.scheduler = of_torch.MultiStepLR(again.optimizer, [4, 8])
+    again.wrapped = SchedulerState(again.scheduler, again.optimizer)
+    again.state = ObjectState(again.wrapped, "scheduler", nn.Linear(2, 1), torch.device("cpu"))
+    into(again, first)
+    assert again.wrapped.overruled == ["the schedule of the checkpoint goes on: base_lrs [0.1, 0.05] (now [0.5, 0.5])"]
 
 
 def test_none_is_left_out() -> None:

@@ -70,6 +70,8 @@ A run that goes on is compared with what it was trained with: its configuration,
 data. A harmless key changes no result. One that is *accepted* changes how training goes on: typing it accepts it, and
 `--accept KEY` accepts what differs without being typed (your code, another torch). A refused one would not fit the
 checkpoint, or would give it another meaning. Every key has one of the three rules.
+Code differs if a file that was there changed or is gone, or if new code (`.py`, `.so`, ...) lies beside it; other new
+files do not count. A run that has trained no step yet needs no `--accept` for code and environment.
 
 | | rule | |
 |---|---|---|

@@ -128,7 +128,7 @@ def computing(
     return run
 
 
-STEPS = {step: (5.0 / step, math.nan if step == 2 else 0.3, {"accuracy": 0.1 * step}) for step in range(1, 5)}
+STEPS = {step: (5.0 / step, math.nan if step == 2 else 0.3, {"accuracy": 0.1 * step % 0.4}) for step in range(1, 5)}
 VALIDATED = {2: {"val_loss": 2.5}, 4: {"val_loss": math.nan}}
 
 
@@ -157,6 +157,12 @@ def in_the_last_bit(step: int) -> dict[int, tuple[float, float, dict[str, float]
             in_the_last_bit(3), {2: {"val_loss": 2.25}, 4: {"val_loss": 1.0}},
             "2: validation val_loss 2.5 and 2.25", "validation val_loss",
         ),
+        # NaN on both sides is equal, and so are other spellings of a number; 0.0 and -0.0 are not.
+        (
+            {**STEPS, 2: (2.5, math.nan, {"accuracy": 0.25})}, VALIDATED,
+            "2: metric accuracy 0.2 and 0.25", "metric accuracy",
+        ),
+        ({**STEPS, 4: (1.25, 0.3, {"accuracy": -0.0})}, VALIDATED, "4: metric accuracy 0.0 and -0.0", "metric accuracy"),
         (STEPS, {4: {"val_loss": -0.0}}, "4: validation val_loss nan and -0.0", "validation val_loss"),
     ],
 )  # fmt: skip

@@ -114,6 +114,15 @@ def saved_steps(path: Path, run: str) -> list[tuple[int, str]]:
     return [(row["step"], row["trust"]) for row in _rows(path, query, (run,))] if path.exists() else []
 
 
+def has_best(path: Path, run: str) -> bool:
+    """Whether the configuration of a run says which of its checkpoints is the best."""
+    query = (
+        "SELECT json_extract(configs.data, '$.checkpoint.best.metric') AS metric "
+        "FROM runs JOIN configs ON configs.digest = runs.config_digest WHERE runs.name = ?"
+    )
+    return path.exists() and any(row["metric"] for row in _rows(path, query, (run,)))
+
+
 def tag_names(path: Path) -> list[str]:
     """Every tag that some run has."""
     query = "SELECT DISTINCT value FROM runs, json_each(runs.tags) ORDER BY value"

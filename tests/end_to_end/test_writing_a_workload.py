@@ -1,7 +1,9 @@
 """docs/writing-a-workload.md: its example, typed in from the page, survives the kill of a rank bit for bit."""
 
 import json
+import math
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +67,32 @@ def test_the_example_ends_with_the_same_bits_after_a_kill(user: User) -> None:
     best = min(found[calm], key=lambda step: found[calm][step]["val_loss"])
     exported = user.ask("ckpt", "export", f"{calm}@best", str(user.folder / "exported"))
     assert exported["step"] == best
+
+
+def overrides() -> str:
+    """The page's methods that average gradients instead of sharding, and that follow a changed configuration."""
+    blocks = re.findall(r"^```python\n(def (?:parallelize|build_optimizer)\(.*?)^```", PAGE.read_text(), re.M | re.S)
+    assert len(blocks) == 2
+    return textwrap.indent("\n".join(blocks), "    ")
+
+
+@pytest.mark.proof
+def test_the_page_s_overrides_end_with_the_same_bits_and_follow_another_rate(user: User) -> None:
+    """On four ranks: with two, sums have one order only."""
+    typed_in(user.folder)
+    program = user.folder / "my_cnn.py"
+    own = re.sub(r"    def build_(?:optimizer|scheduler)\(.*?\n\n", "", program.read_text(), flags=re.DOTALL)
+    program.write_text(f"import math\n{own}\n{overrides()}")
+    calm = user.submit("./cnn.yaml", "recovery.backoff=0.2")["run"]
+    killed = user.submit("./cnn.yaml", "recovery.backoff=0.2", KILL)["run"]
+    assert (user.wait(calm), user.wait(killed)) == (0, 0)
+    assert user.show(killed)["attempts"][0]["generations"] == 2
+    assert user.ask("compare", killed, calm)["equality"] == {
+        "equal": True, "steps": 60, "validations": 4, "first_difference": None,
+    }  # fmt: skip
+    # The folder of the program has the runs in it, too.
+    user.ask("resume", calm, "train.steps=80", "workload.args.lr=0.01", "--accept", "code.user")
+    assert user.wait(calm) == 0
+    rates = {line["step"]: line["lr"] for line in user.steps(calm)}
+    for step in range(62, 81):
+        assert rates[step] == pytest.approx(0.01 * 0.5 * (1 + math.cos(math.pi * (step - 1) / 80)))

@@ -58,7 +58,9 @@ def _checkpoints(context: click.Context, incomplete: str) -> Iterator[Item]:
     run, mark, _ = incomplete.partition("@")
     names = dict(fast_queries.run_names(registry_path()))
     if mark or run in names:
-        words = {"verify": ("latest", "all"), "unpin": ()}.get(_verb(context), ("latest",))
+        words = {"verify": ["latest", "all"], "unpin": []}.get(_verb(context), ["latest"])
+        if words and fast_queries.has_best(registry_path(), run):
+            words.insert(1, "best")
         yield from (CompletionItem(f"{run}@{word}") for word in words)
         for step, trust in fast_queries.saved_steps(registry_path(), run):
             yield CompletionItem(f"{run}@{step}", help=trust)

@@ -200,12 +200,18 @@ def head(reading: Reading) -> list[str]:
     lines += _speed_words(reading.speed)
     if beat:
         silent = _since(reading.at, beat.get("time"))
-        said = f"attempt {beat.get('attempt')} generation {beat.get('generation')}   {beat.get('state')}"
-        lines.append(f"{said}: {beat.get('phase')}   heartbeat {span(silent)} ago")
+        said = f"attempt {beat.get('attempt')} generation {beat.get('generation')}   {_doing(beat)}"
+        lines.append(f"{said}   heartbeat {span(silent)} ago")
     last = reading.last_checkpoint
     age = f", {span(last['age_s'])} ago" if last and last["age_s"] is not None else ""
     saved = f"step {count(last['step'])} {last['trust']}{age}" if last else "none"
     return [*lines, f"last checkpoint {saved}"]
+
+
+def _doing(beat: dict[str, Any]) -> str:
+    """What the job does: the phase of its ranks while they run."""
+    stage = str(beat.get("state"))
+    return STAGES.get(stage) or f"{stage}: {beat.get('phase')}"
 
 
 def _speed_words(speed: TrainingSpeed) -> list[str]:
@@ -225,6 +231,12 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "still": still, "doing": state, "work": f"{ratio:.2f} x" if isinstance(ratio, (int, float)) else ""}
 
 
+STAGES = {
+    "joining": "checking nodes",
+    "warming": "importing torch and your code",
+    "clearing": "ending the remaining ranks",
+}
+"""What a job does while no rank trains."""
 STATES = {"T": "stopped", "t": "traced", "D": "waits for a device", "Z": "dead", "X": "gone"}
 RANKS = [
     Column("RANK", "rank", right=True),

@@ -68,7 +68,9 @@ def _is_confirmed(screen: Screen, plans: list[Plan]) -> bool:
     """Ask the person; raises ConfigError where nobody can answer."""
     names = " ".join(plan.run.name for plan in plans)
     if not sys.stdin.isatty():
-        raise ConfigError("nobody is there to confirm the removal", where="stdin", hint=f"orch rm {names} -y")
+        raise ConfigError(
+            "nobody is there to confirm the removal", where="stdin is no terminal", hint=f"orch rm {names} -y"
+        )
     for plan in plans:
         for line in _lines(plan):
             screen.note(line)

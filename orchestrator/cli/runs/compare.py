@@ -11,6 +11,7 @@ import click
 
 from checkpointing.storage.durable import dump_line
 from orchestrator.cli.access.registry import open_store
+from orchestrator.cli.runs.equality import Computed, Equality, compare_computed, read_validations
 from orchestrator.cli.runs.loss_curve import BARS, PLAIN_BARS, LossCurve, Scale, common_steps, sparkline
 from orchestrator.cli.runs.status import one_row, rows_with_tags
 from orchestrator.cli.terminal.command_classes import Verb
@@ -37,6 +38,7 @@ class Compared:
     config: Mapping[str, Any]
     software: Mapping[str, Any]
     curve: LossCurve
+    computed: Computed
     running_s: float
     elapsed_s: float
 
@@ -51,30 +53,42 @@ class Compared:
 @click.option("--points", type=click.IntRange(1), default=POINTS, show_default=True, help="Steps whose losses to list.")
 @click.pass_obj
 def compare(screen: Screen, runs: tuple[str, ...], tags: tuple[str, ...], points: int) -> None:
-    """Compare runs: where they differ, speed, losses at the steps they share.
+    """Compare runs: whether they are equal, where they differ, speed, losses at the steps they share.
 
     It lists the keys of the configuration and the software that differ, and draws each loss in one line, all on the
-    same scale.
+    same scale. It says whether training computed the same, bit for bit, at all steps they share, or where not first.
     """
-    rows = [*map(one_row, dict.fromkeys(runs)), *(reversed(rows_with_tags(tags)) if tags else ())]
-    chosen = list({row["run"]: row for row in rows}.values())
+    tagged = list(reversed(rows_with_tags(tags))) if tags else []
+    chosen = list({row["run"]: row for row in [*map(one_row, dict.fromkeys(runs)), *tagged]}.values())
     if len(chosen) < 2:
-        named = f"only {chosen[0]['run']} is named" if chosen else "no run is named"
-        raise ConfigError(
-            f"compare takes two or more runs, {named}", hint="`orch compare RUN RUN`, or `orch compare -t NAME`"
-        )
+        raise _too_few([str(row["run"]) for row in chosen], tags, bool(tagged))
     found = [_read(row) for row in chosen]
     steps = common_steps([run.curve for run in found], points)
+    equality = compare_computed([run.computed for run in found])
     if screen.json:
-        screen.data("compare", _document(found, steps))
+        screen.data("compare", {**_document(found, steps), "equality": _equality(found, equality)})
         return
     labels = _labels(found, screen.width)
     _run_table(screen, found, labels)
+    if equality.steps or equality.difference:
+        screen.say(f"\n{equality}")
     _difference_table(screen, "configuration", _differences([run.config for run in found]), labels)
     software = _differences([run.software for run in found])
     if software:
         _difference_table(screen, "software and data", software, labels)
     _loss_table(screen, found, steps, labels)
+
+
+def _too_few(names: Sequence[str], tags: Sequence[str], tagged: bool) -> ConfigError:
+    """What to say of one run or none, and what to type instead; `tagged`: some run has all of the tags."""
+    pair, listed = "`orch compare RUN RUN`", ", ".join(f"`orch status -t {tag}`" for tag in dict.fromkeys(tags))
+    having = f"all of the tags {', '.join(tags)}" if len(tags) > 1 else f"the tag {', '.join(tags)}"
+    if tags and not tagged:
+        return ConfigError(f"no run has {having}", hint=f"{pair}, {listed}")
+    if tags:
+        return ConfigError(f"compare takes two or more runs, only {names[0]} has {having}", hint=f"{pair}, {listed}")
+    said = f"only {names[0]} is named" if names else "no run is named"
+    return ConfigError(f"compare takes two or more runs, {said}", hint=f"{pair}, or `orch compare -t NAME`")
 
 
 def _read(row: dict[str, Any]) -> Compared:
@@ -83,12 +97,14 @@ def _read(row: dict[str, Any]) -> Compared:
     with open_store(readonly=True) as store:
         run, attempts = store.run(row["run"]), store.attempts(row["run"])
         config = store.config(run.config_digest)
-    now = time.time()
+    now, folder = time.time(), Path(run.run_dir)
+    curve = LossCurve.read(folder)
     return Compared(
         row=row,
         config=flat(config),
         software={key: _software(run.identity, key) for key in SOFTWARE},
-        curve=LossCurve.read(Path(run.run_dir)),
+        curve=curve,
+        computed=Computed(steps=curve.computed, validations=read_validations(folder)),
         running_s=sum((attempt.ended_at or now) - attempt.started_at for attempt in attempts if attempt.started_at),
         elapsed_s=_end(run, attempts, now) - run.created_at,
     )
@@ -145,6 +161,15 @@ def _document(found: Sequence[Compared], steps: Sequence[int]) -> dict[str, Any]
         "config": by_run(_differences([run.config for run in found])),
         "software": by_run(_differences([run.software for run in found])),
         "losses": [{"step": step, "values": {run.name: run.curve.losses[step] for run in found}} for step in steps],
+    }  # fmt: skip
+
+
+def _equality(found: Sequence[Compared], equality: Equality) -> dict[str, Any]:
+    first = equality.difference
+    values = dict(zip([run.name for run in found], first.values, strict=True)) if first is not None else {}
+    return {
+        "equal": equality.equal, "steps": equality.steps, "validations": equality.validations,
+        "first_difference": {"step": first.step, "what": first.what, "values": values} if first is not None else None,
     }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from checkpointing.storage.durable import number, open_regular
+from orchestrator.cli.runs.equality import computed_part
 from trainer.contract.run_dir import RunDir
 
 BARS, PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-=*#%@"
@@ -23,18 +24,20 @@ class LossCurve:
 
     losses: Mapping[int, float] = field(default_factory=dict)
     tokens_per_s: float | None = None  # median over all steps
+    computed: Mapping[int, str] = field(default_factory=dict)  # all that training computed, by `computed_part`
 
     @classmethod
     def read(cls, run_dir: Path) -> "LossCurve":
         """What the attempts of a run have written; empty for a run that has trained nothing, or is not visible."""
         losses: dict[int, float] = {}
         speeds: list[float] = []
+        computed: dict[int, str] = {}
         for attempt in RunDir(run_dir).all_attempts():
-            _read_into(attempt.metrics, losses, speeds)
-        return cls(losses, statistics.median(speeds) if speeds else None)
+            _read_into(attempt.metrics, losses, speeds, computed)
+        return cls(losses, statistics.median(speeds) if speeds else None, computed)
 
 
-def _read_into(path: Path, losses: dict[int, float], speeds: list[float]) -> None:
+def _read_into(path: Path, losses: dict[int, float], speeds: list[float], computed: dict[int, str]) -> None:
     """Line by line: a long run has a million of them."""
     try:
         stream = open_regular(path)
@@ -47,6 +50,7 @@ def _read_into(path: Path, losses: dict[int, float], speeds: list[float]) -> Non
                 losses[int(fields["step"])] = number(fields["loss"])
             except (ValueError, KeyError, TypeError):
                 continue  # torn by a kill, or of a version that writes something else
+            computed[int(fields["step"])] = computed_part(fields)
             if isinstance(speed := fields.get("tokens_per_s"), (int, float)):
                 speeds.append(speed)
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -89,6 +90,18 @@ OFFERED = {
 
 def test_what_is_offered(runs: list[str]) -> None:
     assert {line: offered(line) for line in OFFERED} == OFFERED
+
+
+def test_the_best_checkpoint_is_offered_where_the_run_chooses_one(orch: Type, seeds: Seeds) -> None:
+    best = {"checkpoint": {"best": {"metric": "val_loss"}}}
+    seeds.store.create_run(
+        replace(seeds.new("best"), config_digest=seeds.store.put_config(best)), now=1.0, nonce="0123abcd"
+    )
+    seeds.checkpoint("best-1", 50)
+    assert offered("orch ckpt export best-1@") == ["best-1@latest", "best-1@best", "best-1@50"]
+    assert offered("orch ckpt verify best-1@") == ["best-1@latest", "best-1@best", "best-1@all", "best-1@50"]
+    assert offered("orch submit --from best-1@b") == ["best-1@best"]
+    assert offered("orch ckpt unpin best-1@") == ["best-1@50"]
 
 
 def test_without_a_registry_nothing_is_offered_and_nothing_fails(home: Path) -> None:

@@ -64,6 +64,25 @@ def test_one_picture_of_a_live_run(orch: Type, seeds: Seeds) -> None:
     assert orch("top", run, "--once").out.splitlines()[1] == second
 
 
+@pytest.mark.parametrize(
+    ("state", "phase", "said"),
+    [
+        ("joining", "init", "generation 0   checking nodes   heartbeat"),
+        ("warming", "init", "generation 0   importing torch and your code   heartbeat"),
+        ("running", "init", "generation 0   running: init   heartbeat"),
+        ("clearing", "forward", "generation 0   ending the remaining ranks   heartbeat"),
+        ("ended", "done", "generation 0   ended: done   heartbeat"),
+    ],
+)
+def test_a_job_whose_ranks_do_not_run_says_what_it_does(
+    orch: Type, seeds: Seeds, state: str, phase: str, said: str
+) -> None:
+    run = seeds.run()
+    beat = {"time": time.time(), "attempt": 1, "generation": 0, "step": 0, "phase": phase, "state": state}
+    begun(seeds, run).attempt(1).heartbeat.write_text(dump_line(beat))
+    assert said in orch("top", run).out
+
+
 def test_the_last_checkpoint_is_the_newest_that_files_tell_of(orch: Type, seeds: Seeds) -> None:
     """The registry follows a moment later, or not at all while no controller runs."""
     run = seeds.run()

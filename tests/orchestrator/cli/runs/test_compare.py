@@ -1,6 +1,8 @@
 """`orch compare`: what differs between runs, and their losses beside each other."""
 
 import math
+import random
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,9 +81,115 @@ def test_runs_are_chosen_by_tags_too_and_two_are_needed(orch: Type, seeds: Seeds
     assert [row["run"] for row in orch("compare", third, first, third, "-t", "sweep", "--json").data["runs"]] == [
         third, first, second,
     ]  # fmt: skip
-    for words, why in (((), "no run is named"), ((first, first), f"only {first} is named"), (("-t", "x"), "no run")):
-        refused = orch("compare", *words)
-        assert (refused.code, why in refused.err) == (2, True)
+
+
+def test_too_few_runs_are_refused_with_what_was_looked_for(orch: Type, seeds: Seeds) -> None:
+    first, second = (trained(seeds, "a", {1: 5.0}) for _ in range(2))
+    orch("tag", first, "killed")
+    orch("tag", second, "control")
+    refused = {
+        (): "error: compare takes two or more runs, no run is named\n",
+        (first, first): f"error: compare takes two or more runs, only {first} is named\n",
+        ("-t", "killed"): f"error: compare takes two or more runs, only {first} has the tag killed\n",
+        (second, "-t", "x"): "error: no run has the tag x\n",
+        ("-t", "killed", "-t", "control"): "error: no run has all of the tags killed, control\n",
+    }
+    said = {words: orch("compare", *words) for words in refused}
+    assert {words: (one.code, one.err.startswith(refused[words])) for words, one in said.items()} == dict.fromkeys(
+        refused, (2, True)
+    )
+    shown = said["-t", "killed", "-t", "control"].err
+    assert "`orch compare RUN RUN`, `orch status -t killed`, `orch status -t control`" in shown
+
+
+# -- equal bit for bit?
+
+
+def computing(
+    seeds: Seeds, steps: dict[int, tuple[float, float, dict[str, float]]], validated: dict[int, dict[str, float]]
+) -> str:
+    """A run whose steps have a loss, a gradient norm and numbers of the workload; times and speeds are its own."""
+    run = trained(seeds, "a", {})
+    place = seeds.root / run / "attempts" / "001" / "metrics"
+    lines = [
+        dump_line({
+            "time": time.time(), "generation": 1, "step": step, "loss": loss, "grad_norm": norm, "lr": 0.1,
+            "seconds": random.random(), "tokens_per_s": random.random(), "stall": random.random(), "metrics": own,
+        })
+        for step, (loss, norm, own) in steps.items()
+    ]  # fmt: skip
+    (place / "steps.jsonl").write_text("\n".join(lines) + '\n{"step": 1, "lo')
+    if validated:
+        lines = [
+            dump_line({"time": time.time(), "step": step, "seconds": random.random(), "metrics": own})
+            for step, own in validated.items()
+        ]
+        (place / "validation.jsonl").write_text("\n".join(lines) + '\n{"step": 2, "se')
+    return run
+
+
+STEPS = {step: (5.0 / step, math.nan if step == 2 else 0.3, {"accuracy": 0.1 * step % 0.4}) for step in range(1, 5)}
+VALIDATED = {2: {"val_loss": 2.5}, 4: {"val_loss": math.nan}}
+
+
+def test_equal_runs_are_said_to_be_equal_with_what_was_compared(orch: Type, seeds: Seeds) -> None:
+    first, second = computing(seeds, STEPS, VALIDATED), computing(seeds, {**STEPS, 5: (1.0, 1.0, {})}, VALIDATED)
+    said = "\nequal bit for bit: 4 of 4 shared steps (loss, gradient norm, metrics), 2 of 2 validations\n"
+    assert said in orch("compare", first, second).out
+    data = orch("compare", first, second, "--json").data
+    assert list(data)[-1] == "equality"
+    assert data["equality"] == {"equal": True, "steps": 4, "validations": 2, "first_difference": None}
+
+
+def in_the_last_bit(step: int) -> dict[int, tuple[float, float, dict[str, float]]]:
+    loss, norm, own = STEPS[step]
+    return {**STEPS, step: (math.nextafter(loss, 9.0), norm, own)}
+
+
+@pytest.mark.parametrize(
+    ("steps", "validated", "said", "what"),
+    [
+        (in_the_last_bit(3), VALIDATED, "3: loss 1.6666666666666667 and 1.666666666666667", "loss"),
+        ({**STEPS, 2: (2.5, 0.3, {"accuracy": 0.2})}, {}, "2: gradient norm nan and 0.3", "gradient norm"),
+        ({**STEPS, 1: (5.0, 0.3, {"accuracy": 0.0})}, VALIDATED, "1: metric accuracy 0.1 and 0.0", "metric accuracy"),
+        ({**STEPS, 1: (5.0, 0.3, {})}, VALIDATED, "1: metric accuracy 0.1 and none", "metric accuracy"),
+        (
+            in_the_last_bit(3), {2: {"val_loss": 2.25}, 4: {"val_loss": 1.0}},
+            "2: validation val_loss 2.5 and 2.25", "validation val_loss",
+        ),
+        # NaN on both sides is equal, and so are other spellings of a number; 0.0 and -0.0 are not.
+        (
+            {**STEPS, 2: (2.5, math.nan, {"accuracy": 0.25})}, VALIDATED,
+            "2: metric accuracy 0.2 and 0.25", "metric accuracy",
+        ),
+        ({**STEPS, 4: (1.25, 0.3, {"accuracy": -0.0})}, VALIDATED, "4: metric accuracy 0.0 and -0.0", "metric accuracy"),
+        (STEPS, {4: {"val_loss": -0.0}}, "4: validation val_loss nan and -0.0", "validation val_loss"),
+    ],
+)  # fmt: skip
+def test_the_first_difference_is_said_in_full(
+    orch: Type, seeds: Seeds, steps: Any, validated: Any, said: str, what: str
+) -> None:
+    first, second = computing(seeds, STEPS, VALIDATED), computing(seeds, steps, validated)
+    shown = orch("compare", first, second).out
+    assert f"\nfirst difference at step {said}\n" in shown
+    assert "equal bit for bit" not in shown
+    told = orch("compare", first, second, "--json").data["equality"]
+    assert (told["equal"], told["first_difference"]["what"]) == (False, what)
+    assert list(told["first_difference"]["values"]) == [first, second]
+
+
+def test_of_three_runs_all_are_compared_and_of_a_step_its_newest_line(orch: Type, seeds: Seeds) -> None:
+    first, second, third = computing(seeds, STEPS, {}), computing(seeds, STEPS, {}), computing(seeds, STEPS, {})
+    wrote(seeds.root / third, 2, {4: 1.5})
+    assert "first difference at step 4: loss 1.25, 1.25 and 1.5\n" in orch("compare", first, second, third).out
+    assert "equal bit for bit: 4 of 4 shared steps" in orch("compare", first, second).out
+
+
+def test_where_no_step_is_shared_nobody_says_that_runs_are_equal(orch: Type, seeds: Seeds) -> None:
+    first, second = trained(seeds, "a", {1: 5.0}), trained(seeds, "a", {2: 4.0})
+    assert "equal" not in orch("compare", first, second).out
+    told = orch("compare", first, second, "--json").data["equality"]
+    assert told == {"equal": None, "steps": 0, "validations": 0, "first_difference": None}
 
 
 def test_long_names_are_numbered_where_there_is_no_room(orch: Type, seeds: Seeds) -> None:

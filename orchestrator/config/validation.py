@@ -3,7 +3,9 @@
 import difflib
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from orchestrator.config import keys
 from orchestrator.config.run_config import ClusterConfig, RunConfig
@@ -13,6 +15,8 @@ from trainer.contract.config import WorkloadConfig
 
 BUILT_IN = WorkloadConfig().target
 SECTIONS = frozenset(path[0] for path in keys.every_key() if len(path) > 1)
+LARGEST = 1 << 53
+"""Of whole numbers: beyond it not every one has a double of its own."""
 KNOWN_TEXTS = ("python-stdlib",)
 """Entries of data.text that are names, not paths."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -55,6 +59,7 @@ def _usual(what: str) -> str:
 
 
 def _complaints(config: RunConfig) -> Iterator[Complaint]:
+    yield from _too_large(asdict(config), ())
     yield from _names(config)
     yield from _program(config)
     yield from _sizes(config)
@@ -65,6 +70,15 @@ def _complaints(config: RunConfig) -> Iterator[Complaint]:
     if not config.command and config.workload.target == BUILT_IN:
         yield from _model(config)
         yield from _data(config)
+
+
+def _too_large(value: Any, path: tuple[str, ...]) -> Iterator[Complaint]:
+    """Whole numbers that neither the registry nor every reader of JSON can hold; those in maps are the user's own."""
+    if isinstance(value, dict) and not keys.is_open(keys.kind_of(path, "")):
+        for name, inner in value.items():
+            yield from _too_large(inner, (*path, name))
+    elif isinstance(value, int) and abs(value) > LARGEST:
+        yield f"{keys.dotted(path)}={value}: must be at most {LARGEST} (2^53)", ""
 
 
 def _names(config: RunConfig) -> Iterator[Complaint]:

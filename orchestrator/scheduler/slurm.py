@@ -1,7 +1,8 @@
 """The Slurm scheduler: jobs are submitted held through submitit, and looked up through squeue and sacct."""
 
+import logging
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +31,7 @@ LOOK_BACK_DAYS = 14
 
 _NO_ACCOUNTING = "accounting storage is disabled"
 _NO_SUCH_JOB = "invalid job id"
+log = logging.getLogger("orch.controller")
 _OVER = ENDED_STATES | LEAVING_STATES
 
 
@@ -85,7 +87,11 @@ class SlurmScheduler:
         submitit_payload.adopt_payload(submission, job_id)
         if exclude is not None:
             self._keep_off(job_id, check_nodes("cluster.exclude", exclude))
-        self._change(["scontrol", "release", job_id], job_id, lambda job: not job.held)
+        said = run_command(["scontrol", "release", job_id], self._timeout)
+        # Slurm has answered: it holds the job itself, and the job's reason says why. A job that has been released, and
+        # whose nodes are not there now, is refused too.
+        if said.returncode != 0 and (job := self.poll([job_id]).get(job_id)) is not None and job.held:
+            log.info("Slurm does not release job %s (%s): %s", job_id, job.reason, " ".join(said.stderr.split()))
 
     def _keep_off(self, job_id: str, nodes: str) -> None:
         said = run_command(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={nodes}"], self._timeout)
@@ -94,7 +100,12 @@ class SlurmScheduler:
             raise SubmitRejected(f"Slurm does not change which nodes job {job_id} avoids: {words}")
 
     def cancel(self, job_id: str) -> None:
-        self._change(["scancel", job_id], job_id, lambda job: job.state in _OVER)
+        said = run_command(["scancel", job_id], self._timeout)
+        if said.returncode == 0:
+            return
+        job = self.poll([job_id]).get(job_id)  # it fails on one that has ended
+        if job is not None and job.state not in _OVER:
+            raise unreachable(f"scancel {job_id}", said.stderr)
 
     def _listed(self, ids: Collection[str]) -> dict[str, JobStatus]:
         jobs, _ = self._queue(lambda job: job.job_id in ids)  # what a cut answer lacks is asked for again, by its id
@@ -180,18 +191,6 @@ class SlurmScheduler:
         if not whole:
             raise unreachable("sacct", "its answer was cut short")
         return join_resized(recorded)
-
-    def _change(self, command: list[str], job_id: str, done: Callable[[JobStatus], bool]) -> None:
-        """Change one job; when Slurm objects, the job's state tells whether anything is left to do.
-
-        `scontrol release` fails on a released job whose nodes are not there now, and `scancel` on one that has ended.
-        """
-        said = run_command(command, self._timeout)
-        if said.returncode == 0:
-            return
-        job = self.poll([job_id]).get(job_id)
-        if job is not None and not done(job):
-            raise unreachable(" ".join(command), said.stderr)
 
 
 def _unreadable(job_id: str, reason: str) -> JobStatus:

@@ -94,6 +94,18 @@ def test_a_cancelled_run_resumes_from_what_was_saved(tmp_path: Path) -> None:
     assert world.attempts[1].resumed_from == world.attempts[0].saved_step
 
 
+def test_a_request_that_cannot_be_done_is_answered_and_harms_no_other_run(tmp_path: Path) -> None:
+    """What another version wrote, for instance: it would end every controller at its first pass."""
+    world = World(tmp_path)
+    assert world.finish().state is RunState.SUCCEEDED
+    odd = world.store.put_config({**config(steps=60), "train": 60})
+    asked = world.store.add_user_request(world.name, "resume", {"config": odd}, 0.0)
+    world.turns(1)
+    (request,) = [one for one in world.store.user_requests(pending=False) if one.id == asked]
+    assert request.answer.startswith("refused: the controller cannot do it: TypeError: ")
+    assert world.run.state is RunState.SUCCEEDED
+
+
 def test_a_run_goes_on_with_what_a_person_changed(tmp_path: Path) -> None:
     """More steps for a run that has succeeded: the first attempt keeps its config, the second has another one."""
     world = World(tmp_path)

@@ -165,6 +165,17 @@ def test_an_impossible_job_waits_with_slurms_reason(world: World) -> None:
     assert (waiting.state, waiting.held, waiting.reason) == ("PENDING", False, "PartitionConfig")
 
 
+def test_a_job_that_slurm_holds_itself_is_no_silence(world: World) -> None:
+    """Too few nodes are left: Slurm takes its priority away, and refuses to give it back."""
+    world.resources = Resources(nodes=2, time="5", exclude=("n1", "n2", "n3"))
+    spec = world.spec()
+    job = world.submit(spec)
+    world.release(job, spec)
+    eventually(lambda: world.scheduler.poll([job.job_id])[job.job_id].reason == "BadConstraints", "a reason", 30)
+    assert world.scheduler.poll([job.job_id])[job.job_id].held
+    world.release(job, spec)
+
+
 def test_a_job_that_waits_is_kept_off_other_nodes_and_one_that_runs_is_not(lab: SlurmLab, world: World) -> None:
     def avoids(job_id: str) -> str:
         shown = lab.ask("scontrol", "show", "job", job_id).stdout

@@ -135,7 +135,7 @@ def _on_other_software(journal: Journal, rank: int) -> Callable[[int, dict[str, 
 
 def _seed_by_data(seed: int, layout: mesh.Layout) -> None:
     """From here on dropout and the like differ between ranks with different data, and only between them."""
-    seed_generators(seed * 1_000_003 + layout.dp_rank)
+    seed_generators((seed * 1_000_003 + layout.dp_rank) % (1 << 63))
 
 
 def skipped_positions(spec: RankSpec, run_dir: RunDir) -> frozenset[int]:

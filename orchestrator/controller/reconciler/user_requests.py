@@ -1,5 +1,6 @@
 """What people ask of the controller: cancel, resume, release a node, answered in the registry."""
 
+import logging
 from typing import Any
 
 from checkpointing.storage.disk_errors import explain_disk_error
@@ -8,8 +9,9 @@ from orchestrator.controller.jobs.job_spec import is_live
 from orchestrator.controller.jobs.scheduler_snapshot import SchedulerSnapshot
 from orchestrator.controller.reconciler.actor import Actor
 from orchestrator.controller.reconciler.ownership import is_addressed_to, is_ours, never_submitted
+from orchestrator.controller.run_dirs.bounded_files import RunDirHangs
 from orchestrator.controller.run_view import RunView, stored_config
-from orchestrator.errors import NotFound
+from orchestrator.errors import Fenced, NotFound, RegistryError, SlurmUnreachable
 from orchestrator.recovery.retry_policy import after_cancel, clock_time
 from orchestrator.registry.records import (
     BY_PERSON,
@@ -26,6 +28,8 @@ from orchestrator.states import LIVE_ATTEMPTS, LIVE_RUNS, AttemptState, RunState
 from trainer.contract.outcome import Failure, FailureKind
 from trainer.contract.requests import RequestKind
 
+log = logging.getLogger("orch.controller")
+
 STOP_LIMIT = 300.0
 """Seconds that a job may take to save and stop before it is cancelled outright."""
 
@@ -41,15 +45,27 @@ def answer_idle(actor: Actor) -> bool:
             continue
         if not _is_for(actor, run, request):
             continue
-        if request.verb == RELEASE:
-            answered |= _release(actor, run, request)
-        elif request.verb == EXCLUDE:
-            answered |= _exclude(actor, run, request)
-        elif request.verb == "resume":
-            answered |= _resume(actor, run, request)
-        elif request.verb == "cancel" and run.state not in LIVE_RUNS:
-            answered |= _cancel_idle(actor, run, request)
+        try:
+            answered |= _answer_idle(actor, run, request)
+        except (Fenced, RegistryError):
+            raise
+        except (SlurmUnreachable, RunDirHangs) as error:
+            log.warning("%s %s has to wait: %s", request.verb, run.name, error.what)
+        except Exception as error:  # outermost edge: one request's trouble must not stop the others
+            log.exception("%s %s", request.verb, run.name)
+            _answer(actor, request, f"{REFUSED}the controller cannot do it: {type(error).__name__}: {error}")
+            answered = True
     return answered
+
+
+def _answer_idle(actor: Actor, run: Run, request: UserRequest) -> bool:
+    if request.verb == RELEASE:
+        return _release(actor, run, request)
+    if request.verb == EXCLUDE:
+        return _exclude(actor, run, request)
+    if request.verb == "resume":
+        return _resume(actor, run, request)
+    return request.verb == "cancel" and run.state not in LIVE_RUNS and _cancel_idle(actor, run, request)
 
 
 def _is_for(actor: Actor, run: Run, request: UserRequest) -> bool:

@@ -43,6 +43,14 @@ def test_units_that_return_views_may_be_changed_in_place_and_say_nothing(make_ru
     assert run.losses()[12] < run.losses()[1]
 
 
+def test_data_that_ends_is_named_and_never_tried_again(make_run):
+    run = make_run(1, workload={**PLANE, "target": "my_workload:Ending"}, train=TRAIN)
+    assert run.train()["codes"] == [ExitCode.NEVER_RETRY]
+    outcome = run.outcome(0, 1)
+    assert outcome.exception == "WorkloadError"
+    assert "Points.take() returned no micro-batch for step 4" in (outcome.message or "")
+
+
 UNEVEN = {**PLANE, "target": "my_workload:Uneven"}
 
 

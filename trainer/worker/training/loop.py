@@ -12,7 +12,7 @@ from trainer.contract.events import EventKind
 from trainer.contract.outcome import ExitCode
 from trainer.contract.progress import Phase, ProgressCell, StopReason
 from trainer.contract.save_trouble import short_reason
-from trainer.worker.data import take
+from trainer.worker.data import take, unwrapped
 from trainer.worker.optimizer import set_learning_rate
 from trainer.worker.reporting.metrics import Journal
 from trainer.worker.reporting.phase_tracker import PhaseTracker
@@ -145,8 +145,13 @@ class Loop:
         return reduced
 
     def _accumulate(self, step: int, batches: Sequence[Any]) -> torch.Tensor:
-        """Gradients of all micro-batches; returns this rank's mean loss."""
+        """Gradients of all micro-batches; returns this rank's mean loss. Raises WorkloadError where there are none."""
         objects, drill = self._objects, self._services.drill
+        if not len(batches):
+            data = type(unwrapped(objects.data)).__name__
+            raise WorkloadError(
+                f"{data}.take() returned no micro-batch for step {step}: every rank needs one or more in every step"
+            )
         total = torch.zeros((), device=objects.layout.device)
         factor = drill.loss_factor(step)
         for number, batch in enumerate(batches):

@@ -51,12 +51,14 @@ def rebuild(store_path: Path, roots: Sequence[Path], *, now: float | None = None
     """Make the registry anew from the run directories below `roots`; returns how many runs it has.
 
     A registry that is there is renamed to `<name>.<time>.old`. Raises RegistryError, and changes nothing, while a
-    controller is alive, and when two folders bear the same run's name. Folders that cannot be read are logged.
+    controller is alive, also that of another registry with one of the runs, and when two folders bear the same run's
+    name. Folders that cannot be read are logged.
     """
     now = time.time() if now is None else now
     _refuse_while_served(store_path, now)
     found = sorted(_found(roots), key=lambda item: (item.record.run.created_at, item.record.run.name))
     _refuse_twins(found)
+    _refuse_runs_of_others(found, store_path, now)
     draft = store_path.with_name(f".{store_path.name}.{os.getpid()}.rebuild")
     _remove(draft)
     try:
@@ -71,11 +73,7 @@ def rebuild(store_path: Path, roots: Sequence[Path], *, now: float | None = None
 
 
 def _refuse_while_served(path: Path, now: float) -> None:
-    try:
-        leases = fast_queries.leases(path, any_version=True)
-    except RegistryError:
-        return  # a registry that cannot be read is what this is for
-    for lease in leases:
+    for lease in _leases(path):  # one that cannot be read is what this is for
         if lease.holder and _lives(lease, now):
             of = f" of {lease.scheduler}" if lease.scheduler else ""
             raise RegistryError(
@@ -83,6 +81,29 @@ def _refuse_while_served(path: Path, now: float) -> None:
                 where=str(path),
                 hint=f"`orch controller stop` on {host_of(lease.holder)}, then again",
             )
+
+
+def _refuse_runs_of_others(found: list[Found], path: Path, now: float) -> None:
+    """Two controllers would act on one run, and neither would know of the other."""
+    for item in found:
+        other = Path(item.record.registry)
+        if item.record.registry and item.record.run.state in LIVE_RUNS and other != path.absolute():
+            for lease in _leases(other):
+                if lease.holder and lease.scheduler == item.record.run.scheduler and _lives(lease, now):
+                    name = item.record.run.name
+                    raise RegistryError(
+                        f"{name} is {item.record.run.state}, and the controller of another registry serves it: {other}",
+                        where=str(item.folder.path),
+                        hint=f"`ORCH_REGISTRY={other} orch controller stop` on {host_of(lease.holder)}, then again",
+                    )
+
+
+def _leases(path: Path) -> list[Lease]:
+    """Of a registry that may be gone, or not be one any more."""
+    try:
+        return fast_queries.leases(path, any_version=True) if path.exists() else []
+    except RegistryError:
+        return []
 
 
 def _lives(lease: Lease, now: float) -> bool:

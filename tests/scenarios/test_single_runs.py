@@ -10,6 +10,7 @@ from orchestrator.recovery.classify_failure import LEAVING_LIMIT
 from orchestrator.registry.records import Notice
 from orchestrator.states import AttemptState, RunState, Trust
 from tests.scenarios.world import World, config, moves, training
+from trainer.contract.config import load
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.launch_token import LaunchToken
 from trainer.contract.outcome import Failure, FailureKind
@@ -41,6 +42,15 @@ def test_a_preempted_run_goes_on_from_its_checkpoint_without_a_pause(tmp_path: P
         Trust.RESTORED
     }
     assert moves(world) == ["QUEUED", "RUNNING", "RECOVERING", "QUEUED", "RUNNING", "SUCCEEDED"]
+
+
+def test_a_config_that_somebody_removed_is_written_again(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    training(world, 12)
+    world.folder.config.unlink()
+    world.slurm.preempt(world.slurm.running()[0])
+    assert world.finish().state is RunState.SUCCEEDED
+    assert load(world.folder, 2).train.steps == 40
 
 
 def test_a_dead_node_is_avoided_and_its_zombies_are_fenced(tmp_path: Path) -> None:
@@ -169,7 +179,7 @@ def test_a_run_says_why_its_job_waits_and_whether_that_ends(tmp_path: Path) -> N
         told.append(world.run.reason)
     assert told[0] == "job 1 is PENDING (Priority): jobs of higher priority are first"
     assert told[1].startswith("job 1 is PENDING (BadConstraints): no nodes have all that it asks for (")
-    assert f"this does not clear by itself; `sinfo -Nel` tells more; orch cancel {world.name}, then orch" in told[1]
+    assert f"this does not clear by itself; `sinfo -Nel` tells more; `orch cancel {world.name}`, then `orch" in told[1]
     assert told[2] == "job 1 is PENDING"
 
 

@@ -6,7 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from checkpointing.format.commit import parse_name
 from checkpointing.storage.durable import read_json
+from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.checkpoints.target import Target, find_one
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.config.compose import Composed, compose, recompose
@@ -58,11 +60,30 @@ def config_of(chosen: Target, words: str) -> dict[str, Any]:
     if chosen.run_dir is None or file is None or not chosen.shared or not Path(chosen.path).is_dir():
         hint = "copy it into a shared folder, or use `orch ckpt export`, then `orch ckpt import`"
         raise Precondition("this checkpoint is not in a run's folder that is visible here", where=words, hint=hint)
-    config = recompose(read_json(file), []).data
+    config = recompose(_saved_config(chosen, file), []).data
     workload = config["workload"]
     if workload["snapshot"]:
         workload["path"] = [str(chosen.run_dir.code / str(index)) for index in range(len(workload["path"]))]
     return config
+
+
+def _saved_config(chosen: Target, file: Path) -> dict[str, Any]:
+    """From the run's folder; where its file is gone or damaged, from the registry."""
+    try:
+        return dict(read_json(file))
+    except (OSError, ValueError, TypeError) as error:
+        lost = Precondition(
+            f"the configuration that {chosen.name} was saved with cannot be read: {error}", where=str(file),
+            hint="restore the file; the registry of this home does not have that configuration",
+        )  # fmt: skip
+        parts = parse_name(chosen.name)
+        if chosen.run is None or parts is None:
+            raise lost from error
+        try:
+            with open_store(readonly=True) as store:
+                return store.config(store.attempt(chosen.run, parts.attempt).config_digest)
+        except NotFound:
+            raise lost from error
 
 
 def require_trusted(screen: Screen, store: Store, chosen: Target) -> Run | None:

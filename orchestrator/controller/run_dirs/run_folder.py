@@ -125,7 +125,11 @@ def ensure_attempt_dir(folder: RunDir, attempt: Attempt, config: dict[str, Any])
     place = folder.attempt(attempt.number)
     place.make()
     content = canonical(config)
-    if folder.config_of(attempt.number).read_bytes() != content:
+    try:
+        known = folder.config_of(attempt.number).read_bytes() == content
+    except FileNotFoundError:  # somebody has removed it: the registry has it
+        known = False
+    if not known:
         write_durably(place.config, content)
     intent = place.path / "intent.json"
     if not intent.exists():

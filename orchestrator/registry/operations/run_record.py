@@ -43,6 +43,7 @@ class Record:
     transitions: tuple[Transition, ...]
     nodes: tuple[Node, ...]
     cursors: dict[str, int]
+    registry: str = ""  # the file that this was copied from
 
     def encode(self) -> bytes:
         return dump_line({"schema": SCHEMA, **asdict(self)}).encode()
@@ -78,6 +79,7 @@ def record_of(store: Reads, name: str) -> Record:
         transitions=tuple(store.transitions(name)),
         nodes=tuple(node for node in store.nodes() if node.cluster == run.domain and node.name in used),
         cursors=store.cursors(name),
+        registry=str(store.database.path),
     )
 
 

@@ -47,6 +47,23 @@ def test_a_branch_has_the_config_that_the_checkpoint_was_saved_with(orch: Type, 
     assert (config["name"], config["train"]["lr"], config["train"]["warmup_steps"]) == ("tiny-gpt", 0.003, 3)
 
 
+@pytest.mark.parametrize("content", [None, "{", "[1]"])
+def test_a_config_that_is_lost_comes_from_the_registry(orch: Type, seeds: Seeds, run: str, content: str | None) -> None:
+    file = seeds.root / run / "config.json"
+    data = json.loads(file.read_bytes())
+    file.write_text(content or "")
+    if content is None:
+        file.unlink()
+    seeds.store.note_attempt(run, 1, epoch=seeds.epoch, config_digest="nowhere")
+    refused = orch("submit", "--from", f"{run}@50", "--dry-run")
+    assert refused.code == 4
+    assert "was saved with cannot be read: " in refused.err
+    assert str(file) in refused.err
+    digest = seeds.store.put_config({**data, "train": {**data["train"], "lr": 0.25}})
+    seeds.store.note_attempt(run, 1, epoch=seeds.epoch, config_digest=digest)
+    assert preview(orch, "--from", f"{run}@50")["train"]["lr"] == 0.25
+
+
 def test_a_branch_may_have_a_preset_of_its_own(orch: Type, seeds: Seeds, run: str) -> None:
     config = preview(orch, "tiny-gpt", "train.lr=0.5", "--from", f"{run}@50", "--name", "probe")
     assert (config["name"], config["train"]["lr"]) == ("probe", 0.5)

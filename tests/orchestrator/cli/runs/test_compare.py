@@ -162,7 +162,10 @@ def in_the_last_bit(step: int) -> dict[int, tuple[float, float, dict[str, float]
             {**STEPS, 2: (2.5, math.nan, {"accuracy": 0.25})}, VALIDATED,
             "2: metric accuracy 0.2 and 0.25", "metric accuracy",
         ),
-        ({**STEPS, 4: (1.25, 0.3, {"accuracy": -0.0})}, VALIDATED, "4: metric accuracy 0.0 and -0.0", "metric accuracy"),
+        (
+            {**STEPS, 4: (1.25, 0.3, {"accuracy": -0.0})}, VALIDATED,
+            "4: metric accuracy 0.0 and -0.0", "metric accuracy",
+        ),
         (STEPS, {4: {"val_loss": -0.0}}, "4: validation val_loss nan and -0.0", "validation val_loss"),
     ],
 )  # fmt: skip

@@ -18,7 +18,7 @@ VERBS = {
     "status": ("orchestrator.cli.runs.status:status", "List the newest runs: state, step, loss, checkpoint, reason."),
     "show": ("orchestrator.cli.runs.show:show", "Show one run in full: attempts, decisions, checkpoints, code."),
     "compare": (
-        "orchestrator.cli.runs.compare:compare",
+        "orchestrator.cli.comparison.compare:compare",
         "Compare runs: where they differ, speed, losses at the steps they share.",
     ),
     "wait": ("orchestrator.cli.runs.wait:wait", "Wait until a run ends; the exit code says how."),

@@ -11,8 +11,8 @@ import click
 
 from checkpointing.storage.durable import dump_line
 from orchestrator.cli.access.registry import open_store
-from orchestrator.cli.runs.equality import Computed, Equality, compare_computed, read_validations
-from orchestrator.cli.runs.loss_curve import BARS, PLAIN_BARS, LossCurve, Scale, common_steps, sparkline
+from orchestrator.cli.comparison.equality import Computed, Equality, compare_computed, read_validations
+from orchestrator.cli.comparison.loss_curve import BARS, PLAIN_BARS, LossCurve, Scale, common_steps, sparkline
 from orchestrator.cli.runs.status import one_row, rows_with_tags
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, decimal, progress, span

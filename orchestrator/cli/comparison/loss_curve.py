@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from checkpointing.storage.durable import number, open_regular
-from orchestrator.cli.runs.equality import computed_part
+from orchestrator.cli.comparison.equality import computed_part
 from trainer.contract.run_dir import RunDir
 
 BARS, PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-=*#%@"

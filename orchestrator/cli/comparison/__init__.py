@@ -1,0 +1,1 @@
+"""`orch compare`: runs beside each other, and whether they computed the same."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from orchestrator.errors import SlurmUnreachable, SubmitRejected
 from orchestrator.scheduler import submitit_payload
-from orchestrator.scheduler.commands import TIMEOUT_S, run_command, unreachable
+from orchestrator.scheduler.commands import TIMEOUT_S, no_contact, run_command, unreachable
 from orchestrator.scheduler.interface import ENDED_STATES, LEAVING_STATES, UNREADABLE, JobSpec, JobStatus
 from orchestrator.scheduler.job_tags import is_marked, tag_in, tags
 from orchestrator.scheduler.sbatch_values import check_nodes
@@ -182,7 +182,8 @@ class SlurmScheduler:
         if _NO_ACCOUNTING in done.stderr.lower():
             return None
         # WARNING: sacct may exit 0 with an empty answer when slurmdbd is away, and say so on stderr only
-        if done.returncode != 0 or "error:" in done.stderr:
+        said_nothing = "error:" in done.stderr and not done.stdout.strip()
+        if done.returncode != 0 or said_nothing or no_contact(done.stderr):
             raise unreachable("sacct", done.stderr)
         try:
             recorded, whole = read_accounting(done.stdout, mine)

@@ -26,6 +26,8 @@ _SETTINGS = {"time limit": "TimeLimit", "requeue": "Requeue", "partition": "Part
 """What a site may set otherwise than was asked for, by the name people know it under."""
 
 _NAMELESS = "allocation"  # what sacct shows for a job without a name
+_CLUSTER = re.compile(r"^CLUSTER: \S+ *\n", re.MULTILINE)
+"""Stands before each cluster's rows where SLURM_CLUSTERS names some, without a header too."""
 _ROW_START = re.compile(rf"^ *(\d[\d_+.,%\[\]-]*) *{SEPARATOR}", re.ASCII | re.MULTILINE)
 _BLANK = " \n"  # to Python the separator is a blank, too
 _WORD = re.compile(r"[A-Z_]+", re.ASCII)
@@ -72,6 +74,7 @@ Row = dict[str, str]
 
 def _read(text: str, names: tuple[str, ...], status: Callable[[Row], JobStatus | None], mine: Mine) -> Listing:
     """Every row by itself: one that cannot be read is ignored when it is not ours, and UNREADABLE when it is."""
+    text = _CLUSTER.sub("", text)
     found: list[JobStatus] = []
     readable, whole = 0, not text or text.endswith("\n")
     for job_id, piece in _pieces(text):

@@ -50,6 +50,18 @@ def test_accounting_answers_for_what_the_queue_has_forgotten(program: Program, t
     assert [job.job_id for job in SlurmScheduler().find("orch-a-1")] == ["7", "8"]
 
 
+def test_an_error_beside_rows_of_accounting_is_no_silence(program: Program, tmp_path: Path) -> None:
+    """A plugin that a site has configured and not installed complains in every answer."""
+    rows = printing(tmp_path, "rows", accounting(JobIDRaw="7", State="TIMEOUT"))
+    program("squeue", "true")
+    program("sinfo", "echo 'n1 idle'")
+    program("sacct", f"echo 'sacct: error: cannot find accounting plugin' >&2; {rows}")
+    assert SlurmScheduler().poll(["7"])["7"].state == "TIMEOUT"
+    program("sacct", "echo 'sacct: error: cannot find accounting plugin' >&2")
+    with pytest.raises(SlurmUnreachable):
+        SlurmScheduler().poll(["7"])
+
+
 def test_the_queue_is_asked_first_and_believed(program: Program, tmp_path: Path) -> None:
     program("squeue", printing(tmp_path, "queue", queue(JobID="7")))
     program("sacct", printing(tmp_path, "rows", accounting(JobIDRaw="7", State="NODE_FAIL")))

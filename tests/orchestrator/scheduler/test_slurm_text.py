@@ -174,6 +174,14 @@ def test_an_empty_queue_is_an_answer() -> None:
     assert read_accounting("\n") == ([], True)
 
 
+@pytest.mark.parametrize("rows", [0, 1, 2])
+def test_the_names_of_clusters_between_rows_are_no_rows(rows: int) -> None:
+    """As squeue prints them where SLURM_CLUSTERS is set."""
+    text = "CLUSTER: main\n" + "".join(queue(JobID=str(number)) for number in range(rows)) + "\nCLUSTER: spare\n"
+    jobs, whole = read_queue(text)
+    assert ([job.job_id for job in jobs], whole) == ([str(number) for number in range(rows)], True)
+
+
 def test_a_row_of_accounting() -> None:
     (job,), _ = read_accounting(accounting())
     assert (job.state, job.exit_code, job.signal, job.source) == ("CANCELLED", None, 15, "accounting")

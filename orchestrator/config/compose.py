@@ -260,7 +260,11 @@ def _absolute(data: dict[str, Any], origins: dict[keys.Path, str], environ: Mapp
                 )
             return environ[variable]
 
-        return os.path.abspath(os.path.expanduser(_VARIABLE.sub(value, name)))
+        written = _VARIABLE.sub(value, name)
+        if not written.strip():  # an unset variable of the shell: it would mean the current folder
+            what = f"`{keys.dotted(key)}`={name}: is empty, and must be a folder"
+            raise ConfigError(what, where=_where(key, origins), hint=f"~{key[0]}.{key[1]} takes its default; . is here")
+        return os.path.abspath(os.path.expanduser(written))
 
     data["cluster"]["root"] = folder(data["cluster"]["root"], "cluster", "root")
     data["data"]["path"] = data["data"]["path"] and folder(data["data"]["path"], "data", "path")

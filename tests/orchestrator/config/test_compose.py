@@ -248,6 +248,9 @@ WRONG_OVERRIDES = [
     ("workload.path=[/nowhere]", "no folder /nowhere", "workload.path=["),
     ("~data.text", "nothing is given to train on", "data.text=[python-stdlib]"),
     ("data.path=/nowhere", "both say what to read", "~data.path or ~data.text"),
+    ("cluster.root=", "`cluster.root`=: is empty, and must be a folder", "~cluster.root takes its default"),
+    ("cluster.root=' '", "`cluster.root`= : is empty", "~cluster.root takes its default"),
+    ("data.text=['']", "`data.text`=: is empty", "~data.text takes its default"),
     ("data.text=[/nowhere.txt]", "no such file or folder /nowhere.txt", "python-stdlib"),
 ]
 
@@ -296,6 +299,7 @@ WRONG_FILES = [
     ("train:\n  stepps: 1\n", "unknown key `train.stepps`", 2),
     ("x: !!python/object:os.system {}\n", "not allowed", 1),
     ("a: &a [*a]\n", "unfold without end", None),
+    (f"name: {'[' * 3000}{']' * 3000}\n", "nested too deeply", None),
     ("---\na: 1\n---\nb: 2\n", "not YAML", 3),
     ("train:\n  steps: many\n", "`train.steps`=many", 2),
     ("includes: [model/tinny]\n", "no preset `model/tinny`", 1),
@@ -349,6 +353,9 @@ def test_folders_may_be_written_with_variables_of_the_shell(
     environ["SCRATCH"] = str(tmp_path / "scratch")
     for written in ("$SCRATCH/runs", r"\${SCRATCH}/runs", "$SCRATCH//x/../runs"):
         assert made(READS, f"cluster.root={written}").config.cluster.root == str(tmp_path / "scratch" / "runs")
+    environ["EMPTY"] = ""
+    with pytest.raises(ConfigError, match=r"cluster.root`=\$EMPTY: is empty"):
+        made(READS, "cluster.root=$EMPTY")
     with pytest.raises(ConfigError, match=r"cluster.root`=\$SCRATHC/runs: there is no variable SCRATHC") as refused:
         made(READS, "cluster.root=$SCRATHC/runs")
     assert refused.value.where == "override #1: cluster.root=$SCRATHC/runs"

@@ -77,6 +77,18 @@ def test_a_folder_that_is_none_is_told_apart(orch: Type, seeds: Seeds, run: str,
     assert "not the name of a checkpoint" in other.err
 
 
+@pytest.mark.parametrize(
+    "words", [("ckpt", "verify"), ("ckpt", "diff", "x"), ("submit", "--from"), ("ckpt", "restore-test")]
+)
+def test_a_step_that_was_left_empty_is_not_the_newest(orch: Type, run: str, words: tuple[str, ...]) -> None:
+    """An unset variable of a shell must not choose a checkpoint."""
+    refused = orch(*words[:2], f"{run}@", *([f"{run}@50"] if words[2:] else []))
+    assert refused.code == 2
+    assert f"no step is given after the @\n  {run}@\n  {run}@latest is the newest" in refused.err
+    assert orch("ckpt", "verify", "@last@").code == 2
+    assert orch("ckpt", "verify", f"{run}@latest").code == orch("ckpt", "verify", run).code == 0
+
+
 def test_verify_names_a_half_written_folder_invalid(orch: Type, seeds: Seeds, run: str) -> None:
     bad = orch("ckpt", "verify", half_written(folder(seeds, run), 150), "--json")
     assert bad.code == 7

@@ -1,5 +1,6 @@
 """Files and overrides become one RunConfig, its digest, and the origin of every value."""
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -286,6 +287,11 @@ def _tier(path: str, folder: Callable[..., str]) -> str:
 
 
 def _built(data: dict[str, Any], origins: dict[keys.Path, str]) -> RunConfig:
+    for key, value in flat(data).items():
+        path = tuple(key.split("."))
+        if isinstance(value, float) and not math.isfinite(value) and not keys.within_open(path):
+            what, hint = f"{key}={value}: must be a finite number", f"~{key} takes its default"
+            raise ConfigError(what, where=_where(path, origins), hint=hint)
     try:
         config = build(RunConfig, data)
     except ValueError as error:

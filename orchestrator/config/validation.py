@@ -69,7 +69,11 @@ def _complaints(config: RunConfig) -> Iterator[Complaint]:
 
 def _names(config: RunConfig) -> Iterator[Complaint]:
     if not _NAME.fullmatch(config.name):
-        yield f"name={config.name}: must be letters, digits, '.', '_' or '-', at most 63", "name=my-run"
+        begins = not re.fullmatch(r"[A-Za-z0-9]", config.name[:1]) and re.fullmatch(
+            r"[._-][\w.-]*", config.name, re.ASCII
+        )
+        must = "begin with a letter or digit" if begins else "be letters, digits, '.', '_' or '-', at most 63"
+        yield f"name={config.name}: must {must}", "name=my-run"
     for variable, value in config.env.items():
         if not _VARIABLE.fullmatch(variable):
             yield f"env.{variable}: is no name of an environment variable", "+env.MY_VARIABLE=value"

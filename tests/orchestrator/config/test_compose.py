@@ -1,5 +1,6 @@
 """What users write, resolved; and what they get to read when they wrote it wrong."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,11 +77,14 @@ def test_weaker_layers_yield_to_stronger_ones(made: Compose, environ: dict[str, 
     assert composed.origins["cluster.partition"] == f"{site}:1"
 
 
-def test_a_named_site_config_must_exist(made: Compose, environ: dict[str, str]) -> None:
+def test_a_named_site_config_must_exist(made: Compose, environ: dict[str, str], tmp_path: Path) -> None:
     environ["ORCH_SITE_CONFIG"] = "/nowhere/site.yaml"
     with pytest.raises(ConfigError, match="no such file: /nowhere/site.yaml") as caught:
         made(READS)
     assert caught.value.where == "$ORCH_SITE_CONFIG"
+    environ["ORCH_SITE_CONFIG"] = str(tmp_path)
+    with pytest.raises(ConfigError, match=f"{tmp_path} is a folder"):
+        made(READS)
 
 
 def test_includes_come_first_whatever_their_place_and_may_nest(made: Compose, tmp_path: Path) -> None:
@@ -243,6 +247,9 @@ WRONG_OVERRIDES = [
     ("model.kv_heads=1", "model.kv_heads=1: must be a multiple of parallel.tp=2", "parallel.tp=1"),
     ("model.heads=0", "model.heads=0: must be at least 1", "~model.heads"),
     ("name=a/b", "name=a/b: must be letters", "name=my-run"),
+    ("name=-x", "name=-x: must begin with a letter or digit", "name=my-run"),
+    ("train.lr=.inf", "train.lr=inf: must be a finite number", "~train.lr takes its default"),
+    ("model.norm_eps=.nan", "model.norm_eps=nan: must be a finite number", "~model.norm_eps"),
     ("+env.A-B=1", "env.A-B: is no name of an environment variable", "+env.MY_VARIABLE"),
     ("workload=nonsense", "must be package.module:Class", "workload=my_pkg.my_module:MyWorkload"),
     ("workload.path=[/nowhere]", "no folder /nowhere", "workload.path=["),
@@ -338,6 +345,18 @@ def test_a_missing_config_offers_the_nearest_preset(
     with pytest.raises(NotFound) as caught:
         compose(source, environ=environ)
     assert "did you mean tiny-gpt" in caught.value.hint
+
+
+@pytest.mark.parametrize("source", ["pipe", "./pipe", "pipe.yaml", "/dev/zero"])
+def test_a_pipe_or_a_device_is_not_read_and_not_said_to_be_missing(
+    source: str, environ: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    os.mkfifo("pipe.yaml")
+    with pytest.raises(NotFound, match="is a pipe or a device; only regular files are read") as caught:
+        compose(source, environ=environ)
+    assert caught.value.hint == "write the configuration into a regular file, and name that"
 
 
 @pytest.mark.parametrize("source", ["", "qqqqqqq", "."])

@@ -73,6 +73,16 @@ def test_without_a_time_it_holds_until_it_is_released(orch: Type, seeds: Seeds) 
     assert kept == {"n2": None, "n3": "person"}
 
 
+def test_a_node_that_no_attempt_had_was_never_seen(orch: Type, seeds: Seeds) -> None:
+    now = time.time()
+    seeds.store.exclude_node("n9", CLUSTER, now + 3600, "excluded by ada", epoch=seeds.epoch, now=now)
+    (row,) = orch("nodes", "ls", "--json").data
+    assert (row["attempts"], row["first_seen"], row["last_seen"]) == (0, None, None)
+    seeds.store.saw_node("n9", CLUSTER, epoch=seeds.epoch, now=now)
+    (row,) = orch("nodes", "ls", "--json").data
+    assert row["last_seen"] is not None
+
+
 def test_what_orch_excluded_is_told_apart_and_stays_the_reason(orch: Type, seeds: Seeds) -> None:
     used(seeds, "n2")
     now, epoch = time.time(), seeds.epoch

@@ -1,6 +1,7 @@
 """What must fit together in a whole config, beyond the type and range of each value."""
 
 import difflib
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -59,6 +60,7 @@ def _complaints(config: RunConfig) -> Iterator[Complaint]:
     yield from _program(config)
     yield from _sizes(config)
     yield from _cluster(config)
+    yield from _pauses(config)
     yield from _restore_tests(config)
     if not config.command:
         yield from _batch(config)
@@ -143,9 +145,26 @@ def _sizes(config: RunConfig) -> Iterator[Complaint]:
 
 def _cluster(config: RunConfig) -> Iterator[Complaint]:
     """Values that Slurm could not read: they would be found out by a run that cannot start."""
+    root = Path(config.cluster.root)
+    if os.path.lexists(root) and not root.is_dir():
+        what = "is a link to nothing" if not root.exists() else "is a file, and must be a folder"
+        yield f"cluster.root={root}: {what}", "cluster.root=FOLDER names another; a folder that is not there is made"
     for section, values in (("cluster", vars(config.cluster)), ("restore_tests.cluster", config.restore_tests.cluster)):
         for fault in cluster_values.faults(section, values):
             yield fault.what, fault.hint
+
+
+LONGEST_PAUSE = 7 * 86400
+"""Seconds: a run that pauses longer between attempts has no controller for all that anybody can see."""
+
+
+def _pauses(config: RunConfig) -> Iterator[Complaint]:
+    for name in ("backoff", "backoff_max"):
+        if (seconds := getattr(config.recovery, name)) > LONGEST_PAUSE:
+            yield (
+                f"recovery.{name}={seconds:g}: must be at most {LONGEST_PAUSE} seconds, which is a week",
+                f"~recovery.{name} takes its default",
+            )
 
 
 def _batch(config: RunConfig) -> Iterator[Complaint]:

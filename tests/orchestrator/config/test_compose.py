@@ -257,6 +257,9 @@ WRONG_OVERRIDES = [
     ("data.path=/nowhere", "both say what to read", "~data.path or ~data.text"),
     ("cluster.root=", "`cluster.root`=: is empty, and must be a folder", "~cluster.root takes its default"),
     ("cluster.root=' '", "`cluster.root`= : is empty", "~cluster.root takes its default"),
+    ("cluster.root=/etc/passwd", "cluster.root=/etc/passwd: is a file, and must be a folder", "cluster.root=FOLDER"),
+    ("recovery.backoff=1e300", "recovery.backoff=1e+300: must be at most 604800 seconds", "~recovery.backoff"),
+    ("recovery.backoff_max=1e9", "recovery.backoff_max=1e+09: must be at most 604800", "~recovery.backoff_max"),
     ("data.text=['']", "`data.text`=: is empty", "~data.text takes its default"),
     ("data.text=[/nowhere.txt]", "no such file or folder /nowhere.txt", "python-stdlib"),
 ]
@@ -372,6 +375,9 @@ def test_folders_may_be_written_with_variables_of_the_shell(
     environ["SCRATCH"] = str(tmp_path / "scratch")
     for written in ("$SCRATCH/runs", r"\${SCRATCH}/runs", "$SCRATCH//x/../runs"):
         assert made(READS, f"cluster.root={written}").config.cluster.root == str(tmp_path / "scratch" / "runs")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="dangling: is a link to nothing"):
+        made(READS, "cluster.root=dangling")
     environ["EMPTY"] = ""
     with pytest.raises(ConfigError, match=r"cluster.root`=\$EMPTY: is empty"):
         made(READS, "cluster.root=$EMPTY")

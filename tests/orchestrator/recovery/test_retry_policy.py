@@ -109,8 +109,8 @@ TABLE = {
     ),
     "numeric before anything was saved": (
         [past(1, K.NUMERIC, None)], Action.HOLD,
-        "its reason; the run has saved no checkpoint: mend the data or the code, or begin at step 0 with other settings "
-        "(train.lr, train.clip_norm): `orch resume RUN KEY=VALUE`",
+        "its reason; the run has saved no checkpoint: mend the data or the code, or begin at step 0 with other "
+        "settings (train.lr, train.clip_norm): `orch resume RUN KEY=VALUE`",
     ),
     "tries": (
         [past(n, K.RANK_KILLED, None) for n in range(10)], Action.FAIL,

@@ -238,6 +238,15 @@ def test_committed_checkpoints_are_not_deleted_beside_a_controller(orch: Type, s
     assert place.exists()
 
 
+def test_a_run_that_is_not_there_is_told_beside_a_controller_too(orch: Type, seeds: Seeds, run: str) -> None:
+    assert orch("ckpt", "gc", "nobody", "--refused").code == 3
+
+
+def test_what_is_typed_with_line_breaks_is_printed_on_one_line(orch: Type, run: str) -> None:
+    assert orch("ckpt", "pin", f"{run}@50", "--note", "good\nerror: bad").out.endswith("(good error: bad)\n")
+    assert "error: no run no such\n" in orch("show", "no\nsuch").err
+
+
 def test_du_tells_trust_debris_and_what_gc_frees(orch: Type, seeds: Seeds, run: str) -> None:
     root = folder(seeds, run)
     seeds.checkpoint(run, 100, Trust.VERIFIED)

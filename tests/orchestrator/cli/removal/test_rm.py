@@ -103,7 +103,7 @@ def test_a_run_that_lives_or_may_live_is_refused(orch: Type, seeds: Seeds, state
     run = seeds.run(state=state)
     refused = orch("rm", run, "-y")
     assert refused.code == 4
-    assert f"orch cancel {run} stops it; then the same again" in refused.err
+    assert f"`orch cancel {run}` stops it; then the same again" in refused.err
     assert seeds.store.run(run).removal == ""
 
 
@@ -307,7 +307,7 @@ def test_what_a_kill_has_left_is_finished_by_the_same_command(
     assert killed.returncode == -signal.SIGKILL
     assert "is being removed" in orch("status", run).out
     refused = orch("resume", run, "train.steps=500")
-    assert (refused.code, f"orch rm {run} -y finishes that" in refused.err) == (4, True)
+    assert (refused.code, f"`orch rm {run} -y` finishes that" in refused.err) == (4, True)
     done = orch("rm", run, "-y")
     assert done.code == 0, done.err
     assert (os.listdir(seeds.root), rows_of(seeds, run), tier.exists()) == ([], {}, False)

@@ -3,6 +3,7 @@
 import difflib
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -145,13 +146,23 @@ def _sizes(config: RunConfig) -> Iterator[Complaint]:
 
 def _cluster(config: RunConfig) -> Iterator[Complaint]:
     """Values that Slurm could not read: they would be found out by a run that cannot start."""
-    root = Path(config.cluster.root)
-    if os.path.lexists(root) and not root.is_dir():
-        what = "is a link to nothing" if not root.exists() else "is a file, and must be a folder"
-        yield f"cluster.root={root}: {what}", "cluster.root=FOLDER names another; a folder that is not there is made"
+    if what := _no_folder(config.cluster.root):
+        hint = "cluster.root=FOLDER names another; a folder that is not there is made"
+        yield f"cluster.root={config.cluster.root}: {what}", hint
     for section, values in (("cluster", vars(config.cluster)), ("restore_tests.cluster", config.restore_tests.cluster)):
         for fault in cluster_values.faults(section, values):
             yield fault.what, fault.hint
+
+
+def _no_folder(place: str) -> str:
+    """Why no folder can be made of what is there; empty where it is one, or nothing is there."""
+    try:
+        mode = os.stat(place).st_mode
+    except FileNotFoundError:
+        return "is a link to nothing" if os.path.islink(place) else ""
+    except OSError:
+        return ""  # whoever writes there says why it cannot
+    return "" if stat.S_ISDIR(mode) else "is a file, and must be a folder"
 
 
 LONGEST_PAUSE = 7 * 86400

@@ -1,6 +1,7 @@
 """The folder of a run that is to be removed: proved to be its own, renamed, then deleted."""
 
 import os
+import shlex
 import shutil
 import stat
 from pathlib import Path
@@ -43,15 +44,15 @@ def _is_there(run: Run, folder: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
-        raise _unreadable(run, error, folder) from error
+        raise _unreadable(run, error, folder, "see that you may enter the folders above it") from error
     return True
 
 
-def _unreadable(run: Run, error: OSError, place: Path) -> Precondition:
+def _unreadable(run: Run, error: OSError, place: Path, cure: str) -> Precondition:
     """What cannot be read may well be the run's own: to forget it is no cure."""
     what = f"the folder of {run.name} cannot be read: {error.strerror or error}"
-    cure = f"chmod u+rwx {run.run_dir}, then the same again" if isinstance(error, PermissionError) else "orch doctor"
-    return Precondition(what, where=str(place), hint=cure)
+    hint = f"{cure}, then type the same command again" if isinstance(error, PermissionError) else "orch doctor"
+    return Precondition(what, where=str(place), hint=hint)
 
 
 def _require_own_folder(run: Run, folder: Path) -> None:
@@ -69,7 +70,7 @@ def _require_owner(run: Run, folder: Path, first: Attempt) -> None:
     except (FileNotFoundError, NotADirectoryError, NotAFile, ValueError):
         owner = None
     except OSError as error:
-        raise _unreadable(run, error, RunDir(folder).run) from error
+        raise _unreadable(run, error, RunDir(folder).run, f"chmod u+rwx {shlex.quote(str(folder))}") from error
     if not isinstance(owner, dict) or (owner.get("name"), owner.get("nonce")) != (run.name, first.nonce):
         raise _foreign(run, f"the folder is not known to be that of {run.name}", "look at its run.json")
 

@@ -188,10 +188,11 @@ def test_a_folder_that_may_not_be_read_is_not_said_to_be_anothers(seeds: Seeds) 
         (above / run.name).mkdir(mode=0o000)
         with pytest.raises(Precondition, match=f"the folder of {run.name} cannot be read: Permission denied") as caught:
             own_folder(mine, first, submitted=True)
-        assert caught.value.hint == f"chmod u+rwx {above / run.name}, then the same again"
+        assert caught.value.hint == f"chmod u+rwx {above / run.name}, then type the same command again"
         above.chmod(0o000)
-        with pytest.raises(Precondition, match="Permission denied"):
+        with pytest.raises(Precondition, match="Permission denied") as caught:
             own_folder(mine, first, submitted=True)
+        assert caught.value.hint.startswith("see that you may enter the folders above it")
 
 
 def test_a_link_in_the_folder_goes_and_what_it_leads_to_stays(orch: Type, seeds: Seeds, run: str) -> None:

@@ -158,7 +158,7 @@ def _no_folder(place: str) -> str:
     """Why no folder can be made of what is there; empty where it is one, or nothing is there."""
     try:
         mode = os.stat(place).st_mode
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return "is a link to nothing" if os.path.islink(place) else ""
     except OSError:
         return ""  # whoever writes there says why it cannot

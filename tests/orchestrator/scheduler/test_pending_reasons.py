@@ -63,7 +63,7 @@ def test_a_reason_is_told_with_whether_it_ends_and_what_to_type(reason: str, las
     assert (STAYS in said, MAY_STAY in said) == (lasts is Lasts.STAYS, lasts is Lasts.MAY_STAY)
     assert ("orch cancel a-1" in said) == (lasts is not Lasts.CLEARS)
     if wait.change:
-        assert said.endswith(f"; orch cancel a-1, then orch resume a-1 {wait.change}")
+        assert said.endswith(f"; `orch cancel a-1`, then `orch resume a-1 {wait.change}`")
         from_overrides(wait.change.split())  # keys that there are
 
 

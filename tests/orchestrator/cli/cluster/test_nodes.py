@@ -102,6 +102,8 @@ def test_what_orch_excluded_is_told_apart_and_stays_the_reason(orch: Type, seeds
         (("n2", "--for", "soon"), 2, "--for soon: not a time"),
         (("n2", "--for", "0h"), 2, "--for 0h: not a time"),
         (("n[2",), 2, "n[2': not a host list"),
+        (("n[1-100001]",), 2, "NODE='n[1-100001]': more than 100000 nodes"),
+        (("n[1-60000]", "m[1-60000]"), 2, "NODE='m[1-60000]': more than 100000 nodes"),
         (("n7",), 3, "no run has used a node n7, and no Slurm here has it"),
     ],
 )

@@ -6,14 +6,19 @@ from pathlib import Path
 
 
 def state_home(environ: Mapping[str, str] = os.environ) -> Path:
-    """`ORCH_HOME`, or `orch` below the XDG state folder; made private to the user on first use."""
-    base = environ.get("ORCH_HOME")
-    if base:
-        home = Path(base).expanduser().absolute()
-    else:
-        state = environ.get("XDG_STATE_HOME") or "~/.local/state"
-        home = Path(state).expanduser().absolute() / "orch"
-    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """`ORCH_HOME`, or `orch` below the XDG state folder; made private to the user on first use.
+
+    Raises OSError, whose `filename` says which variable named the folder.
+    """
+    variable = next((name for name in ("ORCH_HOME", "XDG_STATE_HOME") if environ.get(name)), "")
+    home = Path(environ[variable] if variable else "~/.local/state").expanduser().absolute()
+    home = home if variable == "ORCH_HOME" else home / "orch"
+    try:
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        why = "it is no folder" if isinstance(error, FileExistsError) else error.strerror
+        source = f"{variable}={environ[variable]}" if variable else str(home)
+        raise OSError(error.errno, f"the state folder cannot be made: {why}", source) from error
     return home
 
 

@@ -111,9 +111,7 @@ def run(args: Sequence[str] | None = None) -> int:
         screen.interrupted()
         return 130
     except OSError as error:
-        return _report_error(
-            screen, Precondition(*_os_words(error), hint="mend that, then type the same command again")
-        )
+        return _report_error(screen, _of_the_system(error))
     except Exception as error:  # outermost edge: recorded, and told  # noqa: BLE001
         return _internal(screen, error, words)
     return result if isinstance(result, int) else 0
@@ -126,9 +124,20 @@ def _report_error(screen: Screen, error: OrchError) -> int:
     return error.exit_code
 
 
-def _os_words(error: OSError) -> tuple[str]:
+def _of_the_system(error: OSError) -> Precondition:
+    if isinstance(error, FileNotFoundError) and not error.filename and not _has_current_folder():
+        where = os.environ.get("PWD", "")
+        return Precondition("the current folder is not there any more", where=where, hint="cd to a folder that is")
     name = f": {error.filename}" if error.filename else ""
-    return (f"{error.strerror or error}{name}",)
+    return Precondition(f"{error.strerror or error}{name}", hint="mend that, then type the same command again")
+
+
+def _has_current_folder() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _usage(screen: Screen, error: click.ClickException) -> int:

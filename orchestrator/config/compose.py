@@ -1,5 +1,6 @@
 """Files and overrides become one RunConfig, its digest, and the origin of every value."""
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -260,7 +261,11 @@ def _absolute(data: dict[str, Any], origins: dict[keys.Path, str], environ: Mapp
                 )
             return environ[variable]
 
-        return os.path.abspath(os.path.expanduser(_VARIABLE.sub(value, name)))
+        written = _VARIABLE.sub(value, name)
+        if not written.strip():  # an unset variable of the shell: it would mean the current folder
+            what = f"`{keys.dotted(key)}`={name}: is empty, and must be a folder"
+            raise ConfigError(what, where=_where(key, origins), hint=f"~{key[0]}.{key[1]} takes its default; . is here")
+        return os.path.abspath(os.path.expanduser(written))
 
     data["cluster"]["root"] = folder(data["cluster"]["root"], "cluster", "root")
     data["data"]["path"] = data["data"]["path"] and folder(data["data"]["path"], "data", "path")
@@ -282,6 +287,11 @@ def _tier(path: str, folder: Callable[..., str]) -> str:
 
 
 def _built(data: dict[str, Any], origins: dict[keys.Path, str]) -> RunConfig:
+    for key, value in flat(data).items():
+        path = tuple(key.split("."))
+        if isinstance(value, float) and not math.isfinite(value) and not keys.within_open(path):
+            what, hint = f"{key}={value}: must be a finite number", f"~{key} takes its default"
+            raise ConfigError(what, where=_where(path, origins), hint=hint)
     try:
         config = build(RunConfig, data)
     except ValueError as error:

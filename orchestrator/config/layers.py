@@ -47,7 +47,8 @@ def standing_files(environ: Mapping[str, str]) -> list[Path]:
         named = environ.get(variable)
         path = Path(named).expanduser() if named else usual
         if named and not path.is_file():
-            raise ConfigError(f"no such file: {path}", where=f"${variable}", hint=f"unset {variable}, or mend it")
+            what = f"no such file: {path}" if not path.exists() else f"{path} {_no_file(path)}"
+            raise ConfigError(what, where=f"${variable}", hint=f"unset {variable}, or name a file there")
         if path.is_file():
             found.append(path)
     return found
@@ -60,15 +61,27 @@ def locate(source: str, beside: Path, where: str) -> Path:
     if not source.strip() or source.startswith((".", "/", "~")) or as_path.suffix in (".yaml", ".yml"):
         path = beside / as_path
         if not source.strip() or not path.is_file():
-            what = "is a folder" if path.is_dir() else "no such file"
-            raise missing(f"config {source or '(empty)'}: {what}", where=where or str(path), hint=_offer(source))
+            hint = _READ_FROM_FILE if source.strip() and path.exists() and not path.is_dir() else _offer(source)
+            raise missing(f"config {source or '(empty)'}: {_no_file(path)}", where=where or str(path), hint=hint)
         return path
     preset = presets.folder("configs") / f"{source}.yaml"
     if source in presets.names():
         return preset
     if (beside / as_path).is_file():
         return beside / as_path
+    if (beside / as_path).exists() and not (beside / as_path).is_dir():
+        raise missing(f"config {source}: {_no_file(beside / as_path)}", where=where or source, hint=_READ_FROM_FILE)
     raise missing(f"no preset `{source}`, and no such file", where=where or source, hint=_offer(source))
+
+
+_READ_FROM_FILE = "write the configuration into a regular file, and name that"
+
+
+def _no_file(path: Path) -> str:
+    """Why a path is not read."""
+    if path.is_dir():
+        return "is a folder"
+    return "is a pipe or a device; only regular files are read" if path.exists() else "no such file"
 
 
 def _offer(source: str) -> str:

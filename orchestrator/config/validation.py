@@ -1,7 +1,9 @@
 """What must fit together in a whole config, beyond the type and range of each value."""
 
 import difflib
+import os
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -64,6 +66,7 @@ def _complaints(config: RunConfig) -> Iterator[Complaint]:
     yield from _program(config)
     yield from _sizes(config)
     yield from _cluster(config)
+    yield from _pauses(config)
     yield from _restore_tests(config)
     if not config.command:
         yield from _batch(config)
@@ -83,7 +86,11 @@ def _too_large(value: Any, path: tuple[str, ...]) -> Iterator[Complaint]:
 
 def _names(config: RunConfig) -> Iterator[Complaint]:
     if not _NAME.fullmatch(config.name):
-        yield f"name={config.name}: must be letters, digits, '.', '_' or '-', at most 63", "name=my-run"
+        begins = not re.fullmatch(r"[A-Za-z0-9]", config.name[:1]) and re.fullmatch(
+            r"[._-][\w.-]*", config.name, re.ASCII
+        )
+        must = "begin with a letter or digit" if begins else "be letters, digits, '.', '_' or '-', at most 63"
+        yield f"name={config.name}: must {must}", "name=my-run"
     for variable, value in config.env.items():
         if not _VARIABLE.fullmatch(variable):
             yield f"env.{variable}: is no name of an environment variable", "+env.MY_VARIABLE=value"
@@ -153,9 +160,36 @@ def _sizes(config: RunConfig) -> Iterator[Complaint]:
 
 def _cluster(config: RunConfig) -> Iterator[Complaint]:
     """Values that Slurm could not read: they would be found out by a run that cannot start."""
+    if what := _no_folder(config.cluster.root):
+        hint = "cluster.root=FOLDER names another; a folder that is not there is made"
+        yield f"cluster.root={config.cluster.root}: {what}", hint
     for section, values in (("cluster", vars(config.cluster)), ("restore_tests.cluster", config.restore_tests.cluster)):
         for fault in cluster_values.faults(section, values):
             yield fault.what, fault.hint
+
+
+def _no_folder(place: str) -> str:
+    """Why no folder can be made of what is there; empty where it is one, or nothing is there."""
+    try:
+        mode = os.stat(place).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return "is a link to nothing" if os.path.islink(place) else ""
+    except OSError:
+        return ""  # whoever writes there says why it cannot
+    return "" if stat.S_ISDIR(mode) else "is a file, and must be a folder"
+
+
+LONGEST_PAUSE = 7 * 86400
+"""Seconds: a run that pauses longer between attempts has no controller for all that anybody can see."""
+
+
+def _pauses(config: RunConfig) -> Iterator[Complaint]:
+    for name in ("backoff", "backoff_max"):
+        if (seconds := getattr(config.recovery, name)) > LONGEST_PAUSE:
+            yield (
+                f"recovery.{name}={seconds:g}: must be at most {LONGEST_PAUSE} seconds, which is a week",
+                f"~recovery.{name} takes its default",
+            )
 
 
 def _batch(config: RunConfig) -> Iterator[Complaint]:

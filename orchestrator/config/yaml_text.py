@@ -14,6 +14,7 @@ from orchestrator.errors import ConfigError
 _CORE = "tag:yaml.org,2002:"
 _ALLOWED = frozenset(_CORE + name for name in ("str", "int", "float", "bool", "null", "seq", "map"))
 _PLAINLY = "write plain values only: words, numbers, lists and mappings"
+_TOO_DEEP = "the YAML is nested too deeply, or its aliases unfold without end"
 _MOST_NODES = 20_000
 _SCALARS: tuple[tuple[str, str, str], ...] = (
     ("null", r"^(?:~|null|Null|NULL|)$", "~nN\0"),
@@ -50,6 +51,8 @@ def parse(text: str, where: str) -> Node | None:
         raise ConfigError(f"not YAML: {error.problem or error.context}", where=place(where, mark), hint=hint) from error
     except yaml.YAMLError as error:
         raise ConfigError(f"not YAML: {str(error).splitlines()[0]}", where=where, hint="is it a text file?") from error
+    except RecursionError as error:  # PyYAML calls itself for each level
+        raise ConfigError(_TOO_DEEP, where=where, hint=_PLAINLY) from error
     if node is not None:
         _check(node, where, [])
     return node
@@ -67,9 +70,7 @@ def place_of(node: Node, where: str) -> str:
 def _check(node: Node, where: str, count: list[None], depth: int = 0) -> None:
     count.append(None)
     if depth > 60 or len(count) > _MOST_NODES:
-        raise ConfigError(
-            "the YAML is nested too deeply, or its aliases unfold without end", where=where, hint=_PLAINLY
-        )
+        raise ConfigError(_TOO_DEEP, where=where, hint=_PLAINLY)
     if node.tag not in _ALLOWED:
         tag = node.tag.replace(_CORE, "!!")
         raise ConfigError(f"the YAML tag `{tag}` is not allowed", where=place_of(node, where), hint=_PLAINLY)

@@ -122,7 +122,7 @@ def decide(
         return Decision(action=Action.SUCCEED, reason="all steps are trained")
     # What no retry can fix ends here, with Slurm's or the program's own words.
     if BUDGETS[failure.kind] is Budget.PERSON:
-        return _final(failure)
+        return _without_return(failure) if _never_saved(failure, history) else _final(failure)
     # Whoever requested a fault wants to see the run go on, and has shown nothing of the cluster.
     if history[-1].drilled:
         reason = f"goes on after a drill, which uses up nothing: {failure.reason}"
@@ -181,6 +181,18 @@ _FINAL = {
 def _final(failure: Failure) -> Decision:
     action, before, after = _FINAL[failure.kind]
     return Decision(action=action, reason=f"{before}{failure.reason}{after}")
+
+
+def _never_saved(failure: Failure, history: Sequence[EndedAttempt]) -> bool:
+    """Whether the loss went bad in a run that has no checkpoint to begin anew from."""
+    saved = any(past.saved_step is not None for past in history)
+    return failure.kind is FailureKind.NUMERIC and not saved and history[0].number == 1
+
+
+def _without_return(failure: Failure) -> Decision:
+    what = f"to begin again did not mend the loss: {failure.reason}; the run has saved no checkpoint"
+    cure = "mend the data or the code, or begin at step 0 with other settings (train.lr, train.clip_norm)"
+    return Decision(action=Action.HOLD, reason=f"{what}: {cure}: `orch resume RUN KEY=VALUE`")
 
 
 def after_cancel(step: int | None) -> Decision:

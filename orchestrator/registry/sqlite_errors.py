@@ -9,6 +9,7 @@ ELSEWHERE = "ORCH_REGISTRY=/path/on/a/local/disk/registry.db"
 BUSY = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL})
 """PROTOCOL is what network file systems answer when a lock was lost on the way."""
 
+_UNOPENED = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM, sqlite3.SQLITE_IOERR)
 _MEANINGS = {
     sqlite3.SQLITE_READONLY: ("cannot be written: file, folder or mount is read-only", f"set {ELSEWHERE}"),
     sqlite3.SQLITE_CANTOPEN: ("cannot be opened", "check that the folder exists and belongs to you"),
@@ -35,8 +36,28 @@ def explain(error: BaseException | None, path: Path) -> RegistryError:
     if is_busy(error):
         hint = "another orch process is writing; try again (`orch controller status` shows who)"
         return RegistryError("the registry is locked by another process", where=str(path), hint=hint)
+    if code(error) in _UNOPENED and (plain := _kept_from(path)) is not None:
+        return plain
     meaning, hint = _MEANINGS.get(code(error), (f"failed: {error}", "orch doctor"))
     return RegistryError(f"the registry {meaning}", where=str(path), hint=hint)
+
+
+def _kept_from(path: Path) -> RegistryError | None:
+    """What the file system says against opening the file, which SQLite calls an I/O error or does not name."""
+    try:
+        path.lstat()
+    except OSError:
+        return None  # it is its folder that is closed, or missing
+    try:
+        with path.open("rb"):
+            return None
+    except IsADirectoryError:
+        what, hint = "it is a folder", f"ORCH_REGISTRY names a file: {path / 'registry.db'}"
+    except PermissionError:
+        what, hint = "permission denied", f"chmod u+rw {path}, or ask its owner"
+    except OSError:
+        return None
+    return RegistryError(f"the registry cannot be opened: {what}", where=str(path), hint=hint)
 
 
 def foreign(path: Path) -> RegistryError:

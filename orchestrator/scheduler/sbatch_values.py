@@ -138,12 +138,18 @@ def minutes(key: str, value: object) -> int:
 
 def check_nodes(key: str, names: tuple[str, ...]) -> str:
     """One host list of all these names and host lists; empty for none; raises ConfigError."""
-    from orchestrator.scheduler.slurm_text import UnreadableField, expand_nodes, fold_nodes
+    from orchestrator.scheduler.slurm_text import MOST_NODES, TooManyNodes, UnreadableField, expand_nodes, fold_nodes
 
     single: list[str] = []
     for name in names:
         try:
             single += expand_nodes(check_field(key, "nodes", name))
+            if len(single) > MOST_NODES:
+                raise TooManyNodes
+        except TooManyNodes as error:
+            raise ConfigError(
+                f"{key}={_printable(name)}: more than {MOST_NODES} nodes", where=key, hint=f"{key} takes gpu[003,017]"
+            ) from error
         except UnreadableField as error:
             raise ConfigError(
                 f"{key}={_printable(name)}: not a host list", where=key, hint=f"{key} takes gpu[003,017]"

@@ -190,7 +190,7 @@ def _values(fragment: Fragment, given: Mapping[str, str]) -> dict[str, Any]:
             raise ConfigError(
                 f"template {fragment.name} needs cluster.template_args.{name}: {argument.help}",
                 where=f"cluster.template_args.{name}",
-                hint=f"cluster.template_args.{name}=...",
+                hint=f"+cluster.template_args.{name}=VALUE",
             )
         if argument.kind == "words":
             words = value.split()

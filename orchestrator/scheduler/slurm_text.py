@@ -1,6 +1,7 @@
 """What Slurm's commands print, as values: pure functions."""
 
 import calendar
+import math
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +26,14 @@ _SETTINGS = {"time limit": "TimeLimit", "requeue": "Requeue", "partition": "Part
              "qos": "QOS"}  # fmt: skip
 """What a site may set otherwise than was asked for, by the name people know it under."""
 
+MOST_NODES = 100_000
+"""Names that a host list may stand for."""
+_ITEM = re.compile(r"(?:[^,\[]|\[[^\]]*\]?)+")
+_BRACKETS = re.compile(r"\[([^\]]*)\]")
+_RANGE = re.compile(r"(\d+)-(\d+)(?:/(\d+))?", re.ASCII)
+_LONGEST_NUMBER = 18
+"""Digits; ranges with more are beyond MOST_NODES, or none that anybody has."""
+
 _NAMELESS = "allocation"  # what sacct shows for a job without a name
 _CLUSTER = re.compile(r"^CLUSTER: \S+ *\n", re.MULTILINE)
 """Stands before each cluster's rows where SLURM_CLUSTERS names some, without a header too."""
@@ -39,6 +48,10 @@ Mine = Callable[[JobStatus], bool]
 
 class UnreadableField(ValueError):
     """The text is not what the command prints; nothing may be concluded from it."""
+
+
+class TooManyNodes(UnreadableField):
+    """A host list of more names than any cluster has: to name them all would take minutes and all memory."""
 
 
 class Ending(NamedTuple):
@@ -229,15 +242,36 @@ def epoch(text: str) -> float | None:
 
 
 def expand_nodes(text: str) -> tuple[str, ...]:
-    """Names of a Slurm host list, in its order: "gpu[003-004],login" is gpu003, gpu004, login; raises Garbage."""
+    """Names of a Slurm host list, in its order: "gpu[003-004],login" is gpu003, gpu004, login.
+
+    Raises UnreadableField, and TooManyNodes before anything is expanded.
+    """
     if _known(text) == "":
         return ()
+    if sum(map(_names_of, _ITEM.findall(text))) > MOST_NODES:
+        raise TooManyNodes(f"more than {MOST_NODES} nodes: {text[:80]!r}")
     from ClusterShell.NodeSet import NodeSet, NodeSetException  # heavy: only where there are nodes to name
 
     try:
         return tuple(NodeSet(text, resolver=_no_groups()))
     except NodeSetException as error:
         raise UnreadableField(f"not a host list: {text[:80]!r}") from error
+
+
+def _names_of(item: str) -> int:
+    """How many names one item of a host list stands for: "rack[1-3]n[1-4]" for 12."""
+    return math.prod(sum(map(_numbers_of, ranges.split(","))) for ranges in _BRACKETS.findall(item))
+
+
+def _numbers_of(part: str) -> int:
+    """How many numbers "3", "1-9" or "1-9/2" are."""
+    found = _RANGE.fullmatch(part.strip())
+    if found is None:
+        return 1
+    if max(map(len, found.groups(""))) > _LONGEST_NUMBER:
+        return MOST_NODES + 1
+    first, last, step = (int(number) for number in found.groups("1"))
+    return max(0, last - first) // max(1, step) + 1
 
 
 def fold_nodes(names: tuple[str, ...]) -> str:

@@ -89,9 +89,9 @@ def _check_class(target: str, name: str, file: Path) -> None:
         tree = ast.parse(file.read_text())
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
-        raise ConfigError(
-            f"{file} is no Python that runs here: {error}", where=f"line {line}" if line else "", hint="mend it"
-        ) from error
+        why = error.msg if isinstance(error, SyntaxError) else str(error)
+        place = f"{file}:{line}" if line else str(file)
+        raise ConfigError(f"{file} is no Python that runs here: {why}", where=place, hint="mend it") from error
     names = {name for node in tree.body for name in _names_of(node)}
     # A star import or a module's __getattr__ may bring any name: then only the job can tell.
     if name in names or names & {"*", "__getattr__"}:

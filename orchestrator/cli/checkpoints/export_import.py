@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ def export(
     if with_optimizer and to != "torch":
         raise ConfigError("safetensors has no place for an optimizer", where="--with-optimizer", hint="--to torch")
     chosen = find_one(target, screen.warn)
+    folder = folder.expanduser()
     screen.if_interrupted = lambda: f"interrupted: {folder} is {'complete' if any(folder.glob('*')) else 'not written'}"
     torch_env.prepare()
     from checkpointing.errors import CheckpointError
@@ -86,7 +88,7 @@ def _tell_export(
 
 
 @click.command("import", cls=Verb)
-@click.argument("source", metavar="DIR|FILE", type=click.Path(path_type=Path))
+@click.argument("given", metavar="DIR|FILE")
 @click.argument("preset", metavar="CONFIG")
 @OVERRIDES
 @click.option("-n", "--name", default=None, help="Name of the run; orch adds a number.")
@@ -98,7 +100,7 @@ def _tell_export(
 @click.option("--dry-run", is_flag=True, help="Only check whether it fits; write and submit nothing.")
 @click.pass_obj
 def import_(
-    screen: Screen, source: Path, preset: str, overrides: tuple[str, ...], name: str | None, cluster: str | None,
+    screen: Screen, given: str, preset: str, overrides: tuple[str, ...], name: str | None, cluster: str | None,
     weights_only: bool, no_controller: bool, dry_run: bool,
 ) -> None:  # fmt: skip
     """Submit a run that begins with the weights in DIR or FILE: from Hugging Face, an export, or a torch file.
@@ -109,13 +111,13 @@ def import_(
     from orchestrator.config.compose import compose  # omegaconf: only for the verbs that read configurations
     from orchestrator.submission.create_run import check_beginning
 
-    if not source.exists():
-        raise NotFound(f"there is nothing at {source}", hint="name a folder or a file with weights")
+    source = _weights_at(given)
     words = [f"cluster.kind={cluster}"] if cluster else []
     words += [f"name={json.dumps(name, ensure_ascii=False)}"] if name else []
     screen.if_interrupted = lambda: "interrupted: no run was made"
     composed = compose(preset, (*overrides, *words), environ=os.environ)
     check_beginning(composed.config, preset)
+    _require_weights(given, source)
     with nullcontext() if dry_run else staged(composed.config.cluster.root) as staging:
         brought = bring(
             screen, composed.config, staging, source=lambda: _opened(source.absolute()), where=str(source.absolute()),
@@ -126,6 +128,33 @@ def import_(
             return
         launched = _launch(screen, composed, cluster, brought, no_controller=no_controller)
     _tell_import(screen, brought, launched)
+
+
+def _weights_at(given: str) -> Path:
+    """The file or folder that is meant; raises NotFound, ConfigError."""
+    if "://" in given:
+        hint = "download them first, then name the folder"
+        raise ConfigError("weights are read from a folder or file of this machine", where=given, hint=hint)
+    place = Path(given).expanduser()
+    if not place.exists():
+        raise NotFound(f"there is nothing at {given}", hint="name a folder or a file with weights")
+    return place
+
+
+def _require_weights(given: str, place: Path) -> None:
+    """Raises NotFound, ConfigError for a folder that no weights lie in, before torch is loaded."""
+    from checkpointing.format.commit import parse_name
+
+    if place.is_dir() and parse_name(place.absolute().name) is not None:
+        raise ConfigError(
+            f"{given} is a checkpoint of orch, which is not imported", where=str(place.absolute()),
+            hint=f"orch submit --from {shlex.quote(str(place.absolute()))}   (--weights-only: a fresh optimizer)",
+        )  # fmt: skip
+    if place.is_dir() and not (any(place.glob("*.safetensors")) or (place / "checkpoint.pt").exists()):
+        raise NotFound(
+            f"{given} has no weights: no *.safetensors file, and no checkpoint.pt", where=str(place.absolute()),
+            hint="name the folder or the file that has them",
+        )  # fmt: skip
 
 
 def _opened(place: Path) -> AbstractContextManager[Any]:

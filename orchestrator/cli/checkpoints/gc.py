@@ -64,6 +64,9 @@ def gc(screen: Screen, runs: tuple[str, ...], everything: bool, dry_run: bool, r
             "say which runs", where="command line: orch ckpt gc", hint="`orch ckpt gc RUN`, or `orch ckpt gc --all`"
         )
     screen.if_interrupted = lambda: "interrupted: what is deleted stays deleted; the same command deletes the rest"
+    if runs:
+        with open_store(readonly=True) as store:  # a name is wrong, whoever is at work
+            runs = tuple(store.run(name).name for name in runs)
     with _opened(locked=refused and not dry_run) as (store, lease):
         chosen = store.runs() if everything else [store.run(name) for name in runs]
         found = [item for run in chosen for item in gc_candidates(store, run, screen, refused=refused)]

@@ -24,7 +24,7 @@ def pin(screen: Screen, target: str, note: str) -> None:
     from checkpointing.retention import pins
 
     copies = find(target, screen.warn)
-    found = copies[0]
+    found, note = copies[0], " ".join(note.split())
     pins.pin(_pins(found, target), found.name, note, time.time())
     # Retention may have taken it while we wrote.
     if not any(_is_there(copy) for copy in copies if copy.name == found.name):

@@ -67,7 +67,9 @@ def find(words: str, warn: Warn) -> list[Target]:
     """
     if is_location(words):
         return [target_at(words)]
-    name, _, step = words.partition("@") if not words.startswith("@") else _after_last(words)
+    name, mark, step = words.partition("@") if not words.startswith("@") else _after_last(words)
+    if mark and not step:
+        raise ConfigError("no step is given after the @", where=words, hint=f"{name}@latest is the newest; or {WAYS}")
     run = known_run(name)
     if (order := run.identity.get("restore_test")) is not None:
         raise NotFound(

@@ -39,7 +39,7 @@ def ls(screen: Screen) -> None:
         Column("CLUSTER", "cluster"),
         Column("ATTEMPTS", "attempts", count, right=True),
         Column("FAILURES", "failures", count, right=True),
-        Column("LAST SEEN", "_ago", lambda age: f"{span(age)} ago") if people else Column("LAST_SEEN", "last_seen"),
+        Column("LAST SEEN", "_ago", _ago) if people else Column("LAST_SEEN", "last_seen"),
         Column("EXCLUDED FOR", "_left", _for) if people else Column("EXCLUDED_UNTIL", "excluded_until"),
         *([Column("BY", "excluded_by")] if people else []),
         Column("WHY", "reason"),
@@ -52,19 +52,24 @@ def ls(screen: Screen) -> None:
 
 def _row(node: Any, now: float) -> dict[str, Any]:
     by = node.excluded_by(now)
+    used = node.attempts or node.failures  # else it was only excluded
     return {
         "node": node.name,
         "cluster": node.cluster,
         "attempts": node.attempts,
         "failures": node.failures,
-        "first_seen": iso(node.first_seen),
-        "last_seen": iso(node.last_seen),
+        "first_seen": iso(node.first_seen) if used else None,
+        "last_seen": iso(node.last_seen) if used else None,
         "excluded_until": iso(node.excluded_until) if by else None,
         "reason": node.reason,
         "excluded_by": by or None,
-        "_ago": now - node.last_seen,
+        "_ago": now - node.last_seen if used else None,
         "_left": node.excluded_until - now if by else None,
     }
+
+
+def _ago(age: float | None) -> str:
+    return "never" if age is None else f"{span(age)} ago"
 
 
 def _for(left: float | None) -> str:

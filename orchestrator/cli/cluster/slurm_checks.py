@@ -1,5 +1,6 @@
 """What `orch doctor` finds out about Slurm, and what follows for the promises that orch can keep here."""
 
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -40,6 +41,10 @@ def slurm(
         return
     if missing:
         yield Check("slurm", FAIL, f"Slurm is here without {', '.join(missing)}", "put Slurm's bin folder on PATH")
+        return
+    if (named := os.environ.get("SLURM_CONF")) and not os.path.isfile(named):
+        hint = "unset SLURM_CONF, or name the file with Slurm's configuration"
+        yield Check("slurm", FAIL, f"SLURM_CONF={named}: no such file, so that no Slurm command answers", hint)
         return
     try:
         version, settings = ask(["sbatch", "--version"]).strip(), parse_config(ask(["scontrol", "show", "config"]))

@@ -1,11 +1,12 @@
 """The folder of a run that is to be removed: proved to be its own, renamed, then deleted."""
 
 import os
+import shlex
 import shutil
 import stat
 from pathlib import Path
 
-from checkpointing.storage.durable import fsync_dir, read_json
+from checkpointing.storage.durable import NotAFile, fsync_dir, read_json
 from orchestrator.errors import Precondition
 from orchestrator.registry.operations.removal_writes import Removal
 from orchestrator.registry.records import Attempt, Run
@@ -21,20 +22,37 @@ def aside(run: Run, first: Attempt) -> Path:
 def own_folder(run: Run, first: Attempt, *, submitted: bool) -> Path | None:
     """Where the files of a run are now; None where there are none any more, or never were.
 
-    Raises Precondition for a folder that is not known to be this run's, and for one that is not visible.
+    Raises Precondition for a folder that is not known to be this run's, and for one that cannot be seen or read.
     """
     renamed, folder = aside(run, first), Path(run.run_dir)
-    if os.path.lexists(renamed):
+    if _is_there(run, renamed):
         # Only `orch rm` makes this name; what was half deleted may have lost its run.json.
         _require_own_folder(run, renamed)
         return renamed
-    if os.path.lexists(folder):
+    if _is_there(run, folder):
         _require_own_folder(run, folder)
         _require_owner(run, folder, first)
         return folder
     if submitted and run.removal != Removal.SET_ASIDE:
         raise _foreign(run, f"the folder of {run.name} is not there", "mount its file system")
     return None
+
+
+def _is_there(run: Run, folder: Path) -> bool:
+    try:
+        os.lstat(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise _unreadable(run, error, folder, "see that you may enter the folders above it") from error
+    return True
+
+
+def _unreadable(run: Run, error: OSError, place: Path, cure: str) -> Precondition:
+    """What cannot be read may well be the run's own: to forget it is no cure."""
+    what = f"the folder of {run.name} cannot be read: {error.strerror or error}"
+    hint = f"{cure}, then type the same command again" if isinstance(error, PermissionError) else "orch doctor"
+    return Precondition(what, where=str(place), hint=hint)
 
 
 def _require_own_folder(run: Run, folder: Path) -> None:
@@ -49,8 +67,10 @@ def _require_own_folder(run: Run, folder: Path) -> None:
 def _require_owner(run: Run, folder: Path, first: Attempt) -> None:
     try:
         owner = read_json(RunDir(folder).run)
-    except (OSError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, NotAFile, ValueError):
         owner = None
+    except OSError as error:
+        raise _unreadable(run, error, RunDir(folder).run, f"chmod u+rwx {shlex.quote(str(folder))}") from error
     if not isinstance(owner, dict) or (owner.get("name"), owner.get("nonce")) != (run.name, first.nonce):
         raise _foreign(run, f"the folder is not known to be that of {run.name}", "look at its run.json")
 

@@ -88,7 +88,9 @@ def _run(target: str) -> Run:
             "a restore test needs the run that saved the checkpoint", where=target,
             hint="write RUN or RUN@STEP; `orch ckpt verify FOLDER --level 4` reads a folder",
         )  # fmt: skip
-    name, mark, _ = target.rpartition("@")
+    name, mark, step = target.rpartition("@")
+    if mark and name and not step:
+        raise ConfigError("no step is given after the @", where=target, hint=f"{name}@latest is the newest")
     run = known_run(name if mark and name else target)
     if "restore_test" in run.identity:
         raise ConfigError(f"{run.name} is a restore test itself, and saves nothing", where=target)

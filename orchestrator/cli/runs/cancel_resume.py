@@ -49,10 +49,19 @@ def resume(screen: Screen, words: tuple[str, ...], no_controller: bool, here: bo
     runs = tuple(word for word in words if word not in overrides)
     if not runs:
         raise ConfigError("no run is named", where=" ".join(words), hint="orch resume RUN KEY=VALUE")
+    _check_overrides(overrides)
     for run in runs:
         _warn_of_edited_config(screen, run)
     change = Change(overrides=overrides, accepted=accept)
     return _request_each(screen, "resume", runs, RunState.RECOVERING, no_controller, here=here, change=change)
+
+
+def _check_overrides(overrides: tuple[str, ...]) -> None:
+    """What no run could be given, whatever its state; raises ConfigError."""
+    if overrides:
+        from orchestrator.config.layers import from_overrides  # yaml: only where a configuration changes
+
+        from_overrides(overrides)
 
 
 def _warn_of_edited_config(screen: Screen, run: str) -> None:

@@ -249,4 +249,4 @@ def _resolved(connection: Connection, name: str) -> str:
         raise NotFound(f"several runs begin with {name}: {shown}", hint="type more of the name")
     near = difflib.get_close_matches(name, connection.execute(names.limit(1000)).scalars().all(), n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else "`orch status -n 50` lists the newest runs"
-    raise NotFound(f"no run {name}", hint=hint)
+    raise NotFound(f"no run {' '.join(name.split())}", hint=hint)

@@ -153,6 +153,29 @@ def test_an_error_of_the_file_system_is_no_defect(orch: Type, seeds: Seeds, monk
     assert "No space left on device: /lustre/x" in failed.err
 
 
+@pytest.mark.parametrize(("place", "why"), [("/etc/passwd", "it is no folder"), ("/proc/orch", "No such file")])
+def test_a_state_folder_that_cannot_be_is_named_by_its_variable(
+    orch: Type, monkeypatch: pytest.MonkeyPatch, place: str, why: str
+) -> None:
+    monkeypatch.setenv("ORCH_HOME", place)
+    for words in (("status",), ("submit", "tiny-gpt"), ("doctor",)):
+        said = orch(*words)
+        assert said.code == 4
+        assert f"the state folder cannot be made: {why}" in said.err + said.out
+        assert f"ORCH_HOME={place}" in said.err + said.out
+
+
+def test_a_current_folder_that_is_gone_is_named(
+    orch: Type, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    said = orch("config", "show", "./mine.yaml")
+    assert (said.code, "the current folder is not there any more" in said.err) == (4, True)
+
+
 def test_quiet_keeps_the_answer_and_the_errors(orch: Type, seeds: Seeds) -> None:
     seeds.run()
     assert orch("-q", "status").err == ""

@@ -311,6 +311,17 @@ def test_no_accounting_is_known_not_mended() -> None:
         assert "heartbeats" in found.text
 
 
+def test_a_configuration_of_slurm_that_is_not_there_must_be_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in slurm_checks.COMMANDS:
+        (tmp_path / name).touch(mode=0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+    (found,) = slurm_checks.slurm(None, wanted=False, jobs={})
+    assert (found.level, f"SLURM_CONF={tmp_path}/slurm.conf: no such file" in found.text) == (machine_checks.FAIL, True)
+
+
 def test_doctor_is_content_with_a_machine_without_slurm(
     orch: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """What users write, resolved; and what they get to read when they wrote it wrong."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,11 +77,14 @@ def test_weaker_layers_yield_to_stronger_ones(made: Compose, environ: dict[str, 
     assert composed.origins["cluster.partition"] == f"{site}:1"
 
 
-def test_a_named_site_config_must_exist(made: Compose, environ: dict[str, str]) -> None:
+def test_a_named_site_config_must_exist(made: Compose, environ: dict[str, str], tmp_path: Path) -> None:
     environ["ORCH_SITE_CONFIG"] = "/nowhere/site.yaml"
     with pytest.raises(ConfigError, match="no such file: /nowhere/site.yaml") as caught:
         made(READS)
     assert caught.value.where == "$ORCH_SITE_CONFIG"
+    environ["ORCH_SITE_CONFIG"] = str(tmp_path)
+    with pytest.raises(ConfigError, match=f"{tmp_path} is a folder"):
+        made(READS)
 
 
 def test_includes_come_first_whatever_their_place_and_may_nest(made: Compose, tmp_path: Path) -> None:
@@ -245,11 +249,20 @@ WRONG_OVERRIDES = [
     ("model.kv_heads=1", "model.kv_heads=1: must be a multiple of parallel.tp=2", "parallel.tp=1"),
     ("model.heads=0", "model.heads=0: must be at least 1", "~model.heads"),
     ("name=a/b", "name=a/b: must be letters", "name=my-run"),
+    ("name=-x", "name=-x: must begin with a letter or digit", "name=my-run"),
+    ("train.lr=.inf", "train.lr=inf: must be a finite number", "~train.lr takes its default"),
+    ("model.norm_eps=.nan", "model.norm_eps=nan: must be a finite number", "~model.norm_eps"),
     ("+env.A-B=1", "env.A-B: is no name of an environment variable", "+env.MY_VARIABLE"),
     ("workload=nonsense", "must be package.module:Class", "workload=my_pkg.my_module:MyWorkload"),
     ("workload.path=[/nowhere]", "no folder /nowhere", "workload.path=["),
     ("~data.text", "nothing is given to train on", "data.text=[python-stdlib]"),
     ("data.path=/nowhere", "both say what to read", "~data.path or ~data.text"),
+    ("cluster.root=", "`cluster.root`=: is empty, and must be a folder", "~cluster.root takes its default"),
+    ("cluster.root=' '", "`cluster.root`= : is empty", "~cluster.root takes its default"),
+    ("cluster.root=/etc/passwd", "cluster.root=/etc/passwd: is a file, and must be a folder", "cluster.root=FOLDER"),
+    ("recovery.backoff=1e300", "recovery.backoff=1e+300: must be at most 604800 seconds", "~recovery.backoff"),
+    ("recovery.backoff_max=1e9", "recovery.backoff_max=1e+09: must be at most 604800", "~recovery.backoff_max"),
+    ("data.text=['']", "`data.text`=: is empty", "~data.text takes its default"),
     ("data.text=[/nowhere.txt]", "no such file or folder /nowhere.txt", "python-stdlib"),
 ]
 
@@ -298,6 +311,7 @@ WRONG_FILES = [
     ("train:\n  stepps: 1\n", "unknown key `train.stepps`", 2),
     ("x: !!python/object:os.system {}\n", "not allowed", 1),
     ("a: &a [*a]\n", "unfold without end", None),
+    (f"name: {'[' * 3000}{']' * 3000}\n", "nested too deeply", None),
     ("---\na: 1\n---\nb: 2\n", "not YAML", 3),
     ("train:\n  steps: many\n", "`train.steps`=many", 2),
     ("includes: [model/tinny]\n", "no preset `model/tinny`", 1),
@@ -338,6 +352,18 @@ def test_a_missing_config_offers_the_nearest_preset(
     assert "did you mean tiny-gpt" in caught.value.hint
 
 
+@pytest.mark.parametrize("source", ["pipe", "./pipe", "pipe.yaml", "/dev/zero"])
+def test_a_pipe_or_a_device_is_not_read_and_not_said_to_be_missing(
+    source: str, environ: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    os.mkfifo("pipe.yaml")
+    with pytest.raises(NotFound, match="is a pipe or a device; only regular files are read") as caught:
+        compose(source, environ=environ)
+    assert caught.value.hint == "write the configuration into a regular file, and name that"
+
+
 @pytest.mark.parametrize("source", ["", "qqqqqqq", "."])
 def test_a_hopeless_config_lists_the_presets(source: str, environ: dict[str, str]) -> None:
     with pytest.raises(NotFound) as caught:
@@ -351,6 +377,12 @@ def test_folders_may_be_written_with_variables_of_the_shell(
     environ["SCRATCH"] = str(tmp_path / "scratch")
     for written in ("$SCRATCH/runs", r"\${SCRATCH}/runs", "$SCRATCH//x/../runs"):
         assert made(READS, f"cluster.root={written}").config.cluster.root == str(tmp_path / "scratch" / "runs")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="dangling: is a link to nothing"):
+        made(READS, "cluster.root=dangling")
+    environ["EMPTY"] = ""
+    with pytest.raises(ConfigError, match=r"cluster.root`=\$EMPTY: is empty"):
+        made(READS, "cluster.root=$EMPTY")
     with pytest.raises(ConfigError, match=r"cluster.root`=\$SCRATHC/runs: there is no variable SCRATHC") as refused:
         made(READS, "cluster.root=$SCRATHC/runs")
     assert refused.value.where == "override #1: cluster.root=$SCRATHC/runs"

@@ -103,6 +103,15 @@ TABLE = {
     "numeric": (
         [past(1, K.NUMERIC, 10)], Action.HOLD, "a rollback did not mend the loss: its reason; mend the data",
     ),
+    "numeric, of which a checkpoint is left": (
+        [past(1, K.NUMERIC, None), past(2, K.NODE_LOST, 10), past(3, K.NUMERIC, None)], Action.HOLD,
+        "settings (train.lr, train.clip_norm) from its last good checkpoint: `orch submit --from RUN@STEP KEY=VALUE`",
+    ),
+    "numeric before anything was saved": (
+        [past(1, K.NUMERIC, None)], Action.HOLD,
+        "its reason; the run has saved no checkpoint: mend the data or the code, or begin at step 0 with other "
+        "settings (train.lr, train.clip_norm): `orch resume RUN KEY=VALUE`",
+    ),
     "tries": (
         [past(n, K.RANK_KILLED, None) for n in range(10)], Action.FAIL,
         "rank killed 10 times without a new checkpoint: recovery.max_failures is spent; the last one: its reason",

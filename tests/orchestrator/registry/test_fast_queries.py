@@ -13,6 +13,7 @@ from orchestrator.errors import RegistryError
 from orchestrator.registry import fast_queries
 from orchestrator.registry.records import Checkpoint, Generation
 from orchestrator.states import AttemptState, RunState, Trust
+from tests.orchestrator.ordinary_user import folder_of_an_ordinary_user
 from trainer.contract.restore_test import Outcome
 
 Desk = Any
@@ -146,6 +147,18 @@ def test_no_registry_is_an_empty_answer(tmp_path: Path) -> None:
     assert not path.exists()
     path.touch()
     assert (fast_queries.newest(path), fast_queries.lease(path), fast_queries.version(path)) == ([], None, None)
+
+
+def test_what_is_no_file_or_may_not_be_read_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(RegistryError, match="cannot be opened: it is a folder") as caught:
+        fast_queries.newest(tmp_path)
+    assert caught.value.hint == f"ORCH_REGISTRY names a file: {tmp_path}/registry.db"
+    with folder_of_an_ordinary_user() as folder:
+        path = folder / "registry.db"
+        path.touch(mode=0o000)
+        with pytest.raises(RegistryError, match="cannot be opened: permission denied") as caught:
+            fast_queries.newest(path)
+        assert caught.value.hint == f"chmod u+rw {path}, or ask its owner"
 
 
 def test_it_reads_while_a_writer_is_in_the_middle_of_a_transaction(desk: Desk) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.config.compose import compose
+from orchestrator.config.layers import is_override
 from orchestrator.errors import ConfigError
 from orchestrator.scheduler.interface import JobSpec, Resources
 from orchestrator.scheduler.script import load, parse, prepare
@@ -114,6 +116,15 @@ def test_typing_errors_get_the_nearest_name() -> None:
     with pytest.raises(ConfigError) as caught:
         prepare(spec("pyxis", imgae="x"), SHIPPED)
     assert caught.value.hint == "did you mean image?"
+
+
+def test_a_missing_argument_is_offered_as_it_is_typed() -> None:
+    """In a configuration without it, an entry of an open map is brought in with +."""
+    with pytest.raises(ConfigError) as caught:
+        prepare(spec("modules"), SHIPPED)
+    assert is_override(caught.value.hint)
+    added = caught.value.hint.replace("VALUE", "gcc")
+    assert compose("slurm-first-run", [added]).config.cluster.template_args == {"modules": "gcc"}
 
 
 def test_a_fragment_of_ones_own_is_given_by_its_path(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from orchestrator.scheduler.slurm_text import (
     SEPARATOR,
     SQUEUE_FIELDS,
     Ending,
+    TooManyNodes,
     UnreadableField,
     epoch,
     exit_pair,
@@ -237,6 +238,19 @@ def test_host_lists_keep_their_order_and_zeros() -> None:
         assert expand_nodes(text) == ()
     with pytest.raises(UnreadableField):
         expand_nodes("gpu[1-")
+
+
+@pytest.mark.parametrize(
+    "text", ["n[1-99999999]", "n[1-400]r[1-400]", "n[1-9,5-999999]x", f"n[1-{'9' * 5000}]", "a,n[1-60000],m[1-60000]"]
+)
+def test_a_host_list_of_too_many_nodes_is_not_expanded(text: str) -> None:
+    with pytest.raises(TooManyNodes):
+        expand_nodes(text)
+
+
+def test_a_host_list_counts_what_it_names() -> None:
+    assert len(expand_nodes("n[1-300]r[1-300]")) == 90_000
+    assert len(expand_nodes("n[0-999999/1000],login")) == 1001
 
 
 @given(st.sets(st.integers(0, 30), min_size=1))

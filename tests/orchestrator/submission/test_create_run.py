@@ -214,8 +214,9 @@ def test_a_workload_is_looked_for_before_512_nodes_do(tmp_path: Path, store: Sto
         submit(tmp_path, store, *path, "workload.target=pkg.model:MyWorklod")
     assert refused.value.hint == "did you mean pkg.model:MyWorkload?"
     own(tmp_path, "broken.py", "def (")
-    with pytest.raises(ConfigError, match="is no Python that runs here"):
+    with pytest.raises(ConfigError, match=r"broken.py is no Python that runs here: invalid syntax$") as refused:
         submit(tmp_path, store, *path, "workload.target=broken:MyWorkload")
+    assert refused.value.where.endswith("broken.py:1")
     run, _ = submit(tmp_path, store, *path, "workload.target=pkg.model:MyWorkload")
     assert run.name == "tiny-gpt-1"
 

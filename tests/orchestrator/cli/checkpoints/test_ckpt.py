@@ -77,6 +77,18 @@ def test_a_folder_that_is_none_is_told_apart(orch: Type, seeds: Seeds, run: str,
     assert "not the name of a checkpoint" in other.err
 
 
+@pytest.mark.parametrize(
+    "words", [("ckpt", "verify"), ("ckpt", "diff", "x"), ("submit", "--from"), ("ckpt", "restore-test")]
+)
+def test_a_step_that_was_left_empty_is_not_the_newest(orch: Type, run: str, words: tuple[str, ...]) -> None:
+    """An unset variable of a shell must not choose a checkpoint."""
+    refused = orch(*words[:2], f"{run}@", *([f"{run}@50"] if words[2:] else []))
+    assert refused.code == 2
+    assert f"no step is given after the @\n  {run}@\n  {run}@latest is the newest" in refused.err
+    assert orch("ckpt", "verify", "@last@").code == 2
+    assert orch("ckpt", "verify", f"{run}@latest").code == orch("ckpt", "verify", run).code == 0
+
+
 def test_verify_names_a_half_written_folder_invalid(orch: Type, seeds: Seeds, run: str) -> None:
     bad = orch("ckpt", "verify", half_written(folder(seeds, run), 150), "--json")
     assert bad.code == 7
@@ -224,6 +236,15 @@ def test_committed_checkpoints_are_not_deleted_beside_a_controller(orch: Type, s
     assert refused.code == 4
     assert "orch controller stop" in refused.err
     assert place.exists()
+
+
+def test_a_run_that_is_not_there_is_told_beside_a_controller_too(orch: Type, seeds: Seeds, run: str) -> None:
+    assert orch("ckpt", "gc", "nobody", "--refused").code == 3
+
+
+def test_what_is_typed_with_line_breaks_is_printed_on_one_line(orch: Type, run: str) -> None:
+    assert orch("ckpt", "pin", f"{run}@50", "--note", "good\nerror: bad").out.endswith("(good error: bad)\n")
+    assert "error: no run no such\n" in orch("show", "no\nsuch").err
 
 
 def test_du_tells_trust_debris_and_what_gc_frees(orch: Type, seeds: Seeds, run: str) -> None:

@@ -102,6 +102,22 @@ def test_import_into_a_run_that_would_not_see_it(orch: Type, run: tuple[str, Pat
     assert (bad.code, "checkpoint.tiers has no `run`" in bad.err) == (2, True), bad.err
 
 
+def test_what_has_no_weights_says_what_to_type(
+    orch: Type, run: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = orch("ckpt", "import", tmp_path, "tiny-gpt", *settings(tmp_path))
+    assert (empty.code, "has no weights: no *.safetensors file, and no checkpoint.pt" in empty.err) == (3, True)
+    own = orch("ckpt", "import", run[1], "tiny-gpt", *settings(tmp_path))
+    assert (own.code, f"  orch submit --from {run[1]}   (" in own.err) == (2, True), own.err
+    url = orch("ckpt", "import", "https://hub/x", "tiny-gpt", *settings(tmp_path))
+    assert (url.code, "\n  https://hub/x\n" in url.err) == (2, True), url.err
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert orch("ckpt", "export", run[0], "~/out").code == 0
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    fits = orch("ckpt", "import", "~/out", "tiny-gpt", *settings(tmp_path), "--dry-run")
+    assert "there is nothing" not in fits.err
+
+
 def test_import_of_nothing_and_of_garbage(orch: Type, tmp_path: Path) -> None:
     assert orch("ckpt", "import", tmp_path / "gone", "tiny-gpt").code == 3
     (tmp_path / "a.safetensors").write_bytes(b"not this")

@@ -20,12 +20,12 @@ SINFO = {
         ({"mem": "3G"}, False, "ok", "partition low has what first asks for: 2 nodes with 1 core, 3G", ""),
         (
             {"mem": "8G"}, False, "warn", "first asks for more than nodes have: cluster.mem=8G on 2 nodes: partition "
-            "low has no node with that much", "orch submit first cluster.mem=4000M, or write that into",
+            "low has no node with that much", "`orch submit first cluster.mem=4000M`, or write that into",
         ),
         ({"mem": "8G"}, True, "fail", "first asks for more than nodes have", "cluster.mem=4000M"),
         (
             {"partition": "nope"}, True, "fail", "first names partition nope, which does not exist: there are low, "
-            "high", "orch submit first cluster.partition=low, or write that into",
+            "high", "`orch submit first cluster.partition=low`, or write that into",
         ),
     ],
 )  # fmt: skip

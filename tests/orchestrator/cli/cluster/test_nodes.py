@@ -73,6 +73,16 @@ def test_without_a_time_it_holds_until_it_is_released(orch: Type, seeds: Seeds) 
     assert kept == {"n2": None, "n3": "person"}
 
 
+def test_a_node_that_no_attempt_had_was_never_seen(orch: Type, seeds: Seeds) -> None:
+    now = time.time()
+    seeds.store.exclude_node("n9", CLUSTER, now + 3600, "excluded by ada", epoch=seeds.epoch, now=now)
+    (row,) = orch("nodes", "ls", "--json").data
+    assert (row["attempts"], row["first_seen"], row["last_seen"]) == (0, None, None)
+    seeds.store.saw_node("n9", CLUSTER, epoch=seeds.epoch, now=now)
+    (row,) = orch("nodes", "ls", "--json").data
+    assert row["last_seen"] is not None
+
+
 def test_what_orch_excluded_is_told_apart_and_stays_the_reason(orch: Type, seeds: Seeds) -> None:
     used(seeds, "n2")
     now, epoch = time.time(), seeds.epoch
@@ -92,6 +102,8 @@ def test_what_orch_excluded_is_told_apart_and_stays_the_reason(orch: Type, seeds
         (("n2", "--for", "soon"), 2, "--for soon: not a time"),
         (("n2", "--for", "0h"), 2, "--for 0h: not a time"),
         (("n[2",), 2, "n[2': not a host list"),
+        (("n[1-100001]",), 2, "NODE='n[1-100001]': more than 100000 nodes"),
+        (("n[1-60000]", "m[1-60000]"), 2, "NODE='m[1-60000]': more than 100000 nodes"),
         (("n7",), 3, "no run has used a node n7, and no Slurm here has it"),
     ],
 )

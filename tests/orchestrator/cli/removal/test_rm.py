@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from checkpointing.retention import pins
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.durable import dump_line
+from orchestrator.cli.removal.run_folder import own_folder
 from orchestrator.controller import failpoints
 from orchestrator.controller.leasing.observed_since import Clock, ObservedSince
 from orchestrator.controller.reconciler.actor import Actor
@@ -25,6 +27,7 @@ from orchestrator.registry.records import Notice
 from orchestrator.states import AttemptState, RunState
 from tests.checkpointing.made_checkpoint import make
 from tests.orchestrator.cli.conftest import Seeds, Type
+from tests.orchestrator.ordinary_user import folder_of_an_ordinary_user
 
 NONCE = "0123abcd"
 NAME = f"step-00000050.001-{NONCE}"
@@ -176,6 +179,20 @@ def test_a_folder_of_another_user_is_left_alone(
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     refused = orch("rm", run, "-y")
     assert (refused.code, "belongs to another user" in refused.err) == (4, True)
+
+
+def test_a_folder_that_may_not_be_read_is_not_said_to_be_anothers(seeds: Seeds) -> None:
+    run, first = seeds.store.create_run(seeds.new("tiny"), now=1.0, nonce=NONCE)
+    with folder_of_an_ordinary_user() as above:
+        mine = replace(run, run_dir=str(above / run.name))
+        (above / run.name).mkdir(mode=0o000)
+        with pytest.raises(Precondition, match=f"the folder of {run.name} cannot be read: Permission denied") as caught:
+            own_folder(mine, first, submitted=True)
+        assert caught.value.hint == f"chmod u+rwx {above / run.name}, then type the same command again"
+        above.chmod(0o000)
+        with pytest.raises(Precondition, match="Permission denied") as caught:
+            own_folder(mine, first, submitted=True)
+        assert caught.value.hint.startswith("see that you may enter the folders above it")
 
 
 def test_a_link_in_the_folder_goes_and_what_it_leads_to_stays(orch: Type, seeds: Seeds, run: str) -> None:

@@ -201,10 +201,10 @@ def test_print_sbatch_prints_the_script_alone(orch: Type, tmp_path: Path, text: 
 def test_an_unwritable_run_folder_is_refused_and_nothing_is_lost(
     orch: Type, service: SimpleNamespace, tmp_path: Path, text: str
 ) -> None:
-    (tmp_path / "runs").write_text("a file in the way")
-    refused = orch(*words(tmp_path, text))
+    (tmp_path / "file").write_text("a file in the way")
+    refused = orch(*words(tmp_path, text), f"cluster.root={tmp_path}/file/runs")
     assert refused.code == 4
-    assert str(tmp_path / "runs") in refused.err
+    assert f"{tmp_path}/file/runs" in refused.err
     assert "cluster.root" in refused.err
     assert orch("status", "--json").data == []
     assert os.listdir(tmp_path / "home")

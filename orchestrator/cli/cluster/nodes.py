@@ -127,7 +127,8 @@ def _request_each(screen: Screen, verb: str, names: list[str], args: dict[str, A
         asked = [item for name in names for item in _requested(store, verb, name, clusters[name], args)]
         for kind in sorted({item["kind"] for item in asked if item["where"].reached}):
             wake_controller(screen, kind, no_controller=no_controller)
-        await_answers(store, [item for item in asked if item["where"].reached or item["where"].lives], no_controller)
+        answerable = [item for item in asked if item["where"].reached or item["where"].lives]
+        await_answers(screen, store, answerable, no_controller)
     if screen.json:
         screen.data(f"nodes.{verb}", [{"node": item["node"], "answer": item["answer"]} for item in asked])
     for item in asked if not screen.json else ():

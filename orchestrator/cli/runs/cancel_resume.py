@@ -22,6 +22,8 @@ from orchestrator.states import LIVE_ATTEMPTS, LIVE_RUNS, RunState, may_move
 NO_CONTROLLER = click.option("--no-controller", is_flag=True, help="Start no controller; act once from here.")
 ANSWER_TIMEOUT = 30.0
 """Seconds for which a command waits for the controller's answer before it says how to look later."""
+QUIET = 2.0
+"""Seconds of waiting about which nothing is said."""
 
 
 @click.command(cls=Verb)
@@ -105,7 +107,7 @@ def _request_each(
                     screen.warn(type(error).__name__, error.what)
         for kind in sorted({item["kind"] for item in asked if _needs_controller(item)}):
             wake_controller(screen, kind, no_controller=no_controller)
-        await_answers(store, [item for item in asked if item["ask"] and _is_answerable(item)], no_controller)
+        await_answers(screen, store, [item for item in asked if item["ask"] and _is_answerable(item)], no_controller)
     if refused is not None and not asked:
         raise refused
     _tell(screen, verb, asked)
@@ -214,19 +216,33 @@ def _key_here(kind: str, *, must: bool) -> str:
     return key
 
 
-def await_answers(store: Any, asked: list[dict[str, Any]], no_controller: bool) -> None:
-    """Fill in what the controller answered to each `ask`, and the run's state; comes back without it after a while."""
-    deadline = time.monotonic() + (0.0 if no_controller else ANSWER_TIMEOUT)
-    while True:
+def await_answers(screen: Screen, store: Any, asked: list[dict[str, Any]], no_controller: bool) -> None:
+    """Fill in what the controller answered to each `ask`, and the run's state; comes back without it after a while.
+
+    Whoever waits for more than a moment is told for what.
+    """
+    began = time.monotonic()
+    with screen.ticker() as ticker:
+        while not _answered(store, asked):
+            waited = time.monotonic() - began
+            if no_controller or waited >= ANSWER_TIMEOUT:
+                return
+            if waited >= QUIET:
+                names = ", ".join(item.get("node", item["run"]) for item in asked if not item["answer"])
+                ticker.update(f"asked; waiting for the controller's answer about {names}")
+            time.sleep(0.2)
+
+
+def _answered(store: Any, asked: list[dict[str, Any]]) -> bool:
+    """Whether all of them are answered by now, which is written down in each."""
+    if not all(item["answer"] for item in asked):
         answers = {ask.id: ask for ask in store.user_requests(pending=False)}
         for item in asked:
             ask = answers.get(item["ask"])
             if ask is not None and ask.answered_at is not None:
                 item["answer"] = ask.answer or "done"
                 item["state"] = str(store.run(item["run"]).state)
-        if all(item["answer"] for item in asked) or time.monotonic() >= deadline:
-            return
-        time.sleep(0.2)
+    return all(item["answer"] for item in asked)
 
 
 def _tell(screen: Screen, verb: str, asked: list[dict[str, Any]]) -> None:

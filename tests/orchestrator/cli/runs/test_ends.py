@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator.cli.runs import cancel_resume
 from orchestrator.config.compose import compose
 from orchestrator.registry.records import REFUSED
 from orchestrator.scheduler.scheduler_instance import instance_of
@@ -337,3 +338,14 @@ def test_of_several_runs_those_are_cancelled_that_can_be(orch: Type, seeds: Seed
     assert some.code == 3
     assert "nobody-7" in some.err
     assert [ask.run for ask in seeds.store.user_requests()] == [run]
+
+
+def test_whoever_waits_for_an_answer_is_told_so(
+    orch: Type, seeds: Seeds, service: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = seeds.run()
+    monkeypatch.setattr(cancel_resume, "ANSWER_TIMEOUT", 0.5)
+    monkeypatch.setattr(cancel_resume, "QUIET", 0.0)
+    told = orch("cancel", run)
+    assert f"asked; waiting for the controller's answer about {run}" in told.err
+    assert f"{run}: asked; " in told.out

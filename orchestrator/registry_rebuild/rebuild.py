@@ -90,11 +90,11 @@ def _refuse_runs_of_others(found: list[Found], path: Path, now: float) -> None:
         if item.record.registry and item.record.run.state in LIVE_RUNS and other != path.absolute():
             for lease in _leases(other):
                 if lease.holder and lease.scheduler == item.record.run.scheduler and _lives(lease, now):
-                    name = item.record.run.name
+                    run, host = item.record.run, host_of(lease.holder)
                     raise RegistryError(
-                        f"{name} is {item.record.run.state}, and the controller of another registry serves it: {other}",
+                        f"{run.name} is {run.state}, and the controller of another registry serves it: {other}",
                         where=str(item.folder.path),
-                        hint=f"`ORCH_REGISTRY={other} orch controller stop` on {host_of(lease.holder)}, then again",
+                        hint=f"`orch controller stop` with ORCH_REGISTRY={other} on {host}, then again",
                     )
 
 

@@ -75,8 +75,10 @@ def test_a_held_run_names_a_command_that_cures_it(lab: SlurmLab, user: User) -> 
 def longest(lab: SlurmLab, minutes: str) -> Iterator[None]:
     """The partition's longest time limit."""
     lab.ask("scontrol", "update", "partitionname=low", f"maxtime={minutes}")
-    yield
-    lab.ask("scontrol", "update", "partitionname=low", "maxtime=infinite")
+    try:
+        yield
+    finally:
+        lab.ask("scontrol", "update", "partitionname=low", "maxtime=infinite")
 
 
 def test_a_job_that_waits_for_ever_says_so_and_can_be_changed(lab: SlurmLab, user: User) -> None:
@@ -85,7 +87,7 @@ def test_a_job_that_waits_for_ever_says_so_and_can_be_changed(lab: SlurmLab, use
         user.until(lambda: STAYS in user.status(run)["reason"], 90, "a reason that stays")
         reason = user.status(run)["reason"]
         assert "PENDING (PartitionTimeLimit): cluster.time is longer than is allowed here" in reason
-        cancel, resume = reason.rpartition("; ")[2].split(", then ")
+        cancel, resume = (words.strip("`") for words in reason.rpartition("; ")[2].split(", then "))
         assert user.run(*shlex.split(cancel)[1:]).returncode == 0
         user.until(lambda: user.status(run)["state"] == "CANCELLED", 60, "a cancelled run")
         assert user.run(*shlex.split(resume.replace("MINUTES", "4"))[1:]).returncode == 0
@@ -95,11 +97,13 @@ def test_a_job_that_waits_for_ever_says_so_and_can_be_changed(lab: SlurmLab, use
 
 def test_nodes_that_are_down_are_no_refusal(lab: SlurmLab, user: User) -> None:
     lab.ask("scontrol", "update", "nodename=n[1-4]", "state=drain", "reason=test")
-    done = user.run(*submit(user, "--json"))
-    assert done.returncode == 0, done.stderr
-    assert "slurm_refuses_now" in done.stdout
-    (row,) = user.ask("status")
-    user.until(lambda: MAY_STAY in user.status(row["run"])["reason"], 90, "why it waits")
-    lab.ask("scontrol", "update", "nodename=n[1-4]", "state=resume")
+    try:
+        done = user.run(*submit(user, "--json"))
+        assert done.returncode == 0, done.stderr
+        assert "slurm_refuses_now" in done.stdout
+        (row,) = user.ask("status")
+        user.until(lambda: MAY_STAY in user.status(row["run"])["reason"], 90, "why it waits")
+    finally:
+        lab.ask("scontrol", "update", "nodename=n[1-4]", "state=resume")
     user.until(lambda: user.status(row["run"])["state"] == "RUNNING", 90, "nodes that are back")
     assert user.run("cancel", row["run"]).returncode == 0

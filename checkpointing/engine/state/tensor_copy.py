@@ -17,8 +17,10 @@ from checkpointing.engine.ranks.failure import FAILURES, Failed, explain
 _log = logging.getLogger(__name__)
 Fits = Callable[[], bool]
 
-_LATER = 0.01
-"""Seconds; a change of one tensor takes no longer than this and a copy of all of them together."""
+_LATER = 0.25
+"""Seconds; a change of one tensor takes no longer than this and a copy of all of them together, on a busy machine too:
+its thread may lose its core in the middle. A caller that settles ends this wait.
+"""
 
 
 _version = operator.attrgetter("_version")

@@ -80,7 +80,7 @@ def test_a_change_is_told_once_by_every_channel(desk: Desk, hook: Hook) -> None:
     (posted,) = hook.posted
     assert posted["text"] == (
         f"{run} is FAILED at step 120 of 200: a bug in train.py "
-        f"(look: orch logs {run} --rank first-error; mended: orch resume {run})"
+        f"(look: `orch logs {run} --rank first-error`; mended: `orch resume {run}`)"
     )
     assert (posted["schema"], posted["before"], posted["loss"]) == ("orch.notification/1", "RUNNING", 2.5)
     head, _, given = (desk.folder / "told").read_text().partition("\n")

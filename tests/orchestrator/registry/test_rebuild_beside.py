@@ -29,7 +29,7 @@ def test_live_runs_of_another_registrys_controller_are_refused(desk, tmp_path: P
     desk.store.move_run(run, RunState.RECOVERING, "resumed", **desk.stamp)
     with pytest.raises(RegistryError, match=f"{run} is RECOVERING, and the controller of another registry") as caught:
         rebuild(second, [desk.root])
-    assert f"ORCH_REGISTRY={desk.path} orch controller stop" in caught.value.hint
+    assert f"`orch controller stop` with ORCH_REGISTRY={desk.path}" in caught.value.hint
     assert not second.exists()
     lose(desk)
     assert rebuild(second, [desk.root]) == 1

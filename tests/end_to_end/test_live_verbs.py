@@ -33,6 +33,7 @@ def test_a_live_run_is_looked_into_saved_and_hit(user: User) -> None:
     user.run("cancel", run)
 
 
+@pytest.mark.proof  # ranks that stand still are found in make test too, without the command line
 def test_a_stopped_rank_is_named_with_its_evidence(user: User) -> None:
     done = user.run("drill", "--demo", "stop-rank", "--json", "--root", str(user.root), timeout=300)
     card = json.loads(done.stdout)["data"]

@@ -50,6 +50,7 @@ def warnings(user: User, run: str) -> str:
     return user.run("status", run).stderr
 
 
+@pytest.mark.proof
 def test_controller_agent_and_coordinator_are_stopped_in_one_run(user: User, calm: tuple[User, str]) -> None:
     run = user.submit("tiny-gpt", *SMALL, SLOWLY, HASTY)["run"]
     trains(user, run, 1, 6)

@@ -32,7 +32,7 @@ def live(seed: int, monkeypatch: pytest.MonkeyPatch, store: Any = None) -> None:
 
 
 @pytest.mark.parametrize(
-    "block", [*range(10), *(pytest.param(block, marks=pytest.mark.proof) for block in range(10, 40))]
+    "block", [*range(6), *(pytest.param(block, marks=pytest.mark.proof) for block in range(6, 40))]
 )
 def test_a_thousand_seeds(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(block * 25, block * 25 + 25):

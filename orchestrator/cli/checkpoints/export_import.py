@@ -88,7 +88,7 @@ def _tell_export(
 
 
 @click.command("import", cls=Verb)
-@click.argument("given", metavar="DIR|FILE")
+@click.argument("given", metavar="DIR|FILE", type=click.Path())
 @click.argument("preset", metavar="CONFIG")
 @OVERRIDES
 @click.option("-n", "--name", default=None, help="Name of the run; orch adds a number.")

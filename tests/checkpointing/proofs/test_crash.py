@@ -18,7 +18,7 @@ from checkpointing.verification.verify import verify
 from tests.checkpointing.proofs.crash_fork_server import DIED, KEEP, SAVES, Case
 
 ROOT = Path(__file__).resolve().parents[3]
-SAMPLE, ALL, PART, ENOUGH = 20, 600, 150, 500
+SAMPLE, ALL, PART, ENOUGH = 12, 600, 150, 500
 RANK_OPERATIONS, WRITER_OPERATIONS = 450, 350
 MISSED = "nothing, it had ended"
 

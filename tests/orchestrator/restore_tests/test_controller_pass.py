@@ -14,7 +14,7 @@ from checkpointing.verification.verdicts import RESTORE_TESTED, read_verdicts
 from orchestrator.config.compose import compose
 from orchestrator.controller.run_dirs.bounded_files import DirectFiles
 from orchestrator.registry.operations.run_record import record_of
-from orchestrator.registry.records import Checkpoint, NewRun, Notice, RestoreTest, Run
+from orchestrator.registry.records import Checkpoint, Generation, NewRun, Notice, RestoreTest, Run
 from orchestrator.registry.store import Store
 from orchestrator.restore_tests.controller_pass import RestoreTests, begin_test
 from orchestrator.restore_tests.create import Asked
@@ -141,6 +141,21 @@ def test_a_pass_restores_trust_marks_the_copy_and_takes_the_pin_away(desk: Desk)
     (test,) = desk.store.restore_tests("r-1")
     assert (test.verdict, test.ended_at) == ("RESTORED", NOW)
     assert desk.passes() == [], "it is proven"
+
+
+@pytest.mark.parametrize(("seen", "rto"), [(NOW, 20.0), (NOW + 60.0, 15.0), (None, 15.0)])
+def test_a_controller_that_looks_late_makes_no_restart_faster(desk: Desk, seen: float | None, rto: float) -> None:
+    """Under cron it may see the job run when its first step is done."""
+    desk.passes()
+    test = desk.under_way()
+    if seen is not None:
+        desk.store.note_attempt(test.test, 1, epoch=desk.epoch, started_at=seen)
+    generation = Generation(run=test.test, attempt=1, number=1, started_at=NOW + 5.0)
+    desk.store.put_generation(generation, epoch=desk.epoch)
+    desk.end(test, "RESTORED", first_step_at=NOW + 30.0, verify_seconds=10.0)
+    desk.passes()
+    (ended,) = desk.store.restore_tests("r-1")
+    assert ended.evidence["rto_seconds"] == rto
 
 
 @pytest.mark.parametrize(("verdict", "trust"), [("SUSPECT", Trust.SUSPECT), ("CORRUPT", Trust.CORRUPT)])

@@ -81,15 +81,13 @@ def _too_large(value: Any, path: tuple[str, ...]) -> Iterator[Complaint]:
         for name, inner in value.items():
             yield from _too_large(inner, (*path, name))
     elif isinstance(value, int) and abs(value) > LARGEST:
-        yield f"{keys.dotted(path)}={value}: must be at most {LARGEST} (2^53)", ""
+        yield f"{keys.dotted(path)}={value}: must be between -{LARGEST} and {LARGEST} (2^53)", ""
 
 
 def _names(config: RunConfig) -> Iterator[Complaint]:
     if not _NAME.fullmatch(config.name):
-        begins = not re.fullmatch(r"[A-Za-z0-9]", config.name[:1]) and re.fullmatch(
-            r"[._-][\w.-]*", config.name, re.ASCII
-        )
-        must = "begin with a letter or digit" if begins else "be letters, digits, '.', '_' or '-', at most 63"
+        only_begins = re.fullmatch(r"[._-][A-Za-z0-9._-]*", config.name)
+        must = "begin with a letter or digit" if only_begins else "be letters, digits, '.', '_' or '-', at most 63"
         yield f"name={config.name}: must {must}", "name=my-run"
     for variable, value in config.env.items():
         if not _VARIABLE.fullmatch(variable):

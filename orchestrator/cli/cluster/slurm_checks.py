@@ -94,7 +94,7 @@ def demand(source: str, asked: Resources, ask: CommandRunner, *, wanted: bool) -
     if missing or not (asked.partition or default):
         which = f"partition {missing[0]}, which does not exist" if missing else "no partition, and there is no default"
         change = f"cluster.partition={default or next(iter(partitions), 'NAME')}"
-        text, change = f"{source} names {which}: there are {', '.join(partitions)}", change
+        text = f"{source} names {which}: there are {', '.join(partitions)}"
     elif (short := shortfall(asked, nodes)) is not None:
         text, change = f"{source} asks for more than nodes have: {short.words}", short.change
     else:

@@ -1,12 +1,13 @@
 """Whether runs are equal: what training has computed at the steps they share, bit for bit."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpointing.storage.durable import number, open_regular
+from checkpointing.storage.durable import number
+from orchestrator.cli.comparison.metrics_lines import metrics_lines
 from trainer.contract.run_dir import RunDir
 
 LOSS, GRADIENT_NORM = "loss", "gradient norm"
@@ -67,21 +68,8 @@ def computed_part(fields: Mapping[str, Any]) -> str:
 
 def read_validations(run_dir: Path) -> dict[int, str]:
     """What the attempts of a run have validated, by step; empty where nobody has, or the folder is not visible."""
-    return {step: part for attempt in RunDir(run_dir).all_attempts() for step, part in _validated(attempt.validation)}
-
-
-def _validated(path: Path) -> Iterator[tuple[int, str]]:
-    try:
-        stream = open_regular(path)
-    except OSError:
-        return
-    with stream:
-        for line in stream:
-            try:
-                fields = json.loads(line)
-                yield int(fields["step"]), computed_part(fields)
-            except (ValueError, KeyError, TypeError, AttributeError):
-                continue  # torn by a kill
+    files = [attempt.validation for attempt in RunDir(run_dir).all_attempts()]
+    return {step: computed_part(fields) for file in files for step, fields in metrics_lines(file)}
 
 
 def compare_computed(runs: Sequence[Computed]) -> Equality:

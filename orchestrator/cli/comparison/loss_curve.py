@@ -1,14 +1,14 @@
 """The losses of a run by step, read from its folder; what several runs have in common; a curve in one line."""
 
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from checkpointing.storage.durable import number, open_regular
+from checkpointing.storage.durable import number
 from orchestrator.cli.comparison.equality import computed_part
+from orchestrator.cli.comparison.metrics_lines import metrics_lines
 from trainer.contract.run_dir import RunDir
 
 BARS, PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-=*#%@"
@@ -38,21 +38,14 @@ class LossCurve:
 
 
 def _read_into(path: Path, losses: dict[int, float], speeds: list[float], computed: dict[int, str]) -> None:
-    """Line by line: a long run has a million of them."""
-    try:
-        stream = open_regular(path)
-    except OSError:
-        return
-    with stream:
-        for line in stream:
-            try:
-                fields = json.loads(line)
-                losses[int(fields["step"])] = number(fields["loss"])
-            except (ValueError, KeyError, TypeError):
-                continue  # torn by a kill, or of a version that writes something else
-            computed[int(fields["step"])] = computed_part(fields)
-            if isinstance(speed := fields.get("tokens_per_s"), (int, float)):
-                speeds.append(speed)
+    for step, fields in metrics_lines(path):
+        try:
+            losses[step] = number(fields["loss"])
+        except (ValueError, KeyError, TypeError):
+            continue  # of a version that writes something else
+        computed[step] = computed_part(fields)
+        if isinstance(speed := fields.get("tokens_per_s"), (int, float)):
+            speeds.append(speed)
 
 
 def common_steps(curves: Sequence[LossCurve], most: int) -> list[int]:

@@ -332,10 +332,8 @@ class Controller:
             self.actor.record_action(f"{run.name}/{attempt.number}: {reason}")
         elif job.state != attempt.job_state:
             self.store.note_attempt(run.name, attempt.number, epoch=self.actor.epoch, job_state=job.state)
-        silence, spec = (
-            judge_silence(evidence, view.config.recovery.hang.heartbeat),
-            job_spec(run, attempt, view.config),
-        )
+        silence = judge_silence(evidence, view.config.recovery.hang.heartbeat)
+        spec = job_spec(run, attempt, view.config)
         waits = waiting_words(job.reason, spec.resources, run.name) if not runs else ""
         changed = changes(job, spec)
         said = "".join(f"; {words}" for words in (silence.reason, evidence.odd, changed) if words)

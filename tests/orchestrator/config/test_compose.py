@@ -196,8 +196,16 @@ WRONG_OVERRIDES = [
     ("train.lr=fast", "`train.lr`=fast: must be a number", "its default is 0.003"),
     ("train.activation_checkpointing=maybe", "must be true or false", "its default is False"),
     ("train.steps=0", "train.steps=0: must be at least 1", "~train.steps takes its default"),
-    ("train.steps=99999999999999999999", "must be at most 9007199254740992 (2^53)", "~train.steps takes its default"),
-    ("train.seed=-99999999999999999999", "must be at most 9007199254740992 (2^53)", "~train.seed takes its default"),
+    (
+        "train.steps=99999999999999999999",
+        "must be between -9007199254740992 and 9007199254740992 (2^53)",
+        "~train.steps takes its default",
+    ),
+    (
+        "train.seed=-99999999999999999999",
+        "must be between -9007199254740992 and 9007199254740992 (2^53)",
+        "~train.seed takes its default",
+    ),
     ("train.steps=", "`train.steps` is empty", "leave `train.steps` out"),
     ("train.steps.x=3", "`train.steps` is a single value", "train.steps=VALUE"),
     ("train=3", "`train` must be a mapping", "keys in `train`: steps"),

@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 
 from checkpointing.storage.durable import canonical, dump_line
-from orchestrator.controller.leasing.lease import Holder, host_name
 from orchestrator.controller.run_dirs.run_folder import ensure_run_dir
 from orchestrator.errors import RegistryError
-from orchestrator.process_identity import start_time
 from orchestrator.registry.records import Checkpoint, Copy, Generation, NewRun, Notice
 from orchestrator.registry.store import Store
 from orchestrator.registry_rebuild.rebuild import rebuild
@@ -169,13 +167,6 @@ def test_a_journal_goes_with_the_registry_that_it_belongs_to(tmp_path: Path) -> 
         assert not tail or not (tmp_path / f"registry.db{tail}").exists()
 
 
-def test_a_living_controller_is_not_robbed_of_its_registry(desk: Desk) -> None:
-    with pytest.raises(RegistryError, match="a controller is alive") as caught:
-        rebuild(desk.path, [desk.root], now=50.0)
-    assert "orch controller stop" in caught.value.hint
-    assert desk.store.lease() == desk.lease
-
-
 def finish(folder: RunDir, number: int, result: AttemptResult, job_id: str = "7") -> None:
     place = folder.attempt(number)
     AttemptOutcome(
@@ -298,22 +289,6 @@ def test_a_folder_that_may_not_be_read_is_left_out(desk: Desk, monkeypatch: pyte
         assert [run.name for run in store.runs()] == [good.name]
 
 
-def test_a_controller_of_this_host_is_judged_by_its_process_not_by_its_lease(desk: Desk) -> None:
-    begin(desk)
-    desk.store.drop_lease(desk.lease)
-    parent = os.getppid()
-    alive = Holder(host=host_name(), pid=parent, started=start_time(parent) or "")
-    held = desk.store.take_lease(str(alive), 0.0, 1.0)
-    assert held is not None
-    with pytest.raises(RegistryError, match="a controller is alive"):
-        rebuild(desk.path, [desk.root], now=5000.0)
-    desk.store.drop_lease(held)
-    killed = Holder(host=host_name(), pid=parent, started="1")
-    assert desk.store.take_lease(str(killed), 0.0, 1e9) is not None
-    desk.store.close()
-    assert rebuild(desk.path, [desk.root], now=5000.0) == 1
-
-
 def test_two_folders_of_one_name_are_refused_and_nothing_changes(desk: Desk, tmp_path: Path) -> None:
     begin(desk)
     shutil.copytree(desk.root, tmp_path / "copy")
@@ -394,13 +369,3 @@ def test_a_run_keeps_its_cluster_and_its_tags(desk: Desk, recorded: bool) -> Non
     with Store.open(desk.path) as store:
         assert (store.run(run.name).scheduler, store.run(run.name).tags) == (there, ("baseline",))
         assert [item.scheduler for item in store.attempts(run.name)] == [there]
-
-
-def test_any_cluster_s_live_controller_refuses_a_rebuild(desk: Desk) -> None:
-    desk.store.drop_lease(desk.lease)
-    for name in ("a", "b"):
-        desk.store.take_lease(f"{host_name()}:{os.getppid()}:{start_time(os.getppid())}", 1.0, 60.0, name)
-    held = next(lease for lease in desk.store.leases() if lease.scheduler == "b")
-    desk.store.drop_lease(held)
-    with pytest.raises(RegistryError, match="a controller of a is alive"):
-        rebuild(desk.path, [desk.root])

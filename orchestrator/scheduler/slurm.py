@@ -88,9 +88,13 @@ class SlurmScheduler:
         if exclude is not None:
             self._keep_off(job_id, check_nodes("cluster.exclude", exclude))
         said = run_command(["scontrol", "release", job_id], self._timeout)
-        if said.returncode != 0:
-            # Slurm has answered: it holds the job itself, as the job's reason says, or its nodes are not there now.
-            log.info("Slurm does not release job %s: %s", job_id, " ".join(said.stderr.split()))
+        if said.returncode == 0:
+            return
+        # Without slurmctld, scontrol says no more than "Unexpected message received" (22.05): the queue tells silence
+        # from a refusal. Refused is a job that Slurm holds itself, or that is released while its nodes are not there.
+        job = self.poll([job_id]).get(job_id)
+        if job is not None and job.held:
+            log.info("Slurm does not release job %s (%s): %s", job_id, job.reason, " ".join(said.stderr.split()))
 
     def _keep_off(self, job_id: str, nodes: str) -> None:
         said = run_command(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={nodes}"], self._timeout)

@@ -17,7 +17,7 @@ from orchestrator.controller.jobs.partition_sizes import PartitionSizes
 from orchestrator.controller.leasing import lease as leases
 from orchestrator.controller.leasing.host_file import host_file
 from orchestrator.controller.leasing.lease import Holder, displayed_state, host_name
-from orchestrator.controller.leasing.lease_wait import SLACK, acquire_once, single_waiter, wait_for_lease
+from orchestrator.controller.leasing.lease_wait import SLACK, acquire_once, is_awaited, single_waiter, wait_for_lease
 from orchestrator.controller.leasing.observed_since import Clock, ObservedSince
 from orchestrator.controller.reconciler.reconcile import Controller, TickReport
 from orchestrator.controller.rotated_log import RotatedLog
@@ -50,7 +50,7 @@ STOP_WITHIN = 15.0
 class Health:
     """Whether a controller lives, as far as this host can tell, or stalls instead; `reason` says why.
 
-    `once`: it makes a single pass and then ends.
+    `once`: it makes a single pass and then ends. `seen`: its process can be looked at from here.
     """
 
     alive: bool
@@ -61,6 +61,7 @@ class Health:
     ticked_at: float | None
     log: str
     once: bool = False
+    seen: bool = False
     stalled: bool = False
     reason: str = ""
     scheduler: str = ""  # the instance whose runs it drives (scheduler/instance.py); empty: all
@@ -88,6 +89,7 @@ def _health(held: Lease | None) -> Health:
         ticked_at=(held.ticked_at or None) if held else None,
         log=str(log_path()),
         once=holder.once if holder else False,
+        seen=holder.is_here if holder else False,
         stalled=state.stalled,
         reason=state.reason,
         scheduler=held.scheduler if held else "",
@@ -107,12 +109,15 @@ def _upgrade(store_path: Path) -> None:
 def ensure_running(store_path: Path, kind: str = "local") -> bool:
     """Start a controller of this user for the scheduler of this kind here, unless one lives; whether it was started.
 
-    It outlives the caller. Beside one that stalls, too: the new one takes over when the lease has expired.
+    It outlives the caller. Beside one that stalls, too: the new one takes over when the lease has expired. So does one
+    beside a controller of another host, which may have died a moment ago: it ends at that one's next renewal.
     """
     _upgrade(store_path)
-    found = status(store_path, lease_key(kind))
+    key = lease_key(kind)
+    found = status(store_path, key)
     # A single pass drives nothing afterwards: the new controller waits until it is done.
-    if found.alive and not found.once:
+    lives = found.alive and not found.once
+    if lives and (found.seen or is_awaited(store_path, key)):
         return False
     command = [sys.executable, "-P", "-m", "orchestrator.controller.service", str(store_path.absolute()), kind]
     # WARNING: setproctitle overwrites the environment's memory unless SPT_NOENV says otherwise.
@@ -130,7 +135,7 @@ def ensure_running(store_path: Path, kind: str = "local") -> bool:
             (os.POSIX_SPAWN_DUP2, 1, 2),
         ],
     )  # fmt: skip
-    return True
+    return not lives
 
 
 def _places(store_path: Path) -> dict[str, str]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from orchestrator.controller.leasing.host_file import host_file
 from orchestrator.controller.leasing.lease import Holder, acquire, displayed_state
@@ -25,15 +26,29 @@ SLACK = 15.0
 def single_waiter(store_path: Path, key: str) -> Iterator[bool]:
     """Whether no other process of this host waits for this lease: every submit starts one beside a stalled one."""
     with host_file(store_path, "waits", key).open("ab") as waits:
-        try:
-            fcntl.flock(waits, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        alone = _locks(waits)
+        if not alone:
+            time.sleep(AGAIN)  # it may have been held by a look
+            alone = _locks(waits)
+        if not alone:
             log.info("another process waits for the lease")
-            yield False
-            return
-        except OSError:
-            pass  # without locks there may be several: one takes the lease, the others see it renewed
-        yield True
+        yield alone
+
+
+def is_awaited(store_path: Path, key: str) -> bool:
+    """Whether a process of this host waits for this lease."""
+    with host_file(store_path, "waits", key).open("ab") as waits:
+        return not _locks(waits)
+
+
+def _locks(file: BinaryIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # without locks there may be several waiters: one takes the lease, the others see it renewed
+    return True
 
 
 def acquire_once(store: Store, observed: ObservedSince, key: str, patience: float) -> Lease | None:

@@ -6,11 +6,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from orchestrator.controller import rotated_log, service
@@ -26,26 +25,6 @@ from trainer.contract.log_rotation import LogFile
 from trainer.contract.run_dir import RunDir
 
 
-def until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-@pytest.fixture
-def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("ORCH_HOME", str(tmp_path / "home"))
-    registry = tmp_path / "registry.db"
-    Store.open(registry).close()
-    yield registry
-    found = service.status(registry)
-    if found.alive and found.pid not in (None, os.getpid()) and found.host == host_name():
-        process = psutil.Process(found.pid)
-        if process.cmdline()[0].startswith("orch-controller"):  # some tests let this process's parent hold a lease
-            process.kill()
-
-
 class Shifting:
     """The scheduler that commands reach: the first of `answers` at every moment, empty while there is none."""
 
@@ -56,51 +35,6 @@ class Shifting:
 
     def __call__(self) -> str:
         return self._answers[0]
-
-
-def test_a_daemon_is_started_once_found_and_stopped(path: Path) -> None:
-    assert not service.status(path).alive
-    assert service.ensure_running(path) is True
-    until(lambda: service.status(path).alive)
-    pid = service.status(path).pid
-    assert pid is not None
-    until(lambda: service.status(path).ticked_at is not None)
-    assert psutil.Process(pid).cmdline()[0].startswith("orch-controller")
-    assert os.getsid(pid) == pid, "it must outlive the terminal"
-    assert psutil.Process(pid).environ()["ORCH_HOME"] == os.environ["ORCH_HOME"]
-    assert service.ensure_running(path) is False
-    assert service.tick_once(path) is None
-    assert service.stop(path) is True
-    assert not service.status(path).alive
-    assert service.stop(path) is False
-    assert "controller ends" in service.log_path().read_text()
-
-
-def test_a_killed_daemon_is_replaced_at_once(path: Path) -> None:
-    service.ensure_running(path)
-    until(lambda: service.status(path).alive)
-    first = service.status(path)
-    assert first.pid is not None
-    os.kill(first.pid, signal.SIGKILL)
-    until(lambda: not service.status(path).alive)
-    report = service.tick_once(path)
-    assert report is not None
-    assert report.errors == ()
-    assert service.status(path).epoch == first.epoch + 1
-
-
-def test_a_second_daemon_finds_the_first_and_ends(path: Path) -> None:
-    service.ensure_running(path)
-    until(lambda: service.status(path).alive)
-    home = path.parent / "other-home"
-    home.mkdir()
-    again = subprocess.run(
-        [sys.executable, "-P", "-m", "orchestrator.controller.service", str(path)], timeout=60, check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(service.__file__).parents[2]), "ORCH_HOME": str(home)},
-    )  # fmt: skip
-    assert again.returncode == 0
-    assert "another controller lives" in (home / "controller.log").read_text()
-    assert service.stop(path)
 
 
 def test_a_single_pass_is_no_controller_and_is_waited_for(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,99 @@
+"""A controller is started where none lives, found where one does, and stopped."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from orchestrator.controller import service
+from orchestrator.controller.leasing.lease import host_name
+from orchestrator.controller.leasing.lease_wait import is_awaited
+from orchestrator.registry.store import Store
+from orchestrator.scheduler.scheduler_instance import lease_key
+from tests.orchestrator.controller.until import until
+
+
+def test_a_daemon_is_started_once_found_and_stopped(path: Path) -> None:
+    assert not service.status(path).alive
+    assert service.ensure_running(path) is True
+    until(lambda: service.status(path).alive)
+    pid = service.status(path).pid
+    assert pid is not None
+    until(lambda: service.status(path).ticked_at is not None)
+    assert psutil.Process(pid).cmdline()[0].startswith("orch-controller")
+    assert os.getsid(pid) == pid, "it must outlive the terminal"
+    assert psutil.Process(pid).environ()["ORCH_HOME"] == os.environ["ORCH_HOME"]
+    assert service.ensure_running(path) is False
+    assert service.tick_once(path) is None
+    assert service.stop(path) is True
+    assert not service.status(path).alive
+    assert service.stop(path) is False
+    assert "controller ends" in service.log_path().read_text()
+
+
+def test_a_killed_daemon_is_replaced_at_once(path: Path) -> None:
+    service.ensure_running(path)
+    until(lambda: service.status(path).alive)
+    first = service.status(path)
+    assert first.pid is not None
+    os.kill(first.pid, signal.SIGKILL)
+    until(lambda: not service.status(path).alive)
+    report = service.tick_once(path)
+    assert report is not None
+    assert report.errors == ()
+    assert service.status(path).epoch == first.epoch + 1
+
+
+def test_a_second_daemon_finds_the_first_and_ends(path: Path) -> None:
+    service.ensure_running(path)
+    until(lambda: service.status(path).alive)
+    home = path.parent / "other-home"
+    home.mkdir()
+    again = subprocess.run(
+        [sys.executable, "-P", "-m", "orchestrator.controller.service", str(path)], timeout=60, check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(service.__file__).parents[2]), "ORCH_HOME": str(home)},
+    )  # fmt: skip
+    assert again.returncode == 0
+    assert "another controller lives" in (home / "controller.log").read_text()
+    assert service.stop(path)
+
+
+@pytest.fixture
+def spawned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The processes that are started."""
+    started: list[int] = []
+    real = os.posix_spawn
+
+    def spawn(*args: object, **more: object) -> int:
+        started.append(real(*args, **more))  # type: ignore[arg-type]
+        return started[-1]
+
+    monkeypatch.setattr(os, "posix_spawn", spawn)
+    return started
+
+
+def test_one_waits_beside_another_host_s_controller_until_that_one_renews(path: Path, spawned: list[int]) -> None:
+    key = lease_key("local")
+    with Store.open(path) as store:
+        lease = store.take_lease("elsewhere:1:1", time.time(), 60.0, key)
+        assert lease is not None
+        assert not service.ensure_running(path), "it may live: nobody says that a new one was started"
+        until(lambda: is_awaited(path, key))
+        assert not service.ensure_running(path)
+        assert len(spawned) == 1
+        store.renew_lease(lease, time.time() + 0.001, 60.0)
+        until(lambda: not is_awaited(path, key))
+    assert service.status(path).host == "elsewhere"
+
+
+@pytest.mark.proof
+def test_a_host_that_died_after_its_last_renewal_is_replaced(path: Path) -> None:
+    with Store.open(path) as store:
+        assert store.take_lease("elsewhere:1:1", time.time(), 60.0, lease_key("local")) is not None
+    service.ensure_running(path)
+    until(lambda: service.status(path).host == host_name(), 90.0)

@@ -1,0 +1,11 @@
+"""Waiting for what another process does."""
+
+import time
+from collections.abc import Callable
+
+
+def until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -2,22 +2,18 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from orchestrator.recovery.node_failure_rate import NODE_LOCAL, WEAK, NodeHistory, is_worse
 from orchestrator.registry.records import Notice
 from trainer.contract.config import RecoveryConfig
 from trainer.contract.events import EventKind
 from trainer.contract.outcome import Failure, FailureKind
-
-NODE_LOCAL = frozenset({FailureKind.NODE_LOST, FailureKind.NODE_SUSPECT})
-"""Kinds that blame the node by themselves, when they name one."""
-WEAK = frozenset({FailureKind.AGENT_LOST, FailureKind.RANK_KILLED, FailureKind.LAUNCH_FAILED, FailureKind.HANG})
-"""Kinds that only happened on a node: two attempts must have died there before it is avoided."""
+from trainer.contract.time_spans import span
 
 REMEMBERED = 14 * 86400.0
 """Seconds for which hangs and slowness tell something of a node: later it is another one, mended or moved."""
 TWO_HANGS = 2
-TWO_FAILURES = 2
 _NOT_THE_NODE = frozenset({"desync", "network"})
 """Incidents that a program, or two nodes together, have brought about."""
 DRILLED = "drilled"
@@ -30,10 +26,11 @@ Place = tuple[str, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class NodeRecord:
-    """What is known of one node; `failures` counts earlier attempts that failed on it."""
+    """What is known of one node, and of the others of its cluster."""
 
     name: str
-    failures: int = 0
+    history: NodeHistory = field(default_factory=NodeHistory)
+    others: NodeHistory = field(default_factory=NodeHistory)
     excluded_until: float = 0.0
     # All of these since it was excluded last:
     hangs: int = 0  # attempts in which one of its ranks stopped first
@@ -50,6 +47,7 @@ class Pool:
     size: int | None
     needed: int
     known: tuple[NodeRecord, ...] = ()
+    node_days: float = 64.0  # of a node between two failures, before anything is known (checkpoint.auto.node_days)
 
     @property
     def by_persons(self) -> frozenset[str]:
@@ -80,14 +78,19 @@ def blame(failure: Failure, pool: Pool, recovery: RecoveryConfig, now: float) ->
 
 
 def _blame(failure: Failure, node: str, pool: Pool, recovery: RecoveryConfig, now: float) -> Blame:
-    earlier = next((known.failures for known in pool.known if known.name == node), 0)
     until = now + recovery.exclude_hours * 3600
     if failure.kind in NODE_LOCAL:
         return _capped(node, until, f"{failure.kind} on {node}", pool, recovery, now)
-    # One death on a node says little; a second, independent one is a pattern.
-    if failure.kind in WEAK and earlier >= 1:
-        return _capped(node, until, f"{earlier + 1} attempts failed on {node}", pool, recovery, now)
-    return Blame(node=None, until=0.0, reason=f"{failure.kind} once on {node} is no evidence against it")
+    if failure.kind not in WEAK:
+        return Blame(node=None, until=0.0, reason=f"{failure.kind} tells nothing of {node}")
+    record = next((known for known in pool.known if known.name == node), NodeRecord(name=node))
+    history = record.history.again()
+    if len(history.failed) == 1:
+        return Blame(node=None, until=0.0, reason=f"{failure.kind} once on {node} is no evidence against it")
+    # A second, independent one soon after is a pattern.
+    if is_worse(history, record.others, pool.node_days):
+        return _capped(node, until, _often(node, history), pool, recovery, now)
+    return Blame(node=None, until=0.0, reason=f"{_often(node, history)}: that may be chance")
 
 
 def nodes_to_exclude(failure: Failure | None, pool: Pool, recovery: RecoveryConfig, now: float) -> list[Blame]:
@@ -98,7 +101,7 @@ def nodes_to_exclude(failure: Failure | None, pool: Pool, recovery: RecoveryConf
         for node in failure.nodes[1:]:
             found.append(_blame(failure, node, _without(pool, found, now), recovery, now))
     for record in pool.known:
-        reason = _reason_against(record, recovery)
+        reason = _reason_against(record, recovery, pool.node_days)
         if reason and record.name not in {one.node for one in found} and record.excluded_until <= now:
             until = now + recovery.exclude_hours * 3600
             found.append(_capped(record.name, until, reason, _without(pool, found, now), recovery, now))
@@ -112,13 +115,13 @@ def _without(pool: Pool, found: Sequence[Blame], now: float) -> Pool:
     return replace(pool, known=tuple(known))
 
 
-def _reason_against(record: NodeRecord, recovery: RecoveryConfig) -> str:
+def _reason_against(record: NodeRecord, recovery: RecoveryConfig, node_days: float) -> str:
     """What speaks against a node although it has ended no attempt; empty when that is not enough."""
     if record.faulty:
         return f"{record.name}: {record.faulty}"
     # The loss that a spare has mended is among the failures; it excludes like one that has ended its attempt.
-    if record.replaced and record.failures >= TWO_FAILURES:
-        return f"{record.failures} attempts failed on {record.name}"
+    if record.replaced and len(record.history.failed) > 1 and is_worse(record.history, record.others, node_days):
+        return _often(record.name, record.history)
     if record.hangs >= TWO_HANGS:
         return f"ranks on {record.name} hung in {record.hangs} attempts"
     bound = recovery.straggler.replace_after
@@ -204,6 +207,10 @@ def replaced(notices: Sequence[Notice]) -> dict[str, int]:
         if one.kind == EventKind.SPARE_USED and _place(one) not in drilled and not one.data.get("drill")
     ]
     return _by_node({(one.node, one.run, one.attempt) for one in spares})
+
+
+def _often(node: str, history: NodeHistory) -> str:
+    return f"{len(history.failed)} attempts failed on {node} within {span(max(history.failed))}"
 
 
 def _place(notice: Notice) -> Place:

@@ -9,6 +9,7 @@ from orchestrator.controller import failpoints
 from orchestrator.controller.reconciler.actor import Actor
 from orchestrator.controller.run_dirs.collect_evidence import forget
 from orchestrator.controller.run_view import RunView
+from orchestrator.recovery import node_failure_rate
 from orchestrator.recovery.classify_failure import End, Verdict
 from orchestrator.recovery.drilled_failures import attributed
 from orchestrator.recovery.node_exclusion import (
@@ -24,6 +25,7 @@ from orchestrator.recovery.node_exclusion import (
     replaced,
     slowness,
 )
+from orchestrator.recovery.node_failure_rate import NodeHistory
 from orchestrator.recovery.retry_policy import Action, Decision, EndedAttempt, after_cancel, decide
 from orchestrator.recovery.suspect_checkpoints import newly_suspect
 from orchestrator.registry.records import PERSON, Attempt, Run
@@ -91,7 +93,7 @@ def _note_nodes(actor: Actor, run: Run, attempt: Attempt, failure: Failure | Non
     stamp = actor.stamp()
     why = "" if failure is None else f"{failure.kind} in {run.name}/{attempt.number}"
     failed = () if failure is None else failure.nodes
-    for node in failed:
+    for node in failed if failure is not None and node_failure_rate.counts(failure) else ():
         actor.store.saw_node(node, run.domain, **stamp, failure=why)
     for one in blamed:
         if one.node is not None:
@@ -191,15 +193,24 @@ def pool_of(store: Store, view: RunView, now: float, pool_size: PoolSize, gone: 
     generations = {(run, each.number): each.generations for run in runs for each in store.attempts(run)}
     hung, slow, lost = hangs(noticed), slowness(noticed, generations), replaced(noticed)
     sick = faulty(noticed, generations, {(view.run.name, view.last.number, node) for node in gone})
+    spared = [(one.node, one.time) for one in noticed if one.kind == EventKind.SPARE_USED and not one.data.get("drill")]
+    attempts, _ = store.history(view.run.domain, now - node_failure_rate.WINDOW)
+    past = node_failure_rate.histories(attempts, spared, now)
+    # A person who has released a node has cleared its count: what came before is forgotten.
+    own = {node.name: past.get(node.name, NodeHistory()).newest(node.failures) for node in nodes}
     known = [
         NodeRecord(
-            name=node.name, failures=node.failures, excluded_until=node.excluded_until,
+            name=node.name, history=own[node.name], others=node_failure_rate.of_others(own, node.name),
+            excluded_until=node.excluded_until,
             hangs=hung.get(node.name, 0), slow=slow.get(node.name, 0), replaced=lost.get(node.name, 0),
             faulty=sick.get(node.name, ""), by_person=node.excluded_by(now) == PERSON,
         )
         for node in nodes
     ]  # fmt: skip
-    return Pool(size=pool_size(view.config), needed=view.config.cluster.all_nodes, known=tuple(known))
+    return Pool(
+        size=pool_size(view.config), needed=view.config.cluster.all_nodes, known=tuple(known),
+        node_days=view.config.checkpoint.auto.node_days,
+    )  # fmt: skip
 
 
 def to_avoid(store: Store, view: RunView, now: float, pool_size: PoolSize) -> tuple[str, ...]:

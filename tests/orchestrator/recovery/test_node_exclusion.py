@@ -21,6 +21,7 @@ from orchestrator.recovery.node_exclusion import (
     replaced,
     slowness,
 )
+from orchestrator.recovery.node_failure_rate import NodeHistory
 from orchestrator.registry.records import Notice
 from trainer.contract.config import RecoveryConfig
 from trainer.contract.events import EventKind
@@ -30,6 +31,13 @@ from trainer.contract.outcome import Culprit, Failure, FailureKind
 CONFIG = RecoveryConfig()
 NOW = 1000.0
 FOUR = Pool(size=4, needed=2)
+HOUR, DAY = 3600.0, 86400.0
+
+
+def failed(*ages: float) -> NodeHistory:
+    """A node that was in jobs since its first failure, and failed so many seconds ago."""
+    seconds = max(ages)
+    return NodeHistory(failed=ages, seconds=seconds, recent_seconds=seconds)
 
 
 def failure(kind: FailureKind, node: str | None = "n2") -> Failure:
@@ -46,13 +54,19 @@ def test_evidence_of_the_node_itself_excludes_it_for_a_while() -> None:
 def test_one_death_is_no_evidence_and_two_are() -> None:
     once = blame(failure(FailureKind.RANK_KILLED), FOUR, CONFIG, NOW)
     assert (once.node, once.reason) == (None, "rank_killed once on n2 is no evidence against it")
-    pool = Pool(size=4, needed=2, known=(NodeRecord(name="n2", failures=1),))
+    pool = Pool(size=4, needed=2, known=(NodeRecord(name="n2", history=failed(3 * HOUR)),))
     twice = blame(failure(FailureKind.RANK_KILLED), pool, CONFIG, NOW)
-    assert (twice.node, twice.reason) == ("n2", "2 attempts failed on n2")
+    assert (twice.node, twice.reason) == ("n2", "2 attempts failed on n2 within 3h00m")
+
+
+def test_two_deaths_within_a_month_are_no_pattern() -> None:
+    pool = Pool(size=4, needed=2, known=(NodeRecord(name="n2", history=failed(30 * DAY)),))
+    found = blame(failure(FailureKind.RANK_KILLED), pool, CONFIG, NOW)
+    assert (found.node, found.reason) == (None, "2 attempts failed on n2 within 30d00h: that may be chance")
 
 
 def test_what_is_no_node_s_fault_never_blames_one() -> None:
-    pool = Pool(size=4, needed=2, known=(NodeRecord(name="n2", failures=9),))
+    pool = Pool(size=4, needed=2, known=(NodeRecord(name="n2", history=failed(*[HOUR] * 9)),))
     for kind in (FailureKind.USER_ERROR, FailureKind.PREEMPTED, FailureKind.STORAGE, FailureKind.UNKNOWN):
         assert blame(failure(kind), pool, CONFIG, NOW).node is None
     assert blame(failure(FailureKind.NODE_LOST, None), pool, CONFIG, NOW).reason == "the failure names no node"
@@ -91,7 +105,7 @@ def noticed(
 def test_a_hang_blames_its_node_when_it_is_the_second_one() -> None:
     once = blame(failure(FailureKind.HANG), FOUR, CONFIG, NOW)
     assert (once.node, once.reason) == (None, "hang once on n2 is no evidence against it")
-    pool = Pool(size=4, needed=2, known=(NodeRecord(name="n2", failures=1),))
+    pool = Pool(size=4, needed=2, known=(NodeRecord(name="n2", history=failed(HOUR)),))
     assert blame(failure(FailureKind.HANG), pool, CONFIG, NOW).node == "n2"
 
 
@@ -175,12 +189,12 @@ def test_a_node_that_its_own_checks_condemn_is_avoided_though_a_spare_mended_it(
 
 
 def test_a_second_loss_excludes_though_a_spare_mended_it() -> None:
-    once = Pool(size=40, needed=2, known=(NodeRecord(name="n2", failures=1, replaced=1),))
+    once = Pool(size=40, needed=2, known=(NodeRecord(name="n2", history=failed(0.0), replaced=1),))
     assert nodes_to_exclude(None, once, CONFIG, NOW) == []
-    twice = Pool(size=40, needed=2, known=(NodeRecord(name="n2", failures=2, replaced=1),))
+    twice = Pool(size=40, needed=2, known=(NodeRecord(name="n2", history=failed(0.0, 3 * HOUR), replaced=1),))
     (blamed,) = nodes_to_exclude(None, twice, CONFIG, NOW)
-    assert (blamed.node, blamed.reason) == ("n2", "2 attempts failed on n2")
-    served = Pool(size=40, needed=2, known=(NodeRecord(name="n2", failures=2),))
+    assert (blamed.node, blamed.reason) == ("n2", "2 attempts failed on n2 within 3h00m")
+    served = Pool(size=40, needed=2, known=(NodeRecord(name="n2", history=failed(0.0, 3 * HOUR)),))
     assert nodes_to_exclude(None, served, CONFIG, NOW) == [], "what it was kept away for"
 
 
@@ -210,7 +224,7 @@ def test_all_nodes_of_an_incident_with_several_roots_are_judged() -> None:
 def test_a_failure_with_several_roots_counts_for_every_node_within_the_share_that_may_be_excluded() -> None:
     roots = tuple(Culprit(rank=rank, node=node, kind="stopped", reason="") for rank, node in ((3, "n2"), (7, "n5")))
     hang = Failure(kind=FailureKind.HANG, reason="2 ranks stopped", rank=3, node="n2", culprits=roots)
-    known = tuple(NodeRecord(name=name, failures=1) for name in ("n2", "n5"))
+    known = tuple(NodeRecord(name=name, history=failed(HOUR)) for name in ("n2", "n5"))
     wide = nodes_to_exclude(hang, Pool(size=40, needed=4, known=known), RecoveryConfig(), 100.0)
     assert [one.node for one in wide] == ["n2", "n5"]
     narrow = nodes_to_exclude(hang, Pool(size=5, needed=4, known=known), RecoveryConfig(), 100.0)

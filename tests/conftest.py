@@ -16,6 +16,8 @@ from tests.warm_programs import WarmPrograms, warm_programs
 BUCKET = "checkpoints"
 _CREDENTIALS = {"AWS_ACCESS_KEY_ID": "tester", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
 
+# The proof that no step was trained twice, in every run of the tests.
+os.environ["ORCH_WORK_LOG"] = "1"
 # By default an example that takes longer than 200 ms fails: on a busy machine any may.
 hypothesis.settings.register_profile("orch", deadline=None)
 hypothesis.settings.load_profile("orch")

@@ -27,7 +27,7 @@ class Job:
         self._folder, self._settings = folder, (preset, *settings)
         self._kind = kind
         self._environment = {
-            **os.environ, "ORCH_HOME": str(folder / "home"), "ORCH_SITE_CONFIG": "",
+            **os.environ, "ORCH_HOME": str(folder / "home"), "ORCH_SITE_CONFIG": "", "ORCH_WORK_LOG": "1",
             "XDG_CONFIG_HOME": str(folder / "config"),
         }  # fmt: skip
         self.name = ""

@@ -104,6 +104,13 @@ def _restore_and_train(session: Session) -> ExitCode:
 
         return carry_out(order, session)
     journal = Journal(session.attempt, session.spec, session.on_saves)
+    try:
+        return _train_from_newest(session, journal)
+    finally:
+        journal.close()
+
+
+def _train_from_newest(session: Session, journal: Journal) -> ExitCode:
     token = session.launch_token()
     saver = _checkpointer(session, token, journal.checkpoint)
     skip = skipped_positions(session.spec, session.run_dir)
@@ -113,7 +120,6 @@ def _restore_and_train(session: Session) -> ExitCode:
     session.cell.update(phase=Phase.CHECKPOINT)
     saver.close(seconds_left(session.cell, finished=code is ExitCode.FINISHED))
     session.cell.update(phase=Phase.DONE)
-    journal.close()
     return code
 
 

@@ -13,7 +13,12 @@ from trainer.contract.line_file import LineFile
 from trainer.contract.rank_messages import RankSpec
 from trainer.contract.run_dir import AttemptDir
 from trainer.contract.save_trouble import SaveTrouble
+from trainer.worker.reporting.lines_behind import LinesBehind
 from trainer.worker.reporting.stderr_best_effort import write_stderr
+
+
+def _report_steps(why: str) -> None:
+    write_stderr(f"orch: lines of steps.jsonl are lost: {why}")
 
 
 class BestEffortLines:
@@ -32,6 +37,13 @@ class BestEffortLines:
         self._file.close()
 
 
+WORK_LOG = "ORCH_WORK_LOG"
+"""Environment variable: every rank writes a line for every step, at once. For tests, and for whoever doubts a run: on
+many ranks it is too much for a shared file system."""
+SETTLE_SECONDS = 1.0
+"""How long a save waits for the lines of the steps before it to be written."""
+
+
 class Journal:
     """One rank's records in its attempt's folder; safe to call from the checkpointer's thread too."""
 
@@ -40,8 +52,9 @@ class Journal:
     ) -> None:
         """`on_saves` hears whenever saves fail, why and of how many bytes, or work again (an empty text)."""
         self._spec, self._on_saves, self._trouble = spec, on_saves, SaveTrouble()
-        self._work = BestEffortLines(attempt.work_log(spec.node_name))
-        self._steps = BestEffortLines(attempt.metrics) if spec.rank == 0 else None
+        self._work = BestEffortLines(attempt.work_log(spec.node_name)) if os.environ.get(WORK_LOG) else None
+        self._steps = LinesBehind(lambda: LineFile(attempt.metrics), _report_steps) if spec.rank == 0 else None
+        self._settles = True
         self._validation = attempt.validation
         self._final = attempt.final
         self._events = EventLog(attempt.rank_events(spec.node_name), f"rank-{spec.rank:05d}", spec.attempt)
@@ -79,14 +92,24 @@ class Journal:
         self.event(EventKind.CHECKPOINT_CADENCE, steps=steps, seconds=seconds, reason=reason)
 
     def worked(self, step: int) -> None:
-        """This rank has trained `step`: the line that shows that no step was trained twice at once."""
+        """This rank has trained `step`: where WORK_LOG is set, a line shows that no step was trained twice at once."""
         spec = self._spec
-        self._work.write({**self._stamp(), "rank": spec.rank, "node": spec.node_name, "pid": os.getpid(), "step": step})
+        if self._work is not None:
+            told = {"rank": spec.rank, "node": spec.node_name, "pid": os.getpid(), "step": step}
+            self._work.write({**self._stamp(), **told})
 
     def step(self, step: int, **values: Any) -> None:
         """One metric line; only rank 0 writes them."""
         if self._steps is not None:
-            self._steps.write({**self._stamp(), "step": step, **values})
+            self._steps.append(dump_line({**self._stamp(), "step": step, **values}))
+
+    def settle(self) -> None:
+        """Have the lines of all steps so far written: a restart from the save that follows repeats none of them.
+
+        Waits for SETTLE_SECONDS at most, and no more once the file has not answered in time.
+        """
+        if self._steps is not None:
+            self._settles = self._steps.flush(SETTLE_SECONDS if self._settles else 0.0)
 
     def validated(self, step: int, seconds: float, metrics: Mapping[str, float]) -> None:
         """One line and one event; only rank 0 writes them."""
@@ -104,6 +127,7 @@ class Journal:
 
     def close(self) -> None:
         self._events.close()
-        self._work.close()
+        if self._work is not None:
+            self._work.close()
         if self._steps is not None:
             self._steps.close()

@@ -261,7 +261,8 @@ class Loop:
     def _save(self, reason: StopReason) -> None:
         """Save; wait for the commit when the run ends with it."""
         services, step = self._services, self._train_state.step
-        self._services.phases.enter(Phase.CHECKPOINT)
+        services.phases.enter(Phase.CHECKPOINT)
+        services.journal.settle()
         if reason:
             self._stop.served()
             if self._objects.layout.rank == 0:

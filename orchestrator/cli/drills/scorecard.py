@@ -133,7 +133,7 @@ def score(
         decision=_decision(later, fault),
         back_s=_since(fault, back),
         back_step=back.data.get("step") if back else None,
-        steps_lost=_lost(steps, back, fault),
+        steps_lost=_lost(steps, later, back, fault),
         evidence=_evidence(later, found),
     )
     over = back is not None or held or (expected.then == "go on" and sign is not None)
@@ -262,14 +262,15 @@ def _started_again(later: Sequence[Event], fault: Event, before: float) -> Event
     return next((one for one in started[-1:] if one.time <= before and _place(one) not in ended), None)
 
 
-def _lost(steps: Sequence[Mapping[str, Any]], back: Event | None, fault: Event) -> int | None:
+def _lost(steps: Sequence[Mapping[str, Any]], later: Sequence[Event], back: Event | None, fault: Event) -> int | None:
     """Steps that had to be trained again."""
     if back is None or back.data.get("step") is None:
         return None
     # Generations before the one that was hit may have come further: what they lost, other failures took.
     trained = [int(line["step"]) for line in steps if (line["attempt"], line["generation"]) == _place(fault)]
-    # What was trained last may have been lost before it was told.
-    newest = max([*trained, int(fault.data.get("step") or 0)])
+    # Lines of what was trained last may be lost with their rank, or on a full disk; agents know of it all the same.
+    ended = [event for event in later if event.kind == EventKind.GENERATION_ENDED and _place(event) == _place(fault)]
+    newest = max([*trained, *(int(event.data.get("step") or 0) for event in (fault, *ended))])
     return max(0, newest - int(back.data["step"]) + 1)
 
 

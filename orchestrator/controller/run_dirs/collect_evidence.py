@@ -50,16 +50,17 @@ class Heartbeat:
     loss: float | None = None
     saves_failing: str = ""
     total_steps: int = 0
+    saved_step: int = 0  # newest checkpoint that ranks know of, one that they began with included
 
     @classmethod
     def read(cls, path: Path) -> "Heartbeat":
         """The heartbeat; raises OSError, ValueError, TypeError, KeyError or AttributeError when there is none."""
         fields = read_json(path, MOST_HEARTBEAT)
         loss = fields.get("loss")
-        total = fields.get("total_steps")
+        total, saved = fields.get("total_steps"), fields.get("saved_step")
         return cls(
             seq=int(fields["seq"]), step=fields.get("step"), loss=None if loss is None else number(loss),
-            total_steps=total if isinstance(total, int) else 0,
+            total_steps=total if isinstance(total, int) else 0, saved_step=saved if isinstance(saved, int) else 0,
             saves_failing=str(fields.get("saves_failing") or "")[:MOST_TROUBLE],
         )  # fmt: skip
 

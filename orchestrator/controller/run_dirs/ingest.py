@@ -359,14 +359,16 @@ def _ingest_progress(store: Store, view: RunView, epoch: int, now: float, known:
     loss = known.loss if known.loss is not None else run.loss
     # The end of a workload is in its configuration.
     total = known.total if view.config.command and known.total else run.total_steps
+    # What an attempt began with it has not saved.
+    saved = max(attempt.saved_step or 0, known.saved if known.saved > (attempt.resumed_from or 0) else 0) or None
     # By repr: a NaN is never equal to itself.
-    before = (run.step, run.loss, run.total_steps, attempt.last_step)
-    if repr(before) == repr((known.step, loss, total, known.step)):
+    before = (run.step, run.loss, run.total_steps, attempt.last_step, attempt.saved_step)
+    if repr(before) == repr((known.step, loss, total, known.step, saved)):
         return False
 
     def note() -> None:
         store.note_run(run.name, epoch=epoch, now=now, step=known.step, loss=loss, total_steps=total)
-        store.note_attempt(run.name, attempt.number, epoch=epoch, last_step=known.step)
+        store.note_attempt(run.name, attempt.number, epoch=epoch, last_step=known.step, saved_step=saved)
 
     store.together(note)
     return True

@@ -16,11 +16,15 @@ METRICS_TAIL = 16 * 1024
 
 @dataclass(frozen=True, kw_only=True)
 class KnownProgress:
-    """The newest trained step, its loss, and the last step as a user's own program says it (0: it does not)."""
+    """The newest trained step, its loss, and the last step as a user's own program says it (0: it does not).
+
+    `saved`: the newest checkpoint by the heartbeat, for ranks' events of commits may be lost (0: none).
+    """
 
     step: int
     loss: float | None = None
     total: int = 0
+    saved: int = 0
 
 
 def progress(place: AttemptDir) -> KnownProgress | None:
@@ -28,12 +32,13 @@ def progress(place: AttemptDir) -> KnownProgress | None:
     line, heartbeat = last_line(place.metrics), _heartbeat(place)
     # A full disk takes no more lines, while the heartbeat is overwritten.
     newer = heartbeat.step or 0 if heartbeat is not None and heartbeat.saves_failing else 0
+    saved = heartbeat.saved_step if heartbeat is not None else 0
     if line is not None and isinstance(line.get("step"), int) and line["step"] >= newer:
-        return KnownProgress(step=line["step"], loss=_loss(line.get("loss")))
+        return KnownProgress(step=line["step"], loss=_loss(line.get("loss")), saved=saved)
     # Step 0 says that no rank has told its step yet, not that the run is back at its beginning.
     if heartbeat is None or not heartbeat.step:
         return None
-    return KnownProgress(step=heartbeat.step, loss=heartbeat.loss, total=heartbeat.total_steps)
+    return KnownProgress(step=heartbeat.step, loss=heartbeat.loss, total=heartbeat.total_steps, saved=saved)
 
 
 def _heartbeat(place: AttemptDir) -> Heartbeat | None:

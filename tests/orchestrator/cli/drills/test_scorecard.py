@@ -70,6 +70,13 @@ def test_steps_of_generations_before_the_one_that_was_hit_are_not_lost_again() -
     assert tape.score("kill-rank", steps=trained).steps_lost == 7
 
 
+def test_steps_whose_lines_are_lost_are_counted_by_the_end_of_their_generation() -> None:
+    tape = Tape().add(100.0, EventKind.DRILL, kind="full-disk", rank=0, step=20)
+    tape.add(100.5, EventKind.GENERATION_ENDED, **{**fell("storage"), "step": 41})
+    tape.add(102.0, EventKind.GENERATION_FIRST_STEP, attempt=2, step=21, seconds=1.4)
+    assert tape.score("full-disk", steps=[lines(1, 34)]).steps_lost == 21
+
+
 def test_a_command_is_back_when_its_ranks_run_on() -> None:
     tape = Tape().add(100.0, EventKind.DRILL, kind="kill-rank", rank=1, step=None, node="n1")
     tape.add(100.1, EventKind.RANK_EXITED, rank=1, node="n1", exit_code=None, signal=9, reason="killed by SIGKILL")

@@ -220,6 +220,23 @@ def test_a_disk_that_takes_no_more_lines_does_not_hide_how_far_a_run_got(tmp_pat
     assert world.run.step == step
 
 
+def test_a_save_whose_event_is_lost_is_known_by_the_heartbeat(tmp_path: Path) -> None:
+    world, log = begun(tmp_path)
+    place = world.folder.attempt(1)
+
+    def saved(by_heartbeat: int) -> int | None:
+        place.metrics.write_text('{"step":80,"loss":0.1}\n')
+        place.heartbeat.write_text(dump_line({"seq": 1, "step": 80, "loss": 0.5, "saved_step": by_heartbeat}))
+        read(world)
+        return world.store.attempt(world.name, 1).saved_step
+
+    assert saved(0) is None
+    log.write(EventKind.CHECKPOINT_RESTORED, step=20, name="b", seconds=0.1)
+    assert saved(20) is None, "what it began with it has not saved"
+    assert saved(40) == 40
+    assert saved(30) == 40
+
+
 def test_what_watchers_noticed_is_kept_once(tmp_path: Path) -> None:
     world, log = begun(tmp_path)
     log.generation = 2

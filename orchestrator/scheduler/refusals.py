@@ -123,6 +123,12 @@ def submit_error(said: str) -> SubmitRejected | SubmitAmbiguous:
     return SubmitRejected(f"Slurm refused the job: {words}", hint=row.hint, retryable=row.retryable, change=row.change)
 
 
+def is_of_sbatch(said: str) -> bool:
+    """Whether sbatch itself or slurmctld says this, and no wrapper that a site has put in its place."""
+    lines = [line for line in said.splitlines() if line.strip() and not _USAGE.match(line)]
+    return bool(_ANSWERED.search(said)) or all(line.startswith("sbatch:") for line in lines)
+
+
 def _row(said: str) -> Refusal | None:
     answered = _ANSWERED.search(said) is not None
     # Killed by its own time limit while it went on trying: its last try may have been taken.

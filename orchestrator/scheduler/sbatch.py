@@ -21,11 +21,12 @@ from orchestrator.scheduler.interface import JobSpec, Resources
 from orchestrator.scheduler.job_environment import Submitter
 from orchestrator.scheduler.job_tags import TAG_VARIABLE
 from orchestrator.scheduler.node_capacity import known_nodes, known_partitions, shortfall
-from orchestrator.scheduler.refusals import GRES, SIZE, submit_error
+from orchestrator.scheduler.refusals import GRES, SIZE, is_of_sbatch, submit_error
 from orchestrator.scheduler.sbatch_values import check_field, check_nodes, check_options, check_text, minutes
 from orchestrator.scheduler.script import prepare
 from orchestrator.scheduler.slurm_text import expand_nodes, fold_nodes
 
+_SUBMITTED = re.compile(r"^Submitted batch job (\d+)", re.MULTILINE)
 SBATCH_TIMEOUT_S = 60
 TEST_TIMEOUT_S = 10
 
@@ -142,7 +143,8 @@ def text(spec: JobSpec) -> str:
 
 
 def refusal(spec: JobSpec) -> SubmitRejected | None:
-    """What Slurm has against this job, without submitting it; None too where it gave no answer in time.
+    """What Slurm has against this job, without submitting it; None too where it gave no answer in time, or where a
+    wrapper of sbatch does not know how to ask.
 
     WARNING: what it refuses here because of nodes that are down, it may take: see `node_capacity.shortfall`.
     Raises ConfigError as `text` does.
@@ -155,7 +157,10 @@ def refusal(spec: JobSpec) -> SubmitRejected | None:
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return None
-    error = submit_error(done.stderr) if done.returncode else None
+    if given := _SUBMITTED.search(done.stdout):  # by a wrapper of the site that has left the option out
+        run_command(["scancel", given[1]])
+        return None
+    error = submit_error(done.stderr) if done.returncode and is_of_sbatch(done.stderr) else None
     return named(error, spec.resources) if isinstance(error, SubmitRejected) else None
 
 

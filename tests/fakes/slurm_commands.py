@@ -22,10 +22,10 @@ def refusing(said: str, code: int = 1) -> str:
     return f"cat > /dev/null; printf '%s\\n' {shlex.quote(said)} >&2; exit {code}"
 
 
-def write_commands(folder: Path, sbatch: str, *, sinfo: str = SINFO) -> str:
-    """Write sbatch and what orch asks besides it; a PATH on which they are found first."""
+def write_commands(folder: Path, sbatch: str, *, sinfo: str = SINFO, **others: str) -> str:
+    """Write sbatch, what orch asks besides it, and `others` by their names; a PATH on which they are found first."""
     folder.mkdir(exist_ok=True)
-    for name, body in (("sbatch", sbatch), ("sinfo", sinfo), ("scontrol", SCONTROL)):
+    for name, body in {"sbatch": sbatch, "sinfo": sinfo, "scontrol": SCONTROL, **others}.items():
         program = folder / name
         program.write_text(f"#!/bin/sh\n{body}\n")
         program.chmod(0o755)

@@ -8,7 +8,7 @@ import pytest
 from tests.end_to_end.user import User
 from tests.slurm.lab import SlurmLab
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1800)]
 SMALL = [
     "cluster.nodes=2", "cluster.ranks_per_node=1", "parallel.tp=1", "cluster.cpus_per_task=2", "cluster.partition=low",
     "cluster.time=10", "train.steps=12", "checkpoint.every=4", "checkpoint.keep=10",

@@ -21,8 +21,8 @@ class Site:
         self.folder, self.monkeypatch = folder, monkeypatch
         self.warned: list[str] = []
 
-    def ask(self, program: str, *overrides: str, sinfo: str = SINFO) -> None:
-        path = write_commands(self.folder / "bin", program, sinfo=sinfo)
+    def ask(self, program: str, *overrides: str, sinfo: str = SINFO, **others: str) -> None:
+        path = write_commands(self.folder / "bin", program, sinfo=sinfo, **others)
         self.monkeypatch.setenv("PATH", path)
         words = [f"cluster.root={self.folder / 'runs'}", *overrides]
         config = compose("slurm-first-run", words, environ={"HOME": "/nowhere"}).config
@@ -126,6 +126,25 @@ def test_what_passes_by_itself_is_a_warning(site: Site, said: str, words: str) -
 def test_no_answer_is_no_refusal(site: Site, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     monkeypatch.setattr(sbatch, "TEST_TIMEOUT_S", 0.2 if "sleep" in program else sbatch.TEST_TIMEOUT_S)
     site.ask(program, "cluster.mem=2G")
+    assert site.warned == []
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "cp: unrecognized option '--test-only'\nTry 'cp --help'.\nsbatch: error: Batch script is empty!",
+        "usage: site-submit SCRIPT",
+    ],
+)
+def test_a_wrapper_that_does_not_know_how_to_ask_refuses_nothing(site: Site, said: str) -> None:
+    site.ask(refusing(said), "cluster.mem=2G")
+    assert site.warned == []
+
+
+def test_what_a_wrapper_submits_instead_of_asking_is_cancelled(site: Site, tmp_path: Path) -> None:
+    told = tmp_path / "cancelled"
+    site.ask("echo Submitted batch job 4711", "cluster.mem=2G", scancel=f'echo "$@" > {told}')
+    assert told.read_text() == "4711\n"
     assert site.warned == []
 
 

@@ -79,11 +79,11 @@ def test_a_failure_while_stopping_does_not_start_a_new_generation(job):
 HASTY = """
 from trainer.agent import node_agent
 from trainer.agent.control import peer_timeout
-node_agent.AGENT_TIMEOUT_SECONDS = 1.0
+node_agent.AGENT_TIMEOUT_SECONDS = 3.0
 node_agent.POLL_SECONDS = peer_timeout.POLL_SECONDS = 0.2
 peer_timeout.LATE_SECONDS = 0.5
 """
-"""What Python runs first in every agent: a minute of silence takes a second."""
+"""What Python runs first in every agent: a minute of silence takes three seconds, the pauses of the test more."""
 
 
 def test_a_pause_of_the_whole_job_ends_nothing(job, tmp_path):
@@ -96,7 +96,7 @@ def test_a_pause_of_the_whole_job_ends_nothing(job, tmp_path):
     for number in (signal.SIGSTOP, signal.SIGCONT):
         for pid in paused:
             os.kill(pid, number)
-        time.sleep(2.0)
+        time.sleep(4.5)
     work.agents[1].send_signal(signal.SIGUSR2)
     assert work.wait() == [76, 76], work.story()
     assert work.outcome().generations == 1

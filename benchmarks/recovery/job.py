@@ -23,12 +23,13 @@ _OURS = ("orch-controller", "orch-agent", "orch-forkserver", "orch-rank", "orch-
 class Job:
     """A run from its submission on; leaving the block ends all of it."""
 
-    def __init__(self, folder: Path, kind: str, preset: str, *settings: str) -> None:
+    def __init__(self, folder: Path, kind: str, preset: str, *settings: str, work_log: bool = True) -> None:
+        """`work_log`: every rank writes a line for every step, which most of what is asked here needs."""
         self._folder, self._settings = folder, (preset, *settings)
         self._kind = kind
         self._environment = {
-            **os.environ, "ORCH_HOME": str(folder / "home"), "ORCH_SITE_CONFIG": "", "ORCH_WORK_LOG": "1",
-            "XDG_CONFIG_HOME": str(folder / "config"),
+            **os.environ, "ORCH_HOME": str(folder / "home"), "ORCH_SITE_CONFIG": "",
+            "ORCH_WORK_LOG": "1" if work_log else "", "XDG_CONFIG_HOME": str(folder / "config"),
         }  # fmt: skip
         self.name = ""
 

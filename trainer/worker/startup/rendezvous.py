@@ -105,6 +105,8 @@ def _receive_store(control: socket.socket) -> tuple[str, int, bytes]:
 
 def join(spec: RankSpec, control: socket.socket, device: torch.device) -> bytes:
     """Make this process part of the world of its generation, whose key it returns; blocks until every rank is there."""
+    # gloo then connects two ranks when one first sends to the other: a ring needs two sockets of a rank, all pairs W.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     store, key = open_store(spec, control)
     dist.init_process_group(
         devices.backend(device),

@@ -18,7 +18,8 @@ ROOT = PROGRAM.parents[4]
 
 @contextmanager
 def started(*arguments: str, descriptors: tuple[int, ...] = ()) -> "Iterator[subprocess.Popen[str]]":
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    as_ranks_do = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_GLOO_LAZY_INIT": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **as_ranks_do}
     process = subprocess.Popen(
         [sys.executable, str(PROGRAM), *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         env=environment, pass_fds=descriptors,

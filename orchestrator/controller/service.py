@@ -189,8 +189,11 @@ def _controller(store_path: Path, kind: str, key: str) -> Iterator[Controller]:
             instance=instance_of(kind),
         )  # fmt: skip
         files.between = controller.actor.renew_lease_if_due
-        store.database.after_commit = RecordWriter(store, files)
-        yield controller
+        store.database.after_commit = records = RecordWriter(store, files)
+        try:
+            yield controller
+        finally:
+            records.write_owed()
 
 
 def tick_once(
@@ -336,7 +339,7 @@ class Daemon:
 
     def _tick(self, lease: Lease) -> TickReport:
         report = self.controller.tick(lease)
-        self.controller.store.database.after_commit(set())  # records that a hung directory has kept back
+        self.controller.store.database.after_commit(set())  # records that are owed
         epoch, now = self.controller.actor.epoch, time.time()
         tests, told = self._after.tests.run(epoch, now), self._after.notifications.run(epoch, now)
         changed = self._watch.after(report) or report.changed or bool(tests)

@@ -21,10 +21,13 @@ from orchestrator.registry.records import (
     Submission,
     Transition,
 )
+from orchestrator.states import Trust
 from trainer.contract.config import build
 from trainer.contract.run_dir import RunDir
 
 SCHEMA = "orch.record/1"
+DELETED_KEPT = 100
+"""So many of the checkpoints that were deleted stay in a record, the newest: a run of months deletes thousands."""
 log = logging.getLogger("orch.registry")
 
 
@@ -44,6 +47,7 @@ class Record:
     nodes: tuple[Node, ...]
     cursors: dict[str, int]
     registry: str = ""  # the file that this was copied from
+    changes: int = 0  # how many transitions there were, those left out included
 
     def encode(self) -> bytes:
         return dump_line({"schema": SCHEMA, **asdict(self)}).encode()
@@ -67,31 +71,43 @@ def record_of(store: Reads, name: str) -> Record:
     run, attempts = store.run(name), tuple(store.attempts(name))
     used = {node for attempt in attempts for node in attempt.nodes}
     used |= {str(attempt.failure["node"]) for attempt in attempts if attempt.failure and attempt.failure.get("node")}
+    checkpoints, transitions = store.checkpoints(name), store.transitions(name)
+    forgotten = _long_deleted(checkpoints)
     return Record(
         run=run,
         attempts=attempts,
         generations=tuple(store.generations(name)),
-        checkpoints=tuple(store.checkpoints(name)),
+        checkpoints=tuple(one for one in checkpoints if one.name not in forgotten),
         copies=tuple(store.copies(name)),
         notices=tuple(store.notices(name)),
         restore_test=store.restore_test(name),
         submissions=tuple(store.submissions(name)),
-        transitions=tuple(store.transitions(name)),
+        transitions=tuple(one for one in transitions if one.kind != "checkpoint" or one.subject not in forgotten),
         nodes=tuple(node for node in store.nodes() if node.cluster == run.domain and node.name in used),
         cursors=store.cursors(name),
         registry=str(store.database.path),
+        changes=len(transitions),
     )
 
 
-def write_record(folder: RunDir, record: Record) -> None:
-    """Bring the record of one run up to date; raises OSError."""
+def _long_deleted(checkpoints: Iterable[Checkpoint]) -> set[str]:
+    """Names of the checkpoints that were deleted, but for the newest."""
+    deleted = sorted((one.step, one.name) for one in checkpoints if one.trust is Trust.DELETED)
+    return {name for _, name in deleted[: max(0, len(deleted) - DELETED_KEPT)]}
+
+
+def write_record(folder: RunDir, record: Record) -> int:
+    """Bring the record of one run up to date; how many bytes were written. Raises OSError."""
     # The controller makes the folder after the run's row; a later change of state finds it.
-    if folder.run.exists() and not _is_behind(record, folder.record):
-        write_durably(folder.record, record.encode())
+    if not folder.run.exists() or _is_behind(record, folder.record):
+        return 0
+    data = record.encode()
+    write_durably(folder.record, data)
+    return len(data)
 
 
 def write_records(
-    store: Reads, runs: Iterable[str], write: Callable[[RunDir, Record], None] = write_record
+    store: Reads, runs: Iterable[str], write: Callable[[RunDir, Record], object] = write_record
 ) -> None:  # fmt: skip
     """Bring the records of these runs up to date; a folder that cannot be written only misses this copy."""
     for name in runs:
@@ -106,6 +122,6 @@ def _is_behind(record: Record, path: Path) -> bool:
     """Whether a faster process has written a newer record already."""
     try:
         known: Any = read_json(path)
-        return len(known["transitions"]) > len(record.transitions)
+        return int(known.get("changes") or len(known["transitions"])) > record.changes
     except (OSError, ValueError, TypeError, KeyError):
         return False

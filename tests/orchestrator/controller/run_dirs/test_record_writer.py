@@ -1,0 +1,97 @@
+"""A run of months: its record stays small, and is not written whole with every change."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.controller.run_dirs import record_writer
+from orchestrator.controller.run_dirs.bounded_files import DirectFiles
+from orchestrator.controller.run_dirs.record_writer import RecordWriter
+from orchestrator.registry.operations.run_record import DELETED_KEPT, Record, record_of, write_record
+from orchestrator.registry.records import Checkpoint
+from orchestrator.registry.store import Store
+from orchestrator.states import Trust
+from tests.scenarios.world import World, training
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def world_of(tmp_path: Path, store: Store) -> World:
+    (tmp_path / "runs").mkdir()
+    return World(tmp_path / "runs", store=store)
+
+
+def saved_and_deleted(world: World, count: int) -> None:
+    """Checkpoints that retention has deleted, the newest but one excepted."""
+    stamp: dict[str, Any] = {"epoch": world.lease.epoch, "now": world.clock.now}
+    for step in range(1, count + 1):
+        made = Checkpoint(
+            run=world.name, name=f"old-{step:06d}", step=step, attempt=1, trust=Trust.COMMITTED, bytes=7, path="/x",
+            committed_at=1.0,
+        )  # fmt: skip
+        world.store.put_checkpoint(made, epoch=world.lease.epoch)
+        if step < count:
+            world.store.trust(world.name, made.name, Trust.DELETED, "retention", **stamp)
+
+
+def test_checkpoints_that_were_deleted_long_ago_leave_the_record(tmp_path: Path) -> None:
+    with Store.open(tmp_path / "registry.db") as store:
+        world = world_of(tmp_path, store)
+        training(world, 4)
+        saved_and_deleted(world, DELETED_KEPT + 50)
+        record = record_of(store, world.name)
+        names = sorted(one.name for one in record.checkpoints if one.name.startswith("old-"))
+        assert names[0] == "old-000050"
+        assert names[-1] == f"old-{DELETED_KEPT + 50:06d}"
+        assert len(names) == DELETED_KEPT + 1
+        assert {one.subject for one in record.transitions if one.subject.startswith("old-")} <= set(names)
+        assert record.changes == len(store.transitions(world.name)) > len(record.transitions)
+
+
+def test_an_older_record_never_replaces_a_newer_one_that_has_left_more_out(tmp_path: Path) -> None:
+    with Store.open(tmp_path / "registry.db") as store:
+        world = world_of(tmp_path, store)
+        training(world, 4)
+        saved_and_deleted(world, DELETED_KEPT)
+        older = record_of(store, world.name)
+        saved_and_deleted(world, 2 * DELETED_KEPT)
+        newer = record_of(store, world.name)
+        assert write_record(world.folder, newer) > 0
+        assert write_record(world.folder, older) == 0
+        assert Record.read(world.folder.record).changes == newer.changes
+
+
+def test_a_large_record_is_written_less_often_and_nothing_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Store.open(tmp_path / "registry.db") as store:
+        world, clock = world_of(tmp_path, store), Clock()
+        training(world, 4)
+        stamp: dict[str, Any] = {"epoch": world.lease.epoch, "now": world.clock.now}
+        store.database.after_commit = records = RecordWriter(store, DirectFiles(), clock)
+
+        def change(reason: str) -> bool:
+            """Whether the record tells of a change at once."""
+            store.note_run(world.name, reason=reason, **stamp)
+            records({world.name})
+            return reason in world.folder.record.read_text()
+
+        assert change("small, once")
+        assert change("small, twice")
+        monkeypatch.setattr(record_writer, "RATE", world.folder.record.stat().st_size / 60.0)  # large: a minute's worth
+        assert change("large")
+        assert not change("too early")
+        clock.now += 30.0
+        assert not change("still too early")
+        clock.now += 60.0
+        records(set())
+        assert "still too early" in world.folder.record.read_text()
+        assert not change("at the end")
+        records.write_owed()
+        assert "at the end" in world.folder.record.read_text()

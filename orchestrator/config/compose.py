@@ -271,7 +271,9 @@ def _absolute(data: dict[str, Any], origins: dict[keys.Path, str], environ: Mapp
         written = _VARIABLE.sub(value, name)
         if not written.strip():  # an unset variable of the shell: it would mean the current folder
             what = f"`{keys.dotted(key)}`={name}: is empty, and must be a folder"
-            raise ConfigError(what, where=_where(key, origins), hint=f"~{keys.dotted(key)} takes its default; . is here")
+            raise ConfigError(
+                what, where=_where(key, origins), hint=f"~{keys.dotted(key)} takes its default; . is here"
+            )
         return os.path.abspath(os.path.expanduser(written))
 
     data["cluster"]["root"] = folder(data["cluster"]["root"], "cluster", "root")

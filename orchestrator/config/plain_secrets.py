@@ -56,7 +56,7 @@ def require_none(values: Mapping[str, Any], origins: Mapping[str, str], named: S
     `origins`: where each value came from; `named`: what `env_from` names already.
     """
     for key, what, variable in _found(values):
-        secret = f"{key}: looks like {what}, and would be written to config.json and the registry"
+        secret = f"{key}: {what}, and would be written to config.json and the registry"
         raise refused(secret, key=key, origins=origins, variable=variable, named=named)
 
 
@@ -75,17 +75,21 @@ def place(origin: str) -> str:
 
 
 def _found(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Key, what its value looks like, and the variable to be used instead."""
+    """Key, what is wrong with its value, and the variable to be used instead."""
     for key, value in values.items():
         if key in SECRET_KEYS:  # it is moved out of the config
             continue
         name = key.removeprefix("env.")
         if name != key and is_secret_name(name) and _may_be_secret(value):
-            yield key, "a secret", name
+            yield key, "looks like a secret", name
         for text in _texts(value):
-            yield from ((key, form.what, _variable(name, key, form)) for form in _FORMS if form.pattern.search(text))
+            yield from (
+                (key, f"looks like {form.what}", _variable(name, key, form))
+                for form in _FORMS
+                if form.pattern.search(text)
+            )
         if key in _COMMANDS and isinstance(value, (list, tuple)):
-            yield from ((key, f"a secret in {option}", variable) for option, variable in _options(value))
+            yield from ((key, f"{option} looks like a secret", variable) for option, variable in _options(value))
 
 
 def _variable(name: str, key: str, form: _Form) -> str:

@@ -36,7 +36,7 @@ class SecretsRefused(Exception):  # noqa: N818  # it says what is refused
 
 @dataclass(frozen=True, kw_only=True)
 class RunSecrets:
-    """What the run's own file holds: values by the names of variables, and webhooks by what the config shows of them."""
+    """What the run's own file holds: values by variable, and the URLs of webhooks by what the config shows of them."""
 
     values: dict[str, str] = field(default_factory=dict, repr=False)
     webhooks: dict[str, str] = field(default_factory=dict, repr=False)

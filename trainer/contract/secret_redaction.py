@@ -42,6 +42,12 @@ class Redactor:
         """Whether there is anything to redact."""
         return bool(self._forms)
 
+    def found(self, value: object) -> bool:
+        """Whether one of the values stands in a text, or in one of the texts of plain data."""
+        if isinstance(value, (list, tuple, dict)):
+            return any(self.found(item) for item in (value.values() if isinstance(value, dict) else value))
+        return isinstance(value, str) and self.text(value) != value
+
     def data(self, data: bytes) -> bytes:
         """Bytes of a log or of evidence without the values."""
         return _replaced(data, self._forms)

@@ -58,7 +58,7 @@ def _from_shell(config: RunConfig, environ: Mapping[str, str], kept: Mapping[str
     known = {**kept, **environ}
     if missing := [name for name in config.env_from if name not in known]:
         exports = " ".join(f"{name}=..." for name in missing)
-        what = f"env_from: {', '.join(missing)} is not set in this shell"
+        what = f"env_from: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set in this shell"
         raise ConfigError(what, where="env_from", hint=f"`export {exports}`, then the same command again")
     return {name: known[name] for name in config.env_from}
 

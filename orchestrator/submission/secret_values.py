@@ -12,7 +12,7 @@ from orchestrator.config.redaction import redacted_url
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError, Precondition
 from trainer.contract.run_dir import RunDir
-from trainer.contract.run_secrets import RunSecrets, SecretsRefused, read_list
+from trainer.contract.run_secrets import RunSecrets, SecretsRefused, export_command, read_list
 from trainer.contract.secret_redaction import Redactor
 
 
@@ -57,9 +57,8 @@ def _from_shell(config: RunConfig, environ: Mapping[str, str], kept: Mapping[str
     """The values of `env_from`: those of the shell, else those that are known."""
     known = {**kept, **environ}
     if missing := [name for name in config.env_from if name not in known]:
-        exports = " ".join(f"{name}=..." for name in missing)
         what = f"env_from: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set in this shell"
-        raise ConfigError(what, where="env_from", hint=f"`export {exports}`, then the same command again")
+        raise ConfigError(what, where="env_from", hint=f"{export_command(missing)}, then the same command again")
     return {name: known[name] for name in config.env_from}
 
 

@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 import stat
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,18 +77,17 @@ def values_for_job(run: RunDir, config: JobConfig) -> dict[str, str]:
     """Every variable that the run's processes get as a secret; raises SecretsRefused, OSError."""
     own = RunSecrets.read(run.secrets).values if config.env_from else {}
     if missing := [name for name in config.env_from if name not in own]:
-        raise missing_values(run, missing)
+        hint = f"{export_command(missing)}, then {_resume(run.name)}"
+        raise SecretsRefused(f"{run.secrets} has no value of {', '.join(missing)}", hint)
     chosen = {name: own[name] for name in config.env_from}
     if not config.secrets_file:
         return chosen
     return chosen | read_list(Path(config.secrets_file), taken={**config.env, **chosen})
 
 
-def missing_values(run: RunDir, names: list[str]) -> SecretsRefused:
-    """The refusal of a run whose file lacks these values."""
-    exports = " ".join(f"{name}=..." for name in names)
-    what = f"{run.secrets} has no value of {', '.join(names)}"
-    return SecretsRefused(what, f"`export {exports}`, then {_resume(run.name)}")
+def export_command(names: Sequence[str]) -> str:
+    """What a person types who gives these variables to orch."""
+    return f"`export {' '.join(f'{name}=...' for name in names)}`"
 
 
 def _resume(run: str) -> str:

@@ -25,46 +25,51 @@ class Redactor:
     """Replaces the values of some variables, in each form in which programs print them."""
 
     def __init__(self, values: Mapping[str, str]) -> None:
-        found: dict[bytes, bytes] = {}
-        common: set[bytes] = set()
+        found: dict[str, str] = {}
+        common: set[str] = set()
         for name, value in values.items():
-            if len(value.encode(errors="surrogateescape")) < LEAST:
-                continue
-            forms = dict.fromkeys(_forms(value), f"***{name}***".encode())
-            found |= forms
-            common |= set(forms) if _COMMON.fullmatch(value) else set()
+            if len(_bytes(value)) >= LEAST:
+                forms = dict.fromkeys(_forms(value), f"***{name}***")
+                found |= forms
+                common |= set(forms) if _COMMON.fullmatch(value) else set()
         # A value that has another one in it is replaced first.
-        self._forms = sorted(found.items(), key=lambda item: (-len(item[0]), item[0]))
-        self._unique = [item for item in self._forms if item[0] not in common]
-        self._first = {form[:1] for form, _ in self._forms}
+        self._texts = sorted(found.items(), key=lambda item: (-len(item[0]), item[0]))
+        self._unique = [item for item in self._texts if item[0] not in common]
+        self._data = sorted(
+            ((_bytes(form), _bytes(shown)) for form, shown in found.items()), key=lambda item: -len(item[0])
+        )
+        self._first = {form[:1] for form, _ in self._data}
 
     def __bool__(self) -> bool:
         """Whether there is anything to redact."""
-        return bool(self._forms)
+        return bool(self._data)
 
     def found(self, value: object) -> bool:
         """Whether one of the values stands in a text, or in one of the texts of plain data."""
         if isinstance(value, (list, tuple, dict)):
             return any(self.found(item) for item in (value.values() if isinstance(value, dict) else value))
-        return isinstance(value, str) and self.text(value) != value
+        return isinstance(value, str) and any(form in value for form, _ in self._texts)
 
     def data(self, data: bytes) -> bytes:
         """Bytes of a log or of evidence without the values."""
-        return _replaced(data, self._forms)
+        for form, shown in self._data:
+            if form in data:
+                data = data.replace(form, shown)
+        return data
 
     def text(self, text: str) -> str:
         """Words for people without the values."""
-        return _decoded(_replaced(_encoded(text), self._forms)) if self._forms else text
+        return _replaced(text, self._texts)
 
     def record(self, text: str) -> str:
         """A record in JSON without the values; numbers, plain words and paths stay, so that it can still be read."""
-        return _decoded(_replaced(_encoded(text), self._unique)) if self._unique else text
+        return _replaced(text, self._unique)
 
     def beginning_at_end(self, data: bytes) -> int:
         """Where the end of `data` may be the beginning of a value; its length where it is none."""
-        longest = len(self._forms[0][0]) if self._forms else 1
+        longest = len(self._data[0][0]) if self._data else 1
         for at in range(max(0, len(data) - longest + 1), len(data)):
-            if data[at : at + 1] in self._first and any(form.startswith(data[at:]) for form, _ in self._forms):
+            if data[at : at + 1] in self._first and any(form.startswith(data[at:]) for form, _ in self._data):
                 return at
         return len(data)
 
@@ -107,52 +112,40 @@ NOTHING = Redactor({})
 """Of a process without secrets."""
 
 
-def _replaced(data: bytes, forms: Iterable[tuple[bytes, bytes]]) -> bytes:
+def _replaced(text: str, forms: Iterable[tuple[str, str]]) -> str:
     for form, shown in forms:
-        if form in data:
-            data = data.replace(form, shown)
-    return data
+        if form in text:
+            text = text.replace(form, shown)
+    return text
 
 
-def _forms(value: str) -> Iterator[bytes]:
+def _forms(value: str) -> Iterator[str]:
     """As it is, in JSON and in Python's repr, in URLs and in base64."""
-    plain = {value, repr(value)[1:-1], quote(value, safe="", errors="replace"), quote(value, errors="replace")}
-    plain.add(quote_plus(value, errors="replace"))
-    for text in plain:
-        yield _encoded(text)
+    in_urls = {quote(value, safe=safe, errors="surrogateescape") for safe in ("", "/")}
+    plus = quote_plus(value, errors="surrogateescape")
+    for text in {value, repr(value)[1:-1], plus, *in_urls}:
+        yield text
         for once in _in_json(text):
-            yield _encoded(once)
-            yield from map(_encoded, _in_json(once))
-    yield from _in_base64(_encoded(value))
+            yield once
+            yield from _in_json(once)
+    yield from _in_base64(_bytes(value))
 
 
 def _in_json(text: str) -> set[str]:
     return {json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]}
 
 
-def _in_base64(value: bytes) -> Iterator[bytes]:
+def _in_base64(value: bytes) -> Iterator[str]:
     """What stands for the value wherever it begins in what was encoded, as after `user:`."""
     for before in range(3):
         data = bytes(before) + value
-        # Of the first and the last letters, neighbours have a part.
+        # In the first and the last letters, neighbours have a part.
         first, end = (0, 2, 3)[before], len(data) * 8 // 6
         for encode in (base64.b64encode, base64.urlsafe_b64encode):
-            piece = encode(data)[first:end]
+            piece = encode(data)[first:end].decode()
             if len(piece) >= _LEAST_ENCODED:
                 yield piece
 
 
-def _encoded(text: str) -> bytes:
-    return text.encode(errors="surrogatepass" if _has_high(text) else "surrogateescape")
-
-
-def _has_high(text: str) -> bool:
-    """Whether there are surrogates that stand for no byte of a file name."""
-    return any("\ud800" <= char <= "\udfff" and not "\udc80" <= char <= "\udcff" for char in text)
-
-
-def _decoded(data: bytes) -> str:
-    try:
-        return data.decode(errors="surrogateescape")
-    except UnicodeDecodeError:
-        return data.decode(errors="surrogatepass")
+def _bytes(text: str) -> bytes:
+    return text.encode(errors="surrogateescape")

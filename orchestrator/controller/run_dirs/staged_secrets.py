@@ -12,7 +12,7 @@ from pathlib import Path
 
 from orchestrator.errors import Precondition
 from trainer.contract.run_dir import RunDir
-from trainer.contract.run_secrets import RunSecrets, SecretsRefused, missing_values
+from trainer.contract.run_secrets import RunSecrets, SecretsRefused, export_command
 
 _BEGINNING, _END = ".secrets-", ".json"
 _ABANDONED = 86400.0
@@ -70,10 +70,12 @@ def require(folder: RunDir, names: Sequence[str]) -> RunSecrets:
     """The run's secrets; raises Precondition when one of these has no value."""
     try:
         found = RunSecrets.read(folder.secrets) if names else RunSecrets()
-        if missing := [name for name in names if name not in found.values]:
-            raise missing_values(folder, missing)
     except SecretsRefused as refused:
         raise Precondition(refused.what, hint=refused.hint) from refused
+    if missing := [name for name in names if name not in found.values]:
+        raise Precondition(
+            f"{folder.secrets} has no value of {', '.join(missing)}", hint=f"type {export_command(missing)}"
+        )
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from orchestrator.config import keys, presets, yaml_text
+from orchestrator.config import keys, plain_secrets, presets, yaml_text
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError, NotFound
 from trainer.contract.config import WorkloadConfig
@@ -220,7 +220,7 @@ def from_overrides(overrides: Sequence[str]) -> list[Assignment]:
 
 
 def _override(number: int, text: str) -> list[Assignment]:
-    where = f"override #{number}: {_without_value_of_env(text)}"
+    where = f"override #{number}: {plain_secrets.shown_override(text)}"
     match = _OVERRIDE.fullmatch(text)
     if match is None:
         raise ConfigError("an override must be key=value, +key=value or ~key", where=where, hint="train.steps=100")
@@ -239,11 +239,6 @@ def _override(number: int, text: str) -> list[Assignment]:
             f"`{match['key']}` is no entry of an open map, + adds entries to those", where=where, hint=hint
         )
     return [_as_override(item, sign) for item in _assignments(_node(value, kind, where), kind, path, where)]
-
-
-def _without_value_of_env(text: str) -> str:
-    """An override as it may be shown: what was to be a variable's value may be a secret."""
-    return re.sub(r"(?s)\A(\+?env(?:\.[^=]*)?=).*", r"\1***", text)
 
 
 def _as_override(item: Assignment, sign: str) -> Assignment:

@@ -69,6 +69,13 @@ def refused(what: str, *, key: str, origins: Mapping[str, str], variable: str, n
     return ConfigError(what, where=place(origin), hint=hint)
 
 
+def shown_override(text: str) -> str:
+    """An override as it may be shown: a secret that it gives to `env` is no part of it."""
+    match = re.match(r"\+?env(?:\.[^=]*)?=", text)
+    secret = is_secret_name(text) or any(form.pattern.search(text) for form in _FORMS)
+    return f"{match[0]}***" if match and secret else text
+
+
 def place(origin: str) -> str:
     """Where a value came from, without the value that an override has."""
     return origin.partition("=")[0] if origin.startswith(_TYPED) else origin
@@ -98,7 +105,7 @@ def _variable(name: str, key: str, form: _Form) -> str:
 
 def is_secret_name(name: str) -> bool:
     """Whether one of the words of a variable's name is a secret's."""
-    return any(word in _WORDS for word in re.split(r"[_-]", name.upper()))
+    return any(word in _WORDS for word in re.split(r"[^A-Z0-9]", name.upper()))
 
 
 def _may_be_secret(value: Any) -> bool:

@@ -1,0 +1,126 @@
+"""Canaries for secrets: real ranks have them, print them and fail with them, and no file but the run's own has them."""
+
+import base64
+import json
+import os
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.user import ONE_NODE, User
+
+pytestmark = [pytest.mark.multi, pytest.mark.timeout(400)]
+ROOT = Path(__file__).resolve().parents[2]
+SHELL, FILE, HOOK = "canary-shell-12345", "canary/file+67890", "canary-hook-13579"
+PIECES = tuple(text.encode() for text in (SHELL, FILE, HOOK, "canary%2Ffile%2B67890", "shell-12345"))
+IN_BASE64 = tuple(
+    base64.b64encode(before + value.encode())[4:-4] for value in (SHELL, FILE) for before in (b"", b"a", b"user:")
+)
+MINE = ("tokens", "mine.yaml")
+"""What the user has written."""
+
+
+def told_in(data: bytes) -> list[bytes]:
+    return [piece for piece in (*PIECES, *IN_BASE64) if piece in data]
+
+
+def files_that_tell(folder: Path) -> dict[str, list[bytes]]:
+    """Every file below the folder with a secret in it; one may be gone before it is read."""
+    found = {}
+    for path in folder.rglob("*"):
+        try:
+            data = path.read_bytes() if path.is_file() else b""
+        except FileNotFoundError:
+            continue
+        if told := told_in(data):
+            found[str(path.relative_to(folder))] = told
+    return found
+
+
+@contextmanager
+def command_lines_watched() -> Iterator[set[bytes]]:
+    """Every command line of this machine that tells a secret, looked at again and again meanwhile."""
+    found: set[bytes] = set()
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.005):
+            for process in filter(str.isdigit, os.listdir("/proc")):
+                try:
+                    line = Path(f"/proc/{process}/cmdline").read_bytes()
+                except OSError:
+                    continue
+                if told_in(line):
+                    found.add(line)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield found
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_secrets_are_told_by_no_file_row_log_message_or_process(user: User) -> None:
+    (user.folder / "tokens").write_text(f"# mine\nWANDB_API_KEY='{FILE}'\n")
+    (user.folder / "tokens").chmod(0o600)
+    (user.folder / "mine.yaml").write_text(
+        f"includes: [tiny-gpt]\nnotify: {{webhook: 'http://127.0.0.1:9/{HOOK}', on: [RUNNING, FAILED]}}\n"
+    )
+    (user.folder / "tmp").mkdir()
+    user.environment |= {"HF_TOKEN": SHELL, "TMPDIR": str(user.folder / "tmp")}
+    words = [
+        *ONE_NODE, "train.steps=8", "train.dtype=float32", "checkpoint.every=2", "+workload.args.width=8",
+        "workload.target=tests.end_to_end.leaking_workload:Leaking", f"workload.path=[{ROOT}]",
+        "env_from=[HF_TOKEN]", f"secrets_file={user.folder / 'tokens'}", "recovery.hang.stopped=1",
+        "drill.events=[{kind: stop-rank, rank: 1, step: 3}]",
+    ]  # fmt: skip
+    with command_lines_watched() as lines:
+        run = user.submit(str(user.folder / "mine.yaml"), *words)["run"]
+    assert lines == set()
+    del user.environment["HF_TOKEN"]
+    assert user.wait(run) == 8
+    allowed = {f"runs/{run}/secrets.json", *MINE}
+    assert set(files_that_tell(user.folder)) == allowed
+
+    # They were there to be told.
+    attempt = user.run_dir(run).attempt(1)
+    log = attempt.rank_log(0).read_text()
+    assert log.count("***HF_TOKEN***") > 4
+    assert log.count("***WANDB_API_KEY***") > 4
+    assert "***HF_TOKEN*** and ***WANDB_API_KEY***" in attempt.agent_log(0).read_text()
+    kept = [path for path in attempt.evidence.rglob("rank-*") if "***HF_TOKEN***" in path.read_text()]
+    assert kept, "the evidence of the stopped rank"
+    failure = user.show(run)["attempts"][-1]["failure"]
+    assert (failure["kind"], "HTTP 401 for ***HF_TOKEN***" in failure["reason"]) == ("user_error", True)
+    shown = [user.run(*verb, run, "--json") for verb in (("show",), ("status",), ("events",), ("config", "show"))]
+    shown += [user.run("logs", run, "--rank", rank, "--tail", "1000") for rank in ("all", "first-error")]
+    for one in shown:
+        assert told_in((one.stdout + one.stderr).encode()) == []
+    assert "***HF_TOKEN***" in shown[-1].stdout
+    assert json.loads(shown[1].stdout)["data"][0]["state"] == "FAILED"
+    assert re.search(r'"webhook": ?"http://127.0.0.1:9/\*\*\*"', user.run_dir(run).config.read_text())
+
+
+def test_a_command_of_ones_own_has_them_and_secrets_in_a_config_are_refused(user: User) -> None:
+    user.environment |= {"HF_TOKEN": SHELL}
+    for words in (
+        [f"+env.HF_TOKEN={SHELL}"],
+        [f"command=[python,a.py,--api-key={SHELL}]"],
+        ["env_from=[HF_TOKEN]", f"+workload.args.a={SHELL}"],
+    ):
+        refused = user.run("submit", "tiny-gpt", f"cluster.root={user.root}", "cluster.kind=local", *words)
+        assert refused.returncode == 2
+        assert "would be written to config.json and the registry" in refused.stderr
+        assert told_in((refused.stdout + refused.stderr).encode()) == []
+    look = "[sh, -c, 'test $ORCH_SECRETS = HF_TOKEN && echo it is $HF_TOKEN']"
+    shape = ["cluster.nodes=1", "cluster.ranks_per_node=1", "env_from=[HF_TOKEN]", f"command={look}"]
+    run = user.submit("torchrun-script", *shape)["run"]
+    assert user.wait(run) == 0
+    assert "it is ***HF_TOKEN***" in user.run("logs", run, "--rank", "0").stdout
+    assert set(files_that_tell(user.folder)) == {f"runs/{run}/secrets.json"}

@@ -104,7 +104,9 @@ def current_identity(run: Run, config: RunConfig) -> dict[str, Any]:
     """Code and environment as they are now, as far as this interpreter is the one that jobs of the run have."""
     now: dict[str, Any] = {"code": code(config, Path(run.identity.get("submit_dir", "")))}
     if Submitter.of(run.identity).python == sys.executable and not config.cluster.python:
-        now["env"] = environment(run.cluster)
+        here = environment(run.cluster)
+        shown = {name: value for name, value in here["variables"].items() if name not in config.env_from}
+        now["env"] = {**here, "variables": shown}
     else:
         now["code"]["orch"] = run.identity.get("code", {}).get("orch")
     if config.workload.snapshot:  # the job trains from the copy that was made when the run was submitted

@@ -27,7 +27,7 @@ class Submitted:
     def redacted(self, value: Any) -> Any:
         """Plain data with no value of a secret in it."""
         if isinstance(value, str):
-            return self.redactor.text(value)
+            return self.redactor.record(value)
         if isinstance(value, dict):
             return {key: self.redacted(item) for key, item in value.items()}
         return [self.redacted(item) for item in value] if isinstance(value, (list, tuple)) else value

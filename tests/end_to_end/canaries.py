@@ -38,7 +38,7 @@ def command_lines_watched() -> Iterator[set[bytes]]:
     over = threading.Event()
 
     def look() -> None:
-        while not over.wait(0.005):
+        while not over.wait(0.02):
             for process in filter(str.isdigit, os.listdir("/proc")):
                 try:
                     line = Path(f"/proc/{process}/cmdline").read_bytes()

@@ -27,7 +27,7 @@ def test_secrets_are_told_by_no_file_row_log_message_or_process(user: User) -> N
         *ONE_NODE, "train.steps=8", "train.dtype=float32", "checkpoint.every=2", "+workload.args.width=8",
         "workload.target=tests.end_to_end.leaking_workload:Leaking", f"workload.path=[{ROOT}]",
         "env_from=[HF_TOKEN]", f"secrets_file={user.folder / 'tokens'}", "recovery.hang.stopped=1",
-        "drill.events=[{kind: stop-rank, rank: 1, step: 3}]",
+        "recovery.hang.evidence=3", "drill.events=[{kind: stop-rank, rank: 1, step: 3}]",
     ]  # fmt: skip
     with command_lines_watched() as lines:
         run = user.submit(str(user.folder / "mine.yaml"), *words)["run"]
@@ -58,11 +58,7 @@ def test_secrets_are_told_by_no_file_row_log_message_or_process(user: User) -> N
 
 def test_a_command_of_ones_own_has_them_and_secrets_in_a_config_are_refused(user: User) -> None:
     user.environment |= {"HF_TOKEN": SHELL}
-    for words in (
-        [f"+env.HF_TOKEN={SHELL}"],
-        [f"command=[python,a.py,--api-key={SHELL}]"],
-        ["env_from=[HF_TOKEN]", f"+workload.args.a={SHELL}"],
-    ):
+    for words in ([f"+env.HF_TOKEN={SHELL}"], ["env_from=[HF_TOKEN]", f"+workload.args.a={SHELL}"]):
         refused = user.run("submit", "tiny-gpt", f"cluster.root={user.root}", "cluster.kind=local", *words)
         assert refused.returncode == 2
         assert "would be written to config.json and the registry" in refused.stderr

@@ -45,10 +45,10 @@ class Redactor:
         return bool(self._data)
 
     def found(self, value: object) -> bool:
-        """Whether one of the values stands in a text, or in one of the texts of plain data."""
+        """Whether `record` would change a text, or one of the texts of plain data."""
         if isinstance(value, (list, tuple, dict)):
             return any(self.found(item) for item in (value.values() if isinstance(value, dict) else value))
-        return isinstance(value, str) and any(form in value for form, _ in self._texts)
+        return isinstance(value, str) and any(form in value for form, _ in self._unique)
 
     def data(self, data: bytes) -> bytes:
         """Bytes of a log or of evidence without the values."""

@@ -59,7 +59,7 @@ def ensure_run_dir(run: Run, first: Attempt, config: dict[str, Any]) -> RunDir:
         _import_checkpoint(draft, run)
         if order := run.identity.get("restore_test"):
             write_order(draft, order)
-            staged_secrets.copy_to_test(RunDir(Path(order["run_dir"])), config.get("env_from", ()), draft)
+            staged_secrets.copy_to_test(order, config.get("env_from", ()), draft)
         write_durably(draft.run, dump_line(_run_json(run, first)).encode())
         ensure_attempt_dir(draft, first, config)
         os.rename(draft.path, final.path)

@@ -6,9 +6,10 @@ dead one began, has the values too. The file is never copied.
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from orchestrator.errors import Precondition
 from trainer.contract.run_dir import RunDir
@@ -59,10 +60,10 @@ def adopt(folder: RunDir, nonce: str) -> None:
         os.rename(_staged(folder.path.parent, nonce), folder.secrets)
 
 
-def copy_to_test(source: RunDir, names: Sequence[str], target: RunDir) -> None:
+def copy_to_test(order: Mapping[str, Any], names: Sequence[str], target: RunDir) -> None:
     """Give a restore test the values of the run that it tests; raises Precondition, OSError."""
     if names:
-        values = require(source, names).values
+        values = require(RunDir(Path(order["run_dir"])), names).values
         RunSecrets(values={name: values[name] for name in names}).create(target.secrets)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from checkpointing.config import RUN, TierConfig
 from checkpointing.storage.durable import canonical
-from orchestrator.config import keys, layers, validation
+from orchestrator.config import keys, layers, plain_secrets, validation
 from orchestrator.config.layers import Assignment
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError
@@ -46,7 +46,7 @@ def compose(
     wanted = layers.from_file(path)
     shipped = [item for item in wanted if item.shipped and not preset_wins]
     own = [item for item in wanted if preset_wins or not item.shipped]
-    return _composed([name, *shipped, *standing, *own, *layers.from_overrides(overrides)], environ)
+    return without_secrets(_composed([name, *shipped, *standing, *own, *layers.from_overrides(overrides)], environ))
 
 
 def recompose(
@@ -65,10 +65,17 @@ def recompose(
         if path not in gone
     ]
     composed = _composed([*found, *layers.from_overrides(overrides)], environ, checked=checked)
+    composed = without_secrets(composed) if overrides else composed
     whole = dict(composed.data)
     for section, name in gone:
         whole[section] = {**whole[section], name: whole[section][name] or data[section].get(name, [])}
     return replace(composed, data=whole, digest=digest_of(whole))
+
+
+def without_secrets(composed: Composed) -> Composed:
+    """The same; raises ConfigError for a secret that would be written to `config.json` and the registry."""
+    plain_secrets.require_none(flat(composed.data), composed.origins, composed.config.env_from)
+    return composed
 
 
 def _values(data: Mapping[str, Any], kind: Any, above: keys.Path) -> Iterator[tuple[keys.Path, Any]]:
@@ -264,7 +271,9 @@ def _absolute(data: dict[str, Any], origins: dict[keys.Path, str], environ: Mapp
         written = _VARIABLE.sub(value, name)
         if not written.strip():  # an unset variable of the shell: it would mean the current folder
             what = f"`{keys.dotted(key)}`={name}: is empty, and must be a folder"
-            raise ConfigError(what, where=_where(key, origins), hint=f"~{key[0]}.{key[1]} takes its default; . is here")
+            raise ConfigError(
+                what, where=_where(key, origins), hint=f"~{keys.dotted(key)} takes its default; . is here"
+            )
         return os.path.abspath(os.path.expanduser(written))
 
     data["cluster"]["root"] = folder(data["cluster"]["root"], "cluster", "root")
@@ -273,6 +282,7 @@ def _absolute(data: dict[str, Any], origins: dict[keys.Path, str], environ: Mapp
     data["data"]["text"] = [name if name in validation.KNOWN_TEXTS else folder(name, "data", "text") for name in texts]
     for tier in data["checkpoint"]["tiers"]:
         tier["path"] = _tier(tier["path"], folder)
+    data["secrets_file"] = data["secrets_file"] and folder(data["secrets_file"], "secrets_file")
     if (own := data["checkpoints"]["path"]).startswith(("/", "~", "$")):  # others are meant from where the command runs
         data["checkpoints"]["path"] = folder(own, "checkpoints", "path")
     data["workload"]["path"] = [folder(name, "workload", "path") for name in data["workload"]["path"]]

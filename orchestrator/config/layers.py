@@ -9,7 +9,7 @@ from typing import Any
 
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from orchestrator.config import keys, presets, yaml_text
+from orchestrator.config import keys, plain_secrets, presets, yaml_text
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError, NotFound
 from trainer.contract.config import WorkloadConfig
@@ -220,7 +220,7 @@ def from_overrides(overrides: Sequence[str]) -> list[Assignment]:
 
 
 def _override(number: int, text: str) -> list[Assignment]:
-    where = f"override #{number}: {text}"
+    where = f"override #{number}: {plain_secrets.shown_override(text)}"
     match = _OVERRIDE.fullmatch(text)
     if match is None:
         raise ConfigError("an override must be key=value, +key=value or ~key", where=where, hint="train.steps=100")

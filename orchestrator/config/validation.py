@@ -13,7 +13,9 @@ from orchestrator.config import keys
 from orchestrator.config.run_config import ClusterConfig, RunConfig
 from orchestrator.errors import ConfigError
 from orchestrator.scheduler import cluster_values
+from orchestrator.scheduler.job_environment import is_always_passed
 from trainer.contract.config import WorkloadConfig
+from trainer.contract.run_secrets import is_name
 
 BUILT_IN = WorkloadConfig().target
 SECTIONS = frozenset(path[0] for path in keys.every_key() if len(path) > 1)
@@ -94,6 +96,13 @@ def _names(config: RunConfig) -> Iterator[Complaint]:
             yield f"env.{variable}: is no name of an environment variable", "+env.MY_VARIABLE=value"
         if "\0" in value or "\n" in value:
             yield f"env.{variable}: has a line break or a NUL in it", "put such values into a file"
+    for variable in config.env_from:
+        if not is_name(variable):
+            yield f"env_from: {variable} is no name of an environment variable", "env_from=[HF_TOKEN]"
+        elif variable in config.env:
+            yield f"env_from: {variable} stands in env, too", f"~env.{variable} leaves it to env_from"
+        elif is_always_passed(variable):
+            yield f"env_from: a job has its submitter's {variable} anyway", "env_from is for secrets"
 
 
 def _program(config: RunConfig) -> Iterator[Complaint]:

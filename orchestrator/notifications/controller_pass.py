@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from orchestrator.config.notify_config import NotifyConfig
@@ -21,6 +22,7 @@ from orchestrator.registry.records import Attempt, Run, Transition
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.job_environment import Submitter
 from trainer.contract.config import build
+from trainer.contract.run_dir import RunDir
 
 log = logging.getLogger("orch.controller")
 
@@ -128,7 +130,8 @@ class Notifications:
         said = message(run, change)
         folder = str(run.identity.get("submit_dir", "/"))
         environ = {**Submitter.of(run.identity).environ(os.environ), **said.variables()}
-        order = Order(targets=targets, payload=said.to_json(), environ=environ, folder=folder)
+        secrets = str(RunDir(Path(run.run_dir)).secrets)
+        order = Order(targets=targets, payload=said.to_json(), environ=environ, folder=folder, secrets=secrets)
         trying = replace(told, tries=told.tries + 1, at=now)
         try:
             self._sending[run.name] = Sender.begin(order), trying

@@ -40,6 +40,11 @@ def passes(name: str) -> bool:
     return name in _NAMES or name.startswith(_PREFIXES)
 
 
+def is_always_passed(name: str) -> bool:
+    """Whether every job has this variable, so that it needs no key of the configuration."""
+    return name in _NAMES and not SECRET.search(name)
+
+
 def allowed(environ: Mapping[str, str]) -> dict[str, str]:
     """The part of `environ` that a job sees."""
     return {name: value for name, value in environ.items() if passes(name)}

@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from submitit.slurm.slurm import SlurmExecutor
 from orchestrator.errors import ConfigError, Retryable, SlurmUnreachable, SubmitAmbiguous, SubmitRejected
 from orchestrator.scheduler import submitit_payload
 from orchestrator.scheduler.commands import require, run_command
+from orchestrator.scheduler.environment_handover import with_environment
 from orchestrator.scheduler.interface import JobSpec, Resources
 from orchestrator.scheduler.job_environment import Submitter
 from orchestrator.scheduler.job_tags import TAG_VARIABLE
@@ -32,29 +34,29 @@ TEST_TIMEOUT_S = 10
 
 
 class HeldExecutor(SlurmExecutor):  # type: ignore[misc]  # submitit is not type-checked here
-    """SlurmExecutor that bounds sbatch in time and hides the variables a job must not see.
-
-    `env -u` takes names only, so no value of a hidden variable appears on a command line; the values that do are those
-    which the run has recorded, never a secret.
-    """
+    """SlurmExecutor that bounds sbatch in time and gives it the environment of the run's submitter."""
 
     submitter: Submitter
+    words: Sequence[str] = ()
+    """What `sbatch SCRIPT` is called with while the job is submitted; submitit has no environment to give."""
 
     @classmethod
     def affinity(cls) -> int:
         return 2  # a script can be shown on a machine without Slurm
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        return [*self.bounded_sbatch(SBATCH_TIMEOUT_S), str(submission_file_path)]
+        return [*self.words, str(submission_file_path)]
 
-    def bounded_sbatch(self, seconds: float) -> list[str]:
-        """sbatch with the environment of the run's submitter, ended after so many seconds."""
-        seen = self.submitter.environ(os.environ)
-        hidden = [word for name in sorted(os.environ) if name not in seen for word in ("-u", name)]
-        changed = [f"{name}={value}" for name, value in sorted(seen.items()) if os.environ.get(name) != value]
-        bounded = ["timeout", "--kill-after=5", f"{seconds:g}"]
-        # The submitter's PATH must not choose another sbatch than the one whose Slurm is asked about the job.
-        return [*bounded, "env", *hidden, *changed, shutil.which("sbatch") or "sbatch"]
+    def environ(self) -> dict[str, str]:
+        """What sbatch sees, and so the job: nothing else of this process's environment."""
+        return self.submitter.environ(os.environ)
+
+
+def _bounded_sbatch(seconds: float) -> list[str]:
+    """sbatch, ended after so many seconds."""
+    # The submitter's PATH must not choose another sbatch than the one whose Slurm is asked about the job.
+    timeout, sbatch = (shutil.which(program) or program for program in ("timeout", "sbatch"))
+    return [timeout, "--kill-after=5", f"{seconds:g}", sbatch]
 
 
 def executor(spec: JobSpec) -> HeldExecutor:
@@ -152,8 +154,8 @@ def refusal(spec: JobSpec) -> SubmitRejected | None:
     made, script = executor(spec), text(spec)
     try:
         done = subprocess.run(
-            [*made.bounded_sbatch(TEST_TIMEOUT_S), "--test-only"], input=script, capture_output=True, text=True,
-            errors="replace", timeout=2 * TEST_TIMEOUT_S, check=False,
+            [*_bounded_sbatch(TEST_TIMEOUT_S), "--test-only"], input=script, capture_output=True, text=True,
+            errors="replace", timeout=2 * TEST_TIMEOUT_S, check=False, env=made.environ(),
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return None
@@ -170,7 +172,10 @@ def submit(spec: JobSpec, entry: str) -> str:
     require("sbatch")
     function = submitit_payload.load_entry(entry)
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it then raises
+        with (
+            contextlib.redirect_stderr(io.StringIO()),  # submitit prints what it then raises
+            with_environment(made.environ(), _bounded_sbatch(SBATCH_TIMEOUT_S)) as made.words,
+        ):
             return str(made.submit(function, *submitit_payload.arguments(spec)).job_id)
     except FailedJobError as error:
         refused = submit_error(str(error))

@@ -1,6 +1,5 @@
 """`orch submit`, up to the point where the controller takes over: everything is checked before anything is written."""
 
-import copy
 import os
 import signal
 import socket
@@ -16,12 +15,13 @@ from checkpointing.config import RUN
 from orchestrator.config.compose import Composed
 from orchestrator.config.run_config import RunConfig
 from orchestrator.controller import failpoints
+from orchestrator.controller.run_dirs import staged_secrets
 from orchestrator.controller.run_dirs.run_folder import ensure_run_dir
 from orchestrator.errors import ConfigError, Precondition
 from orchestrator.registry.records import Attempt, NewRun, Run
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.scheduler_instance import instance_of
-from orchestrator.submission import user_code
+from orchestrator.submission import secret_values, user_code
 from orchestrator.submission.job_check import check_script
 from orchestrator.submission.run_identity import identify
 from trainer.contract.config import WorkloadConfig
@@ -60,9 +60,11 @@ def create_run(
     root = writable_root(config.cluster.root)
     user_code.check(config)
     check_script(config, kind)
-    data = copy.deepcopy(composed.data)
+    given = secret_values.submitted(composed, os.environ)
+    data = given.data
     index = _data(config, data, root, progress)
-    identity = identify(config, kind, data=_data_identity(data, index))
+    recorded = {name: value for name, value in os.environ.items() if name not in config.env_from}
+    identity = identify(config, kind, data=_data_identity(data, index), environ=recorded)
     identity["host"] = socket.gethostname()
     if imported is not None:
         identity["imported"] = imported
@@ -73,17 +75,20 @@ def create_run(
         root=root,
         config_digest=digest,
         total_steps=0 if config.command else config.train.steps,
-        identity=identity,
+        identity=given.redacted(identity),
         scheduler=instance_of(kind)(),
         tags=tags,
     )
+    nonce = token_hex(4)
     with _interrupts_held():
-        run, attempt = store.create_run(new, now=now, nonce=token_hex(4))
+        with staged_secrets.staged(root, nonce, given.secrets):
+            run, attempt = store.create_run(new, now=now, nonce=nonce)
         on_recorded(run)
     failpoints.reach("after_create")
     try:
         ensure_run_dir(run, attempt, data)
     except Precondition as error:
+        staged_secrets.discard(root, nonce)
         _take_back(store, run, error, now)
     return run, attempt
 

@@ -50,6 +50,8 @@ CONFIG: Mapping[str, Term] = {
     "progress.path": _PLACE,
     "progress.pattern": _PLACE,
     "env": Term(Rule.ACCEPT, "ranks see other variables"),
+    "env_from": Term(Rule.ACCEPT, "ranks see other variables"),
+    "secrets_file": Term(Rule.ACCEPT, "ranks see other variables"),
     "cluster.kind": _FOLDER,
     "cluster.root": _FOLDER,
     "cluster.nodes": _SUMS,

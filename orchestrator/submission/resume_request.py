@@ -1,5 +1,6 @@
 """What a person changes of a run that goes on: checked against the contract before anything is written."""
 
+import os
 import shlex
 import sys
 from collections.abc import Collection, Sequence
@@ -20,11 +21,15 @@ from orchestrator.submission import user_code
 from orchestrator.submission.job_check import check_script, check_with_slurm
 from orchestrator.submission.resume_contract import Change, check_keys, config_changes, identity_changes, require
 from orchestrator.submission.run_identity import client, code, environment
+from orchestrator.submission.secret_values import renew, without_webhook
 from trainer.contract.config import build
+from trainer.contract.run_dir import RunDir
 
 
 def resume_request(store: Store, run: Run, overrides: Sequence[str], accepted: Collection[str]) -> dict[str, Any]:
     """What the controller is asked with, besides to resume: a new config, which is stored, and a new identity.
+
+    Secrets that this shell has are newer than those in the run's file, and are written there.
 
     Raises ConfigError, Precondition where the contract refuses, and SubmitRejected where Slurm does. What is typed is
     accepted.
@@ -32,14 +37,16 @@ def resume_request(store: Store, run: Run, overrides: Sequence[str], accepted: C
     check_keys(accepted)
     data = store.config(run.config_digest)
     changes: list[Change] = []
+    webhooks: dict[str, str] = {}
     if overrides:
         # Keys that a newer orch has added are no change of anybody's.
         before, now = recompose(data, [], checked=False), recompose(data, overrides)
         if not now.config.workload.snapshot:
             user_code.check(now.config)
         _require_tiers(before.config, now.config)
-        config, data = now.config, now.data
-        changes = config_changes(before.data, now.data)
+        config = now.config
+        data, webhooks = without_webhook(now.data)
+        changes = config_changes(before.data, data)
     else:
         made = build(RunConfig, data)
         assert isinstance(made, RunConfig)
@@ -53,6 +60,9 @@ def resume_request(store: Store, run: Run, overrides: Sequence[str], accepted: C
     _require_more_steps(run, config, changes)
     if any(change.key.startswith("cluster.") for change in changes):
         _check_job(run, config)
+    folder = RunDir(Path(run.run_dir))
+    if (secrets := renew(folder, config, os.environ, webhooks)) is not None:
+        secrets.replace(folder.secrets)
     # `base`: somebody else may change the run before this is answered.
     asked: dict[str, Any] = {"config": store.put_config(data), "base": run.config_digest} if changes else {}
     return asked | ({"identity": identity} if differs else {})
@@ -94,7 +104,9 @@ def current_identity(run: Run, config: RunConfig) -> dict[str, Any]:
     """Code and environment as they are now, as far as this interpreter is the one that jobs of the run have."""
     now: dict[str, Any] = {"code": code(config, Path(run.identity.get("submit_dir", "")))}
     if Submitter.of(run.identity).python == sys.executable and not config.cluster.python:
-        now["env"] = environment(run.cluster)
+        here = environment(run.cluster)
+        shown = {name: value for name, value in here["variables"].items() if name not in config.env_from}
+        now["env"] = {**here, "variables": shown}
     else:
         now["code"]["orch"] = run.identity.get("code", {}).get("orch")
     if config.workload.snapshot:  # the job trains from the copy that was made when the run was submitted

@@ -25,6 +25,7 @@ from trainer.agent.processes.log_pipes import LogPipes
 from trainer.agent.processes.watchdog_client import WatchdogClient
 from trainer.agent.processes.write_behind import WriteBehind, settle
 from trainer.agent.watch.root_cause import signal_name
+from trainer.contract import run_secrets
 from trainer.contract.config import JobConfig, config_digest, load
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.launch_token import LaunchToken
@@ -33,6 +34,7 @@ from trainer.contract.log_rotation import LogsConfig
 from trainer.contract.node_identity import NodeIdentity, discover
 from trainer.contract.outcome import ExitCode
 from trainer.contract.run_dir import AttemptDir, RunDir
+from trainer.contract.secret_redaction import in_use
 
 _HANDLED_SIGNALS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 _CONNECT_SECONDS = 60.0
@@ -131,6 +133,7 @@ class Agent:
             )
             token = await wait_for_go(self._attempt.go, identity, self._attempt.number)
             config = await asyncio.to_thread(self._config, identity, token)
+            run_secrets.enter(await asyncio.to_thread(self._secrets, config))
             self._node_logs.limit(config.logs)
             return await self._work(identity, config, token)
         except Refused as refusal:
@@ -156,6 +159,12 @@ class Agent:
         if config.cluster.all_nodes != identity.nodes:
             raise Refused(f"the job has {identity.nodes} node(s), the run is configured for {config.cluster.all_nodes}")
         return config
+
+    def _secrets(self, config: JobConfig) -> dict[str, str]:
+        try:
+            return run_secrets.values_for_job(self._run, config)
+        except (OSError, run_secrets.SecretsRefused) as error:
+            raise Refused(f"cannot read the run's secrets: {error}") from error
 
     # -- signals and the job -----------------------------------------------------------------------------------------
 
@@ -299,8 +308,9 @@ class _TeeStderr:
         self.fileno, self._both = fileno, both
 
     def write(self, text: str) -> int:
+        shown = in_use().text(text)
         for one in self._both:
-            one.append(text)
+            one.append(shown)
         return len(text)
 
     def flush(self) -> None:

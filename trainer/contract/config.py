@@ -272,7 +272,11 @@ class ProgramConfig:
     checkpoints: CommandCheckpointsConfig = field(default_factory=CommandCheckpointsConfig)
     progress: CommandProgressConfig = field(default_factory=CommandProgressConfig)
     env: dict[str, str] = field(default_factory=dict)
-    """Environment variables for the ranks."""
+    """Environment variables for the ranks; not for secrets: they lie in `config.json` and in the registry."""
+    env_from: tuple[str, ...] = ()
+    """Variables that `orch submit` takes from its shell as secrets (`[HF_TOKEN, WANDB_API_KEY]`)."""
+    secrets_file: str = ""
+    """A file of yours with NAME=VALUE lines and mode 0600, read on each node whenever a job starts."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from checkpointing.storage.durable import open_regular
+from trainer.contract.secret_redaction import in_use
 
 
 class Lines(Protocol):
@@ -19,6 +20,7 @@ class Lines(Protocol):
 class LineFile:
     """Appends whole lines, each in one O_APPEND write: processes of one host may share the file.
 
+    No value of a secret gets into the file.
     A line that a full disk or a kill has cut short never takes the next one with it, whichever process writes that.
     """
 
@@ -28,7 +30,8 @@ class LineFile:
 
     def append(self, line: str) -> None:
         """Write `line` and a newline; raises OSError when not all of it arrived."""
-        data = (b"\n" if self._is_torn() else b"") + line.encode(errors="backslashreplace") + b"\n"
+        shown = in_use().record(line).encode(errors="backslashreplace")
+        data = (b"\n" if self._is_torn() else b"") + shown + b"\n"
         written = os.write(self._descriptor, data)
         if written < len(data):
             raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes arrived")

@@ -7,6 +7,7 @@ from typing import Any
 
 from checkpointing.storage.durable import dump_line, read_json, write_durably
 from checkpointing.storage.reserved_file import reserve, write_reserved
+from trainer.contract.secret_redaction import in_use
 
 MOST_BYTES = 16 << 20
 """Beyond this nothing is an outcome."""
@@ -115,8 +116,8 @@ def legible(text: str) -> str:
 
 
 def _line(fields: Any) -> bytes:
-    """JSON that every reader can write down again."""
-    return dump_line(_all_legible(fields)).encode()
+    """JSON that every reader can write down again, without secrets."""
+    return in_use().record(dump_line(_all_legible(fields))).encode()
 
 
 def _all_legible(value: Any) -> Any:

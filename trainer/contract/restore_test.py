@@ -7,6 +7,7 @@ from typing import Any
 from checkpointing.storage.durable import dump_line, read_json, write_durably
 from trainer.contract.config import build
 from trainer.contract.run_dir import AttemptDir, RunDir
+from trainer.contract.secret_redaction import in_use
 
 ORDER_SCHEMA = "orch.restore-test/1"
 VERDICT_SCHEMA = "orch.restore-verdict/1"
@@ -53,7 +54,8 @@ class RestoreVerdict:
     evidence: dict[str, Any] = field(default_factory=dict)
 
     def write(self, attempt: AttemptDir) -> None:
-        write_durably(attempt.restore_verdict, dump_line({"schema": VERDICT_SCHEMA, **asdict(self)}).encode())
+        shown = in_use().record(dump_line({"schema": VERDICT_SCHEMA, **asdict(self)}))
+        write_durably(attempt.restore_verdict, shown.encode())
 
     @classmethod
     def read(cls, attempt: AttemptDir) -> "RestoreVerdict":

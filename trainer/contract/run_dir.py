@@ -193,6 +193,11 @@ class RunDir:
         return self.path / "config.json"
 
     @property
+    def secrets(self) -> Path:
+        """The values of `env_from`, and of webhooks: the only file of the run that has secrets."""
+        return self.path / "secrets.json"
+
+    @property
     def restore_test(self) -> Path:
         """What this run is to restore, where it is a restore test."""
         return self.path / "restore_test.json"

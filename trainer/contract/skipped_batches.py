@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 
 from checkpointing.storage.durable import dump_line, read_json, write_durably
 from trainer.contract.run_dir import AttemptDir, RunDir
+from trainer.contract.secret_redaction import in_use
 
 _SCHEMA = "orch.skipped/1"
 
@@ -44,4 +45,4 @@ def add(attempt: AttemptDir, skips: Iterable[Skip]) -> None:
     """Skip these as well from now on; on the disk when this returns, else it raises OSError."""
     found = {skip.position: skip for skip in (*read(attempt), *skips)}
     fields = {"schema": _SCHEMA, "skipped": [asdict(skip) for skip in found.values()]}
-    write_durably(attempt.skipped, dump_line(fields).encode(errors="backslashreplace"))
+    write_durably(attempt.skipped, in_use().record(dump_line(fields)).encode(errors="backslashreplace"))

@@ -11,6 +11,7 @@ from trainer.contract.progress import ProgressCell
 from trainer.contract.rank_messages import RankSpec, send_message
 from trainer.contract.rank_outcomes import append_outcome
 from trainer.contract.run_dir import RunDir
+from trainer.contract.secret_redaction import in_use
 from trainer.worker import workload
 from trainer.worker.reporting import flight_recorder
 from trainer.worker.reporting.secondary_failure import is_secondary_failure
@@ -29,11 +30,16 @@ def finished_outcome(spec: RankSpec, cell: ProgressCell, code: ExitCode) -> Rank
 
 def failed_outcome(spec: RankSpec, cell: ProgressCell, error: BaseException) -> RankOutcome:
     """The end of a rank that `error` ended; the log gets the whole of it."""
-    text = "".join(traceback.format_exception(error))
+    text = in_use().text("".join(traceback.format_exception(error)))
     write_stderr(text)
     flight_recorder.dump(spec, error)
     secondary = is_secondary_failure(error) and not is_node_fault(error)
-    cause = {"exception": type(error).__name__, "message": str(error), "traceback": text, "secondary": secondary}
+    cause = {
+        "exception": type(error).__name__,
+        "message": in_use().text(str(error)),
+        "traceback": text,
+        "secondary": secondary,
+    }
     last = _outcome(spec, cell, _exit_code(error, secondary), **cause)
     # It is noticed a step later: the step that went wrong is the one to compare.
     return replace(last, step=error.step, position=error.position) if isinstance(error, BadStep) else last

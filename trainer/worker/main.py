@@ -20,6 +20,7 @@ from trainer.contract.progress import Phase, ProgressCell
 from trainer.contract.rank_messages import SPEC_VARIABLE, RankSpec, report_saves
 from trainer.contract.restore_test import read_order
 from trainer.contract.run_dir import RunDir
+from trainer.contract.secret_redaction import in_use
 from trainer.worker import crash_report, mesh, workload
 from trainer.worker.data import with_position
 from trainer.worker.reporting import flight_recorder
@@ -49,6 +50,7 @@ def rank_main(spec: RankSpec) -> int:
     """Train as the rank that `spec` describes; returns its exit code and never raises."""
     started = time.monotonic()
     setproctitle.setproctitle(f"orch-rank-{spec.rank}")
+    in_use()  # before a program may delete what it has read from its environment
     cell, control = ProgressCell(spec.cell_fd), socket.socket(fileno=spec.control_fd)
     control.set_inheritable(False)  # a rank that was started cold got it so; its end must be the rank's end
     ticker = Ticker(cell)

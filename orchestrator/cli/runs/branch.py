@@ -20,6 +20,7 @@ from orchestrator.states import Trust
 from orchestrator.submission.create_run import check_beginning
 from orchestrator.submission.resume_contract import Rule, config_changes, identity_changes
 from orchestrator.submission.resume_request import current_identity
+from orchestrator.submission.secret_values import with_webhook
 from trainer.contract.config import build
 
 OWN_FOLDER = ("name", "cluster.kind", "cluster.root", "workload.snapshot")
@@ -60,7 +61,7 @@ def config_of(chosen: Target, words: str) -> dict[str, Any]:
     if chosen.run_dir is None or file is None or not chosen.shared or not Path(chosen.path).is_dir():
         hint = "copy it into a shared folder, or use `orch ckpt export`, then `orch ckpt import`"
         raise Precondition("this checkpoint is not in a run's folder that is visible here", where=words, hint=hint)
-    config = recompose(_saved_config(chosen, file), []).data
+    config = with_webhook(recompose(_saved_config(chosen, file), []).data, chosen.run_dir)
     workload = config["workload"]
     if workload["snapshot"]:
         workload["path"] = [str(chosen.run_dir.code / str(index)) for index in range(len(workload["path"]))]

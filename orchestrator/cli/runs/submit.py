@@ -272,6 +272,9 @@ def _tell(screen: Screen, launched: dict[str, Any]) -> None:
 
 def preview(screen: Screen, composed: Any, cluster: str | None, *, only_script: bool) -> None:
     """What would be submitted: the resolved config with origins and the sbatch text. Nothing is written."""
+    from orchestrator.submission.secret_values import submitted  # omegaconf
+
+    submitted(composed, os.environ)  # refused as by a submit
     kind = _kind(screen, cluster or composed.config.cluster.kind)
     script = _script(composed) if kind == "slurm" else None
     try:

@@ -22,6 +22,7 @@ from orchestrator.controller.jobs.submission_limits import (
 )
 from orchestrator.controller.leasing.lease import LEASE_TTL
 from orchestrator.controller.leasing.observed_since import Clock, ObservedSince
+from orchestrator.controller.run_dirs import staged_secrets
 from orchestrator.controller.run_dirs.bounded_files import DirectFiles, Files
 from orchestrator.controller.run_dirs.run_folder import ensure_attempt_dir
 from orchestrator.controller.run_view import RunView, stored_config
@@ -201,6 +202,7 @@ class Actor:
         failpoints.reach("before_mark")
         self.renew_lease()
         self.make_attempt_dir(view, attempt)
+        self.files.call(view.folder.path, lambda: staged_secrets.require(view.folder, view.config.env_from))
         spec = job_spec(view.run, attempt, view.config)
         now = self.clock.wall()
 

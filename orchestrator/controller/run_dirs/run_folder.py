@@ -11,6 +11,7 @@ from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.durable import canonical, dump_line, fsync_dir, fsync_file, read_json, write_durably
 from checkpointing.verification.verify import verify_in
 from orchestrator.controller import failpoints
+from orchestrator.controller.run_dirs import staged_secrets
 from orchestrator.errors import Precondition
 from orchestrator.registry.records import Attempt, Run
 from trainer.contract.restore_test import write_order
@@ -42,10 +43,12 @@ def ensure_run_dir(run: Run, first: Attempt, config: dict[str, Any]) -> RunDir:
 
     It is built beside its place under a name of its own and renamed: nobody ever sees half of it. The submitter and
     a controller may both be at it: each has a draft of its own, and the second one takes the first one's folder.
+    Secrets that were staged for the run are moved in as the last thing, by either of them.
     """
     final = RunDir(Path(run.run_dir))
     if final.run.exists():
         _check_owner(final, run, first)
+        staged_secrets.adopt(final, first.nonce)
         return final
     failpoints.reach("before_folder")
     draft = RunDir(final.path.with_name(f"{_draft(run, first)}{token_hex(4)}.tmp"))
@@ -56,6 +59,7 @@ def ensure_run_dir(run: Run, first: Attempt, config: dict[str, Any]) -> RunDir:
         _import_checkpoint(draft, run)
         if order := run.identity.get("restore_test"):
             write_order(draft, order)
+            staged_secrets.copy_to_test(order, config.get("env_from", ()), draft)
         write_durably(draft.run, dump_line(_run_json(run, first)).encode())
         ensure_attempt_dir(draft, first, config)
         os.rename(draft.path, final.path)
@@ -66,6 +70,7 @@ def ensure_run_dir(run: Run, first: Attempt, config: dict[str, Any]) -> RunDir:
         shutil.rmtree(draft.path, ignore_errors=True)
         if final.path.exists():
             _check_owner(final, run, first)
+            staged_secrets.adopt(final, first.nonce)
             return final
         raise Precondition(
             f"cannot make the run's folder: {error.strerror or error}",
@@ -74,6 +79,7 @@ def ensure_run_dir(run: Run, first: Attempt, config: dict[str, Any]) -> RunDir:
         ) from error
     fsync_dir(final.path.parent)
     failpoints.reach("after_folder")
+    staged_secrets.adopt(final, first.nonce)
     _sweep_drafts(final.path.parent, _draft(run, first))
     return final
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator.config.redaction import redacted_url
 from orchestrator.errors import Fenced
 from orchestrator.notifications.controller_pass import AGAIN, STALE, TOGETHER, Notifications
 from orchestrator.notifications.record import MOST_WAITING, Notified, Told
@@ -16,6 +17,8 @@ from orchestrator.registry.records import NewRun, Run
 from orchestrator.registry.store import Store
 from orchestrator.states import AttemptState, RunState
 from tests.orchestrator.notifications.conftest import Hook
+from trainer.contract.run_dir import RunDir
+from trainer.contract.run_secrets import RunSecrets
 
 NOW = 1_000_000.0
 
@@ -92,6 +95,26 @@ def test_a_change_is_told_once_by_every_channel(desk: Desk, hook: Hook) -> None:
     after = desk.store.run(run)
     assert (after.state, after.reason, after.updated_at) == (before.state, before.reason, before.updated_at)
     assert not desk.notifications.pending
+
+
+def test_the_url_of_a_webhook_is_read_from_the_runs_secrets(desk: Desk, hook: Hook) -> None:
+    shown = redacted_url(hook.url)
+    run = desk.run({"webhook": shown})
+    folder = RunDir(desk.folder / run)
+    folder.path.mkdir()
+    desk.move(run, RunState.HELD)
+    desk.passes()
+    assert hook.posted == []
+    assert f"webhook: {folder.secrets} has no URL of it" in desk.newest(run).trouble
+    RunSecrets(webhooks={shown: hook.url}).create(folder.secrets)
+    assert desk.passes(NOW + AGAIN[0] + 1) == [f"{run}: told that it is HELD by webhook"]
+    assert len(hook.posted) == 1
+    folder.secrets.chmod(0o640)
+    desk.move(run, RunState.RECOVERING)
+    desk.move(run, RunState.HELD, at=NOW + 90)
+    desk.passes(NOW + 100)
+    assert f"can be read by others (mode 0640); chmod 600 {folder.secrets}" in desk.newest(run).trouble
+    assert "SECRET" not in str(desk.notified(run))
 
 
 def test_only_the_states_that_are_asked_for_are_told(desk: Desk, hook: Hook) -> None:

@@ -79,6 +79,12 @@ ENDS = {
         evidence("FAILED", started=False), End.FAILED, FailureKind.LAUNCH_FAILED, "before its agents started",
     ),
     "first agent died": (evidence("FAILED"), End.FAILED, FailureKind.AGENT_LOST, "its first agent died"),
+    "secrets that others can read": (
+        evidence(
+            "FAILED", tails=agents("orch-agent: refuses to train: cannot read the run's secrets: /f can be read by all")
+        ),
+        End.FAILED, FailureKind.SUBMIT_REJECTED, "/f can be read by all",
+    ),
     "preempted": (evidence("PREEMPTED"), End.FAILED, FailureKind.PREEMPTED, "Slurm ended job 7: PREEMPTED"),
     "preempted, saved": (
         evidence("PREEMPTED", outcome=outcome(AttemptResult.STOPPED, "an agent got SIGTERM")),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from checkpointing.storage.durable import dump_line
 from checkpointing.storage.reserved_file import replace_or_overwrite
+from trainer.contract.secret_redaction import in_use
 
 
 class Stage(StrEnum):
@@ -38,8 +39,8 @@ class Heartbeat:
     saves_failing: str = ""  # since when and why; empty while they work
 
     def write(self, path: Path) -> None:
-        line = dump_line({"schema": "orch.heartbeat/1", **asdict(self)}) + "\n"
-        replace_or_overwrite(path, line.encode(errors="backslashreplace"))
+        line = in_use().record(dump_line({"schema": "orch.heartbeat/1", **asdict(self)}))
+        replace_or_overwrite(path, f"{line}\n".encode(errors="backslashreplace"))
 
 
 LONGEST_TROUBLE = 500

@@ -19,6 +19,7 @@ from trainer.agent.flight.flight_record import newest
 from trainer.agent.processes import proc
 from trainer.agent.processes.detached_thread import run_detached
 from trainer.contract.log_rotation import read_tail
+from trainer.contract.secret_redaction import in_use
 
 FILE = 1 << 20
 """Bytes of one file; of a longer one the end is kept."""
@@ -96,7 +97,7 @@ class _Bundle:
         self.missing: dict[str, str] = {}
 
     async def write(self, name: str, found: bytes) -> None:
-        kept = found[-FILE:]
+        kept = in_use().data(found)[-FILE:]
         is_log = name.startswith("logs/")
         if len(kept) > (min(self._left, self._left_for_logs) if is_log else self._left):
             raise Unavailable("the bundle is full")

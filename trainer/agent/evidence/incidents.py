@@ -9,6 +9,7 @@ from trainer.agent.watch.hang_detector import Incident
 from trainer.agent.watch.hangs import Judgement, Stall
 from trainer.agent.watch.rank_sample import RankSample
 from trainer.contract.outcome import Failure, FailureKind
+from trainer.contract.secret_redaction import in_use
 
 _MOST_WAITING = 64
 """Waiting ranks that an event names; verdict.json names them all."""
@@ -61,4 +62,5 @@ def write_verdict(bundle: Path, incident: Incident, seen: list[RankSample], *, w
         "ranks": [asdict(one) for one in seen],
         "missing": incident.missing,
     }
-    write_durably(bundle / "verdict.json", dump_line(fields).encode(errors="backslashreplace"))
+    shown = in_use().record(dump_line(fields))
+    write_durably(bundle / "verdict.json", shown.encode(errors="backslashreplace"))

@@ -22,6 +22,7 @@ from trainer.agent.fork_server.forked_child import RankMain, become_rank
 from trainer.agent.processes import process_tree
 from trainer.contract.config import JobConfig, load
 from trainer.contract.run_dir import AttemptDir
+from trainer.contract.secret_redaction import in_use
 
 
 class ForkServer:
@@ -165,8 +166,9 @@ def _import_workload(config: JobConfig, link: socket.socket) -> RankMain:
 
         warm(config)
     except Exception as error:  # noqa: BLE001  # outermost edge
-        fault = {"exception": type(error).__name__, "message": str(error)[:4000]}
-        unix_transport.send(link, {"say": "unloadable", **fault, "traceback": traceback.format_exc()[-16000:]})
+        text = in_use().text
+        fault = {"exception": type(error).__name__, "message": text(str(error))[:4000]}
+        unix_transport.send(link, {"say": "unloadable", **fault, "traceback": text(traceback.format_exc())[-16000:]})
         sys.exit(1)
     main: RankMain = rank_main
     return main

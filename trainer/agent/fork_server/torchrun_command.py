@@ -7,6 +7,7 @@ from pathlib import Path
 
 from trainer.contract.config import JobConfig
 from trainer.contract.run_dir import AttemptDir, RunDir
+from trainer.contract.secret_redaction import LISTED
 
 FOLDER_VARIABLE = "ORCH_SUBMIT_DIR"
 """Entry of `env` that names the folder in which the command runs."""
@@ -36,7 +37,8 @@ def torchrun_environment(
         "TORCHELASTIC_RESTART_COUNT": generation - 1,
         "TORCHELASTIC_MAX_RESTARTS": config.recovery.restarts_in_place,
         "TORCHELASTIC_RUN_ID": f"{run.name}-{attempt.number}",
-        "TORCHELASTIC_ERROR_FILE": attempt.error_file(rank, generation),
+        # torch would write an exception's words there as they are, secrets included: its log tells the same.
+        **({} if LISTED in inherited else {"TORCHELASTIC_ERROR_FILE": attempt.error_file(rank, generation)}),
         # The script's own rank 0 hosts the store, a fresh one in every generation.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "OMP_NUM_THREADS": threads,

@@ -1,6 +1,7 @@
 """What the processes of a node print: read from pipes by their agent, and written to rotated log files.
 
-A process that prints into a file itself cannot be kept from filling the disk, a user's own program least of all.
+A process that prints into a file itself cannot be kept from filling the disk, a user's own program least of all. And
+here the values of secrets are replaced by their names, whoever has printed them.
 """
 
 import fcntl
@@ -8,12 +9,14 @@ import os
 import select
 import termios
 import threading
+import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainer.contract.log_rotation import LogFile, LogsConfig
+from trainer.contract.secret_redaction import RedactedStream
 
 PIPE_BYTES = 1 << 20
 _BLOCK = 1 << 18
@@ -35,6 +38,7 @@ class _Log:
     unwritten: int = 0
     """Bytes of chunks since the last one that could be written; only the writing thread looks here."""
     file: LogFile | None = field(default=None)
+    redacted: RedactedStream = field(default_factory=RedactedStream)
 
     def write(self, data: bytes, limits: LogsConfig) -> None:
         if self.file is None:
@@ -80,17 +84,30 @@ class LogPipes:
 
     def settle(self, path: Path, seconds: float) -> bool:
         """Wait until what was printed so far is in the log's file, for so long at most; whether it is."""
+        deadline = time.monotonic() + seconds
         with self._news:
-            return self._news.wait_for(lambda: self._is_written(path), seconds)
+            if self._news.wait_for(lambda: self._is_written(path), seconds):
+                self._release(path)
+            return self._news.wait_for(lambda: self._is_written(path), deadline - time.monotonic())
 
     def close(self, seconds: float) -> None:
         """Settle all logs, within `seconds` together, and close the ends that are written to."""
         with self._news:
+            deadline = time.monotonic() + seconds
             self._news.wait_for(lambda: all(map(self._is_written, self._logs)), seconds)
+            for path in self._logs:
+                self._release(path)
+            self._news.wait_for(lambda: all(map(self._is_written, self._logs)), deadline - time.monotonic())
             self._closed = True
             self._news.notify_all()
             for log in self._logs.values():
                 os.close(log.theirs)  # the reader sees the end of every pipe that no other process holds
+
+    def _release(self, path: Path) -> None:
+        """Have the end of a log written that may have been the beginning of a secret."""
+        if path in self._logs and self._logs[path].redacted.held:
+            self._chunks.append((self._logs[path], b"", 0))
+            self._news.notify_all()
 
     def _is_written(self, path: Path) -> bool:
         log = self._logs.get(path)
@@ -131,8 +148,11 @@ class LogPipes:
                     return
                 log, data, lost = self._chunks[0]  # bytes that were lost before it
             lost += log.unwritten
+            # What a gap has cut off is no beginning of anything.
+            cut = log.redacted.flush() if lost or not data else b""
+            shown = cut + _gap(lost) + log.redacted.feed(data)
             try:
-                log.write(_gap(lost) + data, self._limits)
+                log.write(shown, self._limits)
             except OSError:
                 log.unwritten = lost + len(data)
             else:

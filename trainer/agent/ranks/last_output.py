@@ -9,6 +9,7 @@ from typing import Any
 from trainer.agent.ranks.last_cpp_exception import uncaught
 from trainer.contract.log_rotation import read_tail
 from trainer.contract.rank_messages import generation_mark
+from trainer.contract.secret_redaction import in_use
 
 LINES, WIDTH = 20, 200
 """So much of a log is sent and shown."""
@@ -71,7 +72,7 @@ def _recorded(path: Path) -> tuple[str, str | None] | None:
     """What `torch.distributed.elastic.multiprocessing.errors.record` left there."""
     try:
         found: Any = json.loads(path.read_bytes()[:_MOST])["message"]
-        text = str(found["message"] if isinstance(found, dict) else found)
+        text = in_use().text(str(found["message"] if isinstance(found, dict) else found))
     except (OSError, ValueError, KeyError, TypeError):
         return None
     match = _RAISED.match(_plain(text.strip().split("\n")[0]))

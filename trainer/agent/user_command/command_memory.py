@@ -9,6 +9,7 @@ from threading import Lock
 from checkpointing.storage.durable import dump_line, read_json, write_durably
 from trainer.agent.watch.root_cause import CommandFailure
 from trainer.contract.run_dir import RunDir
+from trainer.contract.secret_redaction import in_use
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,8 @@ class CommandMemory:
 
     def encoded(self) -> bytes:
         """As it stands in its file; names that are no UTF-8 read back as they were."""
-        return dump_line({"schema": "orch.command/1", **asdict(self)}).encode(errors="backslashreplace")
+        line = in_use().record(dump_line({"schema": "orch.command/1", **asdict(self)}))
+        return line.encode(errors="backslashreplace")
 
     @classmethod
     def before(cls, run: RunDir, attempt: int) -> "CommandMemory":

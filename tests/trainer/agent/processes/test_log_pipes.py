@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from trainer.agent.processes import log_pipes
-from trainer.agent.processes.log_pipes import LogPipes
+from trainer.agent.processes.log_pipes import LogPipes, _unread
 from trainer.contract.log_rotation import LogFile, LogsConfig, log_files, read_tail
+from trainer.contract.secret_redaction import LISTED
 
 LIMITS = LogsConfig(max_mib=1.0, keep=2)
 
@@ -114,3 +115,37 @@ def test_a_gap_is_told_where_it_is(pipes: LogPipes, tmp_path: Path, monkeypatch)
 def test_a_program_that_makes_its_output_non_blocking_does_so_for_itself_only(pipes: LogPipes, tmp_path: Path) -> None:
     printed(pipes, tmp_path / "log", "import os; os.set_blocking(1, False)")
     assert os.get_blocking(pipes.descriptor(tmp_path / "log"))
+
+
+def test_a_secret_is_not_logged_however_it_comes(
+    pipes: LogPipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value = "canary-" + "0123456789" * 3
+    monkeypatch.setenv("LOGGED_TOKEN", value)
+    monkeypatch.setenv(LISTED, "LOGGED_TOKEN")
+    path = tmp_path / "log"
+    output = pipes.descriptor(path)
+    for part in (f"a {value} b\n", value[:11], value[11:], " c\n"):
+        os.write(output, part.encode())
+        while _unread(output):  # so that the next part is read by itself
+            os.sched_yield()
+    # Blocks of what is read at once end in the middle of it.
+    printed(pipes, path, f"for _ in range(20000): print({value!r}, end=' ')")
+    os.write(output, value[:20].encode())
+    assert pipes.settle(path, 60)
+    text = read_tail(path, 1 << 20).decode()
+    assert text.startswith("a ***LOGGED_TOKEN*** b\n***LOGGED_TOKEN*** c\n")
+    assert text.count("***LOGGED_TOKEN***") == 20_002
+    assert value not in text
+    assert text.endswith(f" {value[:20]}"), "what is no secret after all is not kept back for ever"
+
+
+def test_what_looks_like_the_beginning_of_a_secret_is_written_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LAST_TOKEN", "canary-12345")
+    monkeypatch.setenv(LISTED, "LAST_TOKEN")
+    pipes = LogPipes(LIMITS)
+    os.write(pipes.descriptor(tmp_path / "log"), b"done: can")
+    pipes.close(60)
+    assert (tmp_path / "log").read_text() == "done: can"

@@ -1,0 +1,88 @@
+"""The secrets of a run before it has a folder: one private file beside that, which whoever makes the folder moves in.
+
+It is written before the run is in the registry: a controller that is faster than the submitter, or finishes what a
+dead one began, has the values too. The file is never copied.
+"""
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from orchestrator.errors import Precondition
+from trainer.contract.run_dir import RunDir
+from trainer.contract.run_secrets import RunSecrets, SecretsRefused, export_command
+
+_BEGINNING, _END = ".secrets-", ".json"
+_ABANDONED = 86400.0
+"""Seconds after which a file is what a submitter left that was killed before it had made a run."""
+
+
+def _staged(root: Path, nonce: str) -> Path:
+    return root / f"{_BEGINNING}{nonce}{_END}"
+
+
+@contextmanager
+def staged(root: Path, nonce: str, secrets: RunSecrets) -> Iterator[None]:
+    """Write them for the run that is recorded inside, and take them back when that fails; raises Precondition."""
+    if not secrets:
+        yield
+        return
+    _sweep(root)
+    path = _staged(root, nonce)
+    try:
+        secrets.create(path)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise Precondition(
+            f"the run's secrets cannot be written: {error.strerror or error}", where=str(root),
+            hint="make room, or choose another folder with cluster.root=FOLDER",
+        ) from error  # fmt: skip
+    recorded = False
+    try:
+        yield
+        recorded = True
+    finally:
+        if not recorded:
+            discard(root, nonce)
+
+
+def discard(root: Path, nonce: str) -> None:
+    """Delete what was staged, if it was."""
+    _staged(root, nonce).unlink(missing_ok=True)
+
+
+def adopt(folder: RunDir, nonce: str) -> None:
+    """Move what was staged for this run into its folder; repeating it changes nothing."""
+    with suppress(FileNotFoundError):
+        os.rename(_staged(folder.path.parent, nonce), folder.secrets)
+
+
+def copy_to_test(order: Mapping[str, Any], names: Sequence[str], target: RunDir) -> None:
+    """Give a restore test the values of the run that it tests; raises Precondition, OSError."""
+    if names:
+        values = require(RunDir(Path(order["run_dir"])), names).values
+        RunSecrets(values={name: values[name] for name in names}).create(target.secrets)
+
+
+def require(folder: RunDir, names: Sequence[str]) -> RunSecrets:
+    """The run's secrets; raises Precondition when one of these has no value."""
+    try:
+        found = RunSecrets.read(folder.secrets) if names else RunSecrets()
+    except SecretsRefused as refused:
+        raise Precondition(refused.what, hint=refused.hint) from refused
+    if missing := [name for name in names if name not in found.values]:
+        raise Precondition(
+            f"{folder.secrets} has no value of {', '.join(missing)}", hint=f"type {export_command(missing)}"
+        )
+    return found
+
+
+def _sweep(root: Path) -> None:
+    """Delete what killed submitters left."""
+    for path in root.glob(f"{_BEGINNING}*{_END}"):
+        with suppress(OSError):
+            if time.time() - path.lstat().st_mtime > _ABANDONED:
+                path.unlink()

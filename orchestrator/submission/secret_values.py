@@ -1,0 +1,109 @@
+"""The secrets of a run as its submitter gives them: variables of the shell, a file, and the URL of a webhook."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config import plain_secrets
+from orchestrator.config.compose import Composed, flat, without_secrets
+from orchestrator.config.redaction import redacted_url
+from orchestrator.config.run_config import RunConfig
+from orchestrator.errors import ConfigError, Precondition
+from trainer.contract.run_dir import RunDir
+from trainer.contract.run_secrets import RunSecrets, SecretsRefused, export_command, read_list
+from trainer.contract.secret_redaction import Redactor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submitted:
+    """A config as it may be written down, and what may not."""
+
+    data: dict[str, Any]
+    secrets: RunSecrets = field(repr=False)
+    redactor: Redactor = field(repr=False)
+
+    def redacted(self, value: Any) -> Any:
+        """Plain data with no value of a secret in it."""
+        if isinstance(value, str):
+            return self.redactor.record(value)
+        if isinstance(value, dict):
+            return {key: self.redacted(item) for key, item in value.items()}
+        return [self.redacted(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def submitted(composed: Composed, environ: Mapping[str, str]) -> Submitted:
+    """What a run with this config is written down with; raises ConfigError that names what is missing or in the way."""
+    config = without_secrets(composed).config
+    values = _from_shell(config, environ, {})
+    from_file = _from_file(config)
+    data, webhooks = without_webhook(composed.data)
+    found = Submitted(
+        data=data, secrets=RunSecrets(values=values, webhooks=webhooks), redactor=Redactor({**from_file, **values})
+    )
+    for name, value in {**from_file, **values}.items():
+        one = Redactor({name: value})
+        for key in (key for key, item in flat(data).items() if one and one.found(item)):
+            raise ConfigError(
+                f"{key}: has the value of {name} in it, and would be written to config.json and the registry",
+                where=plain_secrets.place(composed.origins.get(key, "")),
+                hint=f"leave it away there: the ranks have {name} in their environment",
+            )
+    return found
+
+
+def _from_shell(config: RunConfig, environ: Mapping[str, str], kept: Mapping[str, str]) -> dict[str, str]:
+    """The values of `env_from`: those of the shell, else those that are known."""
+    known = {**kept, **environ}
+    if missing := [name for name in config.env_from if name not in known]:
+        what = f"env_from: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set in this shell"
+        raise ConfigError(what, where="env_from", hint=f"{export_command(missing)}, then the same command again")
+    return {name: known[name] for name in config.env_from}
+
+
+def _from_file(config: RunConfig) -> dict[str, str]:
+    if not config.secrets_file:
+        return {}
+    try:
+        return read_list(Path(config.secrets_file), taken={**config.env, **dict.fromkeys(config.env_from, "")})
+    except SecretsRefused as refused:
+        raise ConfigError(refused.what, where="secrets_file", hint=refused.hint) from refused
+
+
+def without_webhook(data: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """A resolved config with nothing but the host of its webhook, and the whole URL by what is left of it."""
+    url = data["notify"]["webhook"]
+    shown = redacted_url(url)
+    if shown == url:
+        return copy.deepcopy(data), {}
+    return {**copy.deepcopy(data), "notify": {**data["notify"], "webhook": shown}}, {shown: url}
+
+
+def with_webhook(data: dict[str, Any], folder: RunDir) -> dict[str, Any]:
+    """The config of a run with its whole webhook, for another run that takes it over; without one that is lost."""
+    url = data["notify"]["webhook"]
+    if redacted_url(url) != url or not url:
+        return data
+    try:
+        whole = RunSecrets.read(folder.secrets).webhooks.get(url, "")
+    except (OSError, SecretsRefused):
+        whole = ""
+    return {**data, "notify": {**data["notify"], "webhook": whole}}
+
+
+def renew(folder: RunDir, config: RunConfig, environ: Mapping[str, str], webhooks: dict[str, str]) -> RunSecrets | None:
+    """What the file of a run that goes on is to hold, None where it holds that; what this shell has is newer.
+
+    Raises ConfigError for a variable that neither has, Precondition for a file that cannot be read.
+    """
+    _from_file(config)
+    try:
+        kept = RunSecrets.read(folder.secrets)
+    except SecretsRefused as refused:
+        if not set(config.env_from) <= set(environ):
+            raise Precondition(refused.what, where=str(folder.secrets), hint=refused.hint) from refused
+        kept = RunSecrets()
+    values = _from_shell(config, environ, kept.values)
+    wanted = RunSecrets(values=values, webhooks={**kept.webhooks, **webhooks})
+    return None if wanted == kept else wanted

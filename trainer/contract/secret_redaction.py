@@ -1,0 +1,151 @@
+"""Secrets of a run in what its processes write: every value is replaced by its name, `***HF_TOKEN***`.
+
+A process knows what to redact from its environment alone: LISTED names the variables that are secrets.
+"""
+
+import base64
+import functools
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from urllib.parse import quote, quote_plus
+
+LISTED = "ORCH_SECRETS"
+"""Environment variable with the names of those that hold secrets, separated by commas."""
+LEAST = 6
+"""Bytes of the shortest value that is redacted: a shorter one would be found in every number."""
+_LEAST_ENCODED = 8
+"""Bytes of the shortest piece of base64 by which a value is known."""
+_COMMON = re.compile(r"[-+0-9.eE_]{1,16}|[a-z_]{1,24}|/[\w./-]*")
+"""Numbers, plain words and paths: what a record of orch may have to say for itself."""
+
+
+class Redactor:
+    """Replaces the values of some variables, in each form in which programs print them."""
+
+    def __init__(self, values: Mapping[str, str]) -> None:
+        found: dict[str, str] = {}
+        common: set[str] = set()
+        for name, value in values.items():
+            if len(_bytes(value)) >= LEAST:
+                forms = dict.fromkeys(_forms(value), f"***{name}***")
+                found |= forms
+                common |= set(forms) if _COMMON.fullmatch(value) else set()
+        # A value that has another one in it is replaced first.
+        self._texts = sorted(found.items(), key=lambda item: (-len(item[0]), item[0]))
+        self._unique = [item for item in self._texts if item[0] not in common]
+        self._data = sorted(
+            ((_bytes(form), _bytes(shown)) for form, shown in found.items()), key=lambda item: -len(item[0])
+        )
+        self._first = {form[:1] for form, _ in self._data}
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to redact."""
+        return bool(self._data)
+
+    def found(self, value: object) -> bool:
+        """Whether `record` would change a text, or one of the texts of plain data."""
+        if isinstance(value, (list, tuple, dict)):
+            return any(self.found(item) for item in (value.values() if isinstance(value, dict) else value))
+        return isinstance(value, str) and any(form in value for form, _ in self._unique)
+
+    def data(self, data: bytes) -> bytes:
+        """Bytes of a log or of evidence without the values."""
+        for form, shown in self._data:
+            if form in data:
+                data = data.replace(form, shown)
+        return data
+
+    def text(self, text: str) -> str:
+        """Words for people without the values."""
+        return _replaced(text, self._texts)
+
+    def record(self, text: str) -> str:
+        """A record in JSON without the values; numbers, plain words and paths stay, so that it can still be read."""
+        return _replaced(text, self._unique)
+
+    def beginning_at_end(self, data: bytes) -> int:
+        """Where the end of `data` may be the beginning of a value; its length where it is none."""
+        longest = len(self._data[0][0]) if self._data else 1
+        for at in range(max(0, len(data) - longest + 1), len(data)):
+            if data[at : at + 1] in self._first and any(form.startswith(data[at:]) for form, _ in self._data):
+                return at
+        return len(data)
+
+
+class RedactedStream:
+    """The bytes of one log, redacted although a value comes in pieces."""
+
+    def __init__(self) -> None:
+        self.held = b""
+        """The end of what came, while it may be the beginning of a value."""
+
+    def feed(self, data: bytes) -> bytes:
+        """What may be written of all that came."""
+        redactor = in_use()
+        if not redactor:
+            return data
+        data = redactor.data(self.held + data)
+        end = redactor.beginning_at_end(data)
+        self.held = data[end:]
+        return data[:end]
+
+    def flush(self) -> bytes:
+        """What was held back: nothing more comes for now."""
+        data, self.held = self.held, b""
+        return data
+
+
+def in_use(environ: Mapping[str, str] = os.environ) -> Redactor:
+    """The redactor of this process; what it has found once it keeps, should a program delete its variables."""
+    names = environ.get(LISTED)
+    return _listed(names) if names else NOTHING
+
+
+@functools.cache
+def _listed(names: str) -> Redactor:
+    return Redactor({name: os.environ[name] for name in names.split(",") if name in os.environ})
+
+
+NOTHING = Redactor({})
+"""Of a process without secrets."""
+
+
+def _replaced(text: str, forms: Iterable[tuple[str, str]]) -> str:
+    for form, shown in forms:
+        if form in text:
+            text = text.replace(form, shown)
+    return text
+
+
+def _forms(value: str) -> Iterator[str]:
+    """As it is, in JSON and in Python's repr, in URLs and in base64."""
+    in_urls = {quote(value, safe=safe, errors="surrogateescape") for safe in ("", "/")}
+    plus = quote_plus(value, errors="surrogateescape")
+    for text in {value, repr(value)[1:-1], plus, *in_urls}:
+        yield text
+        for once in _in_json(text):
+            yield once
+            yield from _in_json(once)
+    yield from _in_base64(_bytes(value))
+
+
+def _in_json(text: str) -> set[str]:
+    return {json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]}
+
+
+def _in_base64(value: bytes) -> Iterator[str]:
+    """What stands for the value wherever it begins in what was encoded, as after `user:`."""
+    for before in range(3):
+        data = bytes(before) + value
+        # In the first and the last letters, neighbours have a part.
+        first, end = (0, 2, 3)[before], len(data) * 8 // 6
+        for encode in (base64.b64encode, base64.urlsafe_b64encode):
+            piece = encode(data)[first:end].decode()
+            if len(piece) >= _LEAST_ENCODED:
+                yield piece
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode(errors="surrogateescape")

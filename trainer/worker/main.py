@@ -63,7 +63,7 @@ def rank_main(spec: RankSpec) -> int:
 
 
 def _train(spec: RankSpec, cell: ProgressCell, control: socket.socket, started: float) -> ExitCode:
-    run_dir = RunDir(Path(spec.run_dir))
+    run_dir = RunDir(Path(spec.run_dir), label=spec.run)
     config = load(run_dir, spec.attempt)
     cell.update(phase=Phase.INIT, generation=spec.generation, total_steps=config.train.steps)
     os.environ.update({**rendezvous.torchrun_environment(spec), **config.env, **spec.env})

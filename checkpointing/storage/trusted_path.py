@@ -8,6 +8,7 @@ import errno
 import grp
 import os
 import pwd
+import shlex
 import stat
 import struct
 from collections.abc import Iterator
@@ -41,6 +42,14 @@ class Weakness:
         kept = f"mode {stat.S_IMODE(self.mode):04o}, owner {user_name(self.owner)}"
         return f"{self.path} can be changed by {self.writers or user_name(self.owner)} ({kept})"
 
+    def closing(self) -> str:
+        """What closes it, to be typed by its owner; empty where that is another user."""
+        if self.owner != os.geteuid():
+            return ""
+        who = "o" if self.mode & stat.S_IWOTH else ""
+        who = f"g{who}" if self.mode & stat.S_IWGRP else who
+        return f"chmod {who}-w {shlex.quote(str(self.path))}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
@@ -61,8 +70,9 @@ class Opened:
 
 
 def is_trusted(uid: int) -> bool:
-    """Whether what this user owns may be obeyed: root can do everything anyway."""
-    return uid in (0, os.geteuid())
+    """Whether what this user owns may be obeyed: root can do everything anyway, and NFS calls root's files nobody's."""
+    own = os.geteuid()
+    return uid in (0, own) or (own == 0 and uid == _NOBODY)
 
 
 def user_name(uid: int) -> str:
@@ -92,6 +102,14 @@ def weakness(path: Path) -> Weakness | None:
     with opened(path) as found:
         weak = (*found.weak, *_weak_folder(found.descriptor, path))
         return next((each for each in weak if each.writers), None)
+
+
+def check_unshared(path: Path, *, then: str) -> None:
+    """Raises NotPrivate for a folder that others may write, or rename; `then`: what else to type about it."""
+    with suppress(FileNotFoundError):
+        if weak := weakness(path):
+            cure = " or ".join(filter(None, [weak.closing(), then]))
+            raise NotPrivate(errno.EPERM, f"{weak}, and what lies there decides what runs as you ({cure})", str(path))
 
 
 def check_private(path: Path) -> None:

@@ -9,8 +9,10 @@ from typing import Any
 
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.durable import canonical, dump_line, fsync_dir, fsync_file, read_json, write_durably
+from checkpointing.storage.trusted_path import NotPrivate, check_private
 from checkpointing.verification.verify import verify_in
 from orchestrator.controller import failpoints
+from orchestrator.controller.run_dirs.own_folder import foreign
 from orchestrator.errors import Precondition
 from orchestrator.registry.records import Attempt, Run
 from trainer.contract.restore_test import write_order
@@ -23,6 +25,8 @@ def hidden(run: Run, first: Attempt) -> str:
     A mount that is not there (yet) looks like an empty folder: only the run's own `run.json` shows that it is.
     """
     folder, host = RunDir(Path(run.run_dir)), socket.gethostname()
+    if why := foreign(folder.path):
+        return f"{why} (seen on {host})"
     try:
         owner = read_json(folder.run)
     except FileNotFoundError:
@@ -73,6 +77,7 @@ def ensure_run_dir(run: Run, first: Attempt, config: dict[str, Any]) -> RunDir:
             hint="make cluster.root writable, or choose another with cluster.root=FOLDER",
         ) from error
     fsync_dir(final.path.parent)
+    _check_owner(final, run, first)
     failpoints.reach("after_folder")
     _sweep_drafts(final.path.parent, _draft(run, first))
     return final
@@ -90,6 +95,13 @@ def _sweep_drafts(root: Path, beginning: str) -> None:
 
 
 def _check_owner(folder: RunDir, run: Run, first: Attempt) -> None:
+    try:
+        check_private(folder.path)
+    except NotPrivate as error:
+        raise Precondition(
+            f"the folder of {run.name} is not private: {error.strerror}", where=str(folder.path),
+            hint="`chmod go-w FOLDER` closes one of yours; another user's: submit with another --name or cluster.root",
+        ) from error
     try:
         owner = read_json(folder.run)
     except (OSError, ValueError):

@@ -255,8 +255,8 @@ class Agent:
         while True:
             try:
                 found = await asyncio.to_thread(read_json, self._attempt.coordinator)
-                hello = {"token": found["token"], "node": identity.node, "name": identity.name}
-                return await connect(found["host"], found["port"], {**hello, "attempt": self._attempt.number})
+                hello = {"node": identity.node, "name": identity.name, "attempt": self._attempt.number}
+                return await connect(found["host"], found["port"], found["token"], hello)
             except WireError as error:
                 raise Refused(str(error)) from error
             except (OSError, ValueError, TypeError, KeyError) as error:

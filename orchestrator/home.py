@@ -10,7 +10,8 @@ from checkpointing.storage.trusted_path import check_unshared
 def state_home(environ: Mapping[str, str] = os.environ) -> Path:
     """`ORCH_HOME`, or `orch` below the XDG state folder; made private to the user on first use.
 
-    Raises NotPrivate where others could change what is in it, else OSError, whose `filename` says which variable named the folder.
+    Raises NotPrivate where others could change what is in it, else OSError, whose `filename` says which variable
+    named the folder.
     """
     variable = next((name for name in ("ORCH_HOME", "XDG_STATE_HOME") if environ.get(name)), "")
     home = Path(environ[variable] if variable else "~/.local/state").expanduser().absolute()

@@ -104,6 +104,15 @@ def weakness(path: Path) -> Weakness | None:
         return next((each for each in weak if each.writers), None)
 
 
+def can_be_exchanged(path: Path) -> bool:
+    """Whether another user could put another folder in place of this one; False where there is none."""
+    try:
+        with opened(path) as found:
+            return bool(found.weak)
+    except OSError:
+        return False
+
+
 def check_unshared(path: Path, *, then: str) -> None:
     """Raises NotPrivate for a folder that others may write, or rename; `then`: what else to type about it."""
     with suppress(FileNotFoundError):
@@ -192,7 +201,8 @@ class _Walk:
         if self._links > _MOST_LINKS:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         if _is_person(status.st_uid):
-            self._add(Weakness(path=place, owner=status.st_uid, mode=status.st_mode, writers=""))
+            owner = user_name(status.st_uid)
+            self._add(Weakness(path=place, owner=status.st_uid, mode=status.st_mode, writers=owner))
         target = os.readlink("", dir_fd=link)
         if target.startswith("/"):
             top = os.open("/", _LOOK | os.O_DIRECTORY)

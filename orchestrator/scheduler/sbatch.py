@@ -91,7 +91,9 @@ def executor(spec: JobSpec, folder: Path | None = None) -> HeldExecutor:
         setup=setup,
         srun_args=[*_srun_arguments(resources), *([] if by_name else _NO_FILES), *prepared.srun],
         additional_parameters={
-            **_placement(resources), **check_options(resources.sbatch), **_fixed(spec),
+            **_placement(resources),
+            **check_options(resources.sbatch),
+            **_fixed(spec),
             **({} if by_name else {"output": "/dev/null", "error": "/dev/null"}),
         },
     )

@@ -44,7 +44,9 @@ class _UnauthenticatedPeer:
 
 
 class ControlServer:
-    """Admits peers that prove the token; a new connection displaces the oldest without, so that idle ones block no agent."""
+    """Admits peers that prove the token; a new connection displaces the oldest that has not, so that idle ones block
+    no agent.
+    """
 
     def __init__(
         self, token: str, *, admit: Callable[[Message, Peer], bool], serve: Serve, patience: float = HELLO_SECONDS

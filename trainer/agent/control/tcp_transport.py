@@ -75,6 +75,8 @@ class Peer(asyncio.Protocol):
 
     def __init__(self, first: bytes = b"", seals: tuple[Seal, Seal] | None = None) -> None:
         """`first`: what was read already, after the hello; `seals`: of the lines sent and received."""
+        self._own_seal: Seal | None
+        self._peer_seal: Seal | None
         self._own_seal, self._peer_seal = seals or (None, None)
         self.host = ""
         self._transport: asyncio.Transport

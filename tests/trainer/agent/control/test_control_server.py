@@ -19,7 +19,6 @@ from trainer.agent.control.control_server import LONGEST_HELLO, MAX_UNAUTHENTICA
 from trainer.agent.control.tcp_transport import LONGEST_LINE, Peer, WireError, connect, parse
 
 
-
 class House:
     """An open door, what its members said, and how late its loop ever was."""
 

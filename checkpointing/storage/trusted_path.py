@@ -61,6 +61,8 @@ class Opened:
 
     def fault(self) -> str:
         """Why the folder itself is not this user's alone; empty when it is."""
+        if links := [weak for weak in self.weak if stat.S_ISLNK(weak.mode)]:
+            return f"{links[0].path} is a link that {user_name(links[0].owner)} has put there"
         status = os.fstat(self.descriptor)
         if not is_trusted(status.st_uid):
             return f"{self.path} belongs to {user_name(status.st_uid)}, not to {user_name(os.geteuid())}"

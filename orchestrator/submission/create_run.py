@@ -176,17 +176,20 @@ def _data(config: RunConfig, data: dict[str, Any], root: Path, progress: Progres
 
 
 def _tokenized(config: RunConfig, root: Path, progress: Progress | None) -> tuple[Path, Index]:
+    place = data_folder(root, config)
+    check_data(place, config)
     try:
-        folder, index = prepare_under(config.data.text, data_folder(root, config), progress)
+        folder, index = prepare_under(config.data.text, place, progress)
     except TokensError as error:
         raise ConfigError(f"data.text: {error}", where="data.text", hint="files, folders, or python-stdlib") from error
     except OSError as error:
         raise Precondition(
             f"the tokens of data.text cannot be written: {error.strerror or error}",
-            where=str(data_folder(root, config)),
+            where=str(place),
             hint="make room, or choose another folder with cluster.root=FOLDER",
         ) from error
-    check_data(folder, config)
+    for each in (place, folder):
+        check_data(each, config)
     return folder, index
 
 

@@ -29,14 +29,13 @@ def data_folder(root: Path, config: RunConfig) -> Path:
 
 def check_data(folder: Path, config: RunConfig) -> None:
     """Raises Precondition for tokens in a shared root that somebody else has prepared, or may change."""
-    if not config.cluster.shared_root:
+    if not config.cluster.shared_root or not folder.exists():
         return
-    for place in (folder.parent, folder):
-        try:
-            check_private(place)
-        except NotPrivate as error:
-            raise Precondition(
-                f"the tokens of data.text are not yours alone: {error.strerror}",
-                where=str(folder),
-                hint="give tokens of your own: orch data prepare PATHS --out FOLDER, then data.path=FOLDER",
-            ) from error
+    try:
+        check_private(folder)
+    except NotPrivate as error:
+        raise Precondition(
+            f"the tokens of data.text are not yours alone: {error.strerror}",
+            where=str(folder),
+            hint="`orch data prepare PATHS --out FOLDER` makes tokens of your own; data.path=FOLDER uses them",
+        ) from error

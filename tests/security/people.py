@@ -1,18 +1,21 @@
 """Two ordinary users of one group, on a project folder that the group may write: made by root, gone at the end."""
 
+import grp
 import json
 import os
+import pwd
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,10 +91,26 @@ def town() -> Iterator[Town]:
             _done("useradd", "--no-create-home", "--home-dir", str(folder / name), "--groups", group, name)
         yield _settled(folder, group, names)
     finally:
+        _end_processes(names)
         for name in names:
             subprocess.run(["userdel", name], capture_output=True, check=False)
         subprocess.run(["groupdel", group], capture_output=True, check=False)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end_processes(names: Sequence[str]) -> None:
+    """Nothing of these users may be left: an account with processes is not deleted."""
+    uids = {pwd.getpwnam(name).pw_uid for name in names if name in {entry.pw_name for entry in pwd.getpwall()}}
+    while left := [process for process in psutil.process_iter(["uids"]) if _uid(process) in uids]:
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, timeout=5)
+
+
+def _uid(process: psutil.Process) -> int:
+    told = process.info["uids"]
+    return -1 if told is None or process.status() == psutil.STATUS_ZOMBIE else int(told.real)
 
 
 def _done(*words: str) -> None:
@@ -99,9 +118,6 @@ def _done(*words: str) -> None:
 
 
 def _settled(folder: Path, group: str, names: Sequence[str]) -> Town:
-    import grp
-    import pwd
-
     shared = grp.getgrnam(group).gr_gid
     project, executed = folder / "project", folder / "executed"
     project.mkdir()

@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -181,10 +182,9 @@ def test_a_job_that_finds_bobs_folder_in_place_of_its_own_loads_nothing(place, h
 
 
 EXCHANGE = """
-import ctypes, os, sys, time
+import ctypes, os, sys
 libc, ours, theirs = ctypes.CDLL(None), *map(os.fsencode, sys.argv[1:3])
-end = time.monotonic() + 60
-while time.monotonic() < end and not os.path.exists(sys.argv[3]):
+while not os.path.exists(sys.argv[3]):
     libc.renameat2(-100, ours, -100, theirs, 2)
 """
 PAYLOAD = """
@@ -200,8 +200,6 @@ DelayedSubmission(print, "this is Ann's").dump(folder / "1_submitted.pkl")
 
 
 def test_folders_that_are_exchanged_all_the_time_never_run_bobs_payload(place):
-    import subprocess
-
     run, other, over = place.project / "swapped-1", place.project / "swapped-bobs", place.executed / "over"
     place.ann.run([str(place.ann.python), "-c", PAYLOAD, str(run / "attempts/001/submission")])
     bobs_folder(place, other, run.name)
@@ -212,7 +210,8 @@ def test_folders_that_are_exchanged_all_the_time_never_run_bobs_payload(place):
     words = [str(place.ann.python), "-P", "-u", "-m", "trainer.agent.start", str(run), f"{run}/attempts/001/submission"]
     local = {"SUBMITIT_EXECUTOR": "local", "SUBMITIT_LOCAL_JOB_ID": "1", "SUBMITIT_LOCAL_NTASKS": "1"}
     try:
-        for _ in range(6):
+        until(lambda: run.stat().st_uid == place.bob.uid, "Bob has begun")
+        for _ in range(8):
             done = place.ann.run(words, **local, SUBMITIT_LOCAL_GLOBALID="0", SUBMITIT_LOCAL_LOCALID="0")
             assert ("this is Ann's" in done.stdout) is (done.returncode == 0), done.stderr
     finally:

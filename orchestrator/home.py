@@ -4,11 +4,14 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from checkpointing.storage.trusted_path import check_unshared
+
 
 def state_home(environ: Mapping[str, str] = os.environ) -> Path:
     """`ORCH_HOME`, or `orch` below the XDG state folder; made private to the user on first use.
 
-    Raises OSError, whose `filename` says which variable named the folder.
+    Raises NotPrivate where others could change what is in it, else OSError, whose `filename` says which variable
+    named the folder.
     """
     variable = next((name for name in ("ORCH_HOME", "XDG_STATE_HOME") if environ.get(name)), "")
     home = Path(environ[variable] if variable else "~/.local/state").expanduser().absolute()
@@ -19,10 +22,15 @@ def state_home(environ: Mapping[str, str] = os.environ) -> Path:
         why = "it is no folder" if isinstance(error, FileExistsError) else error.strerror
         source = f"{variable}={environ[variable]}" if variable else str(home)
         raise OSError(error.errno, f"the state folder cannot be made: {why}", source) from error
+    check_unshared(home, then="ORCH_HOME=FOLDER")
     return home
 
 
 def registry_path(environ: Mapping[str, str] = os.environ) -> Path:
-    """`ORCH_REGISTRY` (a file name), or `registry.db` in the state folder."""
+    """`ORCH_REGISTRY` (a file name), or `registry.db` in the state folder; raises as `state_home`."""
     named = environ.get("ORCH_REGISTRY")
-    return Path(named).expanduser().absolute() if named else state_home(environ) / "registry.db"
+    if not named:
+        return state_home(environ) / "registry.db"
+    path = Path(named).expanduser().absolute()
+    check_unshared(path.parent, then="ORCH_REGISTRY=FILE")
+    return path

@@ -34,6 +34,7 @@ AGENT_ROOMS = (
     "coordination",
     "node_agent",
     "main",
+    "start",
 )
 """Each may enter those before it."""
 BANNED_NAMES = {"utils", "helpers", "common", "misc", "manager"}

@@ -113,10 +113,10 @@ class Agent:
         self._peer: Peer
 
     async def live(self, found: Message, attempt: int) -> None:
-        hello = {"token": found["token"], "node": self._node, "name": self._name, "attempt": attempt}
+        hello = {"node": self._node, "name": self._name, "attempt": attempt}
         while not hasattr(self, "_peer"):
             try:
-                self._peer = await connect(found["host"], found["port"], hello)
+                self._peer = await connect(found["host"], found["port"], found["token"], hello)
             except OSError:
                 await asyncio.sleep(0.2)
         self._peer.send("fit", faults=[])

@@ -6,8 +6,13 @@ import math
 import os
 import secrets
 import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from checkpointing.storage.trusted_path import is_trusted, user_name
 
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -109,14 +114,37 @@ class NotAFile(OSError):
     """Something else stands where a regular file of bounded size is expected: reading it might never end."""
 
 
+class _Rules(threading.local):
+    """What holds for the calling thread."""
+
+    own_only = False
+
+
+_rules = _Rules()
+
+
+@contextmanager
+def only_own_files() -> Iterator[None]:
+    """While the context lasts, `open_regular` refuses in this thread what another user (but root) owns."""
+    before, _rules.own_only = _rules.own_only, True
+    try:
+        yield
+    finally:
+        _rules.own_only = before
+
+
 def open_regular(path: Path) -> BinaryIO:
     """Open a file for reading; raises NotAFile at once for a FIFO, a device, a socket or a folder."""
     # Without O_NONBLOCK the opening of a FIFO waits for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-    kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
-    if kind == stat.S_IFREG:
+    status = os.fstat(descriptor)
+    kind = stat.S_IFMT(status.st_mode)
+    foreign = _rules.own_only and not is_trusted(status.st_uid)
+    if kind == stat.S_IFREG and not foreign:
         return os.fdopen(descriptor, "rb")
     os.close(descriptor)
+    if foreign:
+        raise NotAFile(errno.EPERM, f"belongs to {user_name(status.st_uid)}", str(path))
     raise NotAFile(errno.EINVAL, f"is {_KINDS.get(kind, 'something else')}, not a regular file", str(path))
 
 

@@ -12,6 +12,8 @@ from trainer.contract.config import ClusterShape, JobConfig
 class ClusterConfig(ClusterShape):
     """What to request from Slurm, or to simulate on this machine."""
 
+    shared_root: bool = False
+    """Allow a `root` that others can write too; [security.md](security.md) says what protects the runs there."""
     partition: str = ""
     """Slurm partition; empty: the site's default."""
     account: str = ""

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from checkpointing.storage.durable import fsync_dir, read_json
+from checkpointing.storage.durable import fsync_dir, only_own_files, read_json
+from checkpointing.storage.trusted_path import check_private
 from orchestrator.config.run_config import RunConfig
 from orchestrator.controller.leasing.lease import Holder, displayed_state, host_of
 from orchestrator.controller.run_dirs.ingest import ingest
@@ -131,7 +132,10 @@ def _found(roots: Sequence[Path]) -> Iterator[Found]:
         for path in folders:
             try:
                 if (path / "run.json").is_file() and not path.name.startswith("."):
-                    yield _read(RunDir(path))
+                    check_private(path)  # a name and a nonce are public: anybody could have made such a folder
+                    with only_own_files():
+                        found = _read(RunDir(path))
+                    yield found
             except _UNUSABLE as error:
                 log.warning("left out: %s: %s", path, error)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from checkpointing.config import CheckpointConfig
 from checkpointing.format.commit import parse_name
+from checkpointing.storage.trusted_path import can_be_exchanged
 from orchestrator.config.compose import Composed, recompose
 from orchestrator.config.restore_tests_config import OFF, SAME, RestoreTestsConfig
 from orchestrator.config.run_config import RunConfig
@@ -200,7 +201,8 @@ def _composed(saved_with: dict[str, Any], run: Run, settings: RestoreTestsConfig
     workload, code = data["workload"], RunDir(Path(run.run_dir)).code
     if workload["snapshot"]:  # the copy that was trained
         workload["path"] = [str(code / str(index)) for index in range(len(workload["path"]))]
-        workload["snapshot"] = False
+        # On a shared root the test has a copy of its own: what stands there when it starts could be another's.
+        workload["snapshot"] = can_be_exchanged(code.parent)
     try:
         return recompose(data, [], environ=os.environ)
     except ConfigError as error:

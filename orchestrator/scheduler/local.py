@@ -59,7 +59,8 @@ class LocalScheduler:
             if not (disk := explain_disk_error(error, intent.folder)):
                 raise
             raise _no_room(disk, intent) from error
-        _start(intent, path, spec.submitter.environ(os.environ))
+        with submitit_payload.own_folder(spec):
+            _start(intent, path, spec.submitter.environ(os.environ))
 
     def find(self, name_prefix: str, known: Collection[str] = ()) -> list[JobStatus]:
         found = [self._status_or_trouble(intent) for intent in self._intents() if intent.name.startswith(name_prefix)]
@@ -155,7 +156,7 @@ def _intent(spec: JobSpec, entry: str) -> Intent:
         run_dir=str(spec.run_dir), entry=entry, arguments=submitit_payload.arguments(spec), nodes=spec.resources.nodes,
         limit_s=60 * minutes("cluster.time", spec.resources.time), signal_lead=spec.resources.signal_lead,
         command=("bash", "-c", "\n".join([*lines, f"exec {prepared.python}"])), devices=_devices(spec),
-        asked_at=time.time(), host=socket.gethostname(),
+        asked_at=time.time(), host=socket.gethostname(), named=str(spec.submission.absolute()),
     )  # fmt: skip
 
 

@@ -21,9 +21,10 @@ from submitit.core.utils import JobPaths
 from submitit.local.local import Controller, LocalExecutor, LocalJob
 
 from checkpointing.storage.disk_errors import explain_disk_error, is_disk_error
+from checkpointing.storage.trusted_path import pinned
 from orchestrator.scheduler import local_records as records
 from orchestrator.scheduler.local_records import End, Intent, JobProcess
-from orchestrator.scheduler.submitit_payload import load_entry
+from orchestrator.scheduler.submitit_payload import load_entry, start_command
 from trainer.contract.outcome import ExitCode
 
 KILL_WAIT_S = 30.0
@@ -37,7 +38,6 @@ class _Executor(LocalExecutor):  # type: ignore[misc]  # submitit is not type-ch
     """Writes the payload for a job that is the calling process itself."""
 
     def _submit_command(self, command: str) -> Any:
-        self.command = command
         return LocalJob(folder=self.folder, job_id=str(os.getpid()), tasks=list(range(self._num_tasks())))
 
 
@@ -105,13 +105,15 @@ class Job:
 
     def prepare(self) -> None:
         """Write the payload, and the environment from which submitit's controller reads what it is to do."""
-        intent = self._intent
-        made = _Executor(intent.folder, python=shlex.join(intent.command[-1:]))
+        intent, python = self._intent, self._intent.command[-1]
+        made = _Executor(intent.folder)
         made.update_parameters(tasks_per_node=intent.nodes, timeout_min=intent.limit_s / 60)
         made.submit(load_entry(intent.entry), *intent.arguments)
         os.environ.update(
             SUBMITIT_LOCAL_NTASKS=str(intent.nodes),
-            SUBMITIT_LOCAL_COMMAND=shlex.join([*intent.command[:-1], intent.command[-1] + _after(made)]),
+            SUBMITIT_LOCAL_COMMAND=shlex.join(
+                [*intent.command[:-1], f"{python} {start_command(intent.run_dir, intent.named)}"]
+            ),
             SUBMITIT_LOCAL_TIMEOUT_S=str(intent.limit_s),
             SUBMITIT_LOCAL_SIGNAL_DELAY_S=str(intent.signal_lead),
             SUBMITIT_LOCAL_NODEID="0",
@@ -165,12 +167,6 @@ class Job:
         return End(state=state, reason=reason, ended_at=time.time(), exit_codes=codes)
 
 
-def _after(made: _Executor) -> str:
-    """submitit's part of the command: what follows the interpreter."""
-    command: str = made.command
-    return command.removeprefix(made.python)
-
-
 def _begin(intent: Intent) -> Job | None:
     """The job, with all that it needs; None when another process is it already. Raises what keeps it from beginning."""
     host = records.claim(intent.folder)
@@ -216,7 +212,9 @@ def main(arguments: list[str]) -> int:
         return _started(os.read(hears, _LONGEST))
     os.close(hears)
     os.setsid()
+    os.umask(0o077)
     try:
+        intent = _pinned(intent)
         _write_to_log(intent)
         job = _begin(intent)
     except Exception as error:  # noqa: BLE001  # outermost edge: whoever waits for the job is told
@@ -231,6 +229,12 @@ def main(arguments: list[str]) -> int:
     if job is not None:
         _live(job, intent)
     return 0
+
+
+def _pinned(intent: Intent) -> Intent:
+    """The same job with a folder that nobody can put another one in place of; raises NotPrivate."""
+    run_dir = Path(intent.run_dir)
+    return replace(intent, submission=str(pinned(run_dir) / intent.folder.relative_to(run_dir)))
 
 
 def _write_to_log(intent: Intent) -> None:

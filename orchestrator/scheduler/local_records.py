@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from checkpointing.storage.durable import canonical, read_json, write_durably
+from checkpointing.storage.durable import canonical, only_own_files, read_json, write_durably
 from checkpointing.storage.reserved_file import reserve, write_reserved
 from orchestrator.process_identity import boot_id, is_visible, process_space, process_state
 from trainer.contract.node_identity import local_job_id
@@ -47,6 +47,8 @@ class Intent:
     asked_at: float
     host: str = ""
     """Where it runs: another host that shares the home can tell nothing of its processes."""
+    named: str = ""
+    """The submission folder as its tasks are told it; `submission` may be a name that only this job's process has."""
 
     @property
     def folder(self) -> Path:
@@ -178,7 +180,8 @@ def read_end(submission: Path) -> End | None:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        fields: dict[str, Any] = read_json(path)
+        with only_own_files():  # the pid in it is signalled
+            fields: dict[str, Any] = read_json(path)
     except FileNotFoundError:
         return None
     return fields

@@ -30,6 +30,8 @@ from orchestrator.scheduler.slurm_text import expand_nodes, fold_nodes
 
 _SUBMITTED = re.compile(r"^Submitted batch job (\d+)", re.MULTILINE)
 SBATCH_TIMEOUT_S = 60
+_NO_FILES = ("--output=/dev/null", "--error=/dev/null")
+"""Slurm opens a job's output by its name and follows links: where others can put one there, the agents open it."""
 TEST_TIMEOUT_S = 10
 
 
@@ -37,12 +39,17 @@ class HeldExecutor(SlurmExecutor):  # type: ignore[misc]  # submitit is not type
     """SlurmExecutor that bounds sbatch in time and gives it the environment of the run's submitter."""
 
     submitter: Submitter
+    spec: JobSpec
     words: Sequence[str] = ()
     """What `sbatch SCRIPT` is called with while the job is submitted; submitit has no environment to give."""
 
     @classmethod
     def affinity(cls) -> int:
         return 2  # a script can be shown on a machine without Slurm
+
+    @property
+    def _submitit_command_str(self) -> str:
+        return f"{self.python} {submitit_payload.start_command(self.spec.run_dir, self.spec.submission)}"
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
         return [*self.words, str(submission_file_path)]
@@ -59,14 +66,18 @@ def _bounded_sbatch(seconds: float) -> list[str]:
     return [timeout, "--kill-after=5", f"{seconds:g}", sbatch]
 
 
-def executor(spec: JobSpec) -> HeldExecutor:
-    """submitit's executor for this job; raises ConfigError for a value that must not stand in a script."""
+def executor(spec: JobSpec, folder: Path | None = None) -> HeldExecutor:
+    """submitit's executor for this job; raises ConfigError for a value that must not stand in a script.
+
+    `folder`: under what name submitit reaches the job's folder, where another user could rename that.
+    """
     resources = spec.resources
     _check_path("cluster.root", spec.submission)
     _check_path("cluster.root", spec.run_dir)
     prepared = prepare(spec)
-    made = HeldExecutor(folder=spec.submission, python=prepared.python)
-    made.submitter = spec.submitter
+    made = HeldExecutor(folder=folder or spec.submission, python=prepared.python)
+    made.submitter, made.spec = spec.submitter, spec
+    by_name = folder in (None, spec.submission)
     setup = ["export SPT_NOENV=1", *prepared.setup]  # processes that rename themselves keep a readable environment
     setup.append(f"export {TAG_VARIABLE}={shlex.quote(spec.name)}")
     if prepared.own_interpreter and spec.submitter.package_root:
@@ -81,8 +92,13 @@ def executor(spec: JobSpec) -> HeldExecutor:
         signal_delay_s=resources.signal_lead,
         wckey=None,
         setup=setup,
-        srun_args=[*_srun_arguments(resources), *prepared.srun],
-        additional_parameters={**_placement(resources), **check_options(resources.sbatch), **_fixed(spec)},
+        srun_args=[*_srun_arguments(resources), *([] if by_name else _NO_FILES), *prepared.srun],
+        additional_parameters={
+            **_placement(resources),
+            **check_options(resources.sbatch),
+            **_fixed(spec),
+            **({} if by_name else {"output": "/dev/null", "error": "/dev/null"}),
+        },
     )
     return made
 
@@ -168,14 +184,17 @@ def refusal(spec: JobSpec) -> SubmitRejected | None:
 
 def submit(spec: JobSpec, entry: str) -> str:
     """Submit the job held, return its id; raises SubmitRejected, SubmitAmbiguous, or Precondition without sbatch."""
-    made = executor(spec)
+    executor(spec)  # what cannot stand in a script is refused before anything is looked for
     require("sbatch")
     function = submitit_payload.load_entry(entry)
     try:
         with (
+            submitit_payload.own_folder(spec) as folder,
             contextlib.redirect_stderr(io.StringIO()),  # submitit prints what it then raises
-            with_environment(made.environ(), _bounded_sbatch(SBATCH_TIMEOUT_S)) as made.words,
+            with_environment(spec.submitter.environ(os.environ), _bounded_sbatch(SBATCH_TIMEOUT_S)) as words,
         ):
+            made = executor(spec, folder)
+            made.words = words
             return str(made.submit(function, *submitit_payload.arguments(spec)).job_id)
     except FailedJobError as error:
         refused = submit_error(str(error))

@@ -3,10 +3,13 @@
 import importlib
 import os
 import re
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from checkpointing.storage.durable import fsync_dir, write_durably
+from checkpointing.storage.trusted_path import NotPrivate, pinned_for_now
 from orchestrator.errors import Precondition
 from orchestrator.scheduler.interface import JobSpec
 
@@ -25,6 +28,26 @@ def load_entry(entry: str) -> Callable[[str, str], None]:
 def arguments(spec: JobSpec) -> tuple[str, str]:
     """The two strings that travel with the function."""
     return str(spec.run_dir), str(spec.attempt)
+
+
+def start_command(run_dir: Path | str, submission: Path | str) -> str:
+    """What follows the interpreter in a job's script: it loads the payload, once it has made sure of its folder."""
+    return f"-u -m trainer.agent.start {shlex.quote(str(run_dir))} {shlex.quote(str(submission))}"
+
+
+@contextmanager
+def own_folder(spec: JobSpec) -> Iterator[Path]:
+    """The submission folder under a name that keeps meaning it; raises Precondition where it is not this user's."""
+    try:
+        spec.submission.mkdir(mode=0o700, exist_ok=True)
+        with pinned_for_now(spec.run_dir) as place:
+            yield place / spec.submission.relative_to(spec.run_dir)
+    except NotPrivate as error:
+        raise Precondition(
+            f"the run directory is not private: {error.strerror}",
+            where=str(spec.run_dir),
+            hint="ask who changed it; `chmod go-w FOLDER` closes a folder of your own",
+        ) from error
 
 
 def ids_in(submission: Path) -> set[str]:

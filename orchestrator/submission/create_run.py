@@ -23,6 +23,7 @@ from orchestrator.registry.store import Store
 from orchestrator.scheduler.scheduler_instance import instance_of
 from orchestrator.submission import secret_values, user_code
 from orchestrator.submission.job_check import check_script
+from orchestrator.submission.root_check import check_data, data_folder, refuse_shared
 from orchestrator.submission.run_identity import identify
 from trainer.contract.config import WorkloadConfig
 from trainer.contract.token_shards import Index, TokensError, prepare_under
@@ -57,7 +58,7 @@ def create_run(
     """
     config = composed.config
     kind = _kind(cluster or config.cluster.kind)
-    root = writable_root(config.cluster.root)
+    root = writable_root(config.cluster.root, shared=config.cluster.shared_root)
     user_code.check(config)
     check_script(config, kind)
     given = secret_values.submitted(composed, os.environ)
@@ -143,8 +144,11 @@ def _kind(wanted: str) -> str:
     return kind
 
 
-def writable_root(text: str) -> Path:
-    """The folder of all runs, made when it is missing; raises Precondition when nothing can be written there."""
+def writable_root(text: str, *, shared: bool) -> Path:
+    """The folder of all runs, made when it is missing; raises Precondition when nothing can be written there.
+
+    `shared`: others may write it as well; without that it is refused.
+    """
     root = Path(os.path.expandvars(text)).expanduser().absolute()
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -157,6 +161,8 @@ def writable_root(text: str) -> Path:
             where=str(root),
             hint="cluster.root=FOLDER chooses another; on a cluster it must be on the shared file system",
         ) from error
+    if not shared:
+        refuse_shared(root)
     return root
 
 
@@ -175,16 +181,21 @@ def _data(config: RunConfig, data: dict[str, Any], root: Path, progress: Progres
 
 
 def _tokenized(config: RunConfig, root: Path, progress: Progress | None) -> tuple[Path, Index]:
+    place = data_folder(root, config)
+    check_data(place, config)
     try:
-        return prepare_under(config.data.text, root / ".data", progress)
+        folder, index = prepare_under(config.data.text, place, progress)
     except TokensError as error:
         raise ConfigError(f"data.text: {error}", where="data.text", hint="files, folders, or python-stdlib") from error
     except OSError as error:
         raise Precondition(
             f"the tokens of data.text cannot be written: {error.strerror or error}",
-            where=str(root / ".data"),
+            where=str(place),
             hint="make room, or choose another folder with cluster.root=FOLDER",
         ) from error
+    for each in (place, folder):
+        check_data(each, config)
+    return folder, index
 
 
 def _read(path: str) -> Index:

@@ -54,6 +54,7 @@ CONFIG: Mapping[str, Term] = {
     "secrets_file": Term(Rule.ACCEPT, "ranks see other variables"),
     "cluster.kind": _FOLDER,
     "cluster.root": _FOLDER,
+    "cluster.shared_root": _PLACE,
     "cluster.nodes": _SUMS,
     "cluster.spare_nodes": _PLACE,
     "cluster.ranks_per_node": _SUMS,

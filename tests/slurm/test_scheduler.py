@@ -51,6 +51,20 @@ def test_a_job_runs_in_its_own_environment_and_folder(world: World, monkeypatch:
     assert "SLURM_RESTART_COUNT" not in facts["environ"]
 
 
+def test_below_a_folder_of_others_a_job_starts_and_its_log_is_in_its_folder(world: World) -> None:
+    shared = world.folder / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    spec = replace(world, folder=shared).spec()
+    job = world.submit(spec)
+    world.release(job, spec)
+    world.until_running(job, spec)
+    assert json.loads((spec.run_dir / "started-0.json").read_text())["cwd"] == str(spec.run_dir)
+    logs = {path.name: path.read_text() for path in spec.submission.glob("*_log.*")}
+    assert set(logs) == {f"{job.job_id}_{node}_log.{kind}" for node in (0, 1) for kind in ("out", "err")}
+    assert world.scheduler.poll([job.job_id])[job.job_id].name == spec.name
+
+
 def test_an_ambiguous_submit_is_found_adopted_and_starts(lab: SlurmLab, world: World) -> None:
     spec = world.spec()
     lab.pause_controller()

@@ -14,6 +14,7 @@ from setproctitle import setproctitle
 
 from checkpointing.storage.disk_errors import explain_disk_error, is_disk_error
 from checkpointing.storage.durable import read_json
+from checkpointing.storage.trusted_path import NotPrivate, pinned
 from trainer.agent.attempt_state.attempt_state import AttemptState
 from trainer.agent.control import address
 from trainer.agent.control.tcp_transport import Peer, WireError, connect
@@ -83,9 +84,12 @@ def run_agent(run_dir: str, attempt: str) -> NoReturn:
         # Titles must not cover the environment, by which the processes of a job are found.
         os.environ.setdefault("SPT_NOENV", "1")
         setproctitle("orch-agent")
-        run = RunDir(Path(run_dir))
+        run = RunDir(pinned(Path(run_dir)), label=Path(run_dir).name)
         agent = Agent(run, run.attempt(int(attempt)), early)
         code = runner.run(agent.live())
+    except NotPrivate as error:
+        sys.stderr.write(f"orch-agent: refuses to start: {error.strerror}: {run_dir}\n")
+        code = ExitCode.NEVER_RETRY
     except BaseException:  # noqa: BLE001  # outermost edge
         traceback.print_exc()
     finally:
@@ -260,8 +264,8 @@ class Agent:
         while True:
             try:
                 found = await asyncio.to_thread(read_json, self._attempt.coordinator)
-                hello = {"token": found["token"], "node": identity.node, "name": identity.name}
-                return await connect(found["host"], found["port"], {**hello, "attempt": self._attempt.number})
+                hello = {"node": identity.node, "name": identity.name, "attempt": self._attempt.number}
+                return await connect(found["host"], found["port"], found["token"], hello)
             except WireError as error:
                 raise Refused(str(error)) from error
             except (OSError, ValueError, TypeError, KeyError) as error:

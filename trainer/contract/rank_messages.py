@@ -45,6 +45,7 @@ class RankSpec:
     skip: tuple[int, ...] = ()  # positions in the data that are skipped
     fit: bool = True  # whether ranks measure their nodes before they train
     env: dict[str, str] = field(default_factory=dict)
+    run: str = ""  # its name, where `run_dir` does not end with it
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

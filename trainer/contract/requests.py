@@ -2,11 +2,12 @@
 
 import os
 import secrets
+import stat
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from checkpointing.storage.durable import dump_line, read_json, write_durably
+from checkpointing.storage.durable import dump_line, only_own_files, read_json, write_durably
 
 
 class RequestKind(StrEnum):
@@ -38,6 +39,11 @@ class Request:
         return name
 
 
+MOST_BYTES = 1 << 16
+"""Bytes of a request, at most: a reason is a sentence."""
+LARGEST = float(1 << 40)
+"""The largest value of a request: as a time it lies 30,000 years ahead."""
+
 REFUSED = "refused: "
 """How an answer begins that says no."""
 
@@ -49,15 +55,30 @@ def pending(folder: Path, attempt: int, answered: set[str]) -> list[Request]:
         if name in answered or not name.endswith(".json") or name.startswith("."):
             continue
         try:
-            fields = read_json(folder / name)
+            if not _is_plain_file(folder / name):
+                continue
+            with only_own_files():
+                fields = read_json(folder / name, MOST_BYTES)
             request = Request(**{**fields, "kind": RequestKind(fields["kind"]), "name": name})
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             continue
-        if type(request.detail) is not str or type(request.value) not in (int, float, type(None)):
-            continue
-        if request.attempt == attempt:
+        if _is_sound(request) and request.attempt == attempt:
             found.append(request)
     return found
+
+
+def _is_plain_file(path: Path) -> bool:
+    """Whether it was written there: no link to a file that was meant for something else."""
+    status = os.lstat(path)
+    return stat.S_ISREG(status.st_mode) and status.st_nlink == 1
+
+
+def _is_sound(request: Request) -> bool:
+    """Whether every field is of its type, and the number one that a time or a rank can be."""
+    value = request.value
+    if type(request.attempt) is not int or type(request.detail) is not str or type(request.reason) is not str:
+        return False
+    return value is None or (type(value) in (int, float) and 0 <= value <= LARGEST)  # NaN is not within
 
 
 def _by_age(folder: Path) -> list[str]:

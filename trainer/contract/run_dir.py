@@ -178,10 +178,11 @@ class RunDir:
     """The folder of one run below `cluster.root`."""
 
     path: Path
+    label: str = ""  # the run's name, where the folder is reached under another one (by a descriptor)
 
     @property
     def name(self) -> str:
-        return self.path.name
+        return self.label or self.path.name
 
     @property
     def run(self) -> Path:

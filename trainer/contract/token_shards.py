@@ -138,7 +138,7 @@ def prepare(sources: Sequence[str | Path], out: Path, progress: Progress | None 
 
 def prepare_under(sources: Sequence[str | Path], folder: Path, progress: Progress | None = None) -> tuple[Path, Index]:
     """Tokenize `sources` into `folder/<fingerprint>`, so that changed text gets its own folder; raises as prepare."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     temporary = folder / f".{secrets.token_hex(6)}.tmp"
     try:
         index = _write(sources, temporary, progress)
@@ -172,7 +172,7 @@ def _existing(index: Index, out: Path) -> Index:
 def _write(sources: Sequence[str | Path], folder: Path, progress: Progress | None) -> Index:
     files = expand_sources(sources)
     total = sum(_size(path) for path in files)
-    folder.mkdir()
+    folder.mkdir(mode=0o755)  # a umask of 0002 must not let the group change what is trained on
     writer = _ShardWriter(folder)
     done = read = 0
     for path in files:

@@ -4,6 +4,8 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +14,7 @@ import setproctitle
 
 from checkpointing.owner import Owner
 from checkpointing.storage.backends import storage_at
+from checkpointing.storage.trusted_path import pinned
 from checkpointing.tiers.tier import RunTiers, resolve_tiers
 from trainer.contract.config import JobConfig, load
 from trainer.contract.launch_token import LaunchToken, holds
@@ -65,7 +68,7 @@ def rank_main(spec: RankSpec) -> int:
 
 
 def _train(spec: RankSpec, cell: ProgressCell, control: socket.socket, started: float) -> ExitCode:
-    run_dir = RunDir(Path(spec.run_dir))
+    run_dir = RunDir(Path(spec.run_dir), label=spec.run)
     config = load(run_dir, spec.attempt)
     cell.update(phase=Phase.INIT, generation=spec.generation, total_steps=config.train.steps)
     os.environ.update({**rendezvous.torchrun_environment(spec), **config.env, **spec.env})
@@ -104,6 +107,8 @@ def _restore_and_train(session: Session) -> ExitCode:
     if order is not None:
         from trainer.worker.restore_test.run import carry_out  # only here
 
+        with suppress(FileNotFoundError):  # what is gone is said where it is read
+            order = replace(order, run_dir=str(pinned(Path(order.run_dir))))
         return carry_out(order, session)
     journal = Journal(session.attempt, session.spec, session.on_saves)
     try:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from orchestrator.cli.terminal.render import Screen
+from orchestrator.controller.run_dirs.own_folder import foreign
 from orchestrator.errors import Precondition
 from trainer.contract.run_dir import RunDir
 
@@ -15,6 +16,8 @@ def existing_folder(run: str, run_dir: str) -> RunDir:
     """The folder of a run; raises Precondition when it is not there."""
     if not Path(run_dir).is_dir():
         raise Precondition(_missing(run), where=run_dir, hint=_PUT_BACK)
+    if why := foreign(Path(run_dir)):
+        raise Precondition(why, where=run_dir, hint="ask who put it there; nothing in it is read")
     return RunDir(Path(run_dir))
 
 

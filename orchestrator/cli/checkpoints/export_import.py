@@ -118,7 +118,7 @@ def import_(
     composed = compose(preset, (*overrides, *words), environ=os.environ)
     check_beginning(composed.config, preset)
     _require_weights(given, source)
-    with nullcontext() if dry_run else staged(composed.config.cluster.root) as staging:
+    with nullcontext() if dry_run else staged(composed.config.cluster) as staging:
         brought = bring(
             screen, composed.config, staging, source=lambda: _opened(source.absolute()), where=str(source.absolute()),
             weights_only=weights_only,

@@ -1,5 +1,6 @@
 """A run's first checkpoint, made of weights from elsewhere: checked against the model, and written beside the runs."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 from orchestrator.cli.checkpoints import torch_env
 from orchestrator.cli.terminal.render import Screen
+from orchestrator.config.run_config import ClusterConfig
 from orchestrator.errors import CheckpointInvalid, ConfigError
 
 STAGING = ".imports"
@@ -17,13 +19,14 @@ SHOWN = 12
 
 
 @contextmanager
-def staged(root: str) -> Iterator[Path]:
+def staged(cluster: ClusterConfig) -> Iterator[Path]:
     """Where the checkpoint is made; its run's folder takes it over from there."""
     from checkpointing.storage.temporary_folder import temporary_folder
     from orchestrator.submission.create_run import writable_root
 
-    place = writable_root(root) / STAGING
-    place.mkdir(parents=True, exist_ok=True)
+    own = f"{STAGING}-{os.geteuid()}" if cluster.shared_root else STAGING
+    place = writable_root(cluster.root, shared=cluster.shared_root) / own
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
     with temporary_folder(place, "import", mode=0o700) as folder:
         yield folder
 

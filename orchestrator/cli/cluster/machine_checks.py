@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from checkpointing.storage.trusted_path import weakness
 from orchestrator.cli.terminal.render import size
 from orchestrator.errors import RegistryError
 from orchestrator.home import registry_path, state_home
@@ -125,6 +126,9 @@ def run_folder(root: Path | None) -> Iterator[Check]:
     disk, inodes = shutil.disk_usage(there), os.statvfs(there)
     text = f"run folder {root} ({_kind(there)}, {size(disk.free)} free)"
     yield Check("root", OK, text if there == root else f"{text}; it will be made")
+    if weak := weakness(there):
+        hint = weak.closing() or "cluster.shared_root=true uses it all the same, or choose another"
+        yield Check("root", WARN, f"`orch submit` refuses this folder: {weak}", hint)
     if disk.free < _LITTLE:
         yield Check("root", WARN, f"only {size(disk.free)} free for checkpoints", "free some space or choose another")
     if inodes.f_files and inodes.f_ffree < inodes.f_files * 0.02:

@@ -33,7 +33,7 @@ def branch_weights(
     with open_store() as store:
         require_trusted(screen, store, chosen)
     label = f"{chosen.run or chosen.path}@{chosen.step}"
-    with staged(composed.config.cluster.root) if write else nullcontext() as staging:
+    with staged(composed.config.cluster) if write else nullcontext() as staging:
         found = bring(
             screen, composed.config, staging, source=lambda: _weights(chosen), where=label, weights_only=True
         )  # fmt: skip

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from orchestrator.controller.run_dirs.own_folder import ForeignFolder, in_own_folder
 from orchestrator.errors import OrchError
 from orchestrator.registry.locks.filesystem import mount_of
 
@@ -28,7 +29,7 @@ _SLICE = 1.0
 
 
 class RunDirHangs(OrchError):
-    """A run directory that gives no answer; whether what was begun there gets done is not known."""
+    """A run directory that gives no answer, or is another user's; whether what was begun there gets done is unknown."""
 
     exit_code = 4
 
@@ -45,7 +46,10 @@ class DirectFiles:
     """Without a bound: for programs that a person waits for."""
 
     def call(self, folder: Path, work: Callable[[], T], patience: float | None = None) -> T:
-        return work()
+        try:
+            return in_own_folder(folder, work)
+        except ForeignFolder as error:
+            raise RunDirHangs(str(error), where=str(folder)) from error
 
 
 @dataclass(eq=False)
@@ -96,7 +100,7 @@ class BoundedFiles:
 
     def call(self, folder: Path, work: Callable[[], T], patience: float | None = None) -> T:
         self._refuse_stuck(folder)
-        job = _Job(work, time.monotonic())
+        job = _Job(lambda: in_own_folder(folder, work), time.monotonic())
         worker = self._worker = self._worker or _Worker()
         worker.begin(job)
         limit = patience or self._patience_with(folder)
@@ -110,6 +114,8 @@ class BoundedFiles:
             if not job.done.is_set():
                 self._stuck[folder], self._worker = job, None
                 worker.leave()
+        if isinstance(job.error, ForeignFolder):
+            raise RunDirHangs(str(job.error), where=str(folder)) from job.error
         if job.error is not None:
             raise job.error
         value: T = job.value

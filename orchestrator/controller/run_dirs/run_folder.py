@@ -3,15 +3,18 @@
 import os
 import shutil
 import socket
+from contextlib import nullcontext
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.durable import canonical, dump_line, fsync_dir, fsync_file, read_json, write_durably
+from checkpointing.storage.trusted_path import NotPrivate, check_private, pinned_for_now
 from checkpointing.verification.verify import verify_in
 from orchestrator.controller import failpoints
 from orchestrator.controller.run_dirs import staged_secrets
+from orchestrator.controller.run_dirs.own_folder import foreign
 from orchestrator.errors import Precondition
 from orchestrator.registry.records import Attempt, Run
 from trainer.contract.restore_test import write_order
@@ -24,6 +27,8 @@ def hidden(run: Run, first: Attempt) -> str:
     A mount that is not there (yet) looks like an empty folder: only the run's own `run.json` shows that it is.
     """
     folder, host = RunDir(Path(run.run_dir)), socket.gethostname()
+    if why := foreign(folder.path):
+        return f"{why} (seen on {host})"
     try:
         owner = read_json(folder.run)
     except FileNotFoundError:
@@ -55,7 +60,7 @@ def ensure_run_dir(run: Run, first: Attempt, config: dict[str, Any]) -> RunDir:
     try:
         draft.make()
         write_durably(draft.config, canonical(config))
-        _copy_code(draft, config)
+        _copy_code(draft, config, run.identity.get("restore_test"))
         _import_checkpoint(draft, run)
         if order := run.identity.get("restore_test"):
             write_order(draft, order)
@@ -78,6 +83,7 @@ def ensure_run_dir(run: Run, first: Attempt, config: dict[str, Any]) -> RunDir:
             hint="make cluster.root writable, or choose another with cluster.root=FOLDER",
         ) from error
     fsync_dir(final.path.parent)
+    _check_owner(final, run, first)
     failpoints.reach("after_folder")
     staged_secrets.adopt(final, first.nonce)
     _sweep_drafts(final.path.parent, _draft(run, first))
@@ -96,6 +102,14 @@ def _sweep_drafts(root: Path, beginning: str) -> None:
 
 
 def _check_owner(folder: RunDir, run: Run, first: Attempt) -> None:
+    try:
+        check_private(folder.path)
+    except NotPrivate as error:
+        raise Precondition(
+            f"the folder of {run.name} is not private: {error.strerror}",
+            where=str(folder.path),
+            hint="`chmod go-w FOLDER` closes one of yours; another user's: submit with another --name or cluster.root",
+        ) from error
     try:
         owner = read_json(folder.run)
     except (OSError, ValueError):
@@ -189,14 +203,21 @@ def _linked(source: str, target: str) -> None:
         fsync_file(Path(target))
 
 
-def _copy_code(folder: RunDir, config: dict[str, Any]) -> None:
-    """Copy the folders of `workload.path` to `code/0`, `code/1`, ... when the config asks for it."""
+def _copy_code(folder: RunDir, config: dict[str, Any], order: dict[str, Any] | None) -> None:
+    """Copy the folders of `workload.path` to `code/0`, `code/1`, ... when the config asks for it.
+
+    A restore test's are those of the run that it tests.
+    """
     workload = config.get("workload", {})
     if not workload.get("snapshot"):
         return
     ignored = shutil.ignore_patterns("__pycache__", "*.pyc", ".git", ".venv", ".mypy_cache", ".ruff_cache")
-    for index, source in enumerate(workload.get("path", ())):
-        shutil.copytree(source, folder.code / str(index), ignore=ignored, symlinks=True)
+    tested = Path(order["run_dir"]) if order else None
+    with pinned_for_now(tested) if tested else nullcontext(None) as place:
+        for index, source in enumerate(map(Path, workload.get("path", ()))):
+            if tested and place and source.is_relative_to(tested):
+                source = place / source.relative_to(tested)
+            shutil.copytree(source, folder.code / str(index), ignore=ignored, symlinks=True)
 
 
 def has_outcome(folder: RunDir) -> bool:

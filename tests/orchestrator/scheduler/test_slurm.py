@@ -1,5 +1,7 @@
 """The Slurm scheduler on commands that answer, fail, hang and talk nonsense."""
 
+import os
+import shlex
 import shutil
 import time
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from orchestrator.scheduler.submitit_payload import adopt_payload, ids_in
 from tests.orchestrator.scheduler.test_slurm_text import accounting, queue
 
 Program = Callable[[str, str], None]
+NO_FILES = ["--output=/dev/null", "--error=/dev/null"]
 DISABLED = "echo 'Slurm accounting storage is disabled' >&2; exit 1"
 DBD_AWAY = "echo 'sacct: error: Problem talking to the database: Connection refused' >&2; exit 1"
 
@@ -251,6 +254,45 @@ def spec(folder: Path) -> JobSpec:
         name="orch-a-1-abcd1234", comment="orch:a/1", run_dir=folder, attempt=1, submission=folder / "submission",
         resources=Resources(nodes=1),
     )  # fmt: skip
+
+
+SEES_SCRIPT = """
+for word; do script=$word; done
+mv {0}/run {0}/aside; mkdir -p {0}/run/submission; echo Bob > {0}/run/submission/$(basename $script)
+cat $script > {0}/submitted
+echo Submitted batch job 5
+"""
+"""An sbatch that lets Bob exchange the run's folder between the writing of the script and the reading of it."""
+
+
+def test_below_a_folder_of_others_slurm_reads_and_writes_nothing_by_name(program: Program, tmp_path: Path) -> None:
+    shared, tools = tmp_path / "shared", ("mv", "mkdir", "basename")
+    for tool in tools:
+        program(tool, f'exec {shutil.which(tool, path=os.defpath)} "$@"')
+    shared.mkdir()
+    shared.chmod(0o777)
+    (shared / "run").mkdir(mode=0o700)
+    program("sbatch", SEES_SCRIPT.format(shared))
+    assert SlurmScheduler(entry="os:getpid").submit(spec(shared / "run")) == "5"
+    script = (shared / "submitted").read_text()
+    assert script.startswith("#!/bin/bash"), "not Bob's"
+    assert "#SBATCH --output=/dev/null" in script
+    assert "#SBATCH --error=/dev/null" in script
+    (srun,) = (shlex.split(line) for line in script.splitlines() if line.startswith("srun "))
+    assert [word for word in srun if word.startswith(("--output", "--error"))][-2:] == NO_FILES
+    assert srun[srun.index("trainer.agent.start") + 1 :] == [f"{shared}/run", f"{shared}/run/submission"]
+    assert (shared / "aside/submission/5_submitted.pkl").exists()
+    assert not (shared / "run/submission/5_submitted.pkl").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_a_job_whose_folder_is_another_users_is_not_submitted(program: Program, tmp_path: Path) -> None:
+    program("sbatch", f"touch {tmp_path / 'asked'}")
+    (tmp_path / "run").mkdir()
+    os.chown(tmp_path / "run", 61002, -1)
+    with pytest.raises(Precondition, match="the run directory is not private: .* belongs to uid 61002"):
+        SlurmScheduler(entry="os:getpid").submit(spec(tmp_path / "run"))
+    assert not (tmp_path / "asked").exists()
 
 
 def test_without_sbatch_there_is_a_hint_and_no_trace(program: Program, tmp_path: Path) -> None:

@@ -3,12 +3,12 @@
 import asyncio
 import contextlib
 import errno
-import hmac
 import socket
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 
-from trainer.agent.control.tcp_transport import Message, Peer, WireError, parse
+from trainer.agent.control.authentication import challenge_line, hello_seal, is_nonce, new_nonce, session_seals
+from trainer.agent.control.tcp_transport import Message, Peer, Unproven, WireError, parse
 
 HELLO_SECONDS = 5.0
 LONGEST_HELLO = 1 << 12
@@ -22,13 +22,15 @@ Serve = Callable[[Message, Peer], Awaitable[None]]
 
 
 class _UnauthenticatedPeer:
-    """A connection that has not sent the token: a socket and the bytes received, no task, no stream."""
+    """A connection that has not proved the token: a socket and the bytes received, no task, no stream."""
 
     def __init__(self, connection: socket.socket, due: float) -> None:
-        self.connection, self.due = connection, due
+        self.connection, self.due, self.challenge = connection, due, new_nonce()
         self._received = bytearray()
+        with contextlib.suppress(OSError):  # its end is noticed when it is read
+            connection.send(challenge_line(self.challenge))
 
-    def hello(self) -> tuple[Message, bytes] | None:
+    def hello(self) -> tuple[bytes, bytes] | None:
         """Its first line and what followed it; None while it is not complete. Raises OSError or WireError."""
         with contextlib.suppress(BlockingIOError):
             data = self.connection.recv(LONGEST_HELLO)
@@ -38,11 +40,13 @@ class _UnauthenticatedPeer:
         line, end, rest = self._received.partition(b"\n")
         if len(line) > LONGEST_HELLO:
             raise WireError("a hello that is too long")
-        return (parse(line), bytes(rest)) if end else None
+        return (bytes(line), bytes(rest)) if end else None
 
 
 class ControlServer:
-    """Admits peers with the token; a new connection displaces the oldest without, so that idle ones block no agent."""
+    """Admits peers that prove the token; a new connection displaces the oldest that has not, so that idle ones block
+    no agent.
+    """
 
     def __init__(
         self, token: str, *, admit: Callable[[Message, Peer], bool], serve: Serve, patience: float = HELLO_SECONDS
@@ -128,18 +132,15 @@ class ControlServer:
         peer = self._unauthenticated[descriptor]
         try:
             received = peer.hello()
+            if received is None:
+                return
+            hello = self._opened(received[0], peer.challenge)
         except (OSError, WireError):
-            self._drop(descriptor)
-            return
-        if received is None:
-            return
-        hello, rest = received
-        if not self._has_token(hello):
             self._drop(descriptor)
             return
         asyncio.get_running_loop().remove_reader(descriptor)
         del self._unauthenticated[descriptor]
-        task = asyncio.get_running_loop().create_task(self._serve_peer(peer.connection, hello, rest))
+        task = asyncio.get_running_loop().create_task(self._serve_peer(peer, hello, received[1]))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -147,20 +148,24 @@ class ControlServer:
         asyncio.get_running_loop().remove_reader(descriptor)
         self._unauthenticated.pop(descriptor).connection.close()
 
-    def _has_token(self, hello: Message) -> bool:
-        offered = hello.get("token")
-        if hello["say"] != "hello" or not isinstance(offered, str):
-            return False
-        # As bytes: compare_digest refuses text that is not ASCII, and a lone surrogate does not encode strictly.
-        return hmac.compare_digest(offered.encode(errors="replace"), self.token.encode())
+    def _opened(self, line: bytes, challenge: str) -> Message:
+        """The hello that answers this connection's challenge; raises WireError for anything else."""
+        text = hello_seal(self.token, challenge).opened(line)
+        if text is None:
+            raise Unproven("a hello without a valid proof")
+        hello = parse(text)
+        if hello["say"] != "hello" or not is_nonce(hello.get("nonce")):
+            raise WireError("no hello")
+        return hello
 
     # -- agents ------------------------------------------------------------------------------------------------------
 
-    async def _serve_peer(self, connection: socket.socket, hello: Message, rest: bytes) -> None:
+    async def _serve_peer(self, stranger: _UnauthenticatedPeer, hello: Message, rest: bytes) -> None:
         peer: Peer | None = None
+        connection, seals = stranger.connection, session_seals(self.token, stranger.challenge, hello["nonce"])
         try:
             loop = asyncio.get_running_loop()
-            _, peer = await loop.connect_accepted_socket(lambda: Peer(rest), connection)
+            _, peer = await loop.connect_accepted_socket(lambda: Peer(rest, seals), connection)
             if self._admit(hello, peer):
                 peer.send("welcome")
                 await self._serve(hello, peer)

@@ -1,4 +1,4 @@
-"""The wire between agents and coordinator: JSON lines over TCP, opened by a token."""
+"""The wire between agents and coordinator: JSON lines over TCP, each with a proof that its sender has the token."""
 
 import asyncio
 import json
@@ -9,8 +9,10 @@ from collections import deque
 from typing import Any, NoReturn
 
 from checkpointing.storage.durable import dump_line
+from trainer.agent.control.authentication import Seal, hello_seal, is_nonce, new_nonce, session_seals
 
 LONGEST_LINE = 1 << 17
+"""Bytes of a message, its proof included."""
 WELCOME_SECONDS = 10.0
 _LARGEST_BACKLOG = 1 << 20
 _LARGEST_PILE = 2 * LONGEST_LINE
@@ -23,6 +25,10 @@ Message = dict[str, Any]
 
 class WireError(Exception):
     """What was received is not a message."""
+
+
+class Unproven(WireError):
+    """What was received is not from a process that has the token, or not what that sent next."""
 
 
 def parse(line: bytes | bytearray) -> Message:
@@ -67,8 +73,11 @@ _CAREFUL = json.JSONDecoder(parse_constant=_refuse, parse_int=_integer, parse_fl
 class Peer(asyncio.Protocol):
     """One connection; sending never blocks, a peer that does not read is dropped, one that floods is read slowly."""
 
-    def __init__(self, first: bytes = b"") -> None:
-        """`first`: what was read already, after the hello."""
+    def __init__(self, first: bytes = b"", seals: tuple[Seal, Seal] | None = None) -> None:
+        """`first`: what was read already, after the hello; `seals`: of the lines sent and received."""
+        self._own_seal: Seal | None
+        self._peer_seal: Seal | None
+        self._own_seal, self._peer_seal = seals or (None, None)
         self.host = ""
         self._transport: asyncio.Transport
         self._lines: deque[bytes | bytearray] = deque()
@@ -126,12 +135,17 @@ class Peer(asyncio.Protocol):
 
     # -- what its owner calls ----------------------------------------------------------------------------------------
 
+    def secure(self, own: Seal, peers: Seal | None) -> None:
+        """Seal what is sent from now on with `own`, and open what is received with `peers`."""
+        self._own_seal, self._peer_seal = own, peers
+
     def send(self, say: str, **fields: Any) -> None:
         """Queue one message; a message for a lost peer is dropped, its reader notices the loss."""
         if self._transport.is_closing():
             return
         # A lone surrogate is replaced: the receiver could not encode it when it writes it to a file.
-        self._transport.write((dump_line({"say": say, **fields}) + "\n").encode(errors="replace"))
+        line = dump_line({"say": say, **fields}).encode(errors="replace")
+        self._transport.write((self._own_seal.sealed(line) if self._own_seal else line) + b"\n")
         if self._transport.get_write_buffer_size() > _LARGEST_BACKLOG:
             self._transport.abort()
 
@@ -151,7 +165,15 @@ class Peer(asyncio.Protocol):
             self._transport.resume_reading()
         if len(line) > LONGEST_LINE:
             raise WireError(f"a line of more than {LONGEST_LINE} bytes")
-        return parse(line)
+        return parse(self._open(line))
+
+    def _open(self, line: bytes | bytearray) -> bytes | bytearray:
+        if self._peer_seal is None:
+            return line
+        text = self._peer_seal.opened(bytes(line))
+        if text is None:
+            raise Unproven("a line without a valid proof")
+        return text
 
     async def _more(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()
@@ -184,19 +206,21 @@ class Peer(asyncio.Protocol):
         self._transport.abort()
 
 
-async def connect(host: str, port: int, hello: Message) -> Peer:
-    """Connect, send the hello and wait for the welcome; raises OSError when that fails or the connection is closed.
+async def connect(host: str, port: int, token: str, hello: Message) -> Peer:
+    """Connect, prove the token, say hello and wait for the welcome.
 
-    A coordinator under attack may drop a connection whose hello it has not read yet: trying again is right then.
+    Raises OSError when that fails, the connection is closed, or who listens there does not have the token: a
+    coordinator under attack may drop a connection whose hello it has not read yet, so trying again is right then.
     Raises WireError when it has read the hello and refuses.
     """
     async with asyncio.timeout(WELCOME_SECONDS):  # TimeoutError is an OSError
         _, peer = await asyncio.get_running_loop().create_connection(Peer, host, port)
-        peer.send("hello", **hello)
         welcome = False
         try:
-            answer = await peer.receive()
+            answer = await _introduce(peer, token, hello)
             welcome = answer is not None and answer["say"] == "welcome"
+        except Unproven as error:
+            raise ConnectionRefusedError("what listens there is not this attempt's coordinator") from error
         finally:
             if not welcome:
                 peer.drop()
@@ -205,3 +229,21 @@ async def connect(host: str, port: int, hello: Message) -> Peer:
     if not welcome:
         raise WireError(f"the coordinator refuses: {answer.get('reason')}")
     return peer
+
+
+async def _introduce(peer: Peer, token: str, hello: Message) -> Message | None:
+    """Answer the challenge; returns what the coordinator says to that, None when it hangs up. Raises Unproven."""
+    try:
+        challenge = await peer.receive()
+    except WireError as error:
+        raise Unproven("no challenge") from error
+    if challenge is None:
+        return None
+    if challenge["say"] != "challenge" or not is_nonce(challenge.get("nonce")):
+        raise Unproven("no challenge")
+    nonce = new_nonce()
+    peer.secure(hello_seal(token, challenge["nonce"]), None)
+    peer.send("hello", **hello, nonce=nonce)
+    listeners, own = session_seals(token, challenge["nonce"], nonce)
+    peer.secure(own, listeners)
+    return await peer.receive()

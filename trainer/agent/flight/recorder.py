@@ -3,6 +3,8 @@
 import asyncio
 import json
 import shutil
+import socket
+import struct
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -10,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from checkpointing.storage.trusted_path import is_trusted
 from trainer.agent.flight.dump_fields import UNREADABLE
 from trainer.agent.flight.flight_record import FlightRecord, parse, read
 from trainer.agent.flight.safe_unpickle import MOST as LARGEST
@@ -90,6 +93,8 @@ async def _ask(path: str, handler: str) -> bytes | None:
         return None
     reader, writer = await asyncio.open_unix_connection(path)
     try:
+        if not _is_ours(writer.get_extra_info("socket")):
+            return None
         writer.write(
             f"POST /handler/{handler} HTTP/1.1\r\nHost: rank\r\nConnection: close\r\nContent-Length: 0\r\n\r\n".encode()
         )
@@ -100,6 +105,12 @@ async def _ask(path: str, handler: str) -> bytes | None:
         return await _body(reader, headers) if status == 200 else None
     finally:
         writer.close()
+
+
+def _is_ours(connection: socket.socket) -> bool:
+    """Whether this user's process listens there, by the kernel's word."""
+    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return is_trusted(struct.unpack("3i", told)[1])
 
 
 async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:

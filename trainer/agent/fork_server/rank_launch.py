@@ -95,6 +95,7 @@ class RankLauncher:
             suspects=options.suspects,
             skip=options.skip,
             fit=options.fit,
+            run=self._run.name,
         )
 
     def _host(self) -> str:

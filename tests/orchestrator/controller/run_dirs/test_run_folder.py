@@ -1,5 +1,6 @@
 """A run that begins with another one's checkpoint: nobody ever sees its folder without that."""
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 
 from checkpointing.storage.backends import LocalStorage
+from orchestrator.controller.run_dirs.bounded_files import BoundedFiles, DirectFiles, RunDirHangs
 from orchestrator.controller.run_dirs.run_folder import ensure_run_dir
 from orchestrator.errors import Precondition
 from orchestrator.registry.records import Attempt, Run
@@ -57,3 +59,37 @@ def test_a_checkpoint_that_is_being_deleted_is_none(tmp_path: Path, source: Path
     (source / "DELETED").write_text("{}")
     with pytest.raises(Precondition, match="cannot be used"):
         begin(tmp_path, source)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+@pytest.mark.parametrize("whose", ["another user's", "open to others"])
+def test_a_folder_with_the_right_nonce_is_not_the_runs_own_for_that(tmp_path: Path, source: Path, whose: str) -> None:
+    """A job's name tells everybody the nonce."""
+    folder = begin(tmp_path, source)
+    assert begin(tmp_path, source) == folder
+    if whose == "another user's":
+        os.chown(folder, 61002, -1)
+        said = "the folder of b-1 is not private: .*b-1 belongs to uid 61002"
+    else:
+        folder.chmod(0o777)
+        said = "the folder of b-1 is not private: .*b-1 can be changed by everybody"
+    with pytest.raises(Precondition, match=said):
+        begin(tmp_path, source)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_a_folder_that_is_exchanged_is_said_and_what_was_read_is_dropped(tmp_path: Path) -> None:
+    run, bobs = tmp_path / "a-1", tmp_path / "bobs"
+    run.mkdir()
+    bobs.mkdir()
+    os.chown(bobs, 61002, -1)
+
+    def exchange() -> str:
+        run.rename(tmp_path / "aside")
+        bobs.rename(run)
+        return "what Bob says"
+
+    with pytest.raises(RunDirHangs, match="belongs to uid 61002"):
+        DirectFiles().call(run, exchange)
+    with pytest.raises(RunDirHangs, match="belongs to uid 61002"):
+        BoundedFiles().call(run, lambda: "it is not even read")

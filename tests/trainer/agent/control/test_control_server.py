@@ -7,16 +7,17 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any
 
 import pytest
 
+from tests.trainer.agent.control.raw_agent import RawAgent, challenged, sealed
 from trainer.agent.control import address, control_server, tcp_transport
+from trainer.agent.control.authentication import challenge_line
 from trainer.agent.control.control_server import LONGEST_HELLO, MAX_UNAUTHENTICATED, ControlServer
 from trainer.agent.control.tcp_transport import LONGEST_LINE, Peer, WireError, connect, parse
-
-HELLO = {"token": "secret"}
 
 
 class House:
@@ -55,7 +56,7 @@ class House:
             self.lost.append(f"{name}: {error}")
 
     async def member(self, name: str = "a") -> Peer:
-        return await connect("127.0.0.1", self.port, {**HELLO, "name": name})
+        return await connect("127.0.0.1", self.port, "secret", {"name": name})
 
     def stranger(self, said: bytes = b"") -> socket.socket:
         """A blocking connection, made while the door's loop stands still."""
@@ -145,7 +146,7 @@ def test_a_wrong_token_is_hung_up_on_without_a_word(token):
     async def scene() -> None:
         async with House() as house:
             with pytest.raises(ConnectionResetError):
-                await connect("127.0.0.1", house.port, {"token": token})
+                await connect("127.0.0.1", house.port, token, {})
             assert house.members == []
 
     asyncio.run(scene())
@@ -160,7 +161,7 @@ def test_a_member_that_has_no_place_is_told_so_and_does_not_try_again():
     asyncio.run(scene())
 
 
-def test_a_replayed_hello_comes_in_only_as_often_as_the_roster_lets_it():
+def test_a_hello_comes_in_only_as_often_as_the_roster_lets_it():
     async def scene() -> None:
         seats = ["first"]
         async with House() as house:
@@ -174,18 +175,114 @@ def test_a_replayed_hello_comes_in_only_as_often_as_the_roster_lets_it():
     asyncio.run(scene())
 
 
-def test_what_follows_the_hello_in_the_same_packet_is_heard():
+async def ended(connection: socket.socket) -> bool:
+    """Whether the listener has hung up, with nothing but its challenge before."""
+    said = b""
+    with suppress(ConnectionResetError):
+        while more := await asyncio.wait_for(asyncio.get_running_loop().sock_recv(connection, 4096), 5):
+            said += more
+    return b"welcome" not in said
+
+
+def test_a_replayed_hello_answers_no_other_challenge():
     async def scene() -> None:
         async with House() as house:
-            with closing([house.stranger(line(say="hello", **HELLO) + line(say="fit") + b'{"say": "re')]) as (agent,):
-                while len(house.heard) < 1:
+            with closing([house.stranger(), house.stranger()]) as (agent, thief):
+                raw = RawAgent(await challenged(agent), name="a")
+                spoken = raw.hello + raw.line(say="fit")
+                agent.sendall(spoken)
+                while not house.heard:
                     await asyncio.sleep(0.01)
-                agent.sendall(b'ady"}\n')
-                while len(house.heard) < 2:
-                    await asyncio.sleep(0.01)
-            assert [say for _, say in house.heard] == ["fit", "ready"]
+                await challenged(thief)
+                thief.sendall(spoken)
+                assert await ended(thief)
+            assert (len(house.members), house.heard) == (1, [("a", "fit")])
 
     asyncio.run(scene())
+
+
+def test_lines_that_are_forged_repeated_left_out_exchanged_or_sent_back_lose_that_connection():
+    async def scene() -> None:
+        async with House() as house:
+            for number, spoil in enumerate((
+                lambda raw: b"0" * 64 + b" " + raw.line(say="stop")[65:],
+                lambda raw: raw.line(say="stop")[65:],
+                lambda raw: raw.line(say="stop").replace(b"stop", b"save"),
+                lambda raw: 2 * raw.line(say="fit"),
+                lambda raw: raw.line(say="fit") and raw.line(say="stop"),
+                lambda raw: sealed(raw.listeners, say="stop"),
+                lambda raw: raw.hello,
+            ), 1):  # fmt: skip
+                with closing([house.stranger()]) as (agent,):
+                    raw = RawAgent(await challenged(agent))
+                    agent.sendall(raw.hello + spoil(raw))
+                    while len(house.lost) < number:
+                        await asyncio.sleep(0.01)
+            assert set(house.lost) == {"None: a line without a valid proof"}
+            assert [say for _, say in house.heard] == ["fit"], "the first of the two that were the same"
+
+    asyncio.run(scene())
+
+
+@asynccontextmanager
+async def another_listener(answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]) -> AsyncIterator[int]:
+    """Who is no coordinator listens on this port."""
+    ended = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            with suppress(ConnectionError):
+                await answer(reader, writer)
+        finally:
+            writer.transport.abort()
+            ended.set()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    yield server.sockets[0].getsockname()[1]
+    await asyncio.wait_for(ended.wait(), 5)
+    server.close()
+    await server.wait_closed()
+    await asyncio.sleep(0.01)  # what was aborted is closed in the next turn of the loop
+
+
+def test_who_listens_without_the_token_learns_nothing_and_is_not_believed():
+    heard = b""
+
+    async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal heard
+        writer.write(challenge_line("0" * 64))
+        heard = await reader.readline()
+        writer.write(heard + b'{"say":"welcome"}\n')  # sent back, and plain
+        await writer.drain()
+        await reader.read()
+
+    async def scene() -> None:
+        async with another_listener(impostor) as port:
+            with pytest.raises(ConnectionRefusedError, match="not this attempt's coordinator"):
+                await connect("127.0.0.1", port, "secret", {"name": "a"})
+
+    asyncio.run(scene())
+    assert heard.endswith(b"}\n")
+    assert b"secret" not in heard
+
+
+@pytest.mark.parametrize("said", [b'{"say":"welcome"}\n', b"SSH-2.0-x\n", b'{"say":"challenge"}\n', b"x" * (1 << 18)])
+def test_an_agent_that_is_not_challenged_says_nothing_of_itself(said):
+    heard = b"?"
+
+    async def another(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal heard
+        heard = b""
+        writer.write(said)
+        heard = await reader.read()
+
+    async def scene() -> None:
+        async with another_listener(another) as port:
+            with pytest.raises(ConnectionRefusedError):
+                await connect("127.0.0.1", port, "secret", {"name": "a"})
+
+    asyncio.run(scene())
+    assert heard == b""
 
 
 # -- strangers ---------------------------------------------------------------------------------------------------------
@@ -209,12 +306,13 @@ def test_an_agent_among_hundreds_that_knock_at_once_is_listened_to_before_it_is_
     async def scene() -> None:
         async with House() as house:
             before = [house.stranger() for _ in range(200)]
-            agent = house.stranger(line(say="hello", **HELLO))
+            agent = house.stranger()
+            raw = RawAgent(await challenged(agent))
+            agent.sendall(raw.hello)
             after = [house.stranger() for _ in range(500)]
             with closing([*before, agent, *after]):
-                agent.setblocking(False)
-                said = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(agent, 100), 5)
-                assert said == b'{"say":"welcome"}\n'
+                said = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(agent, 200), 5)
+                assert raw.heard(said) == {"say": "welcome"}
 
     asyncio.run(scene())
 
@@ -223,6 +321,7 @@ def test_an_endless_hello_is_cut_off():
     async def scene() -> None:
         async with House() as house:
             with closing([house.stranger()]) as (loris,):
+                loris.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # what is sent has left this process
                 loris.setblocking(False)
                 loop, sent = asyncio.get_running_loop(), 0
                 with suppress(ConnectionError):
@@ -303,12 +402,12 @@ def test_a_process_without_descriptors_makes_room_for_its_agents():
                     for each in clients:
                         each.connect(("127.0.0.1", house.port))
                     agent.connect(("127.0.0.1", house.port))
-                    agent.sendall(line(say="hello", **HELLO))
-                    agent.setblocking(False)
-                    said = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(agent, 100), 10)
+                    raw = RawAgent(await challenged(agent))
+                    agent.sendall(raw.hello)
+                    said = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(agent, 200), 10)
                 finally:
                     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-            assert said == b'{"say":"welcome"}\n'
+            assert raw.heard(said) == {"say": "welcome"}
 
     asyncio.run(scene())
 
@@ -323,7 +422,8 @@ def test_a_member_that_floods_is_read_slowly_and_costs_the_others_nothing(monkey
     async def scene() -> None:
         async with House() as house:
             bad, good = await house.member("bad"), await house.member("good")
-            bad._transport.write(line(say="x") * 300_000)
+            flood = b"".join(sealed(bad._own_seal, say="x") for _ in range(100_000))
+            bad._transport.write(flood)
             started, cpu = time.monotonic(), time.thread_time()
             for _ in range(50):
                 await answered(good)
@@ -359,7 +459,8 @@ def test_a_member_with_a_giant_line_is_lost_alone():
 def test_a_member_that_never_reads_is_dropped_before_it_costs_memory():
     async def scene() -> None:
         async with House() as house:
-            with closing([house.stranger(line(say="hello", **HELLO))]):
+            with closing([house.stranger()]) as (silent,):
+                silent.sendall(RawAgent(await challenged(silent)).hello)
                 while not house.members:
                     await asyncio.sleep(0.01)
                 (deaf,) = house.members
@@ -377,7 +478,7 @@ def test_messages_in_pieces_and_in_bunches_are_the_same_messages():
     async def scene() -> None:
         async with House() as house:
             member = await house.member()
-            text = b"".join(line(say=f"m{number}") for number in range(300))
+            text = b"".join(sealed(member._own_seal, say=f"m{number}") for number in range(300))
             for at in range(0, len(text), 7):
                 member._transport.write(text[at : at + 7])
                 if at % 70 == 0:

@@ -152,7 +152,8 @@ def test_what_is_odd_but_harmless_changes_nothing(play):
 def test_bytes_that_are_no_message_lose_that_agent_only(play, line):
     async def script(scene: Scene) -> None:
         good, bad = await started(scene)
-        bad._transport.write(line + b"\n")
+        assert bad._own_seal is not None
+        bad._transport.write(bad._own_seal.sealed(line) + b"\n")
         await hear(good, "kill")
         assert scene.events(EventKind.AGENT_LOST)[0].data["reason"].startswith("it sent no JSON")
 

@@ -68,8 +68,8 @@ class Scene:
             self._events.close()
 
     async def join(self, node: int, *, fit: bool = True, ready: bool = True) -> Peer:
-        hello = {"token": self._found["token"], "node": node, "name": f"n{node}", "attempt": 1}
-        peer = await connect(self._found["host"], self._found["port"], hello)
+        hello = {"node": node, "name": f"n{node}", "attempt": 1}
+        peer = await connect(self._found["host"], self._found["port"], self._found["token"], hello)
         self._peers.append(peer)
         if fit:
             peer.send("fit", faults=[])

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import shutil
+import socket
 import stat
 import tempfile
 import time
@@ -153,3 +155,23 @@ def test_the_folder_is_private_and_goes(monkeypatch: pytest.MonkeyPatch, tmp_pat
     sockets = recorder.FlightSockets()
     assert sockets.path(123_456, 999).startswith(f"/tmp{os.sep}orch-")
     sockets.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_users_process_that_listens_there_is_not_asked() -> None:
+    above = Path(tempfile.mkdtemp(prefix="orch-test-"))
+    above.chmod(0o777)
+    where = above / "socket"
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            os.seteuid(61002)
+            try:
+                listener.bind(str(where))
+                listener.listen()
+            finally:
+                os.seteuid(0)
+            assert asyncio.run(recorder.ask(str(where), "ping", 5.0)) is None
+            with listener.accept()[0] as connection:
+                assert connection.recv(1000) == b""
+    finally:
+        shutil.rmtree(above)

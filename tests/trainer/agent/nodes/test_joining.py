@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.trainer.agent.control.raw_agent import RawAgent, challenged
 from tests.trainer.agent.coordination.test_coordinator import Scene, hear
 from trainer.agent.control.tcp_transport import WireError
 from trainer.agent.nodes.roster import Member
@@ -23,12 +24,12 @@ def led(folder: Path, script: Callable[[Scene], Any], **timeouts: float) -> None
     asyncio.run(whole())
 
 
-def knock(scene: Scene) -> None:
+async def knock(scene: Scene) -> None:
     """Say the hello of node 1 and be gone before it is heard: the coordinator runs in this very loop."""
     found = json.loads(scene.attempt.coordinator.read_text())
-    hello = {"say": "hello", "token": found["token"], "node": 1, "name": "n1", "attempt": 1}
     with socket.create_connection((found["host"], found["port"])) as connection:
-        connection.sendall(json.dumps(hello).encode() + b"\n")
+        raw = RawAgent(await challenged(connection), found["token"], node=1, name="n1", attempt=1)
+        connection.sendall(raw.hello)
 
 
 async def known(scene: Scene) -> Member:
@@ -43,7 +44,7 @@ async def known(scene: Scene) -> Member:
 @pytest.mark.parametrize("seen", [False, True], ids=["at_once", "when_its_first_connection_was_seen_to_end"])
 def test_an_agent_that_gave_up_waiting_for_its_welcome_may_say_hello_again(tmp_path, seen):
     async def script(scene: Scene) -> None:
-        knock(scene)
+        await knock(scene)
         if seen:
             await known(scene)
         peers = [await scene.join(node) for node in (1, 0)]
@@ -59,7 +60,7 @@ def test_an_agent_that_gave_up_waiting_for_its_welcome_may_say_hello_again(tmp_p
 
 def test_one_that_does_not_come_again_is_lost(tmp_path):
     async def script(scene: Scene) -> None:
-        knock(scene)
+        await knock(scene)
         await known(scene)
         assert await asyncio.wait_for(asyncio.shield(scene.leading), 10) == 75
         (lost,) = scene.events(EventKind.AGENT_LOST)

@@ -1,0 +1,276 @@
+"""Who could replace what stands at a path: every folder on the way is opened from `/` down, as OpenSSH's StrictModes.
+
+A folder that others may write lets them rename what is in it, whatever the mode of that. A sticky one (`/tmp`) does
+not. So a private folder below a shared one is found by its owner, and held by a descriptor: its name proves nothing.
+"""
+
+import errno
+import grp
+import os
+import pwd
+import shlex
+import stat
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_FIRST_PERSON = 1000
+_NOBODY = 65534
+"""Accounts below, and nobody (root on a file system that maps it away), are the site's own: `lustre`, `bin`."""
+_MOST_LINKS = 40
+_LOOK = os.O_PATH | os.O_CLOEXEC
+_ACL = "system.posix_acl_access"
+_ACL_USER, _ACL_GROUP_OBJ, _ACL_GROUP = 0x02, 0x04, 0x08
+
+
+class NotPrivate(OSError):
+    """A folder that should be this user's alone is not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weakness:
+    """A folder or link on the way through which another user could put something else in place."""
+
+    path: Path
+    owner: int
+    mode: int
+    writers: str  # who may write there; empty: only its owner, who is another user
+
+    def __str__(self) -> str:
+        kept = f"mode {stat.S_IMODE(self.mode):04o}, owner {user_name(self.owner)}"
+        return f"{self.path} can be changed by {self.writers or user_name(self.owner)} ({kept})"
+
+    def closing(self) -> str:
+        """What closes it, to be typed by its owner; empty where that is another user."""
+        if self.owner != os.geteuid():
+            return ""
+        who = "o" if self.mode & stat.S_IWOTH else ""
+        who = f"g{who}" if self.mode & stat.S_IWGRP else who
+        return f"chmod {who}-w {shlex.quote(str(self.path))}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A folder by its descriptor, and what is weak above it, the outermost first."""
+
+    path: Path
+    descriptor: int
+    weak: tuple[Weakness, ...]
+
+    def fault(self) -> str:
+        """Why the folder itself is not this user's alone; empty when it is."""
+        if links := [weak for weak in self.weak if stat.S_ISLNK(weak.mode)]:
+            return f"{links[0].path} is a link that {user_name(links[0].owner)} has put there"
+        status = os.fstat(self.descriptor)
+        if not is_trusted(status.st_uid):
+            return f"{self.path} belongs to {user_name(status.st_uid)}, not to {user_name(os.geteuid())}"
+        if writers := _writers(self.descriptor, status):
+            return f"{self.path} can be changed by {writers} (mode {stat.S_IMODE(status.st_mode):04o})"
+        return ""
+
+
+def is_trusted(uid: int) -> bool:
+    """Whether what this user owns may be obeyed: root can do everything anyway, and NFS calls root's files nobody's."""
+    own = os.geteuid()
+    return uid in (0, own) or (own == 0 and uid == _NOBODY)
+
+
+def user_name(uid: int) -> str:
+    """The account's name, or its number where it has none."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"uid {uid}"
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Opened]:
+    """Open a folder component by component; raises OSError."""
+    walk = _Walk()
+    try:
+        walk.go(path.absolute())
+        yield Opened(path=path, descriptor=walk.descriptor, weak=tuple(walk.weak))
+    finally:
+        os.close(walk.descriptor)
+
+
+def weakness(path: Path) -> Weakness | None:
+    """The first place, the folder itself included, that others may write; None where there is none. Raises OSError.
+
+    A folder of another user that nobody else may write is no such place.
+    """
+    with opened(path) as found:
+        weak = (*found.weak, *_weak_folder(found.descriptor, path))
+        return next((each for each in weak if each.writers), None)
+
+
+def can_be_exchanged(path: Path) -> bool:
+    """Whether another user could put another folder in place of this one; False where there is none."""
+    try:
+        with opened(path) as found:
+            return bool(found.weak)
+    except OSError:
+        return False
+
+
+def check_unshared(path: Path, *, then: str) -> None:
+    """Raises NotPrivate for a folder that others may write, or rename; `then`: what else to type about it."""
+    with suppress(FileNotFoundError):
+        if weak := weakness(path):
+            cure = " or ".join(filter(None, [weak.closing(), then]))
+            raise NotPrivate(errno.EPERM, f"{weak}, and what lies there decides what runs as you ({cure})", str(path))
+
+
+def check_private(path: Path) -> None:
+    """Raises NotPrivate for a folder that is another user's or that others may write, OSError when it is not there."""
+    with opened(path) as found:
+        if fault := found.fault():
+            raise NotPrivate(errno.EPERM, fault, str(path))
+
+
+_held: dict[Path, Path] = {}
+
+
+def pinned(path: Path) -> Path:
+    """A private folder under a name that stays its own for the life of this process.
+
+    That is `path` where nobody else can rename it, else `/proc/<pid>/fd/<n>`, which the user's other processes can
+    open as well. Raises NotPrivate, or OSError when it is not there.
+    """
+    if path not in _held:
+        with opened(path) as found:
+            if fault := found.fault():
+                raise NotPrivate(errno.EPERM, fault, str(path))
+            _held[path] = _held_at(found.descriptor) if found.weak else path
+    return _held[path]
+
+
+@contextmanager
+def pinned_for_now(path: Path) -> Iterator[Path]:
+    """As `pinned`, while the context lasts."""
+    with opened(path) as found:
+        if fault := found.fault():
+            raise NotPrivate(errno.EPERM, fault, str(path))
+        yield Path(f"/proc/{os.getpid()}/fd/{found.descriptor}") if found.weak else path
+
+
+def _held_at(descriptor: int) -> Path:
+    return Path(f"/proc/{os.getpid()}/fd/{os.dup(descriptor)}")
+
+
+class _Walk:
+    """One descriptor on its way down."""
+
+    def __init__(self) -> None:
+        self.weak: list[Weakness] = []
+        self.descriptor = os.open("/", _LOOK | os.O_DIRECTORY)
+        self._place = Path("/")
+        self._links = 0
+
+    def go(self, path: Path) -> None:
+        left = list(reversed(str(path).split("/")))
+        try:
+            while left:
+                if (name := left.pop()) not in ("", "."):
+                    left += reversed(self._step(name))
+        except OSError as error:
+            error.filename = str(path)
+            raise
+
+    def _step(self, name: str) -> list[str]:
+        """Go into `name`; what is to be gone through in its stead, for a link."""
+        for weak in _weak_folder(self.descriptor, self._place):
+            self._add(weak)
+        entered = os.open(name, _LOOK | os.O_NOFOLLOW, dir_fd=self.descriptor)
+        place = self._place.parent if name == ".." else self._place / name
+        status = os.fstat(entered)
+        if stat.S_ISLNK(status.st_mode):
+            try:
+                return self._follow(entered, status, place)
+            finally:
+                os.close(entered)
+        if not stat.S_ISDIR(status.st_mode):
+            os.close(entered)
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        os.close(self.descriptor)
+        self.descriptor, self._place = entered, place
+        return []
+
+    def _follow(self, link: int, status: os.stat_result, place: Path) -> list[str]:
+        self._links += 1
+        if self._links > _MOST_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        if _is_person(status.st_uid):
+            owner = user_name(status.st_uid)
+            self._add(Weakness(path=place, owner=status.st_uid, mode=status.st_mode, writers=owner))
+        target = os.readlink("", dir_fd=link)
+        if target.startswith("/"):
+            top = os.open("/", _LOOK | os.O_DIRECTORY)
+            os.close(self.descriptor)
+            self.descriptor, self._place = top, Path("/")
+        return target.split("/")
+
+    def _add(self, weak: Weakness) -> None:
+        if all(weak.path != known.path for known in self.weak):
+            self.weak.append(weak)
+
+
+def _weak_folder(descriptor: int, place: Path) -> list[Weakness]:
+    """Whether others can rename what is in this folder."""
+    status = os.fstat(descriptor)
+    writers = "" if status.st_mode & stat.S_ISVTX else _writers(descriptor, status)
+    if not writers and not _is_person(status.st_uid):
+        return []
+    return [Weakness(path=place, owner=status.st_uid, mode=status.st_mode, writers=writers)]
+
+
+def _is_person(uid: int) -> bool:
+    """Whether this is another user, who is not trusted as the machine itself is."""
+    return not is_trusted(uid) and uid >= _FIRST_PERSON and uid != _NOBODY
+
+
+def _writers(descriptor: int, status: os.stat_result) -> str:
+    """Who besides the owner may write a folder; empty: nobody."""
+    if status.st_mode & stat.S_IWOTH:
+        return "everybody"
+    if not status.st_mode & stat.S_IWGRP:
+        return ""
+    acl = b""
+    with suppress(OSError):  # a file system without ACLs
+        acl = os.getxattr(f"/proc/self/fd/{descriptor}", _ACL)
+    if acl:
+        return _acl_writers(acl, status)
+    return "" if _is_own_group(status.st_gid) else f"group {_group_name(status.st_gid)}"
+
+
+def _acl_writers(acl: bytes, status: os.stat_result) -> str:
+    """With an ACL the group bits of the mode are only its mask: what counts is who is named in it."""
+    entries = [struct.unpack_from("<HHI", acl, at) for at in range(4, len(acl) - 7, 8)]
+    for tag, allowed, who in entries:
+        if not allowed & 2:
+            continue
+        if tag == _ACL_USER and not is_trusted(who):
+            return user_name(who)
+        if tag in (_ACL_GROUP_OBJ, _ACL_GROUP):
+            group = status.st_gid if tag == _ACL_GROUP_OBJ else who
+            if not _is_own_group(group):
+                return f"group {_group_name(group)}"
+    return ""
+
+
+def _is_own_group(gid: int) -> bool:
+    """Whether the group is this user's own, with nobody else in it: many systems give everybody such a group."""
+    try:
+        group, user = grp.getgrgid(gid), pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return False
+    return group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
+
+
+def _group_name(gid: int) -> str:
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return str(gid)

@@ -76,6 +76,24 @@ def test_a_go_in_force_is_never_rewritten_by_a_later_controller(tmp_path: Path) 
     assert world.lease.epoch > token.epoch
 
 
+def test_a_hold_of_somebody_s_own_is_left_alone_and_one_that_slurm_has_forgotten_is_not(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.slurm.down = set(world.slurm.nodes)
+    world.turns(3, 1.0)
+    (job,) = world.slurm.jobs
+    assert (job.state, job.held) == ("PENDING", False)
+    job.held = True  # a crash a moment after the release looks like this
+    world.turns(3, 1.0)
+    assert not job.held
+    world.turns(40, 1.0)
+    job.held = True
+    world.turns(40, 1.0)
+    assert job.held
+    assert f"somebody holds it: `scontrol release {job.job_id}`" in world.run.reason
+    job.held, world.slurm.down = False, set()
+    assert world.finish().state is RunState.SUCCEEDED
+
+
 def test_one_run_s_trouble_does_not_stop_the_others(tmp_path: Path) -> None:
     world = World(tmp_path)
     run, _ = world.store.create_run(

@@ -22,7 +22,12 @@ from orchestrator.controller.reconciler.conclude import PoolSize, conclude, to_a
 from orchestrator.controller.reconciler.launch_conditions import update_exclusions, wait_for_room, with_exclusions
 from orchestrator.controller.reconciler.orphaned_jobs import sweep_orphans
 from orchestrator.controller.reconciler.ownership import Domain, never_submitted
-from orchestrator.controller.reconciler.running_jobs import end_judged_job, end_silent_job, maintain_job
+from orchestrator.controller.reconciler.running_jobs import (
+    end_judged_job,
+    end_silent_job,
+    is_held_by_somebody,
+    maintain_job,
+)
 from orchestrator.controller.run_dirs.bounded_files import DirectFiles, Files, RunDirHangs
 from orchestrator.controller.run_dirs.collect_evidence import collect_evidence
 from orchestrator.controller.run_dirs.ingest import ingest
@@ -336,7 +341,10 @@ class Controller:
         spec = job_spec(run, attempt, view.config)
         waits = waiting_words(job.reason, spec.resources, run.name) if not runs else ""
         changed = changes(job, spec)
-        said = "".join(f"; {words}" for words in (silence.reason, evidence.odd, changed) if words)
+        held = (
+            f"somebody holds it: `scontrol release {job.job_id}`" if is_held_by_somebody(self.actor, view, job) else ""
+        )
+        said = "".join(f"; {words}" for words in (held, silence.reason, evidence.odd, changed) if words)
         saves = f"{evidence.saves_failing}; " if evidence.saves_failing and runs else ""
         self.actor.note(run, f"{saves}job {job.job_id} is {job.state}{waits}{said}")
 

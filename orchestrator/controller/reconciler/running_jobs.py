@@ -37,13 +37,26 @@ def ignored_disk_errors() -> Iterator[None]:
             raise
 
 
+SAVED_WITHIN = 30.0
+"""Seconds after which slurmctld has saved that a job was released: it does so every 5 s, and a crash loses no more."""
+
+
+def is_held_by_somebody(actor: Actor, view: RunView, job: JobStatus) -> bool:
+    """Whether a person holds a job that was released; a release that Slurm has lost looks alike, but is younger."""
+    key = f"unheld:{view.run.name}/{view.last.number}"
+    if not job.held:
+        actor.observed.age(key, job.job_id)
+        return False
+    return actor.observed.value(key) == job.job_id and actor.observed.age(key, job.job_id) >= SAVED_WITHIN
+
+
 def maintain_job(actor: Actor, view: RunView, job: JobStatus) -> None:
     """What a live job needs: its release, its true deadline, or its end when Slurm has started it again."""
     # A slurmctld that lost its newest state has a running job queued again, and counts no restart.
     forgotten = view.last.state is AttemptState.RUNNING and job.state in QUEUED_STATES
     if (job.restarts > 0 or forgotten) and job.state not in LEAVING_STATES:
         end_job(actor, view, job.job_id, "requeued by Slurm: it must not train again", REQUEUED)
-    elif job.held and view.cancel is None:
+    elif job.held and view.cancel is None and not is_held_by_somebody(actor, view, job):
         actor.release(view.run, view.last, view.folder, view.config)
     elif job.state in RUNNING_STATES and job.end_time is not None:
         with ignored_disk_errors():  # its agents know the configured limit

@@ -204,7 +204,7 @@ def _span(observed: ObservedSince, key: str, holds: bool, value: Any) -> float:
 
 def forget(observed: ObservedSince, run: str, attempt: int) -> None:
     """Nothing more is measured about an attempt that has ended."""
-    for what in ("gone", "ended", "leaving", "beat", "cancel", "nodes", "left", "still", "over", "avoid"):
+    for what in ("gone", "ended", "leaving", "beat", "cancel", "nodes", "left", "still", "over", "avoid", "unheld"):
         observed.forget(f"{what}:{run}/{attempt}")
 
 

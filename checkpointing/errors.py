@@ -5,6 +5,7 @@ CheckpointError
  +- Refused           one checkpoint cannot be trusted or does not fit; carries its name and the reason
  |   +- UnsafePickle  `.metadata` asks for a class that no checkpoint needs
  +- NothingVerifies   checkpoints exist and every one of them was refused
+ |   +- NothingIntact  because every one of them is damaged: another try reads the same bytes
  +- SaveFailed        one save was given up; carries its step and the reason
      +- FencedOff     the attempt no longer holds its launch token, so it must not commit
      +- Unsound       the state itself must not be saved, however often that is tried
@@ -44,6 +45,16 @@ class NothingVerifies(CheckpointError):
         told = "; ".join(str(refusal) for refusal in refusals)
         super().__init__(f"{len(refusals)} committed checkpoint(s), none of which can be loaded: {told}")
         self.refusals, self.touched = tuple(refusals), touched
+
+
+class NothingIntact(NothingVerifies):
+    """Every committed checkpoint is damaged."""
+
+
+def nothing_verifies(refusals: Sequence[Refused], *, touched: bool) -> NothingVerifies:
+    """The error for these refusals of all checkpoints that there are."""
+    kind = NothingIntact if all(refusal.damaged for refusal in refusals) else NothingVerifies
+    return kind(refusals, touched=touched)
 
 
 class SaveFailed(CheckpointError):

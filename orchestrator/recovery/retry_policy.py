@@ -34,6 +34,7 @@ class EndedAttempt:
     trained: float = 0.0  # seconds from its start to its end
     script_failed: bool = False  # its batch script did, in a run of which no attempt ever came to train
     drilled: bool = False  # a drill that somebody requested ended it
+    none_intact: bool = False  # it found every checkpoint damaged
 
     @property
     def budget(self) -> "Budget | None":
@@ -89,6 +90,12 @@ BUDGETS = {
 
 SCRIPT_HINT = "; the job's log (attempts/*/submission/*.out, *.err) tells why: see cluster.python and cluster.templates"
 
+RESTORE_ONE = (
+    "`orch ckpt ls RUN` lists them: put an intact copy in place of one, or begin anew from another run's: "
+    "`orch submit --from OTHER@STEP`"
+)
+"""What helps a run whose checkpoints are all damaged."""
+
 FREE_KINDS = frozenset({FailureKind.PREEMPTED, FailureKind.TIME_LIMIT})
 """Ends that are nobody's failure while the run makes progress."""
 
@@ -130,6 +137,9 @@ def decide(
     # Without progress nothing says that the next job would need less memory.
     if failure.kind is FailureKind.OUT_OF_MEMORY and not _advanced(history, len(history) - 1, steps_known=steps_known):
         return _final(failure)
+    # One node may have read wrongly; another job that reads the same tells of the bytes.
+    if [past.none_intact for past in history[-2:]] == [True, True]:
+        return Decision(action=Action.HOLD, reason=f"no checkpoint is intact: {failure.reason}; {RESTORE_ONE}")
     # The queue is pause enough after an end that costs nothing.
     if failure.kind in FREE_KINDS and _advanced(history, len(history) - 1, steps_known=steps_known):
         return Decision(action=Action.RETRY, reason=f"goes on after {failure.kind}", not_before=now, exclude=exclude)

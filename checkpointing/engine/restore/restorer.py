@@ -19,7 +19,7 @@ from checkpointing.engine.restore.memory_tier import TIER, Memory
 from checkpointing.engine.restore.metadata_reader import read_index, with_places
 from checkpointing.engine.restore.saved_layout import owners
 from checkpointing.engine.restore.source import OptionalKeys, Source, Targets, shards_of
-from checkpointing.errors import NothingVerifies, Refused
+from checkpointing.errors import NothingVerifies, Refused, nothing_verifies
 from checkpointing.event_sink import EmitEvent
 from checkpointing.format.commit import parse_name
 from checkpointing.format.index import INDEX, Index
@@ -130,7 +130,7 @@ class Restorer:
             self.distrusted.pass_over(each.name for each in doubted if each.name != restored.name)
             return restored
         if refusals:
-            raise NothingVerifies(refusals, touched=False)
+            raise nothing_verifies(refusals, touched=False)
         return None
 
     # ---- what there is

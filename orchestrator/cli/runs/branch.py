@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.format.commit import parse_name
+from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.durable import read_json
+from checkpointing.verification.verdicts import known_bad
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.checkpoints.target import Target, find_one
 from orchestrator.cli.terminal.render import Screen
@@ -91,6 +93,12 @@ def require_trusted(screen: Screen, store: Store, chosen: Target) -> Run | None:
     """Refuse what is known to be damaged, warn of what is doubted; the run it belongs to, if this registry has it."""
     if chosen.run_dir is None:
         return None
+    place = LocalStorage(Path(chosen.path).parent)
+    found = known_bad(LocalStorage(chosen.run_dir.checkpoints), str(Path(chosen.path).parent), place).get(chosen.name)
+    if found is not None:
+        raise CheckpointInvalid(
+            f"{chosen.name} is INVALID: {found}", where=chosen.path, hint=f"orch ckpt ls {chosen.run_dir.name}"
+        )
     try:
         run = store.run(chosen.run or chosen.run_dir.name)
     except NotFound:

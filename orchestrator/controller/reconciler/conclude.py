@@ -168,8 +168,12 @@ def _past(attempt: Attempt, failure: Failure | None, now: float, trained: bool, 
         trained=0.0 if attempt.started_at is None else ended - attempt.started_at,
         script_failed=not trained and kind is FailureKind.LAUNCH_FAILED and bool(failure and failure.exit_code),
         drilled=once and failure is not None and bool(failure.drill),
+        none_intact=failure is not None and failure.exception == NONE_INTACT,
     )
 
+
+NONE_INTACT = "NothingIntact"
+"""The exception of a rank that found every checkpoint damaged (`checkpointing.errors`)."""
 
 _NOTICED = (EventKind.INCIDENT, EventKind.STRAGGLER, EventKind.PREFLIGHT, EventKind.SPARE_USED, EventKind.DRILL)
 

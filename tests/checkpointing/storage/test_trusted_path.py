@@ -1,7 +1,9 @@
 """Who could replace what stands at a path, with real folders, links and access lists."""
 
 import os
+import shutil
 import struct
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,12 +28,12 @@ def ann() -> Iterator[None]:
 
 
 @pytest.fixture
-def top(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("top")
+def top() -> Iterator[Path]:
+    """A folder that everybody may enter; pytest's own are closed to other users."""
+    folder = Path(tempfile.mkdtemp(prefix="orch-path-"))
     folder.chmod(0o755)
-    for above in (folder, *folder.parents[:2]):
-        above.chmod(0o755)
-    return folder
+    yield folder
+    shutil.rmtree(folder)
 
 
 def make(path: Path, owner: int, mode: int, group: int = 0) -> Path:

@@ -88,6 +88,13 @@ TABLE = {
         Action.RETRY, "job lost 80 times in",
     ),
     "a refusal that passes": (outage(K.SUBMIT_DEFERRED, 10, 50), Action.RETRY, "submit deferred 50 times in 10.0 h"),
+    "every checkpoint damaged, as one node read them": (
+        [replace(past(1, K.STORAGE, None), none_intact=True)], Action.RETRY, "storage once",
+    ),
+    "every checkpoint damaged, as two jobs read them": (
+        [replace(past(n, K.STORAGE, None), none_intact=True) for n in (1, 2)], Action.HOLD,
+        "no checkpoint is intact: its reason; `orch ckpt ls RUN` lists them",
+    ),
     "storage": (outage(K.STORAGE, 2, 5), Action.RETRY, "storage 5 times in 2.0 h; holds after"),
     "storage for a day": (outage(K.STORAGE, 24, 50), Action.HOLD, "storage 50 times in 24.0 h"),
     "preempted": ([past(1, K.PREEMPTED, 10)], Action.RETRY, "goes on after preempted"),

@@ -165,9 +165,10 @@ def _import_workload(config: JobConfig, link: socket.socket) -> RankMain:
         from trainer.worker.main import rank_main, warm
 
         warm(config)
-    except Exception as error:  # noqa: BLE001  # outermost edge
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # outermost edge
         text = in_use().text
-        fault = {"exception": type(error).__name__, "message": text(str(error))[:4000]}
+        said = f"it called sys.exit({error.code!r})" if isinstance(error, SystemExit) else str(error)
+        fault = {"exception": type(error).__name__, "message": text(said)[:4000]}
         unix_transport.send(link, {"say": "unloadable", **fault, "traceback": text(traceback.format_exc())[-16000:]})
         sys.exit(1)
     main: RankMain = rank_main

@@ -14,7 +14,7 @@ _STORAGE = re.compile(
     r"|inline_container\.cc.{0,500}unexpected pos",
     re.IGNORECASE,
 )
-_CHECKPOINTS = frozenset({"SaveFailed", "NothingVerifies"})
+_CHECKPOINTS = frozenset({"SaveFailed", "NothingVerifies", "NothingIntact"})
 """Exceptions that say: the run's checkpoints cannot be written, or none of them can be trusted."""
 _RENDEZVOUS = re.compile(
     r"DistNetworkError|DistStoreError|Address already in use|clients joined|client socket has (timed out|failed)"

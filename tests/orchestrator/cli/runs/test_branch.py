@@ -121,6 +121,17 @@ def test_nothing_begins_with_a_corrupt_checkpoint(orch: Type, seeds: Seeds, run:
     assert "is CORRUPT" in refused.err
 
 
+def test_nothing_begins_with_a_checkpoint_that_was_found_invalid(orch: Type, seeds: Seeds, run: str) -> None:
+    (saved,) = place(seeds, run).glob("step-00000050.*")
+    file = max(saved.iterdir(), key=lambda path: path.stat().st_size)
+    file.write_bytes(bytes(file.stat().st_size))
+    assert orch("ckpt", "verify", f"{run}@50").code == 7
+    refused = orch("submit", "--from", f"{run}@50", "--dry-run")
+    assert refused.code == 7
+    assert f"{saved.name} is INVALID: " in refused.err
+    assert f"orch ckpt ls {run}" in refused.err
+
+
 def test_a_checkpoint_without_its_run_has_no_config(orch: Type, seeds: Seeds, tmp_path: Path) -> None:
     make(LocalStorage(tmp_path), 50, nonce=NONCE)
     refused = orch("submit", "--from", tmp_path / f"step-00000050.001-{NONCE}", "--dry-run")

@@ -1,0 +1,39 @@
+"""A workload that cannot be imported ends its fork server with the reason, however it does so."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer.agent.control import unix_transport
+from trainer.agent.fork_server.server import _import_workload
+from trainer.contract.config import JobConfig, WorkloadConfig
+
+
+@pytest.mark.parametrize(
+    ("source", "exception", "message"),
+    [
+        ("import sys\nsys.exit(0)\n", "SystemExit", "it called sys.exit(0)"),
+        ("raise SystemExit\n", "SystemExit", "it called sys.exit(None)"),
+        ("raise ValueError('bad data')\n", "ValueError", "bad data"),
+        ("import nothing_of_that_name\n", "WorkloadError", "No module named 'nothing_of_that_name'"),
+    ],
+)
+def test_what_the_import_raises_is_told_to_the_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, exception: str, message: str
+) -> None:
+    (tmp_path / "mine_that_ends.py").write_text(source)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    config = JobConfig(workload=WorkloadConfig(target="mine_that_ends:Mine", path=(str(tmp_path),)))
+    ours, theirs = unix_transport.pair()
+    with ours, theirs:
+        with pytest.raises(SystemExit) as ended:
+            _import_workload(config, theirs)
+        assert ended.value.code == 1
+        ours.settimeout(60)
+        packet, _ = unix_transport.receive(ours)
+    assert packet is not None
+    assert (packet["say"], packet["exception"]) == ("unloadable", exception)
+    assert message in packet["message"]
+    assert "mine_that_ends.py" in packet["traceback"]
+    sys.modules.pop("mine_that_ends", None)

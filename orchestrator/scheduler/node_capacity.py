@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from orchestrator.errors import SlurmUnreachable
 from orchestrator.scheduler.commands import run_command
 from orchestrator.scheduler.interface import Resources
+from orchestrator.scheduler.slurm_text import UnreadableField, expand_nodes
 
 ANSWER_WITHIN = 10.0
 NODES = ("sinfo", "-h", "-a", "-N", "-o", "%N|%P|%c|%m|%G")
@@ -95,6 +96,7 @@ def asked_words(asked: Resources) -> str:
     parts = [f"{asked.cpus_per_task} core{'s' if asked.cpus_per_task > 1 else ''}"]
     parts += [f"{asked.gpus_per_node} GPU{'s' if asked.gpus_per_node > 1 else ''}"] if asked.gpus_per_node else []
     parts += [part for part in (asked.mem, asked.constraint) if part]
+    parts += [f"none of {','.join(asked.exclude)}"] if asked.exclude else []
     return f"{_nodes(asked.nodes)} with {', '.join(parts)}"
 
 
@@ -118,6 +120,12 @@ def _candidates(asked: Resources, nodes: Sequence[NodeCapacity]) -> dict[str, li
 
 
 def _of_partition(asked: Resources, partition: str, nodes: list[NodeCapacity]) -> Shortfall | None:
+    excluded = _excluded(asked)
+    usable = [node for node in nodes if node.name not in excluded]
+    if len(usable) < asked.nodes <= len(nodes):
+        words = f"cluster.exclude leaves {_nodes(len(usable))} of {len(nodes)} of partition {partition}"
+        return Shortfall(words=words, change="~cluster.exclude")
+    nodes = usable
     needs = [need for need in _needs(asked) if need.amount]
     enough = [node for node in nodes if all(getattr(node, need.attribute) >= need.amount for need in needs)]
     if len(enough) >= asked.nodes:
@@ -140,6 +148,14 @@ def _of_partition(asked: Resources, partition: str, nodes: list[NodeCapacity]) -
             return Shortfall(words=words, change=_less(need, most))
     together = ", ".join(f"{need.key}={need.asked}" for need in needs)
     return Shortfall(words=f"{together}: partition {partition} has {_nodes(len(enough))} with all of that")
+
+
+def _excluded(asked: Resources) -> set[str]:
+    """What the configuration excludes; what orch itself avoids comes back by itself."""
+    try:
+        return {name for text in asked.exclude for name in expand_nodes(text)} - set(asked.avoided)
+    except UnreadableField:
+        return set()
 
 
 def _less(need: _Need, most: float) -> str:

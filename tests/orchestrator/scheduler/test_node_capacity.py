@@ -35,6 +35,9 @@ SHORT: list[tuple[dict[str, Any], str, str]] = [
      "cluster.mem=3900M"),
     ({"nodes": 3, "cpus_per_task": 8}, "cluster.cpus_per_task=8 on 3 nodes: partition low has 2 nodes with that much",
      "cluster.cpus_per_task=4"),
+    ({"nodes": 2, "exclude": ("n[1-2]",)}, "cluster.exclude leaves 1 node of 3 of partition low", "~cluster.exclude"),
+    ({"nodes": 1, "exclude": ("n1", "n[2-3]")}, "cluster.exclude leaves no node of 3 of partition low",
+     "~cluster.exclude"),
     ({"nodes": 9}, "cluster.nodes=9: partition low has 3 nodes", "cluster.nodes=3"),
     ({"nodes": 4, "spares": 1}, "cluster.nodes=3 and cluster.spare_nodes=1: partition low has 3 nodes",
      "cluster.spare_nodes=0"),
@@ -71,6 +74,10 @@ def test_what_no_node_has_is_told_with_what_to_type(asked: dict[str, Any], words
 )
 def test_what_some_partition_has_is_no_shortfall(asked: dict[str, Any]) -> None:
     assert shortfall(Resources(**asked), NODES) is None
+
+
+def test_what_orch_itself_avoids_comes_back() -> None:
+    assert shortfall(Resources(nodes=3, exclude=("n1",), avoided=("n1",)), NODES) is None
 
 
 def test_nothing_known_is_no_shortfall() -> None:

@@ -1,5 +1,6 @@
 """What the coordinator knows of all ranks of a generation: agents report changes, and ages grow with time."""
 
+from bisect import insort
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ class JobSnapshot:
     def __init__(self, started: float, world: int) -> None:
         self._world = world
         self._seen: dict[int, tuple[float, RankSample]] = {}
+        self._order: list[int] = []  # the ranks that were seen, sorted
         self.moved = started
         """When any rank moved last, on the coordinator's clock."""
         self._p99: dict[str, dict[str, float]] = {}  # phase -> node -> seconds
@@ -22,6 +24,8 @@ class JobSnapshot:
             sample = RankSample.from_row(row, node)
             if not 0 <= sample.rank < self._world:
                 raise ValueError(f"there is no rank {sample.rank}")
+            if sample.rank not in self._seen:
+                insort(self._order, sample.rank)
             self._seen[sample.rank] = (now, sample)
             if not sample.ended:
                 self.moved = max(self.moved, now - sample.age)
@@ -30,7 +34,8 @@ class JobSnapshot:
 
     def at(self, now: float) -> list[RankSample]:
         """Every rank that has been seen, by number."""
-        return [_aged(sample, max(0.0, now - heard)) for _, (heard, sample) in sorted(self._seen.items())]
+        seen = map(self._seen.__getitem__, self._order)
+        return [_aged(sample, max(0.0, now - heard)) for heard, sample in seen]
 
     def p99(self) -> dict[str, float]:
         """Seconds of each phase's 99th percentile, on the slowest node."""

@@ -1,6 +1,7 @@
 """One rank as its agent sees it: what the coordinator judges by. Ages, not times: clocks of nodes never meet."""
 
 from dataclasses import astuple, dataclass, fields
+from itertools import product
 from typing import Any
 
 
@@ -28,17 +29,17 @@ class RankSample:
     @classmethod
     def from_row(cls, row: list[Any], node: str) -> "RankSample":
         """Raises TypeError or ValueError when `row` is none: what comes over the wire is compared and added later."""
-        if type(row) is not list or len(row) != len(_ROW):
+        if type(row) is not list or tuple(map(type, row)) not in _KINDS:
             raise TypeError(f"no row of a sighting: {str(row)[:80]}")
-        for value, kinds in zip(row, _KINDS, strict=True):
-            if type(value) not in kinds:
-                raise TypeError(f"in a row of a sighting {str(value)[:40]!r} stands for a {kinds[0].__name__}")
-        found = cls(node=node, **dict(zip(_ROW, row, strict=True)))
-        if min(found.age, found.alive, found.lock) < 0:
-            raise ValueError(f"a sighting of rank {found.rank} in the future")
-        return found
+        rank, step, phase, first, collective, age, alive, state, lock, ended = row
+        if age < 0 or alive < 0 or lock < 0:
+            raise ValueError(f"a sighting of rank {rank} in the future")
+        return cls(
+            rank=rank, node=node, step=step, phase=phase, first=first, collective=collective, age=age, alive=alive,
+            state=state, lock=lock, ended=ended,
+        )  # fmt: skip
 
 
-_ROW = tuple(item.name for item in fields(RankSample) if item.name != "node")
 _TYPES: dict[Any, tuple[type, ...]] = {int: (int,), str: (str,), bool: (bool,), float: (float, int)}
-_KINDS = tuple(_TYPES[item.type] for item in fields(RankSample) if item.name != "node")
+_KINDS = frozenset(product(*(_TYPES[item.type] for item in fields(RankSample) if item.name != "node")))
+"""The types of a row's values: True is no number, and an age may be a whole one."""

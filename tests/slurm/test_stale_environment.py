@@ -16,6 +16,7 @@ def waits(seconds: int) -> str:
     return f"command=[{sys.executable!r}, '-c', 'import time; time.sleep({seconds})']"
 
 
+@pytest.mark.proof
 def test_a_submit_beside_a_controller_with_a_stale_environment_gets_its_job(lab: SlurmLab, user: User) -> None:
     copy = user.folder / "copy.conf"
     shutil.copy(lab.conf, copy)

@@ -12,7 +12,7 @@ BUSY = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PRO
 
 _MOUNT, _FOLDER = "on a read-only mount", "in a folder without write permission"
 _MAKE_WRITABLE = {_MOUNT: "ask on the host that writes it", _FOLDER: "chmod u+w {folder}"}
-_COPY = "orch db backup FILE, then export ORCH_REGISTRY=FILE"
+_COPY = "`orch db backup FILE`, then `export ORCH_REGISTRY=FILE`"
 _UNWRITABLE = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
 _UNOPENED = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM, sqlite3.SQLITE_IOERR)
 _MEANINGS = {

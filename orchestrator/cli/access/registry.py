@@ -46,12 +46,19 @@ def require_registry(path: Path) -> None:
         )
 
 
-def wake_controller(screen: Screen, kind: str, *, no_controller: bool) -> None:
-    """Make sure that somebody acts on what was just written: a controller, or this process for one pass."""
+def wake_controller(screen: Screen, kind: str, *, no_controller: bool) -> str:
+    """Make sure that somebody acts on what was just written: a controller, or this process for one pass.
+
+    Returns why the scheduler did not answer this process; empty where it did, or where a controller acts.
+    """
     from orchestrator.controller import service
 
     if not no_controller:
         if service.ensure_running(registry_path(), kind):
             screen.note("no controller was alive: started one")
-    elif service.tick_once(registry_path(), kind) is None:
+        return ""
+    report = service.tick_once(registry_path(), kind)
+    if report is None:
         screen.note("another controller holds the lease and will act")
+        return ""
+    return "; ".join(report.silence)

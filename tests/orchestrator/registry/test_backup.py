@@ -112,7 +112,7 @@ def test_a_registry_in_a_folder_that_cannot_be_written_is_told_so_and_copied(tmp
         folder.chmod(0o555)
         with pytest.raises(RegistryError, match="in a folder without write permission") as caught:
             fast_queries.newest(path)
-        assert caught.value.hint.startswith(f"chmod u+w {folder}; or copy it: orch db backup FILE, then export ")
+        assert caught.value.hint.startswith(f"chmod u+w {folder}; or copy it: `orch db backup FILE`, then ")
         backup(path, copy)
         assert [row for row in sqlite3.connect(copy).execute("SELECT digest FROM configs")] == [("fresh",)]
         assert sorted(os.listdir(place)) == ["copy.db", "shared"]

@@ -269,8 +269,8 @@ class Controller:
         return True
 
     def _end_cancelled(self, view: RunView) -> None:
-        stamp, why = self.actor.stamp(), "cancelled before it was submitted"
-        self.store.move_attempt(view.run.name, view.last.number, AttemptState.ENDED, why, **stamp, ended_at=stamp["now"])
+        last, stamp, why = view.last, self.actor.stamp(), "cancelled before it was submitted"
+        self.store.move_attempt(last.run, last.number, AttemptState.ENDED, why, **stamp, ended_at=stamp["now"])
         self.actor.fence(view.attempt_dir)
         user_requests.mark_cancelled(self.actor, view)
 

@@ -24,6 +24,12 @@ def disk_words(number: int | None) -> str:
     return _WORDS.get(number or 0, "")
 
 
+def error_words(error: OSError) -> str:
+    """`Permission denied: /a/file`, without the number."""
+    named = f": {error.filename}" if error.filename else ""
+    return f"{error.strerror}{named}" if error.strerror else str(error)
+
+
 def explain_disk_error(error: BaseException, folder: Path) -> str:
     """`disk full (FOLDER)`; empty when the storage is not what refused. `folder` stands for errors that name none."""
     words = disk_words(error.errno) if isinstance(error, OSError) else ""

@@ -159,7 +159,8 @@ MOST_JSON = 1 << 30
 def read_json(path: Path, most: int = MOST_JSON) -> Any:
     """Parse one JSON file of at most `most` bytes; raises OSError or ValueError, with the path in the message."""
     with open_regular(path) as stream:
-        data = stream.read(most + 1)
+        # A read asks for the memory first: no more than what there is.
+        data = stream.read(min(most, os.fstat(stream.fileno()).st_size) + 1)
     if len(data) > most:
         raise NotAFile(errno.EFBIG, f"is larger than {most} bytes", str(path))
     try:

@@ -12,6 +12,7 @@ from checkpointing.format.index import INDEX, Index, parse_index
 from checkpointing.format.manifest import COMMIT, MANIFEST, FileEntry, Manifest, parse
 from checkpointing.storage.backends import LocalStorage, Storage
 from checkpointing.storage.digests import digest
+from checkpointing.storage.disk_errors import error_words
 from checkpointing.verification.digest_scan import DigestScan, PageCacheState, digester_of
 
 Progress = Callable[[int, int], None]
@@ -118,7 +119,7 @@ def read_sealed(storage: Storage, name: str) -> tuple[Manifest | None, list[Faul
         file, _, reason = str(error).partition(" ")
         return None, [Fault(file=file, chunk=None, reason=reason)]
     except OSError as error:
-        return None, [Fault(file=_named(error), chunk=None, reason=f"unreadable: {error}")]
+        return None, [Fault(file=_named(error), chunk=None, reason=f"unreadable: {error_words(error)}")]
     gone = [Fault(file=DELETED, chunk=None, reason="its deletion was begun")] if DELETED in present else []
     return manifest, gone + [fault for entry in manifest.files if (fault := _size_fault(entry, present))]
 

@@ -112,9 +112,14 @@ def run(args: Sequence[str] | None = None) -> int:
         return 130
     except OSError as error:
         return _report_error(screen, _of_the_system(error))
+    except MemoryError:
+        return _report_error(screen, Precondition("not enough memory", hint=_MORE_MEMORY))
     except Exception as error:  # outermost edge: recorded, and told  # noqa: BLE001
         return _internal(screen, error, words)
     return result if isinstance(result, int) else 0
+
+
+_MORE_MEMORY = "`ulimit -v` shows this shell's limit; free some memory or raise the limit, then type the same again"
 
 
 def _report_error(screen: Screen, error: OrchError) -> int:

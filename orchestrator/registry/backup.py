@@ -3,12 +3,16 @@
 import contextlib
 import os
 import secrets
+import shlex
+import shutil
 import sqlite3
 from pathlib import Path
 
 from checkpointing.storage.durable import fsync_dir
 from orchestrator.errors import Precondition, RegistryError
 from orchestrator.registry import sqlite_errors
+
+_TRIES = 10
 
 
 def backup(path: Path, to: Path) -> Path:
@@ -36,13 +40,23 @@ def backup(path: Path, to: Path) -> Path:
         os.replace(temporary, to)
         fsync_dir(to.parent)
     except OSError as error:
-        raise RegistryError(f"the backup cannot be written: {error.strerror}", where=str(to)) from error
+        raise _unwritten(error, to) from error
     except sqlite3.Error as error:
         raise sqlite_errors.explain(error, path) from error
     finally:
-        for left in (temporary, temporary.with_name(temporary.name + "-journal")):
-            left.unlink(missing_ok=True)
+        for ending in ("", "-journal", "-wal", "-shm"):
+            with contextlib.suppress(OSError):  # a folder that is none
+                temporary.with_name(temporary.name + ending).unlink(missing_ok=True)
     return to
+
+
+def _unwritten(error: OSError, to: Path) -> Precondition:
+    """What keeps a backup from being written, and what to type."""
+    folder = shlex.quote(str(to.parent))
+    hint = "name a file in a folder of yours: orch db backup ~/registry-backup.db"
+    if not to.parent.exists():
+        hint = f"mkdir -p {folder}, or name a file in a folder that is there"
+    return Precondition(f"the backup cannot be written: {error.strerror or error}", where=str(to), hint=hint)
 
 
 def _replaceable(to: Path) -> bool:
@@ -60,16 +74,49 @@ def _replaceable(to: Path) -> bool:
 
 
 def _copy(path: Path, to: Path) -> None:
-    source = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=30)
-    target = sqlite3.connect(to)
-    try:
-        source.backup(target)
+    if sqlite_errors.log_without_place(path):
+        _copy_files(path, to)
+    else:
+        uri = f"{path.absolute().as_uri()}?mode=ro"
+        with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=30)) as source, _opened(to) as target:
+            source.backup(target)
+    with _opened(to) as target:
         # The copy stands alone: a write-ahead log beside it would be forgotten by whoever moves the file.
         target.execute("PRAGMA journal_mode = DELETE")
         verdict = target.execute("PRAGMA integrity_check").fetchone()[0]
         if verdict != "ok":
             hint = "`orch db rebuild --root FOLDER-OF-RUNS` makes a new one from the run directories"
             raise RegistryError(f"the copy is damaged: {verdict}", where=str(path), hint=hint)
-    finally:
-        target.close()
-        source.close()
+
+
+def _opened(path: Path) -> contextlib.closing[sqlite3.Connection]:
+    return contextlib.closing(sqlite3.connect(path))
+
+
+def _copy_files(path: Path, to: Path) -> None:
+    """Copy the file and its write-ahead log, from where SQLite cannot open them: neither may change meanwhile."""
+    names = ("", "-wal")
+    for _ in range(_TRIES):
+        before = [_version(path, name) for name in names]
+        for name, version in zip(names, before, strict=True):
+            copy = to.with_name(to.name + name)
+            if version is None:
+                copy.unlink(missing_ok=True)
+            else:
+                shutil.copyfile(path.with_name(path.name + name), copy)
+                copy.chmod(0o600)
+        if before == [_version(path, name) for name in names]:
+            return
+    raise RegistryError(
+        "the registry changes too often to be copied from here", where=str(path),
+        hint="type it on the host that writes it",
+    )  # fmt: skip
+
+
+def _version(path: Path, ending: str) -> tuple[int, int, int] | None:
+    """What tells two contents of a file apart; None for a file that is not there."""
+    try:
+        found = path.with_name(path.name + ending).stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns

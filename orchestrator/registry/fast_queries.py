@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.storage.durable import number
-from orchestrator.errors import RegistryError
 from orchestrator.registry import sqlite_errors, versions
 from orchestrator.registry.records import Lease
 from orchestrator.states import Trust
@@ -173,7 +172,7 @@ def version(path: Path) -> str | None:
         with closing(_connect(path)) as connection:
             return _version(connection, path)
     except sqlite3.Error as error:
-        raise _explained(error, path) from error
+        raise sqlite_errors.explain(error, path) from error
 
 
 def _version(connection: sqlite3.Connection, path: Path) -> str | None:
@@ -235,31 +234,10 @@ def _rows(path: Path, query: str, values: tuple[Any, ...], *, any_version: bool 
                 versions.require_head(found, path)
             return connection.execute(query, values).fetchall()
     except sqlite3.Error as error:
-        raise _explained(error, path) from error
+        raise sqlite_errors.explain(error, path) from error
 
 
 def _connect(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5)
     connection.row_factory = sqlite3.Row
     return connection
-
-
-def _explained(error: sqlite3.Error, path: Path) -> RegistryError:
-    """Why a read failed; a write-ahead log cannot be read from a read-only place, and SQLite does not say so."""
-    unwritable = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
-    if sqlite_errors.code(error) in unwritable and path.exists() and _uses_log(path):
-        return RegistryError(
-            "the registry lies on a read-only mount, where its write-ahead log cannot be read",
-            where=str(path),
-            hint="ask on the host that writes it, or copy it here with: orch db backup FILE",
-        )
-    return sqlite_errors.explain(error, path)
-
-
-def _uses_log(path: Path) -> bool:
-    """Whether the file's header asks for a write-ahead log (read version 2)."""
-    try:
-        with path.open("rb") as stream:
-            return stream.read(20)[18:20] == b"\x02\x02"
-    except OSError:
-        return False

@@ -1,5 +1,6 @@
 """What SQLite's errors mean to a person, and which of them are worth another try."""
 
+import os
 import sqlite3
 from pathlib import Path
 
@@ -9,6 +10,10 @@ ELSEWHERE = "ORCH_REGISTRY=/path/on/a/local/disk/registry.db"
 BUSY = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL})
 """PROTOCOL is what network file systems answer when a lock was lost on the way."""
 
+_MOUNT, _FOLDER = "on a read-only mount", "in a folder without write permission"
+_MAKE_WRITABLE = {_MOUNT: "ask on the host that writes it", _FOLDER: "chmod u+w {folder}"}
+_COPY = "`orch db backup FILE`, then `export ORCH_REGISTRY=FILE`"
+_UNWRITABLE = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
 _UNOPENED = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM, sqlite3.SQLITE_IOERR)
 _MEANINGS = {
     sqlite3.SQLITE_READONLY: ("cannot be written: file, folder or mount is read-only", f"set {ELSEWHERE}"),
@@ -38,8 +43,30 @@ def explain(error: BaseException | None, path: Path) -> RegistryError:
         return RegistryError("the registry is locked by another process", where=str(path), hint=hint)
     if code(error) in _UNOPENED and (plain := _kept_from(path)) is not None:
         return plain
+    if code(error) in _UNWRITABLE and (place := log_without_place(path)):
+        what = f"the registry lies {place}, where its write-ahead log cannot be used"
+        hint = f"{_MAKE_WRITABLE[place].format(folder=path.parent)}; or copy it: {_COPY}"
+        return RegistryError(what, where=str(path), hint=hint)
     meaning, hint = _MEANINGS.get(code(error), (f"failed: {error}", "orch doctor"))
     return RegistryError(f"the registry {meaning}", where=str(path), hint=hint)
+
+
+def log_without_place(path: Path) -> str:
+    """Why a registry with a write-ahead log cannot keep it beside itself; empty where it can, or has none.
+
+    SQLite needs to write there for reading, too, and does not say so.
+    """
+    try:
+        with path.open("rb") as stream:
+            has_log = stream.read(20)[18:20] == b"\x02\x02"  # the read version in the file's header
+        mounted_readonly = os.statvfs(path.parent).f_flag & os.ST_RDONLY
+    except OSError:
+        return ""
+    if not has_log:
+        return ""
+    if mounted_readonly:
+        return _MOUNT
+    return "" if os.access(path.parent, os.W_OK | os.X_OK, effective_ids=True) else _FOLDER
 
 
 def _kept_from(path: Path) -> RegistryError | None:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from random import Random
 from tempfile import mkdtemp
+from typing import Any
 
 import pytest
 
@@ -176,6 +177,49 @@ def test_what_was_submitted_in_silence_waits_for_its_own_login_node(two: Cluster
     two.store.add_user_request(name, "resume", {"here": B}, two.clock.now)
     two.turns(20)
     assert two.run(name).scheduler == B
+
+
+def test_what_no_scheduler_was_ever_given_is_cancelled_in_silence(two: Clusters) -> None:
+    two.a.slurm.reachable = two.b.slurm.reachable = False
+    name = two.submit("")
+    two.turns(3)
+    two.store.add_user_request(name, "cancel", {}, two.clock.now)
+    two.turns(2)
+    assert (two.run(name).state, two.store.user_requests()) == (RunState.CANCELLED, [])
+    two.a.slurm.reachable = two.b.slurm.reachable = True
+    two.turns(40)
+    assert (two.run(name).state, two.a.slurm.jobs + two.b.slurm.jobs) == (RunState.CANCELLED, [])
+
+
+def test_what_may_have_a_job_is_not_cancelled_in_silence(two: Clusters) -> None:
+    name = two.submit(A, steps=4000)
+    two.turns(10)
+    two.a.slurm.reachable = False
+    two.store.add_user_request(name, "cancel", {}, two.clock.now)
+    two.turns(10)
+    assert (two.run(name).state, len(two.store.user_requests())) == (RunState.RUNNING, 1)
+
+
+def test_a_run_that_is_cancelled_in_silence_is_not_launched_by_who_saw_it_alive(
+    two: Clusters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A has read its rows when B, whose Slurm is silent, cancels the run."""
+    name = two.submit("")
+    two.b.slurm.reachable = False
+    two.b.tick()
+    find = two.a.slurm.find
+
+    def cancelled_meanwhile(*words: Any) -> Any:
+        if not two.store.user_requests() and two.run(name).state is RunState.CREATED:
+            two.store.add_user_request(name, "cancel", {}, two.clock.now)
+            two.b.tick()
+            assert two.run(name).state is RunState.CANCELLED
+        return find(*words)
+
+    monkeypatch.setattr(two.a.slurm, "find", cancelled_meanwhile)
+    two.turns(20)
+    assert (two.run(name).state, two.run(name).scheduler) == (RunState.CANCELLED, "")
+    assert two.a.slurm.jobs == []
 
 
 def test_a_request_is_answered_by_the_run_s_own_controller(two: Clusters) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from checkpointing.errors import Refused
 from checkpointing.format.read_plan import Shard
 from checkpointing.storage.digests import digest
+from checkpointing.storage.disk_errors import error_words
 from checkpointing.storage.shared_memory import PAGE, whole_pages
 from checkpointing.verification.verify import Fault
 
@@ -263,7 +264,7 @@ class Reader:
         try:
             count = self._file(shard.name).fill(view, room, shard.span(chunk)[0])
         except OSError as error:
-            return Fault(file=shard.name, chunk=None, reason=f"unreadable: {error}")
+            return Fault(file=shard.name, chunk=None, reason=f"unreadable: {error_words(error)}")
         with self._lock:
             self.bytes_read += count
         if count < len(view):

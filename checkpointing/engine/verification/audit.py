@@ -18,6 +18,7 @@ from checkpointing.errors import ManifestError, Refused
 from checkpointing.format.index import FINGERPRINTS, INDEX, Index, Piece, parse_fingerprints
 from checkpointing.format.manifest import MANIFEST, METADATA, Manifest
 from checkpointing.storage.backends import LocalStorage, Storage
+from checkpointing.storage.disk_errors import error_words
 from checkpointing.verification.digest_scan import PageCacheState
 from checkpointing.verification.verify import Fault, Progress, Report, read_listed, read_sealed, verify_in
 
@@ -118,7 +119,7 @@ def _audited(
         return [Fault(file=MANIFEST, chunk=None, reason=refusal.reason)], 0, []
     except OSError as error:
         file = str(error.filename or manifest.name).rpartition("/")[2]
-        return [Fault(file=file, chunk=None, reason=f"unreadable: {error}")], 0, []
+        return [Fault(file=file, chunk=None, reason=f"unreadable: {error_words(error)}")], 0, []
 
 
 def fact_faults(manifest: Manifest, expected: Expected) -> list[Fault]:

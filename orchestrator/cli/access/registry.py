@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
+
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import NotFound
 from orchestrator.home import registry_path
@@ -16,13 +18,22 @@ if TYPE_CHECKING:
 @contextmanager
 def open_store(*, readonly: bool = False) -> "Iterator[Store]":
     """The registry; a read-only one must exist (NotFound)."""
-    from orchestrator.registry.store import Store  # sqlalchemy: only for verbs that need the whole registry
+    # sqlalchemy: only for verbs that need the whole registry
+    from orchestrator.registry.operations.run_record import write_records
+    from orchestrator.registry.store import Store
 
     path = registry_path()
     if readonly:
         require_registry(path)
     with Store.open(path, readonly=readonly) as store:
+        store.database.after_commit = lambda runs: write_records(store, runs, missed=_warn_of_record)
         yield store
+
+
+def _warn_of_record(words: str) -> None:
+    context = click.get_current_context(silent=True)
+    screen = context.find_object(Screen) if context is not None else None
+    (screen or Screen()).warn("record_not_written", words)
 
 
 def require_registry(path: Path) -> None:
@@ -35,12 +46,19 @@ def require_registry(path: Path) -> None:
         )
 
 
-def wake_controller(screen: Screen, kind: str, *, no_controller: bool) -> None:
-    """Make sure that somebody acts on what was just written: a controller, or this process for one pass."""
+def wake_controller(screen: Screen, kind: str, *, no_controller: bool) -> str:
+    """Make sure that somebody acts on what was just written: a controller, or this process for one pass.
+
+    Returns why the scheduler did not answer this process; empty where it did, or where a controller acts.
+    """
     from orchestrator.controller import service
 
     if not no_controller:
         if service.ensure_running(registry_path(), kind):
             screen.note("no controller was alive: started one")
-    elif service.tick_once(registry_path(), kind) is None:
+        return ""
+    report = service.tick_once(registry_path(), kind)
+    if report is None:
         screen.note("another controller holds the lease and will act")
+        return ""
+    return "; ".join(report.silence)

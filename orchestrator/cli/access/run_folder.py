@@ -1,12 +1,17 @@
 """Whether a run's folder is where the registry says: people move folders, and file systems are not mounted."""
 
+import os
+import threading
 from pathlib import Path
+from typing import Any
 
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.controller.run_dirs.own_folder import foreign
 from orchestrator.errors import Precondition
 from trainer.contract.run_dir import RunDir
 
+ASK_WITHIN = 2.0
+"""Seconds in which a file system is to answer: one that hangs holds up nobody who asks for the state of a run."""
 _PUT_BACK = (
     "move it back or put a link there; `orch db rebuild --root FOLDER` registers the runs of a folder at a new place"
 )
@@ -23,8 +28,23 @@ def existing_folder(run: str, run_dir: str) -> RunDir:
 
 def warn_of_missing(screen: Screen, run: str, run_dir: str) -> None:
     """For verbs that can answer without it."""
-    if not Path(run_dir).is_dir():
+    if _is_missing(run_dir):
         screen.warn("folder_missing", f"{_missing(run)}: {run_dir}; {_PUT_BACK}")
+
+
+def warn_of_moved(screen: Screen, row: dict[str, Any]) -> None:
+    """The same by a status row: a run that has never had a job may have no folder yet."""
+    if row["job_id"] or row["attempts"] > 1:
+        warn_of_missing(screen, row["run"], row["run_dir"])
+
+
+def _is_missing(run_dir: str) -> bool:
+    """Whether it is not there; False when its file system does not say in time."""
+    said: list[bool] = []
+    asker = threading.Thread(target=lambda: said.append(os.path.isdir(run_dir)), name="folder", daemon=True)
+    asker.start()
+    asker.join(ASK_WITHIN)
+    return said == [False]
 
 
 def _missing(run: str) -> str:

@@ -1,5 +1,6 @@
 """This shell's way to Slurm beside the controller's: what differs, and what to do when only one of them is answered."""
 
+import os
 import time
 
 from orchestrator.cli.terminal.render import Screen
@@ -12,6 +13,8 @@ from orchestrator.scheduler.client_environment import ClientEnvironment
 
 RESTART = "`orch controller stop`, then the same again: the next controller has this shell's environment"
 
+_ELSEWHERE = "in a shell where `sinfo` answers (`export SLURM_CONF=FILE`), type `orch controller start`"
+
 
 def contact_of(lease: Lease | None) -> SlurmContact | None:
     """What the controller that lives with this lease goes by; None when none lives, or it has not said."""
@@ -22,6 +25,27 @@ def silence_of(lease: Lease | None) -> str:
     """Why a living controller gets no answer from its Slurm; empty when it does."""
     contact = contact_of(lease)
     return contact.silence if contact is not None else ""
+
+
+def warn_of_silence(screen: Screen, kind: str, scheduler: str, here: str) -> bool:
+    """Say why nobody has acted on a request yet where its scheduler is silent; whether it is.
+
+    `here` is what this process was told in a pass of its own, empty where a controller acts.
+    """
+    if here:
+        unset = "" if kind != "slurm" or "SLURM_CONF" in os.environ else "; SLURM_CONF is not set"
+        told = f"{kind} does not answer from here ({here}{unset}): the request stands"
+        screen.warn("no_answer", f"{told}; {_ELSEWHERE}")
+        return True
+    from orchestrator.registry import fast_queries
+    from orchestrator.scheduler.scheduler_instance import unknown_instance
+
+    leases = [fast_queries.lease(registry_path(), key) for key in (scheduler, unknown_instance(kind)) if key]
+    silence = next(filter(None, map(silence_of, leases)), "")
+    if silence:
+        told = f"{kind} does not answer the controller ({silence}): the request stands, and is carried out when it does"
+        screen.warn("no_answer", told)
+    return bool(silence)
 
 
 def compare_with_controller(screen: Screen, kind: str) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from checkpointing.storage.disk_errors import error_words
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.access.run_folder import warn_of_missing
 from orchestrator.cli.checkpoints.gc import gc_candidates_in
@@ -63,5 +64,5 @@ def _rows(screen: Screen, store: "Store", run: "Run") -> Iterator[dict[str, Any]
                 deletable = [item.bytes for item in gc_candidates_in(store, run, tier) if item.deletable]
                 sums[DEBRIS]["collectable"] = sum(deletable)
         except OSError as error:
-            screen.warn("TierUnreadable", f"{run.name}: tier {tier.label} cannot be read: {error}")
+            screen.warn("TierUnreadable", f"{run.name}: tier {tier.label} cannot be read: {error_words(error)}")
         yield from sums.values()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from checkpointing.storage.disk_errors import error_words
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.access.run_folder import warn_of_missing
 from orchestrator.cli.access.run_location import START
@@ -108,7 +109,7 @@ def gc_candidates(store: "Store", run: "Run", screen: Screen, *, refused: bool =
         try:
             found += gc_candidates_in(store, run, tier, refused=refused)
         except OSError as error:
-            screen.warn("TierUnreadable", f"{run.name}: tier {tier.label} cannot be read: {error}")
+            screen.warn("TierUnreadable", f"{run.name}: tier {tier.label} cannot be read: {error_words(error)}")
     return found
 
 
@@ -204,7 +205,7 @@ def _delete(screen: Screen, store: "Store", lease: "Lease | None", item: GcCandi
     try:
         gone = delete(item.tier.storage, item.name, _fence(store, lease, item))
     except OSError as error:
-        screen.warn("NotDeleted", f"{item.tier.catalog.place}/{item.name}: {error}")
+        screen.warn("NotDeleted", f"{item.tier.catalog.place}/{item.name}: {error_words(error)}")
         return False
     if gone and item.what == REFUSED and lease is not None:
         places = tiers_of(RunDir(Path(store.run(item.run).run_dir)))

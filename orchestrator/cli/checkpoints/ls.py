@@ -6,16 +6,20 @@ from typing import Any
 
 import click
 
+from checkpointing.storage.disk_errors import error_words
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.access.run_folder import warn_of_missing
 from orchestrator.cli.checkpoints.best import best_checkpoints
 from orchestrator.cli.checkpoints.target import known_run
 from orchestrator.cli.checkpoints.tested_layouts import BY_A_TEST, by_checkpoint, layouts_in_words, reason_beside_tests
-from orchestrator.cli.checkpoints.tiers import Tier, tiers_of
+from orchestrator.cli.checkpoints.tiers import Tier, keeps_on_nodes, tiers_of
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, decimal, iso, size, span
 from orchestrator.registry.records import RestoreTest
 from trainer.contract.run_dir import RunDir
+
+_NAMED = 5
+"""Steps of checkpoints that are gone which a warning names."""
 
 
 @click.command("ls", cls=Verb)
@@ -36,7 +40,8 @@ def ls(screen: Screen, run: str, everything: bool) -> None:
         tests = by_checkpoint(store.restore_tests(found.name))
     warn_of_missing(screen, found.name, found.run_dir)
     tiers = tiers_of(RunDir(Path(found.run_dir)))
-    _add_places(screen, rows, tiers, now)
+    if _add_places(screen, rows, tiers, now) and not keeps_on_nodes(RunDir(Path(found.run_dir))):
+        _mark_gone(screen, found.name, rows)
     _add_verdicts(rows, tiers)
     pins = read_pins(tiers[0].storage)
     bad = [name for name, row in rows.items() if row["trust"] in ("CORRUPT", "SUSPECT")]
@@ -63,13 +68,18 @@ def _row(row: Any, now: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _add_places(screen: Screen, rows: dict[str, dict[str, Any]], tiers: list[Tier], now: float) -> None:
-    """Where each checkpoint lies, and those on disk that no controller has read into the registry yet."""
+def _add_places(screen: Screen, rows: dict[str, dict[str, Any]], tiers: list[Tier], now: float) -> bool:
+    """Where each checkpoint lies, and those on disk that no controller has read into the registry yet.
+
+    Returns whether every tier could be read.
+    """
+    answered = True
     for tier in tiers:
         try:
             entries = tier.catalog.committed()
         except OSError as error:
-            screen.warn("TierUnreadable", f"tier {tier.label} cannot be read: {error}")
+            screen.warn("TierUnreadable", f"tier {tier.label} cannot be read: {error_words(error)}")
+            answered = False
             continue
         for entry in entries:
             fresh = {
@@ -79,6 +89,19 @@ def _add_places(screen: Screen, rows: dict[str, dict[str, Any]], tiers: list[Tie
                 "verified": [], "age": now - entry.committed_at,
             }  # fmt: skip
             rows.setdefault(entry.name, fresh)["tiers"].append(tier.label)
+    return answered
+
+
+def _mark_gone(screen: Screen, run: str, rows: dict[str, dict[str, Any]]) -> None:
+    """Say of checkpoints that no tier has, and that nobody has deleted by orch, that they are gone."""
+    gone = [row for row in rows.values() if not row["tiers"] and row["trust"] != "DELETED"]
+    for row in gone:
+        row["reason"] = f"gone: no tier has it{'; ' if row['reason'] else ''}{row['reason']}"
+    if gone:
+        steps = ", ".join(str(row["step"]) for row in sorted(gone, key=lambda row: row["step"])[:_NAMED])
+        more = f" and {len(gone) - _NAMED} more" if len(gone) > _NAMED else ""
+        words = f"no tier has these checkpoints of {run} any more: {steps}{more}"
+        screen.warn("checkpoints_gone", f"{words}; a resume goes back to one that is there")
 
 
 def _add_verdicts(rows: dict[str, dict[str, Any]], tiers: list[Tier]) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from checkpointing.storage.disk_errors import error_words
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.access.run_folder import existing_folder
 from orchestrator.cli.checkpoints.best import name_of_best
@@ -145,7 +146,7 @@ def listing(place: RunDir, run: str, warn: Warn) -> list[Target]:
             entries = tier.catalog.committed()
         except OSError as error:
             unread = unread or error
-            warn("TierUnreadable", f"{run}: tier {tier.label} cannot be read: {error}")
+            warn("TierUnreadable", f"{run}: tier {tier.label} cannot be read: {error_words(error)}")
             continue
         for entry in entries:
             path = f"{tier.catalog.place}/{entry.name}"

@@ -67,6 +67,12 @@ def read_config(place: RunDir) -> Any:
         return None
 
 
+def keeps_on_nodes(place: RunDir) -> bool:
+    """Whether some tier is on the nodes' own disks, of which this machine sees its own at most."""
+    config = read_config(place)
+    return config is not None and any(not tier.shared for tier in config.checkpoint.tiers)
+
+
 def tiers_of(place: RunDir) -> list[Tier]:
     """Every place where the run keeps checkpoints: the run's own folder first, nodes' disks as this machine has them.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from checkpointing.storage.disk_errors import error_words
 from orchestrator.cli.checkpoints import torch_env
 from orchestrator.cli.checkpoints.target import Target, find
 from orchestrator.cli.checkpoints.tiers import missing_files
@@ -128,7 +129,7 @@ def _record_verdict(screen: Screen, target: Target, report: "Report") -> None:
         verdicts.record(own, found)
         verdicts.forget(own, place, Catalog(place, target.storage).names())
     except OSError as error:
-        screen.warn("NotKept", f"what was found of {target.name} could not be written down: {error}")
+        screen.warn("NotKept", f"what was found of {target.name} could not be written down: {error_words(error)}")
 
 
 def _show(screen: Screen, target: Target, report: "Report", rate: float) -> None:

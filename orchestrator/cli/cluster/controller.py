@@ -10,6 +10,7 @@ import click
 
 from orchestrator.cli.access.run_location import START, TAKE_OVER, controller_state
 from orchestrator.cli.access.slurm_environment import silence_of
+from orchestrator.cli.terminal.argument_types import Seconds
 from orchestrator.cli.terminal.command_classes import Noun
 from orchestrator.cli.terminal.render import Screen, iso, span
 from orchestrator.errors import Precondition, SlurmUnreachable
@@ -26,7 +27,9 @@ def controller() -> None:
 
 
 @controller.command("run")
-@click.option("--idle-exit", type=float, default=None, metavar="SECONDS", help="Exit after so long without live runs.")
+@click.option(
+    "--idle-exit", type=Seconds(min=0), default=None, metavar="SECONDS", help="Exit after so long without live runs."
+)
 @click.option("--cluster", type=click.Choice(["auto", "local", "slurm"]), default="auto", help="Which runs to serve.")
 @click.pass_obj
 def run(screen: Screen, idle_exit: float | None, cluster: str) -> None:

@@ -9,10 +9,10 @@ import click
 
 from orchestrator.cli.access.registry import open_store, wake_controller
 from orchestrator.cli.access.run_location import locate_run
-from orchestrator.cli.runs.cancel_resume import NO_CONTROLLER, await_answers
+from orchestrator.cli.runs.cancel_resume import NO_CONTROLLER, any_silent, await_answers
 from orchestrator.cli.terminal.command_classes import Noun
 from orchestrator.cli.terminal.render import Column, Screen, count, iso, span
-from orchestrator.errors import ConfigError, NotFound, Precondition
+from orchestrator.errors import ConfigError, NotFound, Precondition, SlurmUnreachable
 from orchestrator.registry.records import EXCLUDE, RELEASE, UNTIL_RELEASED
 
 _LONGEST_WHY = 200
@@ -83,7 +83,7 @@ def _for(left: float | None) -> str:
 @click.option("--why", metavar="TEXT", default="", help="What `orch nodes ls` shows as the reason.")
 @NO_CONTROLLER
 @click.pass_obj
-def exclude(screen: Screen, names: tuple[str, ...], period: str | None, why: str, no_controller: bool) -> None:
+def exclude(screen: Screen, names: tuple[str, ...], period: str | None, why: str, no_controller: bool) -> int:
     """Keep jobs away from nodes: no job of any run that is submitted from now on gets them.
 
     NODE is a name or a host list (gpu[003,017]). Jobs that are queued or run already keep their nodes.
@@ -91,7 +91,7 @@ def exclude(screen: Screen, names: tuple[str, ...], period: str | None, why: str
     until = UNTIL_RELEASED if period is None else time.time() + _seconds(period)
     by = f"{getpass.getuser()}@{socket.gethostname()}"
     args = {"until": until, "why": f"{by}: {' '.join(why.split())[:_LONGEST_WHY]}" if why.split() else by}
-    _request_each(screen, EXCLUDE, _expanded(names), args, no_controller)
+    return _request_each(screen, EXCLUDE, _expanded(names), args, no_controller)
 
 
 def _seconds(period: str) -> float:
@@ -115,20 +115,21 @@ def _expanded(names: tuple[str, ...]) -> list[str]:
 @click.argument("names", metavar="NODE...", nargs=-1, required=True)
 @NO_CONTROLLER
 @click.pass_obj
-def release(screen: Screen, names: tuple[str, ...], no_controller: bool) -> None:
+def release(screen: Screen, names: tuple[str, ...], no_controller: bool) -> int:
     """Remove the exclusion of nodes: from the next attempt on they may be used again."""
-    _request_each(screen, RELEASE, _expanded(names), {}, no_controller)
+    return _request_each(screen, RELEASE, _expanded(names), {}, no_controller)
 
 
-def _request_each(screen: Screen, verb: str, names: list[str], args: dict[str, Any], no_controller: bool) -> None:
+def _request_each(screen: Screen, verb: str, names: list[str], args: dict[str, Any], no_controller: bool) -> int:
     """Write the requests down, let the controller act, and say what it answered."""
     with open_store() as store:
         clusters = {name: _clusters(store, verb, name) for name in names}  # all, before anything is written
         asked = [item for name in names for item in _requested(store, verb, name, clusters[name], args)]
-        for kind in sorted({item["kind"] for item in asked if item["where"].reached}):
-            wake_controller(screen, kind, no_controller=no_controller)
+        kinds = sorted({item["kind"] for item in asked if item["where"].reached})
+        silent = {kind: wake_controller(screen, kind, no_controller=no_controller) for kind in kinds}
         answerable = [item for item in asked if item["where"].reached or item["where"].lives]
         await_answers(screen, store, answerable, no_controller)
+    unanswered = any_silent(screen, asked, silent)
     if screen.json:
         screen.data(f"nodes.{verb}", [{"node": item["node"], "answer": item["answer"]} for item in asked])
     for item in asked if not screen.json else ():
@@ -136,6 +137,7 @@ def _request_each(screen: Screen, verb: str, names: list[str], args: dict[str, A
     for item in asked:
         if not item["answer"]:
             item["where"].require_answer()
+    return SlurmUnreachable.exit_code if unanswered else 0
 
 
 def _clusters(store: Any, verb: str, name: str) -> list[str]:

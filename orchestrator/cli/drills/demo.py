@@ -14,6 +14,7 @@ from orchestrator.cli.runs.follow import end_error, wait_until_end
 from orchestrator.cli.runs.show import attempt_json, attempt_table
 from orchestrator.cli.runs.status import public, status_table
 from orchestrator.cli.runs.submit import launch
+from orchestrator.cli.terminal.argument_types import Seconds
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, decimal
 from orchestrator.errors import RunFailed
@@ -25,7 +26,7 @@ RESTORE_TEST = "restore-test"
 @click.command(cls=Verb)
 @click.argument("words", metavar=f"[{RESTORE_TEST}] [KEY=VALUE ...]", nargs=-1)
 @click.option("--root", type=click.Path(path_type=Path), default=None, help="Folder for the demo's runs.")
-@click.option("--timeout", type=click.FloatRange(min=1), default=300.0, show_default=True, metavar="SECONDS")
+@click.option("--timeout", type=Seconds(min=1), default=300.0, show_default=True, metavar="SECONDS")
 @click.pass_obj
 def demo(screen: Screen, words: tuple[str, ...], root: Path | None, timeout: float) -> int:
     """Run a small training here that is killed and recovers.

@@ -14,6 +14,7 @@ from orchestrator.cli.live_jobs.live_attempt import find_live_attempt
 from orchestrator.cli.runs.follow import RunFollower, following, is_over
 from orchestrator.cli.runs.run_reader import StepLines
 from orchestrator.cli.runs.status import one_row
+from orchestrator.cli.terminal.argument_types import Seconds
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import ConfigError, Precondition, RunFailed, WaitTimeout
@@ -34,7 +35,7 @@ SLOWER = 0.3
 @click.option("--rank", type=click.IntRange(0), default=None, help="The rank to hit (for node faults: the node).")
 @click.option("-y", "--yes", is_flag=True, help="Allow faults that cost the run more than a restart.")
 @click.option("--root", type=click.Path(path_type=Path), default=None, help="Folder for the demo's runs.")
-@click.option("--timeout", type=click.FloatRange(min=1), default=300.0, show_default=True, metavar="SECONDS")
+@click.option("--timeout", type=Seconds(min=1), default=300.0, show_default=True, metavar="SECONDS")
 @click.pass_obj
 def drill(
     screen: Screen, words: tuple[str, ...], demo: bool, rank: int | None, yes: bool, root: Path | None, timeout: float

@@ -8,6 +8,7 @@ import click
 from orchestrator.cli.live_jobs.live_attempt import LiveAttempt, await_answer, find_live_attempt
 from orchestrator.cli.live_jobs.stacks import Thread, read_stacks
 from orchestrator.cli.runs.run_reader import json_object
+from orchestrator.cli.terminal.argument_types import Seconds
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import ConfigError, Precondition
@@ -22,7 +23,7 @@ Row = dict[str, Any]
 @click.option("--stack", is_flag=True, help="Print the stack of every thread of the ranks.")
 @click.option("--rank", type=click.IntRange(0), default=None, help="Only this rank.")
 @click.option("--node", type=click.IntRange(0), default=None, help="Only the ranks of the N-th node, from 0.")
-@click.option("--timeout", type=click.FloatRange(min=0), default=60.0, show_default=True, metavar="SECONDS")
+@click.option("--timeout", type=Seconds(min=0), default=60.0, show_default=True, metavar="SECONDS")
 @click.pass_obj
 def attach(screen: Screen, run: str, stack: bool, rank: int | None, node: int | None, timeout: float) -> None:
     """Print the stacks of a live job's ranks without stopping them."""

@@ -5,6 +5,7 @@ import re
 import click
 
 from orchestrator.cli.live_jobs.live_attempt import await_answer, find_live_attempt
+from orchestrator.cli.terminal.argument_types import Seconds
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen
 from trainer.contract.requests import RequestKind
@@ -15,7 +16,7 @@ _SAVED = re.compile(r"^saved at step (\d+)")
 @click.command(cls=Verb)
 @click.argument("run")
 @click.option("--wait/--no-wait", "wait_", default=True, help="Wait until the checkpoint is committed (default).")
-@click.option("--timeout", type=click.FloatRange(min=0), default=600.0, show_default=True, metavar="SECONDS")
+@click.option("--timeout", type=Seconds(min=0), default=600.0, show_default=True, metavar="SECONDS")
 @click.pass_obj
 def save(screen: Screen, run: str, wait_: bool, timeout: float) -> None:
     """Save a checkpoint now, at the next step boundary; training continues."""

@@ -16,6 +16,7 @@ from orchestrator.cli.runs.event_text import describe_event
 from orchestrator.cli.runs.follow import is_over
 from orchestrator.cli.runs.run_reader import EventFeed, StepMetrics, json_object
 from orchestrator.cli.runs.status import one_row, warn_without_controller
+from orchestrator.cli.terminal.argument_types import Seconds
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, decimal, iso, one_line, progress, span
 from trainer.contract.events import EventKind
@@ -128,7 +129,7 @@ def worst(ranks: Sequence[dict[str, Any]], most: int = WORST) -> list[dict[str, 
 @click.command(cls=Verb)
 @click.argument("run")
 @click.option("--once", is_flag=True, help="Print once and exit (the default without a terminal).")
-@click.option("--every", type=click.FloatRange(min=0.2), default=1.0, show_default=True, metavar="SECONDS")
+@click.option("--every", type=Seconds(min=0.2), default=1.0, show_default=True, metavar="SECONDS")
 @click.pass_obj
 def top(screen: Screen, run: str, once: bool, every: float) -> None:
     """Show a live run: step, tokens/s, loss, last checkpoint, and where every rank is. Ctrl-C ends the display."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from checkpointing.format.commit import parse_name
 from checkpointing.retention.garbage import delete
 from checkpointing.storage.backends import LocalStorage
+from checkpointing.storage.disk_errors import error_words
 from orchestrator.cli.checkpoints.tiers import Tier, tiers_of
 from trainer.contract.run_dir import RunDir
 
@@ -41,7 +42,7 @@ def _found(tier: Tier, attempts: Collection[AttemptId], keep: bool) -> TierCopie
         own = tuple(name for name in names if _is_own(tier, name, attempts))
         size = sum(length or 0 for name in own for length in tier.storage.list(name).values())
     except OSError as error:
-        return TierCopies(tier=tier, left=f"it cannot be read from here: {error}")
+        return TierCopies(tier=tier, left=f"it cannot be read from here: {error_words(error)}")
     others = f"{len(names) - len(own)} checkpoints of another run" if len(own) < len(names) else ""
     apart = "" if tier.shared else "what other nodes have on their own disks"
     return TierCopies(tier=tier, names=own, bytes=size, left="; ".join(filter(None, (others, apart))))

@@ -10,6 +10,7 @@ import click
 from orchestrator.cli.access import run_location
 from orchestrator.cli.access.registry import open_store, wake_controller
 from orchestrator.cli.access.run_folder import existing_folder
+from orchestrator.cli.access.slurm_environment import warn_of_silence
 from orchestrator.cli.runs.edited_config import warn_of_edited_config
 from orchestrator.cli.runs.next_commands import restore_test_again
 from orchestrator.cli.runs.status import one_row
@@ -97,6 +98,7 @@ def _request_each(
     asked: list[dict[str, Any]] = []
     screen.if_interrupted = lambda: _interrupted(verb, asked)
     refused: OrchError | None = None
+    silent: dict[str, str] = {}
     with open_store() as store:
         for name in names:
             try:
@@ -106,17 +108,29 @@ def _request_each(
                 if len(names) > 1:
                     screen.warn(type(error).__name__, error.what)
         for kind in sorted({item["kind"] for item in asked if _needs_controller(item)}):
-            wake_controller(screen, kind, no_controller=no_controller)
+            silent[kind] = wake_controller(screen, kind, no_controller=no_controller)
         await_answers(screen, store, [item for item in asked if item["ask"] and _is_answerable(item)], no_controller)
     if refused is not None and not asked:
         raise refused
+    unanswered = any_silent(screen, asked, silent)
     _tell(screen, verb, asked)
     lost = [item["where"] for item in asked if not item["answer"] and not _is_answerable(item)]
     if lost and refused is None:
         lost[0].require_answer()
     if refused is None and any(item["answer"].startswith(REFUSED) for item in asked):
         return Precondition.exit_code
-    return refused.exit_code if refused else 0
+    if refused is not None:
+        return refused.exit_code
+    return SlurmUnreachable.exit_code if unanswered else 0
+
+
+def any_silent(screen: Screen, asked: list[dict[str, Any]], here: dict[str, str]) -> bool:
+    """Whether requests wait because their scheduler does not answer, which is told once for each scheduler.
+
+    `here` is what kinds of schedulers said to a pass of this process.
+    """
+    waits = {(item["kind"], item["where"].scheduler) for item in asked if not item["answer"] and _is_answerable(item)}
+    return any([warn_of_silence(screen, kind, key, here.get(kind, "")) for kind, key in sorted(waits)])
 
 
 def _needs_controller(item: dict[str, Any]) -> bool:

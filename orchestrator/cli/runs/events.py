@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from orchestrator.cli.access.run_folder import warn_of_moved
 from orchestrator.cli.runs import timeline
 from orchestrator.cli.runs.follow import detached, end_error, is_over
 from orchestrator.cli.runs.status import one_row, warn_without_controller
@@ -36,6 +37,7 @@ def events(screen: Screen, run: str, follow: bool, start: str | None, everything
         )
     after = timeline.since(start, time.time()) if start is not None else 0.0
     row = one_row(run)
+    warn_of_moved(screen, row)
     reader = Timeline(row["run"], Path(row["run_dir"]))
     found = [moment for moment in reader.poll() if moment.time >= after]
     if screen.json:

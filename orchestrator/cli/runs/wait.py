@@ -4,13 +4,14 @@ import click
 
 from orchestrator.cli.runs.follow import end_error, wait_until_end
 from orchestrator.cli.runs.status import one_row, public
+from orchestrator.cli.terminal.argument_types import Seconds
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, progress
 
 
 @click.command(cls=Verb)
 @click.argument("run")
-@click.option("--timeout", type=click.FloatRange(min=0), default=None, metavar="SECONDS", help="Give up after so long.")
+@click.option("--timeout", type=Seconds(min=0), default=None, metavar="SECONDS", help="Give up after so long.")
 @click.option("--follow", is_flag=True, help="Print events and decisions as they happen.")
 @click.pass_obj
 def wait(screen: Screen, run: str, timeout: float | None, follow: bool) -> int:

@@ -1,4 +1,7 @@
-"""The type of what people type as text: it knows what a shell may offer there."""
+"""The types of what people type: text of which a shell may offer the rest, and seconds that come to an end."""
+
+import math
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -16,3 +19,15 @@ class CompletedText(click.types.StringParamType):
 
 
 COMPLETED_TEXT = CompletedText()
+
+
+class Seconds(click.FloatRange):
+    """A finite number of seconds: `nan` is neither small nor large, and `inf` never comes."""
+
+    name = "seconds"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if isinstance(number, float) and not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number of seconds", param, ctx)
+        return number

@@ -154,11 +154,18 @@ class Domain:
         found = claim_moved(attempts, snapshot) if known else claim(run, attempts, snapshot, socket.gethostname())
         if not found.holds:
             return found
-        if not self._actor.store.claim_run(run.name, self.scheduler, epoch=self._actor.epoch, before=run.scheduler):
+        if not self._actor.store.together(lambda: self._claims(run)):
             return Claim(holds=False)
         before = f" (it belonged to {run.scheduler})" if known else ""
         self._actor.record_action(f"{run.name} belongs to {self.scheduler}: {found.reason}{before}")
         return found
+
+    def _claims(self, run: Run) -> bool:
+        """Whether the run is ours from now on; another controller may have cancelled it since this pass began."""
+        store = self._actor.store
+        if store.run(run.name).state not in LIVE_RUNS:
+            return False
+        return store.claim_run(run.name, self.scheduler, epoch=self._actor.epoch, before=run.scheduler)
 
     def check_scheduler(self) -> None:
         """Raise SchedulerChanged when commands reach another scheduler than the one that the lease is for."""

@@ -175,6 +175,8 @@ class Controller:
         """One run; its troubles are recorded and stay its own."""
         self.actor.renew_lease_if_due()
         try:
+            if not snapshot.answered and user_requests.cancel_unsubmitted(self.actor, run):
+                return True
             owned = self.domain.owns(run, attempts, snapshot)
             if not owned.holds:
                 self.actor.note(run, owned.reason)
@@ -215,11 +217,8 @@ class Controller:
             config = build(RunConfig, stored_config(self.store, run.config_digest))
             assert isinstance(config, RunConfig)
             self._configs[run.config_digest] = config
-        pending = [
-            request for request in self.store.user_requests() if request.run == run.name and request.verb == "cancel"
-        ]
-        config = self._configs[run.config_digest]
-        return RunView(run=run, attempts=attempts, config=config, cancel=pending[0] if pending else None)
+        config, cancel = self._configs[run.config_digest], user_requests.cancel_of(self.store, run)
+        return RunView(run=run, attempts=attempts, config=config, cancel=cancel)
 
     def _again(self, view: RunView) -> RunView:
         """The same run as its rows stand now."""
@@ -270,11 +269,8 @@ class Controller:
         return True
 
     def _end_cancelled(self, view: RunView) -> None:
-        failure = Verdict(end=End.OPEN, reason="cancelled before it was submitted")
-        self.store.move_attempt(
-            view.run.name, view.last.number, AttemptState.ENDED, failure.reason, **self.actor.stamp(),
-            ended_at=self.clock.wall(),
-        )  # fmt: skip
+        last, stamp, why = view.last, self.actor.stamp(), "cancelled before it was submitted"
+        self.store.move_attempt(last.run, last.number, AttemptState.ENDED, why, **stamp, ended_at=stamp["now"])
         self.actor.fence(view.attempt_dir)
         user_requests.mark_cancelled(self.actor, view)
 
@@ -325,10 +321,9 @@ class Controller:
 
             def running() -> None:
                 known: dict[str, Any] = {"nodes": job.nodes} if job.nodes else {}
-                to = AttemptState.RUNNING
                 started = attempt.started_at or self.clock.wall()
                 self.store.move_attempt(
-                    run.name, attempt.number, to, reason, **self.actor.stamp(), job_state=job.state,
+                    run.name, attempt.number, AttemptState.RUNNING, reason, **self.actor.stamp(), job_state=job.state,
                     started_at=started, **known,
                 )  # fmt: skip
                 self.store.move_run(run.name, RunState.RUNNING, reason, **self.actor.stamp())

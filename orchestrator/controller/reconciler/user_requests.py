@@ -13,6 +13,7 @@ from orchestrator.controller.run_dirs.bounded_files import RunDirHangs
 from orchestrator.controller.run_view import RunView, stored_config
 from orchestrator.errors import Fenced, NotFound, RegistryError, SlurmUnreachable
 from orchestrator.recovery.retry_policy import after_cancel, clock_time
+from orchestrator.registry.operations.reads import Reads
 from orchestrator.registry.records import (
     BY_PERSON,
     EXCLUDE,
@@ -251,6 +252,40 @@ def cancel_intent(actor: Actor, view: RunView, snapshot: SchedulerSnapshot) -> b
         what = f"until job {live[0].job_id} has ended" if live else "until it is certain that no job was submitted"
         actor.note(view.run, f"is to be cancelled: waits {what}")
     return False
+
+
+def cancel_of(store: Reads, run: Run) -> UserRequest | None:
+    """The person's wish that this run be cancelled, which nobody has answered yet."""
+    return next((one for one in store.user_requests() if one.run == run.name and one.verb == "cancel"), None)
+
+
+def cancel_unsubmitted(actor: Actor, run: Run) -> bool:
+    """Cancel a run that was never handed to a scheduler, although none answers; whether that is done.
+
+    A submission is written down before sbatch is called, by a controller that holds the run. So whoever finds none
+    here, in the transaction that ends the run, is before every submission: nobody can begin one afterwards.
+    """
+    name, cancel, reason = run.name, cancel_of(actor.store, run), after_cancel(None).reason
+    if cancel is None or (run.scheduler and not is_ours(run, actor.lease.scheduler)):
+        return False
+
+    def end() -> bool:
+        now, attempts = actor.store.run(name), actor.store.attempts(name)
+        if now.state not in LIVE_RUNS or now.scheduler != run.scheduler or not never_submitted(attempts):
+            return False
+        if attempts[0].state is not AttemptState.INTENT or actor.store.submissions(name):
+            return False
+        stamp, why = actor.stamp(), "cancelled before it was submitted"
+        actor.store.move_attempt(name, 1, AttemptState.ENDED, why, **stamp, ended_at=actor.clock.wall())
+        actor.store.move_run(name, RunState.CANCELLED, reason, **stamp)
+        actor.store.answer(cancel.id, reason, **stamp)
+        return True
+
+    if not actor.store.together(end):
+        return False
+    failpoints.reach("after_ask")
+    actor.record_action(f"{name} cancelled before it was submitted")
+    return True
 
 
 def cancel_without_folder(actor: Actor, view: RunView, snapshot: SchedulerSnapshot) -> bool:

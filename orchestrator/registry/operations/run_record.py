@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from checkpointing.storage.disk_errors import error_words
 from checkpointing.storage.durable import dump_line, read_json, write_durably
 from orchestrator.errors import NotFound
 from orchestrator.registry.operations.reads import Reads
@@ -107,15 +108,22 @@ def write_record(folder: RunDir, record: Record) -> int:
 
 
 def write_records(
-    store: Reads, runs: Iterable[str], write: Callable[[RunDir, Record], object] = write_record
-) -> None:  # fmt: skip
-    """Bring the records of these runs up to date; a folder that cannot be written only misses this copy."""
+    store: Reads,
+    runs: Iterable[str],
+    write: Callable[[RunDir, Record], object] = write_record,
+    missed: Callable[[str], None] = log.warning,
+) -> None:
+    """Bring the records of these runs up to date; a folder that cannot be written only misses this copy.
+
+    `missed` is told of each such folder.
+    """
     for name in runs:
         try:
             record = record_of(store, name)
             write(RunDir(Path(record.run.run_dir)), record)
         except (OSError, NotFound) as error:
-            log.warning("the record of %s cannot be written: %s", name, error)
+            why = error_words(error) if isinstance(error, OSError) else str(error)
+            missed(f"the change of {name} is in the registry, and not in the record in the run's folder: {why}")
 
 
 def _is_behind(record: Record, path: Path) -> bool:

@@ -5,8 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
+from checkpointing.storage.durable import NotAFile, read_json
 from orchestrator.cli import main
 from orchestrator.cli.runs import status
 from orchestrator.cli.terminal.synonyms import SYNONYMS
@@ -207,3 +209,41 @@ def test_what_is_kept_of_an_internal_error_is_private_and_without_secrets(
     assert "train.steps=7" in kept
     assert "hunter2" not in kept
     assert saved.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "1e400", "-inf"])
+def test_seconds_that_never_end_are_refused_by_every_verb(orch: Type, number: str) -> None:
+    """Every option of every verb that takes a fraction is one of seconds, and refuses what is not finite."""
+    seen = []
+    for verb in main.verbs():
+        command: click.Command = main.orch
+        for word in verb.split():
+            assert isinstance(command, click.Group)
+            found = command.get_command(click.Context(command), word)
+            assert found is not None
+            command = found
+        for option in command.params:
+            if isinstance(option.type, (click.types.FloatParamType, click.FloatRange)):
+                seen.append(verb)
+                with pytest.raises(click.BadParameter):
+                    option.type.convert(number, option, click.Context(command))
+    assert {"wait", "save", "attach", "top", "drill", "demo", "controller run"} <= {*seen}
+    assert orch("wait", "x", "--timeout", number).code == 2
+
+
+def test_a_json_file_takes_no_more_memory_than_it_has_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "small.json"
+    path.write_text("[1]")
+    assert read_json(path, most=1 << 60) == [1]  # so much memory nobody has
+    with pytest.raises(NotAFile, match="larger than 2 bytes"):
+        read_json(path, most=2)
+
+
+def test_too_little_memory_is_no_defect_of_orch(orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(status, "_rows", full)
+    told = orch("status")
+    assert (told.code, told.err.splitlines()[0]) == (4, "error: not enough memory")
+    assert "ulimit -v" in told.err

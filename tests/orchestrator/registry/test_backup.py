@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from orchestrator.errors import Precondition, RegistryError
+from orchestrator.registry import fast_queries
 from orchestrator.registry.backup import backup
 from orchestrator.registry.store import Store
+from tests.orchestrator.ordinary_user import folder_of_an_ordinary_user
 
 Desk = Any
 
@@ -50,8 +52,12 @@ def test_what_cannot_be_backed_up(desk: Desk, tmp_path: Path) -> None:
         backup(tmp_path / "none.db", tmp_path / "copy.db")
     with pytest.raises(RegistryError, match="its own backup"):
         backup(desk.path, desk.path)
-    with pytest.raises(RegistryError, match="cannot be written"):
+    with pytest.raises(Precondition, match="cannot be written: No such file") as caught:
         backup(desk.path, tmp_path / "no" / "folder" / "copy.db")
+    assert caught.value.hint.startswith(f"mkdir -p {tmp_path / 'no' / 'folder'},")
+    with pytest.raises(Precondition, match="cannot be written") as caught:
+        backup(desk.path, Path("/proc/x"))
+    assert caught.value.hint.startswith("name a file in a folder of yours")
     assert sqlite3.connect(desk.path).execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
@@ -83,3 +89,30 @@ def test_an_older_backup_and_an_empty_file_are_replaced(tmp_path: Path) -> None:
         backup(path, place)
     assert link.is_symlink()
     assert to.read_bytes().startswith(b"SQLite format 3")
+
+
+@pytest.mark.parametrize("logged", [True, False], ids=["with a log", "without"])
+def test_a_registry_in_a_folder_that_cannot_be_written_is_told_so_and_copied(tmp_path: Path, logged: bool) -> None:
+    """SQLite cannot even read it there; what is in the log alone is in the copy, too."""
+    with folder_of_an_ordinary_user() as place:
+        folder, copy = place / "shared", place / "copy.db"
+        folder.mkdir()
+        path = folder / "registry.db"
+        Store.open(path).close()
+        writer = sqlite3.connect(path)
+        writer.execute("INSERT INTO configs (digest, data) VALUES ('fresh', '{}')")
+        writer.commit()
+        if logged:  # as a host leaves it that went down
+            left = {name: (folder / name).read_bytes() for name in ("registry.db", "registry.db-wal")}
+            assert left["registry.db-wal"]
+        writer.close()
+        if logged:
+            for name, content in left.items():
+                (folder / name).write_bytes(content)
+        folder.chmod(0o555)
+        with pytest.raises(RegistryError, match="in a folder without write permission") as caught:
+            fast_queries.newest(path)
+        assert caught.value.hint.startswith(f"chmod u+w {folder}; or copy it: `orch db backup FILE`, then ")
+        backup(path, copy)
+        assert [row for row in sqlite3.connect(copy).execute("SELECT digest FROM configs")] == [("fresh",)]
+        assert sorted(os.listdir(place)) == ["copy.db", "shared"]

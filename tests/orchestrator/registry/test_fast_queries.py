@@ -1,10 +1,12 @@
 """What `orch status` reads, without sqlalchemy."""
 
 import ast
+import os
 import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,6 +185,7 @@ def test_a_log_on_a_read_only_mount_is_told_so(desk: Desk, monkeypatch: pytest.M
         raise error
 
     monkeypatch.setattr(fast_queries, "_connect", readonly)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY))
     with pytest.raises(RegistryError, match="read-only mount, where its write-ahead log") as caught:
         fast_queries.newest(desk.path)
     assert "orch db backup" in caught.value.hint

@@ -1,6 +1,7 @@
 """`orch ckpt`: what a target means, tiers, pins, room, debris."""
 
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -258,3 +259,24 @@ def test_du_tells_trust_debris_and_what_gc_frees(orch: Type, seeds: Seeds, run: 
     assert rows["VERIFIED"]["bytes"] > 1500
     assert rows["VERIFIED"]["collectable"] == 0
     assert "orch ckpt gc --all" in orch("ckpt", "du", run).err
+
+
+def test_checkpoints_that_somebody_removed_are_listed_as_gone(orch: Type, seeds: Seeds, run: str) -> None:
+    for step in (50, 100):
+        seeds.checkpoint(run, step)
+    shutil.rmtree(folder(seeds, run) / f"step-00000050.001-{NONCE}")
+    said = orch("ckpt", "ls", run, "--json").answer
+    assert [row["reason"] for row in said["data"]] == ["", "gone: no tier has it"]
+    assert [one["code"] for one in said["warnings"]] == ["checkpoints_gone"]
+    assert "no tier has these checkpoints of" in orch("ckpt", "ls", run).err
+    tiered(seeds, run, {"path": "/nvme/orch", "shared": False}, {"path": "run"})
+    assert not orch("ckpt", "ls", run, "--json").answer["warnings"]  # it may be on a node that is not this machine
+
+
+@pytest.mark.parametrize("verb", ["ls", "du", "verify"])
+def test_what_the_file_system_says_is_told_in_words(orch: Type, seeds: Seeds, run: str, verb: str) -> None:
+    shutil.rmtree(folder(seeds, run))
+    folder(seeds, run).symlink_to(folder(seeds, run))
+    said = orch("ckpt", verb, run)
+    assert "Too many levels of symbolic links: /" in " ".join(said.err.split()), said.err
+    assert "Errno" not in said.err

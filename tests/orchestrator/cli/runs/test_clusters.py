@@ -1,8 +1,11 @@
 """What is typed on one cluster about runs of another: where they are, and where to type it instead."""
 
+import os
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -156,3 +159,42 @@ def test_local_runs_belong_to_their_host(orch: Type, seeds: Seeds) -> None:
     assert not run_location.reaches("local", "local@elsewhere")
     there = run_location.RunLocation(run="a-1", scheduler="local@elsewhere", reached=False, lives=False)
     assert there.place == "on elsewhere"
+
+
+@pytest.fixture
+def silent_slurm(seeds: Seeds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell in which Slurm's commands are there, and reach nobody; no controller lives."""
+    for name in ("sbatch", "squeue", "scancel", "scontrol", "sinfo", "sacct"):
+        (tmp_path / name).write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2; exit 1\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+    for state in (RunState.RUNNING, RunState.HELD):
+        Sites(seeds).run(HERE, state)
+    seeds.store.saw_node("n1", HERE, epoch=seeds.epoch, now=1.0)
+    Sites(seeds).alone()
+
+
+@pytest.mark.usefixtures("silent_slurm")
+@pytest.mark.parametrize(
+    ("verb", "state"), [("cancel", RunState.RUNNING), ("resume", RunState.HELD), ("nodes", RunState.RUNNING)]
+)
+def test_a_request_that_waits_for_a_silent_slurm_says_so(orch: Type, seeds: Seeds, verb: str, state: RunState) -> None:
+    run = next(run.name for run in seeds.store.runs() if run.state is state)
+    words = ("nodes", "exclude", "n1") if verb == "nodes" else (verb, run)
+    said = orch(*words, "--no-controller")
+    told = " ".join(said.err.split())
+    assert said.code == 5, said
+    assert "warning: slurm does not answer from here" in told
+    assert "SLURM_CONF is not set): the request stands; in a shell where `sinfo` answers" in told
+    assert "asked; the controller has not answered yet" in said.out
+    assert len(seeds.store.user_requests()) == 1
+
+
+@pytest.mark.usefixtures("silent_slurm")
+def test_a_run_that_was_never_given_to_a_silent_slurm_is_cancelled(orch: Type, seeds: Seeds) -> None:
+    new = replace(seeds.new("fresh"), cluster="slurm")
+    run = seeds.store.create_run(new, now=time.time(), nonce="0123abcd")[0].name
+    said = orch("cancel", run, "--no-controller")
+    assert (said.code, seeds.store.run(run).state) == (0, RunState.CANCELLED), said
+    assert orch("rm", run, "-y").code == 0

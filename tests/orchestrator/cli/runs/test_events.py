@@ -191,3 +191,14 @@ def test_every_moment_is_told_once(seeds: Seeds) -> None:
     log.write(EventKind.STOP_REQUESTED, reason="enough")
     (moment,) = reader.poll()
     assert (moment.place, moment.text) == ("1", "asked to stop: enough")
+
+
+@pytest.mark.parametrize("verb", ["events", "status"])
+def test_a_folder_that_was_moved_is_warned_of(orch: Type, seeds: Seeds, verb: str) -> None:
+    run = seeds.run()
+    assert "is not there" not in orch(verb, run).err
+    Path(seeds.store.run(run).run_dir).rename(seeds.root / "elsewhere")
+    said = orch(verb, run)
+    assert said.code == 0
+    assert f"warning: the folder of {run} is not there" in said.err
+    assert [one["code"] for one in orch(verb, run, "--json").answer["warnings"]] == ["folder_missing"]

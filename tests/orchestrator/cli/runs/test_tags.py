@@ -8,6 +8,7 @@ import pytest
 from orchestrator.registry.operations.run_record import Record
 from orchestrator.states import RunState
 from tests.orchestrator.cli.conftest import Seeds, Type
+from trainer.contract.run_dir import RunDir
 
 
 def test_signs_say_what_happens_to_a_tag(orch: Type, seeds: Seeds) -> None:
@@ -71,3 +72,17 @@ def test_a_tag_is_in_the_record_at_once(orch: Type, seeds: Seeds) -> None:
     (folder / "run.json").write_text(json.dumps({}))
     orch("tag", run, "kept")
     assert Record.read(Path(folder / "record.json")).run.tags == ("kept",)
+
+
+def test_a_folder_that_cannot_take_its_record_misses_the_tag_and_a_warning_says_so(orch: Type, seeds: Seeds) -> None:
+    run = seeds.run()
+    place = RunDir(Path(seeds.store.run(run).run_dir))
+    place.run.touch()
+    (place.record / "in the way").mkdir(parents=True)
+    said = orch("tag", run, "+a")
+    assert (said.code, said.out) == (0, f"{run}: a\n")
+    words = (
+        f"warning: the change of {run} is in the registry, and not in the record in the run's folder: Is a directory"
+    )
+    assert " ".join(said.err.split()).startswith(words)
+    assert "Errno" not in said.err

@@ -216,11 +216,16 @@ def _wrong(path: keys.Path, shown: Any, kind: Any, where: str, hint: str) -> Con
 
 def from_overrides(overrides: Sequence[str]) -> list[Assignment]:
     """The assignments of the command line, in order; raises ConfigError."""
-    return [item for number, text in enumerate(overrides, 1) for item in _override(number, text)]
+    return [item for number, text in enumerate(overrides, 1) for item in _override(f"override #{number}", text)]
 
 
-def _override(number: int, text: str) -> list[Assignment]:
-    where = f"override #{number}: {plain_secrets.shown_override(text)}"
+def from_settings(settings: Sequence[str]) -> list[Assignment]:
+    """The assignments that a verb makes of its own accord, written as overrides are; nobody has typed them."""
+    return [item for text in settings for item in _override("set by orch", text)]
+
+
+def _override(source: str, text: str) -> list[Assignment]:
+    where = f"{source}: {plain_secrets.shown_override(text)}"
     match = _OVERRIDE.fullmatch(text)
     if match is None:
         raise ConfigError("an override must be key=value, +key=value or ~key", where=where, hint="train.steps=100")

@@ -1,4 +1,6 @@
-"""The type of what people type as text: it knows what a shell may offer there."""
+"""The types of what people type as text: they know what a shell may offer there, and refuse an empty path."""
+
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -16,3 +18,17 @@ class CompletedText(click.types.StringParamType):
 
 
 COMPLETED_TEXT = CompletedText()
+
+
+class NonEmptyPath(click.Path):
+    """A path; an empty one, as of an unset shell variable, would mean the current folder and is refused."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not str(value).strip():
+            name = param.opts[-1] if isinstance(param, click.Option) else _metavar(param)
+            raise click.UsageError(f"{name} is empty; type . for this folder", ctx=ctx)
+        return super().convert(value, param, ctx)
+
+
+def _metavar(param: click.Parameter | None) -> str:
+    return str(param.metavar or str(param.name).upper()) if param is not None else "the path"

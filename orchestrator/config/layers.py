@@ -2,6 +2,7 @@
 
 import difflib
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -117,9 +118,11 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"not YAML: the file is not UTF-8 text ({error.reason})", where=str(path)) from error
+        what = f"not YAML: the file is not UTF-8 text ({error.reason})"
+        raise ConfigError(what, where=str(path), hint="name a text file of keys and values") from error
     except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", where=str(path)) from error
+        hint = f"chmod u+r {shlex.quote(str(path))}" if isinstance(error, PermissionError) else "name another file"
+        raise ConfigError(f"cannot be read: {error.strerror}", where=str(path), hint=hint) from error
 
 
 def _included(node: MappingNode, path: Path) -> Iterator[tuple[str, str]]:

@@ -36,7 +36,8 @@ def backup(path: Path, to: Path) -> Path:
         os.replace(temporary, to)
         fsync_dir(to.parent)
     except OSError as error:
-        raise RegistryError(f"the backup cannot be written: {error.strerror}", where=str(to)) from error
+        what = f"the backup cannot be written: {error.strerror}"
+        raise RegistryError(what, where=str(to), hint="orch db backup FILE") from error
     except sqlite3.Error as error:
         raise sqlite_errors.explain(error, path) from error
     finally:

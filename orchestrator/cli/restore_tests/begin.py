@@ -9,6 +9,7 @@ import click
 from orchestrator.cli.access.registry import open_store, wake_controller
 from orchestrator.cli.checkpoints.target import Target, find_one, known_run
 from orchestrator.cli.restore_tests.tables import exit_code, show_verdict, told
+from orchestrator.cli.runs.next_commands import restore_test_again
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, span
 from orchestrator.errors import ConfigError, NotFound
@@ -29,8 +30,8 @@ LOOK_EVERY = 0.5
 @click.option("--no-controller", is_flag=True, help="Start no controller: launch from here and return.")
 @click.pass_obj
 def restore_test(
-    screen: Screen, target: str, layouts: str | None, steps: int | None, level: int | None, tier: str | None, wait_: bool,
-    local: bool, no_controller: bool,
+    screen: Screen, target: str, layouts: str | None, steps: int | None, level: int | None, tier: str | None,
+    wait_: bool, local: bool, no_controller: bool,
 ) -> int:  # fmt: skip
     """Restore a checkpoint in a job of its own, train a few steps from it, and compare them with the run's own.
 
@@ -91,8 +92,9 @@ def _run(target: str) -> Run:
     if mark and name and not step:
         raise ConfigError("no step is given after the @", where=target, hint=f"{name}@latest is the newest")
     run = known_run(name if mark and name else target)
-    if "restore_test" in run.identity:
-        raise ConfigError(f"{run.name} is a restore test itself, and saves nothing", where=target)
+    if (order := run.identity.get("restore_test")) is not None:
+        hint = restore_test_again(order)
+        raise ConfigError(f"{run.name} is a restore test itself, and saves nothing", where=target, hint=hint)
     return run
 
 

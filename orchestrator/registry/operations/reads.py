@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Select, exists, false, func, select
 
-from orchestrator.errors import NotFound, RunExpected, RegistryError
+from orchestrator.errors import NotFound, RegistryError, RunExpected
 from orchestrator.registry.database import StoreOperations, reads
 from orchestrator.registry.fast_queries import lease_for
 from orchestrator.registry.models import (

@@ -10,7 +10,8 @@ import pytest
 from orchestrator.cli import main
 from orchestrator.cli.runs import status
 from orchestrator.cli.terminal.synonyms import SYNONYMS
-from orchestrator.config import compose
+from orchestrator.config import compose, layers
+from orchestrator.errors import ConfigError
 from tests.orchestrator.cli.conftest import Seeds, Type
 
 BAD_CONFIGS = {
@@ -59,6 +60,25 @@ def test_a_file_that_is_no_yaml(orch: Type, tmp_path: Path) -> None:
     assert refused.code == 2
     assert "broken.yaml" in refused.err
     assert_three_parts(refused.err)
+
+
+def test_a_file_that_is_not_read_says_what_to_type(orch: Type, tmp_path: Path) -> None:
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x80")
+    refused = orch("config", "validate", binary)
+    assert refused.code == 2
+    assert refused.err.endswith(f"  {binary}\n  name a text file of keys and values\n")
+
+
+def test_a_file_that_may_not_be_read_says_what_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*_: object, **__: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "my run.yaml").touch()
+    monkeypatch.setattr(Path, "read_text", denied)  # root may read whatever its mode says
+    with pytest.raises(ConfigError, match="cannot be read: Permission denied") as refused:
+        layers.from_file(tmp_path / "my run.yaml")
+    assert refused.value.hint == f"chmod u+r '{tmp_path}/my run.yaml'"
 
 
 def test_no_slurm(orch: Type, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

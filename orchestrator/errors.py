@@ -3,6 +3,7 @@
 OrchError                       1
  +- ConfigError                 2   bad input: a key, a value, a file, an option
  +- NotFound                    3   no such run, attempt, checkpoint or preset
+ |   +- RunExpected             3   a checkpoint is named where a run is needed
  +- Precondition                4   something outside must be mended first
  +- SlurmUnreachable            5   no answer: the state is unknown and nothing was assumed
  |   +- SubmitAmbiguous         5   sbatch failed, and the job may exist all the same
@@ -44,6 +45,14 @@ class ConfigError(OrchError):
 
 class NotFound(OrchError):
     exit_code = 3
+
+
+class RunExpected(NotFound):
+    """`given`: the checkpoint that was named, as it was typed; `run`: its run."""
+
+    def __init__(self, given: str, run: str) -> None:
+        super().__init__(f"{given} is a checkpoint, and a run is needed", hint=f"the run is {run}")
+        self.given, self.run = given, run
 
 
 class Precondition(OrchError):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from orchestrator.cli.terminal.argument_types import NonEmptyPath
 from orchestrator.cli.terminal.command_classes import Noun
 from orchestrator.cli.terminal.render import Screen, count, span
 from orchestrator.errors import ConfigError, NotFound
@@ -16,8 +17,8 @@ def data() -> None:
 
 
 @data.command("prepare")
-@click.argument("paths", nargs=-1, required=True)
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder for the shards; may be new.")
+@click.argument("paths", nargs=-1, required=True, type=NonEmptyPath())
+@click.option("--out", required=True, type=NonEmptyPath(path_type=Path), help="Folder for the shards; may be new.")
 @click.pass_obj
 def prepare(screen: Screen, paths: tuple[str, ...], out: Path) -> None:
     """Tokenize text files and folders, byte by byte, into shards for `data.path`.

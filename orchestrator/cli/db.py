@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from orchestrator.cli.access.registry import require_registry
+from orchestrator.cli.terminal.argument_types import NonEmptyPath
 from orchestrator.cli.terminal.command_classes import Noun
 from orchestrator.cli.terminal.render import Screen, size
 from orchestrator.errors import ConfigError, NotFound
@@ -28,7 +29,7 @@ def path(screen: Screen) -> None:
 
 
 @db.command("backup")
-@click.argument("to", type=click.Path(path_type=Path))
+@click.argument("to", type=NonEmptyPath(path_type=Path))
 @click.pass_obj
 def backup(screen: Screen, to: Path) -> None:
     """Write a consistent copy of the registry to a file, while it is in use."""
@@ -49,8 +50,8 @@ def backup(screen: Screen, to: Path) -> None:
 
 
 @db.command("rebuild")
-@click.argument("roots", nargs=-1, type=click.Path(path_type=Path))
-@click.option("--root", "more", multiple=True, type=click.Path(path_type=Path), help="The same as ROOTS, repeatable.")
+@click.argument("roots", nargs=-1, type=NonEmptyPath(path_type=Path))
+@click.option("--root", "more", multiple=True, type=NonEmptyPath(path_type=Path), help="The same as ROOTS, repeatable.")
 @click.pass_obj
 def rebuild(screen: Screen, roots: tuple[Path, ...], more: tuple[Path, ...]) -> None:
     """Create a new registry from run directories.

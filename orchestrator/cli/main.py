@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ import click
 from orchestrator.cli.terminal.command_classes import LazyGroup
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.cli.terminal.streams import READER_GONE, OutputLost, ReaderGone, prepare
-from orchestrator.errors import NotFound, OrchError, Precondition
+from orchestrator.errors import NotFound, OrchError, Precondition, RunExpected
 
 VERBS = {
     "submit": ("orchestrator.cli.runs.submit:submit", "Submit a run; orch restarts it until it is finished."),
@@ -99,6 +100,9 @@ def run(args: Sequence[str] | None = None) -> int:
         return READER_GONE
     except OutputLost as error:
         screen.json = False  # there is nowhere for an object to go
+        return _report_error(screen, error)
+    except RunExpected as error:
+        error.hint = f"orch {shlex.join(error.run if word == error.given else word for word in words)}"
         return _report_error(screen, error)
     except OrchError as error:
         return _report_error(screen, error)

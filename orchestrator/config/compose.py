@@ -32,11 +32,17 @@ class Composed:
 
 
 def compose(
-    source: str, overrides: Sequence[str] = (), *, environ: Mapping[str, str] = os.environ, preset_wins: bool = False
+    source: str,
+    overrides: Sequence[str] = (),
+    *,
+    environ: Mapping[str, str] = os.environ,
+    preset_wins: bool = False,
+    settings: Sequence[str] = (),
 ) -> Composed:
     """Resolve a preset or file, weakest first: defaults, presets, site, user, the file and its own includes, overrides.
 
-    `preset_wins`: presets are stronger than site and user, for what must be the same everywhere.
+    `preset_wins`: presets are stronger than site and user, for what must be the same everywhere. `settings`: what a
+    verb sets by itself, weaker than the overrides alone.
     Raises ConfigError that names the key, the place and what to type.
     """
     path = layers.locate(source, Path.cwd(), "")
@@ -46,7 +52,8 @@ def compose(
     wanted = layers.from_file(path)
     shipped = [item for item in wanted if item.shipped and not preset_wins]
     own = [item for item in wanted if preset_wins or not item.shipped]
-    return without_secrets(_composed([name, *shipped, *standing, *own, *layers.from_overrides(overrides)], environ))
+    given = [*layers.from_settings(settings), *layers.from_overrides(overrides)]
+    return without_secrets(_composed([name, *shipped, *standing, *own, *given], environ))
 
 
 def recompose(

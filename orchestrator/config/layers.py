@@ -2,6 +2,7 @@
 
 import difflib
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -117,9 +118,11 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"not YAML: the file is not UTF-8 text ({error.reason})", where=str(path)) from error
+        what = f"not YAML: the file is not UTF-8 text ({error.reason})"
+        raise ConfigError(what, where=str(path), hint="name a text file of keys and values") from error
     except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", where=str(path)) from error
+        hint = f"chmod u+r {shlex.quote(str(path))}" if isinstance(error, PermissionError) else "name another file"
+        raise ConfigError(f"cannot be read: {error.strerror}", where=str(path), hint=hint) from error
 
 
 def _included(node: MappingNode, path: Path) -> Iterator[tuple[str, str]]:
@@ -216,11 +219,16 @@ def _wrong(path: keys.Path, shown: Any, kind: Any, where: str, hint: str) -> Con
 
 def from_overrides(overrides: Sequence[str]) -> list[Assignment]:
     """The assignments of the command line, in order; raises ConfigError."""
-    return [item for number, text in enumerate(overrides, 1) for item in _override(number, text)]
+    return [item for number, text in enumerate(overrides, 1) for item in _override(f"override #{number}", text)]
 
 
-def _override(number: int, text: str) -> list[Assignment]:
-    where = f"override #{number}: {plain_secrets.shown_override(text)}"
+def from_settings(settings: Sequence[str]) -> list[Assignment]:
+    """The assignments that a verb makes of its own accord, written as overrides are; nobody has typed them."""
+    return [item for text in settings for item in _override("set by orch", text)]
+
+
+def _override(source: str, text: str) -> list[Assignment]:
+    where = f"{source}: {plain_secrets.shown_override(text)}"
     match = _OVERRIDE.fullmatch(text)
     if match is None:
         raise ConfigError("an override must be key=value, +key=value or ~key", where=where, hint="train.steps=100")

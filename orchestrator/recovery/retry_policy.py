@@ -91,7 +91,7 @@ BUDGETS = {
 SCRIPT_HINT = "; the job's log (attempts/*/submission/*.out, *.err) tells why: see cluster.python and cluster.templates"
 
 RESTORE_ONE = (
-    "`orch ckpt ls RUN` lists them: put an intact copy in place of one, or begin anew from another run's: "
+    "`orch ckpt ls {run}` lists them: put an intact copy in place of one, or begin anew from another run's: "
     "`orch submit --from OTHER@STEP`"
 )
 """What helps a run whose checkpoints are all damaged."""
@@ -117,11 +117,13 @@ def decide(
     *,
     steps_known: bool = True,
     exclude: tuple[str, ...] = (),
+    run: str,
 ) -> Decision:
     """Decide after the newest attempt of `history`; `failure` None says it finished.
 
     `history` holds the attempts that count (from the last `orch resume` on), `jitter` is a draw from [0, 1).
     `steps_known` is False for foreign scripts, whose checkpoints orch cannot see.
+    `run` is the name to write in commands that the reason offers.
     """
     assert history, "a decision needs the attempt that ended"
     # All steps are trained and the last checkpoint is committed.
@@ -129,17 +131,19 @@ def decide(
         return Decision(action=Action.SUCCEED, reason="all steps are trained")
     # What no retry can fix ends here, with Slurm's or the program's own words.
     if BUDGETS[failure.kind] is Budget.PERSON:
-        return _without_return(failure) if _never_saved(failure, history) else _final(failure)
+        return _without_return(failure, run) if _never_saved(failure, history) else _final(failure, run)
     # Whoever requested a fault wants to see the run go on, and has shown nothing of the cluster.
     if history[-1].drilled:
         reason = f"goes on after a drill, which uses up nothing: {failure.reason}"
         return Decision(action=Action.RETRY, reason=reason, not_before=now, exclude=exclude)
     # Without progress nothing says that the next job would need less memory.
     if failure.kind is FailureKind.OUT_OF_MEMORY and not _advanced(history, len(history) - 1, steps_known=steps_known):
-        return _final(failure)
+        return _final(failure, run)
     # One node may have read wrongly; another job that reads the same tells of the bytes.
     if [past.none_intact for past in history[-2:]] == [True, True]:
-        return Decision(action=Action.HOLD, reason=f"no checkpoint is intact: {failure.reason}; {RESTORE_ONE}")
+        return Decision(
+            action=Action.HOLD, reason=f"no checkpoint is intact: {failure.reason}; {RESTORE_ONE.format(run=run)}"
+        )
     # The queue is pause enough after an end that costs nothing.
     if failure.kind in FREE_KINDS and _advanced(history, len(history) - 1, steps_known=steps_known):
         return Decision(action=Action.RETRY, reason=f"goes on after {failure.kind}", not_before=now, exclude=exclude)
@@ -183,14 +187,14 @@ _FINAL = {
         Action.HOLD,
         "a rollback did not mend the loss: ",
         "; mend the data or the code, or begin anew with other settings (train.lr, train.clip_norm) from its last good "
-        "checkpoint: `orch submit --from RUN@STEP KEY=VALUE`",
+        "checkpoint: `orch submit --from {run}@STEP KEY=VALUE`",
     ),
 }
 
 
-def _final(failure: Failure) -> Decision:
+def _final(failure: Failure, run: str) -> Decision:
     action, before, after = _FINAL[failure.kind]
-    return Decision(action=action, reason=f"{before}{failure.reason}{after}")
+    return Decision(action=action, reason=f"{before}{failure.reason}{after.format(run=run)}")
 
 
 def _never_saved(failure: Failure, history: Sequence[EndedAttempt]) -> bool:
@@ -199,10 +203,10 @@ def _never_saved(failure: Failure, history: Sequence[EndedAttempt]) -> bool:
     return failure.kind is FailureKind.NUMERIC and not saved and history[0].number == 1
 
 
-def _without_return(failure: Failure) -> Decision:
+def _without_return(failure: Failure, run: str) -> Decision:
     what = f"to begin again did not mend the loss: {failure.reason}; the run has saved no checkpoint"
     cure = "mend the data or the code, or begin at step 0 with other settings (train.lr, train.clip_norm)"
-    return Decision(action=Action.HOLD, reason=f"{what}: {cure}: `orch resume RUN KEY=VALUE`")
+    return Decision(action=Action.HOLD, reason=f"{what}: {cure}: `orch resume {run} KEY=VALUE`")
 
 
 def after_cancel(step: int | None) -> Decision:

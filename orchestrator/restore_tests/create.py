@@ -122,7 +122,8 @@ def create_test(store: Store, run: Run, asked: Asked, now: float) -> RestoreTest
     def written() -> RestoreTest:
         if not asked.forced and store.restore_tests(run.name, going_on=True):
             # A controller that was paused must not begin again what its successor has begun.
-            raise Precondition(f"a restore test of {run.name} is under way", where=run.name)
+            hint = f"orch restore-tests history {run.name}"
+            raise Precondition(f"a restore test of {run.name} is under way", where=run.name, hint=hint)
         store.put_config(composed.data)
         made, _ = store.create_run(new, now=now, nonce=token_hex(4))
         test = RestoreTest(

@@ -173,7 +173,7 @@ def check_options(options: Mapping[str, Any], section: str = "cluster") -> dict[
         if name in FLAGS:
             raise ConfigError(f"{key}={value}: takes no value", where=key, hint=f"{key}=true sets it")
         if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{key}={value}: must be finite", where=key)
+            raise ConfigError(f"{key}={value}: must be finite", where=key, hint=f"{key} takes {FORMS[name].example}")
         text = check_text(key, str(value) if isinstance(value, (int, float)) else value)
         if not _FREE.fullmatch(text):
             raise ConfigError(

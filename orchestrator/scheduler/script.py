@@ -106,7 +106,8 @@ def load(name: str, folder: Path | None = None) -> Fragment:
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cluster.templates: {name} cannot be read: {error}", where="cluster.templates") from error
+        what = f"cluster.templates: {name} cannot be read: {error}"
+        raise ConfigError(what, where="cluster.templates", hint="cluster.templates=[FILE] names text files") from error
     return parse(name, text)
 
 

@@ -119,9 +119,8 @@ def _require_more_steps(run: Run, config: RunConfig, changes: Collection[Change]
     if config.train.steps > (run.total_steps if finished else run.step) and not (finished and config.command):
         return
     if finished:
-        hint = (
-            "" if config.command else f"`orch resume {run.name} train.steps={2 * run.total_steps}` goes on from there"
-        )
+        more = f"`orch resume {run.name} train.steps={2 * run.total_steps}` goes on from there"
+        hint = f"`orch show {run.name}` tells how its program ended" if config.command else more
         raise Precondition(f"{run.name} is SUCCEEDED: it has finished", where=run.reason, hint=hint)
     if any(change.key == "train.steps" for change in changes):
         raise Precondition(

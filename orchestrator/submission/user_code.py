@@ -92,6 +92,7 @@ def _check_class(target: str, name: str, file: Path) -> None:
         why = error.msg if isinstance(error, SyntaxError) else str(error)
         place = f"{file}:{line}" if line else str(file)
         raise ConfigError(f"{file} is no Python that runs here: {why}", where=place, hint="mend it") from error
+    _check_base(target, name, file, tree)
     names = {name for node in tree.body for name in _names_of(node)}
     # A star import or a module's __getattr__ may bring any name: then only the job can tell.
     if name in names or names & {"*", "__getattr__"}:
@@ -99,6 +100,23 @@ def _check_class(target: str, name: str, file: Path) -> None:
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {target.partition(':')[0]}:{near[0]}?" if near else "workload.target=module:Class"
     raise ConfigError(f"workload.target={target}: no {name} in {file}", where="workload.target", hint=hint)
+
+
+def _check_base(target: str, name: str, file: Path, tree: ast.Module) -> None:
+    """Refuse a plain class that lacks what every workload has, where nothing could give it that."""
+    binds = [node for node in tree.body if name in _names_of(node)]
+    if len(binds) != 1 or not isinstance(kind := binds[0], ast.ClassDef):
+        return
+    inherits = any(not (isinstance(base, ast.Name) and base.id == "object") for base in kind.bases)
+    if inherits or kind.keywords or kind.decorator_list:
+        return
+    own = {each for node in kind.body for each in _names_of(node)}
+    if not own & {"__init__", "__new__"} or not own & {"build_model", "__getattr__"}:
+        raise ConfigError(
+            f"workload.target={target}: {name} is no BaseWorkload",
+            where=f"{file}:{kind.lineno}",
+            hint=f"from trainer.worker.workload import BaseWorkload;  class {name}(BaseWorkload): ...",
+        )
 
 
 def _names_of(node: ast.stmt) -> set[str]:

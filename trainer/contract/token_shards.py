@@ -163,7 +163,7 @@ def _place(index: Index, temporary: Path, out: Path) -> Index:
 
 def _existing(index: Index, out: Path) -> Index:
     """The index of `out` when it holds the tokens of `index`, written before or by somebody at the same time."""
-    found = Index.read(out) if out.is_dir() else None
+    found = Index.read(out) if (out / INDEX_NAME).exists() else None
     if found is None or found.fingerprint != index.fingerprint:
         raise TokensError(f"{out} exists and holds something else: choose another folder or remove it")
     return found

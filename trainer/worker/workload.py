@@ -220,4 +220,9 @@ def build(config: JobConfig) -> Workload:
     try:
         return kind(config, **config.workload.args)
     except (TypeError, ValueError) as error:
-        raise WorkloadError(f"workload {config.workload.target} cannot be made: {error}") from error
+        why = f"{error}" if issubclass(kind, BaseWorkload) else f"{error}; {_no_base(kind.__name__)}"
+        raise WorkloadError(f"workload {config.workload.target} cannot be made: {why}") from error
+
+
+def _no_base(name: str) -> str:
+    return f"{name} is no BaseWorkload: write class {name}(BaseWorkload)"

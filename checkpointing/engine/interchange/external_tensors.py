@@ -4,6 +4,7 @@ import ctypes
 import json
 import math
 import pickle
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,9 @@ BLOCK = 64 << 20
 
 INDEX_FILE = "model.safetensors.index.json"
 _LONGEST_DEPTH = 16
+_FOREIGN = re.compile(r"GLOBAL (\S+) was not an allowed global")
+_ZIP, _OLD_FORMAT = b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""How files of torch.save begin: since torch 1.6, and before it (a pickled magic number)."""
 
 
 @dataclass(frozen=True)
@@ -155,8 +159,23 @@ def load_torch(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise Refused(path.name, f"is not a torch file of tensors alone: {reason}") from error
+        raise Refused(path.name, _why_not_torch(path, str(error))) from error
+
+
+def _why_not_torch(path: Path, said: str) -> str:
+    """Why torch does not load a file; what torch itself advises (to run the code in it) is no help."""
+    found = _FOREIGN.search(said)
+    if found is not None:
+        return f"holds a pickled object ({found[1]}): save model.state_dict() instead"
+    with path.open("rb") as stream:
+        head = stream.read(len(_OLD_FORMAT))
+    if head.startswith(_ZIP):
+        return "is damaged, cut off, or no torch file"
+    if head == _OLD_FORMAT:
+        return "is in torch's old file format: torch.save what it holds again"
+    if head[8:9] == b"{":  # behind the length of the header
+        return "may be a safetensors file: then its name must end in .safetensors"
+    return "is no torch or safetensors file"
 
 
 def flat(value: Any, before: str = "", depth: int = 0) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from orchestrator.cli.checkpoints import torch_env
 from orchestrator.cli.checkpoints.import_weights import bring, staged
 from orchestrator.cli.checkpoints.target import find_one
 from orchestrator.cli.config import OVERRIDES
+from orchestrator.cli.terminal.argument_types import NonEmptyPath
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, count, size
 from orchestrator.errors import CheckpointInvalid, ConfigError, NotFound, Precondition
@@ -20,7 +21,7 @@ from orchestrator.errors import CheckpointInvalid, ConfigError, NotFound, Precon
 
 @click.command("export", cls=Verb)
 @click.argument("target", metavar="RUN[@STEP]|FOLDER")
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("folder", metavar="DIR", type=NonEmptyPath(path_type=Path))
 @click.option(
     "--to", type=click.Choice(["safetensors", "torch"]), default="safetensors", show_default=True,
     help="safetensors: as `transformers` loads it. torch: one file for torch.load.",
@@ -88,7 +89,7 @@ def _tell_export(
 
 
 @click.command("import", cls=Verb)
-@click.argument("given", metavar="DIR|FILE", type=click.Path())
+@click.argument("given", metavar="DIR|FILE", type=NonEmptyPath())
 @click.argument("preset", metavar="CONFIG")
 @OVERRIDES
 @click.option("-n", "--name", default=None, help="Name of the run; orch adds a number.")

@@ -8,6 +8,7 @@ A committed checkpoint that was refused is evidence. It goes only when that is a
 may still hold it, and under the lease, because the registry must say so too.
 """
 
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -60,7 +61,10 @@ def gc(screen: Screen, runs: tuple[str, ...], everything: bool, dry_run: bool, r
     It never touches what a live attempt writes. It names corrupt checkpoints and keeps them as evidence, unless
     --refused is given.
     """
-    if bool(runs) == everything:
+    if runs and everything:
+        only = f"`orch ckpt gc {shlex.join(runs)}`, or `orch ckpt gc --all`"
+        raise ConfigError("RUN and --all exclude each other", where="command line: orch ckpt gc", hint=only)
+    if not runs and not everything:
         raise ConfigError(
             "say which runs", where="command line: orch ckpt gc", hint="`orch ckpt gc RUN`, or `orch ckpt gc --all`"
         )

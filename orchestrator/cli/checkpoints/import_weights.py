@@ -52,7 +52,8 @@ def bring(
             step, extra = weights_import.facts(opened, found)
             made = None if staging is None else _made(screen, staging, step, found.tensors, extra)
     except CheckpointError as error:
-        raise CheckpointInvalid(f"nothing was imported: {error}", where=where) from error
+        hint = "name safetensors files, or a file made with torch.save(model.state_dict(), FILE)"
+        raise CheckpointInvalid(f"nothing was imported: {error}", where=where, hint=hint) from error
     except WorkloadError as error:
         raise ConfigError(str(error), where=config.workload.target) from error
     proved = sum(item.expected_fingerprint is not None for item in found.tensors.values())

@@ -9,6 +9,7 @@ import click
 from orchestrator.cli.cluster.lock_checks import registry_locks
 from orchestrator.cli.cluster.machine_checks import FAIL, INFO, OK, WARN, Check, machine
 from orchestrator.cli.cluster.slurm_checks import periodic_passes, slurm
+from orchestrator.cli.terminal.argument_types import NonEmptyPath
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import OrchError, Precondition
@@ -20,7 +21,7 @@ MARKS = {OK: "ok  ", INFO: "note", WARN: "warn", FAIL: "FAIL"}
 
 
 @click.command(cls=Verb)
-@click.option("--root", type=click.Path(path_type=Path), default=None, help="Folder for runs; default: cluster.root.")
+@click.option("--root", type=NonEmptyPath(path_type=Path), default=None, help="Folder for runs; default: cluster.root.")
 @click.option("--config", "source", default="tiny-gpt", show_default=True, help="Configuration to take cluster.* from.")
 @click.option("--locks", is_flag=True, help="Also test the registry's locks with another host, through srun.")
 @click.option("--peer", metavar="HOST", default="", help="As --locks, with HOST through ssh.")

@@ -8,24 +8,24 @@ from typing import Any
 import click
 
 from orchestrator.cli.access.registry import open_store
+from orchestrator.cli.drills.demo_folder import demo_root
 from orchestrator.cli.drills.demo_report import DemoReport, read_demo_report
 from orchestrator.cli.drills.restore_test_demo import restore_test_demo
 from orchestrator.cli.runs.follow import end_error, wait_until_end
 from orchestrator.cli.runs.show import attempt_json, attempt_table
 from orchestrator.cli.runs.status import public, status_table
 from orchestrator.cli.runs.submit import launch
-from orchestrator.cli.terminal.argument_types import Seconds
+from orchestrator.cli.terminal.argument_types import NonEmptyPath, Seconds
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, decimal
-from orchestrator.errors import RunFailed
-from orchestrator.home import state_home
+from orchestrator.errors import ConfigError, RunFailed
 
 RESTORE_TEST = "restore-test"
 
 
 @click.command(cls=Verb)
 @click.argument("words", metavar=f"[{RESTORE_TEST}] [KEY=VALUE ...]", nargs=-1)
-@click.option("--root", type=click.Path(path_type=Path), default=None, help="Folder for the demo's runs.")
+@click.option("--root", type=NonEmptyPath(path_type=Path), default=None, help="Folder for the demo's runs.")
 @click.option("--timeout", type=Seconds(min=1), default=300.0, show_default=True, metavar="SECONDS")
 @click.pass_obj
 def demo(screen: Screen, words: tuple[str, ...], root: Path | None, timeout: float) -> int:
@@ -41,17 +41,26 @@ def demo(screen: Screen, words: tuple[str, ...], root: Path | None, timeout: flo
     """
     if words[:1] == (RESTORE_TEST,):
         return restore_test_demo(screen, words[1:], root, timeout)
+    _check_name(words)
     return _killed_and_recovered(screen, words, root, timeout)
+
+
+def _check_name(words: tuple[str, ...]) -> None:
+    """Raises ConfigError for a word that is nearly the name of a demo: it is looked for among the keys otherwise."""
+    import difflib  # only for an error
+
+    for word in words:
+        if "=" not in word and difflib.get_close_matches(word.lower(), [RESTORE_TEST], n=1):
+            hint = f"did you mean `orch demo {RESTORE_TEST}`?"
+            raise ConfigError(f"no such demo `{word}`", where="command line: orch demo", hint=hint)
 
 
 def _killed_and_recovered(screen: Screen, overrides: tuple[str, ...], root: Path | None, timeout: float) -> int:
     from orchestrator.config.compose import compose  # omegaconf: only for the verbs that read configurations
 
     started = time.monotonic()
-    folder = (root or state_home() / "demo-runs").expanduser().absolute()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    words = (f"cluster.root={folder}", "cluster.kind=local", *overrides)
-    composed = compose("demo", words, environ=os.environ, preset_wins=True)
+    settings = (f"cluster.root={demo_root(root)}", "cluster.kind=local")
+    composed = compose("demo", overrides, environ=os.environ, preset_wins=True, settings=settings)
     screen.note("demo: 2 simulated nodes x 2 ranks train on real text; a rank is killed on the way")
     launched = launch(screen, composed, "local", no_controller=False)
     run = launched["run"]

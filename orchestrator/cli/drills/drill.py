@@ -1,11 +1,13 @@
 """`orch drill`: a fault on purpose, in a run that lives or in a demo of its own, and the score of what came of it."""
 
 import os
+import shlex
 from contextlib import nullcontext
 from pathlib import Path
 
 import click
 
+from orchestrator.cli.drills.demo_folder import demo_root
 from orchestrator.cli.drills.drill_preconditions import extra_cost, why_undetectable
 from orchestrator.cli.drills.drill_run import DrillRun
 from orchestrator.cli.drills.scorecard import ALIASES, EXPECTED, Scorecard
@@ -14,11 +16,10 @@ from orchestrator.cli.live_jobs.live_attempt import find_live_attempt
 from orchestrator.cli.runs.follow import RunFollower, following, is_over
 from orchestrator.cli.runs.run_reader import StepLines
 from orchestrator.cli.runs.status import one_row
-from orchestrator.cli.terminal.argument_types import Seconds
+from orchestrator.cli.terminal.argument_types import NonEmptyPath, Seconds
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import ConfigError, Precondition, RunFailed, WaitTimeout
-from orchestrator.home import state_home
 from trainer.contract.config import JobConfig
 from trainer.contract.drill_config import KINDS
 from trainer.contract.run_dir import RunDir
@@ -34,7 +35,7 @@ SLOWER = 0.3
 @click.option("--demo", is_flag=True, help="Use a small run of its own on this machine.")
 @click.option("--rank", type=click.IntRange(0), default=None, help="The rank to hit (for node faults: the node).")
 @click.option("-y", "--yes", is_flag=True, help="Allow faults that cost the run more than a restart.")
-@click.option("--root", type=click.Path(path_type=Path), default=None, help="Folder for the demo's runs.")
+@click.option("--root", type=NonEmptyPath(path_type=Path), default=None, help="Folder for the demo's runs.")
 @click.option("--timeout", type=Seconds(min=1), default=300.0, show_default=True, metavar="SECONDS")
 @click.pass_obj
 def drill(
@@ -53,7 +54,7 @@ def drill(
         card, run = _in_a_demo(screen, kind, rank, root, overrides, timeout)
     else:
         if len(words) != 2:
-            raise ConfigError("a drill takes a run and a kind", where="command line", hint="orch drill RUN kill-rank")
+            raise _not_a_pair(words)
         run, kind = words[0], _known(words[1])
         card, run = _in_a_run(screen, run, kind, rank, yes, timeout)
     _show(screen, run, card)
@@ -62,6 +63,13 @@ def drill(
     if screen.json:
         return RunFailed.exit_code
     raise RunFailed(f"{kind}: {card.verdict}", where=run, hint=f"orch show {run}   orch logs {run} --rank first-error")
+
+
+def _not_a_pair(words: tuple[str, ...]) -> ConfigError:
+    runs = [word for word in words if word not in EXPECTED]
+    kinds = [word for word in words if word in EXPECTED]
+    hint = f"orch drill {shlex.quote(next(iter(runs), 'RUN'))} {next(iter(kinds), 'kill-rank')}"
+    return ConfigError("a drill takes a run and a kind", where="command line", hint=hint)
 
 
 def _known(kind: str) -> str:
@@ -124,12 +132,11 @@ def _in_a_demo(
     from orchestrator.cli.runs.submit import launch
     from orchestrator.config.compose import compose  # omegaconf: only for the verbs that read configurations
 
-    folder = (root or state_home() / "demo-runs").expanduser().absolute()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = demo_root(root)
     words = ("cluster.kind=local", f"name=drill-{kind}", *_settings(kind, rank))
     with small_disk(screen, folder / "full-disk") if kind == "full-disk" else nullcontext() as disk:
         place = (f"cluster.root={disk.path}", *_data_beside(folder)) if disk else (f"cluster.root={folder}",)
-        composed = compose("demo", (*place, *words, *overrides), environ=os.environ, preset_wins=True)
+        composed = compose("demo", overrides, environ=os.environ, preset_wins=True, settings=(*place, *words))
         _check(kind, "this demo", composed.config)
         screen.note(f"drill: 2 simulated nodes x 2 ranks train on this machine; {kind} strikes on the way")
         launched = launch(screen, composed, "local", no_controller=False)

@@ -115,7 +115,8 @@ class DrillRun:
         """The demo has trained and saved enough to be hit."""
         row = self._follower.until(lambda row: is_over(row) or _saved(row) >= SAVED, seconds)
         if is_over(row):
-            raise RunFailed(f"{self._run} was {row['state']} before anything could strike", where=row["reason"])
+            what = f"{self._run} was {row['state']} before anything could strike"
+            raise RunFailed(what, where=row["reason"], hint=f"orch show {self._run}")
 
     def until_over(self, seconds: float) -> Scorecard:
         """Nothing more is to be expected of the fault, or time is up."""

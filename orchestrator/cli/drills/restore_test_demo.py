@@ -9,12 +9,12 @@ from typing import Any
 
 from checkpointing.format.index import INDEX, parse_index
 from orchestrator.cli.access.registry import open_store, wake_controller
+from orchestrator.cli.drills.demo_folder import demo_root
 from orchestrator.cli.restore_tests.tables import show_tests, told
 from orchestrator.cli.runs.follow import end_error, following, wait_until_end
 from orchestrator.cli.runs.submit import launch
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import Precondition, RunFailed
-from orchestrator.home import state_home
 from orchestrator.registry.records import Checkpoint, RestoreTest
 from trainer.contract.restore_test import Outcome
 
@@ -63,10 +63,8 @@ def _trained(screen: Screen, overrides: tuple[str, ...], root: Path | None, time
     """The name and folder of a run that has succeeded; raises what has kept it from that."""
     from orchestrator.config.compose import compose  # omegaconf: only for the verbs that read configurations
 
-    folder = (root or state_home() / "demo-runs").expanduser().absolute()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    words = (f"cluster.root={folder}", "cluster.kind=local", *SETTINGS, *overrides)
-    composed = compose("demo", words, environ=os.environ, preset_wins=True)
+    settings = (f"cluster.root={demo_root(root)}", "cluster.kind=local", *SETTINGS)
+    composed = compose("demo", overrides, environ=os.environ, preset_wins=True, settings=settings)
     screen.note("demo: 2 simulated nodes x 2 ranks train on real text; then their checkpoints are tested")
     launched = launch(screen, composed, "local", no_controller=False)
     run, run_dir = str(launched["run"]), str(launched["run_dir"])

@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from orchestrator.cli.live_jobs.job_shape import require_rank_and_node
 from orchestrator.cli.live_jobs.live_attempt import LiveAttempt, await_answer, find_live_attempt
 from orchestrator.cli.live_jobs.stacks import Thread, read_stacks
 from orchestrator.cli.runs.run_reader import json_object
@@ -34,6 +35,7 @@ def attach(screen: Screen, run: str, stack: bool, rank: int | None, node: int | 
         )
     if rank is not None and node is not None:
         raise ConfigError("--rank and --node at once", where="command line", hint="give one of them")
+    require_rank_and_node(found.cluster, rank, node)
     detail = "" if node is None else str(node)
     request = found.send_request(RequestKind.STACKS, "orch attach", value=rank, detail=detail)
     screen.if_interrupted = lambda: f"interrupted: {found.run} goes on; the stacks are still written to its evidence"

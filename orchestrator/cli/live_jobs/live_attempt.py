@@ -46,7 +46,8 @@ class LiveAttempt:
             return load(self.folder, self.attempt_dir.number)
         except (OSError, ValueError, TypeError, AttributeError) as error:
             where = str(self.folder.path)
-            raise Precondition(f"the configuration of {self.run} cannot be read: {error}", where=where) from error
+            what = f"the configuration of {self.run} cannot be read: {error}"
+            raise Precondition(what, where=where, hint=f"orch show {self.run}") from error
 
     @property
     def cluster(self) -> ClusterShape:

@@ -13,6 +13,7 @@ import click
 
 from orchestrator.cli.access.run_folder import existing_folder
 from orchestrator.cli.live_jobs.first_error import concluded, first_error
+from orchestrator.cli.live_jobs.job_shape import require_rank_and_node
 from orchestrator.cli.runs.follow import detached, end_error
 from orchestrator.cli.runs.status import one_row
 from orchestrator.cli.terminal.command_classes import Verb
@@ -20,6 +21,7 @@ from orchestrator.cli.terminal.render import Screen, plain
 from orchestrator.errors import ConfigError, NotFound
 from orchestrator.home import state_home
 from orchestrator.states import ENDED_RUNS, RunState
+from trainer.contract.config import load
 from trainer.contract.log_rotation import LogReader, log_files, read_files, read_tail
 from trainer.contract.run_dir import AttemptDir, RunDir
 
@@ -73,6 +75,8 @@ def logs(
     if rank == "first-error":
         return _first_error(screen, place, row["run"], attempt, only_path)
     sources = _sources(place, wanted, row["run"])
+    if not sources:
+        _require_there(place, wanted)
     if only_path or (not follow and not sources):
         return _paths(screen, sources, place, wanted)
     only = row["run"] if controller else ""
@@ -86,9 +90,21 @@ def _check(rank: str | None, node: int | None, controller: bool, follow_json: bo
     if rank is not None and not rank.isdigit() and rank not in ("all", "first-error"):
         raise ConfigError(f"`{rank}` is no rank", where="command line: --rank", hint="a number, all or first-error")
     if sum((rank is not None, node is not None, controller)) > 1:
-        raise ConfigError("--rank, --node and --controller exclude each other", where="command line: orch logs")
+        raise ConfigError(
+            "--rank, --node and --controller exclude each other",
+            where="command line: orch logs",
+            hint="give one of them",
+        )
     if follow_json:
         raise ConfigError("-f has no end, --json is one object", where="command line: orch logs", hint="leave one out")
+
+
+def _require_there(place: RunDir, wanted: Wanted) -> None:
+    """Raises ConfigError for a rank or node that the job does not have: its log will never come."""
+    attempts = [item.number for item in place.all_attempts() if wanted.attempt in (None, item.number)]
+    rank = int(wanted.rank) if wanted.rank is not None and wanted.rank.isdigit() else None
+    with suppress(OSError, ValueError, TypeError, AttributeError):  # an unread configuration says nothing of it
+        require_rank_and_node(load(place, attempts[-1] if attempts else 0).cluster, rank, wanted.node)
 
 
 def _first_error(screen: Screen, place: RunDir, run: str, attempt: int | None, only_path: bool) -> int:

@@ -9,6 +9,7 @@ import click
 from orchestrator.cli.access.registry import open_store, wake_controller
 from orchestrator.cli.checkpoints.target import Target, find_one, known_run
 from orchestrator.cli.restore_tests.tables import exit_code, show_verdict, told
+from orchestrator.cli.runs.next_commands import restore_test_again
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, span
 from orchestrator.errors import ConfigError, NotFound
@@ -20,7 +21,7 @@ LOOK_EVERY = 0.5
 
 @click.command("restore-test", cls=Verb)
 @click.argument("target", metavar="RUN[@STEP]")
-@click.option("--layout", "layouts", default="", metavar="LAYOUT,...", help="same, RANKS (1) or NODESxRANKS (2x4).")
+@click.option("--layout", "layouts", default=None, metavar="LAYOUT,...", help="same, RANKS (1) or NODESxRANKS (2x4).")
 @click.option("--steps", type=click.IntRange(1, 1000), default=None, help="Steps to train from it, and to compare.")
 @click.option("--level", type=click.IntRange(2, 4), default=None, help="Verify it at this level first.")
 @click.option("--tier", default=None, help="Path of the tier whose copy is tested.")
@@ -29,8 +30,8 @@ LOOK_EVERY = 0.5
 @click.option("--no-controller", is_flag=True, help="Start no controller: launch from here and return.")
 @click.pass_obj
 def restore_test(
-    screen: Screen, target: str, layouts: str, steps: int | None, level: int | None, tier: str | None, wait_: bool,
-    local: bool, no_controller: bool,
+    screen: Screen, target: str, layouts: str | None, steps: int | None, level: int | None, tier: str | None,
+    wait_: bool, local: bool, no_controller: bool,
 ) -> int:  # fmt: skip
     """Restore a checkpoint in a job of its own, train a few steps from it, and compare them with the run's own.
 
@@ -45,12 +46,11 @@ def restore_test(
     if wait_ and no_controller:
         what = "--wait needs a controller that sees the test through"
         raise ConfigError(what, where="--no-controller", hint="leave one of the two out")
+    chosen = _layouts(layouts)
     with open_store() as store:
         run = _run(target)
         row = _checkpoint(screen, store, run, target)
-        wanted = (
-            _layouts(layouts) or store.config(run.config_digest).get("restore_tests", {}).get("layouts") or ["same"]
-        )
+        wanted = chosen or store.config(run.config_digest).get("restore_tests", {}).get("layouts") or ["same"]
         kind = "local" if local else ""
         asked = [
             Asked(checkpoint=row, layout=each, steps=steps, level=level, tier=tier, kind=kind, forced=True)
@@ -92,8 +92,9 @@ def _run(target: str) -> Run:
     if mark and name and not step:
         raise ConfigError("no step is given after the @", where=target, hint=f"{name}@latest is the newest")
     run = known_run(name if mark and name else target)
-    if "restore_test" in run.identity:
-        raise ConfigError(f"{run.name} is a restore test itself, and saves nothing", where=target)
+    if (order := run.identity.get("restore_test")) is not None:
+        hint = restore_test_again(order)
+        raise ConfigError(f"{run.name} is a restore test itself, and saves nothing", where=target, hint=hint)
     return run
 
 
@@ -130,12 +131,17 @@ def _of_a_program(run: Run, rows: list[Checkpoint], target: str) -> Checkpoint:
     return same[0]
 
 
-def _layouts(words: str) -> list[str]:
+def _layouts(words: str | None) -> list[str]:
+    """The layouts that are asked for, none without the option; raises ConfigError."""
+    if words is None:
+        return []
     from orchestrator.config.restore_tests_config import RestoreTestsConfig
 
     found = list(dict.fromkeys(word.strip() for word in words.split(",") if word.strip()))
+    if not found:
+        raise ConfigError("--layout names no layout", where="--layout", hint="--layout same,1,2x4")
     try:
-        RestoreTestsConfig(layouts=tuple(found) or ("same",))
+        RestoreTestsConfig(layouts=tuple(found))
     except ValueError as error:
         raise ConfigError(str(error).partition(": ")[2], where="--layout", hint="--layout same,1,2x4") from error
     return found

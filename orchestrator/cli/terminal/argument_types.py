@@ -1,4 +1,4 @@
-"""The types of what people type: text of which a shell may offer the rest, and seconds that come to an end."""
+"""The types of what people type: text that a shell may complete, paths that are not empty, seconds that end."""
 
 import math
 from typing import Any
@@ -31,3 +31,17 @@ class Seconds(click.FloatRange):
         if isinstance(number, float) and not math.isfinite(number):
             self.fail(f"{value!r} is not a finite number of seconds", param, ctx)
         return number
+
+
+class NonEmptyPath(click.Path):
+    """A path; an empty one, as of an unset shell variable, would mean the current folder and is refused."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not str(value).strip():
+            name = param.opts[-1] if isinstance(param, click.Option) else _metavar(param)
+            raise click.UsageError(f"{name} is empty; type . for this folder", ctx=ctx)
+        return super().convert(value, param, ctx)
+
+
+def _metavar(param: click.Parameter | None) -> str:
+    return str(param.metavar or str(param.name).upper()) if param is not None else "the path"

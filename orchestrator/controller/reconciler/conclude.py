@@ -131,6 +131,7 @@ def _decision(view: RunView, verdict: Verdict, now: float, rng: Random, blamed: 
         rng.random(),
         steps_known=_steps_known(view),
         exclude=tuple(one.node for one in blamed if one.node is not None),
+        run=view.run.name,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Select, exists, false, func, select
 
-from orchestrator.errors import NotFound, RegistryError
+from orchestrator.errors import NotFound, RegistryError, RunExpected
 from orchestrator.registry.database import StoreOperations, reads
 from orchestrator.registry.fast_queries import lease_for
 from orchestrator.registry.models import (
@@ -247,6 +247,9 @@ def _resolved(connection: Connection, name: str) -> str:
     if matches:
         shown = ", ".join(matches[:5]) + (", ..." if len(matches) > 5 else "")
         raise NotFound(f"several runs begin with {name}: {shown}", hint="type more of the name")
+    run, mark, _ = name.rpartition("@")
+    if run and mark:
+        raise RunExpected(name, _resolved(connection, run))
     near = difflib.get_close_matches(name, connection.execute(names.limit(1000)).scalars().all(), n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else "`orch status -n 50` lists the newest runs"
     raise NotFound(f"no run {' '.join(name.split())}", hint=hint)

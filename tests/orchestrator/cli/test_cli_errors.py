@@ -12,7 +12,8 @@ from checkpointing.storage.durable import NotAFile, read_json
 from orchestrator.cli import main
 from orchestrator.cli.runs import status
 from orchestrator.cli.terminal.synonyms import SYNONYMS
-from orchestrator.config import compose
+from orchestrator.config import compose, layers
+from orchestrator.errors import ConfigError
 from tests.orchestrator.cli.conftest import Seeds, Type
 
 BAD_CONFIGS = {
@@ -63,6 +64,25 @@ def test_a_file_that_is_no_yaml(orch: Type, tmp_path: Path) -> None:
     assert_three_parts(refused.err)
 
 
+def test_a_file_that_is_not_read_says_what_to_type(orch: Type, tmp_path: Path) -> None:
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x80")
+    refused = orch("config", "validate", binary)
+    assert refused.code == 2
+    assert refused.err.endswith(f"  {binary}\n  name a text file of keys and values\n")
+
+
+def test_a_file_that_may_not_be_read_says_what_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*_: object, **__: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "my run.yaml").touch()
+    monkeypatch.setattr(Path, "read_text", denied)  # root may read whatever its mode says
+    with pytest.raises(ConfigError, match="cannot be read: Permission denied") as refused:
+        layers.from_file(tmp_path / "my run.yaml")
+    assert refused.value.hint == f"chmod u+r '{tmp_path}/my run.yaml'"
+
+
 def test_no_slurm(orch: Type, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("orchestrator.submission.create_run", reason="the launch room is not there yet")
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -111,6 +131,31 @@ def test_no_slurm(orch: Type, home: Path, tmp_path: Path, monkeypatch: pytest.Mo
         (("submit", "tiny-gpt", "--cluster", "moon"), "moon"),
         (("controller", "install"), "--via"),
         (("logs", "x", "--rank", "some"), "first-error"),
+        (("logs", "x", "--rank", "1", "--node", "0"), "give one of them"),
+        (("data", "prepare", "", "--out", "tokens"), "PATHS is empty; type . for this folder"),
+        (("data", "prepare", ".", "--out", ""), "--out is empty; type . for this folder"),
+        (("demo", "--root", ""), "--root is empty"),
+        (("drill", "--demo", "nan", "--root", ""), "--root is empty"),
+        (("doctor", "--root", ""), "--root is empty"),
+        (("db", "backup", ""), "TO is empty"),
+        (("db", "rebuild", ""), "ROOTS is empty"),
+        (("ckpt", "export", "x", ""), "DIR is empty"),
+        (("ckpt", "import", "", "demo"), "DIR|FILE is empty"),
+        (("demo", "restor-test"), "did you mean `orch demo restore-test`?"),
+        (("demo", "restore_tests"), "did you mean `orch demo restore-test`?"),
+        (("demo", "nope"), "override #1: nope"),
+        (("demo", "train.steps=0"), "override #1: train.steps=0"),
+        (("demo", "restore-test", "train.steps=0"), "override #1: train.steps=0"),
+        (("drill", "--demo", "nan", "train.steps=0"), "override #1: train.steps=0"),
+        (("demo", "--root", "/etc/passwd"), "/etc/passwd is a file, and must be a folder"),
+        (("demo", "restore-test", "--root", "/etc/passwd"), "/etc/passwd is a file, and must be a folder"),
+        (("drill", "--demo", "nan", "--root", "/etc/passwd/x"), "/etc/passwd is a file, and must be a folder"),
+        (("drill", "live-1"), "orch drill live-1 kill-rank"),
+        (("drill", "nan"), "orch drill RUN nan"),
+        (("ckpt", "gc", "demo-1", "--all"), "RUN and --all exclude each other"),
+        (("ckpt", "gc"), "say which runs"),
+        (("ckpt", "restore-test", "x", "--layout", ","), "--layout names no layout"),
+        (("ckpt", "restore-test", "x", "--layout", ""), "--layout names no layout"),
     ],
 )
 def test_a_command_line_that_is_wrong(orch: Type, words: tuple[str, ...], word: str) -> None:

@@ -42,7 +42,7 @@ def after(
 ) -> Decision:
     kind = history[-1].kind
     failure = Failure(kind=kind, reason="its reason") if kind else None
-    return decide(history, failure, config, NOW, jitter, steps_known=steps_known)
+    return decide(history, failure, config, NOW, jitter, steps_known=steps_known, run="tiny-1")
 
 
 K = FailureKind
@@ -93,7 +93,7 @@ TABLE = {
     ),
     "every checkpoint damaged, as two jobs read them": (
         [replace(past(n, K.STORAGE, None), none_intact=True) for n in (1, 2)], Action.HOLD,
-        "no checkpoint is intact: its reason; `orch ckpt ls RUN` lists them",
+        "no checkpoint is intact: its reason; `orch ckpt ls tiny-1` lists them",
     ),
     "storage": (outage(K.STORAGE, 2, 5), Action.RETRY, "storage 5 times in 2.0 h; holds after"),
     "storage for a day": (outage(K.STORAGE, 24, 50), Action.HOLD, "storage 50 times in 24.0 h"),
@@ -112,12 +112,12 @@ TABLE = {
     ),
     "numeric, of which a checkpoint is left": (
         [past(1, K.NUMERIC, None), past(2, K.NODE_LOST, 10), past(3, K.NUMERIC, None)], Action.HOLD,
-        "settings (train.lr, train.clip_norm) from its last good checkpoint: `orch submit --from RUN@STEP KEY=VALUE`",
+        "(train.lr, train.clip_norm) from its last good checkpoint: `orch submit --from tiny-1@STEP KEY=VALUE`",
     ),
     "numeric before anything was saved": (
         [past(1, K.NUMERIC, None)], Action.HOLD,
         "its reason; the run has saved no checkpoint: mend the data or the code, or begin at step 0 with other "
-        "settings (train.lr, train.clip_norm): `orch resume RUN KEY=VALUE`",
+        "settings (train.lr, train.clip_norm): `orch resume tiny-1 KEY=VALUE`",
     ),
     "tries": (
         [past(n, K.RANK_KILLED, None) for n in range(10)], Action.FAIL,
@@ -163,7 +163,7 @@ def test_table(name: str) -> None:
 
 
 def test_a_finished_attempt_is_success() -> None:
-    assert decide([past(1, FailureKind.UNKNOWN, 1)], None, CONFIG, NOW, 0.0).action is Action.SUCCEED
+    assert decide([past(1, FailureKind.UNKNOWN, 1)], None, CONFIG, NOW, 0.0, run="tiny-1").action is Action.SUCCEED
 
 
 def test_every_kind_is_counted_in_one_way() -> None:

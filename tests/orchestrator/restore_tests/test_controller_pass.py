@@ -304,7 +304,7 @@ def test_a_pin_whose_folder_was_away_is_taken_when_it_is_back(desk: Desk) -> Non
 def test_code_that_was_changed_since_is_told_to_the_test(tmp_path: Path) -> None:
     code = tmp_path / "code"
     code.mkdir()
-    (code / "mine.py").write_text("class Mine: pass")
+    (code / "mine.py").write_text("from mine_too import Base\nclass Mine(Base): pass")
     desk = Desk(tmp_path, f"workload.path=[{code}]", "workload.target=mine:Mine")
     desk.passes()
     differs = desk.store.run(desk.under_way().test).identity["restore_test"]["differs"]

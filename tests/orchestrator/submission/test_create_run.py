@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -9,6 +10,7 @@ import pytest
 
 from checkpointing.storage.durable import read_json
 from orchestrator.config.compose import Composed, compose
+from orchestrator.config.run_config import RunConfig
 from orchestrator.controller import failpoints
 from orchestrator.controller.reconciler.reconcile import Controller
 from orchestrator.controller.run_dirs.run_folder import ensure_run_dir
@@ -16,11 +18,11 @@ from orchestrator.errors import ConfigError, Precondition
 from orchestrator.registry.records import NewRun
 from orchestrator.registry.store import Store
 from orchestrator.states import AttemptState, RunState
-from orchestrator.submission import create_run
-from trainer.contract.config import load
+from orchestrator.submission import create_run, user_code
+from trainer.contract.config import WorkloadConfig, load
 from trainer.contract.run_dir import RunDir
 
-WORKLOAD = "class MyWorkload:\n    pass\n"
+WORKLOAD = "from trainer.worker.workload import BaseWorkload\nclass MyWorkload(BaseWorkload):\n    pass\n"
 
 
 def composed(tmp_path: Path, *overrides: str) -> Composed:
@@ -219,6 +221,28 @@ def test_a_workload_is_looked_for_before_512_nodes_do(tmp_path: Path, store: Sto
     assert refused.value.where.endswith("broken.py:1")
     run, _ = submit(tmp_path, store, *path, "workload.target=pkg.model:MyWorkload")
     assert run.name == "tiny-gpt-1"
+
+
+@pytest.mark.parametrize(
+    ("text", "refused"),
+    [
+        ("class X: pass", True),
+        ("class X(object):\n  def build_model(self): ...", True),
+        ("class X:\n  def __init__(self, config): ...\n  def loss(self): ...", True),
+        ("class X:\n  def __init__(self, config): ...\n  def build_model(self): ...", False),
+        ("from a import Base\nclass X(Base): pass", False),
+        ("from a import decorate\n@decorate\nclass X: pass", False),
+        ("from a import decorate\nclass X: pass\nX = decorate(X)", False),
+    ],
+)
+def test_a_class_that_cannot_be_a_workload_is_refused(tmp_path: Path, text: str, refused: bool) -> None:
+    code = own(tmp_path, "mine.py", text)[0].partition("[")[2].rstrip("]")
+    config = RunConfig(workload=WorkloadConfig(target="mine:X", path=(code,)))
+    with pytest.raises(ConfigError, match="mine:X: X is no BaseWorkload") if refused else nullcontext() as told:
+        user_code.check(config)
+    if refused:
+        assert told.value.hint.endswith("class X(BaseWorkload): ...")
+        assert told.value.where.endswith("mine.py:1")
 
 
 def test_a_snapshot_keeps_the_code_as_it_was(tmp_path: Path, store: Store) -> None:

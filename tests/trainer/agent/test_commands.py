@@ -3,8 +3,11 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from checkpointing.storage.durable import dump_line
 from tests.trainer.agent.job import until
@@ -184,6 +187,29 @@ def test_a_program_that_does_not_exist_says_so_in_its_log(job):
     work.go()
     assert work.wait() == [78], work.story()
     assert "cannot start '/no/such/program'" in work.attempt.rank_log(0).read_text()
+    assert "exit code 127: cannot start '/no/such/program'" in work.outcome().reason
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "why"),
+    [
+        ("pyhton", 127, "No such file or directory"),  # of that name there is only a folder, which is denied
+        ("nothing", 127, "No such file or directory"),
+        ("notes.txt", 126, "Permission denied"),
+        ("./notes.txt", 126, "Permission denied"),
+        ("./nothing", 127, "No such file or directory"),
+    ],
+)
+def test_a_program_that_is_not_found_ends_as_in_a_shell(tmp_path, program, code, why):
+    (tmp_path / "pyhton").mkdir()
+    (tmp_path / "notes.txt").write_text("no program")
+    (tmp_path / "notes.txt").chmod(0o644)
+    order = (
+        f"from trainer.agent.fork_server.forked_child import _run_command as run; run([{program!r}], {str(tmp_path)!r})"
+    )
+    environ = {**os.environ, "PATH": f"{tmp_path}:/usr/bin:/bin"}
+    ended = subprocess.run([sys.executable, "-c", order], capture_output=True, text=True, env=environ)
+    assert (ended.returncode, ended.stderr) == (code, f"cannot start {program!r} in {tmp_path}: {why}\n")
 
 
 def test_a_shell_that_reports_its_childs_signal_is_understood(job):

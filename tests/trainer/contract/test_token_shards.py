@@ -64,8 +64,9 @@ def test_the_same_tokens_are_kept_and_others_refused(text, tmp_path):
     token_shards.prepare([text], out)
     assert (out / "index.json").stat().st_ino == written
     (text / "more").write_text("more")
-    with pytest.raises(TokensError, match="holds something else"):
-        token_shards.prepare([text], out)
+    for taken in (out, text, text / "more"):
+        with pytest.raises(TokensError, match="exists and holds something else: choose another folder or remove it"):
+            token_shards.prepare([text], taken)
     assert len(numbers(out)) == 7
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out", "text"]
 

@@ -39,6 +39,13 @@ def test_arguments_that_the_class_does_not_take_are_named():
         workload.build(config("trainer.worker.llama:LlamaWorkload", depth=3))
 
 
+def test_a_class_that_is_no_workload_says_so(tmp_path, monkeypatch):
+    (tmp_path / "no_workload.py").write_text("class X: pass\n")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    with pytest.raises(WorkloadError, match=r"X\(\) takes no arguments; X is no BaseWorkload: write class X\(BaseW"):
+        workload.build(config("no_workload:X"))
+
+
 def test_a_users_module_comes_after_ours(tmp_path, monkeypatch):
     (tmp_path / "my_own_workload.py").write_text("class Mine:\n    def __init__(self, config, width):\n"
                                                  "        self.width = width\n")  # fmt: skip

@@ -1,5 +1,6 @@
 """What happens in a forked child between `fork` and the first line of the rank's own code."""
 
+import errno
 import json
 import os
 import signal
@@ -79,9 +80,18 @@ def _run_command(command: Sequence[str], folder: str) -> NoReturn:
     try:
         os.execvpe(command[0], list(command), os.environ)
     except OSError as error:
-        sys.stderr.write(f"cannot start {command[0]!r} in {folder}: {error.strerror}\n")
+        absent = isinstance(error, FileNotFoundError) or not _is_found(command[0])
+        why = os.strerror(errno.ENOENT) if absent else error.strerror
+        sys.stderr.write(f"cannot start {command[0]!r} in {folder}: {why}\n")
         _flush()
-        os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+        os._exit(127 if absent else 126)
+
+
+def _is_found(program: str) -> bool:
+    """Whether there is a file of that name, as shells look for it: a folder that may not be read has none."""
+    if os.sep in program:
+        return True
+    return any(os.path.isfile(os.path.join(place, program)) for place in os.get_exec_path())
 
 
 def _run_cold(spec: RankSpec) -> NoReturn:

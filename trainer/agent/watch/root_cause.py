@@ -8,6 +8,7 @@ from typing import Any
 
 from trainer.contract.outcome import MORE_MEMORY, ExitCode, Failure, FailureKind
 
+_NOT_STARTED = (126, 127)
 _STORAGE = re.compile(
     r"\[Errno (5|28|30|122)\]|No space left on device|Disk quota exceeded|Input/output error|Read-only file system"
     # torch's archive writer on a full disk does not name the errno
@@ -184,7 +185,9 @@ def _classify(end: RankEnd) -> tuple[FailureKind, bool, str]:
         return FailureKind.USER_ERROR, True, f"raised {_short(said)}"
     if end.exit_code in GOOD:
         return FailureKind.USER_ERROR, True, f"exited {end.exit_code} without reporting completion"
-    return FailureKind.USER_ERROR, True, f"ended with exit code {end.exit_code}"
+    # What did not start at all, or a shell did not find, is in its last line.
+    why = f": {_short(end.lines[-1])}" if end.exit_code in _NOT_STARTED and end.lines else ""
+    return FailureKind.USER_ERROR, True, f"ended with exit code {end.exit_code}{why}"
 
 
 def _memory_hint(end: RankEnd) -> str:

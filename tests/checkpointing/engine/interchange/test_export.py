@@ -3,7 +3,7 @@
 import json
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -261,11 +261,39 @@ class Evil:
 
 def test_no_code_in_a_torch_file_is_run(tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.ones(2)}, "evil": Evil()}, tmp_path / "a.pt")
-    with pytest.raises(Refused, match=r"a\.pt: is not a torch file of tensors alone"):
+    with pytest.raises(
+        Refused, match=r"a\.pt: holds a pickled object \(_?io\.open\): save model\.state_dict\(\) instead"
+    ):
         load_torch(tmp_path / "a.pt")
     (tmp_path / "b.pt").write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(Refused, match="is not a torch file"):
+    with pytest.raises(Refused, match="is no torch or safetensors file"):
         load_torch(tmp_path / "b.pt")
+
+
+def _cut(path: Path) -> None:
+    torch.save({"w": torch.ones(64)}, path)
+    path.write_bytes(path.read_bytes()[:200])
+
+
+NO_TENSORS: list[tuple[Callable[[Path], object], str]] = [
+    (lambda path: path.write_text("hello, these are no weights"), "is no torch or safetensors file"),
+    (lambda path: path.touch(), "is no torch or safetensors file"),
+    (lambda path: torch.save(torch.nn.Linear(2, 2), path), "a pickled object (torch.nn.modules.linear.Linear): save "),
+    (lambda path: torch.save({}, path, _use_new_zipfile_serialization=False), "is in torch's old file format"),
+    (lambda path: path.write_bytes(b"\2\0\0\0\0\0\0\0{}"), "its name must end in .safetensors"),
+    (_cut, "is damaged, cut off, or no torch file"),
+]
+
+
+@pytest.mark.parametrize(("write", "why"), NO_TENSORS)
+def test_a_file_that_is_no_torch_file_is_refused_in_words_of_its_own(
+    tmp_path: Path, write: Callable[[Path], object], why: str
+) -> None:
+    write(tmp_path / "file.pt")
+    with pytest.raises(Refused) as caught:
+        load_torch(tmp_path / "file.pt")
+    assert caught.value.reason.startswith(why) or why in caught.value.reason
+    assert "weights_only" not in caught.value.reason
 
 
 def test_nested_dicts_are_named_by_their_path() -> None:

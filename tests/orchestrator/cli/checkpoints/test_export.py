@@ -123,6 +123,10 @@ def test_import_of_nothing_and_of_garbage(orch: Type, tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(b"not this")
     bad = orch("ckpt", "import", tmp_path / "a.safetensors", "tiny-gpt", *settings(tmp_path))
     assert (bad.code, "is not a safetensors file" in bad.err) == (7, True)
+    (tmp_path / "notes").write_text("these are no weights")
+    bad = orch("ckpt", "import", tmp_path / "notes", "tiny-gpt", *settings(tmp_path), "--dry-run")
+    assert (bad.code, "notes: is no torch or safetensors file\n" in bad.err) == (7, True)
+    assert bad.err.endswith("or a file made with torch.save(model.state_dict(), FILE)\n")
 
 
 @pytest.mark.parametrize("to", ["safetensors", "torch"])

@@ -108,3 +108,25 @@ def test_attach_says_what_to_ask_for(orch: Type, seeds: Seeds) -> None:
     assert orch("attach", run).code == 2
     assert "orch attach tiny-1 --stack" in orch("attach", run).err
     assert orch("attach", run, "--stack", "--rank", 1, "--node", 0).code == 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        (("attach", "--stack", "--rank", 4), "there is no rank 4, only 0 to 3"),
+        (("attach", "--stack", "--node", 3), "there is no node 3, only 0 to 2"),
+        (("logs", "--rank", 77), "there is no rank 77, only 0 to 3"),
+        (("logs", "--rank", 77, "-f"), "there is no rank 77, only 0 to 3"),
+        (("logs", "--node", 12), "there is no node 12, only 0 to 2"),
+        (("logs", "--node", 2), "there is no such log (yet)"),
+    ],
+)
+def test_a_rank_or_node_that_the_job_does_not_have(
+    orch: Type, seeds: Seeds, asked: tuple[str, ...], told: str
+) -> None:  # fmt: skip
+    run = seeds.run()
+    folder = begun(seeds, run, nodes=("n1", "n2", "n3"))
+    said = orch(asked[0], run, *asked[1:])
+    assert f"error: {told}\n" in said.err
+    assert said.code == (3 if "(yet)" in told else 2)
+    assert not list(folder.requests.iterdir())

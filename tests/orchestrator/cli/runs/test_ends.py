@@ -114,9 +114,9 @@ def test_ctrl_c_detaches_and_says_that_the_run_goes_on(seeds: Seeds) -> None:
 class Resumable:
     """A held run with a whole config, made with the code and the environment of now."""
 
-    def __init__(self, seeds: Seeds, tmp_path: Path, state: RunState = RunState.HELD) -> None:
+    def __init__(self, seeds: Seeds, tmp_path: Path, state: RunState = RunState.HELD, *overrides: str) -> None:
         self.store, self.name = seeds.store, seeds.run(state=state)
-        composed = compose("tiny-gpt", [f"cluster.root={tmp_path}"])
+        composed = compose("tiny-gpt", [f"cluster.root={tmp_path}", *overrides])
         data = composed.data
         data["data"]["path"] = str(tmp_path)
         identity = {"code": code(composed.config), "env": environment("local")}
@@ -259,6 +259,16 @@ def test_a_finished_run_goes_on_with_more_steps_only(
     assert "is SUCCEEDED: it has finished" in refused.err
     assert f"orch resume {run.name} train.steps=400" in refused.err
     assert orch("resume", run.name, "train.steps=400", "--no-controller").code == 0
+
+
+def test_a_finished_program_says_what_to_type(
+    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path
+) -> None:
+    run = Resumable(seeds, tmp_path, RunState.SUCCEEDED, "command=[true]")
+    refused = orch("resume", run.name)
+    assert refused.code == 4
+    assert "is SUCCEEDED: it has finished\n" in refused.err
+    assert refused.err.endswith(f"  `orch show {run.name}` tells how its program ended\n")
 
 
 def test_the_config_of_a_live_run_stays(orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path) -> None:

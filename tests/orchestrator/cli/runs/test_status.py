@@ -224,6 +224,19 @@ def test_no_such_run_names_near_ones(orch: Type, seeds: Seeds) -> None:
         assert "llama8b-1" in failed.err, verb
 
 
+@pytest.mark.parametrize(
+    "words", ["show {}", "ckpt ls {}", "wait {} --timeout 1", "cancel {}", "rm {} -y", "status {}"]
+)
+def test_a_checkpoint_where_a_run_is_needed(orch: Type, seeds: Seeds, words: str) -> None:
+    seeds.run("demo")
+    for step in ("@20", "@latest"):
+        failed = orch(*words.format(f"demo-1{step}").split())
+        assert failed.code == 3
+        told = f"error: demo-1{step} is a checkpoint, and a run is needed\n  orch {words.format('demo-1')}\n"
+        assert failed.err == told
+    assert orch("show", "demo-9@20").err.startswith("error: no run demo-9\n")
+
+
 def test_filters(orch: Type, seeds: Seeds) -> None:
     for _ in range(3):
         seeds.run()

@@ -54,6 +54,14 @@ def test_the_same_exception_soon_after_the_start_three_times_in_a_row_is_the_use
     assert cause.failure.reason == "rank 0 on n0 raised ValueError: bad, 3 times in a row within 5 s of its start"
 
 
+@pytest.mark.parametrize("code", [126, 127])
+def test_why_a_program_did_not_start_is_in_the_reason(code):
+    said = "cannot start 'pyhton' in /x: No such file or directory"
+    reason = Program().times(3, end(exit_code=code, lines=("generation 1", said))).failure.reason
+    assert reason.startswith(f"rank 0 on n0 ended with exit code {code}: {said}, 3 times in a row")
+    assert "cannot start" not in Program().fails(end(exit_code=1, lines=(said,))).failure.reason
+
+
 def test_memory_that_is_short_again_and_again_stays_that():
     program, short = Program(), raised("OutOfMemoryError", "CUDA out of memory. Tried to allocate 20.00 GiB")
     for _ in range(REPEATS - 1):

@@ -89,7 +89,7 @@ def test_missing_and_resized_files_show_at_every_level(checkpoint: Path) -> None
 
 def test_no_checkpoint_at_all(tmp_path: Path) -> None:
     (found,) = faults(tmp_path / "step-00000005.001-ab12cd34", 0)
-    assert found.startswith("COMMIT: unreadable: [Errno 2]")
+    assert found.startswith("COMMIT: unreadable: No such file")
 
 
 def test_a_manifest_that_commit_does_not_know(checkpoint: Path) -> None:

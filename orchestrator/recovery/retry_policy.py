@@ -90,12 +90,6 @@ BUDGETS = {
 
 SCRIPT_HINT = "; the job's log (attempts/*/submission/*.out, *.err) tells why: see cluster.python and cluster.templates"
 
-RESTORE_ONE = (
-    "`orch ckpt ls {run}` lists them: put an intact copy in place of one, or begin anew from another run's: "
-    "`orch submit --from OTHER@STEP`"
-)
-"""What helps a run whose checkpoints are all damaged."""
-
 FREE_KINDS = frozenset({FailureKind.PREEMPTED, FailureKind.TIME_LIMIT})
 """Ends that are nobody's failure while the run makes progress."""
 
@@ -141,9 +135,7 @@ def decide(
         return _final(failure, run)
     # One node may have read wrongly; another job that reads the same tells of the bytes.
     if [past.none_intact for past in history[-2:]] == [True, True]:
-        return Decision(
-            action=Action.HOLD, reason=f"no checkpoint is intact: {failure.reason}; {RESTORE_ONE.format(run=run)}"
-        )
+        return _none_intact(failure, run)
     # The queue is pause enough after an end that costs nothing.
     if failure.kind in FREE_KINDS and _advanced(history, len(history) - 1, steps_known=steps_known):
         return Decision(action=Action.RETRY, reason=f"goes on after {failure.kind}", not_before=now, exclude=exclude)
@@ -201,6 +193,14 @@ def _never_saved(failure: Failure, history: Sequence[EndedAttempt]) -> bool:
     """Whether the loss went bad in a run that has no checkpoint to begin anew from."""
     saved = any(past.saved_step is not None for past in history)
     return failure.kind is FailureKind.NUMERIC and not saved and history[0].number == 1
+
+
+def _none_intact(failure: Failure, run: str) -> Decision:
+    cure = (
+        f"`orch ckpt ls {run}` lists them: put an intact copy in place of one, or begin anew from another run's: "
+        "`orch submit --from OTHER@STEP`"
+    )
+    return Decision(action=Action.HOLD, reason=f"no checkpoint is intact: {failure.reason}; {cure}")
 
 
 def _without_return(failure: Failure, run: str) -> Decision:

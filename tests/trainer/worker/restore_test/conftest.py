@@ -97,8 +97,19 @@ def tested_in_float32(ranks: Ranks, undisturbed: Callable[..., Run], tmp_path: P
 
 
 def _subject(ranks: Ranks, undisturbed: Callable[..., Run], place: Path, dtype: str) -> Subject:
-    source = undisturbed(
-        2, parallel={"dp_shard": 2}, train={"steps": STEPS, "dtype": dtype}, checkpoint={"every": EVERY, "keep": 100}
-    )  # fmt: skip
+    source = _saved_at_every_step(undisturbed, dtype)
     (place / dtype).mkdir()
     return Subject(ranks, source, place / dtype, itertools.count(1))
+
+
+def _saved_at_every_step(undisturbed: Callable[..., Run], dtype: str) -> Run:
+    """A save is skipped while two others are being written, as on a busy machine: then it is another run."""
+    for number in range(10):
+        source = undisturbed(
+            2, name=f"source{number}", parallel={"dp_shard": 2}, train={"steps": STEPS, "dtype": dtype},
+            checkpoint={"every": EVERY, "keep": 100},
+        )  # fmt: skip
+        saved = {int(path.name[5:13]) for path in source.dir.checkpoints.glob("step-*")}
+        if saved == set(range(EVERY, STEPS + 1, EVERY)):
+            return source
+    raise AssertionError(f"of ten runs none has saved at every {EVERY} steps")

@@ -46,7 +46,7 @@ def own_folder(spec: JobSpec) -> Iterator[Path]:
         raise Precondition(
             f"the run directory is not private: {error.strerror}",
             where=str(spec.run_dir),
-            hint="ask who changed it; `chmod go-w FOLDER` closes a folder of your own",
+            hint=f"ask who changed it; `chmod go-w {shlex.quote(str(spec.run_dir))}` closes it if it is yours",
         ) from error
 
 

@@ -1,6 +1,7 @@
 """The run directory as the controller makes it: complete or absent, and made again from the registry after a crash."""
 
 import os
+import shlex
 import shutil
 import socket
 from contextlib import nullcontext
@@ -108,7 +109,8 @@ def _check_owner(folder: RunDir, run: Run, first: Attempt) -> None:
         raise Precondition(
             f"the folder of {run.name} is not private: {error.strerror}",
             where=str(folder.path),
-            hint="`chmod go-w FOLDER` closes one of yours; another user's: submit with another --name or cluster.root",
+            hint=f"`chmod go-w {shlex.quote(str(folder.path))}` closes one of yours; "
+            "another user's: submit with another --name or cluster.root",
         ) from error
     try:
         owner = read_json(folder.run)

@@ -1,93 +1,19 @@
 """Attacks on the coordinator's door with real sockets: members come in and are served, and the cost is counted."""
 
 import asyncio
-import json
-import os
 import resource
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Any
+from contextlib import suppress
 
 import pytest
 
+from tests.trainer.agent.control.open_server import OpenServer, answered, closing, descriptors, line
 from tests.trainer.agent.control.raw_agent import RawAgent, challenged, sealed
-from trainer.agent.control import address, control_server, tcp_transport
-from trainer.agent.control.authentication import challenge_line
-from trainer.agent.control.control_server import LONGEST_HELLO, MAX_UNAUTHENTICATED, ControlServer
-from trainer.agent.control.tcp_transport import LONGEST_LINE, Peer, WireError, connect, parse
-
-
-class House:
-    """An open door, what its members said, and how late its loop ever was."""
-
-    def __init__(self, patience: float = 30.0, *, admit: bool = True) -> None:
-        self.heard: list[tuple[str, str]] = []
-        self.lost: list[str] = []
-        self.members: list[Peer] = []
-        self.late = 0.0
-        self.door = ControlServer("secret", admit=lambda hello, peer: admit, serve=self._serve, patience=patience)
-
-    async def __aenter__(self) -> "House":
-        self.port = await self.door.open("127.0.0.1")
-        self._watch = asyncio.create_task(self._measure())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._watch.cancel()
-        await self.door.close()
-
-    async def _measure(self) -> None:
-        while True:
-            before = time.monotonic()
-            await asyncio.sleep(0.01)
-            self.late = max(self.late, time.monotonic() - before - 0.01)
-
-    async def _serve(self, hello: dict, peer: Peer) -> None:
-        name = str(hello.get("name"))
-        self.members.append(peer)
-        try:
-            while (message := await peer.receive()) is not None:
-                self.heard.append((name, message["say"]))
-                peer.send("heard", what=message["say"])
-        except WireError as error:
-            self.lost.append(f"{name}: {error}")
-
-    async def member(self, name: str = "a") -> Peer:
-        return await connect("127.0.0.1", self.port, "secret", {"name": name})
-
-    def stranger(self, said: bytes = b"") -> socket.socket:
-        """A blocking connection, made while the door's loop stands still."""
-        connection = socket.create_connection(("127.0.0.1", self.port), 5)
-        connection.sendall(said)
-        return connection
-
-
-async def answered(peer: Peer, what: str = "ping", seconds: float = 1.0) -> None:
-    peer.send(what)
-    async with asyncio.timeout(seconds):
-        answer = await peer.receive()
-    assert answer == {"say": "heard", "what": what}
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-@contextmanager
-def closing(sockets: list[socket.socket]) -> Iterator[list[socket.socket]]:
-    try:
-        yield sockets
-    finally:
-        for each in sockets:
-            each.close()
-
-
-def line(**fields: object) -> bytes:
-    return (json.dumps(fields) + "\n").encode()
-
+from trainer.agent.control import control_server, tcp_transport
+from trainer.agent.control.control_server import LONGEST_HELLO, MAX_UNAUTHENTICATED
+from trainer.agent.control.tcp_transport import LONGEST_LINE, WireError, parse
 
 # -- what is read ------------------------------------------------------------------------------------------------------
 
@@ -127,170 +53,12 @@ def test_digits_in_a_text_are_no_number():
     assert parse(line(say="x", text=text).strip())["text"] == text
 
 
-# -- who comes in ------------------------------------------------------------------------------------------------------
-
-
-def test_only_the_one_address_is_listened_on():
-    assert address.reachable("local", "", {}) == "127.0.0.1"
-
-    async def scene() -> None:
-        async with House() as house:
-            with pytest.raises(ConnectionRefusedError):
-                socket.create_connection(("127.0.0.2", house.port), 2)
-
-    asyncio.run(scene())
-
-
-@pytest.mark.parametrize("token", ["", "Secret", "secre", "secret ", "secret\0", "\ud800", "s" * 3000])
-def test_a_wrong_token_is_hung_up_on_without_a_word(token):
-    async def scene() -> None:
-        async with House() as house:
-            with pytest.raises(ConnectionResetError):
-                await connect("127.0.0.1", house.port, token, {})
-            assert house.members == []
-
-    asyncio.run(scene())
-
-
-def test_a_member_that_has_no_place_is_told_so_and_does_not_try_again():
-    async def scene() -> None:
-        async with House(admit=False) as house:
-            with pytest.raises(WireError, match="the coordinator refuses: this attempt has no place"):
-                await house.member()
-
-    asyncio.run(scene())
-
-
-def test_a_hello_comes_in_only_as_often_as_the_roster_lets_it():
-    async def scene() -> None:
-        seats = ["first"]
-        async with House() as house:
-            house.door._admit = lambda hello, peer: bool(seats) and seats.pop() is not None
-            first = await house.member()
-            with pytest.raises(WireError, match="refuses"):
-                await house.member()
-            await answered(first)
-            await first.close()
-
-    asyncio.run(scene())
-
-
-async def ended(connection: socket.socket) -> bool:
-    """Whether the listener has hung up, with nothing but its challenge before."""
-    said = b""
-    with suppress(ConnectionResetError):
-        while more := await asyncio.wait_for(asyncio.get_running_loop().sock_recv(connection, 4096), 5):
-            said += more
-    return b"welcome" not in said
-
-
-def test_a_replayed_hello_answers_no_other_challenge():
-    async def scene() -> None:
-        async with House() as house:
-            with closing([house.stranger(), house.stranger()]) as (agent, thief):
-                raw = RawAgent(await challenged(agent), name="a")
-                spoken = raw.hello + raw.line(say="fit")
-                agent.sendall(spoken)
-                while not house.heard:
-                    await asyncio.sleep(0.01)
-                await challenged(thief)
-                thief.sendall(spoken)
-                assert await ended(thief)
-            assert (len(house.members), house.heard) == (1, [("a", "fit")])
-
-    asyncio.run(scene())
-
-
-def test_lines_that_are_forged_repeated_left_out_exchanged_or_sent_back_lose_that_connection():
-    async def scene() -> None:
-        async with House() as house:
-            for number, spoil in enumerate((
-                lambda raw: b"0" * 64 + b" " + raw.line(say="stop")[65:],
-                lambda raw: raw.line(say="stop")[65:],
-                lambda raw: raw.line(say="stop").replace(b"stop", b"save"),
-                lambda raw: 2 * raw.line(say="fit"),
-                lambda raw: raw.line(say="fit") and raw.line(say="stop"),
-                lambda raw: sealed(raw.listeners, say="stop"),
-                lambda raw: raw.hello,
-            ), 1):  # fmt: skip
-                with closing([house.stranger()]) as (agent,):
-                    raw = RawAgent(await challenged(agent))
-                    agent.sendall(raw.hello + spoil(raw))
-                    while len(house.lost) < number:
-                        await asyncio.sleep(0.01)
-            assert set(house.lost) == {"None: a line without a valid proof"}
-            assert [say for _, say in house.heard] == ["fit"], "the first of the two that were the same"
-
-    asyncio.run(scene())
-
-
-@asynccontextmanager
-async def another_listener(answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]) -> AsyncIterator[int]:
-    """Who is no coordinator listens on this port."""
-    ended = asyncio.Event()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            with suppress(ConnectionError):
-                await answer(reader, writer)
-        finally:
-            writer.transport.abort()
-            ended.set()
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    yield server.sockets[0].getsockname()[1]
-    await asyncio.wait_for(ended.wait(), 5)
-    server.close()
-    await server.wait_closed()
-    await asyncio.sleep(0.01)  # what was aborted is closed in the next turn of the loop
-
-
-def test_who_listens_without_the_token_learns_nothing_and_is_not_believed():
-    heard = b""
-
-    async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal heard
-        writer.write(challenge_line("0" * 64))
-        heard = await reader.readline()
-        writer.write(heard + b'{"say":"welcome"}\n')  # sent back, and plain
-        await writer.drain()
-        await reader.read()
-
-    async def scene() -> None:
-        async with another_listener(impostor) as port:
-            with pytest.raises(ConnectionRefusedError, match="not this attempt's coordinator"):
-                await connect("127.0.0.1", port, "secret", {"name": "a"})
-
-    asyncio.run(scene())
-    assert heard.endswith(b"}\n")
-    assert b"secret" not in heard
-
-
-@pytest.mark.parametrize("said", [b'{"say":"welcome"}\n', b"SSH-2.0-x\n", b'{"say":"challenge"}\n', b"x" * (1 << 18)])
-def test_an_agent_that_is_not_challenged_says_nothing_of_itself(said):
-    heard = b"?"
-
-    async def another(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal heard
-        heard = b""
-        writer.write(said)
-        heard = await reader.read()
-
-    async def scene() -> None:
-        async with another_listener(another) as port:
-            with pytest.raises(ConnectionRefusedError):
-                await connect("127.0.0.1", port, "secret", {"name": "a"})
-
-    asyncio.run(scene())
-    assert heard == b""
-
-
 # -- strangers ---------------------------------------------------------------------------------------------------------
 
 
 def test_silent_strangers_on_every_place_keep_nobody_out():
     async def scene() -> None:
-        async with House() as house:
+        async with OpenServer() as house:
             held = [house.stranger(b'{"say": "hel') for _ in range(MAX_UNAUTHENTICATED + 50)]
             with closing(held):
                 await answered(await house.member())
@@ -304,7 +72,7 @@ def test_an_agent_among_hundreds_that_knock_at_once_is_listened_to_before_it_is_
     monkeypatch.setattr(control_server, "_AT_ONCE", 10_000)
 
     async def scene() -> None:
-        async with House() as house:
+        async with OpenServer() as house:
             before = [house.stranger() for _ in range(200)]
             agent = house.stranger()
             raw = RawAgent(await challenged(agent))
@@ -319,7 +87,7 @@ def test_an_agent_among_hundreds_that_knock_at_once_is_listened_to_before_it_is_
 
 def test_an_endless_hello_is_cut_off():
     async def scene() -> None:
-        async with House() as house:
+        async with OpenServer() as house:
             with closing([house.stranger()]) as (loris,):
                 loris.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # what is sent has left this process
                 loris.setblocking(False)
@@ -336,7 +104,7 @@ def test_an_endless_hello_is_cut_off():
 
 def test_slow_strangers_are_parted_with_when_their_time_is_up_however_they_dribble():
     async def scene() -> None:
-        async with House(patience=0.3) as house:
+        async with OpenServer(patience=0.3) as house:
             with closing([house.stranger() for _ in range(20)]) as dribblers:
                 ended = time.monotonic() + 1.0
                 while time.monotonic() < ended:
@@ -363,7 +131,7 @@ def test_a_flood_of_connections_has_a_bounded_share_of_time_and_descriptors():
             made[0] += 1
 
     async def scene() -> None:
-        async with House() as house:
+        async with OpenServer() as house:
             member = await house.member("old")
             flooder = threading.Thread(target=flood, args=(house.port,))
             before, most, cpu = descriptors(), 0, time.thread_time()
@@ -392,7 +160,7 @@ def test_a_flood_of_connections_has_a_bounded_share_of_time_and_descriptors():
 
 def test_a_process_without_descriptors_makes_room_for_its_agents():
     async def scene() -> None:
-        async with House() as house:
+        async with OpenServer() as house:
             clients = [socket.socket() for _ in range(100)]
             agent = socket.socket()
             limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -420,7 +188,7 @@ def test_a_member_that_floods_is_read_slowly_and_costs_the_others_nothing(monkey
     monkeypatch.setattr(tcp_transport, "_A_SECOND", 100.0)
 
     async def scene() -> None:
-        async with House() as house:
+        async with OpenServer() as house:
             bad, good = await house.member("bad"), await house.member("good")
             flood = b"".join(sealed(bad._own_seal, say="x") for _ in range(100_000))
             bad._transport.write(flood)
@@ -440,7 +208,7 @@ def test_a_member_that_floods_is_read_slowly_and_costs_the_others_nothing(monkey
 
 def test_a_member_with_a_giant_line_is_lost_alone():
     async def scene() -> None:
-        async with House() as house:
+        async with OpenServer() as house:
             bad, good = await house.member("bad"), await house.member("good")
             bad._transport.write(b"x" * (LONGEST_LINE + 10))
             while not house.lost:
@@ -458,7 +226,7 @@ def test_a_member_with_a_giant_line_is_lost_alone():
 
 def test_a_member_that_never_reads_is_dropped_before_it_costs_memory():
     async def scene() -> None:
-        async with House() as house:
+        async with OpenServer() as house:
             with closing([house.stranger()]) as (silent,):
                 silent.sendall(RawAgent(await challenged(silent)).hello)
                 while not house.members:
@@ -476,7 +244,7 @@ def test_a_member_that_never_reads_is_dropped_before_it_costs_memory():
 
 def test_messages_in_pieces_and_in_bunches_are_the_same_messages():
     async def scene() -> None:
-        async with House() as house:
+        async with OpenServer() as house:
             member = await house.member()
             text = b"".join(sealed(member._own_seal, say=f"m{number}") for number in range(300))
             for at in range(0, len(text), 7):

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import secrets
@@ -11,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +41,15 @@ def missing_programs() -> list[str]:
 
 def install() -> None:
     """Install the packages where that is possible; raises LabError, with the reason, where it is not."""
+    if not missing_programs():
+        return
+    # Several workers of one test run come here together, and only one can hold dpkg's lock.
+    with (Path(tempfile.gettempdir()) / f"orch-lab-install-{os.getuid()}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _install()
+
+
+def _install() -> None:
     if not missing_programs():
         return
     if os.geteuid() != 0 or shutil.which("apt-get") is None:

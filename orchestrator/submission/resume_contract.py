@@ -108,6 +108,7 @@ CONFIG: Mapping[str, Term] = {
     "checkpoint.keep": _PLACE,
     "checkpoint.max_unsaved_steps": _PLACE,
     "checkpoint.plausibility": _PLACE,
+    "checkpoint.files": _PLACE,
     "checkpoint.staging.mode": _PLACE,
     "checkpoint.staging.host_memory": _PLACE,
     "checkpoint.staging.files": _PLACE,

@@ -8,10 +8,10 @@ INTEROP := $(VENV)/interop
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q
 TREE := orchestrator trainer checkpointing tests benchmarks
 
-.PHONY: help venv demo check lint test proof bench wheel clean
+.PHONY: help venv demo check lint test test-gpu proof bench wheel clean
 
 help:  ## this list
-	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 venv: $(READY)  ## make .venv with the pinned versions (a second call costs nothing)
 
@@ -49,6 +49,9 @@ test: lint $(INTEROP)/.ready  ## everything, the real Slurm included (about 12 m
 
 proof: venv $(INTEROP)/.ready  ## the long counts; writes docs/proof.md
 	$(BIN)/python -m benchmarks.proof
+
+test-gpu: venv  ## kill, hang, desync, resume and memory on the GPUs here: one table to send back (under ten minutes)
+	$(BIN)/python -m tests.gpu
 
 bench: venv  ## times beside their limits; only numbers of a quiet machine count
 	$(BIN)/python -m benchmarks.cli

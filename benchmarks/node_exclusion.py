@@ -5,7 +5,8 @@
 TRACE is a list of {node_id, event_time (days), event_type: fault_start | fault_end, fault_type: {Class}}, as
 stepfun-ai/InfiniteHBD-Trace publishes. A fault is prevented when no job would have been on its node. A policy avoids
 the node for some days after its repair, which adds to the node-time that nobody can use. All nodes are taken for
-busy all the time.
+busy all the time. orch counts from the repair where Slurm says of a node that it is down or drained; a node that Slurm
+calls fit counts as repaired.
 """
 
 import argparse

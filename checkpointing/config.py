@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 AUTO = "auto"
 RUN = "run"
+BY_NODE = "node"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +139,10 @@ class CheckpointConfig:
     plausibility: str = "refuse"
     """What to do with an implausible state (NaN, a stale copy, a wrong step): `refuse`, `warn` or `off`."""
 
+    files: str = "rank"
+    """`rank`: each rank writes files of its own. `node`: the ranks of a node write one file together, for inode quotas;
+    each begins at a multiple of 8 MiB in it."""
+
     staging: StagingConfig = field(default_factory=StagingConfig)
 
     tiers: tuple[TierConfig, ...] = ()
@@ -158,6 +163,13 @@ class CheckpointConfig:
             raise ValueError(f"checkpoint.max_unsaved_steps={self.max_unsaved_steps}: must be 0 (no limit) or more")
         if self.plausibility not in ("refuse", "warn", "off"):
             raise ValueError(f"checkpoint.plausibility={self.plausibility}: must be refuse, warn or off")
+        if self.files not in ("rank", BY_NODE):
+            raise ValueError(f"checkpoint.files={self.files}: must be rank or node")
+        if self.files == BY_NODE and self.tiers and "://" in self.tiers[0].path:
+            raise ValueError(
+                f"checkpoint.files=node: several ranks cannot write one object of {self.tiers[0].path}; name a mounted "
+                f"file system as the first tier, or set checkpoint.files=rank"
+            )
         if isinstance(self.every, int) and 0 < self.max_unsaved_steps < self.every:
             raise ValueError(
                 f"checkpoint.max_unsaved_steps={self.max_unsaved_steps}: must be 0 or at least checkpoint.every"

@@ -18,11 +18,13 @@ from typing import Any
 from trainer.agent.control.tcp_transport import Message, Peer, connect
 from trainer.agent.flight.flight_record import Entry, FlightRecord, Group
 from trainer.agent.watch.rank_sample import RankSample
-from trainer.agent.watch.sampling import report_seconds
+from trainer.agent.watch.report_schedule import ReportSchedule
+from trainer.agent.watch.sampling import STILL
 from trainer.contract.progress import SECTIONS
 
 _JOIN_AT_ONCE = 100
 _SHARE = {"data": 0.05, "forward": 0.35, "backward": 0.55, "optimizer": 0.05}
+_LOOK_SECONDS = 0.2
 _A_STEP = 4
 """Collectives in each step."""
 _P99_SECONDS = 10.0
@@ -67,9 +69,15 @@ class SyntheticRanks:
         return RankSample(
             rank=rank, node=node, step=int(step), phase=phase, first=step < 1, age=round(age, 4),
             collective=int(step) * _A_STEP + (2 if phase == "backward" else 1), alive=round(age, 4),
-            state="T" if stands and rank == self.culprit and self.how == "stopped" else "S" if stands else "R",
+            state="T" if age > STILL and self._is_halted(rank) else "S" if stands else "R",
             lock=0.01,
         )  # fmt: skip
+
+    def sees_halted(self, ranks: range) -> bool:
+        return self._is_halted(self.culprit) and self.culprit in ranks and time.monotonic() > self._stopped + STILL
+
+    def _is_halted(self, rank: int) -> bool:
+        return rank == self.culprit >= 0 and self.how == "stopped" and time.monotonic() > self._stopped
 
     def work(self, rank: int, step: int) -> list[int]:
         total = int(step * self._seconds * 1e9)
@@ -108,7 +116,7 @@ class Agent:
     def __init__(self, node: int, nodes: int, ranks: int, world: SyntheticRanks) -> None:
         self._node, self._name, self._world = node, f"node{node:04d}", world
         self._ranks, self._all = range(node * ranks, (node + 1) * ranks), tuple(range(nodes * ranks))
-        self._period, self._generation, self._told_p99 = report_seconds(nodes), 0, 0.0
+        self._schedule, self._generation, self._told_p99 = ReportSchedule(node, nodes, time.monotonic()), 0, 0.0
         self._newest: dict[int, int] = {}
         self._peer: Peer
 
@@ -143,6 +151,8 @@ class Agent:
                     told = flights[first : first + _FLIGHTS_AT_ONCE]
                     self._peer.send("flight", **about, flights=told, unanswered=[], last=False)
                 self._peer.send("flight", **about, flights=[], unanswered=unanswered, last=True)
+            case "attend":
+                self._schedule.attend(message["seconds"], time.monotonic())
             case "evidence":
                 self._peer.send("evidence", generation=generation, incident=message["incident"], missing={})
             case "kill":
@@ -154,13 +164,16 @@ class Agent:
         return [rank for rank in self._ranks if rank != halted]
 
     async def _report(self) -> None:
-        await asyncio.sleep(random.random() * self._period)
+        await asyncio.sleep(random.random() * _LOOK_SECONDS)
         while True:
-            self._peer.send("progress", generation=self._generation, **(self._summary() if self._generation else {}))
-            self._world.reports += 1
-            await asyncio.sleep(self._period)
+            if self._schedule.due(time.monotonic(), closely=self._world.sees_halted(self._ranks)):
+                self._peer.send("progress", generation=self._generation, **self._summary())
+                self._world.reports += 1
+            await asyncio.sleep(_LOOK_SECONDS)
 
     def _summary(self) -> dict[str, Any]:
+        if not self._generation:
+            return {}
         seen = [self._world.see(rank, self._name) for rank in self._ranks]
         step = min(one.step for one in seen)
         report = {

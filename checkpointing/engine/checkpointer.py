@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from checkpointing.config import CheckpointConfig
+from checkpointing.config import BY_NODE, CheckpointConfig
 from checkpointing.engine.ranks.background_thread import start_background_thread
 from checkpointing.engine.ranks.failure import Failed, explain, result_or_failed
 from checkpointing.engine.ranks.group import World
@@ -199,7 +199,8 @@ class Checkpointer:
         """Agree on a plan and allocate memory for it; no save is under way. Returns this rank's parts."""
         staging = self._config.staging
         lay = budgeted(staging.files, staging.host_memory)
-        plan = agree_on_plan(self._ranks, tensors, lay, int(staging.host_memory * GIB))
+        by_node = self._config.files == BY_NODE
+        plan = agree_on_plan(self._ranks, tensors, lay, int(staging.host_memory * GIB), by_node=by_node)
         structure = Structure(tensors)
         if self._stager is not None:
             self._stager.close()
@@ -211,7 +212,8 @@ class Checkpointer:
             raise OSError(failed[0])
         assert isinstance(stager, Stager)
         self._stager = stager
-        self._restorer.memory = Memory(self._saver.writer.arena, plan, stager.write_templates) if plan.whole else None
+        arena = self._saver.writer.arena
+        self._restorer.memory = Memory(arena, plan, stager.write_templates, plan.on_disk()) if plan.whole else None
         self._open_flusher()
         parts = stager.match(tensors)
         assert parts is not None, "a state does not match its own structure"

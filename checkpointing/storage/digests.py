@@ -25,6 +25,13 @@ def digest(data: Bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
+def filled_digest(data: Bytes, size: int = CHUNK) -> str:
+    """Of `data` with zeros after it, `size` bytes in all."""
+    state = xxhash.xxh3_128(data)
+    state.update(bytes(size - len(data)))
+    return state.hexdigest()
+
+
 class DigestSink:
     """Passes bytes on to a sink and digests the very same ones; remembers the first OSError it saw.
 

@@ -19,18 +19,21 @@ Cancelled = Callable[[], bool]
 
 
 def write_direct(
-    path: Path, data: memoryview, *, block: int = BLOCK, cancelled: Cancelled = lambda: False, threads: int = 0
-) -> bool:
+    path: Path, data: memoryview, *, block: int = BLOCK, cancelled: Cancelled = lambda: False, threads: int = 0,
+    at: int | None = None,
+) -> bool:  # fmt: skip
     """Write a new file and make its bytes durable; its name is so after an fsync of the folder.
 
-    True when no byte went through the page cache: `data` must begin at a page, its length be a multiple of 4096.
-    Raises OSError: FileExistsError for a taken name, ENOSPC before anything is written where space can be claimed,
-    ECANCELED when `cancelled` becomes true between two blocks. What is written by then stays.
+    With `at`, a multiple of 4096, it is a region of a file that others write to as well. True when no byte went through
+    the page cache: `data` must begin at a page, its length be a multiple of 4096. Raises OSError: FileExistsError for a
+    taken name, ENOSPC before anything is written where space can be claimed, ECANCELED when `cancelled` becomes true
+    between two blocks. What is written by then stays.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    alone = os.O_EXCL if at is None else 0
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | alone | os.O_CLOEXEC, 0o600)
     try:
-        shared_memory.allocate(descriptor, len(data))
-        file = _DirectFile(descriptor, data, block, cancelled)
+        shared_memory.allocate(descriptor, len(data), at or 0)
+        file = _DirectFile(descriptor, data, at or 0, block, cancelled)
         file.write_all(threads or (_THREADS if len(data) > _SMALL else 1))
         os.fsync(descriptor)
     except OSError as error:
@@ -41,10 +44,11 @@ def write_direct(
 
 
 class _DirectFile:
-    """One open file into which one or several threads write the blocks of one memory."""
+    """One open file into which one or several threads write the blocks of one memory, from `begin` on."""
 
-    def __init__(self, descriptor: int, data: memoryview, block: int, cancelled: Cancelled) -> None:
-        self._descriptor, self._data, self._block, self._cancelled = descriptor, data, block, cancelled
+    def __init__(self, descriptor: int, data: memoryview, begin: int, block: int, cancelled: Cancelled) -> None:
+        self._descriptor, self._data, self._begin = descriptor, data, begin
+        self._block, self._cancelled = block, cancelled
         self._starts = itertools.count(0, block)
         self._error: OSError | None = None
         self._written: list[int] = []
@@ -89,7 +93,7 @@ class _DirectFile:
         while at < end:
             direct = self.direct
             try:
-                count = os.pwrite(self._descriptor, self._data[at:end], at)
+                count = os.pwrite(self._descriptor, self._data[at:end], self._begin + at)
             except OSError as error:
                 if error.errno != errno.EINVAL or not direct:
                     raise

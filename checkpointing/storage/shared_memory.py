@@ -90,12 +90,12 @@ def populate(view: memoryview) -> None:
         _libc.madvise(address, len(view), _POPULATE_WRITE)
 
 
-def allocate(descriptor: int, size: int) -> bool:
-    """Claim the space of a file's first `size` bytes; False when its file system cannot. Raises OSError (ENOSPC).
+def allocate(descriptor: int, size: int, start: int = 0) -> bool:
+    """Claim the space of `size` bytes of a file; False when its file system cannot. Raises OSError (ENOSPC).
 
     Not `posix_fallocate`: the C library imitates that by writing, where the file system has nothing to offer.
     """
-    if size and _libc.fallocate(descriptor, 0, 0, size) != 0:
+    if size and _libc.fallocate(descriptor, 0, start, size) != 0:
         if ctypes.get_errno() in _UNSUPPORTED:
             return False
         _fail("fallocate")

@@ -85,7 +85,8 @@ def decode_error(fault: dict[str, Any]) -> OSError:
 
 def decode_write_order(fields: dict[str, Any]) -> WriteOrder:
     files = tuple((name, offset, size) for name, offset, size in fields["files"])
-    return WriteOrder(**{**fields, "files": files})
+    places = tuple((name, offset) for name, offset in fields["places"])
+    return WriteOrder(**{**fields, "files": files, "places": places})
 
 
 def decode_copy_order(fields: dict[str, Any]) -> CopyOrder:
@@ -97,4 +98,5 @@ def decode_entry(fields: dict[str, Any]) -> FileEntry:
 
 
 def decode_write_result(fields: dict[str, Any]) -> WriteResult:
-    return WriteResult(**{**fields, "files": tuple(decode_entry(entry) for entry in fields["files"])})
+    files = tuple(decode_entry(entry) for entry in fields["files"])
+    return WriteResult(**{**fields, "files": files, "filled": tuple(fields["filled"])})

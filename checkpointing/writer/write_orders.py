@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from checkpointing.format.manifest import FileEntry
 from checkpointing.storage.backends import LocalStorage, Storage, storage_at
-from checkpointing.storage.digests import CHUNK, DigestSink, digest
+from checkpointing.storage.digests import CHUNK, DigestSink, digest, filled_digest
 from checkpointing.storage.direct_io import BLOCK, write_direct
 from checkpointing.storage.durable import fsync_dir, make_folder
 from checkpointing.writer.arena import Arena, Record
@@ -23,7 +23,10 @@ _HEAD_START = 0.001
 
 @dataclass(frozen=True, kw_only=True)
 class WriteOrder:
-    """Write parts of a buffer as new files of a checkpoint; with `publish`, vouch for the buffer in the arena."""
+    """Write parts of a buffer as new files of a checkpoint; with `publish`, vouch for the buffer in the arena.
+
+    With `places`, one for each of `files`, they are regions of files that other ranks write to as well.
+    """
 
     place: str  # root path or URL
     folder: str
@@ -33,13 +36,18 @@ class WriteOrder:
     extra: dict[str, Any] = field(default_factory=dict)
     plan: str
     publish: bool = True
+    places: tuple[tuple[str, int], ...] = ()  # name, offset in the file
 
 
 @dataclass(frozen=True, kw_only=True)
 class WriteResult:
-    """What is durable now; `direct` when all of it went past the page cache."""
+    """What is durable now; `direct` when all of it went past the page cache.
+
+    `filled` has the digest of each file's last chunk with zeros up to that chunk's end.
+    """
 
     files: tuple[FileEntry, ...]
+    filled: tuple[str, ...] = ()
     seconds: float
     direct: bool
 
@@ -47,7 +55,7 @@ class WriteResult:
 class _Target(Protocol):
     """The folder of one checkpoint in one place."""
 
-    def write(self, name: str, data: memoryview) -> bool: ...
+    def write(self, name: str, data: memoryview, at: int | None = None) -> bool: ...
 
     def finish(self) -> None: ...
 
@@ -59,8 +67,8 @@ class _LocalTarget:
         self._folder, self._cancel_token = folder, cancel_token
         make_folder(folder)
 
-    def write(self, name: str, data: memoryview) -> bool:
-        return write_direct(self._folder / name, data, cancelled=self._cancel_token.cancelled)
+    def write(self, name: str, data: memoryview, at: int | None = None) -> bool:
+        return write_direct(self._folder / name, data, cancelled=self._cancel_token.cancelled, at=at)
 
     def finish(self) -> None:
         fsync_dir(self._folder)
@@ -72,7 +80,9 @@ class _StorageTarget:
     def __init__(self, storage: Storage, folder: str, cancel_token: CancelToken) -> None:
         self._storage, self._folder, self._cancel_token = storage, folder, cancel_token
 
-    def write(self, name: str, data: memoryview) -> bool:
+    def write(self, name: str, data: memoryview, at: int | None = None) -> bool:
+        if at is not None:
+            raise OSError(errno.EOPNOTSUPP, "several ranks cannot write one object", f"{self._folder}/{name}")
         sink = self._storage.create(f"{self._folder}/{name}")
         try:
             for start in range(0, len(data), BLOCK):
@@ -110,17 +120,20 @@ def write_files(
         raise OSError(errno.ESTALE, "the buffers are laid out for another plan")
     buffer = arena.buffer(order.buffer)
     parts = [(name, buffer[offset : offset + size]) for name, offset, size in order.files]
+    targets: list[tuple[str, int | None]] = [*order.places] or [(name, None) for name, *_ in order.files]
+    regions = [(name, data, at) for (name, at), (_, data) in zip(targets, parts, strict=True)]
     digest_thread = _DigestThread(order, arena, parts, cancel_token)
     digest_thread.start()
     try:
         target = _target(order, storage, cancel_token)
-        direct = _write_all(target, parts)
+        direct = _write_all(target, regions)
         target.finish()
     finally:
         digest_thread.join()
     cancel_token.check()
     assert digest_thread.files is not None
-    return WriteResult(files=digest_thread.files, seconds=time.monotonic() - start, direct=direct)
+    filled = tuple(digest_thread.filled)
+    return WriteResult(files=digest_thread.files, filled=filled, seconds=time.monotonic() - start, direct=direct)
 
 
 def put_file(
@@ -137,10 +150,10 @@ def put_file(
     return FileEntry(name=name, size=sink.size, chunks=sink.chunks)
 
 
-def _write_all(target: _Target, parts: Sequence[tuple[str, memoryview]]) -> bool:
+def _write_all(target: _Target, parts: Sequence[tuple[str, memoryview, int | None]]) -> bool:
     """Write a few files at a time; raises the first failure when all have stopped."""
     if len(parts) < 2:
-        return all([target.write(name, data) for name, data in parts])
+        return all([target.write(*part) for part in parts])
     left = list(reversed(parts))
     direct: list[bool] = []
     failures: list[Exception] = []
@@ -148,11 +161,11 @@ def _write_all(target: _Target, parts: Sequence[tuple[str, memoryview]]) -> bool
     def work() -> None:
         while not failures:
             try:
-                name, data = left.pop()
+                part = left.pop()
             except IndexError:
                 return
             try:
-                direct.append(target.write(name, data))
+                direct.append(target.write(*part))
             except Exception as error:  # noqa: BLE001  # outermost edge
                 failures.append(error)
 
@@ -177,6 +190,7 @@ class _DigestThread(threading.Thread):
         super().__init__(name="inspector", daemon=True)
         self._order, self._arena, self._parts, self._cancel_token = order, arena, parts, cancel_token
         self.files: tuple[FileEntry, ...] | None = None
+        self.filled: list[str] = []
 
     def run(self) -> None:
         # The writes go first: this thread begins on the core of the one that is about to hand them to the kernel, and
@@ -188,6 +202,9 @@ class _DigestThread(threading.Thread):
             if self._cancel_token.halted():
                 return
             files.append(FileEntry(name=name, size=len(data), chunks=chunks))
+            if self._order.places:
+                rest = len(data) % CHUNK
+                self.filled.append(filled_digest(data[len(data) - rest :]) if rest else chunks[-1])
         self.files = tuple(files)
         if self._order.publish:
             self._publish(self.files)

@@ -1,10 +1,11 @@
-"""What a controller does beside its passes over the runs: restore tests, notifications."""
+"""What a controller does beside its passes over the runs: restore tests, notifications, nodes under repair."""
 
 import time
 from dataclasses import dataclass
 from typing import Self
 
 from orchestrator.controller.reconciler.reconcile import Controller
+from orchestrator.controller.repaired_nodes import RepairedNodes
 from orchestrator.notifications.controller_pass import Notifications
 from orchestrator.notifications.sender import WITHIN
 from orchestrator.restore_tests.controller_pass import RestoreTests
@@ -15,19 +16,31 @@ LAST_WORD_WITHIN = 5.0
 
 @dataclass(frozen=True)
 class AfterPass:
-    """The restore tests and the notifications of one controller's runs."""
+    """What follows from the runs of one controller."""
 
+    controller: Controller
     tests: RestoreTests
     notifications: Notifications
+    repaired: RepairedNodes
 
     @classmethod
     def of(cls, controller: Controller) -> Self:
         store, owns, between = controller.store, controller.domain.has, controller.actor.renew_lease_if_due
-        return cls(RestoreTests(store, controller.files, owns, between), Notifications(store, owns, between))
+        return cls(
+            controller,
+            RestoreTests(store, controller.files, owns, between),
+            Notifications(store, owns, between),
+            RepairedNodes(store, controller.schedulers),
+        )
 
-    def notify_and_wait(self, epoch: int, now: float) -> list[str]:
-        """Send what is due and wait for it: a single pass has no later one."""
-        done, deadline = self.notifications.run(epoch, now), time.monotonic() + WITHIN
+    def serve(self, epoch: int, now: float) -> list[str]:
+        """Send what is due, and prolong exclusions of nodes that are still out of service; what was done, in words."""
+        repaired = self.repaired.run(self.controller.domain.live(), epoch, now)
+        return [*repaired, *self.notifications.run(epoch, now)]
+
+    def serve_and_wait(self, epoch: int, now: float) -> list[str]:
+        """The same, and wait for what is being sent: a single pass has no later one."""
+        done, deadline = self.serve(epoch, now), time.monotonic() + WITHIN
         while self.notifications.sending and (left := deadline - time.monotonic()) > 0:
             done += [*self.notifications.finish(epoch, left), *self.notifications.run(epoch, time.time())]
         return done

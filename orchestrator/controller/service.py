@@ -222,8 +222,8 @@ def tick_once(
             # What was begun now is launched now: nobody may pass again before long.
             report = replace(report, actions=(*report.actions, *begun))
             report = report.plus(controller.tick(controller.actor.lease)) if begun else report
-            told = after.notify_and_wait(controller.actor.epoch, time.time())
-            return replace(report, actions=(*report.actions, *told))
+            done = after.serve_and_wait(controller.actor.epoch, time.time())
+            return replace(report, actions=(*report.actions, *done))
         finally:
             controller.store.drop_lease(controller.actor.lease)
 
@@ -341,9 +341,9 @@ class Daemon:
         report = self.controller.tick(lease)
         self.controller.store.database.after_commit(set())  # records that are owed
         epoch, now = self.controller.actor.epoch, time.time()
-        tests, told = self._after.tests.run(epoch, now), self._after.notifications.run(epoch, now)
+        tests, done = self._after.tests.run(epoch, now), self._after.serve(epoch, now)
         changed = self._watch.after(report) or report.changed or bool(tests)
-        report = replace(report, changed=changed, actions=(*report.actions, *tests, *told))
+        report = replace(report, changed=changed, actions=(*report.actions, *tests, *done))
         for line in (*report.actions, *report.errors):
             log.info("%s", line)
         for kind in report.unreachable:

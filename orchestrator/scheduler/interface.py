@@ -112,5 +112,8 @@ class Scheduler(Protocol):
         does not do that.
         """
 
+    def out_of_service(self, nodes: frozenset[str]) -> frozenset[str]:
+        """Those of these nodes that get no jobs for now: down, drained, under maintenance."""
+
     def cancel(self, job_id: str) -> None:
         """End a job; repeating it, or a job that has ended, is no error."""

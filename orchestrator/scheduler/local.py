@@ -88,6 +88,9 @@ class LocalScheduler:
         if submission.is_dir() and not marker.exists():
             write_durably(marker, job_id.encode())
 
+    def out_of_service(self, nodes: frozenset[str]) -> frozenset[str]:
+        return frozenset()
+
     def cancel(self, job_id: str) -> None:
         for intent in self._intents():
             try:

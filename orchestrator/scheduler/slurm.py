@@ -13,6 +13,8 @@ from orchestrator.scheduler.interface import ENDED_STATES, LEAVING_STATES, UNREA
 from orchestrator.scheduler.job_tags import is_marked, tag_in, tags
 from orchestrator.scheduler.sbatch_values import check_nodes
 from orchestrator.scheduler.slurm_text import (
+    DOWN,
+    OUT_OF_SERVICE,
     SACCT_FORMAT,
     SEPARATOR,
     SQUEUE_FORMAT,
@@ -22,7 +24,7 @@ from orchestrator.scheduler.slurm_text import (
     fold_nodes,
     join_resized,
     read_accounting,
-    read_down_nodes,
+    read_node_states,
     read_queue,
 )
 
@@ -159,7 +161,7 @@ class SlurmScheduler:
         if not over:
             return jobs
         try:
-            down = self._down_nodes(frozenset(node for job in over.values() for node in job.nodes))
+            down = self._nodes_in(DOWN, frozenset(node for job in over.values() for node in job.nodes))
         except SlurmUnreachable as error:
             if len(over) == len(jobs):
                 raise
@@ -169,12 +171,15 @@ class SlurmScheduler:
             for job_id, job in over.items()
         }
 
-    def _down_nodes(self, nodes: frozenset[str]) -> frozenset[str]:
+    def out_of_service(self, nodes: frozenset[str]) -> frozenset[str]:
+        return self._nodes_in(OUT_OF_SERVICE, nodes)
+
+    def _nodes_in(self, states: frozenset[str], nodes: frozenset[str]) -> frozenset[str]:
         done = run_command(["sinfo", "-h", "-N", "-n", fold_nodes(tuple(sorted(nodes))), "-o", "%N %T"], self._timeout)
         if done.returncode != 0:
             raise unreachable("sinfo", done.stderr)
         try:
-            return read_down_nodes(done.stdout, nodes)
+            return read_node_states(done.stdout, nodes, states)
         except UnreadableField as error:
             raise unreachable("sinfo", str(error)) from error
 

@@ -191,11 +191,13 @@ def join_resized(jobs: list[JobStatus]) -> list[JobStatus]:
     return [*found, *closed.values()]
 
 
-_DOWN = frozenset({"DOWN", "FAIL", "FAILING"})
+DOWN = frozenset({"DOWN", "FAIL", "FAILING"})
+OUT_OF_SERVICE = DOWN | {"DRAINED", "DRAINING", "MAINT", "REBOOT"}
 
 
-def read_down_nodes(text: str, asked: frozenset[str]) -> frozenset[str]:
-    """Nodes among `asked` that `sinfo -h -N -o "%N %T"` shows as down; raises Garbage when it is not told of each.
+def read_node_states(text: str, asked: frozenset[str], wanted: frozenset[str]) -> frozenset[str]:
+    """Nodes among `asked` that `sinfo -h -N -o "%N %T"` shows in a wanted state; raises UnreadableField when it is not
+    told of each.
 
     The `*` of a node that does not answer is no verdict yet. A node that has no row is none of the cluster any more.
     """
@@ -203,7 +205,7 @@ def read_down_nodes(text: str, asked: frozenset[str]) -> frozenset[str]:
     told = {row[0]: row[1] for row in rows if len(row) == 2 and row[0] in asked}
     if set(told) != asked and any(len(row) != 2 for row in rows):
         raise UnreadableField(f"expected a node and a state in every line, got {text[:200]!r}")
-    return frozenset(node for node, state in told.items() if plain_state(state) in _DOWN)
+    return frozenset(node for node, state in told.items() if plain_state(state) in wanted)
 
 
 def _known(value: str) -> str:

@@ -65,7 +65,9 @@ def create_run(
     data = given.data
     index = _data(config, data, root, progress)
     recorded = {name: value for name, value in os.environ.items() if name not in config.env_from}
-    identity = identify(config, kind, data=_data_identity(data, index), environ=recorded)
+    identity = identify(
+        config, kind, data=data_identity(data["data"]["path"], index) if index is not None else {}, environ=recorded
+    )
     identity["host"] = socket.gethostname()
     if imported is not None:
         identity["imported"] = imported
@@ -172,7 +174,7 @@ def _data(config: RunConfig, data: dict[str, Any], root: Path, progress: Progres
         folder, index = _tokenized(config, root, progress)
         data["data"]["path"] = str(folder)
     elif config.data.path:
-        index = _read(config.data.path)
+        index = read_index(config.data.path)
     else:
         return None
     if not config.command and config.workload.target == BUILT_IN:
@@ -198,7 +200,8 @@ def _tokenized(config: RunConfig, root: Path, progress: Progress | None) -> tupl
     return folder, index
 
 
-def _read(path: str) -> Index:
+def read_index(path: str) -> Index:
+    """What a folder of tokens holds; raises ConfigError."""
     try:
         return Index.read(Path(path).expanduser())
     except TokensError as error:
@@ -221,12 +224,6 @@ def _check_fit(config: RunConfig, index: Index, path: str) -> None:
         )
 
 
-def _data_identity(data: dict[str, Any], index: Index | None) -> dict[str, Any]:
-    if index is None:
-        return {}
-    return {
-        "path": data["data"]["path"],
-        "fingerprint": index.fingerprint,
-        "tokens": index.tokens,
-        "shards": len(index.shards),
-    }
+def data_identity(path: str, index: Index) -> dict[str, Any]:
+    """What a run remembers of its data."""
+    return {"path": path, "fingerprint": index.fingerprint, "tokens": index.tokens, "shards": len(index.shards)}

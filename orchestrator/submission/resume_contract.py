@@ -29,7 +29,7 @@ class Term:
     why: str = ""
 
 
-_PLACE = Term(Rule.HARMLESS)
+HARMLESS = _PLACE = Term(Rule.HARMLESS)
 _SUMS = Term(Rule.ACCEPT, "sums are added in another order, so that numbers differ in their last bits")
 _RECIPE = Term(Rule.ACCEPT, "training goes on with another recipe")
 _CODE = Term(Rule.ACCEPT, "other code trains from here on")
@@ -38,6 +38,7 @@ _SHAPE = Term(Rule.REFUSED, "the checkpoint's tensors have other shapes; submit 
 _OTHER_DATA = Term(Rule.REFUSED, "the position in the data would mean other data; submit a new run")
 _FOLDER = Term(Rule.REFUSED, "the run's folder lies there; submit a new run")
 
+DATA_PATH = "data.path"
 CONFIG: Mapping[str, Term] = {
     "name": _FOLDER,
     "workload.target": Term(Rule.REFUSED, "another class has other state; submit a new run"),
@@ -97,7 +98,7 @@ CONFIG: Mapping[str, Term] = {
     "train.clip_norm": _RECIPE,
     "train.dtype": _RECIPE,
     "train.activation_checkpointing": _SUMS,
-    "data.path": _OTHER_DATA,
+    DATA_PATH: Term(Rule.REFUSED, "it does not hold the same tokens; submit a new run"),
     "data.text": _OTHER_DATA,
     "data.shuffle": _OTHER_DATA,
     "validation.every": Term(Rule.ACCEPT, "a schedule that waits for a plateau sees other validations"),
@@ -108,6 +109,7 @@ CONFIG: Mapping[str, Term] = {
     "checkpoint.keep": _PLACE,
     "checkpoint.max_unsaved_steps": _PLACE,
     "checkpoint.plausibility": _PLACE,
+    "checkpoint.files": _PLACE,
     "checkpoint.staging.mode": _PLACE,
     "checkpoint.staging.host_memory": _PLACE,
     "checkpoint.staging.files": _PLACE,

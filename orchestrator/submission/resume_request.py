@@ -4,6 +4,7 @@ import os
 import shlex
 import sys
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,17 @@ from orchestrator.scheduler.job_environment import Submitter
 from orchestrator.scheduler.scheduler_instance import instance_of
 from orchestrator.states import RunState
 from orchestrator.submission import user_code
+from orchestrator.submission.create_run import data_identity, read_index
 from orchestrator.submission.job_check import check_script, check_with_slurm
-from orchestrator.submission.resume_contract import Change, check_keys, config_changes, identity_changes, require
+from orchestrator.submission.resume_contract import (
+    DATA_PATH,
+    HARMLESS,
+    Change,
+    check_keys,
+    config_changes,
+    identity_changes,
+    require,
+)
 from orchestrator.submission.run_identity import client, code, environment
 from orchestrator.submission.secret_values import renew, without_webhook
 from trainer.contract.config import build
@@ -52,6 +62,9 @@ def resume_request(store: Store, run: Run, overrides: Sequence[str], accepted: C
         assert isinstance(made, RunConfig)
         config = made
     identity = current_identity(run, config) | _client_here(run)
+    if any(change.key == DATA_PATH for change in changes):
+        identity |= _data_at(config.data.path)
+        changes = _unless_only_moved(changes, run, identity)
     differs = identity_changes(run.identity, identity)
     # Where nothing has trained, no number was computed with what is different now.
     compared = differs if config.command or run.step or store.checkpoints(run.name) else []
@@ -66,6 +79,18 @@ def resume_request(store: Store, run: Run, overrides: Sequence[str], accepted: C
     # `base`: somebody else may change the run before this is answered.
     asked: dict[str, Any] = {"config": store.put_config(data), "base": run.config_digest} if changes else {}
     return asked | ({"identity": identity} if differs else {})
+
+
+def _data_at(path: str) -> dict[str, Any]:
+    return {"data": data_identity(path, read_index(path))} if path else {}
+
+
+def _unless_only_moved(changes: list[Change], run: Run, identity: dict[str, Any]) -> list[Change]:
+    """The same tokens in another folder are the same data."""
+    before, now = run.identity.get("data") or {}, identity.get("data") or {}
+    if not before.get("fingerprint") or before["fingerprint"] != now.get("fingerprint"):
+        return changes
+    return [replace(one, term=HARMLESS) if one.key == DATA_PATH else one for one in changes]
 
 
 def _require_tiers(before: RunConfig, now: RunConfig) -> None:

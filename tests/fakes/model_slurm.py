@@ -140,6 +140,10 @@ class ModelSlurm:
                     resources = replace(job.spec.resources, exclude=exclude, avoided=exclude)
                     job.spec = replace(job.spec, resources=resources)
 
+    def out_of_service(self, nodes: frozenset[str]) -> frozenset[str]:
+        self._answer("out_of_service")
+        return frozenset()
+
     def cancel(self, job_id: str) -> None:
         self._answer(f"cancel {job_id}")
         for job in self.jobs:

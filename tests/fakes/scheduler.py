@@ -18,6 +18,7 @@ class FakeScheduler:
         self.jobs: dict[str, JobStatus] = {}
         self.specs: dict[str, JobSpec] = {}
         self.silent = self.ambiguous = False
+        self.out = frozenset[str]()  # nodes that are out of service
         self.calls: list[str] = []
 
     def submit(self, spec: JobSpec) -> str | None:
@@ -44,6 +45,10 @@ class FakeScheduler:
         if job_id in self.jobs and self.jobs[job_id].held:
             nodes = tuple(f"n{index + 1}" for index in range(self.specs[job_id].resources.nodes))
             self.set(job_id, held=False, state="RUNNING", nodes=nodes)
+
+    def out_of_service(self, nodes: frozenset[str]) -> frozenset[str]:
+        self._answer(f"out_of_service {','.join(sorted(nodes))}")
+        return nodes & self.out
 
     def cancel(self, job_id: str) -> None:
         self._answer(f"cancel {job_id}")

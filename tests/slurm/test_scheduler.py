@@ -51,6 +51,17 @@ def test_a_job_runs_in_its_own_environment_and_folder(world: World, monkeypatch:
     assert "SLURM_RESTART_COUNT" not in facts["environ"]
 
 
+def test_a_drained_node_is_out_of_service_until_it_is_resumed(world: World, lab: SlurmLab) -> None:
+    asked = frozenset({"n3", "n4"})
+    assert world.scheduler.out_of_service(asked) == frozenset()
+    lab.ask("scontrol", "update", "nodename=n4", "state=drain", "reason=fan")
+    try:
+        assert world.scheduler.out_of_service(asked) == {"n4"}
+    finally:
+        lab.ask("scontrol", "update", "nodename=n4", "state=resume")
+    assert world.scheduler.out_of_service(asked) == frozenset()
+
+
 def test_below_a_folder_of_others_a_job_starts_and_its_log_is_in_its_folder(world: World) -> None:
     shared = world.folder / "shared"
     shared.mkdir()

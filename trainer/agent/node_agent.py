@@ -24,8 +24,9 @@ from trainer.agent.ranks import fault_injection, kill_generation, kill_orphaned_
 from trainer.agent.ranks.exit_reports import ExitReports
 from trainer.agent.ranks.local_ranks import LocalRank, LocalRanks
 from trainer.agent.ranks.rank_exit import ExitInfo, decode_shell_exit, exit_report
+from trainer.agent.watch.report_schedule import ReportSchedule
 from trainer.agent.watch.root_cause import exit_words, signal_name
-from trainer.agent.watch.sampling import Sampler, no_writer, report_seconds
+from trainer.agent.watch.sampling import Sampler, no_writer
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.node_identity import NodeIdentity
@@ -57,6 +58,7 @@ class NodeAgent:
         self._writers: CheckpointWriters | None = None
         self._node_rank: int | None = None  # of a spare: none
         self._startup_failures, self._sigterm_sent, self._options = 0, False, GenerationOptions()
+        self._reports = ReportSchedule(identity.node, config.cluster.all_nodes, time.monotonic())
         self._tasks: set[asyncio.Task[None]] = set()
         self._exit_reports = ExitReports(self._spawn)
         self._early: list[int] = []
@@ -146,6 +148,8 @@ class NodeAgent:
                 rank = None if message["kind"] in fault_injection.AGENT_KINDS else message["at"]
                 self._events.write(EventKind.DRILL, kind=message["kind"], rank=rank, node=self._node.name, step=step)
                 fault_injection.inject(message, self._ranks)
+            case "attend":
+                self._reports.attend(message["seconds"], time.monotonic())
             case "kill":
                 self._kill(message["generation"])
 
@@ -365,22 +369,18 @@ class NodeAgent:
 
     async def _report_progress(self) -> None:
         """Look ten times a second, report now and then, and at once when a generation has made its first step."""
-        reported, waited = 0, 0.0
-        pause = report_seconds(self._config.cluster.all_nodes)
+        reported = 0
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
-            waited += _LOOK_SECONDS
-            ranks, sampler = self._ranks, self._sampler
+            now, ranks, sampler = time.monotonic(), self._ranks, self._sampler
             if ranks is None or sampler is None:
-                if waited >= pause:
-                    waited = 0.0
+                if self._reports.due(now):
                     self._peer.send("progress", generation=0)
                 continue
             summary = ranks.summary()
             first = reported != ranks.generation and summary["stepped"]
             reported = ranks.generation if first else reported
-            if first or waited >= pause:
-                waited = 0.0
+            if self._reports.due(now, closely=sampler.sees_halted(), at_once=first):
                 self._peer.send("progress", generation=ranks.generation, **summary, **sampler.report())
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":

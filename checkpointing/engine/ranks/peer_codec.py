@@ -21,6 +21,7 @@ from checkpointing.errors import Refused, UnsafePickle
 from checkpointing.format.commit import Commit
 from checkpointing.format.index import Index, Piece, TensorInfo
 from checkpointing.format.manifest import FileEntry, Manifest
+from checkpointing.format.node_files import Region
 from checkpointing.format.read_plan import Strip
 from checkpointing.tiers.copy_files import Copied
 
@@ -49,7 +50,7 @@ def _register(kind: type[T], fields: tuple[str, ...]) -> type[T]:
     return kind
 
 
-for _kind in (Commit, Copied, FileEntry, Index, Manifest, Piece, Strip, TensorInfo):
+for _kind in (Commit, Copied, FileEntry, Index, Manifest, Piece, Region, Strip, TensorInfo):
     peer_message(_kind)
 for _error in (Refused, UnsafePickle):
     _register(_error, ("name", "reason", "damaged"))

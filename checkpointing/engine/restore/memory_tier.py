@@ -27,9 +27,13 @@ class Memory:
     `write_templates` writes them into a buffer anew; without it no buffer is lent, since reading into it destroys them.
     """
 
-    def __init__(self, arena: Arena, plan: PlannedFiles, write_templates: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self, arena: Arena, plan: PlannedFiles, write_templates: Callable[[int], None] | None = None,
+        on_disk: PlannedFiles | None = None,
+    ) -> None:  # fmt: skip
+        """`on_disk`: the same plan as its files are found in a checkpoint's folder, where that differs."""
         self._arena, self._write_templates = arena, write_templates
-        self.layout = SavedLayout(plan)
+        self.layout, self.on_disk = SavedLayout(plan), SavedLayout(on_disk or plan)
         self._lent: set[int] = set()
         self._held: dict[str, tuple[int, Record]] = {}  # by the name of the save: buffer, record
 
@@ -57,7 +61,7 @@ class Memory:
         """Collective: verify what is held of this save and fill `tensors`; raises Refused, then none has changed."""
         at, record = self._held[name]
         lacking = on_all_ranks(ranks, record.name, lambda: self.layout.lacking(tensors))
-        facts = self.layout.exchange_facts(ranks, lacking, [entry.name for entry in record.files])
+        facts = self.layout.exchange_facts(ranks, lacking, [(entry.name, 0, entry.size) for entry in record.files])
         files = ranks.all_gather([(entry.name, entry.size, entry.chunk_size) for entry in record.files])
         digests = {entry.name: entry.chunks for entry in record.files}
         shards = in_one_row((*file, digests.get(file[0])) for told in files for file in told)

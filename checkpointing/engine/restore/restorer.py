@@ -242,9 +242,9 @@ class Restorer:
         """Of a checkpoint in the run's own layout each rank reads what it would write."""
         memory, ranks, name = self.memory, self._ranks, manifest.name
         assert memory is not None
-        layout = memory.layout
+        layout = memory.on_disk
         lacking = on_all_ranks(ranks, name, lambda: layout.lacking(tensors, alone=ranks.size == 1))
-        facts = layout.exchange_facts(ranks, lacking, [file for file, *_ in layout.plan.files])
+        facts = layout.exchange_facts(ranks, lacking, layout.plan.files)
         fits = on_all_ranks(ranks, name, lambda: layout.holds_nearly_all(tensors))
         if not all(fits) or layout.unknown(lacking, facts):
             index = self._local_result(name, lambda: read_index(place.storage, manifest))
@@ -286,7 +286,7 @@ class Restorer:
         manifest, faults = read_sealed(place.storage, name)
         if manifest is None or (faults and place.shared):
             raise Refused(name, "; ".join(map(str, faults)), any(fault.is_damage for fault in faults))
-        if self.memory is not None and place.shared and self.memory.layout.matches(manifest):
+        if self.memory is not None and place.shared and self.memory.on_disk.matches(manifest):
             return manifest, None
         return manifest, read_index(place.storage, manifest)
 

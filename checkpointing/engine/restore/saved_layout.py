@@ -46,9 +46,9 @@ class PlannedFiles(Protocol):
 @peer_message
 @dataclass(frozen=True)
 class Facts:
-    """What ranks tell each other: the names of their files, and pieces that others lack."""
+    """What ranks tell each other: the parts of files that they have, and pieces that others lack."""
 
-    files: tuple[str, ...]
+    files: tuple[tuple[str, int, int], ...]  # name, where the part begins, its size
     pieces: tuple[tuple[Piece, TensorInfo], ...]
 
 
@@ -86,8 +86,10 @@ class SavedLayout:
             own.setdefault(item.key, []).append(item)
         return [key for key, tensor in tensors.items() if not _served(tensor, own.get(key, ()))]
 
-    def exchange_facts(self, ranks: RankGroup, lacking: Iterable[Sequence[str]], files: Sequence[str]) -> list[Facts]:
-        """Collective: every rank's files, and the pieces that any rank lacks."""
+    def exchange_facts(
+        self, ranks: RankGroup, lacking: Iterable[Sequence[str]], files: Sequence[tuple[str, int, int]]
+    ) -> list[Facts]:
+        """Collective: every rank's parts of files (name, begin, size), and the pieces that any rank lacks."""
         asked = set[str]().union(*lacking)
         pieces = tuple((item.piece, _info(item)) for item in self.plan.items if item.key in asked)
         return ranks.all_gather(Facts(tuple(files), pieces))
@@ -107,9 +109,16 @@ class SavedLayout:
 
 
 def owners(shards: Iterable[Shard], facts: Sequence[Facts]) -> Readers:
-    """For every chunk the rank whose file it is in; files that are nobody's belong to rank 0."""
-    of = {file: rank for rank, told in enumerate(facts) for file in told.files}
-    return [(of.get(shard.name, 0),) for shard in shards for _ in range(shard.count)]
+    """For every chunk the rank whose part of a file it is in; files that are nobody's belong to rank 0."""
+    parts: dict[str, list[tuple[int, int, int]]] = {}
+    for rank, told in enumerate(facts):
+        for file, begin, size in told.files:
+            parts.setdefault(file, []).append((begin, begin + size, rank))
+    return [
+        (next((rank for begin, end, rank in parts.get(shard.name, ()) if begin <= at < end), 0),)
+        for shard in shards
+        for at in range(0, shard.count * shard.chunk_size, shard.chunk_size)
+    ]
 
 
 def _info(item: "Item") -> TensorInfo:

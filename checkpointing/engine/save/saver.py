@@ -21,6 +21,7 @@ from checkpointing.event_sink import EmitEvent
 from checkpointing.format.commit import Commit, fresh_name, seal
 from checkpointing.format.index import FINGERPRINTS, INDEX, encode_fingerprints
 from checkpointing.format.manifest import METADATA, FileEntry, Manifest
+from checkpointing.format.node_files import Region, joined
 from checkpointing.owner import Owner
 from checkpointing.retention.garbage import delete
 from checkpointing.tiers.lustre_striping import make_striped_folder
@@ -207,19 +208,26 @@ class Saver:
             extra=job.extra,
             plan=job.plan.hash,
             publish=job.plan.whole,
+            places=tuple(job.plan.places[name] for name, *_ in bucket.part.files) if job.plan.places else (),
         )
 
-    def _written(self, job: Job, submitted: _Submitted) -> tuple[FileEntry, ...]:
+    def _written(self, job: Job, submitted: _Submitted) -> tuple[FileEntry | Region, ...]:
         """Wait until nothing reads the buffers any more; raises what went wrong."""
         for bucket, write in submitted.writes:
             self._await_write(write, job, bucket)
             bucket.copy.certify()
             if bucket.copy.failure is not None:
                 raise _error(bucket.copy.failure)(job.step, bucket.copy.failure.reason)
-        files = [entry for _, write in submitted.writes for entry in write.result().files]
+        results = [write.result() for _, write in submitted.writes]
         if isinstance(submitted.report, Failed):
             raise _error(submitted.report)(job.step, submitted.report.reason)
-        return tuple(files)
+        if not job.plan.places:
+            return tuple(entry for result in results for entry in result.files)
+        return tuple(
+            Region(file=job.plan.places[entry.name][0], at=job.plan.places[entry.name][1], entry=entry, filled=filled)
+            for result in results
+            for entry, filled in zip(result.files, result.filled, strict=True)
+        )
 
     def _await_write(self, write: "Future[WriteResult]", job: Job, bucket: Bucket) -> None:
         """Wait as long as it takes; one that takes far too long is reported, once."""
@@ -250,6 +258,8 @@ class Saver:
     def _manifest(
         self, job: Job, name: str, described: "Sequence[Future[FileEntry]]", everything: Sequence[Any]
     ) -> Manifest:
+        written = [entry for part in everything for entry in part]
+        regions = [entry for entry in written if isinstance(entry, Region)]
         return Manifest(
             name=name,
             step=job.step,
@@ -258,7 +268,7 @@ class Saver:
             created_at=time.time(),
             torch=torch.__version__,
             world={**job.world, "ranks": self._ranks.size},
-            files=(*(put.result() for put in described), *(entry for part in everything for entry in part)),
+            files=(*(put.result() for put in described), *(joined(regions) if regions else written)),
             extra=job.extra,
         )
 

@@ -6,7 +6,7 @@ every checkpoint of this plan, DCP's `.metadata` and our `index.json`: nothing i
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from checkpointing.engine.ranks.group import RankGroup
 from checkpointing.engine.ranks.peer_codec import peer_message
 from checkpointing.engine.state.layout import FileSpan, Item, Layout, Part, Share, lay_out, lay_out_in_buckets
 from checkpointing.format.index import Index, Piece, TensorInfo, parse_index
+from checkpointing.format.node_files import Places, assign_places
 from checkpointing.storage.digests import digest
 from checkpointing.storage.shared_memory import PAGE
 
@@ -50,6 +51,8 @@ class Plan:
     index: bytes | None = None
     everything: tuple[tuple[Item, ...], ...] = ()
     """On rank 0: the items of every rank."""
+    places: Places = field(default_factory=dict)
+    """Where this rank's files lie in its node's file; empty when each is a file of its own."""
 
     @property
     def number(self) -> int:
@@ -77,10 +80,32 @@ class Plan:
         """Bytes of a checkpoint of this plan, but for the small files that describe it; rank 0 only."""
         return sum(item.piece.length for part in self.everything for item in part)
 
+    def on_disk(self) -> "OnDisk":
+        """This rank's part as it is found in a checkpoint's folder."""
+        files = tuple((*self.places.get(name, (name, 0)), size) for name, _, size in self.files)
+        return OnDisk(self.hash, files, tuple(_moved(self.places, item) for item in self.items), self.index)
+
     def index_of(self) -> Index:
         """The index of every checkpoint of this plan; rank 0 only."""
         assert self.index is not None
         return parse_index(self.index)
+
+
+@dataclass(frozen=True)
+class OnDisk:
+    """The files that this rank has written, or parts of: name, where its part begins, size; and the items in them."""
+
+    hash: str
+    files: tuple[FileSpan, ...]
+    items: tuple[Item, ...]
+    index: bytes | None
+
+
+def _moved(places: Places, item: Item) -> Item:
+    """The item with its place in the node's file."""
+    piece = item.piece
+    file, at = places.get(piece.file, (piece.file, 0))
+    return replace(item, piece=replace(piece, file=file, start=piece.start + at, data=piece.data + at))
 
 
 def budgeted(files: int, host_memory: float) -> Lay:
@@ -96,20 +121,25 @@ def budgeted(files: int, host_memory: float) -> Lay:
     return lay
 
 
-def agree_on_plan(ranks: RankGroup, tensors: Mapping[str, Tensor], lay: Lay, most: int = 0) -> Plan:
+def agree_on_plan(
+    ranks: RankGroup, tensors: Mapping[str, Tensor], lay: Lay, most: int = 0, *, by_node: bool = False
+) -> Plan:
     """Plan together; collective. Raises ValueError on every rank when any rank's state cannot be saved.
 
-    `most` bytes of host memory (0: no limit) allow a second buffer or not.
+    `most` bytes of host memory (0: no limit) allow a second buffer or not; `by_node`: one file for each node.
     """
     planned = _distribute(ranks, result_or_failed(lambda: local_plan(tensors)))
     layout = result_or_failed(lambda: lay([_share(item) for item in planned.plan.items], ranks.rank))
     layouts = ranks.gather(layout if isinstance(layout, Failed) else (layout.items, len(layout.parts) == 1))
+    places = _agreed_places(ranks, layout) if by_node else [{}] * ranks.size
     everything: tuple[tuple[Item, ...], ...] = ()
     described: tuple[str, bytes, bytes] | Failed | None = None
     agreed: tuple[str, bool] | Failed | None = None
     if layouts is not None:
         everything = tuple(found[0] for found in layouts if not isinstance(found, Failed))
-        described = _combined_failure(layouts) or result_or_failed(lambda: _described(planned.metadata, everything))
+        described = _combined_failure(layouts) or result_or_failed(
+            lambda: _described(planned.metadata, _all_moved(places, everything))
+        )
         # With buckets on one rank, no rank retries or remembers: one that did so alone would be out of step.
         whole = all(found[1] for found in layouts if not isinstance(found, Failed))
         agreed = described if isinstance(described, Failed) else (described[0], whole)
@@ -118,9 +148,21 @@ def agree_on_plan(ranks: RankGroup, tensors: Mapping[str, Tensor], lay: Lay, mos
         raise ValueError(told.reason)
     assert isinstance(layout, Layout)
     buffers = 1 if most and len(layout.parts) == 1 and 2 * layout.buffer_bytes > most else 2
+    mine = places[ranks.rank]
     if not isinstance(described, tuple):
-        return Plan(told[0], layout, buffers, told[1])
-    return Plan(told[0], layout, buffers, told[1], described[1], described[2], everything)
+        return Plan(told[0], layout, buffers, told[1], places=mine)
+    return Plan(told[0], layout, buffers, told[1], described[1], described[2], everything, mine)
+
+
+def _agreed_places(ranks: RankGroup, layout: Layout | Failed) -> list[Places]:
+    """Collective: where every rank's files lie in those of the nodes, computed by each rank for itself."""
+    sizes = {} if isinstance(layout, Failed) else {name: size for name, _, size in layout.files}
+    told = ranks.all_gather((sizes, ranks.looks_after(shared=False)))
+    return assign_places([files for files, _ in told], [leads for _, leads in told])
+
+
+def _all_moved(places: Sequence[Places], everything: Sequence[Sequence[Item]]) -> list[list[Item]]:
+    return [[_moved(mine, item) for item in part] for mine, part in zip(places, everything, strict=True)]
 
 
 # ---- a rank's local plan in plain fields, as it is sent: the receiver makes torch's own classes again

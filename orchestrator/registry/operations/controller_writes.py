@@ -229,6 +229,15 @@ class ControllerWrites(StoreOperations):
         _alter_node(connection, name, cluster, now, {"excluded_until": until, "reason": reason})
 
     @writes
+    def prolong_exclusion(
+        self, connection: Connection, name: str, cluster: str, before: float, until: float, *, epoch: int, now: float
+    ) -> None:
+        """Avoid a node for longer, unless its exclusion does not end at `before` any more."""
+        fence(connection, epoch)
+        wanted = (NodeRow.cluster == cluster) & (NodeRow.name == name) & (NodeRow.excluded_until == before)
+        connection.execute(update(NodeRow).where(wanted).values(excluded_until=until))
+
+    @writes
     def release_node(
         self, connection: Connection, name: str, cluster: str, reason: str, *, epoch: int, now: float
     ) -> None:

@@ -99,6 +99,16 @@ def test_a_job_that_is_over_says_which_of_its_nodes_are_down(program: Program, t
     assert SlurmScheduler().poll(["7"])["7"].nodes_down == ("n2",)
 
 
+def test_nodes_that_get_no_jobs_for_now(program: Program) -> None:
+    states = ["idle", "down*", "drained", "draining*", "maint", "mixed", "idle*", "reboot", "fail"]
+    names = [f"n{number}" for number in range(len(states))]
+    program("sinfo", "; ".join(f"echo {one} {state!r}" for one, state in zip(names, states, strict=True)))
+    assert SlurmScheduler().out_of_service(frozenset(names)) == {"n1", "n2", "n3", "n4", "n7", "n8"}
+    program("sinfo", "exit 1")
+    with pytest.raises(SlurmUnreachable):
+        SlurmScheduler().out_of_service(frozenset(names))
+
+
 def test_silence_about_one_job_s_nodes_hides_no_other_job(program: Program, tmp_path: Path) -> None:
     rows = queue(JobID="7", State="FAILED", NodeList="n1") + queue(JobID="8")
     program("squeue", printing(tmp_path, "queue", rows))

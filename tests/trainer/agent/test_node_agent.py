@@ -188,7 +188,6 @@ def test_an_agent_speaks_while_its_node_is_examined_and_can_be_told_to_end(alone
     answered = threading.Event()
     fault = Fault(check="GPUs", reason="0 GPU(s)", shared=False)
     monkeypatch.setattr(preflight, "examine", lambda *_: answered.wait(20) and [fault])
-    monkeypatch.setattr(node_agent, "report_seconds", lambda _: 0.1)
 
     async def heard(line: Line, kind: str) -> None:
         async with asyncio.timeout(5):

@@ -15,7 +15,7 @@ from trainer.agent.watch.hangs import Judgement, Verdict, judge
 from trainer.agent.watch.job_snapshot import JobSnapshot
 from trainer.agent.watch.rank_sample import RankSample
 from trainer.agent.watch.report_gaps import LONGEST, ReportGaps
-from trainer.agent.watch.sampling import report_seconds
+from trainer.agent.watch.report_schedule import ATTENTION_SECONDS, calm_seconds, report_seconds
 from trainer.contract.fault_detection_config import HangConfig
 
 QUIET_SECONDS = 1.0
@@ -73,7 +73,9 @@ class HangDetector:
         self.snapshot = JobSnapshot(started, world)
         self._query: _FlightQuery | None = None
         self._serial = self._incidents = 0
-        self._report_gaps = ReportGaps(max(LONGEST, 3 * report_seconds(len(roster.members))))
+        calm, close = calm_seconds(len(roster.members)), report_seconds(len(roster.members))
+        self._report_gaps = ReportGaps(max(LONGEST, 3 * calm), max(LONGEST, 3 * close))
+        self._sparse, self._attended = calm > close, float("-inf")  # and when agents were asked for more reports
         self._halted: dict[int, float] = {}  # since when a rank's process has been seen halted
         self.incident: Incident | None = None
 
@@ -81,6 +83,8 @@ class HangDetector:
 
     def add_report(self, node: int, report: Mapping[str, Any], now: float) -> None:
         """An agent's report; raises TypeError or ValueError when its rows are malformed."""
+        if now - self._attended > ATTENTION_SECONDS:
+            self._report_gaps.ask(None)
         self._report_gaps.add_report(self._roster.members[node].name, now)
         self.snapshot.add_report(report, self._roster.members[node].name, now)
 
@@ -109,15 +113,31 @@ class HangDetector:
         """Judge, and do what the judgement calls for; an Incident once its evidence is complete or late."""
         if self.incident is not None:
             return self.incident if not self.incident.waits or now >= self.incident.until else None
-        if not self._on or now - self.snapshot.moved < QUIET_SECONDS or not len(self.snapshot):
+        quiet = now - self.snapshot.moved
+        if not self._on or quiet < QUIET_SECONDS or not len(self.snapshot):
+            return None
+        limits = Limits(self._config, self.snapshot.p99())
+        if quiet >= limits.look_after / 2:
+            self._attend(now)
+        # Before that nobody is judged but a halted process, and to go through ten thousand ranks takes a while.
+        if quiet < limits.look_after and not self.snapshot.halted:
+            self._halted.clear()
             return None
         seen = self.snapshot.at(now)
-        judgement = self._judge(seen, now)
+        judgement = self._judge(seen, limits, now)
         if judgement.verdict is Verdict.LOOK:
             self._query_flights(now)
         elif judgement.verdict is Verdict.HUNG:
             self._declare(judgement, seen, now)
         return None
+
+    def _attend(self, now: float) -> None:
+        """Agents of a large job report rarely: ask for more, well before anything is judged."""
+        if self._sparse and now - self._attended > ATTENTION_SECONDS / 2:
+            if now - self._attended > ATTENTION_SECONDS:
+                self._report_gaps.ask(now)
+            self._attended = now
+            self._roster.broadcast("attend", seconds=ATTENTION_SECONDS)
 
     def moved_since(self, incident: Incident) -> bool:
         """Whether some rank moved after the incident was declared: then it was none."""
@@ -127,8 +147,7 @@ class HangDetector:
         """The ranks move again: nothing is killed, and detection goes on."""
         self.incident = self._query = None
 
-    def _judge(self, seen: list[RankSample], now: float) -> Judgement:
-        limits = Limits(self._config, self.snapshot.p99())
+    def _judge(self, seen: list[RankSample], limits: Limits, now: float) -> Judgement:
         locked = frozenset(one.rank for one in seen if one.lock > _LOCK_HELD_SECONDS and one.state not in "TtDZX")
         self._halted = {rank: since for rank, since in self._halted.items() if since > self.snapshot.moved}
         for one in seen:

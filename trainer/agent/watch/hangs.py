@@ -21,6 +21,9 @@ LOOK_AT_HALTED = 1.0
 FRESH = 5.0
 """Flight records older than so many seconds are asked for again before anybody is killed for what they say."""
 
+AHEAD = 3.0
+"""Records that will be older than that when a limit is over are asked for so many seconds before it is."""
+
 CONFIRMED = 1.0
 """Seconds for which a process has to be seen halted: a profiler may halt a waiting one for a moment."""
 
@@ -149,6 +152,8 @@ def judge(
     if finding is None and not certain:
         return Judgement(verdict=Verdict.LOOK, reason=f"no rank has moved for {format_seconds(quiet)}")
     if over < 0:
+        if not suspicion.halted and over > -AHEAD and found - over > FRESH:
+            return Judgement(verdict=Verdict.LOOK, reason=f"a limit is over in {format_seconds(-over)}")
         return _within(suspicion, allowed, len(live) - 1)
     # Between two writes to its cell a rank may have gone through many collectives.
     if found > FRESH and not certain:

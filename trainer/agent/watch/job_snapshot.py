@@ -4,6 +4,7 @@ from bisect import insort
 from collections.abc import Mapping
 from typing import Any
 
+from trainer.agent.watch.hang_limits import HALTED
 from trainer.agent.watch.rank_sample import RankSample
 
 
@@ -16,6 +17,8 @@ class JobSnapshot:
         self._order: list[int] = []  # the ranks that were seen, sorted
         self.moved = started
         """When any rank moved last, on the coordinator's clock."""
+        self.halted: set[int] = set()
+        """Ranks whose process nobody may be waiting for, by their newest samples."""
         self._p99: dict[str, dict[str, float]] = {}  # phase -> node -> seconds
 
     def add_report(self, report: Mapping[str, Any], node: str, now: float) -> None:
@@ -29,6 +32,10 @@ class JobSnapshot:
             self._seen[sample.rank] = (now, sample)
             if not sample.ended:
                 self.moved = max(self.moved, now - sample.age)
+            if sample.state in HALTED and not sample.ended:
+                self.halted.add(sample.rank)
+            else:
+                self.halted.discard(sample.rank)
         for phase, seconds in report.get("p99", {}).items():
             self._p99.setdefault(str(phase), {})[node] = float(seconds)
 

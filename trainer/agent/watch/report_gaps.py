@@ -19,26 +19,37 @@ class ReportGaps:
     """Gaps between the reports of each node: its machine stood still, or its agent, or the network, or the listener.
 
     Only what goes beyond `longest` counts, so that a node whose reports are always late can be judged all the same.
+    Once agents are asked to report more often, that is `close` seconds.
     """
 
-    def __init__(self, longest: float = LONGEST) -> None:
-        self._longest = longest
+    def __init__(self, longest: float = LONGEST, close: float = LONGEST) -> None:
+        self._longest, self._close = longest, close
+        self._asked: float | None = None
         self._last_report: dict[str, float] = {}
         self._gaps: dict[str, deque[tuple[float, float]]] = {}
 
+    def ask(self, now: float | None) -> None:
+        """From now on agents report more often; None: no longer."""
+        self._asked = now
+
     def add_report(self, node: str, now: float) -> None:
         """A report of this node has come."""
-        since = self._last_report.get(node, now) + self._longest
+        since = self._silent_since(self._last_report.get(node, now))
         if now > since:
             self._gaps.setdefault(node, deque(maxlen=_KEPT)).append((since, now))
         self._last_report[node] = now
+
+    def _silent_since(self, last: float) -> float:
+        since = last + self._longest
+        return since if self._asked is None else min(since, max(last, self._asked) + self._close)
 
     def at(self, now: float) -> dict[str, list[tuple[float, float]]]:
         """The silences of all nodes that had any."""
         found = {node: [(now - began, now - ended) for began, ended in gaps] for node, gaps in self._gaps.items()}
         for node, heard in self._last_report.items():
-            if now - heard > self._longest:
-                found.setdefault(node, []).append((now - heard - self._longest, 0.0))
+            since = self._silent_since(heard)
+            if now > since:
+                found.setdefault(node, []).append((now - since, 0.0))
         return found
 
 

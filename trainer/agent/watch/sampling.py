@@ -33,11 +33,6 @@ _ANSWERS = "pt_workerserver"
 _NOTHING = ProcessActivity("", 0.0, 0)
 
 
-def report_seconds(nodes: int) -> float:
-    """Seconds between two reports of an agent: a coordinator hears about a thousand of them a second at most."""
-    return max(0.5, nodes / 1000)
-
-
 def children_count(state: str) -> bool:
     """Whether work of a rank's children is a sign of its life: not when it cannot take what they have done."""
     return state not in HALTED
@@ -111,6 +106,10 @@ class Sampler:
         now = self._clock()
         self._look_closer([local for local in everybody if self._is_still(local, now)], now)
         return [self._sample(local, now) for local in everybody]
+
+    def sees_halted(self) -> bool:
+        """Whether the kernel says of a rank that it cannot go on, which no limit has to be waited for."""
+        return any(sample.state in HALTED and not sample.ended for sample in self.samples())
 
     def report(self) -> dict[str, Any]:
         """What has changed since the last report, in the form it is sent in."""

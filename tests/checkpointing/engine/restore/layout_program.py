@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor  # noqa: E402
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: E402
 
+from checkpointing.config import CheckpointConfig  # noqa: E402
 from checkpointing.engine.checkpointer import Checkpointer  # noqa: E402
 from checkpointing.engine.ranks.group import RankGroup, World  # noqa: E402
 from checkpointing.engine.restore.source import local_box  # noqa: E402
@@ -29,7 +30,9 @@ from checkpointing.tiers.tier import RunTiers  # noqa: E402
 from checkpointing.writer.link import InProcessWriter  # noqa: E402
 
 NONCE = "ab12cd34"
-LAYOUTS = {"1": 1, "dp2": 2, "dp4": 4, "tp2": 2, "dp2xtp2": 4, "hsdp": 4}
+BY_NODE = " by node"
+"""What the name of a layout ends in that is saved with one file for each node, of two ranks."""
+LAYOUTS = {"1": 1, "dp2": 2, "dp4": 4, "tp2": 2, "dp2xtp2": 4, "hsdp": 4, "dp4 by node": 4, "dp2xtp2 by node": 4}
 
 
 class Net(nn.Module):
@@ -71,7 +74,7 @@ def whole(seed: int) -> dict[str, Tensor]:
 def placed(layout: str, seed: int) -> dict[str, Tensor]:
     """The state of `seed` in a layout, as a trainer would have it."""
     net, rest = model(seed), loose(seed)
-    size = LAYOUTS[layout]
+    size, layout = LAYOUTS[layout], layout.removesuffix(BY_NODE)
     if size > 1:
         if layout in ("dp2xtp2", "hsdp"):
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
@@ -99,14 +102,17 @@ def _spread(key: str, tensor: Tensor, layout: str, mesh: DeviceMesh) -> Tensor:
     return distribute_tensor(tensor, mesh, [Shard((dimension + (layout == "tp2")) % tensor.dim())])
 
 
-def checkpointer(folder: Path, told: list[Any]) -> Checkpointer:
+def checkpointer(folder: Path, told: list[Any], layout: str) -> Checkpointer:
     owner = Owner(1, NONCE, (), lambda: True)
     on_event = lambda kind, data: told.append((kind, data))  # noqa: E731
-    return Checkpointer(owner, World(), RunTiers.single(folder), on_event, link=InProcessWriter())
+    world, config = World(), CheckpointConfig()
+    if layout.endswith(BY_NODE):
+        world, config = World(leads_node=dist.get_rank() % 2 == 0), CheckpointConfig(files="node")
+    return Checkpointer(owner, world, RunTiers.single(folder), on_event, link=InProcessWriter(), config=config)
 
 
 def save(layout: str, folder: Path) -> dict[str, Any]:
-    made = checkpointer(folder / f"saved-{layout}", told := [])
+    made = checkpointer(folder / f"saved-{layout}", told := [], layout)
     made.save(7, placed(layout, 7), {"layout": layout})
     made.close()
     return {"committed": made.committed_step, "told": told}
@@ -121,7 +127,7 @@ def load(layout: str, folder: Path) -> dict[str, Any]:
         with torch.no_grad():
             for tensor in tensors.values():
                 tensor.zero_()
-        made = checkpointer(folder / f"saved-{source}", [])
+        made = checkpointer(folder / f"saved-{source}", [], layout)
         restored = made.restore(tensors)
         made.close()
         assert restored is not None
@@ -139,7 +145,7 @@ def load(layout: str, folder: Path) -> dict[str, Any]:
 def memory(layout: str, folder: Path) -> dict[str, Any]:
     """Restore this layout from its own files and from memory, as ranks do that have made their plan before."""
     expected, tensors, found = whole(7), placed(layout, 0), []
-    made = checkpointer(folder / f"saved-{layout}", told := [])
+    made = checkpointer(folder / f"saved-{layout}", told := [], layout)
     made.prepare(tensors)
     for step in (7, 8):
         restored = made.restore(tensors)
@@ -177,7 +183,16 @@ def _gathered(mine: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-MODES: dict[str, Callable[[str, Path], dict[str, Any]]] = {"save": save, "load": load, "memory": memory}
+def damaged(layout: str, folder: Path) -> dict[str, Any]:
+    """Restore a layout from that of four ranks on two nodes; raises what a checkpoint raises that cannot be loaded."""
+    made = checkpointer(folder / "saved-dp4 by node", [], layout)
+    made.restore(placed(layout, 0))
+    return {}
+
+
+MODES: dict[str, Callable[[str, Path], dict[str, Any]]] = {
+    "save": save, "load": load, "memory": memory, "damaged": damaged
+}  # fmt: skip
 
 
 def main() -> None:

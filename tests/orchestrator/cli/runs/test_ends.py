@@ -17,9 +17,11 @@ from orchestrator.registry.records import REFUSED
 from orchestrator.scheduler.scheduler_instance import instance_of
 from orchestrator.states import RunState
 from orchestrator.submission import resume_request
+from orchestrator.submission.create_run import data_identity, read_index
 from orchestrator.submission.run_identity import code, environment
 from tests.fakes.slurm_commands import refusing, write_commands
 from tests.orchestrator.cli.conftest import Seeds, Type
+from trainer.contract.token_shards import prepare
 
 
 @pytest.fixture
@@ -137,6 +139,26 @@ def test_resume_changes_what_may_change(orch: Type, seeds: Seeds, service: Simpl
     changed = run.store.config(run.asked()["config"])
     assert (changed["train"]["lr"], changed["cluster"]["nodes"]) == (0.5, 4)
     assert changed["data"] == run.store.config(run.digest)["data"]
+
+
+def test_data_may_move_and_may_not_be_other_data(
+    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path
+) -> None:
+    for name, text in (("here", "abc" * 999), ("there", "abc" * 999), ("other", "abd" * 999)):
+        (tmp_path / f"{name}.txt").write_text(text)
+        prepare([str(tmp_path / f"{name}.txt")], tmp_path / name)
+    run = Resumable(seeds, tmp_path)
+    identity = run.store.run(run.name).identity
+    data = data_identity(str(tmp_path / "here"), read_index(str(tmp_path / "here")))
+    run.store.note_run(run.name, epoch=seeds.epoch, now=1.0, identity={**identity, "data": data})
+    refused = orch("resume", run.name, f"data.path={tmp_path / 'other'}", "--no-controller")
+    assert (refused.code, "data.path cannot change: it does not hold the same tokens" in refused.err) == (4, True)
+    absent = orch("resume", run.name, f"data.path={tmp_path / 'nowhere'}", "--no-controller")
+    assert (absent.code, "orch data prepare" in absent.err) == (2, True), absent.err
+    assert orch("resume", run.name, f"data.path={tmp_path / 'there'}", "--no-controller").code == 0
+    asked = run.asked()
+    assert run.store.config(asked["config"])["data"]["path"] == str(tmp_path / "there")
+    assert asked["identity"]["data"] == {**data, "path": str(tmp_path / "there")}
 
 
 def test_resume_shows_slurm_what_it_would_submit(

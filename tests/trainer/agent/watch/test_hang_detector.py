@@ -23,12 +23,12 @@ class Wire:
 
 
 class Job:
-    """Two nodes with two ranks each, and the time."""
+    """Two nodes with two ranks each, and the time; `idle` more nodes count as members, and have no ranks."""
 
-    def __init__(self, **config: Any) -> None:
+    def __init__(self, idle: int = 0, **config: Any) -> None:
         self.now = 100.0
         self.roster = Roster(2, 1, lambda *_: None)
-        for node in range(2):
+        for node in range(2 + idle):
             peer: Any = Wire()
             self.roster.members[node] = Member(node=node, name=f"n{node}", peer=peer, last_message_at=self.now)
         self.watch = HangDetector(HangConfig(**config), self.roster, 3, self.now, world=4)
@@ -194,3 +194,40 @@ def test_of_a_command_nothing_is_judged() -> None:
     job.state[1] = "T"
     assert job.passes(60) is None
     assert job.watch.incident is None
+
+
+def test_the_agents_of_a_large_job_are_asked_for_more_before_anybody_is_judged() -> None:
+    job = Job(idle=1000)
+    job.phase[2] = "data"
+    assert job.passes(1.5) is None
+    assert not job.asked("attend")
+    assert job.passes(0.5) is None
+    assert (len(job.asked("attend")), len(job.asked("flight"))) == (1, 0)
+    assert job.passes(4.0) is None
+    assert len(job.asked("attend")) == 1, "it lasts for ten seconds"
+    assert job.passes(4.0) is None
+    assert len(job.asked("attend")) == 2
+    assert not any(said["say"] == "attend" for said in few_nodes().roster.members[0].peer.sent)
+
+
+def few_nodes() -> Job:
+    job = Job()
+    job.phase[2] = "data"
+    assert job.passes(6.0) is None
+    return job
+
+
+def test_a_halted_process_is_seen_before_anybody_is_judged_by_time() -> None:
+    job = Job(idle=1000)
+    job.state[1] = "T"
+    assert job.passes(4.5) is not None or job.asked("evidence")
+
+
+def test_who_was_halted_and_goes_on_is_forgotten() -> None:
+    job = Job()
+    job.state[1] = "T"
+    assert job.passes(1.0) is None
+    job.state[1] = "S"
+    assert job.passes(1.0) is None
+    assert not job.watch.snapshot.halted
+    assert not job.watch._halted

@@ -136,6 +136,7 @@ LOOKS: list[tuple[Sequence[RankSample], Finding | None, dict[str, Any], str]] = 
     (crew(at(5, age=1.1, state="T"), age=1.2), None, {}, "no rank has moved for 1.1 s"),
     (crew(at(5, "data")), missing(5), {"found": 9.6}, "no rank has moved"),  # somebody has, since they were asked
     (crew(at(5, "data")), missing(5), {"found": FRESH + 1}, "the flight records are 6.0 s old"),
+    (crew(at(5, "data", 7.0), age=7.0), missing(5), {"found": 4.5}, "a limit is over in 1.0 s"),
 ]
 
 

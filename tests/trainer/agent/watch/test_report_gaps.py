@@ -51,3 +51,15 @@ def test_an_agent_that_is_always_late_does_not_hide_its_ranks():
 
 def test_longer_reports_of_a_big_job():
     assert add_report(100.0, 125.0, longest=30.0).at(126.0) == {}
+
+
+def test_who_was_asked_to_report_more_often_is_silent_sooner():
+    report_gaps = add_report(100.0, longest=15.0)
+    assert report_gaps.at(112.0) == {}
+    report_gaps.ask(105.0)
+    assert report_gaps.at(106.9) == {}
+    assert report_gaps.at(112.0) == {"n1": [(5.0, 0.0)]}
+    report_gaps.add_report("n1", 112.0)
+    assert report_gaps.at(120.0)["n1"][0] == (13.0, 8.0)
+    report_gaps.ask(None)
+    assert report_gaps.at(125.0) == {"n1": [(18.0, 13.0)]}, "what was silence stays one"

@@ -16,7 +16,7 @@ from trainer.agent.ranks.local_ranks import LocalRanks
 from trainer.agent.watch.hang_limits import Limits
 from trainer.agent.watch.job_snapshot import JobSnapshot
 from trainer.agent.watch.rank_sample import RankSample
-from trainer.agent.watch.sampling import AnswerTimes, Sampler, report_seconds
+from trainer.agent.watch.sampling import AnswerTimes, Sampler
 from trainer.contract.fault_detection_config import HangConfig
 from trainer.contract.progress import Phase
 
@@ -353,11 +353,6 @@ def test_percentiles_and_work_are_reported_when_they_change(host, monkeypatch) -
     again = host.sampler.report()
     assert "p99" not in again
     assert "work" not in again
-
-
-def test_large_jobs_report_less_often() -> None:
-    assert report_seconds(2) == 0.5
-    assert report_seconds(1250) == 1.25
 
 
 def test_the_coordinator_makes_what_it_heard_as_old_as_it_is() -> None:

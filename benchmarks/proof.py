@@ -1,5 +1,13 @@
-"""Runs every test marked `proof` and writes what it showed to docs/proof.md: `make proof`."""
+"""Runs every test marked `proof` and writes what it showed to docs/proof.md: `make proof`.
 
+    python -m benchmarks.proof [--again [PATH ...]]
+
+It takes more than an hour, so a run that was interrupted, or in which something failed, can be gone on with: `--again`
+runs what has not passed yet, and once more what lies below the PATHs, and keeps the other results.
+"""
+
+import argparse
+import contextlib
 import datetime
 import os
 import platform
@@ -11,6 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "proof.md"
+REPORT = ROOT / "build" / "proof.xml"
 HEAD = """# Proof
 
 What the long counts of the seeded proofs showed, the last time they ran (`make proof`).
@@ -71,7 +80,23 @@ def good(case: Xml.Element) -> bool:
     return not any(child.tag in ("failure", "error", "skipped") for child in case)
 
 
-def main() -> int:
+def node_id(case: Xml.Element) -> str:
+    """The name by which pytest selects it."""
+    file = str(case.get("file"))
+    classes = str(case.get("classname")).removeprefix(file.removesuffix(".py").replace("/", ".")).strip(".")
+    return "::".join([file, *([classes] if classes else []), str(case.get("name"))])
+
+
+def earlier(paths: list[str]) -> list[Xml.Element]:
+    """What has passed in the run before, but for what lies below these paths."""
+    if not REPORT.exists():
+        return []
+    cases = [case for case in Xml.parse(REPORT).iter("testcase") if good(case) and case.get("file")]
+    return [case for case in cases if not any(str(case.get("file")).startswith(path) for path in paths)]
+
+
+def run(kept: list[Xml.Element]) -> tuple[int, list[Xml.Element]]:
+    """Run all but `kept`; pytest's exit code, and its cases."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [
@@ -90,9 +115,25 @@ def main() -> int:
             "timeout=7200",
             "-o",
             "junit_family=xunit1",  # the newer one knows no properties of cases
+            *(f"--deselect={node_id(case)}" for case in kept),
         ]
-        code = subprocess.run(command, cwd=ROOT, check=False).returncode
-        cases = list(Xml.parse(report).iter("testcase"))
+        # Ctrl-C reaches pytest too, which then writes what it has.
+        with contextlib.suppress(KeyboardInterrupt), subprocess.Popen(command, cwd=ROOT) as process:
+            process.wait()
+        return process.returncode, list(Xml.parse(report).iter("testcase"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--again", nargs="*", metavar="PATH", help="go on with the run before")
+    options = parser.parse_args()
+    kept = earlier(options.again) if options.again is not None else []
+    code, fresh = run(kept)
+    cases = kept + fresh
+    suite = Xml.Element("testsuite")
+    suite.extend(cases)
+    REPORT.parent.mkdir(exist_ok=True)
+    Xml.ElementTree(suite).write(REPORT)
     passed = sum(map(good, cases))
     head = HEAD.format(
         date=datetime.datetime.now(datetime.UTC).date(), machine=machine(), result=f"{passed} of {len(cases)} passed"

@@ -212,7 +212,7 @@ class Checkpointer:
             raise OSError(failed[0])
         assert isinstance(stager, Stager)
         self._stager = stager
-        arena = self._saver.writer.arena
+        arena = self._open_writer().arena
         self._restorer.memory = Memory(arena, plan, stager.write_templates, plan.on_disk()) if plan.whole else None
         self._open_flusher()
         parts = stager.match(tensors)
@@ -245,7 +245,7 @@ class Checkpointer:
             self._tiers,
             self._flush_ranks,
             self._owner,
-            lambda: self._saver.writer,
+            self._open_writer,
             self._events.emit,
             config=self._config,
             distrusted=self._restorer.distrusted,

@@ -5,6 +5,7 @@ import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from trainer.contract.outcome import ExitCode, RankOutcome, legible
 from trainer.contract.progress import ProgressCell
@@ -77,7 +78,7 @@ def _exit_code(error: BaseException, secondary: bool) -> ExitCode:
     return ExitCode.ERROR
 
 
-def _outcome(spec: RankSpec, cell: ProgressCell, code: ExitCode, **cause: object) -> RankOutcome:
+def _outcome(spec: RankSpec, cell: ProgressCell, code: ExitCode, **cause: Any) -> RankOutcome:
     reading = cell.read()
     return RankOutcome(
         rank=spec.rank,

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from trainer.contract.config import JobConfig, ModelConfig
 from trainer.contract.token_shards import Index
 from trainer.worker import parallelize
-from trainer.worker.data import Data
+from trainer.worker.data import Data, StatefulData
 from trainer.worker.initial_weights import fill
 from trainer.worker.mesh import Layout
 from trainer.worker.workload import BaseWorkload, WorkloadError
@@ -61,7 +61,8 @@ class Attention(nn.Module):
             is_causal=True,
             enable_gqa=True,
         )
-        return self.wo(mixed.transpose(1, 2).reshape(batch, length, -1))
+        joined: torch.Tensor = self.wo(mixed.transpose(1, 2).reshape(batch, length, -1))
+        return joined
 
 
 class FeedForward(nn.Module):
@@ -74,7 +75,8 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.w2(functional.silu(self.w1(x)) * self.w3(x))
+        out: torch.Tensor = self.w2(functional.silu(self.w1(x)) * self.w3(x))
+        return out
 
 
 class Block(nn.Module):
@@ -91,12 +93,14 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         # Inside `forward`, so that FSDP's hooks stay outside and parameters keep their names.
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self._layer, x, table, use_reentrant=False)
+            recomputed: torch.Tensor = checkpoint(self._layer, x, table, use_reentrant=False)
+            return recomputed
         return self._layer(x, table)
 
     def _layer(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x), table)
-        return x + self.feed_forward(self.ffn_norm(x))
+        out: torch.Tensor = x + self.feed_forward(self.ffn_norm(x))
+        return out
 
 
 class Llama(nn.Module):
@@ -137,14 +141,15 @@ class Llama(nn.Module):
         if "norm" in name:
             return None
         if name.endswith(("wo.weight", "w2.weight")):
-            return 0.02 / (2 * self.config.layers) ** 0.5
+            return 0.02 / float((2 * self.config.layers) ** 0.5)
         return 0.02
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x, self.rotary)
-        return self.output(self.norm(x))
+        logits: torch.Tensor = self.output(self.norm(x))
+        return logits
 
 
 class LlamaWorkload(BaseWorkload):
@@ -165,19 +170,20 @@ class LlamaWorkload(BaseWorkload):
         with torch.device("meta"):
             return Llama(config.model, seq_len=config.train.seq_len, recompute=config.train.activation_checkpointing)
 
-    def parallelize(self, model: Llama, layout: Layout) -> Llama:
+    def parallelize(self, model: nn.Module, layout: Layout) -> Llama:
+        assert isinstance(model, Llama)
         parallelize.shard(model, layout, self.config)
         model.materialize(layout.device, self.config.train.seed)
         return model
 
-    def build_data(self, layout: Layout) -> Data:
+    def build_data(self, layout: Layout) -> Data | StatefulData:
         data = super().build_data(layout)
         found, known = Index.read(Path(self.config.data.path)).vocab_size, self.config.model.vocab_size
         if found > known:
             raise WorkloadError(f"model.vocab_size={known}, but {self.config.data.path} has {found} kinds of tokens")
         return data
 
-    def loss(self, model: Llama, batch: torch.Tensor) -> torch.Tensor:
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         """Cross-entropy in float32 of tokens 1.. given tokens 0.., for `batch` [micro, seq_len + 1]."""
         logits = model(batch[:, :-1])
         return functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import setproctitle
 
@@ -130,7 +130,7 @@ def _train_from_newest(session: Session, journal: Journal) -> ExitCode:
     return code
 
 
-def _checkpointer(session: Session, token: LaunchToken, on_event: Callable[[str, dict], None]) -> Saver:
+def _checkpointer(session: Session, token: LaunchToken, on_event: Callable[[str, dict[str, Any]], None]) -> Saver:
     """The run's checkpointer, fenced by the attempt's GO."""
     spec, config, run_dir = session.spec, session.config, session.run_dir
     from checkpointing.engine.checkpointer import Checkpointer

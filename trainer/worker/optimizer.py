@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -76,7 +77,7 @@ def _weights_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 @contextmanager
 def _without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """A hook that counts steps, or averages weights, must not take this one for a step of training."""
-    every = [of_torch._global_optimizer_pre_hooks, of_torch._global_optimizer_post_hooks]
+    every: list[Any] = [of_torch._global_optimizer_pre_hooks, of_torch._global_optimizer_post_hooks]
     every += [getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post")]
     before = [dict(hooks) for hooks in every]
     for hooks in every:

@@ -1,12 +1,13 @@
 """Sharding the built-in model: tensor and sequence parallelism inside a layer, then FSDP2 around every layer."""
 
 from dataclasses import replace
+from typing import Any
 
-from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
@@ -33,7 +34,7 @@ def check(config: JobConfig) -> None:
             raise WorkloadError(f"{name}={size} must be a multiple of parallel.tp={tp}")
 
 
-def shard(model: nn.Module, layout: Layout, config: JobConfig) -> None:
+def shard(model: Any, layout: Layout, config: JobConfig) -> None:
     """Shard `model` (a Llama on the meta device) over the mesh in place."""
     if layout.tp.size() > 1:
         _tensor_parallel(model, layout)
@@ -45,7 +46,7 @@ def shard(model: nn.Module, layout: Layout, config: JobConfig) -> None:
     fully_shard(model, mesh=layout.fsdp, mp_policy=policy)
 
 
-def _tensor_parallel(model: nn.Module, layout: Layout) -> None:
+def _tensor_parallel(model: Any, layout: Layout) -> None:
     """Activations between layers are split along the sequence, inside them along heads and inner width."""
     parallelize_module(
         model,
@@ -60,7 +61,7 @@ def _tensor_parallel(model: nn.Module, layout: Layout) -> None:
         parallelize_module(layer, layout.tp, _layer_plan())
 
 
-def _layer_plan() -> dict[str, object]:
+def _layer_plan() -> dict[str, ParallelStyle]:
     return {
         "attention_norm": SequenceParallel(),
         "attention": PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)),

@@ -196,7 +196,7 @@ def _blocks(model: nn.Module) -> Sequence[nn.Module]:
     return [block for block in found if any(True for _ in block.parameters())]
 
 
-def find(config: WorkloadConfig) -> type[Workload]:
+def find(config: WorkloadConfig) -> type[Any]:
     """Import the class that `workload.target` names; raises WorkloadError with the place and the reason."""
     for folder in config.path:
         if folder not in sys.path:
@@ -218,10 +218,11 @@ def build(config: JobConfig) -> Workload:
     """Make the workload; arguments that its class does not take are a WorkloadError."""
     kind = find(config.workload)
     try:
-        return kind(config, **config.workload.args)
+        made: Workload = kind(config, **config.workload.args)
     except (TypeError, ValueError) as error:
         why = f"{error}" if issubclass(kind, BaseWorkload) else f"{error}; {_no_base(kind.__name__)}"
         raise WorkloadError(f"workload {config.workload.target} cannot be made: {why}") from error
+    return made
 
 
 def _no_base(name: str) -> str:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -58,7 +58,13 @@ def info_of(tensor: Tensor) -> TensorInfo:
     return TensorInfo(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
-def put_values(stream: BinaryIO, block: Tensor) -> None:
+class Writable(Protocol):
+    """The part of a file, or of a sink, that values are written to."""
+
+    def write(self, data: Any, /) -> int: ...
+
+
+def put_values(stream: Writable, block: Tensor) -> None:
     """Write the values of a tensor on the CPU, row by row, without another copy of them."""
     if not block.numel():
         return

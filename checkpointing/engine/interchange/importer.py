@@ -101,7 +101,7 @@ def metadata_of(index: Index) -> bytes:
         places[MetadataIndex(piece.key, offsets, len(chunks))] = _StorageInfo(piece.file, piece.start, piece.length)
         chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(piece.sizes)))
     metadata = Metadata(
-        state_dict_metadata=tensors,
+        state_dict_metadata={**tensors},
         # As DCP does for a flat state dict: tools that rebuild a nested one look the key's path up here.
         planner_data={key: (key,) for key in tensors},
         storage_data=places,

@@ -104,10 +104,11 @@ class RankGroup:
         pieces = [_padded(piece, max(sizes))[0] for piece in data] if self.leads else None
         tensor, room = _room(max(sizes))
         dist.scatter(tensor, pieces, group=self._group, group_src=0)
-        return self._opened(room[: sizes[self.rank]], sender=0, to=self.rank)
+        mine: T = self._opened(room[: sizes[self.rank]], sender=0, to=self.rank)
+        return mine
 
-    def broadcast(self, value: T | None) -> T:
-        """Rank 0's value, on every rank."""
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value, on every rank, in whatever type rank 0 has sent it."""
         if self.size == 1:
             assert value is not None
             return value

@@ -13,7 +13,7 @@ import typing
 from collections.abc import Callable, Mapping, Set
 from functools import cache
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -76,7 +76,7 @@ def _encoded(value: Any) -> Any:
     if kind is list:
         return [_encoded(item) for item in value]
     if kind in _FIELDS:
-        return {kind.__name__: [_encoded(field) for field in _getter(kind)(value)]}
+        return {kind.__name__: [_encoded(field) for field in _getter(cast(Any, kind))(value)]}
     for base, encode_kind in _ENCODERS:
         if isinstance(value, base):
             return encode_kind(value)

@@ -124,7 +124,7 @@ def _loaded(storage: Storage, name: str, piece: Piece, dtype: str) -> Tensor:
     with storage.open(f"{name}/{piece.file}" if name else piece.file) as stream:
         stream.seek(piece.start)
         data = stream.read(piece.length)
-    tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    tensor: Tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     fits = isinstance(tensor, Tensor) and tensor.dtype == dtype_of(dtype) and tuple(tensor.shape) == piece.sizes
     if not fits or tensor.layout != torch.strided:
         raise Refused(name, f"{piece.key}: what {piece.file} holds is not the tensor that {METADATA} describes")

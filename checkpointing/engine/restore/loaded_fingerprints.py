@@ -68,7 +68,8 @@ def differing_tensors(
     of them could not compute its fingerprints.
     """
     told = ranks.gather(result_or_failed(lambda: _of_rank(ranks.rank, tensors, saved)))
-    lines = ranks.broadcast(None if told is None else result_or_failed(lambda: _lines(name, told, saved)))
+    mine: list[str] | Failed | None = None if told is None else result_or_failed(lambda: _lines(name, told, saved))
+    lines: list[str] | Failed = ranks.broadcast(mine)
     if isinstance(lines, Failed):
         raise Refused(name, lines.reason, damaged=False)
     return lines

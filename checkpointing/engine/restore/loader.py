@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ def on_all_ranks(ranks: RankGroup, name: str, act: Callable[[], T]) -> list[T]:
     if failures:
         reasons = dict.fromkeys(reason for reason, _ in failures)
         raise Refused(name, "; ".join(list(reasons)[:4]), any(damaged for _, damaged in failures))
-    return [value for value, _ in told]
+    return [cast(T, value) for value, _ in told]
 
 
 def load(
@@ -242,7 +242,7 @@ def copy(goals: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     groups = _evenly([goal.nbytes for goal in goals], threads())
     gpu = next((goal.device for goal in goals if goal.is_cuda), None)
     # A thread begins with GPU 0.
-    begin = {} if gpu is None else {"initializer": torch.cuda.set_device, "initargs": (gpu,)}
+    begin: dict[str, Any] = {} if gpu is None else {"initializer": torch.cuda.set_device, "initargs": (gpu,)}
     with ThreadPoolExecutor(max(1, len(groups)), thread_name_prefix="checkpoint-delivery", **begin) as pool:
         work = [pool.submit(_copy_some, goals[group], sources[group]) for group in groups[1:]]
         if groups:
@@ -290,7 +290,7 @@ def _steps(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _first_replica(tensor: DTensor) -> bool:
     """Whether of all ranks that hold the same part of a tensor this is the one that counts it."""
-    coordinate = tensor.device_mesh.get_coordinate() or []
+    coordinate: Sequence[int] = tensor.device_mesh.get_coordinate() or ()
     return all(
         at == 0
         for at, placement in zip(coordinate, tensor.placements, strict=False)

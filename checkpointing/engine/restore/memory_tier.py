@@ -5,7 +5,7 @@ one checkpoint, whose chunks are verified where they lie.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -118,5 +118,5 @@ def _gaps(plan: PlannedFiles) -> Iterator[tuple[int, int]]:
     yield at, max((offset + size for _, offset, size in plan.files), default=at)
 
 
-def _never(file: str) -> None:
+def _never(file: str) -> NoReturn:
     raise AssertionError(f"{file} is in memory")

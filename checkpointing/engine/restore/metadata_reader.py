@@ -10,6 +10,8 @@ from typing import Any, BinaryIO
 import torch
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
     Metadata,
     TensorProperties,
     TensorStorageMetadata,
@@ -164,6 +166,10 @@ def metadata_from(data: bytes, name: str, kind: type[AllowList] = AllowList) -> 
     return metadata
 
 
+def _chunks(saved: TensorStorageMetadata | BytesStorageMetadata) -> list[ChunkStorageMetadata]:
+    return saved.chunks if isinstance(saved, TensorStorageMetadata) else []
+
+
 def index_from_metadata(metadata: Metadata) -> Index:
     """The tensors and torch.save records that `.metadata` lists; it does not say where in a record the values lie."""
     tensors = {
@@ -174,7 +180,7 @@ def index_from_metadata(metadata: Metadata) -> Index:
     sizes = {
         (key, _whole(chunk.offsets, len(info.shape))): _whole(chunk.sizes, len(info.shape))
         for key, info in tensors.items()
-        for chunk in metadata.state_dict_metadata[key].chunks
+        for chunk in _chunks(metadata.state_dict_metadata[key])
     }
     pieces = []
     for at, place in metadata.storage_data.items():

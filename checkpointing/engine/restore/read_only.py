@@ -76,9 +76,10 @@ class ReadOnlyCheckpoint:
         targets = Targets(tensors)
         restored = self._restorer.run(targets, OptionalKeys(alone=optional_prefixes, together=optional_folders))
         assert restored is not None, "a checkpoint that is inherited and missing is an error"
-        saved = self._ranks.broadcast(
-            result_or_failed(lambda: saved_fingerprints(self._storage, self._name)) if self._ranks.leads else None
-        )
+        mine: dict[str, str] | Failed | None = None
+        if self._ranks.leads:
+            mine = result_or_failed(lambda: saved_fingerprints(self._storage, self._name))
+        saved: dict[str, str] | Failed = self._ranks.broadcast(mine)
         if isinstance(saved, Failed):
             raise Refused(self._name, saved.reason, damaged=False)
         absent = set(restored.absent)

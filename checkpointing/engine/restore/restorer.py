@@ -269,7 +269,7 @@ class Restorer:
         ranks = self._ranks
         if place.shared:
             mine = _or_refused(lambda: self._read_sealed(place, name)) if ranks.leads else None
-            found = ranks.broadcast(mine)
+            found: tuple[Manifest, Index | None] | Refused | None = ranks.broadcast(mine)
             if isinstance(found, Refused):
                 raise Refused(name, found.reason, found.damaged)
         else:

@@ -61,7 +61,8 @@ class Targets:
 
 def local_part(tensor: Tensor) -> Tensor:
     """The memory of a tensor on this rank, detached from autograd."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
 def local_box(tensor: Tensor) -> Box:

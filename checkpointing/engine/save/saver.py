@@ -24,6 +24,7 @@ from checkpointing.format.manifest import METADATA, FileEntry, Manifest
 from checkpointing.format.node_files import Region, joined
 from checkpointing.owner import Owner
 from checkpointing.retention.garbage import delete
+from checkpointing.tiers.copy_files import Copied, CopyOrder
 from checkpointing.tiers.lustre_striping import make_striped_folder
 from checkpointing.tiers.tier import ResolvedTier
 from checkpointing.writer.arena import Arena
@@ -42,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 class Writer(Protocol):
-    """The part of a link to the writer that a save uses."""
+    """The part of a link to the writer that saves and copies to further tiers use."""
 
     arena: Arena
 
@@ -52,6 +53,8 @@ class Writer(Protocol):
     def write(self, order: WriteOrder) -> "Future[WriteResult]": ...
 
     def put(self, place: str, folder: str, name: str, blob: bytes) -> "Future[FileEntry]": ...
+
+    def copy(self, order: CopyOrder) -> "Future[Copied]": ...
 
     def warm(self) -> "Future[None]": ...
 
@@ -151,10 +154,10 @@ class Saver:
         name: str | Failed | None = None
         if self._ranks.leads:
             name = (_failures(there) if there else None) or result_or_failed(lambda: self._named(job, there))
-        name = self._ranks.broadcast(name)
-        if isinstance(name, Failed):
-            raise SaveFailed(job.step, name.reason)
-        return name
+        told: str | Failed = self._ranks.broadcast(name)
+        if isinstance(told, Failed):
+            raise SaveFailed(job.step, told.reason)
+        return told
 
     def _named(self, job: Job, there: Sequence[Any] | None) -> str:
         owner, step = self._owner, job.step
@@ -275,16 +278,21 @@ class Saver:
     def _sealed(self, manifest: Manifest | Failed | None) -> Commit | Failed:
         """Seal wherever a checkpoint of this place needs it; COMMIT, or why there is none. The same on every rank."""
         if not self._place.shared:
-            manifest = self._ranks.broadcast(manifest)
-        done: Any = manifest if isinstance(manifest, Failed) else None
+            told: Manifest | Failed = self._ranks.broadcast(manifest)
+            manifest = told
+        done: Commit | Failed | None = manifest if isinstance(manifest, Failed) else None
         if isinstance(manifest, Manifest) and self._seals:
             sealing = manifest
             done = result_or_failed(lambda: seal(self._storage, sealing, self._owner.fence, sealing.created_at))
         if self._place.shared:
-            return self._ranks.broadcast(done)
+            sealed: Commit | Failed = self._ranks.broadcast(done)
+            return sealed
         ends = self._ranks.gather(done)
-        verdict = None if ends is None else (_failures(ends) or next(end for end in ends if end is not None))
-        return self._ranks.broadcast(verdict)
+        verdict: Commit | Failed | None = None
+        if ends is not None:
+            verdict = _failures(ends) or next(end for end in ends if end is not None)
+        agreed: Commit | Failed = self._ranks.broadcast(verdict)
+        return agreed
 
     def _undo(self, job: Job, name: str, failed: Failed) -> None:
         """Delete a half-written folder: all ranks have stopped writing to it, and no other process ever will."""

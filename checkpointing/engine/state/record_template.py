@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -134,7 +134,7 @@ def _large_template(dtype: torch.dtype, shape: tuple[int, ...], nbytes: int) -> 
     # Never touched, and never charged for: a tensor may be larger than what is free.
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
     with _without_checksums():
-        torch.save(torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape), around)
+        torch.save(torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape), cast(IO[bytes], around))
     if not around.whole:
         raise RecordFormatError(f"torch {torch.__version__} does not write a large tensor's values in one piece")
     head, tail = around.halves

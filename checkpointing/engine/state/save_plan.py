@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     StorageMeta,
     TensorProperties,
+    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
@@ -137,12 +138,11 @@ def agree_on_plan(
     agreed: tuple[str, bool] | Failed | None = None
     if layouts is not None:
         everything = tuple(found[0] for found in layouts if not isinstance(found, Failed))
-        described = _combined_failure(layouts) or result_or_failed(
-            lambda: _described(planned.metadata, _all_moved(places, everything))
-        )
+        found = result_or_failed(lambda: _described(planned.metadata, _all_moved(places, everything)))
+        described = found = _combined_failure(layouts) or found
         # With buckets on one rank, no rank retries or remembers: one that did so alone would be out of step.
         whole = all(found[1] for found in layouts if not isinstance(found, Failed))
-        agreed = described if isinstance(described, Failed) else (described[0], whole)
+        agreed = found if isinstance(found, Failed) else (found[0], whole)
     told = ranks.broadcast(agreed)
     if isinstance(told, Failed):
         raise ValueError(told.reason)
@@ -253,7 +253,10 @@ def _distribute(ranks: RankGroup, plan: SavePlan | Failed) -> _Planned:
     shares: list[Any] | None = None
     metadata = None
     if plans is not None:
-        agreed = _combined_failure(plans) or result_or_failed(lambda: _decided(plans))
+        agreed: tuple[list[tuple[int, ...]], Metadata] | Failed | None = _combined_failure(plans)
+        if agreed is None:
+            whole = [told for told in plans if not isinstance(told, Failed)]
+            agreed = result_or_failed(lambda: _decided(whole))
         if isinstance(agreed, Failed):
             shares = [agreed] * ranks.size
         else:
@@ -328,12 +331,13 @@ def _described(metadata: Metadata | None, everything: Sequence[Sequence[Item]]) 
 
 def _metadata_bytes(metadata: Metadata, pieces: Sequence[Piece]) -> bytes:
     """DCP's own description of these files; nothing in it tells one save from another."""
-    tensors = {key: replace(info, chunks=[]) for key, info in metadata.state_dict_metadata.items()}
+    known = {key: info for key, info in metadata.state_dict_metadata.items() if isinstance(info, TensorStorageMetadata)}
+    tensors = {key: replace(info, chunks=[]) for key, info in known.items()}
     places = {}
     for piece in pieces:
         offsets, chunks = torch.Size(piece.offsets), tensors[piece.key].chunks
         places[MetadataIndex(piece.key, offsets, len(chunks))] = _StorageInfo(piece.file, piece.start, piece.length)
         chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(piece.sizes)))
-    metadata = replace(metadata, state_dict_metadata=tensors, storage_data=places, storage_meta=StorageMeta())
+    metadata = replace(metadata, state_dict_metadata={**tensors}, storage_data=places, storage_meta=StorageMeta())
     metadata.version = CURRENT_DCP_VERSION
     return pickle.dumps(metadata)

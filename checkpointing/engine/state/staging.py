@@ -4,6 +4,7 @@ import operator
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ class Structure:
             return list(tensors)
         # Not `to_local`, which makes a new tensor and costs as much as copying a small one.
         pairs = zip(tensors, self._sharded, strict=True)
-        return [tensor._local_tensor if sharded else tensor for tensor, sharded in pairs]
+        return [cast(DTensor, tensor)._local_tensor if sharded else tensor for tensor, sharded in pairs]
 
     def forget(self) -> None:
         """Let go of the caller's tensors."""
@@ -126,7 +127,8 @@ class Staged:
         """The parts as they come; a part's copy may still be under way."""
         for number in range(self._parts):
             with self._changed:
-                self._changed.wait_for(lambda number=number: len(self._filled) > number)
+                while len(self._filled) <= number:
+                    self._changed.wait()
             yield self._filled[number]
 
     def empty(self, bucket: Bucket) -> None:

@@ -41,7 +41,7 @@ class Copy:
             # Cheaper than `no_grad` for many small tensors: nothing is noted about what is copied.
             with torch.inference_mode():
                 if side is None:
-                    torch._foreach_copy_(self._views, self._sources)
+                    torch._foreach_copy_(list(self._views), list(self._sources))
                 else:
                     self._enqueue(side, ready)
         except FAILURES as error:
@@ -53,7 +53,7 @@ class Copy:
     def _enqueue(self, side: Any, ready: Any) -> None:
         with torch.cuda.stream(side):
             side.wait_event(ready)  # not before the optimizer's kernels have written what is copied
-            torch._foreach_copy_(self._views, self._sources, non_blocking=True)
+            torch._foreach_copy_(list(self._views), list(self._sources), non_blocking=True)
             copied = torch.cuda.Event()
             copied.record(side)
         self._copied = copied
@@ -110,7 +110,8 @@ class Copier:
 
     def __init__(self, *, lazy: bool, gpu: torch.device | None) -> None:
         """`gpu`: where the tensors are; None for host memory."""
-        self._lazy, self._gpu, self._last = lazy, gpu, None
+        self._lazy, self._gpu = lazy, gpu
+        self._last: Copy | None = None
         self._side = torch.cuda.Stream(gpu) if gpu is not None else None
         self._pinned: list[Tensor] = []
         self._orders: queue.SimpleQueue[tuple[Copy, Any, Fits] | None] = queue.SimpleQueue()

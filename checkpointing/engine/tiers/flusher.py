@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from checkpointing.config import CheckpointConfig
 from checkpointing.engine.ranks.background_thread import start_background_thread
@@ -159,13 +160,17 @@ class Flusher:
 
     def _serve_tier(self, target: int, everything: bool) -> bool:
         """Bring one tier up to date; False when it should have received something and did not."""
-        route = self._ranks.broadcast(tried(lambda: self._route(target, everything)) if self._ranks.leads else None)
+        mine: Route | tuple[()] | TransferFailure | None = None
+        if self._ranks.leads:
+            mine = tried(lambda: self._route(target, everything))
+        route: Route | tuple[()] | TransferFailure = self._ranks.broadcast(mine)
         self._stuck.discard(target)
-        if route == ():
+        if isinstance(route, tuple):
             return True
         start = time.monotonic()
         failure = route if isinstance(route, TransferFailure) else self._carried(route)
         if failure is None:
+            assert isinstance(route, Route)
             self._arrived(route, time.monotonic() - start)
             return True
         if failure.bad and isinstance(route, Route):
@@ -206,7 +211,7 @@ class Flusher:
     def _choice(self, target: int, everything: bool) -> Choice:
         contents = []
         for number, each in enumerate(self._tiers[: target + 1]):
-            content = tried(lambda each=each: self._contents(each))
+            content = tried(partial(self._contents, each))
             if isinstance(content, TransferFailure):
                 if number == target:
                     raise OSError(errno.ETIMEDOUT if content.stuck else None, content.reason)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _dump_fr_trace_json, _WorkerServer
+from torch._C._distributed_c10d import _dump_fr_trace_json, _WorkerServer  # type: ignore[attr-defined]
 
 from checkpointing.storage.durable import write_atomically
 from trainer.contract.line_file import LineFile

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as c10d
@@ -72,7 +73,8 @@ class PhaseTracker:
 def _counters() -> list[Callable[[], int]]:
     """How many collectives each group of this rank has begun: a tenth of a microsecond each."""
     found = []
-    for group in c10d._world.pg_map:
+    groups: list[Any] = list(c10d._world.pg_map)
+    for group in groups:
         try:
             group._get_sequence_number_for_group()
         except RuntimeError:  # a backend that does not count

@@ -219,7 +219,8 @@ class RestoreTestRun:
 
     def _on_leader(self, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What rank 0 finds, as plain JSON, on every rank; raises OSError on all of them when it could not."""
-        told = self._ranks.broadcast(result_or_failed(lambda: dump_line(act())) if self._ranks.leads else None)
+        mine: str | Failed | None = result_or_failed(lambda: dump_line(act())) if self._ranks.leads else None
+        told: str | Failed = self._ranks.broadcast(mine)
         if isinstance(told, Failed):
             raise OSError(told.reason)
         found: dict[str, Any] = json.loads(told)

@@ -30,7 +30,7 @@ class Unsavable(Exception):
         self.path = path
 
 
-def encode(value: object, path: str, tensors: dict[str, torch.Tensor], names: Names) -> Any:
+def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], names: Names) -> Any:
     """The JSON of `value`; its tensors are added to `tensors` under `path`. Raises Unsavable."""
     kind = type(value)
     if kind in _PLAIN:

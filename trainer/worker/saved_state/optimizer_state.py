@@ -270,9 +270,10 @@ class OptimizerState:
     def _load_entries(self, entries: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         found = {key: nested_state.decode(value, tensors, self._parameters) for key, value in entries.items()}
         named_entries = {key: value for key, value in found.items() if key.startswith(_NAMED)}
+        named: dict[Any, Any] = self._optimizer.state  # torch's own state has tensors as keys
         for key in list(_named_state(self._optimizer)):
-            del self._optimizer.state[key.removeprefix(_NAMED)]
-        self._optimizer.state.update({key.removeprefix(_NAMED): value for key, value in named_entries.items()})
+            del named[key.removeprefix(_NAMED)]
+        named.update({key.removeprefix(_NAMED): value for key, value in named_entries.items()})
         extra = {key: value for key, value in found.items() if key not in named_entries}
         if extra:
             held = {parameter: dict(state) for parameter, state in self._held()}

@@ -42,7 +42,7 @@ class StateInventory:
         self._seen: list[Any] = []
         self._memory: list[int] = []
         self._sharded = False
-        self._states: list[tuple[nn.Parameter, Holder, int]] = []
+        self._states: list[tuple[Any, Holder, int]] = []  # by parameter, or by a name of the optimizer's own
         self._empty: list[tuple[Holder, str]] = []  # where something else stands that may become a tensor
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._tensors: dict[str, torch.Tensor] = {}

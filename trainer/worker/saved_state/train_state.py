@@ -26,7 +26,9 @@ class Saver(Protocol):
 
     committed_step: int | None
     failure: str | None
-    save_seconds: Sequence[float]
+
+    @property
+    def save_seconds(self) -> Sequence[float]: ...
 
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
 

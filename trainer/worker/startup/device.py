@@ -58,7 +58,7 @@ def be_deterministic(threads: int) -> None:
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Filling every fresh tensor costs a write of it; nothing here reads uninitialized memory.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a property
     torch.backends.cudnn.benchmark = False
 
 

@@ -9,6 +9,7 @@ from ipaddress import ip_address
 import psutil
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from trainer.contract.rank_messages import RankSpec, receive_message, send_message
 from trainer.worker.startup import device as devices
@@ -67,7 +68,7 @@ def _loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def open_store(spec: RankSpec, control: socket.socket) -> tuple[dist.TCPStore, bytes]:
+def open_store(spec: RankSpec, control: socket.socket) -> tuple[TCPStore, bytes]:
     """The store and the generation's key: rank 0 makes both, and agents pass them on to the others.
 
     The key goes the way of the store's address, from agent to agent, and neither into the store nor the environment.
@@ -79,19 +80,19 @@ def open_store(spec: RankSpec, control: socket.socket) -> tuple[dist.TCPStore, b
         send_message(control, "store", host=host, port=port, key=key.hex())
     else:
         host, port, key = _receive_store(control)
-        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     return store, key
 
 
-def _host_store(host: str) -> dist.TCPStore:
+def _host_store(host: str) -> TCPStore:
     """A store that listens on this one address: left to itself torch listens on all interfaces."""
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     with socket.create_server((host, 0), family=family, backlog=_BACKLOG) as listener:
         port: int = listener.getsockname()[1]
         # The store takes the descriptor over, and closes it.
         descriptor = os.dup(listener.fileno())
-    return dist.TCPStore(
+    return TCPStore(
         host, port, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT, master_listen_fd=descriptor
     )
 
@@ -110,7 +111,7 @@ def join(spec: RankSpec, control: socket.socket, device: torch.device) -> bytes:
     store, key = open_store(spec, control)
     dist.init_process_group(
         devices.backend(device),
-        store=dist.PrefixStore("world", store),
+        store=PrefixStore("world", store),
         rank=spec.rank,
         world_size=spec.world_size,
         timeout=_COLLECTIVE_TIMEOUT,

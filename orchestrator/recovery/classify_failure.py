@@ -7,6 +7,7 @@ from enum import StrEnum
 from orchestrator.recovery.evidence import Evidence
 from orchestrator.recovery.signatures import Role, before_cancel, earliest, scan
 from orchestrator.scheduler.interface import JobStatus
+from trainer.contract.failure_kinds import kinds_with
 from trainer.contract.outcome import (
     MORE_MEMORY,
     AgentEnd,
@@ -111,14 +112,12 @@ _SLURM_KINDS = {
 
 _TAKEN_AWAY = frozenset({"CANCELLED", "REVOKED"})
 """States that a person's scancel leaves."""
-_SENDERS = frozenset({FailureKind.PREEMPTED, FailureKind.TIME_LIMIT, FailureKind.NODE_LOST})
+_SENDERS = kinds_with(lambda traits: traits.asked_by_slurm)
 """Why Slurm asks a job to stop."""
-_STOPS = frozenset({FailureKind.PREEMPTED, FailureKind.TIME_LIMIT, FailureKind.CANCELLED})
+_STOPS = kinds_with(lambda traits: traits.asked_to_stop)
 """Why the job itself says that it had to stop."""
 _SLURMS = re.compile(r"CANCELLED AT .{0,100} DUE TO ")
-_OWN_CAUSES = frozenset(
-    {FailureKind.USER_ERROR, FailureKind.OUT_OF_MEMORY, FailureKind.STORAGE, FailureKind.NODE_SUSPECT}
-)
+_OWN_CAUSES = kinds_with(lambda traits: traits.seen_inside)
 """Causes that the job saw from inside and that Slurm's word about its end must not cover."""
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from orchestrator.registry.records import Attempt, Generation
+from trainer.contract.failure_kinds import Losses, kinds_with
 from trainer.contract.outcome import FailureKind
 
 DAY = 86400.0
@@ -17,19 +18,9 @@ WINDOW = 90 * DAY
 _TRUST_IN_CLUSTER = 4.0
 """Failures for which all experience with the cluster counts at most: runs differ in what they stress."""
 
-_OF_THE_CLUSTER = frozenset(
-    {
-        FailureKind.RANK_KILLED,
-        FailureKind.NODE_LOST,
-        FailureKind.AGENT_LOST,
-        FailureKind.NODE_SUSPECT,
-        FailureKind.JOB_LOST,
-        FailureKind.PREEMPTED,
-        FailureKind.UNKNOWN,
-    }
-)
-_OF_A_RUN = _OF_THE_CLUSTER | {FailureKind.USER_ERROR, FailureKind.OUT_OF_MEMORY}
-"""Ends that lose what was not saved. A bug, or a need for memory, is its own run's affair."""
+_OF_THE_CLUSTER = kinds_with(lambda traits: traits.losses is Losses.CLUSTER)
+_OF_A_RUN = kinds_with(lambda traits: traits.losses is not Losses.NOBODY)
+"""Ends that lose what was not saved."""
 
 
 @dataclass(frozen=True, kw_only=True)

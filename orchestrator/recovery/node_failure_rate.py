@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from orchestrator.registry.records import Attempt
-from trainer.contract.outcome import Failure, FailureKind
+from trainer.contract.failure_kinds import Blame, kinds_with
+from trainer.contract.outcome import Failure
 
 DAY = 86400.0
 HALF_LIFE = 7 * DAY
@@ -23,9 +24,9 @@ TIMES, SURE = 2.0, 0.75
 BY_CHANCE = 0.3
 """... and nodes as good as the others would have had as many of the failures with less chance than this."""
 
-NODE_LOCAL = frozenset({FailureKind.NODE_LOST, FailureKind.NODE_SUSPECT})
+NODE_LOCAL = kinds_with(lambda traits: traits.blame is Blame.NODE)
 """Kinds that blame the node by themselves, when they name one."""
-WEAK = frozenset({FailureKind.AGENT_LOST, FailureKind.RANK_KILLED, FailureKind.LAUNCH_FAILED, FailureKind.HANG})
+WEAK = kinds_with(lambda traits: traits.blame is Blame.WEAK)
 """Kinds that only happened on a node: one of them is no evidence."""
 
 

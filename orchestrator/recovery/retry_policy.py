@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from trainer.contract.config import RecoveryConfig
+from trainer.contract.failure_kinds import TRAITS, Budget
 from trainer.contract.outcome import Failure, FailureKind
 
 
@@ -37,11 +38,16 @@ class EndedAttempt:
     none_intact: bool = False  # it found every checkpoint damaged
 
     @property
-    def budget(self) -> "Budget | None":
+    def budget(self) -> Budget | None:
         """What its end uses up; a script that has never worked is more likely wrong than the cluster."""
         if self.kind is None:
             return None
-        return Budget.TRIES if self.script_failed else BUDGETS[self.kind]
+        return Budget.TRIES if self.script_failed else TRAITS[self.kind].budget
+
+    @property
+    def is_free(self) -> bool:
+        """Whether its end is nobody's failure while the run makes progress."""
+        return self.kind is not None and TRAITS[self.kind].free
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,41 +63,7 @@ class Decision:
         return {**asdict(self), "action": str(self.action), "exclude": list(self.exclude)}
 
 
-class Budget(StrEnum):
-    """What a failure without progress uses up; a new checkpoint gives all of it back."""
-
-    PERSON = "person"  # comes back until somebody changes something: no retry
-    TRIES = "tries"  # the program or the cluster: `recovery.max_failures`
-    TIME = "time"  # the cluster, which heals: `recovery.no_progress_hours`
-
-
-BUDGETS = {
-    FailureKind.USER_ERROR: Budget.PERSON,
-    FailureKind.DESYNC: Budget.PERSON,
-    FailureKind.NUMERIC: Budget.PERSON,
-    FailureKind.CANCELLED: Budget.PERSON,
-    FailureKind.SUBMIT_REJECTED: Budget.PERSON,
-    FailureKind.SUBMISSION_LOST: Budget.PERSON,
-    FailureKind.RANK_KILLED: Budget.TRIES,
-    FailureKind.OUT_OF_MEMORY: Budget.TRIES,
-    FailureKind.HANG: Budget.TRIES,
-    FailureKind.UNKNOWN: Budget.TRIES,
-    FailureKind.TIME_LIMIT: Budget.TRIES,
-    FailureKind.PREEMPTED: Budget.TIME,
-    FailureKind.NODE_LOST: Budget.TIME,
-    FailureKind.NODE_SUSPECT: Budget.TIME,
-    FailureKind.AGENT_LOST: Budget.TIME,
-    FailureKind.JOB_LOST: Budget.TIME,
-    FailureKind.LAUNCH_FAILED: Budget.TIME,
-    FailureKind.SUBMIT_DEFERRED: Budget.TIME,
-    FailureKind.STORAGE: Budget.TIME,
-}
-"""How every kind of failure is counted: the only place that says so."""
-
 SCRIPT_HINT = "; the job's log (attempts/*/submission/*.out, *.err) tells why: see cluster.python and cluster.templates"
-
-FREE_KINDS = frozenset({FailureKind.PREEMPTED, FailureKind.TIME_LIMIT})
-"""Ends that are nobody's failure while the run makes progress."""
 
 LONGEST_GAP = 2 * 3600.0
 """Seconds between two failures that count at most: a longer queue is no outage, nor is a clock that was set."""
@@ -124,7 +96,7 @@ def decide(
     if failure is None:
         return Decision(action=Action.SUCCEED, reason="all steps are trained")
     # What no retry can fix ends here, with Slurm's or the program's own words.
-    if BUDGETS[failure.kind] is Budget.PERSON:
+    if TRAITS[failure.kind].budget is Budget.PERSON:
         return _without_return(failure, run) if _never_saved(failure, history) else _final(failure, run)
     # Whoever requested a fault wants to see the run go on, and has shown nothing of the cluster.
     if history[-1].drilled:
@@ -137,10 +109,10 @@ def decide(
     if [past.none_intact for past in history[-2:]] == [True, True]:
         return _none_intact(failure, run)
     # The queue is pause enough after an end that costs nothing.
-    if failure.kind in FREE_KINDS and _advanced(history, len(history) - 1, steps_known=steps_known):
+    if TRAITS[failure.kind].free and _advanced(history, len(history) - 1, steps_known=steps_known):
         return Decision(action=Action.RETRY, reason=f"goes on after {failure.kind}", not_before=now, exclude=exclude)
     row = _without_progress(history, steps_known=steps_known)
-    budget = Budget.TRIES if history[-1].script_failed else BUDGETS[failure.kind]
+    budget = Budget.TRIES if history[-1].script_failed else TRAITS[failure.kind].budget
     last = f"the last one: {failure.reason}{SCRIPT_HINT if history[-1].script_failed else ''}"
     # A program that fails again and again burns the cluster.
     tries = [past for past in row if past.budget is Budget.TRIES]
@@ -260,9 +232,7 @@ def _advanced(history: Sequence[EndedAttempt], index: int, *, steps_known: bool)
     """Whether this attempt committed a checkpoint newer than all before it."""
     attempt = history[index]
     if not steps_known:
-        return attempt.started and attempt.trained >= (
-            FREE_PROGRESS if attempt.kind in FREE_KINDS else COMMAND_PROGRESS
-        )
+        return attempt.started and attempt.trained >= (FREE_PROGRESS if attempt.is_free else COMMAND_PROGRESS)
     best = max((past.saved_step for past in history[:index] if past.saved_step is not None), default=0)
     return attempt.saved_step is not None and attempt.saved_step > best
 
@@ -272,7 +242,7 @@ def _without_progress(history: Sequence[EndedAttempt], *, steps_known: bool) -> 
     row: list[EndedAttempt] = []
     for index in reversed(range(len(history))):
         past, advanced = history[index], _advanced(history, index, steps_known=steps_known)
-        if past.kind is not None and not past.drilled and not (advanced and past.kind in FREE_KINDS):
+        if past.kind is not None and not past.drilled and not (advanced and past.is_free):
             row.append(past)
         if advanced:
             break

@@ -8,9 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.recovery.retry_policy import (
-    BUDGETS,
     Action,
-    Budget,
     Decision,
     EndedAttempt,
     after_cancel,
@@ -18,6 +16,7 @@ from orchestrator.recovery.retry_policy import (
     decide,
 )
 from trainer.contract.config import RecoveryConfig
+from trainer.contract.failure_kinds import TRAITS, Budget
 from trainer.contract.outcome import Failure, FailureKind
 
 CONFIG = RecoveryConfig()
@@ -166,10 +165,6 @@ def test_a_finished_attempt_is_success() -> None:
     assert decide([past(1, FailureKind.UNKNOWN, 1)], None, CONFIG, NOW, 0.0, run="tiny-1").action is Action.SUCCEED
 
 
-def test_every_kind_is_counted_in_one_way() -> None:
-    assert set(BUDGETS) == set(FailureKind)
-
-
 def test_pauses_double_up_to_the_limit_and_begin_anew_after_progress() -> None:
     waits = [
         after(*[past(n, K.NODE_LOST, None) for n in range(1, count + 1)]).not_before - NOW for count in (1, 2, 3, 20)
@@ -237,13 +232,13 @@ def test_every_decision_has_a_reason_and_a_pause_within_bounds(
     }
 
 
-@given(histories, st.sampled_from([kind for kind in FailureKind if BUDGETS[kind] is not Budget.PERSON]))
+@given(histories, st.sampled_from([kind for kind in FailureKind if TRAITS[kind].budget is not Budget.PERSON]))
 def test_attempts_that_get_nowhere_come_to_a_stop(history: list[EndedAttempt], kind: FailureKind) -> None:
     stuck = [past(n, kind, None, ago=25.0 - n) for n in range(25)]
     assert after(*history, *stuck).action in (Action.HOLD, Action.FAIL)
 
 
-@given(histories, st.sampled_from([kind for kind in FailureKind if BUDGETS[kind] is not Budget.PERSON]))
+@given(histories, st.sampled_from([kind for kind in FailureKind if TRAITS[kind].budget is not Budget.PERSON]))
 def test_progress_gives_everything_back(history: list[EndedAttempt], kind: FailureKind) -> None:
     assert after(*history, past(99, kind, 1000)).action is Action.RETRY
 

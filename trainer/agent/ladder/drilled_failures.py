@@ -3,9 +3,10 @@
 from collections.abc import Iterable
 
 from trainer.contract.drill_config import DrillEvent
-from trainer.contract.outcome import Failure, FailureKind
+from trainer.contract.failure_kinds import kinds_with
+from trainer.contract.outcome import Failure
 
-NOT_BY_A_DRILL = frozenset({FailureKind.PREEMPTED, FailureKind.TIME_LIMIT, FailureKind.CANCELLED})
+NOT_BY_A_DRILL = kinds_with(lambda traits: traits.asked_to_stop)
 """Ends that no drill brings about."""
 HARMLESS = frozenset({"slow-rank"})
 """Drills after which training goes on: what fails later in that generation has causes of its own."""

@@ -9,6 +9,7 @@ from enum import Enum, auto
 from trainer.agent.ladder.suspect_checkpoints import FailedGeneration, failed_generation, suspect_steps
 from trainer.agent.watch.command_errors import CommandPast, command_cause
 from trainer.agent.watch.root_cause import Cause, CommandFailure, RankEnd, find_cause, secondary_order
+from trainer.contract.failure_kinds import kinds_with
 from trainer.contract.outcome import AttemptResult, ExitCode, Failure, FailureKind
 from trainer.contract.progress import StopReason
 from trainer.contract.skipped_batches import Skip
@@ -25,7 +26,7 @@ QUICK_SECONDS = 60.0
 FRUITLESS = 3
 """So many restarts in a row without a step that is new to the attempt are enough."""
 
-FIXED_BY_RESTART = frozenset({FailureKind.RANK_KILLED, FailureKind.OUT_OF_MEMORY, FailureKind.HANG})
+FIXED_BY_RESTART = kinds_with(lambda traits: traits.restarts_in_place)
 """Failures that a new generation on the same nodes fixes."""
 
 AGAIN_SECONDS = 30.0
@@ -40,10 +41,10 @@ START_SECONDS = 10.0
 LONGEST_REASON = 2000
 """Characters of the outcome's reason: agents refuse lines that are too long, and a desync may name every rank."""
 
-_LOOKED_INTO = frozenset({FailureKind.HANG, FailureKind.DESYNC})
+_LOOKED_INTO = kinds_with(lambda traits: traits.examined)
 """Failures that are declared after all ranks were examined: no rank will report anything else."""
 
-_NEVER_RETRY = frozenset({FailureKind.USER_ERROR, FailureKind.DESYNC, FailureKind.NUMERIC})
+_NEVER_RETRY = kinds_with(lambda traits: traits.comes_back)
 """Failures that come back until somebody has changed something."""
 
 

@@ -8,12 +8,13 @@ import signal
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from trainer.contract.outcome import Failure, FailureKind
+from trainer.contract.failure_kinds import kinds_with
+from trainer.contract.outcome import Failure
 
 WITHIN = 10
 """Steps after a restore within which a failure may come from what was loaded."""
 
-_OF_THE_STATE = frozenset({FailureKind.RANK_KILLED, FailureKind.USER_ERROR, FailureKind.NUMERIC})
+_OF_THE_STATE = kinds_with(lambda traits: traits.of_the_state)
 """Failures that a loaded state can cause; nodes, storage, agents and stops have causes of their own."""
 
 

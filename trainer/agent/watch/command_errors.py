@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from trainer.agent.watch.root_cause import Cause, CommandFailure, RankEnd, find_cause, root_of
+from trainer.contract.failure_kinds import kinds_with
 from trainer.contract.outcome import FailureKind
 
 START_SECONDS = 300.0
@@ -25,7 +26,7 @@ REPEATS = 3
 MOST_SET_ASIDE = 3
 """Checkpoints that may be set aside before the program trains on."""
 
-_OWN_KINDS = frozenset({FailureKind.USER_ERROR, FailureKind.OUT_OF_MEMORY})
+_OWN_KINDS = kinds_with(lambda traits: traits.of_the_program)
 """What a program raises by itself."""
 
 _TIME, _OUTPUT = 1.5, 1.25

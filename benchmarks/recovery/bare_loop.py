@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from benchmarks.recovery.script import tell
 from trainer.contract.config import JobConfig, load
-from trainer.contract.progress import StopReason
+from trainer.contract.ranks.progress import StopReason
 from trainer.worker import mesh, workload
 from trainer.worker.optimizer import set_learning_rate
 from trainer.worker.startup import device as devices

@@ -16,7 +16,7 @@ import psutil
 
 from benchmarks.recovery.job import Job, free_port
 from benchmarks.recovery.polling import lines, until
-from trainer.contract.line_file import read_new_lines
+from trainer.contract.logs.line_file import read_new_lines
 
 _PATIENCE = 300.0
 _FROM = 20

@@ -10,8 +10,8 @@ from typing import Any
 from benchmarks.recovery.job import Job
 from benchmarks.restore_tests.sizes import ON_TWO_RANKS, tested
 from trainer.contract.events import read_events
+from trainer.contract.logs.work_log import work_lines
 from trainer.contract.run_dir import RunDir
-from trainer.contract.work_log import work_lines
 
 _SAVED, _PATIENCE = 10, 300.0
 # Saved early, once; the run outlives what is measured.

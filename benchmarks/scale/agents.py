@@ -20,7 +20,7 @@ from trainer.agent.flight.flight_record import Entry, FlightRecord, Group
 from trainer.agent.watch.rank_sample import RankSample
 from trainer.agent.watch.report_schedule import ReportSchedule
 from trainer.agent.watch.sampling import STILL
-from trainer.contract.progress import SECTIONS
+from trainer.contract.ranks.progress import SECTIONS
 
 _JOIN_AT_ONCE = 100
 _SHARE = {"data": 0.05, "forward": 0.35, "backward": 0.55, "optimizer": 0.05}

@@ -12,10 +12,10 @@ from typing import Any
 from orchestrator.config import keys
 from orchestrator.config.run_config import ClusterConfig, RunConfig
 from orchestrator.errors import ConfigError
-from orchestrator.scheduler import cluster_values
 from orchestrator.scheduler.job_environment import is_always_passed
+from orchestrator.scheduler.slurm import cluster_values
 from trainer.contract.config import WorkloadConfig
-from trainer.contract.run_secrets import is_name
+from trainer.contract.secrets.run_secrets import is_name
 
 BUILT_IN = WorkloadConfig().target
 SECTIONS = frozenset(path[0] for path in keys.every_key() if len(path) > 1)

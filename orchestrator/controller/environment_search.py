@@ -17,8 +17,8 @@ from orchestrator.errors import RegistryError
 from orchestrator.registry.records import Run
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.available_schedulers import usable
-from orchestrator.scheduler.client_environment import RECORDED, ClientEnvironment
 from orchestrator.scheduler.scheduler_instance import SlurmInstance, is_known
+from orchestrator.scheduler.slurm.client_environment import RECORDED, ClientEnvironment
 from orchestrator.states import LIVE_RUNS
 
 log = logging.getLogger("orch.controller")

@@ -9,7 +9,7 @@ from checkpointing.storage.durable import dump_line, read_json, write_atomically
 from orchestrator.controller.leasing.host_file import host_file
 from orchestrator.controller.leasing.lease import Holder
 from orchestrator.registry.records import Lease
-from orchestrator.scheduler.client_environment import ClientEnvironment
+from orchestrator.scheduler.slurm.client_environment import ClientEnvironment
 
 
 @dataclass(frozen=True, kw_only=True)

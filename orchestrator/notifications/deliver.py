@@ -12,7 +12,7 @@ from typing import Any
 
 from orchestrator.config.redaction import redacted_url
 from orchestrator.notifications import channels
-from trainer.contract.run_secrets import RunSecrets, SecretsRefused
+from trainer.contract.secrets.run_secrets import RunSecrets, SecretsRefused
 
 WEBHOOK, MAIL, COMMAND = "webhook", "mail", "command"
 

@@ -20,8 +20,8 @@ from orchestrator.registry.store import Store
 from orchestrator.restore_tests.layouts import with_layout
 from orchestrator.scheduler.available_schedulers import resolve
 from orchestrator.scheduler.job_environment import Submitter
-from orchestrator.scheduler.sbatch_values import minutes
 from orchestrator.scheduler.scheduler_instance import instance_of
+from orchestrator.scheduler.slurm.sbatch_values import minutes
 from orchestrator.submission.resume_contract import Rule, identity_changes
 from orchestrator.submission.resume_request import current_identity
 from trainer.agent.user_command import restore_program

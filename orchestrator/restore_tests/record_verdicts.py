@@ -13,7 +13,7 @@ from orchestrator.registry.records import Attempt, Notice, RestoreTest, Run
 from orchestrator.registry.store import Store
 from orchestrator.restore_tests.due import trained_seconds
 from orchestrator.restore_tests.marks import release, write_verdict
-from orchestrator.scheduler.sbatch_values import minutes
+from orchestrator.scheduler.slurm.sbatch_values import minutes
 from orchestrator.states import LIVE_RUNS, RunState, Trust, may_move
 from trainer.contract.config import build
 from trainer.contract.events import EventKind

@@ -26,9 +26,9 @@ def usable(kind: str) -> Mapping[str, Scheduler]:
     if kind not in kinds():
         return {}
     if kind == "slurm":
-        from orchestrator.scheduler.slurm import SlurmScheduler  # only the one that is used is loaded
+        from orchestrator.scheduler.slurm.slurm_scheduler import SlurmScheduler  # only the one that is used is loaded
 
         return {kind: SlurmScheduler()}
-    from orchestrator.scheduler.local import LocalScheduler  # see above
+    from orchestrator.scheduler.local.local_scheduler import LocalScheduler  # see above
 
     return {kind: LocalScheduler()}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from subprocess import CompletedProcess
 
 from orchestrator.errors import SlurmUnreachable
-from orchestrator.scheduler.commands import run_command
+from orchestrator.scheduler.slurm.commands import run_command
 
 ANSWER_WITHIN = 10.0
 KEEP_FOR = 10.0

@@ -26,7 +26,7 @@ from typing import Any
 
 from orchestrator.errors import ConfigError
 from orchestrator.scheduler.interface import JobSpec
-from orchestrator.scheduler.sbatch_values import check_text
+from orchestrator.scheduler.slurm.sbatch_values import check_text
 
 _FENCE = "#---"
 _BUILT_IN = ("run_dir", "gpus", "python")

@@ -32,13 +32,15 @@ def first_job(config: RunConfig, kind: str, name: str = "") -> JobSpec:
 
 def check_script(config: RunConfig, kind: str) -> None:
     """Raises ConfigError, or SubmitRejected on this machine, for a job that could not even be written down."""
-    from orchestrator.scheduler import local, slurm  # templates and submitit: only where a run is submitted
+    # Templates and submitit: only where a run is submitted.
+    from orchestrator.scheduler.local import local_scheduler
+    from orchestrator.scheduler.slurm import slurm_scheduler
 
     spec = first_job(config, kind)
     if kind == "slurm":
-        slurm.render(spec)
+        slurm_scheduler.render(spec)
     else:
-        local.check(spec)
+        local_scheduler.check(spec)
 
 
 def check_with_slurm(config: RunConfig, warn: Warn) -> None:
@@ -46,8 +48,8 @@ def check_with_slurm(config: RunConfig, warn: Warn) -> None:
 
     No answer is no refusal. What passes, and what only nodes explain that are down now, is told to `warn`.
     """
-    from orchestrator.scheduler import sbatch  # submitit: only where a run is submitted
-    from orchestrator.scheduler.node_capacity import known_nodes, shortfall
+    from orchestrator.scheduler.slurm import sbatch  # submitit: only where a run is submitted
+    from orchestrator.scheduler.slurm.node_capacity import known_nodes, shortfall
 
     spec = first_job(config, "slurm")
     refused = sbatch.refusal(spec)

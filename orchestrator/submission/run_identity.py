@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.run_config import RunConfig
-from orchestrator.scheduler.client_environment import RECORDED, ClientEnvironment
 from orchestrator.scheduler.job_environment import SECRET, Submitter
+from orchestrator.scheduler.slurm.client_environment import RECORDED, ClientEnvironment
 
 DIFF_LIMIT = 256 * 1024
 """Bytes of a dirty diff that are kept; its digest always covers all of it."""

@@ -13,8 +13,8 @@ from typing import Any
 
 import psutil
 
+from trainer.contract.logs.work_log import work_lines
 from trainer.contract.run_dir import RunDir
-from trainer.contract.work_log import work_lines
 
 SMALL = [
     "cluster.nodes=2", "cluster.ranks_per_node=1", "parallel.tp=1", "recovery.backoff=0.2", "train.steps=30",

@@ -5,7 +5,7 @@ from typing import Any
 
 from orchestrator.errors import Retryable, SubmitRejected
 from orchestrator.scheduler.interface import JobSpec
-from orchestrator.scheduler.refusals import submit_error
+from orchestrator.scheduler.slurm.refusals import submit_error
 from tests.fakes.model_slurm import ModelJob, ModelSlurm
 
 _FAILED = "sbatch: error: Batch job submission failed: "

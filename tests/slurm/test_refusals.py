@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from orchestrator.scheduler.pending_reasons import MAY_STAY, STAYS
+from orchestrator.scheduler.slurm.pending_reasons import MAY_STAY, STAYS
 from tests.end_to_end.user import User
 from tests.slurm.lab import SlurmLab
 

@@ -13,7 +13,7 @@ import pytest
 
 from orchestrator.errors import SlurmUnreachable, SubmitAmbiguous, SubmitRejected
 from orchestrator.scheduler.interface import Resources
-from orchestrator.scheduler.slurm import SlurmScheduler
+from orchestrator.scheduler.slurm.slurm_scheduler import SlurmScheduler
 from tests.orchestrator.scheduler.contract import SchedulerContract, World, eventually
 from tests.slurm.lab import SlurmLab
 

@@ -26,16 +26,16 @@ from trainer.agent.processes.log_pipes import LogPipes
 from trainer.agent.processes.watchdog_client import WatchdogClient
 from trainer.agent.processes.write_behind import WriteBehind, settle
 from trainer.agent.watch.root_cause import signal_name
-from trainer.contract import run_secrets
 from trainer.contract.config import JobConfig, config_digest, load
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.launch_token import LaunchToken
-from trainer.contract.line_file import LineFile
-from trainer.contract.log_rotation import LogsConfig
+from trainer.contract.logs.line_file import LineFile
+from trainer.contract.logs.log_rotation import LogsConfig
 from trainer.contract.node_identity import NodeIdentity, discover
 from trainer.contract.outcome import ExitCode
 from trainer.contract.run_dir import AttemptDir, RunDir
-from trainer.contract.secret_redaction import in_use
+from trainer.contract.secrets import run_secrets
+from trainer.contract.secrets.secret_redaction import in_use
 
 _HANDLED_SIGNALS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 _CONNECT_SECONDS = 60.0

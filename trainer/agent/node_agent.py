@@ -31,7 +31,7 @@ from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.node_identity import NodeIdentity
 from trainer.contract.outcome import AgentEnd, ExitCode
-from trainer.contract.progress import StopReason
+from trainer.contract.ranks.progress import StopReason
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 _LOOK_SECONDS = 0.1

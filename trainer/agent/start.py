@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _write_log_there(folder: Path) -> None:
-    """Under Slurm nothing was written by name: see `orchestrator.scheduler.sbatch`. Local jobs have open files."""
+    """Under Slurm nothing was written by name: see `orchestrator/scheduler/slurm/sbatch.py`. Local jobs have files."""
     if "SLURM_JOB_ID" not in os.environ or os.environ.get("SUBMITIT_EXECUTOR") != "slurm":
         return
     stem = f"{os.environ['SLURM_JOB_ID']}_{os.environ.get('SLURM_PROCID', '0')}_log"

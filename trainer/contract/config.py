@@ -10,12 +10,12 @@ from typing import Any
 
 from checkpointing.config import CheckpointConfig
 from checkpointing.storage.durable import canonical, read_json
-from trainer.contract.command_checkpoints import CommandCheckpointsConfig
-from trainer.contract.command_progress import CommandProgressConfig
 from trainer.contract.drill_config import DrillConfig
 from trainer.contract.fault_detection_config import HangConfig, PreflightConfig, SpikeConfig, StragglerConfig
-from trainer.contract.log_rotation import LogsConfig
+from trainer.contract.logs.log_rotation import LogsConfig
 from trainer.contract.run_dir import RunDir
+from trainer.contract.user_command.command_checkpoints import CommandCheckpointsConfig
+from trainer.contract.user_command.command_progress import CommandProgressConfig
 
 SLURM_EARLY = 60.0
 """Seconds by which Slurm may send the signal of --signal before it was asked to."""

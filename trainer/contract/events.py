@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.storage.durable import dump_line
-from trainer.contract.line_file import LineFile, Lines, read_new_lines
+from trainer.contract.logs.line_file import LineFile, Lines, read_new_lines
 
 
 class EventKind(StrEnum):

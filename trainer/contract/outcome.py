@@ -7,7 +7,7 @@ from typing import Any
 
 from checkpointing.storage.durable import dump_line, read_json, write_durably
 from checkpointing.storage.reserved_file import reserve, write_reserved
-from trainer.contract.secret_redaction import in_use
+from trainer.contract.secrets.secret_redaction import in_use
 
 MOST_BYTES = 16 << 20
 """Beyond this nothing is an outcome."""

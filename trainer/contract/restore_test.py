@@ -7,7 +7,7 @@ from typing import Any
 from checkpointing.storage.durable import dump_line, read_json, write_durably
 from trainer.contract.config import build
 from trainer.contract.run_dir import AttemptDir, RunDir
-from trainer.contract.secret_redaction import in_use
+from trainer.contract.secrets.secret_redaction import in_use
 
 ORDER_SCHEMA = "orch.restore-test/1"
 VERDICT_SCHEMA = "orch.restore-verdict/1"

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from checkpointing.storage.durable import dump_line, read_json, write_durably
 from trainer.contract.run_dir import AttemptDir, RunDir
-from trainer.contract.secret_redaction import in_use
+from trainer.contract.secrets.secret_redaction import in_use
 
 _SCHEMA = "orch.skipped/1"
 

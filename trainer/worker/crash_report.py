@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from trainer.contract.outcome import ExitCode, RankOutcome, legible
-from trainer.contract.progress import ProgressCell
-from trainer.contract.rank_messages import RankSpec, send_message
-from trainer.contract.rank_outcomes import append_outcome
+from trainer.contract.ranks.progress import ProgressCell
+from trainer.contract.ranks.rank_messages import RankSpec, send_message
+from trainer.contract.ranks.rank_outcomes import append_outcome
 from trainer.contract.run_dir import RunDir
-from trainer.contract.secret_redaction import in_use
+from trainer.contract.secrets.secret_redaction import in_use
 from trainer.worker import workload
 from trainer.worker.reporting import flight_recorder
 from trainer.worker.reporting.secondary_failure import is_secondary_failure

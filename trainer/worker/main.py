@@ -19,11 +19,11 @@ from checkpointing.tiers.tier import RunTiers, resolve_tiers
 from trainer.contract.config import JobConfig, load
 from trainer.contract.launch_token import LaunchToken, holds
 from trainer.contract.outcome import ExitCode
-from trainer.contract.progress import Phase, ProgressCell
-from trainer.contract.rank_messages import SPEC_VARIABLE, RankSpec, report_saves
+from trainer.contract.ranks.progress import Phase, ProgressCell
+from trainer.contract.ranks.rank_messages import SPEC_VARIABLE, RankSpec, report_saves
 from trainer.contract.restore_test import read_order
 from trainer.contract.run_dir import RunDir
-from trainer.contract.secret_redaction import in_use
+from trainer.contract.secrets.secret_redaction import in_use
 from trainer.worker import crash_report, mesh, workload
 from trainer.worker.data import with_position
 from trainer.worker.reporting import flight_recorder

@@ -12,8 +12,8 @@ from trainer.contract.config import JobConfig, config_digest
 from trainer.contract.events import EventKind
 from trainer.contract.launch_token import LaunchToken
 from trainer.contract.outcome import ExitCode
-from trainer.contract.progress import Phase, ProgressCell
-from trainer.contract.rank_messages import RankSpec
+from trainer.contract.ranks.progress import Phase, ProgressCell
+from trainer.contract.ranks.rank_messages import RankSpec
 from trainer.contract.run_dir import AttemptDir, RunDir
 from trainer.worker import mesh
 from trainer.worker.optimizer import set_learning_rate

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from trainer.contract.progress import ProgressCell, StopReason
+from trainer.contract.ranks.progress import ProgressCell, StopReason
 
 _EXIT_MARGIN = 5.0
 """Seconds before the agent's deadline: for peers to meet, for the outcome and for the exit."""

@@ -9,7 +9,7 @@ from orchestrator.controller.slurm_contact import SlurmContact, read_contact
 from orchestrator.errors import Precondition
 from orchestrator.home import registry_path
 from orchestrator.registry.records import Lease
-from orchestrator.scheduler.client_environment import ClientEnvironment
+from orchestrator.scheduler.slurm.client_environment import ClientEnvironment
 
 RESTART = "`orch controller stop`, then the same again: the next controller has this shell's environment"
 

@@ -105,8 +105,8 @@ def _seconds(period: str) -> float:
 
 def _expanded(names: tuple[str, ...]) -> list[str]:
     """Single names of what may be host lists; raises ConfigError."""
-    from orchestrator.scheduler.sbatch_values import check_nodes  # as for cluster.exclude
-    from orchestrator.scheduler.slurm_text import expand_nodes
+    from orchestrator.scheduler.slurm.command_output import expand_nodes
+    from orchestrator.scheduler.slurm.sbatch_values import check_nodes  # as for cluster.exclude
 
     return list(dict.fromkeys(expand_nodes(check_nodes("NODE", names))))
 
@@ -158,8 +158,8 @@ def _clusters(store: Any, verb: str, name: str) -> list[str]:
 def _slurm_with(name: str) -> str:
     """The Slurm that is reached from here, which has a node that no run has used yet; raises NotFound."""
     from orchestrator.scheduler.available_schedulers import kinds
-    from orchestrator.scheduler.commands import run_command
     from orchestrator.scheduler.scheduler_instance import instance_of
+    from orchestrator.scheduler.slurm.commands import run_command
 
     if "slurm" in kinds():
         done = run_command(["sinfo", "-h", "-a", "-N", "-n", name, "-o", "%N"])

@@ -9,7 +9,14 @@ from pathlib import Path
 from orchestrator.cli.cluster.machine_checks import FAIL, INFO, OK, WARN, Check, is_local
 from orchestrator.errors import OrchError
 from orchestrator.scheduler.interface import Resources
-from orchestrator.scheduler.node_capacity import NODES, PARTITIONS, asked_words, partitions_here, read_nodes, shortfall
+from orchestrator.scheduler.slurm.node_capacity import (
+    NODES,
+    PARTITIONS,
+    asked_words,
+    partitions_here,
+    read_nodes,
+    shortfall,
+)
 
 COMMANDS = ("sbatch", "squeue", "scancel", "scontrol", "srun")
 ANSWER_WITHIN = 10.0
@@ -19,7 +26,7 @@ CommandRunner = Callable[[list[str]], str]
 
 def ask_slurm(command: list[str]) -> str:
     """The answer of a Slurm command; raises OrchError when there is none or it is a refusal."""
-    from orchestrator.scheduler.commands import run_command, unreachable
+    from orchestrator.scheduler.slurm.commands import run_command, unreachable
 
     done = run_command(command, ANSWER_WITHIN)
     if done.returncode:

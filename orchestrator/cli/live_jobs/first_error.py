@@ -9,10 +9,10 @@ from typing import Any
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.terminal.render import plain
 from trainer.contract.events import Event, EventKind, read_events
-from trainer.contract.log_rotation import read_tail
+from trainer.contract.logs.log_rotation import read_tail
 from trainer.contract.outcome import AttemptOutcome, ExitCode, Failure
-from trainer.contract.rank_messages import generation_mark
-from trainer.contract.rank_outcomes import all_outcomes
+from trainer.contract.ranks.rank_messages import generation_mark
+from trainer.contract.ranks.rank_outcomes import all_outcomes
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 _QUIET_ENDS = (ExitCode.FINISHED, ExitCode.STOPPED_AFTER_SAVE)

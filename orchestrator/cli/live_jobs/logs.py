@@ -22,7 +22,7 @@ from orchestrator.errors import ConfigError, NotFound
 from orchestrator.home import state_home
 from orchestrator.states import ENDED_RUNS, RunState
 from trainer.contract.config import load
-from trainer.contract.log_rotation import LogReader, log_files, read_files, read_tail
+from trainer.contract.logs.log_rotation import LogReader, log_files, read_files, read_tail
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 POLL = 0.5

@@ -9,7 +9,7 @@ from typing import Any
 
 from checkpointing.storage.durable import read_json
 from trainer.contract.events import Event, read_events
-from trainer.contract.line_file import read_new_lines
+from trainer.contract.logs.line_file import read_new_lines
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 TAIL = 64 * 1024

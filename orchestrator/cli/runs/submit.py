@@ -305,7 +305,7 @@ def _kind(screen: Screen, wanted: str) -> str:
 
 def _script(composed: Any) -> str:
     """The sbatch text of the first attempt, with placeholders where a submitted run has its number and nonce."""
-    from orchestrator.scheduler import slurm
+    from orchestrator.scheduler.slurm import slurm_scheduler
     from orchestrator.submission.job_check import first_job
 
-    return slurm.render(first_job(composed.config, "slurm"))
+    return slurm_scheduler.render(first_job(composed.config, "slurm"))

@@ -78,7 +78,9 @@ def host_list(names: Sequence[str]) -> str:
     """Host names as a host list where that is shorter: `gpu[001-016]`."""
     if len(names) < 3:
         return ",".join(names)
-    from orchestrator.scheduler.slurm_text import fold_nodes  # brings ClusterShell: only for tables of many nodes
+    from orchestrator.scheduler.slurm.command_output import (
+        fold_nodes,  # brings ClusterShell: only for tables of many nodes
+    )
 
     return fold_nodes(tuple(names))
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from orchestrator.errors import ConfigError
 from orchestrator.scheduler.interface import JobSpec, JobStatus
-from orchestrator.scheduler.sbatch_values import minutes
+from orchestrator.scheduler.slurm.sbatch_values import minutes
 
 _SHOWN = 80
 """Characters of a name or comment of theirs."""

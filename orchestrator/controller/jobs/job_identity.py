@@ -9,7 +9,7 @@ from orchestrator.controller.jobs.submission_limits import unresolved
 from orchestrator.registry.records import Attempt, Run, Submission
 from orchestrator.scheduler.interface import UNREADABLE, JobStatus
 from orchestrator.scheduler.job_tags import tags
-from orchestrator.scheduler.slurm_text import epoch
+from orchestrator.scheduler.slurm.command_output import epoch
 from orchestrator.states import LIVE_ATTEMPTS
 from trainer.contract.run_dir import RunDir
 

@@ -40,8 +40,8 @@ from orchestrator.recovery.silent_coordinator import judge_silence
 from orchestrator.registry.records import Attempt, Lease, Run
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.interface import LEAVING_STATES, RUNNING_STATES, JobStatus, Scheduler
-from orchestrator.scheduler.pending_reasons import waiting_words
 from orchestrator.scheduler.scheduler_instance import Instance
+from orchestrator.scheduler.slurm.pending_reasons import waiting_words
 from orchestrator.states import LIVE_ATTEMPTS, AttemptState, RunState
 from trainer.contract.config import build
 from trainer.contract.outcome import FailureKind

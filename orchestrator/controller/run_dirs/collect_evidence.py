@@ -18,9 +18,9 @@ from orchestrator.recovery.classify_failure import LOST_AFTER
 from orchestrator.recovery.evidence import Evidence, LogTail
 from orchestrator.registry.records import Attempt
 from orchestrator.scheduler.interface import ENDED_STATES, LEAVING_STATES, RUNNING_STATES, JobStatus
-from orchestrator.scheduler.sbatch_values import minutes
+from orchestrator.scheduler.slurm.sbatch_values import minutes
 from trainer.contract.config import SLURM_EARLY
-from trainer.contract.log_rotation import read_tail
+from trainer.contract.logs.log_rotation import read_tail
 from trainer.contract.outcome import AgentReport, AttemptOutcome, AttemptResult, FailureKind
 from trainer.contract.requests import RequestKind, pending
 from trainer.contract.run_dir import AttemptDir, RunDir

@@ -13,7 +13,7 @@ from typing import Any
 
 from orchestrator.errors import Precondition
 from trainer.contract.run_dir import RunDir
-from trainer.contract.run_secrets import RunSecrets, SecretsRefused, export_command
+from trainer.contract.secrets.run_secrets import RunSecrets, SecretsRefused, export_command
 
 _BEGINNING, _END = ".secrets-", ".json"
 _ABANDONED = 86400.0

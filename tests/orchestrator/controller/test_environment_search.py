@@ -13,8 +13,8 @@ from orchestrator.controller.reconciler.reconcile import Controller, TickReport
 from orchestrator.controller.slurm_contact import read_contact, write_contact
 from orchestrator.registry.records import NewRun, Run
 from orchestrator.registry.store import Store
-from orchestrator.scheduler.client_environment import RECORDED, ClientEnvironment
 from orchestrator.scheduler.scheduler_instance import read_instance
+from orchestrator.scheduler.slurm.client_environment import RECORDED, ClientEnvironment
 
 SHOWN = """ClusterName             = lab
 SlurmctldHost[0]        = login1(127.0.0.1)

@@ -18,7 +18,7 @@ from orchestrator.registry.store import Store
 from orchestrator.states import AttemptState, RunState
 from tests.orchestrator.notifications.conftest import Hook
 from trainer.contract.run_dir import RunDir
-from trainer.contract.run_secrets import RunSecrets
+from trainer.contract.secrets.run_secrets import RunSecrets
 
 NOW = 1_000_000.0
 

@@ -10,7 +10,7 @@ from orchestrator.cli.terminal import render
 from orchestrator.recovery.signatures import signatures
 from trainer.agent.ranks import last_cpp_exception, last_output
 from trainer.agent.watch import command_errors, root_cause
-from trainer.contract import peer_loss
+from trainer.contract.ranks import peer_loss
 
 MODULES = (first_error, render, last_cpp_exception, last_output, root_cause, command_errors, peer_loss)
 PATTERNS = {

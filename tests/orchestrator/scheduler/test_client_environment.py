@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.scheduler.client_environment import ClientEnvironment
+from orchestrator.scheduler.slurm.client_environment import ClientEnvironment
 
 
 def program(folder: Path) -> str:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.scheduler import local_records
-from orchestrator.scheduler.local import LocalScheduler
+from orchestrator.scheduler.local import local_records
+from orchestrator.scheduler.local.local_scheduler import LocalScheduler
 from tests.fakes.scheduler import FakeScheduler
 from tests.orchestrator.scheduler.contract import SchedulerContract, World
 

@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 from orchestrator.errors import ConfigError, SlurmUnreachable, SubmitRejected
-from orchestrator.scheduler import local, local_records
 from orchestrator.scheduler.interface import UNREADABLE, JobSpec, JobStatus, Resources
 from orchestrator.scheduler.job_environment import Submitter
-from orchestrator.scheduler.local import LocalScheduler
+from orchestrator.scheduler.local import local_records
+from orchestrator.scheduler.local.local_scheduler import LocalScheduler
 from tests.orchestrator.scheduler.contract import World, eventually
 from trainer.contract.node_identity import discover
 
@@ -109,16 +109,16 @@ def test_a_job_has_a_session_of_its_own(world: World) -> None:
 SUBMIT_AND_DIE = """
 import os, signal, subprocess, sys
 from pathlib import Path
-from orchestrator.scheduler import local
+from orchestrator.scheduler.local import local_scheduler
 from orchestrator.scheduler.interface import JobSpec, Resources
 
 def killed_right_after_the_spawn(command, *, timeout, check, capture_output, text, errors, **more):
     subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **more)
     os.kill(os.getpid(), signal.SIGKILL)
 
-local.subprocess.run = killed_right_after_the_spawn
+local_scheduler.subprocess.run = killed_right_after_the_spawn
 run_dir = Path(sys.argv[1])
-scheduler = local.LocalScheduler(entry="tests.slurm.payload:record", index=Path(sys.argv[2]))
+scheduler = local_scheduler.LocalScheduler(entry="tests.slurm.payload:record", index=Path(sys.argv[2]))
 scheduler.submit(JobSpec(name=sys.argv[3], comment="c", run_dir=run_dir, attempt=1, submission=run_dir / "submission",
                          resources=Resources(nodes=2, time="5")))
 """
@@ -144,7 +144,7 @@ def test_a_submitter_killed_before_the_spawn_leaves_nothing(
     def die(*_: object) -> None:
         raise Killed
 
-    monkeypatch.setattr(local, "_start", die)
+    monkeypatch.setattr(local_scheduler, "_start", die)
     spec = world.spec()
     with pytest.raises(Killed):
         world.scheduler.submit(spec)
@@ -207,7 +207,7 @@ def test_cancel_reaches_the_tasks_of_a_killed_holder(world: World) -> None:
 
 def test_after_a_restart_of_the_machine_its_jobs_are_gone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, job = running(world)
-    for module in (local, local_records):
+    for module in (local_scheduler, local_records):
         monkeypatch.setattr(module, "boot_id", lambda: "another")
     monkeypatch.setattr(local_records, "booted_at", lambda: time.time() + 1.0)
     assert world.state(job) == "NODE_FAIL"
@@ -220,7 +220,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, machine: bool) -> None:
     monkeypatch.setattr(local_records, "is_visible", lambda space: False)
     monkeypatch.setattr(local_records, "marked", lambda name: [])
     if machine:
-        for module in (local, local_records):
+        for module in (local_scheduler, local_records):
             monkeypatch.setattr(module, "boot_id", lambda: "another")
 
 
@@ -234,7 +234,7 @@ def test_of_a_job_elsewhere_its_heartbeat_tells_and_silence_is_no_end(
     with monkeypatch.context() as patch:
         elsewhere(patch, machine)
         assert world.state(job) == "RUNNING"
-        patch.setattr(local, "_SILENT_S", 0.0)
+        patch.setattr(local_scheduler, "_SILENT_S", 0.0)
         assert world.scheduler.poll([job.job_id]) == {}
         assert world.scheduler.find(spec.name) == []
         world.scheduler.cancel(job.job_id)

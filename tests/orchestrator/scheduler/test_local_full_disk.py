@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import Precondition
-from orchestrator.scheduler import local_records
-from orchestrator.scheduler.local import LocalScheduler
+from orchestrator.scheduler.local import local_records
+from orchestrator.scheduler.local.local_scheduler import LocalScheduler
 from tests.checkpointing.proofs.mounts import fill, small_tmpfs
 from tests.orchestrator.scheduler.contract import World
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from orchestrator.scheduler.interface import Resources
-from orchestrator.scheduler.node_capacity import megabytes, partitions_here, read_nodes, shortfall
+from orchestrator.scheduler.slurm.node_capacity import megabytes, partitions_here, read_nodes, shortfall
 
 SINFO = """\
 n1|low*|8|4000|(null)

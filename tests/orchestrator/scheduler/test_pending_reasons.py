@@ -7,7 +7,7 @@ import pytest
 from orchestrator.config.compose import compose
 from orchestrator.config.layers import from_overrides
 from orchestrator.scheduler.interface import Resources
-from orchestrator.scheduler.pending_reasons import MAY_STAY, STAYS, Lasts, wait_of, waiting_words
+from orchestrator.scheduler.slurm.pending_reasons import MAY_STAY, STAYS, Lasts, wait_of, waiting_words
 
 ASKED = Resources(nodes=2, cpus_per_task=8, mem="8G", gpus_per_node=4, constraint="h100")
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import Retryable, SubmitAmbiguous, SubmitRejected
-from orchestrator.scheduler import sbatch
 from orchestrator.scheduler.interface import Resources
-from orchestrator.scheduler.refusals import REFUSALS, submit_error
+from orchestrator.scheduler.slurm import sbatch
+from orchestrator.scheduler.slurm.refusals import REFUSALS, submit_error
 
 FAILED = "sbatch: error: Batch job submission failed: "
 POLICY = f"{FAILED}Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"

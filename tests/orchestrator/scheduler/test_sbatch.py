@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from orchestrator.cli.main import orch
 from orchestrator.errors import ConfigError
 from orchestrator.scheduler.interface import JobSpec, Resources
-from orchestrator.scheduler.sbatch_values import KNOWN, OWNED, check_nodes, check_options, minutes
-from orchestrator.scheduler.slurm import render
+from orchestrator.scheduler.slurm.sbatch_values import KNOWN, OWNED, check_nodes, check_options, minutes
+from orchestrator.scheduler.slurm.slurm_scheduler import render
 
 
 def spec(folder: Path = Path("/shared/runs/x-1"), **resources: Any) -> JobSpec:

@@ -14,7 +14,7 @@ from orchestrator.errors import ConfigError, Precondition, SlurmUnreachable, Sub
 from orchestrator.scheduler.available_schedulers import resolve, usable
 from orchestrator.scheduler.interface import UNREADABLE, JobSpec, Resources
 from orchestrator.scheduler.job_environment import Submitter
-from orchestrator.scheduler.slurm import SlurmScheduler
+from orchestrator.scheduler.slurm.slurm_scheduler import SlurmScheduler
 from orchestrator.scheduler.submitit_payload import adopt_payload, ids_in
 from tests.orchestrator.scheduler.test_slurm_text import accounting, queue
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from orchestrator.scheduler.interface import UNREADABLE
 from orchestrator.scheduler.job_tags import is_marked
-from orchestrator.scheduler.slurm_text import (
+from orchestrator.scheduler.slurm.command_output import (
     SACCT_FIELDS,
     SEPARATOR,
     SQUEUE_FIELDS,

@@ -7,7 +7,7 @@ import pytest
 
 from orchestrator.config.compose import compose
 from orchestrator.errors import ConfigError, SubmitRejected
-from orchestrator.scheduler import sbatch
+from orchestrator.scheduler.slurm import sbatch
 from orchestrator.submission.job_check import check_script, check_with_slurm
 from tests.fakes.slurm_commands import SINFO, refusing, write_commands
 

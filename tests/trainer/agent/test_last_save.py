@@ -4,7 +4,7 @@ import pytest
 
 from trainer.agent.attempt_state.deadline import SLURM_EARLY, Bounds
 from trainer.agent.attempt_state.stopping import Stopping
-from trainer.contract.progress import ProgressCell, StopReason
+from trainer.contract.ranks.progress import ProgressCell, StopReason
 
 
 def stopping(kind: str = "slurm", limit: str = "1:00:00", lead: float = 120.0) -> Stopping:

@@ -23,8 +23,8 @@ from trainer.contract.config import ClusterShape, JobConfig
 from trainer.contract.events import EventLog
 from trainer.contract.node_identity import NodeIdentity
 from trainer.contract.outcome import RankOutcome
-from trainer.contract.rank_messages import send_message
-from trainer.contract.rank_outcomes import append_outcome
+from trainer.contract.ranks.rank_messages import send_message
+from trainer.contract.ranks.rank_outcomes import append_outcome
 from trainer.contract.run_dir import RunDir
 
 

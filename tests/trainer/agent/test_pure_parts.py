@@ -11,7 +11,7 @@ from trainer.agent.nodes.preflight import Fault, examine, find_blamed_node
 from trainer.contract.config import ClusterShape, DataConfig, JobConfig
 from trainer.contract.node_identity import NodeIdentity
 from trainer.contract.outcome import FailureKind
-from trainer.contract.progress import StopReason
+from trainer.contract.ranks.progress import StopReason
 
 
 @pytest.mark.parametrize(

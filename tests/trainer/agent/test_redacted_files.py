@@ -17,14 +17,15 @@ from trainer.agent.ranks.last_output import last_output
 from trainer.agent.user_command.command_memory import CommandMemory, SetAsideCheckpoint
 from trainer.agent.watch.hang_detector import Incident
 from trainer.agent.watch.hangs import Judgement, Verdict
-from trainer.contract import secret_redaction, skipped_batches
+from trainer.contract import skipped_batches
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.outcome import AgentEnd, AgentReport, AttemptOutcome, AttemptResult, RankOutcome
-from trainer.contract.rank_outcomes import append_outcome
+from trainer.contract.ranks.rank_outcomes import append_outcome
 from trainer.contract.restore_test import Outcome, RestoreVerdict
 from trainer.contract.run_dir import AttemptDir, RunDir
-from trainer.contract.secret_redaction import LISTED
+from trainer.contract.secrets import secret_redaction
+from trainer.contract.secrets.secret_redaction import LISTED
 from trainer.contract.skipped_batches import Skip
 
 CANARY, SHOWN = 'ca"nary-12345', "***WRITTEN_TOKEN***"

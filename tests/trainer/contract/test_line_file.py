@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from trainer.contract.events import EventKind, EventLog, read_events
-from trainer.contract.line_file import LineFile, read_new_lines
+from trainer.contract.logs.line_file import LineFile, read_new_lines
 
 WRITERS, LINES = 4, 400
 

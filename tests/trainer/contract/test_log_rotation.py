@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.contract import log_rotation
-from trainer.contract.log_rotation import LogFile, LogReader, LogsConfig, read_files, read_tail, rotated_files
+from trainer.contract.logs import log_rotation
+from trainer.contract.logs.log_rotation import LogFile, LogReader, LogsConfig, read_files, read_tail, rotated_files
 
 SMALL = LogsConfig(max_mib=0.001, keep=3)  # 1,048 bytes
 

@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from trainer.contract.progress import SIZE, Phase, ProgressCell, StopReason
+from trainer.contract.ranks.progress import SIZE, Phase, ProgressCell, StopReason
 
 
 @pytest.fixture

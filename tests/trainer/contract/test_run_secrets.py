@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from trainer.contract import run_secrets
 from trainer.contract.config import JobConfig
 from trainer.contract.run_dir import RunDir
-from trainer.contract.run_secrets import RunSecrets, SecretsRefused, enter, read_list, values_for_job
-from trainer.contract.secret_redaction import LISTED
+from trainer.contract.secrets import run_secrets
+from trainer.contract.secrets.run_secrets import RunSecrets, SecretsRefused, enter, read_list, values_for_job
+from trainer.contract.secrets.secret_redaction import LISTED
 
 CANARY = "canary-12345"
 

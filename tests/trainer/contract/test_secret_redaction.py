@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.contract import secret_redaction
-from trainer.contract.secret_redaction import LISTED, RedactedStream, Redactor, in_use
+from trainer.contract.secrets import secret_redaction
+from trainer.contract.secrets.secret_redaction import LISTED, RedactedStream, Redactor, in_use
 
 VALUE = 'ca"nary/ü+\\8 1'
 SHOWN = "***API_KEY***"

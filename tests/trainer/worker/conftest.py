@@ -16,10 +16,10 @@ from checkpointing.storage.durable import canonical
 from trainer.contract import token_shards
 from trainer.contract.events import Event, read_events
 from trainer.contract.launch_token import LaunchToken
+from trainer.contract.logs.work_log import work_lines
 from trainer.contract.outcome import RankOutcome
-from trainer.contract.rank_outcomes import find_outcome
+from trainer.contract.ranks.rank_outcomes import find_outcome
 from trainer.contract.run_dir import AttemptDir, RunDir
-from trainer.contract.work_log import work_lines
 
 with warnings.catch_warnings():
     # Warns once about NumPy, which neither torch nor orch needs; warnings are errors here.

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from trainer.contract.config import JobConfig
 from trainer.contract.launch_token import revoke
-from trainer.contract.progress import ProgressCell, StopReason
-from trainer.contract.rank_messages import RankSpec, receive_message, send_message
+from trainer.contract.ranks.progress import ProgressCell, StopReason
+from trainer.contract.ranks.rank_messages import RankSpec, receive_message, send_message
 from trainer.contract.run_dir import RunDir
 from trainer.worker.main import rank_main, warm
 

@@ -12,8 +12,8 @@ import torch
 
 from tests.trainer.worker.conftest import hang
 from trainer.contract.outcome import ExitCode
-from trainer.contract.progress import Phase, ProgressCell
-from trainer.contract.rank_messages import SPEC_VARIABLE, RankSpec, receive_message
+from trainer.contract.ranks.progress import Phase, ProgressCell
+from trainer.contract.ranks.rank_messages import SPEC_VARIABLE, RankSpec, receive_message
 
 pytestmark = pytest.mark.multi
 

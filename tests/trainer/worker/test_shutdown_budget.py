@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.contract.progress import ProgressCell, StopReason
+from trainer.contract.ranks.progress import ProgressCell, StopReason
 from trainer.worker.shutdown_budget import seconds_left
 
 NOW = 1000.0

@@ -23,7 +23,7 @@ from trainer.contract.events import EventKind, EventLog
 from trainer.contract.launch_token import LaunchToken
 from trainer.contract.node_identity import NodeIdentity
 from trainer.contract.outcome import Failure
-from trainer.contract.progress import StopReason
+from trainer.contract.ranks.progress import StopReason
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from trainer.contract.config import SLURM_EARLY
-from trainer.contract.progress import StopReason
+from trainer.contract.ranks.progress import StopReason
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
 PRESSING = ("SIGTERM", "SIGINT")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from checkpointing.storage.durable import dump_line
 from checkpointing.storage.reserved_file import replace_or_overwrite
-from trainer.contract.secret_redaction import in_use
+from trainer.contract.secrets.secret_redaction import in_use
 
 
 class Stage(StrEnum):

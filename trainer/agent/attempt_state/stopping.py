@@ -7,7 +7,7 @@ from typing import Any
 from checkpointing.save_interval import last_save_before
 from trainer.agent.attempt_state.deadline import PRESSING, Bounds, bound, lead, parse_time, reason_of
 from trainer.contract.config import SLURM_EARLY
-from trainer.contract.progress import StopReason
+from trainer.contract.ranks.progress import StopReason
 
 
 @dataclass(frozen=True, kw_only=True)

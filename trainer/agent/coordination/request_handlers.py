@@ -7,7 +7,7 @@ from typing import Any
 from trainer.agent.attempt_state.attempt_state import AttemptState
 from trainer.agent.control.tcp_transport import Message
 from trainer.agent.coordination.drill_orders import DrillOrders
-from trainer.contract.progress import StopReason
+from trainer.contract.ranks.progress import StopReason
 from trainer.contract.requests import REFUSED, Request, RequestKind
 
 _SAVE_SECONDS = 3600.0

@@ -18,8 +18,8 @@ from trainer.agent.flight import recorder
 from trainer.agent.flight.flight_record import newest
 from trainer.agent.processes import proc
 from trainer.agent.processes.detached_thread import run_detached
-from trainer.contract.log_rotation import read_tail
-from trainer.contract.secret_redaction import in_use
+from trainer.contract.logs.log_rotation import read_tail
+from trainer.contract.secrets.secret_redaction import in_use
 
 FILE = 1 << 20
 """Bytes of one file; of a longer one the end is kept."""

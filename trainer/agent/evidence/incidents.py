@@ -9,7 +9,7 @@ from trainer.agent.watch.hang_detector import Incident
 from trainer.agent.watch.hangs import Judgement, Stall
 from trainer.agent.watch.rank_sample import RankSample
 from trainer.contract.outcome import Failure, FailureKind
-from trainer.contract.secret_redaction import in_use
+from trainer.contract.secrets.secret_redaction import in_use
 
 _MOST_WAITING = 64
 """Waiting ranks that an event names; verdict.json names them all."""

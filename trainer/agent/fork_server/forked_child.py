@@ -13,7 +13,7 @@ from setproctitle import setproctitle
 
 from trainer.agent.processes.process_tree import AGENT_DIED_SIGNAL, set_pdeathsig
 from trainer.contract.outcome import ExitCode
-from trainer.contract.rank_messages import SPEC_VARIABLE, RankSpec, generation_mark
+from trainer.contract.ranks.rank_messages import SPEC_VARIABLE, RankSpec, generation_mark
 
 RankMain = Callable[[RankSpec], int]
 

@@ -12,7 +12,7 @@ from trainer.agent.fork_server import cpu_binding
 from trainer.agent.fork_server.torchrun_command import torchrun_environment, working_directory
 from trainer.contract.config import JobConfig
 from trainer.contract.node_identity import NodeIdentity
-from trainer.contract.rank_messages import RankSpec
+from trainer.contract.ranks.rank_messages import RankSpec
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 

@@ -22,7 +22,7 @@ from trainer.agent.fork_server.forked_child import RankMain, become_rank
 from trainer.agent.processes import process_tree
 from trainer.contract.config import JobConfig, load
 from trainer.contract.run_dir import AttemptDir
-from trainer.contract.secret_redaction import in_use
+from trainer.contract.secrets.secret_redaction import in_use
 
 
 class ForkServer:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainer.contract.config import JobConfig
 from trainer.contract.run_dir import AttemptDir, RunDir
-from trainer.contract.secret_redaction import LISTED
+from trainer.contract.secrets.secret_redaction import LISTED
 
 FOLDER_VARIABLE = "ORCH_SUBMIT_DIR"
 """Entry of `env` that names the folder in which the command runs."""

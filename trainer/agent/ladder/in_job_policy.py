@@ -11,7 +11,7 @@ from trainer.agent.watch.command_errors import CommandPast, command_cause
 from trainer.agent.watch.root_cause import Cause, CommandFailure, RankEnd, find_cause, secondary_order
 from trainer.contract.failure_kinds import kinds_with
 from trainer.contract.outcome import AttemptResult, ExitCode, Failure, FailureKind
-from trainer.contract.progress import StopReason
+from trainer.contract.ranks.progress import StopReason
 from trainer.contract.skipped_batches import Skip
 
 SETTLE_SECONDS = 1.0

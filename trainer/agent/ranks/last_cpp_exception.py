@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from trainer.contract.log_rotation import read_tail
-from trainer.contract.rank_messages import generation_mark
+from trainer.contract.logs.log_rotation import read_tail
+from trainer.contract.ranks.rank_messages import generation_mark
 
 _TAIL = 16384
 _WHAT = re.compile(r"^[ \t]*what\(\):[ \t]*(\S.*)$", re.MULTILINE)

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer.agent.ranks.last_cpp_exception import uncaught
-from trainer.contract.log_rotation import read_tail
-from trainer.contract.rank_messages import generation_mark
-from trainer.contract.secret_redaction import in_use
+from trainer.contract.logs.log_rotation import read_tail
+from trainer.contract.ranks.rank_messages import generation_mark
+from trainer.contract.secrets.secret_redaction import in_use
 
 LINES, WIDTH = 20, 200
 """So much of a log is sent and shown."""

@@ -10,8 +10,8 @@ from typing import Any
 from trainer.agent.control import unix_transport
 from trainer.agent.processes.oom_kills import OomKills
 from trainer.agent.processes.process_tree import kill_group
-from trainer.contract.progress import Progress, ProgressCell, StopReason
-from trainer.contract.rank_messages import receive_message
+from trainer.contract.ranks.progress import Progress, ProgressCell, StopReason
+from trainer.contract.ranks.rank_messages import receive_message
 
 
 @dataclass(kw_only=True)

@@ -11,8 +11,8 @@ from trainer.agent.processes.log_pipes import LogPipes
 from trainer.agent.ranks.last_cpp_exception import last_cpp_exception
 from trainer.agent.ranks.last_output import LastOutput, last_output
 from trainer.agent.ranks.local_ranks import LocalRank
-from trainer.contract.peer_loss import PEER_GONE
-from trainer.contract.rank_outcomes import find_outcome, pack_error_file
+from trainer.contract.ranks.peer_loss import PEER_GONE
+from trainer.contract.ranks.rank_outcomes import find_outcome, pack_error_file
 from trainer.contract.run_dir import AttemptDir
 
 _KEYS = ("exit_code", "step", "exception", "message", "secondary")

@@ -9,7 +9,7 @@ from threading import Lock
 from checkpointing.storage.durable import dump_line, read_json, write_durably
 from trainer.agent.watch.root_cause import CommandFailure
 from trainer.contract.run_dir import RunDir
-from trainer.contract.secret_redaction import in_use
+from trainer.contract.secrets.secret_redaction import in_use
 
 
 @dataclass(frozen=True, kw_only=True)

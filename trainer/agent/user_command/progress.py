@@ -10,8 +10,8 @@ from typing import TypeVar
 from trainer.agent.attempt_state.heartbeat import AttemptProgress
 from trainer.agent.processes.detached_thread import run_detached, start_detached
 from trainer.agent.user_command.checkpoints import CommandCheckpoint, examined, find
-from trainer.contract.command_checkpoints import CommandCheckpointsConfig
 from trainer.contract.events import EventKind, EventLog
+from trainer.contract.user_command.command_checkpoints import CommandCheckpointsConfig
 
 LOOK_SECONDS = 5.0
 """How often the checkpoints are looked at while the program runs."""

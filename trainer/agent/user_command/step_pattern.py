@@ -12,9 +12,9 @@ from pathlib import Path
 from trainer.agent.attempt_state.heartbeat import AttemptProgress
 from trainer.agent.processes.detached_thread import start_detached
 from trainer.agent.user_command.progress import run_bounded
-from trainer.contract.command_progress import CommandProgressConfig
-from trainer.contract.log_rotation import read_tail
-from trainer.contract.rank_messages import generation_mark
+from trainer.contract.logs.log_rotation import read_tail
+from trainer.contract.ranks.rank_messages import generation_mark
+from trainer.contract.user_command.command_progress import CommandProgressConfig
 
 LOOK_SECONDS = 2.0
 """How often the log or the file is looked at while the program runs."""

@@ -13,7 +13,7 @@ from statistics import fmean, median
 
 from trainer.contract.config import ParallelConfig
 from trainer.contract.fault_detection_config import StragglerConfig
-from trainer.contract.progress import SECTIONS
+from trainer.contract.ranks.progress import SECTIONS
 
 WINDOW = 4
 """Steps of a window, the shortest stretch in which ranks are compared; windows end at its multiples."""

@@ -10,7 +10,7 @@ from statistics import median
 from trainer.agent.watch import stragglers
 from trainer.agent.watch.stragglers import LONG, SHORT, WINDOW, Level, Verdict
 from trainer.contract.fault_detection_config import StragglerConfig
-from trainer.contract.progress import SECTIONS
+from trainer.contract.ranks.progress import SECTIONS
 
 _TOTAL, _STEPS = len(SECTIONS), len(SECTIONS) + 1
 _MEMORY = 60  # windows of which noise is the median

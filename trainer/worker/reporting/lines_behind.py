@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 
-from trainer.contract.line_file import Lines
+from trainer.contract.logs.line_file import Lines
 
 BATCH_SECONDS = 1.0
 """Lines that come within so long after a write are written together."""

@@ -9,8 +9,8 @@ from typing import Any
 
 from checkpointing.storage.durable import dump_line, write_durably
 from trainer.contract.events import EventKind, EventLog
-from trainer.contract.line_file import LineFile
-from trainer.contract.rank_messages import RankSpec
+from trainer.contract.logs.line_file import LineFile
+from trainer.contract.ranks.rank_messages import RankSpec
 from trainer.contract.run_dir import AttemptDir
 from trainer.contract.save_trouble import SaveTrouble
 from trainer.worker.reporting.lines_behind import LinesBehind

@@ -8,7 +8,7 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 from torch import nn
 
-from trainer.contract.progress import SECTIONS, Phase, ProgressCell
+from trainer.contract.ranks.progress import SECTIONS, Phase, ProgressCell
 from trainer.worker.reporting.work_timer import Stopwatch, exclude_fsdp_waits, stopwatch
 
 _SECTION = {phase: index for index, phase in enumerate(SECTIONS)} | {Phase.COMPILE: SECTIONS.index(Phase.FORWARD)}

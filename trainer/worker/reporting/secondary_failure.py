@@ -2,7 +2,7 @@
 
 from torch.distributed import DistError
 
-from trainer.contract.peer_loss import PEER_GONE
+from trainer.contract.ranks.peer_loss import PEER_GONE
 from trainer.worker.startup.rendezvous import PeerLost
 
 

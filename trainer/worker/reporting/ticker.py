@@ -2,7 +2,7 @@
 
 import threading
 
-from trainer.contract.progress import ProgressCell
+from trainer.contract.ranks.progress import ProgressCell
 
 SECONDS = 0.5
 

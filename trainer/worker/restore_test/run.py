@@ -21,8 +21,8 @@ from checkpointing.storage.durable import dump_line
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind
 from trainer.contract.outcome import ExitCode
-from trainer.contract.progress import Phase
-from trainer.contract.rank_messages import RankSpec
+from trainer.contract.ranks.progress import Phase
+from trainer.contract.ranks.rank_messages import RankSpec
 from trainer.contract.restore_test import Outcome, RestoreTest, RestoreVerdict
 from trainer.contract.run_dir import AttemptDir, RunDir
 from trainer.worker.reporting.metrics import Journal

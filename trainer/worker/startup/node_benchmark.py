@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.contract.config import JobConfig
-from trainer.contract.rank_messages import RankSpec, send_message
+from trainer.contract.ranks.rank_messages import RankSpec, send_message
 
 _REPEATS = 3
 _MATRIX_SIDE = {"cpu": 384, "cuda": 4096}

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from trainer.contract.rank_messages import RankSpec, receive_message, send_message
+from trainer.contract.ranks.rank_messages import RankSpec, receive_message, send_message
 from trainer.worker.startup import device as devices
 
 _STORE_TIMEOUT = timedelta(minutes=5)

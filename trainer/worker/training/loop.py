@@ -10,7 +10,7 @@ import torch
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind
 from trainer.contract.outcome import ExitCode
-from trainer.contract.progress import Phase, ProgressCell, StopReason
+from trainer.contract.ranks.progress import Phase, ProgressCell, StopReason
 from trainer.contract.save_trouble import short_reason
 from trainer.worker.data import take, unwrapped
 from trainer.worker.optimizer import set_learning_rate

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from trainer.contract.progress import StopReason
+from trainer.contract.ranks.progress import StopReason
 from trainer.worker.training.save_schedule import SaveVote
 
 

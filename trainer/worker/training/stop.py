@@ -1,6 +1,6 @@
 """Stop requests: read from the progress cell at a step boundary, and served once."""
 
-from trainer.contract.progress import ProgressCell, StopReason
+from trainer.contract.ranks.progress import ProgressCell, StopReason
 
 
 class StopFlag:

@@ -11,7 +11,8 @@ from orchestrator.controller.leasing.observed_since import Clock, ObservedSince
 from orchestrator.controller.reconciler.actor import Actor
 from orchestrator.controller.reconciler.user_requests import answer_idle
 from orchestrator.registry.records import UNTIL_RELEASED, NewRun
-from orchestrator.scheduler import available_schedulers, commands, scheduler_instance
+from orchestrator.scheduler import available_schedulers, scheduler_instance
+from orchestrator.scheduler.slurm import commands
 from tests.orchestrator.cli.conftest import Seeds, Type
 
 CLUSTER = "lab@login1:6817/0badcafe"

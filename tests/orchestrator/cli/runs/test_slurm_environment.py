@@ -12,7 +12,7 @@ from orchestrator.controller.leasing.host_file import host_file
 from orchestrator.errors import Precondition
 from orchestrator.home import registry_path
 from orchestrator.scheduler import scheduler_instance
-from orchestrator.scheduler.client_environment import ClientEnvironment
+from orchestrator.scheduler.slurm.client_environment import ClientEnvironment
 from tests.orchestrator.cli.conftest import Seeds, Type
 
 SILENT = "scontrol gave no answer within 10 s"

@@ -13,7 +13,7 @@ from orchestrator.controller.jobs.scheduler_snapshot import SchedulerSnapshot
 from orchestrator.registry.records import Attempt, Run, Submission
 from orchestrator.scheduler.interface import UNREADABLE, JobStatus
 from orchestrator.scheduler.job_tags import tags
-from orchestrator.scheduler.slurm_text import epoch
+from orchestrator.scheduler.slurm.command_output import epoch
 from orchestrator.states import AttemptState, RunState
 
 RUN = Run(

@@ -22,7 +22,7 @@ from trainer.contract import skipped_batches
 from trainer.contract.config import ClusterShape, JobConfig
 from trainer.contract.events import Event, EventKind, EventLog, read_events
 from trainer.contract.launch_token import LaunchToken
-from trainer.contract.line_file import LineFile
+from trainer.contract.logs.line_file import LineFile
 from trainer.contract.node_identity import NodeIdentity
 from trainer.contract.outcome import AttemptOutcome, Failure, FailureKind
 from trainer.contract.requests import Request, RequestKind

@@ -16,7 +16,7 @@ from trainer.contract.events import EventKind, EventLog, read_events
 from trainer.contract.launch_token import LaunchToken
 from trainer.contract.node_identity import NodeIdentity
 from trainer.contract.outcome import Failure, FailureKind
-from trainer.contract.progress import StopReason
+from trainer.contract.ranks.progress import StopReason
 from trainer.contract.requests import Request, RequestKind
 from trainer.contract.run_dir import RunDir
 

@@ -9,7 +9,7 @@ from tests.trainer.agent.coordination.test_coordinator import Scene, hear
 from trainer.agent.control.tcp_transport import Peer
 from trainer.agent.coordination.request_handlers import newest_begun_save, newest_own_save
 from trainer.contract.events import EventKind
-from trainer.contract.progress import StopReason
+from trainer.contract.ranks.progress import StopReason
 from trainer.contract.requests import Request, RequestKind
 
 SAVE = int(StopReason.SAVE_AND_GO_ON)

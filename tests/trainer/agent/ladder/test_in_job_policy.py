@@ -10,7 +10,7 @@ from trainer.agent.ladder.in_job_policy import Action, Situation, decide, exit_c
 from trainer.agent.watch.command_errors import CommandPast
 from trainer.agent.watch.root_cause import RankEnd, find_cause
 from trainer.contract.outcome import Culprit, ExitCode, Failure, FailureKind
-from trainer.contract.progress import StopReason
+from trainer.contract.ranks.progress import StopReason
 
 
 def end(rank: int, **fields: Any) -> RankEnd:

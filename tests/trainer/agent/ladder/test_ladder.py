@@ -10,7 +10,7 @@ from trainer.agent.attempt_state.generation import AttemptHistory, Generation
 from trainer.agent.ladder.in_job_policy import Action, Decision, decide
 from trainer.agent.watch.root_cause import find_cause
 from trainer.contract.outcome import Failure, FailureKind
-from trainer.contract.progress import StopReason
+from trainer.contract.ranks.progress import StopReason
 from trainer.contract.skipped_batches import Skip
 
 LOST = Failure(kind=FailureKind.AGENT_LOST, reason="the agent of n1 is lost: reset", node="n1")

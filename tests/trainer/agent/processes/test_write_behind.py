@@ -20,7 +20,7 @@ from trainer.agent.processes.write_behind import WriteBehind, settle
 from trainer.agent.watch.hang_detector import HangDetector, Incident
 from trainer.agent.watch.hangs import Judgement, Verdict
 from trainer.contract.events import EventKind, read_events
-from trainer.contract.line_file import LineFile
+from trainer.contract.logs.line_file import LineFile
 
 
 class Gate:
@@ -243,7 +243,7 @@ _SLOW = """
 import sys, threading
 from trainer.agent import main
 from trainer.agent.processes import write_behind
-from trainer.contract.line_file import LineFile
+from trainer.contract.logs.line_file import LineFile
 append = LineFile.append
 def slow(file, line):
     threading.Event().wait({seconds})

@@ -3,7 +3,7 @@
 import pytest
 
 from trainer.agent.ranks.last_cpp_exception import last_cpp_exception
-from trainer.contract.rank_messages import generation_mark
+from trainer.contract.ranks.rank_messages import generation_mark
 
 CRY = (
     "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n"

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from trainer.agent.ranks.last_output import LINES, WIDTH, LastOutput, last_output
-from trainer.contract.rank_messages import generation_mark
+from trainer.contract.ranks.rank_messages import generation_mark
 
 TRACE = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    run()\n'
 

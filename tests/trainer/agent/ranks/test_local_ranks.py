@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from trainer.agent.ranks.local_ranks import LocalRanks
-from trainer.contract.progress import Phase, StopReason
+from trainer.contract.ranks.progress import Phase, StopReason
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import threading
 
 from trainer.agent.processes.log_pipes import LogPipes
 from trainer.agent.ranks.rank_exit import ExitInfo, exit_report
-from trainer.contract.log_rotation import LogFile
+from trainer.contract.logs.log_rotation import LogFile
 from trainer.contract.run_dir import AttemptDir
 
 

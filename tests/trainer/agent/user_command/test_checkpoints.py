@@ -9,7 +9,7 @@ import zipfile
 import pytest
 
 from trainer.agent.user_command.checkpoints import damage, examined, find, put_back, set_aside, set_aside_path
-from trainer.contract.command_checkpoints import CommandCheckpointsConfig
+from trainer.contract.user_command.command_checkpoints import CommandCheckpointsConfig
 
 CONFIG = CommandCheckpointsConfig(path="out")
 

@@ -16,11 +16,11 @@ from trainer.agent.user_command.command_memory import CommandMemory
 from trainer.agent.user_command.command_run import CommandRun
 from trainer.agent.user_command.progress import LOOK_SECONDS
 from trainer.agent.watch.root_cause import RankEnd
-from trainer.contract.command_checkpoints import CommandCheckpointsConfig
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind, EventLog, read_events
 from trainer.contract.outcome import FailureKind
 from trainer.contract.run_dir import RunDir
+from trainer.contract.user_command.command_checkpoints import CommandCheckpointsConfig
 
 TORN = RankEnd(
     rank=0, node="n0", at=0.0, step=None, exit_code=1, exception="EOFError", message="Ran out of input",

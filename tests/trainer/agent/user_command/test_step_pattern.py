@@ -8,8 +8,8 @@ import pytest
 
 from trainer.agent.attempt_state.heartbeat import AttemptProgress
 from trainer.agent.user_command.step_pattern import CommandStep, StepWatch, newest_step
-from trainer.contract.command_progress import CommandProgressConfig
-from trainer.contract.rank_messages import generation_mark
+from trainer.contract.ranks.rank_messages import generation_mark
+from trainer.contract.user_command.command_progress import CommandProgressConfig
 
 STEP = r"step (?P<step>\d+)(/(?P<total>\d+))?( loss (?P<loss>\S+))?"
 TEXTS = {

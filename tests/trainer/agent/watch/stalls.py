@@ -12,8 +12,8 @@ from trainer.agent.watch.hangs import Judgement, Stall, Verdict, judge
 from trainer.agent.watch.rank_sample import RankSample
 from trainer.agent.watch.report_gaps import ReportGaps
 from trainer.agent.watch.sampling import children_count, writer_counts
-from trainer.contract.duration_histogram import BUCKETS, bucket, quantile
 from trainer.contract.fault_detection_config import HangConfig
+from trainer.contract.ranks.duration_histogram import BUCKETS, bucket, quantile
 
 NORMAL = {"data": 0.04, "forward": 0.25, "backward": 0.4, "optimizer": 0.06}
 """Seconds of a rank's own work in each phase of an ordinary step."""

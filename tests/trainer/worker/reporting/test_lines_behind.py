@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.contract.line_file import LineFile
+from trainer.contract.logs.line_file import LineFile
 from trainer.worker.reporting import lines_behind
 from trainer.worker.reporting.lines_behind import LinesBehind
 

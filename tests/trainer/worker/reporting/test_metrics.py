@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainer.contract.events import EventKind
-from trainer.contract.rank_messages import RankSpec
+from trainer.contract.ranks.rank_messages import RankSpec
 from trainer.contract.run_dir import AttemptDir
 from trainer.worker.reporting.metrics import Journal
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from trainer.contract.progress import SECTIONS, Phase, ProgressCell
+from trainer.contract.ranks.progress import SECTIONS, Phase, ProgressCell
 from trainer.worker.reporting import work_timer
 from trainer.worker.reporting.phase_tracker import PhaseTracker, compiles, phase_tracker
 from trainer.worker.reporting.work_timer import CpuStopwatch, CudaStopwatch, exclude_fsdp_waits

@@ -5,7 +5,7 @@ from typing import cast
 
 import pytest
 
-from trainer.contract.progress import ProgressCell
+from trainer.contract.ranks.progress import ProgressCell
 from trainer.worker.reporting.ticker import Ticker
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from checkpointing.engine.ranks.group import RankGroup
-from trainer.contract.rank_messages import RankSpec, send_message
+from trainer.contract.ranks.rank_messages import RankSpec, send_message
 from trainer.worker.startup import rendezvous
 
 PATIENCE = timedelta(seconds=300)

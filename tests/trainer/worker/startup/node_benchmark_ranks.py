@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.contract.config import JobConfig
-from trainer.contract.rank_messages import RankSpec, receive_message
+from trainer.contract.ranks.rank_messages import RankSpec, receive_message
 from trainer.worker.startup import node_benchmark
 
 

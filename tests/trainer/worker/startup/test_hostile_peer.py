@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.contract.rank_messages import receive_message, send_message
+from trainer.contract.ranks.rank_messages import receive_message, send_message
 
 PROGRAM = Path(__file__).parent / "hostile_program.py"
 ROOT = PROGRAM.parents[4]

@@ -5,7 +5,7 @@ import pytest
 from trainer.agent.ranks.last_cpp_exception import last_cpp_exception
 from trainer.contract.events import EventKind
 from trainer.contract.outcome import ExitCode
-from trainer.contract.progress import Phase
+from trainer.contract.ranks.progress import Phase
 
 pytestmark = pytest.mark.multi
 

@@ -7,7 +7,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from trainer.contract.config import JobConfig
-from trainer.contract.progress import Phase, ProgressCell
+from trainer.contract.ranks.progress import Phase, ProgressCell
 from trainer.worker.training.loop import Loop, PendingStep
 
 

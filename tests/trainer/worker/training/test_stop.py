@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.contract.progress import ProgressCell, StopReason
+from trainer.contract.ranks.progress import ProgressCell, StopReason
 from trainer.worker.training.reduction import agreed_stop, stop_votes
 from trainer.worker.training.stop import StopFlag
 

@@ -17,16 +17,16 @@ from submitit.slurm.slurm import SlurmExecutor
 
 from orchestrator.errors import ConfigError, Retryable, SlurmUnreachable, SubmitAmbiguous, SubmitRejected
 from orchestrator.scheduler import submitit_payload
-from orchestrator.scheduler.commands import require, run_command
-from orchestrator.scheduler.environment_handover import with_environment
 from orchestrator.scheduler.interface import JobSpec, Resources
 from orchestrator.scheduler.job_environment import Submitter
 from orchestrator.scheduler.job_tags import TAG_VARIABLE
-from orchestrator.scheduler.node_capacity import known_nodes, known_partitions, shortfall
-from orchestrator.scheduler.refusals import GRES, SIZE, is_of_sbatch, submit_error
-from orchestrator.scheduler.sbatch_values import check_field, check_nodes, check_options, check_text, minutes
 from orchestrator.scheduler.script import prepare
-from orchestrator.scheduler.slurm_text import expand_nodes, fold_nodes
+from orchestrator.scheduler.slurm.command_output import expand_nodes, fold_nodes
+from orchestrator.scheduler.slurm.commands import require, run_command
+from orchestrator.scheduler.slurm.environment_handover import with_environment
+from orchestrator.scheduler.slurm.node_capacity import known_nodes, known_partitions, shortfall
+from orchestrator.scheduler.slurm.refusals import GRES, SIZE, is_of_sbatch, submit_error
+from orchestrator.scheduler.slurm.sbatch_values import check_field, check_nodes, check_options, check_text, minutes
 
 _SUBMITTED = re.compile(r"^Submitted batch job (\d+)", re.MULTILINE)
 SBATCH_TIMEOUT_S = 60

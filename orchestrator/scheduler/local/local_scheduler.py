@@ -23,12 +23,12 @@ from checkpointing.storage.durable import write_durably
 from orchestrator.errors import ConfigError, Precondition, SlurmUnreachable, SubmitAmbiguous, SubmitRejected
 from orchestrator.home import state_home
 from orchestrator.process_identity import boot_id
-from orchestrator.scheduler import local_records as records
 from orchestrator.scheduler import submitit_payload
 from orchestrator.scheduler.interface import UNREADABLE, JobSpec, JobStatus
 from orchestrator.scheduler.job_environment import package_root
-from orchestrator.scheduler.local_records import End, Intent, JobProcess
-from orchestrator.scheduler.sbatch_values import check_field, minutes
+from orchestrator.scheduler.local import local_records as records
+from orchestrator.scheduler.local.local_records import End, Intent, JobProcess
+from orchestrator.scheduler.slurm.sbatch_values import check_field, minutes
 from trainer.contract.outcome import ExitCode, FailureKind
 
 _START_TIMEOUT_S = 60.0
@@ -192,7 +192,7 @@ def _start(intent: Intent, path: Path, seen: dict[str, str]) -> None:
     """Start the job's process and wait until it has written itself down."""
     environ = {**seen, records.MARK: intent.name, "SPT_NOENV": "1"}
     root = package_root()
-    command = [sys.executable, "-P", "-m", "orchestrator.scheduler.local_job", str(path)]
+    command = [sys.executable, "-P", "-m", "orchestrator.scheduler.local.local_job", str(path)]
     try:
         done = subprocess.run(
             command, env={**environ, "PYTHONPATH": root} if root else environ, cwd=intent.run_dir, check=False,

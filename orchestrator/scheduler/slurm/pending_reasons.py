@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from orchestrator.scheduler.interface import Resources
-from orchestrator.scheduler.node_capacity import asked_words
+from orchestrator.scheduler.slurm.node_capacity import asked_words
 
 STAYS = "this does not clear by itself"
 MAY_STAY = "this may never clear by itself"

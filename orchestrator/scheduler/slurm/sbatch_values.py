@@ -11,7 +11,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.errors import ConfigError
-from orchestrator.scheduler.sbatch_options import FLAGS, FORMS, HOSTS, MEMORY, WITH_OR_WITHOUT, memory_meant, time_meant
+from orchestrator.scheduler.slurm.sbatch_options import (
+    FLAGS,
+    FORMS,
+    HOSTS,
+    MEMORY,
+    WITH_OR_WITHOUT,
+    memory_meant,
+    time_meant,
+)
 
 _NAME = r"[A-Za-z0-9_.@+][A-Za-z0-9_.@+:-]*"
 _FIELDS = {
@@ -138,7 +146,13 @@ def minutes(key: str, value: object) -> int:
 
 def check_nodes(key: str, names: tuple[str, ...]) -> str:
     """One host list of all these names and host lists; empty for none; raises ConfigError."""
-    from orchestrator.scheduler.slurm_text import MOST_NODES, TooManyNodes, UnreadableField, expand_nodes, fold_nodes
+    from orchestrator.scheduler.slurm.command_output import (
+        MOST_NODES,
+        TooManyNodes,
+        UnreadableField,
+        expand_nodes,
+        fold_nodes,
+    )
 
     single: list[str] = []
     for name in names:

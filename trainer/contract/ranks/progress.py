@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, fields
 from enum import IntEnum
 
-from trainer.contract.duration_histogram import BUCKETS, bucket
+from trainer.contract.ranks.duration_histogram import BUCKETS, bucket
 
 SIZE = 4096
 _STOP_AT = 256
@@ -207,7 +207,7 @@ class ProgressCell:
         return at
 
     def times(self) -> dict[Phase, tuple[int, ...]]:
-        """How often each phase took how long: counts in the buckets of `trainer.contract.duration_histogram`."""
+        """How often each phase took how long: counts in the buckets of `trainer.contract.ranks.duration_histogram`."""
         rows = {phase: _ROW.unpack_from(self._map, _TIMES_AT + _ROW.size * phase) for phase in Phase}
         return {phase: row for phase, row in rows.items() if any(row)}
 

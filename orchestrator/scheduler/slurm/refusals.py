@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 from orchestrator.errors import Retryable, SubmitAmbiguous, SubmitRejected
-from orchestrator.scheduler.commands import no_contact
+from orchestrator.scheduler.slurm.commands import no_contact
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """A local job: the process that holds it, starts its tasks through submitit, and writes down how they ended.
 
-Started as `python -P -m orchestrator.scheduler.local_job INTENT`. It leaves its parent's session, so that Ctrl-C in the
-terminal and the end of the submitting process do not reach it; the parent waits until the job is written down.
+Started as `python -P -m orchestrator.scheduler.local.local_job INTENT`. It leaves its parent's session, so that Ctrl-C
+in the terminal and the end of the submitting process do not reach it; the parent waits until the job is written down.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from submitit.local.local import Controller, LocalExecutor, LocalJob
 
 from checkpointing.storage.disk_errors import explain_disk_error, is_disk_error
 from checkpointing.storage.trusted_path import pinned
-from orchestrator.scheduler import local_records as records
-from orchestrator.scheduler.local_records import End, Intent, JobProcess
+from orchestrator.scheduler.local import local_records as records
+from orchestrator.scheduler.local.local_records import End, Intent, JobProcess
 from orchestrator.scheduler.submitit_payload import load_entry, start_command
 from trainer.contract.outcome import ExitCode
 

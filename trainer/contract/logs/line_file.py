@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from checkpointing.storage.durable import open_regular
-from trainer.contract.secret_redaction import in_use
+from trainer.contract.secrets.secret_redaction import in_use
 
 
 class Lines(Protocol):

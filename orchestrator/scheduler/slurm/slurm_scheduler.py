@@ -8,11 +8,9 @@ from pathlib import Path
 
 from orchestrator.errors import SlurmUnreachable, SubmitRejected
 from orchestrator.scheduler import submitit_payload
-from orchestrator.scheduler.commands import TIMEOUT_S, no_contact, run_command, unreachable
 from orchestrator.scheduler.interface import ENDED_STATES, LEAVING_STATES, UNREADABLE, JobSpec, JobStatus
 from orchestrator.scheduler.job_tags import is_marked, tag_in, tags
-from orchestrator.scheduler.sbatch_values import check_nodes
-from orchestrator.scheduler.slurm_text import (
+from orchestrator.scheduler.slurm.command_output import (
     DOWN,
     OUT_OF_SERVICE,
     SACCT_FORMAT,
@@ -27,6 +25,8 @@ from orchestrator.scheduler.slurm_text import (
     read_node_states,
     read_queue,
 )
+from orchestrator.scheduler.slurm.commands import TIMEOUT_S, no_contact, run_command, unreachable
+from orchestrator.scheduler.slurm.sbatch_values import check_nodes
 
 LOOK_BACK_DAYS = 14
 """How far `find` looks into accounting: longer than any controller is likely to be away."""
@@ -47,7 +47,7 @@ class SlurmScheduler:
         self._script_tags: dict[tuple[str, str], str] = {}
 
     def submit(self, spec: JobSpec) -> str:
-        from orchestrator.scheduler import sbatch  # submitit: only where a job is submitted
+        from orchestrator.scheduler.slurm import sbatch  # submitit: only where a job is submitted
 
         return sbatch.submit(spec, self._entry)
 
@@ -216,6 +216,6 @@ def _newest(jobs: list[JobStatus]) -> list[JobStatus]:
 
 def render(spec: JobSpec) -> str:
     """The text of the sbatch script, for `--print-sbatch`; raises ConfigError."""
-    from orchestrator.scheduler import sbatch  # submitit: only where a script is made
+    from orchestrator.scheduler.slurm import sbatch  # submitit: only where a script is made
 
     return sbatch.text(spec)

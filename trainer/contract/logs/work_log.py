@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from trainer.contract.line_file import read_new_lines
+from trainer.contract.logs.line_file import read_new_lines
 from trainer.contract.run_dir import AttemptDir
 
 

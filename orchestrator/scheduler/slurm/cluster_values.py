@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from orchestrator.errors import ConfigError
-from orchestrator.scheduler.sbatch_values import check_field, check_nodes, check_options, check_text, minutes
+from orchestrator.scheduler.slurm.sbatch_values import check_field, check_nodes, check_options, check_text, minutes
 
 LONGEST_LEAD = 65535
 """Seconds before the end of a job at which Slurm can signal it at the earliest."""

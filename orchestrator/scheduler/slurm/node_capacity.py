@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from orchestrator.errors import SlurmUnreachable
-from orchestrator.scheduler.commands import run_command
 from orchestrator.scheduler.interface import Resources
-from orchestrator.scheduler.slurm_text import UnreadableField, expand_nodes
+from orchestrator.scheduler.slurm.command_output import UnreadableField, expand_nodes
+from orchestrator.scheduler.slurm.commands import run_command
 
 ANSWER_WITHIN = 10.0
 NODES = ("sinfo", "-h", "-a", "-N", "-o", "%N|%P|%c|%m|%G")

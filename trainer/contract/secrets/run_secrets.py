@@ -18,7 +18,7 @@ from typing import Any
 from checkpointing.storage.durable import write_durably
 from trainer.contract.config import JobConfig
 from trainer.contract.run_dir import RunDir
-from trainer.contract.secret_redaction import LISTED
+from trainer.contract.secrets.secret_redaction import LISTED
 
 _SCHEMA = "orch.secrets/1"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)

@@ -1,0 +1,1 @@
+"""Slurm: its commands, what they print, and what may be asked of it."""

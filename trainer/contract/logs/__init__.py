@@ -1,0 +1,1 @@
+"""Files of lines: logs, and who may append."""

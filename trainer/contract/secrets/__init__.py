@@ -1,0 +1,1 @@
+"""Secrets of a run, and how they are kept out of what it writes."""

@@ -1,0 +1,1 @@
+"""What a user's own program and its agent agree on."""

@@ -16,7 +16,7 @@ import pytest
 from orchestrator.errors import ConfigError, SlurmUnreachable, SubmitRejected
 from orchestrator.scheduler.interface import UNREADABLE, JobSpec, JobStatus, Resources
 from orchestrator.scheduler.job_environment import Submitter
-from orchestrator.scheduler.local import local_records
+from orchestrator.scheduler.local import local_records, local_scheduler
 from orchestrator.scheduler.local.local_scheduler import LocalScheduler
 from tests.orchestrator.scheduler.contract import World, eventually
 from trainer.contract.node_identity import discover

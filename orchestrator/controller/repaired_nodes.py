@@ -5,9 +5,11 @@ Of the faults of 400 nodes in a year (stepfun-ai/InfiniteHBD-Trace), 22 % hit a 
 """
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 
 from orchestrator.config.run_config import RunConfig
-from orchestrator.errors import SlurmUnreachable
+from orchestrator.controller.run_view import stored_config
+from orchestrator.errors import ConfigError, SlurmUnreachable
 from orchestrator.registry.records import ORCH, Node, Run
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.interface import Scheduler
@@ -33,26 +35,37 @@ class RepairedNodes:
         for node in self._store.nodes():
             if node.excluded_by(now) == ORCH:
                 excluded.setdefault(node.cluster, []).append(node)
-        by_domain = {run.domain: run for run in runs} if excluded else {}
+        by_domain: dict[str, list[Run]] = {}
+        for run in runs if excluded else ():
+            by_domain.setdefault(run.domain, []).append(run)
         return [
             line
-            for domain, run in by_domain.items()
-            for line in self._prolong(run, excluded.get(domain, []), epoch, now)
+            for domain, served in by_domain.items()
+            for line in self._prolong(served, excluded.get(domain, []), epoch, now)
         ]
 
-    def _prolong(self, run: Run, nodes: list[Node], epoch: int, now: float) -> list[str]:
-        if not nodes:
+    def _prolong(self, runs: list[Run], nodes: list[Node], epoch: int, now: float) -> list[str]:
+        hours = self._exclude_hours(runs) if nodes else 0.0
+        if not hours:
             return []
         try:
-            out = self._schedulers[run.cluster].out_of_service(frozenset(node.name for node in nodes))
+            out = self._schedulers[runs[0].cluster].out_of_service(frozenset(node.name for node in nodes))
         except SlurmUnreachable:
             return []  # asked again
-        config = build(RunConfig, self._store.config(run.config_digest))
-        assert isinstance(config, RunConfig)
-        until, done = now + config.recovery.exclude_hours * 3600, []
+        until, done = now + hours * 3600, []
         for node in nodes:
             if node.name in out and until > node.excluded_until:
                 before = node.excluded_until
                 self._store.prolong_exclusion(node.name, node.cluster, before, until, epoch=epoch, now=now)
                 done.append(f"{node.name} is still out of service: its exclusion begins when it is back")
         return done
+
+    def _exclude_hours(self, runs: Iterable[Run]) -> float:
+        """The longest of these runs; one whose config cannot be read has told so itself, and counts for nothing."""
+        found = [0.0]
+        for run in runs:
+            with suppress(ConfigError, ValueError):
+                config = build(RunConfig, stored_config(self._store, run.config_digest))
+                assert isinstance(config, RunConfig)
+                found.append(config.recovery.exclude_hours)
+        return max(found)

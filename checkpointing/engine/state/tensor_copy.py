@@ -41,7 +41,7 @@ class Copy:
             # Cheaper than `no_grad` for many small tensors: nothing is noted about what is copied.
             with torch.inference_mode():
                 if side is None:
-                    torch._foreach_copy_(list(self._views), list(self._sources))
+                    self._copy()
                 else:
                     self._enqueue(side, ready)
         except FAILURES as error:
@@ -53,10 +53,14 @@ class Copy:
     def _enqueue(self, side: Any, ready: Any) -> None:
         with torch.cuda.stream(side):
             side.wait_event(ready)  # not before the optimizer's kernels have written what is copied
-            torch._foreach_copy_(list(self._views), list(self._sources), non_blocking=True)
+            self._copy(non_blocking=True)
             copied = torch.cuda.Event()
             copied.record(side)
         self._copied = copied
+
+    def _copy(self, *, non_blocking: bool = False) -> None:
+        if self._views:  # a rank may have nothing to write; torch refuses empty lists
+            torch._foreach_copy_(list(self._views), list(self._sources), non_blocking=non_blocking)
 
     def wait(self) -> None:
         """Return when the values are in the arena, or never will be."""

@@ -192,7 +192,11 @@ def join_resized(jobs: list[JobStatus]) -> list[JobStatus]:
 
 
 DOWN = frozenset({"DOWN", "FAIL", "FAILING"})
-OUT_OF_SERVICE = DOWN | {"DRAINED", "DRAINING", "MAINT", "REBOOT"}
+OUT_OF_SERVICE = DOWN | {"DRAINED", "DRAINING", "INVAL", "MAINT", "REBOOT"}
+"""INVAL: it has come back with less than it is configured with, a GPU that is lost say."""
+_NODE_MARKS = "+*~#!%$@^-"
+"""After a node's state: it does not answer (*), saves power (~#!%), is in a maintenance reservation ($), or its reboot
+(@^) or a job's turn (-) is due."""
 
 
 def read_node_states(text: str, asked: frozenset[str], wanted: frozenset[str]) -> frozenset[str]:
@@ -205,7 +209,7 @@ def read_node_states(text: str, asked: frozenset[str], wanted: frozenset[str]) -
     told = {row[0]: row[1] for row in rows if len(row) == 2 and row[0] in asked}
     if set(told) != asked and any(len(row) != 2 for row in rows):
         raise UnreadableField(f"expected a node and a state in every line, got {text[:200]!r}")
-    return frozenset(node for node, state in told.items() if plain_state(state) in wanted)
+    return frozenset(node for node, state in told.items() if plain_state(state.rstrip(_NODE_MARKS)) in wanted)
 
 
 def _known(value: str) -> str:

@@ -1,6 +1,7 @@
 """An exclusion counts from the end of a node's repair."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,3 +93,32 @@ def test_a_node_that_is_released_meanwhile_stays_released(cluster: Cluster) -> N
     cluster.store.release_node("n1", DOMAIN, "by hand", epoch=cluster.epoch, now=NOW + 60)
     cluster.store.prolong_exclusion("n1", DOMAIN, before, before + DAY, epoch=cluster.epoch, now=NOW + 61)
     assert cluster.until("n1") == 60
+
+
+def another_run(cluster: Cluster, exclude_hours: float) -> Run:
+    digest = cluster.store.put_config({"name": "other", "recovery": {"exclude_hours": exclude_hours}})
+    new = NewRun(
+        slug="other", cluster="slurm", root=Path("/"), config_digest=digest, total_steps=9, identity={},
+        scheduler=DOMAIN,
+    )  # fmt: skip
+    return cluster.store.create_run(new, now=NOW, nonce="4567cdef")[0]
+
+
+@pytest.mark.parametrize("exclude_hours", [12.0, -1.0])
+def test_one_run_whose_config_cannot_be_read_does_not_matter(cluster: Cluster, exclude_hours: float) -> None:
+    cluster.exclude("n1")
+    cluster.slurm.out = frozenset({"n1"})
+    other = another_run(cluster, exclude_hours)
+    if exclude_hours > 0:
+        other = replace(other, config_digest="0" * 64)
+    assert cluster.nodes.run([cluster.run, other], cluster.epoch, NOW + 60) != []
+    assert cluster.until("n1") == 60 + DAY
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_longest_exclusion_of_a_clusters_runs_counts(cluster: Cluster, first: bool) -> None:
+    cluster.exclude("n1")
+    cluster.slurm.out = frozenset({"n1"})
+    both = [another_run(cluster, 1.0), cluster.run]
+    cluster.nodes.run(both if first else both[::-1], cluster.epoch, NOW + 60)
+    assert cluster.until("n1") == 60 + DAY

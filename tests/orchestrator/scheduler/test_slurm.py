@@ -109,6 +109,25 @@ def test_nodes_that_get_no_jobs_for_now(program: Program) -> None:
         SlurmScheduler().out_of_service(frozenset(names))
 
 
+@pytest.mark.parametrize("state", ["drained$", "down$", "down@", "draining^", "drained~", "inval", "inval*", "maint*"])
+def test_what_slurm_marks_beside_a_state_puts_no_node_back_into_service(program: Program, state: str) -> None:
+    program("sinfo", f"echo n1 '{state}'")
+    assert SlurmScheduler().out_of_service(frozenset({"n1"})) == {"n1"}
+
+
+@pytest.mark.parametrize("state", ["idle~", "idle#", "allocated+", "mixed-", "allocated$", "allocated@"])
+def test_a_node_that_saves_power_or_has_jobs_is_in_service(program: Program, state: str) -> None:
+    program("sinfo", f"echo n1 '{state}'")
+    assert SlurmScheduler().out_of_service(frozenset({"n1"})) == frozenset()
+
+
+def test_a_node_that_is_down_in_a_maintenance_reservation_is_down(program: Program, tmp_path: Path) -> None:
+    program("squeue", printing(tmp_path, "queue", queue(JobID="7", State="FAILED", NodeList="n1")))
+    program("sacct", "true")
+    program("sinfo", "echo 'n1 down$'")
+    assert SlurmScheduler().poll(["7"])["7"].nodes_down == ("n1",)
+
+
 def test_silence_about_one_job_s_nodes_hides_no_other_job(program: Program, tmp_path: Path) -> None:
     rows = queue(JobID="7", State="FAILED", NodeList="n1") + queue(JobID="8")
     program("squeue", printing(tmp_path, "queue", rows))

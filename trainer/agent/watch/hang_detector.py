@@ -46,6 +46,10 @@ class _FlightQuery:
     def over(self, now: float) -> bool:
         return not self.waits or now - self.asked >= self.seconds
 
+    def age(self, now: float) -> float:
+        """Of the answers, without the time that those of many nodes take: they would be old before all are there."""
+        return max(0.0, now - self.asked - (self.seconds - _ANSWER_SECONDS))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Incident:
@@ -161,7 +165,7 @@ class HangDetector:
             self._finding(seen, now),
             limits,
             lock_held=locked,
-            found=now - query.asked if query is not None else 0.0,
+            found=query.age(now) if query is not None else 0.0,
             halted_for={rank: now - since for rank, since in self._halted.items()},
             report_gaps=self._report_gaps.at(now),
             on_gpus=self._on_gpus,
@@ -186,6 +190,9 @@ class HangDetector:
     def _query_flights(self, now: float) -> None:
         query = self._query
         if query is not None and now - query.asked < _QUERY_AGAIN_SECONDS:
+            return
+        # Of thousands of nodes answers take longer than that: whoever asks again meanwhile never has them all.
+        if query is not None and not query.over(now) and query.asked >= self.snapshot.moved:
             return
         self._serial += 1
         waits = {member.node for member in self._roster.training_members()}

@@ -19,7 +19,8 @@ class ReportGaps:
     """Gaps between the reports of each node: its machine stood still, or its agent, or the network, or the listener.
 
     Only what goes beyond `longest` counts, so that a node whose reports are always late can be judged all the same.
-    Once agents are asked to report more often, that is `close` seconds.
+    Once agents are asked to report more often, that is `close` seconds: since the question in a gap that is over, whose
+    end has told how old everything was; since the last report in one that lasts, for nothing is known of it.
     """
 
     def __init__(self, longest: float = LONGEST, close: float = LONGEST) -> None:
@@ -34,20 +35,20 @@ class ReportGaps:
 
     def add_report(self, node: str, now: float) -> None:
         """A report of this node has come."""
-        since = self._silent_since(self._last_report.get(node, now))
+        last = self._last_report.get(node, now)
+        since = last + self._longest
+        if self._asked is not None:
+            since = min(since, max(last, self._asked) + self._close)
         if now > since:
             self._gaps.setdefault(node, deque(maxlen=_KEPT)).append((since, now))
         self._last_report[node] = now
 
-    def _silent_since(self, last: float) -> float:
-        since = last + self._longest
-        return since if self._asked is None else min(since, max(last, self._asked) + self._close)
-
     def at(self, now: float) -> dict[str, list[tuple[float, float]]]:
         """The silences of all nodes that had any."""
         found = {node: [(now - began, now - ended) for began, ended in gaps] for node, gaps in self._gaps.items()}
+        longest = self._longest if self._asked is None else self._close
         for node, heard in self._last_report.items():
-            since = self._silent_since(heard)
+            since = heard + longest
             if now > since:
                 found.setdefault(node, []).append((now - since, 0.0))
         return found

@@ -1,4 +1,4 @@
-"""One rank of a layout, saved, or restored from all of them: arguments save|load|memory LAYOUT RANK FOLDER."""
+"""One rank of a layout, saved, or restored from all of them: arguments MODE LAYOUT RANK FOLDER."""
 
 import json
 import os
@@ -190,8 +190,19 @@ def damaged(layout: str, folder: Path) -> dict[str, Any]:
     return {}
 
 
+def few(layout: str, folder: Path) -> dict[str, Any]:
+    """Save and restore one tensor, of which only one rank writes something."""
+    made = checkpointer(folder / f"few-{layout}", [], layout)
+    made.save(7, {"step": torch.tensor(7.0)}, {})
+    made.wait()
+    tensors = {"step": torch.tensor(0.0)}
+    restored = made.restore(tensors)
+    made.close()
+    return {"failure": made.failure, "step": restored.step if restored else None, "value": tensors["step"].item()}
+
+
 MODES: dict[str, Callable[[str, Path], dict[str, Any]]] = {
-    "save": save, "load": load, "memory": memory, "damaged": damaged
+    "save": save, "load": load, "memory": memory, "damaged": damaged, "few": few
 }  # fmt: skip
 
 

@@ -67,6 +67,13 @@ def test_the_ranks_of_a_node_write_one_file(folder: Path) -> None:
     assert shards("dp4 by node") == ["__node0.distcp", "__node1.distcp"]
 
 
+@pytest.mark.parametrize("layout", ["dp4", "dp4 by node"])
+def test_ranks_that_have_nothing_to_write_do_not_fail_the_save(run: Run, tmp_path: Path, layout: str) -> None:
+    assert run("few", layout, tmp_path) == [{"failure": None, "step": 7, "value": 7.0}] * 4
+    (file,) = (tmp_path / f"few-{layout}").glob("step-*/*.distcp")
+    assert file.name == ("__node0.distcp" if layout.endswith(BY_NODE) else "__0_0.distcp")
+
+
 def test_a_damaged_byte_in_a_nodes_file_is_found_by_whoever_reads_it(run: Run, folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "saved-dp4 by node", tmp_path / "saved-dp4 by node")
     victim = next((tmp_path / "saved-dp4 by node").glob("step-*/__node1.distcp"))

@@ -57,9 +57,9 @@ def test_who_was_asked_to_report_more_often_is_silent_sooner():
     report_gaps = add_report(100.0, longest=15.0)
     assert report_gaps.at(112.0) == {}
     report_gaps.ask(105.0)
-    assert report_gaps.at(106.9) == {}
-    assert report_gaps.at(112.0) == {"n1": [(5.0, 0.0)]}
+    assert report_gaps.at(112.0) == {"n1": [(10.0, 0.0)]}, "nothing is known since its last report"
     report_gaps.add_report("n1", 112.0)
+    assert report_gaps.at(112.0) == {"n1": [(5.0, 0.0)]}, "it reported as it should before it was asked"
     assert report_gaps.at(120.0)["n1"][0] == (13.0, 8.0)
     report_gaps.ask(None)
     assert report_gaps.at(125.0) == {"n1": [(18.0, 13.0)]}, "what was silence stays one"

@@ -1,0 +1,105 @@
+"""Jobs of many nodes whose agents report rarely: hangs are found in time, and what only stands still is none."""
+
+import heapq
+import random
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import pytest
+
+from trainer.agent.flight.flight_record import FlightRecord
+from trainer.agent.nodes.roster import Member, Roster
+from trainer.agent.watch.hang_detector import HangDetector, Incident
+from trainer.agent.watch.rank_sample import RankSample
+from trainer.agent.watch.report_schedule import ReportSchedule
+from trainer.contract.fault_detection_config import HangConfig
+
+BEGIN = 1000.0
+CULPRIT = 3
+
+
+class Wire:
+    """A peer that only remembers what it was sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, Any]] = []
+
+    def send(self, say: str, **fields: Any) -> None:
+        self.sent.append({"say": say, **fields})
+
+
+class LargeJob:
+    """One rank on each node, which moves four times a second until `stands`, and again from `goes_on`."""
+
+    def __init__(self, nodes: int, stands: float, goes_on: float = float("inf"), *, seed: int = 1) -> None:
+        self.draw, self.nodes, self.now = random.Random(seed), nodes, BEGIN
+        self.stands, self.goes_on = BEGIN + stands, BEGIN + goes_on
+        roster = Roster(nodes, 1, lambda *_: None)
+        self.wires = [Wire() for _ in range(nodes)]
+        for node in range(nodes):
+            peer: Any = self.wires[node]
+            roster.members[node] = Member(node=node, name=f"n{node}", peer=peer, last_message_at=BEGIN)
+        self.watch = HangDetector(HangConfig(), roster, 1, BEGIN, world=nodes)
+        self.agents = [ReportSchedule(node, nodes, BEGIN + self.draw.uniform(0, 2)) for node in range(nodes)]
+        self.first = [self.draw.uniform(0, 0.25) for _ in range(nodes)]
+        self.told = [-1.0] * nodes
+        self.posted: list[tuple[float, int, int, dict[str, Any]]] = []
+
+    def passes(self, seconds: float, *, mute: AbstractSet[int] = frozenset(), frozen: int = -1) -> Incident | None:
+        """The incident that was declared; `mute` agents have no flight records, `frozen` stands with its whole node."""
+        for tick in range(int(seconds * 10)):
+            self.now = BEGIN + (tick + 1) / 10
+            for node in range(self.nodes):
+                if node != frozen or not self.stands <= self.now < self.goes_on:
+                    self._agent_looks(node, mute)
+            while self.posted and self.posted[0][0] <= self.now:
+                _, _, node, message = heapq.heappop(self.posted)
+                if "serial" in message:
+                    self.watch.add_flight_records(node, message)
+                else:
+                    self.watch.add_report(node, message, self.now)
+            if tick % 5 == 0:
+                self.watch.look(self.now)
+            if self.watch.incident is not None:
+                return self.watch.incident
+        return None
+
+    def _agent_looks(self, node: int, mute: AbstractSet[int]) -> None:
+        for message in self.wires[node].sent:
+            if message["say"] == "attend":
+                self.agents[node].attend(message["seconds"], self.now)
+            elif message["say"] == "flight" and node not in mute:
+                flights = [FlightRecord(rank=node).to_json()]
+                answer = {"serial": message["serial"], "flights": flights, "unanswered": [], "last": True}
+                self._post(self.draw.uniform(0.05, 1.6), node, answer)
+        self.wires[node].sent.clear()
+        if self.agents[node].due(self.now):
+            self._post(self.draw.expovariate(50), node, {"sightings": self._rows(node)})
+
+    def _post(self, delay: float, node: int, message: dict[str, Any]) -> None:
+        heapq.heappush(self.posted, (self.now + delay, len(self.posted) + int(self.now * 1e6), node, message))
+
+    def _rows(self, node: int) -> list[list[Any]]:
+        until = self.stands if self.stands <= self.now < self.goes_on else self.now
+        moved = max(BEGIN, until - (until - self.first[node]) % 0.25)
+        age, news = max(0.0, self.now - moved), moved != self.told[node]
+        self.told[node] = moved
+        phase = "data" if node == CULPRIT and until == self.stands else "optimizer"
+        sample = RankSample(rank=node, node="", step=20, phase=phase, first=False, age=age, alive=age, state="S")
+        return [sample.to_row()] if news or age > 1.0 else []
+
+
+@pytest.mark.parametrize("nodes", [pytest.param(600, marks=pytest.mark.proof), 1250, 2000])
+@pytest.mark.parametrize("mute", [frozenset(), frozenset({5})], ids=["all answer", "one does not"])
+def test_a_hang_is_declared_in_time(nodes: int, mute: frozenset[int]) -> None:
+    job = LargeJob(nodes, stands=6.0)
+    found = job.passes(26.0, mute=mute)
+    assert found is not None
+    assert found.judgement.culprit == CULPRIT
+    assert job.now - job.stands <= 9.0 + nodes / 300 * bool(mute)
+
+
+@pytest.mark.parametrize("stands", [6.0, pytest.param(7.3, marks=pytest.mark.proof)])
+def test_a_node_that_stands_still_for_a_while_is_no_hang(stands: float) -> None:
+    """Its agent says nothing either, so that the last that was heard of it may be older than its stand."""
+    assert LargeJob(1000, stands, stands + 12.0).passes(stands + 14.0, frozen=7) is None

@@ -259,5 +259,9 @@ def _data(config: RunConfig) -> Iterator[Complaint]:
     for source in data.text:
         if source not in KNOWN_TEXTS and not Path(source).exists():
             yield f"data.text: no such file or folder {source}", f"names that need no file: {', '.join(KNOWN_TEXTS)}"
-    if data.path and not Path(data.path).is_dir():
+    if data.path and re.search(r"/[a-z][a-z0-9]+:/", data.path):
+        yield f"data.path={data.path}: is a URL; ranks read a folder that every node sees", "data.path=/shared/tokens"
+    elif data.path and Path(data.path).exists() and not Path(data.path).is_dir():
+        yield f"data.path={data.path}: is a file, and must be a folder", "orch data prepare YOUR-TEXTS --out FOLDER"
+    elif data.path and not Path(data.path).is_dir():
         yield f"data.path={data.path}: no such folder", f"orch data prepare YOUR-TEXTS --out {data.path}"

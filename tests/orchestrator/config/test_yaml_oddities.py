@@ -26,3 +26,12 @@ def test_an_oddity_is_refused_at_its_line(text: str, what: str, line: str, hint:
     assert what in caught.value.what
     assert f"{file}{line}" in caught.value.where
     assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("path", "what"), [("s3://bucket/tokens", "is a URL"), ("/etc/passwd", "is a file, and must be a folder")]
+)
+def test_data_that_is_in_no_folder_is_called_what_it_is(path: str, what: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=what) as caught:
+        compose("tiny-gpt", ["~data.text", f"data.path={path}"], environ={"HOME": str(tmp_path)})
+    assert path not in caught.value.hint

@@ -1,10 +1,13 @@
 """Where orch keeps its own state: the registry, the controller's log, saved tracebacks."""
 
 import os
+import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
 from checkpointing.storage.trusted_path import check_unshared
+from orchestrator.errors import ConfigError, RegistryError
 
 
 def state_home(environ: Mapping[str, str] = os.environ) -> Path:
@@ -27,10 +30,32 @@ def state_home(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def registry_path(environ: Mapping[str, str] = os.environ) -> Path:
-    """`ORCH_REGISTRY` (a file name), or `registry.db` in the state folder; raises as `state_home`."""
+    """`ORCH_REGISTRY` (a file name), or `registry.db` in the state folder; raises as `state_home`.
+
+    Raises ConfigError for a URL, and RegistryError for what can never be a database.
+    """
     named = environ.get("ORCH_REGISTRY")
-    if not named:
-        return state_home(environ) / "registry.db"
-    path = Path(named).expanduser().absolute()
-    check_unshared(path.parent, then="ORCH_REGISTRY=FILE")
+    if named and re.match(r"(?:file|sqlite):|\w+://", named):
+        hint = "name the file: ORCH_REGISTRY=/path/on/a/local/disk/registry.db"
+        raise ConfigError("ORCH_REGISTRY is a URL, and must be a file name", where=f"ORCH_REGISTRY={named}", hint=hint)
+    path = Path(named).expanduser().absolute() if named else state_home(environ) / "registry.db"
+    if named:
+        check_unshared(path.parent, then="ORCH_REGISTRY=FILE")
+    if why := _no_database(path):
+        hint = "mend that, or set ORCH_REGISTRY=/path/on/a/local/disk/registry.db"
+        raise RegistryError(f"the registry cannot be opened: {why}", where=str(path), hint=hint)
     return path
+
+
+def _no_database(path: Path) -> str:
+    """Why what is there is no database and none can be made; empty for a file, a folder, and where nothing is.
+
+    SQLite waits for ever at a pipe, and what is behind a broken link would be taken for a registry without runs.
+    """
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        broken = path.is_symlink() and not path.parent.joinpath(os.readlink(path)).parent.is_dir()
+        circle = path.is_symlink() and os.readlink(path) in (path.name, str(path))
+        return "it is a link to nothing" if broken or circle else ""
+    return "" if stat.S_ISREG(mode) or stat.S_ISDIR(mode) else "it is a pipe or a device"

@@ -149,6 +149,8 @@ def _size_fault(entry: FileEntry, present: dict[str, int | None]) -> Fault | Non
     if entry.name not in present:
         return Fault(file=entry.name, chunk=None, reason="missing")
     found = present[entry.name]
+    if found is None:
+        return Fault(file=entry.name, chunk=None, reason="is a folder, not a file")
     if found != entry.size:
         return Fault(file=entry.name, chunk=None, reason=f"has {found} bytes instead of {entry.size}")
     return None

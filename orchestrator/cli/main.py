@@ -12,7 +12,7 @@ import click
 from orchestrator.cli.terminal.command_classes import LazyGroup
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.cli.terminal.streams import READER_GONE, OutputLost, ReaderGone, prepare
-from orchestrator.errors import NotFound, OrchError, Precondition, RunExpected
+from orchestrator.errors import ConfigError, NotFound, OrchError, Precondition, RunExpected
 
 VERBS = {
     "submit": ("orchestrator.cli.runs.submit:submit", "Submit a run; orch restarts it until it is finished."),
@@ -116,6 +116,11 @@ def run(args: Sequence[str] | None = None) -> int:
         return 130
     except OSError as error:
         return _report_error(screen, _of_the_system(error))
+    except UnicodeEncodeError as error:
+        if not (shown := [word for word in words if error.object[error.start : error.end] in word]):
+            return _internal(screen, error, words)
+        hint = "type it in a UTF-8 terminal (`locale` shows yours)"
+        return _report_error(screen, ConfigError(f"{shown[0]!a} is not UTF-8 text", where="command line", hint=hint))
     except MemoryError:
         return _report_error(screen, Precondition("not enough memory", hint=_MORE_MEMORY))
     except Exception as error:  # outermost edge: recorded, and told  # noqa: BLE001
@@ -169,8 +174,13 @@ def redacted(words: Sequence[str]) -> str:
 
 
 def _internal(screen: Screen, error: Exception, words: Sequence[str]) -> int:
+    from orchestrator.cli.terminal.shadowed_modules import shadowed  # only when something is wrong
     from orchestrator.home import state_home
 
+    if found := shadowed():
+        what = f"PYTHONPATH has another `{found[0]}` than orch needs ({type(error).__name__}: {error})"
+        hint = "`unset PYTHONPATH`, or rename that file"
+        return _report_error(screen, Precondition(what, where=str(found[1]), hint=hint))
     text = traceback.format_exc()
     where = ""
     try:
@@ -194,8 +204,11 @@ def _complete(line: str) -> int:
     from orchestrator.cli.completion.answer import answer  # only when a shell asks
 
     screen = Screen()
-    for candidate in answer(orch, line):
-        screen.raw(candidate)
+    try:
+        for candidate in answer(orch, line):
+            screen.raw(candidate)
+    except (OSError, OrchError):
+        return 1  # a state folder that cannot be: the verb itself says so, a Tab says nothing
     return 0
 
 

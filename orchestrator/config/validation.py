@@ -64,6 +64,7 @@ def _usual(what: str) -> str:
 
 def _complaints(config: RunConfig) -> Iterator[Complaint]:
     yield from _too_large(asdict(config), ())
+    yield from _no_text(asdict(config), ())
     yield from _names(config)
     yield from _program(config)
     yield from _sizes(config)
@@ -84,6 +85,19 @@ def _too_large(value: Any, path: tuple[str, ...]) -> Iterator[Complaint]:
             yield from _too_large(inner, (*path, name))
     elif isinstance(value, int) and abs(value) > LARGEST:
         yield f"{keys.dotted(path)}={value}: must be between -{LARGEST} and {LARGEST} (2^53)", ""
+
+
+def _no_text(value: Any, path: tuple[str, ...]) -> Iterator[Complaint]:
+    """Half characters, which no file and no registry can hold: bytes of a command line that are no UTF-8."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _no_text(name, (*path, name))
+            yield from _no_text(inner, (*path, name))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _no_text(inner, path)
+    elif isinstance(value, str) and any("\ud800" <= sign <= "\udfff" for sign in value):
+        yield f"{keys.dotted(path)}={value}: is not UTF-8 text", "type it in a UTF-8 terminal (`locale` shows yours)"
 
 
 def _names(config: RunConfig) -> Iterator[Complaint]:
@@ -245,5 +259,9 @@ def _data(config: RunConfig) -> Iterator[Complaint]:
     for source in data.text:
         if source not in KNOWN_TEXTS and not Path(source).exists():
             yield f"data.text: no such file or folder {source}", f"names that need no file: {', '.join(KNOWN_TEXTS)}"
-    if data.path and not Path(data.path).is_dir():
+    if data.path and re.search(r"/[a-z][a-z0-9]+:/", data.path):
+        yield f"data.path={data.path}: is a URL; ranks read a folder that every node sees", "data.path=/shared/tokens"
+    elif data.path and Path(data.path).exists() and not Path(data.path).is_dir():
+        yield f"data.path={data.path}: is a file, and must be a folder", "orch data prepare YOUR-TEXTS --out FOLDER"
+    elif data.path and not Path(data.path).is_dir():
         yield f"data.path={data.path}: no such folder", f"orch data prepare YOUR-TEXTS --out {data.path}"

@@ -16,6 +16,8 @@ _ALLOWED = frozenset(_CORE + name for name in ("str", "int", "float", "bool", "n
 _PLAINLY = "write plain values only: words, numbers, lists and mappings"
 _TOO_DEEP = "the YAML is nested too deeply, or its aliases unfold without end"
 _MOST_NODES = 20_000
+_MOST_DIGITS = 1_000
+"""Of a number: no key takes one of so many, and Python refuses to read or write one of more than 4300."""
 _SCALARS: tuple[tuple[str, str, str], ...] = (
     ("null", r"^(?:~|null|Null|NULL|)$", "~nN\0"),
     ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
@@ -47,8 +49,9 @@ def parse(text: str, where: str) -> Node | None:
         node: Node | None = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        hint = "put the text in quotes, or close the bracket" if where.startswith("override") else "mend that line"
-        raise ConfigError(f"not YAML: {error.problem or error.context}", where=place(where, mark), hint=hint) from error
+        what, hint = _complaint(error)
+        hint = "put the text in quotes, or close the bracket" if where.startswith("override") else hint
+        raise ConfigError(f"not YAML: {what}", where=place(where, mark), hint=hint) from error
     except yaml.YAMLError as error:
         raise ConfigError(f"not YAML: {str(error).splitlines()[0]}", where=where, hint="is it a text file?") from error
     except RecursionError as error:  # PyYAML calls itself for each level
@@ -56,6 +59,19 @@ def parse(text: str, where: str) -> Node | None:
     if node is not None:
         _check(node, where, [])
     return node
+
+
+def _complaint(error: yaml.MarkedYAMLError) -> tuple[str, str]:
+    """What the parser says, as a sentence of its own, and what mends it."""
+    what = error.problem or error.context or "unreadable"
+    if "'\\t'" in what:
+        return "a tab stands where the line is indented", "indent with spaces"
+    if what.startswith("but "):
+        return (
+            f"{error.context}, {what}",
+            "keep one document: what stands between two `---` goes into a file of its own",
+        )
+    return what, "mend that line"
 
 
 def place(where: str, mark: Any) -> str:
@@ -74,6 +90,9 @@ def _check(node: Node, where: str, count: list[None], depth: int = 0) -> None:
     if node.tag not in _ALLOWED:
         tag = node.tag.replace(_CORE, "!!")
         raise ConfigError(f"the YAML tag `{tag}` is not allowed", where=place_of(node, where), hint=_PLAINLY)
+    if node.tag == _CORE + "int" and len(node.value) > _MOST_DIGITS:
+        what = f"a number has {len(node.value)} digits: {node.value[:20]}..."
+        raise ConfigError(what, where=place_of(node, where), hint="put it in quotes if it is a text")
     if isinstance(node, SequenceNode):
         for item in node.value:
             _check(item, where, count, depth + 1)
@@ -87,6 +106,9 @@ def _check_mapping(node: MappingNode, where: str, count: list[None], depth: int)
         if not isinstance(key, ScalarNode):
             what = "a key must be a word, not a list or mapping"
             raise ConfigError(what, where=place_of(key, where), hint=_PLAINLY)
+        if key.value == "<<":
+            what, hint = "merge keys (`<<`) are not read", "write the keys out, or put them into a file for `includes`"
+            raise ConfigError(what, where=place_of(key, where), hint=hint)
         if key.value in seen:
             first = place_of(seen[key.value], where)
             hint = f"it is also at {first}; keep one of the two"

@@ -26,6 +26,10 @@ _MEANINGS = {
 }
 
 
+class ForeignDatabase(RegistryError):
+    """A database that is somebody else's."""
+
+
 def code(error: BaseException | None) -> int:
     """SQLite's primary result code, 0 when there is none."""
     return int(getattr(error, "sqlite_errorcode", 0) or 0) & 0xFF
@@ -87,9 +91,9 @@ def _kept_from(path: Path) -> RegistryError | None:
     return RegistryError(f"the registry cannot be opened: {what}", where=str(path), hint=hint)
 
 
-def foreign(path: Path) -> RegistryError:
+def foreign(path: Path) -> ForeignDatabase:
     """The refusal of a database that is somebody else's."""
-    return RegistryError(
+    return ForeignDatabase(
         "the file is a database, but not a registry of orch",
         where=str(path),
         hint="set ORCH_REGISTRY to a file that does not exist yet",

@@ -19,6 +19,7 @@ from orchestrator.errors import RegistryError
 from orchestrator.registry import fast_queries
 from orchestrator.registry.operations.run_record import Record
 from orchestrator.registry.records import Checkpoint, Lease
+from orchestrator.registry.sqlite_errors import ForeignDatabase
 from orchestrator.registry.store import Store
 from orchestrator.registry_rebuild.salvage import salvage
 from orchestrator.states import LIVE_RUNS, RunState, Trust
@@ -56,6 +57,7 @@ def rebuild(store_path: Path, roots: Sequence[Path], *, now: float | None = None
     name. Folders that cannot be read are logged.
     """
     now = time.time() if now is None else now
+    _refuse_foreign(store_path)
     _refuse_while_served(store_path, now)
     found = sorted(_found(roots), key=lambda item: (item.record.run.created_at, item.record.run.name))
     _refuse_twins(found)
@@ -71,6 +73,16 @@ def rebuild(store_path: Path, roots: Sequence[Path], *, now: float | None = None
     finally:
         _remove(draft)
     return len(found)
+
+
+def _refuse_foreign(path: Path) -> None:
+    """A database of another program is no damaged registry: that program would find ours in its place."""
+    try:
+        fast_queries.version(path)
+    except ForeignDatabase:
+        raise
+    except RegistryError:
+        log.info("%s cannot be read: it is set aside", path)  # what a rebuild is for
 
 
 def _refuse_while_served(path: Path, now: float) -> None:

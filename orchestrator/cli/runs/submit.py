@@ -143,7 +143,6 @@ def launch(
     tags: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Write the run down, see to it that somebody launches it, and wait for its job; the data of `orch submit`."""
-    from orchestrator.controller import service
     from orchestrator.scheduler.available_schedulers import resolve
     from orchestrator.submission import create_run as launching
 
@@ -161,7 +160,7 @@ def launch(
             on_recorded=recorded, tags=tags,
         )  # fmt: skip
     if not no_controller:
-        service.ensure_running(registry_path(), run.cluster)
+        _begin(run)
     row, silent = _await_job(screen, run.name, run.cluster, no_controller=no_controller)
     if row["state"] in (RunState.HELD, RunState.FAILED) and row["job_id"] is None:
         trouble = end_error(row)
@@ -185,6 +184,20 @@ def launch(
         "run": run.name, "attempt": attempt.number, "job_id": row["job_id"], "cluster": run.cluster,
         "run_dir": run.run_dir, "config_digest": run.config_digest, "tags": list(tags),
     }  # fmt: skip
+
+
+def _begin(run: Run) -> None:
+    """A controller for the new run; the run is there, whether or not this machine has room for one more process."""
+    from orchestrator.controller import service
+
+    try:
+        service.ensure_running(registry_path(), run.cluster)
+    except OSError as error:
+        raise Precondition(
+            f"{run.name} is recorded, but no controller can be started: {error.strerror}",
+            where=run.run_dir,
+            hint=f"do not submit it again; {START}",
+        ) from error
 
 
 def _ask_slurm(screen: Screen, composed: Any, cluster: str | None) -> None:

@@ -20,6 +20,8 @@ _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)
 _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)))
 _NARROWEST = 40
 """Columns of a page at least: a terminal that is narrower, or says so, folds its lines."""
+_LONGEST = 2000
+"""Characters of a message for people."""
 _PAGE = 160
 """Columns of a page that goes into a file or a pipe."""
 Meter = Callable[[int, int], None]
@@ -34,6 +36,12 @@ def plain(text: str) -> str:
 def one_line(text: str) -> str:
     """`plain`, with line breaks and tabs turned into spaces."""
     return " ".join(plain(text).split())
+
+
+def _readable(text: str) -> str:
+    """`plain`, cut where a value of somebody else's would fill the screen."""
+    shown = plain(text)
+    return shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}... ({len(shown)} characters)"
 
 
 def size(count: float | None) -> str:
@@ -202,7 +210,7 @@ class Screen:
             fields = {"code": code, "message": what, "where": where, "hint": hint}
             self._print(json.dumps({"schema": "orch.error/1", "error": fields}, ensure_ascii=False), sys.stdout)
             return
-        lines = [f"error: {plain(what)}", *(f"  {plain(line)}" for line in (where, hint) if line)]
+        lines = [f"error: {_readable(what)}", *(f"  {_readable(line)}" for line in (where, hint) if line)]
         self._sentences("\n".join(lines), sys.stderr)
 
     def interrupted(self) -> None:

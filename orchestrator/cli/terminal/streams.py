@@ -64,6 +64,7 @@ def prepare() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+    os.umask(os.umask(0o077) & 0o077)  # what nobody can read is of no use to this program either
     codecs.register_error(_ERRORS, _in_plain_signs)
     sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115  # for as long as the program lives
     # The width of the terminal is asked of the originals, which have given their files away.

@@ -1,6 +1,7 @@
 """The record of a run: a copy of its rows in its run directory, so that losing the registry loses nothing."""
 
 import logging
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +30,8 @@ from trainer.contract.run_dir import RunDir
 SCHEMA = "orch.record/1"
 DELETED_KEPT = 100
 """So many of the checkpoints that were deleted stay in a record, the newest: a run of months deletes thousands."""
+_YEAR_3000 = 32_503_680_000
+"""Seconds since the epoch."""
 log = logging.getLogger("orch.registry")
 
 
@@ -59,12 +62,24 @@ class Record:
         fields = read_json(path)
         if not isinstance(fields, dict) or fields.get("schema") != SCHEMA:
             raise ValueError(f"{path} is not a record of a run")
+        if found := _impossible(fields):
+            raise ValueError(f"{path} is damaged: {found}")
         try:
             record = build(cls, fields)
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path} is damaged: {error}") from error
         assert isinstance(record, cls)
         return record
+
+
+def _impossible(value: Any, name: str = "") -> str:
+    """The first number that no registry can hold, or no calendar has; empty where there is none."""
+    if isinstance(value, dict):
+        return next(filter(None, (_impossible(inner, key) for key, inner in value.items())), "")
+    if isinstance(value, list):
+        return next(filter(None, (_impossible(inner, name) for inner in value)), "")
+    most = _YEAR_3000 if name == "time" or name.endswith("_at") else math.inf if isinstance(value, float) else 1 << 62
+    return f"{name} is {value}" if isinstance(value, int | float) and abs(value) > most else ""
 
 
 def record_of(store: Reads, name: str) -> Record:
@@ -131,5 +146,5 @@ def _is_behind(record: Record, path: Path) -> bool:
     try:
         known: Any = read_json(path)
         return int(known.get("changes") or len(known["transitions"])) > record.changes
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # whatever somebody has made of it
         return False

@@ -98,6 +98,14 @@ def test_a_manifest_that_commit_does_not_know(checkpoint: Path) -> None:
     assert faults(checkpoint, 0) == ["manifest.json: is not the one that COMMIT vouches for (digest differs)"]
 
 
+def test_a_folder_in_the_place_of_a_file_is_called_one(checkpoint: Path) -> None:
+    shard = next(checkpoint.glob("*.distcp"))
+    shard.unlink()
+    shard.mkdir()
+    [fault] = verify(checkpoint, 0).faults
+    assert (fault.file, fault.reason) == (shard.name, "is a folder, not a file")
+
+
 def test_a_missing_manifest(checkpoint: Path) -> None:
     (checkpoint / "manifest.json").unlink()
     (found,) = faults(checkpoint, 0)

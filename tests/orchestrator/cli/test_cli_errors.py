@@ -1,8 +1,10 @@
 """Bad input: one clear complaint with what, where and what to type, the right exit code, and nothing lost."""
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -292,3 +294,95 @@ def test_too_little_memory_is_no_defect_of_orch(orch: Type, seeds: Seeds, monkey
     told = orch("status")
     assert (told.code, told.err.splitlines()[0]) == (4, "error: not enough memory")
     assert "ulimit -v" in told.err
+
+
+@pytest.mark.parametrize("words", [("status",), ("show",), ("resume",), ("events",), ("ckpt", "ls")])
+def test_a_name_that_is_no_text_is_no_defect(orch: Type, seeds: Seeds, words: tuple[str, ...]) -> None:
+    """Bytes of a terminal that speaks Latin-1 reach a program as half characters."""
+    seeds.run()
+    said = orch(*words, "caf\udce9")
+    assert said.code in (2, 3)
+    assert_three_parts(said.err)
+    assert "internal" not in said.err
+
+
+def test_a_module_that_pythonpath_puts_in_the_place_of_another_is_named(
+    orch: Type, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file `json.py` beside somebody's script."""
+
+    def broken(*_: object, **__: object) -> None:
+        raise AttributeError("module 'json' has no attribute 'loads'")
+
+    (tmp_path / "json.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(compose, "compose", broken)
+    said = orch("config", "show", "demo")
+    assert said.code == 4
+    assert "PYTHONPATH has another `json` than orch needs (AttributeError" in said.err
+    assert str(tmp_path / "json.py") in said.err
+    assert "`unset PYTHONPATH`, or rename that file" in said.err
+
+
+def test_a_module_that_is_installed_on_pythonpath_is_not_blamed(
+    orch: Type, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise AttributeError("a defect")
+
+    (tmp_path / "yaml").mkdir()
+    (tmp_path / "yaml" / "__init__.py").write_text("")
+    (tmp_path / "yaml-6.0.dist-info").mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(compose, "compose", broken)
+    assert orch("config", "show", "demo").code == 1
+
+
+def test_a_message_does_not_fill_the_screen(orch: Type, home: Path) -> None:
+    said = orch("config", "show", "demo", f"name={'x' * 50_000}")
+    assert said.code == 2
+    assert len(said.err) < 10_000
+    assert "characters)" in said.err
+
+
+def _pipe(place: Path) -> str:
+    os.mkfifo(place)
+    return str(place)
+
+
+def _link(place: Path) -> str:
+    place.symlink_to("/nowhere/registry.db")
+    return str(place)
+
+
+def _circle(place: Path) -> str:
+    place.symlink_to(place.name)
+    return str(place)
+
+
+@pytest.mark.parametrize(
+    ("make", "code", "why"),
+    [
+        (_pipe, 6, "it is a pipe or a device"),
+        (_link, 6, "it is a link to nothing"),
+        (_circle, 6, "it is a link to nothing"),
+        (lambda place: f"sqlite:///{place}", 2, "ORCH_REGISTRY is a URL, and must be a file name"),
+        (lambda place: f"file:{place}?mode=memory", 2, "ORCH_REGISTRY is a URL, and must be a file name"),
+    ],
+)
+def test_a_registry_that_can_never_be_one_is_not_taken_for_an_empty_one(
+    orch: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], str], code: int, why: str
+) -> None:
+    monkeypatch.setenv("ORCH_REGISTRY", make(tmp_path / "r.db"))
+    for words in (("status",), ("submit", "demo")):
+        said = orch(*words)
+        assert (said.code, why in said.err) == (code, True)
+        assert_three_parts(said.err)
+
+
+def test_a_link_to_a_registry_that_is_still_to_be_made_is_followed(
+    orch: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "r.db").symlink_to("later.db")
+    monkeypatch.setenv("ORCH_REGISTRY", str(tmp_path / "r.db"))
+    assert orch("status").code == 0

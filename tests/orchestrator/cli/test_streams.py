@@ -87,3 +87,14 @@ def test_a_page_is_as_wide_as_the_terminal(seeds: Seeds, width: int) -> None:
     assert process.returncode == 0, printed
     longest = max(map(len, printed.decode().splitlines()))
     assert width - 20 < longest <= width
+
+
+def test_what_a_umask_takes_from_its_own_user_is_kept(program: Program, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.db"
+    before = os.umask(0o777)
+    try:
+        done = program(f"db backup {copy}")
+    finally:
+        os.umask(before)
+    assert done.returncode == 0, done.stderr
+    assert copy.stat().st_mode & 0o777 == 0o600

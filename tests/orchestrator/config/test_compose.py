@@ -221,6 +221,7 @@ WRONG_OVERRIDES = [
     ("+cluster.sbatch.a=!!python/object/apply:os.getcwd []", "tag `!!python/object/apply:os.getcwd`", "plain values"),
     ("command=python train.py", "must be a list of texts", "command=[python, train.py]"),
     ("data.text=python-stdlib", "must be a list of texts", "data.text=[python-stdlib]"),
+    ("checkpoint.tiers=s3://b/x", "must be a list of mappings", "checkpoint.tiers=[{KEY: VALUE}]"),
     ("train.steps=${train.nope}", "Interpolation key 'train.nope' not found", "write the full key"),
     ("drill.events=[{stepp: 3}]", "unknown key `drill.events.stepp`", "did you mean `drill.events.step`?"),
     ("drill.events=[{step: abc}]", "drill.events: `step`", "an entry reads"),

@@ -5,6 +5,8 @@ import json
 import logging
 import os
 import shutil
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -142,6 +144,18 @@ def test_the_rebuilt_registry_equals_the_lost_one(desk: Desk) -> None:
         lease = store.take_lease("next", 60.0, 10.0)
         assert lease is not None
         assert lease.epoch > epoch
+
+
+def test_a_database_of_another_program_stays_where_it_is(desk: Desk) -> None:
+    begin(desk)
+    theirs = desk.folder / "theirs.db"
+    with closing(sqlite3.connect(theirs)) as connection:
+        connection.execute("CREATE TABLE addresses (name TEXT)")
+        connection.commit()
+    before = theirs.read_bytes()
+    with pytest.raises(RegistryError, match="a database, but not a registry of orch"):
+        rebuild(theirs, [desk.root], now=50.0)
+    assert theirs.read_bytes() == before
 
 
 def test_a_registry_that_is_there_is_set_aside(desk: Desk) -> None:

@@ -111,6 +111,17 @@ def test_without_a_registry_nothing_is_offered_and_nothing_fails(home: Path) -> 
     assert offered("orch show ") == []
 
 
+def test_a_tab_says_nothing_where_the_state_folder_cannot_be(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ORCH_HOME", "/dev/null")
+    monkeypatch.setenv("_ORCH_COMPLETE", "orch show t")
+    monkeypatch.setattr(main, "prepare", lambda: None)  # it would take over the streams of the tests
+    with pytest.raises(SystemExit):
+        main.main()
+    assert capsys.readouterr() == ("", "")
+
+
 def test_every_text_that_somebody_types_is_completed_or_is_known_to_be_free(runs: list[str]) -> None:
     from orchestrator.cli.completion.candidates import source_of
 

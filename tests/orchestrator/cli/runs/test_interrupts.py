@@ -1,6 +1,9 @@
 """Ctrl-C: every verb says what is true by then, and what to type."""
 
+import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -159,3 +162,12 @@ def test_what_only_reads_says_no_more_than_that_it_was_interrupted(
     monkeypatch.setattr("orchestrator.registry.fast_queries.newest", ctrl_c)
     done = orch("status", "-q")
     assert (done.code, done.err.strip()) == (130, "interrupted")
+
+
+def test_ctrl_c_while_the_program_is_loaded_is_no_traceback(tmp_path: Path) -> None:
+    """On a busy login node that takes seconds."""
+    (tmp_path / "click.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    command = [sys.executable, "-c", "from orchestrator.cli.entry import main; main()"]
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")

@@ -121,6 +121,21 @@ def test_a_run_that_nobody_drives_is_no_success(
     assert [item["code"] for item in orch("status", "--json").answer["warnings"]] == ["controller_stalled"]
 
 
+def test_a_controller_that_cannot_be_started_does_not_hide_the_run(
+    orch: Type, service: SimpleNamespace, tmp_path: Path, text: str
+) -> None:
+    """A login node that lets a user have no more processes."""
+
+    def full(path: Path, kind: str) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable", sys.executable)
+
+    service.ensure_running = full
+    done = orch(*words(tmp_path, text))
+    assert done.code == 4
+    assert "tiny-gpt-1 is recorded, but no controller can be started: Resource temporarily" in done.err
+    assert "do not submit it again; `orch controller start`" in done.err
+
+
 def test_a_job_that_is_refused_for_good_says_why(
     orch: Type, service: SimpleNamespace, tmp_path: Path, text: str
 ) -> None:

@@ -3,8 +3,8 @@
 import math
 from typing import Any
 
-MUST = {"cpu": 0.30, "verdict": 2.0}
-STRETCH = {"cpu": 0.10, "verdict": 1.0}
+MUST = {"cpu": 0.10, "verdict": 1.0}
+STRETCH = {"cpu": 0.05, "verdict": 0.5}
 
 
 def report(found: dict[str, Any]) -> str:

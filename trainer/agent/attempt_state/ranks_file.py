@@ -14,25 +14,24 @@ MOST = 64
 
 
 def rank_rows(
-    seen: Sequence[RankSample], *, time: float, generation: int, p99: Mapping[str, float], ratios: Mapping[int, float],
-    command: bool = False,
+    seen: Sequence[RankSample], *, world: int, time: float, generation: int, p99: Mapping[str, float],
+    ratios: Mapping[int, float], command: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """One reading; `ratios` has those ranks whose own work takes longer than that of their peers.
+    """One reading of some of `world` ranks; `ratios` has those whose own work takes longer than that of their peers.
 
     `command`: they are a user's own program, of which neither step nor phase nor a sign of life is known.
     """
-    shown = seen if len(seen) <= MOST else sorted(seen, key=lambda one: (-ratios.get(one.rank, 0), -one.age))[:MOST]
     rows = [
         {
             "rank": one.rank, "node": one.node, "step": one.step, "phase": one.phase, "age": round(one.age, 1),
             "state": one.state, "ratio": ratios.get(one.rank), "ended": one.ended,
         }
-        for one in sorted(shown, key=lambda one: one.rank)
+        for one in sorted(seen, key=lambda one: one.rank)
     ]  # fmt: skip
     if command:
         rows = [{**row, "step": None, "phase": "command", "age": None} for row in rows]
     return {
-        "schema": "orch.ranks/1", "time": time, "generation": generation, "world": len(seen), "ranks": rows,
+        "schema": "orch.ranks/1", "time": time, "generation": generation, "world": world, "ranks": rows,
         "p99": dict(p99),
     }  # fmt: skip
 

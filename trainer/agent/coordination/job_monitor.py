@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from trainer.agent.attempt_state.attempt_state import AttemptState
-from trainer.agent.attempt_state.ranks_file import rank_rows
+from trainer.agent.attempt_state.ranks_file import MOST, rank_rows
 from trainer.agent.control.tcp_transport import Message
 from trainer.agent.evidence.autopsy import analyse_dead_ranks, desync_judgement, is_needed
 from trainer.agent.evidence.incidents import event_fields, failure_of, write_verdict
@@ -95,12 +95,12 @@ class JobMonitor:
     def ranks_file(self, wall: float) -> dict[str, Any]:
         """What ranks.json says now; `wall` is the time of day."""
         snapshot = self._hang_detector.snapshot
-        seen = snapshot.at(time.monotonic())
         ratios = {verdict.rank: verdict.ratio for verdict in self._work_windows.slow()} if self._work_windows else {}
-        command = bool(self._config.command)
+        seen, command = snapshot.worst(time.monotonic(), MOST, ratios), bool(self._config.command)
         return rank_rows(
-            seen, time=wall, generation=self._generation, p99=snapshot.p99(), ratios=ratios, command=command
-        )
+            seen, world=len(snapshot), time=wall, generation=self._generation, p99=snapshot.p99(), ratios=ratios,
+            command=command,
+        )  # fmt: skip
 
     async def check(self) -> Failure | None:
         """What fails the current generation and no rank can report: a hang, a desync, a slow node; None: nothing."""

@@ -9,6 +9,7 @@ from trainer.agent.attempt_state.outbox import Reading
 from trainer.agent.coordination.job_monitor import JobMonitor
 from trainer.agent.coordination.launch_gate import Fence
 from trainer.agent.coordination.request_inbox import RequestInbox
+from trainer.agent.watch.report_schedule import calm_seconds
 
 SECONDS = 1.0
 
@@ -47,9 +48,13 @@ class Timers:
         return beat, self._monitor.ranks_file(time.time()) if self._state.stage is Stage.RUNNING else None
 
     async def _ping_agents(self) -> None:
+        pause, due = calm_seconds(self._state.config.cluster.all_nodes), 0.0
         while True:
-            self._state.roster.tick(time.monotonic())
-            self._state.roster.broadcast("ping")
+            now = time.monotonic()
+            self._state.roster.tick(now)
+            if now >= due:
+                due = now + pause - SECONDS / 2
+                self._state.roster.broadcast("ping")
             self._state.deliver(-1, {"say": "tick"})
             await asyncio.sleep(SECONDS)
 

@@ -1,5 +1,6 @@
 """What the coordinator knows of all ranks of a generation: agents report changes, and ages grow with time."""
 
+import heapq
 from bisect import insort
 from collections.abc import Mapping
 from typing import Any
@@ -43,6 +44,18 @@ class JobSnapshot:
         """Every rank that has been seen, by number."""
         seen = map(self._seen.__getitem__, self._order)
         return [_aged(sample, max(0.0, now - heard)) for heard, sample in seen]
+
+    def worst(self, now: float, most: int, ratios: Mapping[int, float]) -> list[RankSample]:
+        """As many ranks: those of the largest `ratios`, then those that have stood still longest."""
+        if len(self._seen) <= most:
+            return self.at(now)
+
+        def still(rank: int) -> tuple[float, float]:
+            heard, sample = self._seen[rank]
+            return ratios.get(rank, 0.0), sample.age - heard
+
+        found = (self._seen[rank] for rank in heapq.nlargest(most, self._order, key=still))
+        return [_aged(sample, max(0.0, now - heard)) for heard, sample in found]
 
     def p99(self) -> dict[str, float]:
         """Seconds of each phase's 99th percentile, on the slowest node."""

@@ -59,7 +59,10 @@ class Record:
     @classmethod
     def read(cls, path: Path) -> "Record":
         """Parse a record; raises OSError when there is none, ValueError when it is not one."""
-        fields = read_json(path)
+        try:
+            fields = read_json(path)
+        except RecursionError as error:
+            raise ValueError(f"{path} is damaged: it is nested too deeply") from error
         if not isinstance(fields, dict) or fields.get("schema") != SCHEMA:
             raise ValueError(f"{path} is not a record of a run")
         if found := _impossible(fields):

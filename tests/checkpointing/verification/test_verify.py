@@ -129,7 +129,7 @@ def test_a_shard_that_cannot_be_read_is_a_fault(checkpoint: Path) -> None:
     (checkpoint / "__0_0.distcp").unlink()
     (checkpoint / "__0_0.distcp").mkdir()
     (found,) = faults(checkpoint, 2)
-    assert found == "__0_0.distcp: has None bytes instead of 1000"
+    assert found == "__0_0.distcp: is a folder, not a file"
 
 
 def test_an_unknown_level_is_a_mistake(checkpoint: Path) -> None:

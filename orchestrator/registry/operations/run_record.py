@@ -149,5 +149,5 @@ def _is_behind(record: Record, path: Path) -> bool:
     try:
         known: Any = read_json(path)
         return int(known.get("changes") or len(known["transitions"])) > record.changes
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # whatever somebody has made of it
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):  # whatever was made of it
         return False

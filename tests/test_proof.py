@@ -24,6 +24,7 @@ def test_one_more():
 """
 
 
+@pytest.mark.proof
 def test_what_has_failed_is_run_again_whatever_the_names_of_those_that_passed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,11 @@ class Region:
     entry: FileEntry
     filled: str
 
+    @classmethod
+    def of(cls, entry: FileEntry, filled: str, places: Places) -> "Region":
+        file, at = places[entry.name]
+        return cls(file=file, at=at, entry=entry, filled=filled)
+
 
 def file_name(node: int) -> str:
     """Of the node's file, by its place among the nodes that save."""

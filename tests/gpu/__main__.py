@@ -39,7 +39,7 @@ def driver() -> str:
     try:
         asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         done = subprocess.run(asked, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
+    except OSError:  # there is none, or a folder of PATH is closed to this user
         return "no nvidia-smi"
     return f"driver {done.stdout.split()[0]}" if done.stdout.split() else "no driver"
 
@@ -66,7 +66,10 @@ def main() -> int:
     found, words = facts()
     gpus = 0 if options.cpu else min(options.gpus or 8, found)
     if not gpus and not options.cpu:
-        print("error: torch sees no GPU here. `--cpu` runs the same checks with four ranks on the CPU", file=sys.stderr)
+        print(
+            "error: torch sees no GPU here. `.venv/bin/python -m tests.gpu --cpu` makes the same checks with four ranks",
+            file=sys.stderr,
+        )
         return 2
     print(f"- date: {datetime.datetime.now(datetime.UTC).date()}")
     print(f"- machine: {words}; {driver()}; {os.cpu_count()} cores")

@@ -226,11 +226,8 @@ class Saver:
             raise _error(submitted.report)(job.step, submitted.report.reason)
         if not job.plan.places:
             return tuple(entry for result in results for entry in result.files)
-        return tuple(
-            Region(file=job.plan.places[entry.name][0], at=job.plan.places[entry.name][1], entry=entry, filled=filled)
-            for result in results
-            for entry, filled in zip(result.files, result.filled, strict=True)
-        )
+        written = [pair for result in results for pair in zip(result.files, result.filled, strict=True)]
+        return tuple(Region.of(entry, filled, job.plan.places) for entry, filled in written)
 
     def _await_write(self, write: "Future[WriteResult]", job: Job, bucket: Bucket) -> None:
         """Wait as long as it takes; one that takes far too long is reported, once."""

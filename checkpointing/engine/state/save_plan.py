@@ -138,11 +138,12 @@ def agree_on_plan(
     agreed: tuple[str, bool] | Failed | None = None
     if layouts is not None:
         everything = tuple(found[0] for found in layouts if not isinstance(found, Failed))
-        found = result_or_failed(lambda: _described(planned.metadata, _all_moved(places, everything)))
-        described = found = _combined_failure(layouts) or found
+        described = _combined_failure(layouts)
+        if described is None:
+            described = result_or_failed(lambda: _described(planned.metadata, _all_moved(places, everything)))
         # With buckets on one rank, no rank retries or remembers: one that did so alone would be out of step.
         whole = all(found[1] for found in layouts if not isinstance(found, Failed))
-        agreed = found if isinstance(found, Failed) else (found[0], whole)
+        agreed = described if isinstance(described, Failed) else (described[0], whole)
     told = ranks.broadcast(agreed)
     if isinstance(told, Failed):
         raise ValueError(told.reason)

@@ -115,9 +115,8 @@ def _waiting_for_ever(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     queued = [row for row in rows if row["state"] == RunState.QUEUED]
     if not queued:
         return []
-    from orchestrator.scheduler.slurm.pending_reasons import (
-        STAYS,  # brings the scheduler's parts: only where a job waits
-    )
+    # Brings the scheduler's parts: only where a job waits.
+    from orchestrator.scheduler.slurm.pending_reasons import STAYS
 
     return [row for row in queued if STAYS in row["reason"]]
 

@@ -86,9 +86,8 @@ def host_list(names: Sequence[str]) -> str:
     """Host names as a host list where that is shorter: `gpu[001-016]`."""
     if len(names) < 3:
         return ",".join(names)
-    from orchestrator.scheduler.slurm.command_output import (
-        fold_nodes,  # brings ClusterShell: only for tables of many nodes
-    )
+    # Brings ClusterShell: only for tables of many nodes.
+    from orchestrator.scheduler.slurm.command_output import fold_nodes
 
     return fold_nodes(tuple(names))
 

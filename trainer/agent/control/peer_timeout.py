@@ -1,7 +1,7 @@
 """PURE: how long a peer has been silent, without the time in which this process itself was suspended."""
 
 AGENT_TIMEOUT_SECONDS = 60.0
-"""An agent (or coordinator) that sends nothing for so long is lost; a live one sends twice a second."""
+"""An agent (or coordinator) that sends nothing for so long is lost; a live one sends every few seconds at least."""
 STALLED_TIMEOUT_SECONDS = 10.0
 """The same while no rank of the job moves, as when a node has lost the network: its peers wait for it."""
 POLL_SECONDS = 2.0

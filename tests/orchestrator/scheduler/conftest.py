@@ -1,0 +1,25 @@
+"""Slurm's commands as shell programs that a test writes, and what they print."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Program = Callable[[str, str], None]
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
+    """Puts a shell program of this name on PATH, where there is no Slurm otherwise."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for tool in ("sh", "cat", "sleep", "env", "timeout"):
+        (programs / tool).symlink_to(shutil.which(tool) or tool)
+    monkeypatch.setenv("PATH", str(programs))
+
+    def put(name: str, body: str) -> None:
+        (programs / name).write_text(f"#!/bin/sh\n{body}\n")
+        (programs / name).chmod(0o700)
+
+    return put

@@ -1,0 +1,73 @@
+"""What Slurm says of nodes: which of a job's are down, and which get no jobs for now."""
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator.errors import SlurmUnreachable
+from orchestrator.scheduler.interface import UNREADABLE
+from orchestrator.scheduler.slurm.slurm_scheduler import SlurmScheduler
+from tests.orchestrator.scheduler.conftest import Program
+from tests.orchestrator.scheduler.test_slurm import printing
+from tests.orchestrator.scheduler.test_slurm_text import queue
+
+
+def test_a_job_that_is_over_says_which_of_its_nodes_are_down(program: Program, tmp_path: Path) -> None:
+    program("squeue", printing(tmp_path, "queue", queue(JobID="7", State="FAILED", NodeList="n[1-3]")))
+    program("sacct", "true")
+    program("sinfo", r"printf 'n1 idle\nn2 down*\nn3 idle*\n'")
+    assert SlurmScheduler().poll(["7"])["7"].nodes_down == ("n2",)
+
+
+def test_nodes_that_get_no_jobs_for_now(program: Program) -> None:
+    states = ["idle", "down*", "drained", "draining*", "maint", "mixed", "idle*", "reboot", "fail"]
+    names = [f"n{number}" for number in range(len(states))]
+    program("sinfo", "; ".join(f"echo {one} {state!r}" for one, state in zip(names, states, strict=True)))
+    assert SlurmScheduler().out_of_service(frozenset(names)) == {"n1", "n2", "n3", "n4", "n7", "n8"}
+    program("sinfo", "exit 1")
+    with pytest.raises(SlurmUnreachable):
+        SlurmScheduler().out_of_service(frozenset(names))
+
+
+@pytest.mark.parametrize("state", ["drained$", "down$", "down@", "draining^", "drained~", "inval", "inval*", "maint*"])
+def test_what_slurm_marks_beside_a_state_puts_no_node_back_into_service(program: Program, state: str) -> None:
+    program("sinfo", f"echo n1 '{state}'")
+    assert SlurmScheduler().out_of_service(frozenset({"n1"})) == {"n1"}
+
+
+@pytest.mark.parametrize("state", ["idle~", "idle#", "allocated+", "mixed-", "allocated$", "allocated@"])
+def test_a_node_that_saves_power_or_has_jobs_is_in_service(program: Program, state: str) -> None:
+    program("sinfo", f"echo n1 '{state}'")
+    assert SlurmScheduler().out_of_service(frozenset({"n1"})) == frozenset()
+
+
+def test_a_node_that_is_down_in_a_maintenance_reservation_is_down(program: Program, tmp_path: Path) -> None:
+    program("squeue", printing(tmp_path, "queue", queue(JobID="7", State="FAILED", NodeList="n1")))
+    program("sacct", "true")
+    program("sinfo", "echo 'n1 down$'")
+    assert SlurmScheduler().poll(["7"])["7"].nodes_down == ("n1",)
+
+
+def test_silence_about_one_job_s_nodes_hides_no_other_job(program: Program, tmp_path: Path) -> None:
+    rows = queue(JobID="7", State="FAILED", NodeList="n1") + queue(JobID="8")
+    program("squeue", printing(tmp_path, "queue", rows))
+    program("sinfo", "exit 1")
+    assert {key: job.state for key, job in SlurmScheduler().poll(["7", "8"]).items()} == {
+        "7": UNREADABLE,
+        "8": "RUNNING",
+    }
+
+
+def test_a_warning_among_the_nodes_hides_none(program: Program, tmp_path: Path) -> None:
+    program("squeue", printing(tmp_path, "queue", queue(JobID="7", State="FAILED", NodeList="n[1-2]")))
+    program("sinfo", r"printf 'sinfo: warning: slow today\nn1 idle\nn2 down*\n'")
+    assert SlurmScheduler().poll(["7"])["7"].nodes_down == ("n2",)
+
+
+@pytest.mark.parametrize("sinfo", ["exit 1", "echo nonsense of three words"])
+def test_silence_about_nodes_is_no_answer(program: Program, tmp_path: Path, sinfo: str) -> None:
+    program("squeue", printing(tmp_path, "queue", queue(JobID="7", State="FAILED", NodeList="n1")))
+    program("sacct", "true")
+    program("sinfo", sinfo)
+    with pytest.raises(SlurmUnreachable):
+        SlurmScheduler().poll(["7"])

@@ -19,6 +19,7 @@ from tests.end_to_end.user import User
 from tests.gpu.checks import CHECKS, Bench, Failed, Impossible
 
 _CPU_RANKS = 4
+_NO_GPU = "error: torch sees no GPU here. `.venv/bin/python -m tests.gpu --cpu` makes the same checks with four ranks"
 _FACTS = """
 import torch
 gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
@@ -66,10 +67,7 @@ def main() -> int:
     found, words = facts()
     gpus = 0 if options.cpu else min(options.gpus or 8, found)
     if not gpus and not options.cpu:
-        print(
-            "error: torch sees no GPU here. `.venv/bin/python -m tests.gpu --cpu` makes the same checks with four ranks",
-            file=sys.stderr,
-        )
+        print(_NO_GPU, file=sys.stderr)
         return 2
     print(f"- date: {datetime.datetime.now(datetime.UTC).date()}")
     print(f"- machine: {words}; {driver()}; {os.cpu_count()} cores")

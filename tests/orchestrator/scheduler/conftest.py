@@ -23,3 +23,9 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
         (programs / name).chmod(0o700)
 
     return put
+
+
+def printing(folder: Path, name: str, text: str) -> str:
+    """The body of a program that prints this text."""
+    (folder / name).write_text(text)
+    return f"cat {folder / name}"

@@ -7,8 +7,7 @@ import pytest
 from orchestrator.errors import SlurmUnreachable
 from orchestrator.scheduler.interface import UNREADABLE
 from orchestrator.scheduler.slurm.slurm_scheduler import SlurmScheduler
-from tests.orchestrator.scheduler.conftest import Program
-from tests.orchestrator.scheduler.test_slurm import printing
+from tests.orchestrator.scheduler.conftest import Program, printing
 from tests.orchestrator.scheduler.test_slurm_text import queue
 
 

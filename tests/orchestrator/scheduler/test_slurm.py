@@ -15,17 +15,12 @@ from orchestrator.scheduler.interface import UNREADABLE, JobSpec, Resources
 from orchestrator.scheduler.job_environment import Submitter
 from orchestrator.scheduler.slurm.slurm_scheduler import SlurmScheduler
 from orchestrator.scheduler.submitit_payload import adopt_payload, ids_in
-from tests.orchestrator.scheduler.conftest import Program
+from tests.orchestrator.scheduler.conftest import Program, printing
 from tests.orchestrator.scheduler.test_slurm_text import accounting, queue
 
 NO_FILES = ["--output=/dev/null", "--error=/dev/null"]
 DISABLED = "echo 'Slurm accounting storage is disabled' >&2; exit 1"
 DBD_AWAY = "echo 'sacct: error: Problem talking to the database: Connection refused' >&2; exit 1"
-
-
-def printing(folder: Path, name: str, text: str) -> str:
-    (folder / name).write_text(text)
-    return f"cat {folder / name}"
 
 
 def test_accounting_answers_for_what_the_queue_has_forgotten(program: Program, tmp_path: Path) -> None:

@@ -81,7 +81,8 @@ def kill(bench: Bench) -> str:
 
 def hang(bench: Bench) -> str:
     """A rank that computes for ever while its peers wait in a collective."""
-    return _named(bench, "hang-in-forward", needs=2)
+    _require(bench, 2)
+    return _named(bench, "hang-in-forward")
 
 
 def stopped(bench: Bench) -> str:
@@ -89,11 +90,19 @@ def stopped(bench: Bench) -> str:
 
 
 def desync(bench: Bench) -> str:
-    return _named(bench, "desync-shape", needs=2)
+    """A bug of the program: the run is held, and the rank that left the others' order is named."""
+    _require(bench, 2)
+    run = bench.submit(drill("desync-shape", bench.ranks - 1))
+    bench.user.wait(run, _WAIT)
+    status = bench.user.status(run)
+    if status["state"] != "HELD" or "different collectives" not in status["reason"]:
+        raise Failed(f"{run} is {status['state']}: {status['reason']}")
+    if f"rank {bench.ranks - 1}" not in status["reason"]:
+        raise Failed(f"rank {bench.ranks - 1} is not named: {status['reason']}")
+    return f"HELD; rank {bench.ranks - 1} named"
 
 
-def _named(bench: Bench, kind: str, needs: int = 1) -> str:
-    _require(bench, needs)
+def _named(bench: Bench, kind: str) -> str:
     culprit = bench.ranks - 1
     run = bench.train(drill(kind, culprit))
     (incident, *_) = bench.events(run, EventKind.INCIDENT)

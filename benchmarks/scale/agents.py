@@ -47,6 +47,10 @@ class SyntheticRanks:
         self.culprit, self.how = rank, how
         self._stopped = self._began + (step + 0.2) * self._seconds
 
+    def usual(self, phase: str) -> float:
+        """Seconds that it takes in every step."""
+        return _SHARE[phase] * self._seconds
+
     def due(self) -> float:
         """Seconds until the stop that was ordered last."""
         return self._stopped - time.monotonic()
@@ -191,7 +195,7 @@ class Agent:
         if now - self._told_p99 < _P99_SECONDS:
             return {}
         self._told_p99 = now
-        return {phase: round(share * random.uniform(1.0, 1.4), 3) for phase, share in _SHARE.items()}
+        return {phase: round(self._world.usual(phase) * random.uniform(1.0, 1.4), 3) for phase in _SHARE}
 
 
 async def _follow_orders(world: SyntheticRanks) -> None:

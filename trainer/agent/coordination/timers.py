@@ -22,6 +22,8 @@ class Timers:
         self._fence = Fence(state.attempt_dir.go, state.token)
         self._request_inbox = RequestInbox(state.run_dir.requests, state.attempt_dir.number)
         self._tasks: list[asyncio.Task[None]] = []
+        # Seconds between two pings, and two readings of all ranks: as agents of so many nodes report.
+        self._pause, self._ranks_due = calm_seconds(state.config.cluster.all_nodes), 0.0
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
@@ -44,16 +46,19 @@ class Timers:
         await self._state.outbox.show(self._read_status)
 
     def _read_status(self) -> Reading:
-        beat = self._state.heartbeat()
-        return beat, self._monitor.ranks_file(time.time()) if self._state.stage is Stage.RUNNING else None
+        beat, now = self._state.heartbeat(), time.monotonic()
+        if self._state.stage is not Stage.RUNNING or now < self._ranks_due:
+            return beat, None
+        self._ranks_due = now + self._pause - SECONDS / 2
+        return beat, self._monitor.ranks_file(time.time())
 
     async def _ping_agents(self) -> None:
-        pause, due = calm_seconds(self._state.config.cluster.all_nodes), 0.0
+        due = 0.0
         while True:
             now = time.monotonic()
             self._state.roster.tick(now)
             if now >= due:
-                due = now + pause - SECONDS / 2
+                due = now + self._pause - SECONDS / 2
                 self._state.roster.broadcast("ping")
             self._state.deliver(-1, {"say": "tick"})
             await asyncio.sleep(SECONDS)

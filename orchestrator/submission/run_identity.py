@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from email.parser import HeaderParser
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -170,9 +171,19 @@ def environment(kind: str, environ: Mapping[str, str] = os.environ) -> dict[str,
 
 
 def packages() -> dict[str, str]:
-    """Every installed distribution with its version."""
-    found = {dist.metadata["Name"]: dist.version for dist in metadata.distributions() if dist.metadata["Name"]}
+    """Every installed distribution with its version; of two with one name the first on the path is what is imported."""
+    found: dict[str, str] = {}
+    for name, version in map(_name_and_version, metadata.distributions()):
+        if name and version:
+            found.setdefault(name, version)
     return dict(sorted(found.items()))
+
+
+def _name_and_version(distribution: metadata.Distribution) -> tuple[str | None, str | None]:
+    """From its headers alone: the text below them is long, and `Distribution` would parse it for each word."""
+    text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+    headers = HeaderParser().parsestr(text.partition("\n\n")[0])
+    return headers["Name"], headers["Version"]
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:

@@ -87,6 +87,10 @@ def _impossible(value: Any, name: str = "") -> str:
 
 def record_of(store: Reads, name: str) -> Record:
     """What the registry knows of a run now."""
+    return store.database.read(lambda _: _record_of(store, name))
+
+
+def _record_of(store: Reads, name: str) -> Record:
     run, attempts = store.run(name), tuple(store.attempts(name))
     used = {node for attempt in attempts for node in attempt.nodes}
     used |= {str(attempt.failure["node"]) for attempt in attempts if attempt.failure and attempt.failure.get("node")}

@@ -12,7 +12,7 @@ from trainer.contract.outcome import FailureKind
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md"))]
-PACKAGES = ("orchestrator", "trainer", "checkpointing", "benchmarks", "tests")
+PACKAGES = ("orch", "orchestrator", "trainer", "checkpointing", "benchmarks", "tests")
 FOLDERS = (*PACKAGES, "docs", "configs", "sbatch_templates")
 every_page = pytest.mark.parametrize("page", PAGES, ids=[path.name for path in PAGES])
 

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("orchestrator", "trainer", "checkpointing")
+PACKAGES = ("orch", "orchestrator", "trainer", "checkpointing")
 MAY_IMPORT = {
+    "orch": {"orch", "orchestrator", "trainer", "checkpointing"},
     "orchestrator": {"orchestrator", "trainer", "checkpointing"},
     "trainer": {"trainer", "checkpointing"},
     "checkpointing": {"checkpointing"},

@@ -8,7 +8,7 @@ from pathlib import Path
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError
 
-OURS = ("orchestrator", "trainer", "checkpointing")
+OURS = ("orch", "orchestrator", "trainer", "checkpointing")
 """Top-level names that always mean orch's own packages inside a job."""
 _ROOT = Path(__file__).resolve().parents[2]
 

@@ -15,7 +15,6 @@ from orchestrator.registry.store import Store
 from orchestrator.states import Trust
 from tests.scenarios.world import World, training
 
-
 DELETED_KEPT = 10
 
 

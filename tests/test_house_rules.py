@@ -62,6 +62,9 @@ UNPICKLERS = {
     "checkpointing/engine/ranks/failure.py": "names the error",
 }
 """Which files may import pickle, and why: files are read by allow-lists; processes never send it to each other."""
+CODEC = "trainer/contract/messages/codec.py"
+MESSAGE_TAGS, SENDERS = ("say", "do"), ("send", "send_message", "broadcast", "deliver")
+"""How a message is named on the wire, which is the codec's affair, and what sends one, which takes a dataclass."""
 EDGE = "# outermost edge"
 LONGEST_FILE, LONGEST_FUNCTION, WIDEST_CONFIG, MOST_PARAMETERS = 400, 60, 12, 8
 FEW_PARAMETERS = ("orchestrator/",)
@@ -324,6 +327,21 @@ def test_processes_send_each_other_no_pickles() -> None:
                     yield f"{name}:{node.lineno} {ast.unparse(node.func)} {fault}"
 
     none_of(violations())
+
+
+def test_messages_between_processes_are_dataclasses() -> None:
+    """Only the codec knows how they look on the wire: nobody sends or reads a dict with a tag."""
+
+    def violations() -> Iterator[str]:
+        for name in SOURCES.keys() - {CODEC}:
+            for node in ast.walk(TREES[name]) if name.startswith("trainer/") else ():
+                if isinstance(node, ast.Constant) and node.value in MESSAGE_TAGS:
+                    yield f"{name}:{node.lineno} has the tag {node.value!r}"
+                if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in SENDERS:
+                    untyped = [one for one in node.args if isinstance(one, (ast.Dict, ast.JoinedStr, ast.Constant))]
+                    yield from (f"{name}:{node.lineno} sends {ast.unparse(one)}" for one in untyped)
+
+    none_of(sorted(violations()))
 
 
 def _unpickles(node: ast.Call) -> str | None:

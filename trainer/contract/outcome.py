@@ -154,6 +154,7 @@ class AgentEnd(StrEnum):
     FROZEN = "frozen"  # its own node saw it stand still, and ended it
     SILENT = "silent"  # no message of the coordinator came for too long
     GONE = "gone"  # its connection to the coordinator ended
+    REFUSED = "refused"  # the coordinator speaks another protocol
 
 
 @dataclass(frozen=True, kw_only=True)

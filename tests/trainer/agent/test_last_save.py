@@ -4,11 +4,16 @@ import pytest
 
 from trainer.agent.attempt_state.deadline import SLURM_EARLY, Bounds
 from trainer.agent.attempt_state.stopping import Stopping
+from trainer.contract.messages.agents import ProgressReport
 from trainer.contract.ranks.progress import ProgressCell, StopReason
 
 
 def stopping(kind: str = "slurm", limit: str = "1:00:00", lead: float = 120.0) -> Stopping:
     return Stopping(kind=kind, started=0.0, limit=limit, signal_lead=lead, bounds=Bounds())
+
+
+def took(save: float, step: float) -> ProgressReport:
+    return ProgressReport(generation=1, save_seconds=save, step_seconds=step)
 
 
 @pytest.mark.parametrize(
@@ -24,7 +29,7 @@ def stopping(kind: str = "slurm", limit: str = "1:00:00", lead: float = 120.0) -
 )
 def test_the_stop_comes_early_enough_for_the_slowest_save_seen(kind, save, step, at):
     plan = stopping(kind)
-    plan.learned([{"save_seconds": save, "step_seconds": step}, {"save_seconds": 0.0, "step_seconds": 0.0}])
+    plan.learned([took(save, step), took(0.0, 0.0)])
     assert plan.stop_at == at
     assert not plan.due(at - 1)
     assert plan.due(at)
@@ -35,24 +40,24 @@ def test_the_stop_comes_early_enough_for_the_slowest_save_seen(kind, save, step,
 
 def test_the_newest_word_counts_and_the_last_one_stays_when_there_is_none():
     plan = stopping()
-    plan.learned([{"save_seconds": 300.0, "step_seconds": 60.0}])
-    plan.learned([{"save_seconds": 200.0, "step_seconds": 1.0}])
+    plan.learned([took(300.0, 60.0)])
+    plan.learned([took(200.0, 1.0)])
     assert plan.stop_at == 3600 - 5 - 60 - 2 - 200
-    plan.learned([{}])  # between two generations nobody knows
-    plan.learned([{"save_seconds": 0.0, "step_seconds": 0.0}])  # nor at the beginning of one
+    plan.learned([ProgressReport(generation=0)])  # between two generations nobody knows
+    plan.learned([took(0.0, 0.0)])  # nor at the beginning of one
     assert plan.stop_at == 3600 - 5 - 60 - 2 - 200
 
 
 def test_the_schedulers_word_on_the_end_moves_the_plan():
     plan = stopping()
-    plan.learned([{"save_seconds": 300.0, "step_seconds": 0.0}])
+    plan.learned([took(300.0, 0.0)])
     plan.correct(7200.0)
     assert plan.stop_at == 7200 - 5 - 60 - 300
 
 
 def test_a_job_without_a_limit_is_never_due():
     plan = stopping(limit="UNLIMITED")
-    plan.learned([{"save_seconds": 300.0}])
+    plan.learned([took(300.0, 0.0)])
     assert plan.stop_at is None
     assert plan.expected_at is None
     assert not plan.due(1e9)
@@ -64,7 +69,7 @@ def test_a_short_job_trains_at_least_half_of_its_time():
 
 def test_a_signal_that_comes_with_the_planned_stop_is_of_the_time_limit():
     plan = stopping()
-    plan.learned([{"save_seconds": 600.0, "step_seconds": 0.0}])
+    plan.learned([took(600.0, 0.0)])
     assert plan.heard("SIGUSR2", 3600 - 660).reason is StopReason.TIME_LIMIT
     assert stopping().heard("SIGUSR2", 3600 - 660).reason is StopReason.PREEMPTION
 

@@ -1,12 +1,13 @@
 """heartbeat.json: shows once a second that the coordinator is alive, to processes that can only read files."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 
 from checkpointing.storage.durable import dump_line
 from checkpointing.storage.reserved_file import replace_or_overwrite
+from trainer.contract.messages.agents import ProgressReport
 from trainer.contract.secrets.secret_redaction import in_use
 
 
@@ -71,19 +72,17 @@ class AttemptProgress:
         if trouble:
             self._saves[rank] = trouble[:LONGEST_TROUBLE]
 
-    def merge(self, reports: list[dict[str, object]]) -> None:
+    def merge(self, reports: Sequence[ProgressReport]) -> None:
         """Take in the newest report of every node, node rank 0's first; nodes that know no step yet do not count."""
         if not reports:
             return
-        steps = [_integer(report, "step") for report in reports]
-        slowest = reports[steps.index(min(steps))]
-        self.phase = str(slowest.get("phase", self.phase))
-        self.saved = max([self.saved, *(_integer(report, "saved") for report in reports)])
-        self.total = max([self.total, *(_integer(report, "total") for report in reports)])
-        if min(steps) > 0:
-            self.step = min(steps)
-            loss = reports[0].get("loss")
-            self.loss = loss if isinstance(loss, (float, int, str)) else self.loss
+        slowest = min(reports, key=lambda report: report.step)
+        self.phase = slowest.phase or self.phase
+        self.saved = max(self.saved, *(report.saved for report in reports))
+        self.total = max(self.total, *(report.total for report in reports))
+        if slowest.step > 0:
+            self.step = slowest.step
+            self.loss = self.loss if reports[0].loss is None else reports[0].loss
 
     def beat(self, *, generation: int, nodes: list[str], state: str) -> Heartbeat:
         self._seq += 1
@@ -102,8 +101,3 @@ class AttemptProgress:
             state=state,
             saves_failing=self.saves_failing,
         )
-
-
-def _integer(report: dict[str, object], key: str) -> int:
-    value = report.get(key, 0)
-    return value if isinstance(value, int) else 0

@@ -9,7 +9,6 @@ from typing import Any
 
 from trainer.agent.attempt_state.attempt_state import AttemptState
 from trainer.agent.attempt_state.ranks_file import MOST, rank_rows
-from trainer.agent.control.tcp_transport import Message
 from trainer.agent.evidence.autopsy import analyse_dead_ranks, desync_judgement, is_needed
 from trainer.agent.evidence.incidents import event_fields, failure_of, write_verdict
 from trainer.agent.nodes.node_benchmark import NodeBenchmark, usual_speeds
@@ -19,6 +18,7 @@ from trainer.agent.watch.root_cause import RankEnd
 from trainer.agent.watch.stragglers import coordinate
 from trainer.agent.watch.work_windows import WorkWindows
 from trainer.contract.events import EventKind
+from trainer.contract.messages.agents import EvidenceCollected, FlightRecords, ProgressReport, RankSpeeds
 from trainer.contract.outcome import Failure
 
 _SETTLED = 0.5
@@ -62,21 +62,21 @@ class JobMonitor:
         gpus = bool(self._config.cluster.gpus_per_node)
         return HangDetector(hang, self._roster, generation, time.monotonic(), world=world, seen=seen, on_gpus=gpus)
 
-    def receive(self, node: int, message: Message) -> None:
+    def receive(self, node: int, message: ProgressReport | RankSpeeds | FlightRecords | EvidenceCollected) -> None:
         """A report, flight records, or the end of collecting evidence; raises what a malformed one raises."""
-        match message["say"]:
-            case "progress":
+        match message:
+            case ProgressReport():
                 self._hang_detector.add_report(node, message, time.monotonic())
-                for verdict in self._work_windows.add_report(message.get("work", ())) if self._work_windows else ():
+                for verdict in self._work_windows.add_report(message.work) if self._work_windows else ():
                     self._events.write(EventKind.STRAGGLER, **asdict(verdict))
-            case "fitness":
+            case RankSpeeds():
                 self._add_measurement(message)
-            case "flight":
+            case FlightRecords():
                 self._hang_detector.add_flight_records(node, message)
-            case "evidence":
+            case EvidenceCollected():
                 self._hang_detector.evidence_collected(node, message)
 
-    def _add_measurement(self, message: Message) -> None:
+    def _add_measurement(self, message: RankSpeeds) -> None:
         if self._benchmark is not None and self._benchmark.add(message, time.monotonic()):
             self._judge_benchmark(self._benchmark)
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from trainer.contract.messages.ranks import TO_RANK, Store
 from trainer.contract.ranks.rank_messages import RankSpec, receive_message, send_message
 from trainer.worker.startup import device as devices
 
@@ -77,7 +78,7 @@ def open_store(spec: RankSpec, control: socket.socket) -> tuple[TCPStore, bytes]
         host, key = spec.host, secrets.token_bytes(KEY_BYTES)
         store = _host_store(host)
         port = store.port
-        send_message(control, "store", host=host, port=port, key=key.hex())
+        send_message(control, Store(host=host, port=port, key=key.hex()))
     else:
         host, port, key = _receive_store(control)
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
@@ -98,10 +99,10 @@ def _host_store(host: str) -> TCPStore:
 
 
 def _receive_store(control: socket.socket) -> tuple[str, int, bytes]:
-    message = receive_message(control)
-    if message is None or message["kind"] != "store":
+    found = receive_message(control, TO_RANK)
+    if found is None:
         raise PeerLost("the agent went away before it sent the address of the store")
-    return message["host"], int(message["port"]), bytes.fromhex(message["key"])
+    return found.host, found.port, bytes.fromhex(found.key)
 
 
 def join(spec: RankSpec, control: socket.socket, device: torch.device) -> bytes:

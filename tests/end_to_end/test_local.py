@@ -9,7 +9,6 @@ import pytest
 
 from tests.end_to_end.user import (
     ONE_NODE,
-    SLOWLY,
     SMALL,
     User,
     assert_gone,
@@ -118,7 +117,7 @@ def test_a_bug_in_the_training_code_fails_the_run_with_its_traceback(user: User)
 
 
 def test_cancel_saves_and_ends_all_and_resume_goes_on_from_what_is_whole(user: User) -> None:
-    run = user.submit("tiny-gpt", *ONE_NODE, SLOWLY, "train.steps=2000", "checkpoint.every=0")["run"]
+    run = user.submit("tiny-gpt", *ONE_NODE, *user.slowly(), "train.steps=2000", "checkpoint.every=0")["run"]
     user.until(lambda: user.step(run) > 5, 90, "training")
     cancelled(user, run)
     first = user.status(run)["last_checkpoint"]["step"]

@@ -31,9 +31,7 @@ def live(seed: int, monkeypatch: pytest.MonkeyPatch, store: Any = None) -> None:
         shutil.rmtree(root)
 
 
-@pytest.mark.parametrize(
-    "block", [*range(6), *(pytest.param(block, marks=pytest.mark.proof) for block in range(6, 40))]
-)
+@pytest.mark.parametrize("block", range(40))
 def test_a_thousand_seeds(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(block * 25, block * 25 + 25):
         live(seed, monkeypatch)

@@ -168,7 +168,17 @@ def _read(folder: RunDir) -> Found:
     except _UNUSABLE as error:
         log.info("no record: %s", error)
         return _with_configs(folder, _moved(salvage(folder, run), folder), recorded=False)
-    return _with_configs(folder, _moved(record, folder), recorded=True)
+    return _with_configs(folder, _with_submission(_moved(record, folder), folder), recorded=True)
+
+
+def _with_submission(record: Record, folder: RunDir) -> Record:
+    """A record that missed the newest change says that nothing was submitted, where the attempt's folder says more."""
+    last, place = record.attempts[-1], folder.attempt(record.attempts[-1].number)
+    left = (place.submission, place.logs, place.events, place.outcomes)
+    begun = place.go.exists() or place.heartbeat.exists() or any(any(one.iterdir()) for one in left if one.is_dir())
+    if last.submitted_at is not None or not begun:
+        return record
+    return replace(record, attempts=(*record.attempts[:-1], replace(last, submitted_at=last.intent_at)))
 
 
 def _with_configs(folder: RunDir, record: Record, *, recorded: bool) -> Found:

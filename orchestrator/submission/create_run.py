@@ -18,6 +18,7 @@ from orchestrator.controller import failpoints
 from orchestrator.controller.run_dirs import staged_secrets
 from orchestrator.controller.run_dirs.run_folder import ensure_run_dir
 from orchestrator.errors import ConfigError, Precondition
+from orchestrator.registry.operations.run_record import write_records
 from orchestrator.registry.records import Attempt, NewRun, Run
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.scheduler_instance import instance_of
@@ -93,6 +94,8 @@ def create_run(
     except Precondition as error:
         staged_secrets.discard(root, nonce)
         _take_back(store, run, error, now)
+    # Without Slurm's answer nobody writes for hours: that no job was submitted must outlive the registry.
+    write_records(store, [run.name])
     return run, attempt
 
 

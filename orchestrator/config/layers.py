@@ -37,6 +37,7 @@ class Assignment:
     clears: bool = False
     adds: bool = True  # may bring a new entry into an open map
     shipped: bool = False  # of a preset that orch brings along
+    folder: str = ""  # of the file that it stands in: relative folders are meant from there
 
 
 def standing_files(environ: Mapping[str, str]) -> list[Path]:
@@ -111,7 +112,8 @@ def from_file(path: Path, above: tuple[Path, ...] = ()) -> list[Assignment]:
     pairs = [(key, value) for key, value in node.value if key.value != INCLUDES]
     rest = MappingNode(node.tag, pairs, node.start_mark, node.end_mark)
     shipped = path.is_relative_to(presets.folder("configs").resolve())
-    return found + [replace(item, shipped=shipped) for item in _assignments(rest, RunConfig, (), str(path))]
+    own = _assignments(rest, RunConfig, (), str(path))
+    return found + [replace(item, shipped=shipped, folder=str(path.parent)) for item in own]
 
 
 def _text(path: Path) -> str:

@@ -47,9 +47,11 @@ def warn_of_silence(screen: Screen, kind: str, scheduler: str, here: str) -> boo
         screen.warn("no_answer", told)
     if silence or any(displayed_state(lease, time.time()).alive for lease in leases):
         return bool(silence)
-    here = instance_of(kind)
-    if not here():  # no pass has asked: nothing that lives belongs to it
-        screen.warn("no_answer", f"{kind} does not answer from here ({here.silence}): the request stands; {_ELSEWHERE}")
+    reached = instance_of(kind)
+    if not reached():  # no pass has asked: nothing that lives belongs to it
+        screen.warn(
+            "no_answer", f"{kind} does not answer from here ({reached.silence}): the request stands; {_ELSEWHERE}"
+        )
         return True
     return False
 

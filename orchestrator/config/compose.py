@@ -53,7 +53,8 @@ def compose(
     shipped = [item for item in wanted if item.shipped and not preset_wins]
     own = [item for item in wanted if preset_wins or not item.shipped]
     given = [*layers.from_settings(settings), *layers.from_overrides(overrides)]
-    return without_secrets(_composed([name, *shipped, *standing, *own, *given], environ))
+    said = f"{path}, which is empty" if not wanted else str(path)
+    return without_secrets(_composed([name, *shipped, *standing, *own, *given], environ, source=said))
 
 
 def recompose(
@@ -109,13 +110,15 @@ def _literal(value: Any) -> Any:
     return [_literal(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _composed(assignments: Sequence[Assignment], environ: Mapping[str, str], *, checked: bool = True) -> Composed:
+def _composed(
+    assignments: Sequence[Assignment], environ: Mapping[str, str], *, checked: bool = True, source: str = ""
+) -> Composed:
     values, origins = _applied(assignments)
     folders = {item.path: item.folder for item in assignments}
     data = _absolute(_resolved(values, origins), origins, environ, folders)
     config = _built(data, origins)
     if checked:
-        validation.check(config, origins)
+        validation.check(config, origins, source)
     data = _plain(asdict(config))
     return Composed(
         config=config,

@@ -31,13 +31,16 @@ Complaint = tuple[str, str]
 """What does not fit, beginning with the keys it is about, and what to type."""
 
 
-def check(config: RunConfig, origins: Origins) -> None:
-    """Raise ConfigError for the first thing that does not fit."""
+def check(config: RunConfig, origins: Origins, source: str = "") -> None:
+    """Raise ConfigError for the first thing that does not fit; `source` is the file that might have said it."""
     for what, hint in _complaints(config):
-        raise refused(what, origins, hint)
+        raise refused(what, origins, hint, f"not set in {source}" if source else _DEFAULTS)
 
 
-def refused(what: str, origins: Origins, hint: str = "") -> ConfigError:
+_DEFAULTS = "defaults only"
+
+
+def refused(what: str, origins: Origins, hint: str = "", unset: str = _DEFAULTS) -> ConfigError:
     """The error for values that do not fit, with the places of all keys that `what` names."""
     named = _named(what)
     places = [
@@ -45,7 +48,7 @@ def refused(what: str, origins: Origins, hint: str = "") -> ConfigError:
         for path, origin in origins.items()
         if any(path[:depth] in named for depth in range(1, len(path) + 1))
     ]
-    return ConfigError(what, where="; ".join(dict.fromkeys(places)) or "defaults only", hint=hint or _usual(what))
+    return ConfigError(what, where="; ".join(dict.fromkeys(places)) or unset, hint=hint or _usual(what))
 
 
 def _named(what: str) -> set[tuple[str, ...]]:

@@ -204,7 +204,7 @@ def _require_cluster(verb: str, run: Run, key: str, attempts: list[Any]) -> None
         raise SlurmUnreachable(
             f"{run.cluster} does not answer, and it is not known which cluster has the jobs of {run.name}",
             where=run.reason,
-            hint=f"in a shell where `sinfo` answers, type `orch {verb} {run.name}` again; nothing was asked for",
+            hint="in a shell where `sinfo` answers, type the same again; nothing was asked for",
         )
     if verb == "cancel" and may_move(run.state, RunState.CANCELLED) and _may_have_job(attempts):
         raise Precondition(

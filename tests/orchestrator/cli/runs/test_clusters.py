@@ -212,7 +212,7 @@ def test_nothing_is_asked_for_that_nobody_could_ever_do(orch: Type, seeds: Seeds
     said = orch(verb, run, "--no-controller")
     assert said.code == 5, said
     assert f"it is not known which cluster has the jobs of {run}" in said.err
-    assert f"in a shell where `sinfo` answers, type `orch {verb} {run}` again" in " ".join(said.err.split())
+    assert "in a shell where `sinfo` answers, type the same again" in " ".join(said.err.split())
     assert seeds.store.user_requests() == []
 
 

@@ -1,11 +1,11 @@
 """The login-node side: command line, registry, schedulers and the controller."""
 
+import os  # few imports and quick ones: Ctrl-C while they are read ends in Python's own words
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
-from pathlib import Path
 
 _SISTERS = ("trainer", "checkpointing")
-_BESIDE = [str(Path(__file__).resolve().parent.parent)]
+_BESIDE = [os.path.dirname(os.path.dirname(os.path.realpath(__file__)))]
 
 
 class _Sisters:

@@ -1,12 +1,9 @@
 """`orch submit`, up to the point where the controller takes over: everything is checked before anything is written."""
 
 import os
-import signal
 import socket
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, NoReturn
@@ -18,6 +15,7 @@ from orchestrator.controller import failpoints
 from orchestrator.controller.run_dirs import staged_secrets
 from orchestrator.controller.run_dirs.run_folder import ensure_run_dir
 from orchestrator.errors import ConfigError, Precondition
+from orchestrator.interrupts import interrupts_held
 from orchestrator.registry.operations.run_record import write_records
 from orchestrator.registry.records import Attempt, NewRun, Run
 from orchestrator.registry.store import Store
@@ -84,7 +82,7 @@ def create_run(
         tags=tags,
     )
     nonce = token_hex(4)
-    with _interrupts_held():
+    with interrupts_held():
         with staged_secrets.staged(root, nonce, given.secrets):
             run, attempt = store.create_run(new, now=now, nonce=nonce)
         on_recorded(run)
@@ -97,22 +95,6 @@ def create_run(
     # Without Slurm's answer nobody writes for hours: that no job was submitted must outlive the registry.
     write_records(store, [run.name])
     return run, attempt
-
-
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Ctrl-C comes after this, so that whoever is interrupted can say whether there is a run."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if came:
-        raise KeyboardInterrupt
 
 
 def check_beginning(config: RunConfig, where: str) -> None:

@@ -169,7 +169,7 @@ def _request(store: Any, verb: str, name: str, target: RunState, here: bool, cha
             f"{run.name} is being removed", where=run.run_dir, hint=f"`orch rm {run.name} -y` finishes that"
         )
     key = _key_here(run.cluster, must=here) if here or not run.scheduler else ""
-    if not run.scheduler and run.state not in (*LIVE_RUNS, RunState.CANCELLED):
+    if run.cluster == "slurm" and not run.scheduler and run.state not in (*LIVE_RUNS, RunState.CANCELLED):
         _require_cluster(verb, run, key, store.attempts(run.name))
     where = run_location.locate_run({"run": run.name, "cluster": run.cluster, "scheduler": key or run.scheduler})
     item = {"run": run.name, "state": str(run.state), "ask": None, "answer": "", "kind": run.cluster, "where": where}

@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,12 +49,18 @@ class Found:
         return config
 
 
-def rebuild(store_path: Path, roots: Sequence[Path], *, now: float | None = None) -> int:
+def rebuild(
+    store_path: Path,
+    roots: Sequence[Path],
+    *,
+    now: float | None = None,
+    on_aside: Callable[[Path], object] = lambda path: None,
+) -> int:
     """Make the registry anew from the run directories below `roots`; returns how many runs it has.
 
-    A registry that is there is renamed to `<name>.<time>.old`. Raises RegistryError, and changes nothing, while a
-    controller is alive, also that of another registry with one of the runs, and when two folders bear the same run's
-    name. Folders that cannot be read are logged.
+    A registry that is there is renamed to `<name>.<time>.old`; `on_aside` is told of it. Raises RegistryError, and
+    changes nothing, while a controller is alive, also that of another registry with one of the runs, and when two
+    folders bear the same run's name. Folders that cannot be read are logged.
     """
     now = time.time() if now is None else now
     _refuse_foreign(store_path)
@@ -67,7 +73,8 @@ def rebuild(store_path: Path, roots: Sequence[Path], *, now: float | None = None
     try:
         with Store.open(draft) as store:
             _fill(store, found, now)
-        _set_aside(store_path, now)
+        if (aside := _set_aside(store_path, now)) is not None:
+            on_aside(aside)
         os.replace(draft, store_path)
         fsync_dir(store_path.parent)
     finally:
@@ -287,12 +294,15 @@ def _check_against_disk(store: Store, item: Found, epoch: int, now: float) -> No
             store.trust(name, row.name, Trust.DELETED, "its folder is gone", epoch=epoch, now=now)
 
 
-def _set_aside(path: Path, now: float) -> None:
+def _set_aside(path: Path, now: float) -> Path | None:
+    """Rename a registry with all that belongs to it; the new name, or None where there was none."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
+    there = path.exists()
     for tail in ("", "-wal", "-shm", "-journal"):
         file = path.with_name(path.name + tail)
         if file.exists():
             os.rename(file, path.with_name(f"{path.name}.{stamp}.old{tail}"))
+    return path.with_name(f"{path.name}.{stamp}.old") if there else None
 
 
 def _remove(draft: Path) -> None:

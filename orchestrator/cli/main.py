@@ -143,7 +143,9 @@ def _of_the_system(error: OSError) -> Precondition:
         where = os.environ.get("PWD", "")
         return Precondition("the current folder is not there any more", where=where, hint="cd to a folder that is")
     name = f": {error.filename}" if error.filename else ""
-    return Precondition(f"{error.strerror or error}{name}", hint="mend that, then type the same command again")
+    from orchestrator.cli.terminal.system_errors import cure  # only when something is wrong
+
+    return Precondition(f"{error.strerror or error}{name}", hint=cure(error))
 
 
 def _has_current_folder() -> bool:

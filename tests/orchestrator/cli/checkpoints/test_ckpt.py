@@ -282,6 +282,21 @@ def test_a_resume_goes_back_to_nothing_where_nothing_is_left(orch: Type, seeds: 
     assert "any more: 50; none is left: a resume begins at step 0" in said
 
 
+def test_status_of_a_run_tells_that_its_newest_checkpoint_is_gone(orch: Type, seeds: Seeds, run: str) -> None:
+    def warned() -> list[str]:
+        return [one["code"] for one in orch("status", run, "--json").answer["warnings"] if "check" in one["code"]]
+
+    seeds.checkpoint(run, 50)
+    name = f"step-00000050.001-{NONCE}"
+    assert (folder(seeds, run) / name).is_dir()
+    assert warned() == []
+    shutil.rmtree(folder(seeds, run) / name)
+    assert warned() == ["checkpoint_gone"]
+    assert f"the folder of step 50 of {run} is gone; `orch ckpt ls {run}`" in " ".join(orch("status", run).err.split())
+    shutil.rmtree(folder(seeds, run))
+    assert warned() == []  # what cannot be seen is not gone
+
+
 def test_of_a_folder_that_cannot_be_seen_no_checkpoint_is_said_to_be_gone(orch: Type, seeds: Seeds, run: str) -> None:
     seeds.checkpoint(run, 50)
     shutil.rmtree(seeds.root / run)

@@ -67,9 +67,7 @@ def create_run(
     identity = identify(
         config, kind, data=data_identity(data["data"]["path"], index) if index is not None else {}, environ=recorded
     )
-    identity["host"] = socket.gethostname()
-    if imported is not None:
-        identity["imported"] = imported
+    identity |= {"host": socket.gethostname()} | ({} if imported is None else {"imported": imported})
     digest = store.put_config(data)
     new = NewRun(
         slug=config.name,
@@ -92,8 +90,7 @@ def create_run(
     except Precondition as error:
         staged_secrets.discard(root, nonce)
         _take_back(store, run, error, now)
-    # Without Slurm's answer nobody writes for hours: that no job was submitted must outlive the registry.
-    write_records(store, [run.name])
+    write_records(store, [run.name])  # a silent Slurm: nobody writes for hours that no job was submitted
     return run, attempt
 
 

@@ -53,7 +53,8 @@ def compose(
     shipped = [item for item in wanted if item.shipped and not preset_wins]
     own = [item for item in wanted if preset_wins or not item.shipped]
     given = [*layers.from_settings(settings), *layers.from_overrides(overrides)]
-    return without_secrets(_composed([name, *shipped, *standing, *own, *given], environ))
+    said = f"{path}, which is empty" if not wanted else str(path)
+    return without_secrets(_composed([name, *shipped, *standing, *own, *given], environ, source=said))
 
 
 def recompose(
@@ -109,12 +110,15 @@ def _literal(value: Any) -> Any:
     return [_literal(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _composed(assignments: Sequence[Assignment], environ: Mapping[str, str], *, checked: bool = True) -> Composed:
+def _composed(
+    assignments: Sequence[Assignment], environ: Mapping[str, str], *, checked: bool = True, source: str = ""
+) -> Composed:
     values, origins = _applied(assignments)
-    data = _absolute(_resolved(values, origins), origins, environ)
+    folders = {item.path: item.folder for item in assignments}
+    data = _absolute(_resolved(values, origins), origins, environ, folders)
     config = _built(data, origins)
     if checked:
-        validation.check(config, origins)
+        validation.check(config, origins, source)
     data = _plain(asdict(config))
     return Composed(
         config=config,
@@ -262,8 +266,13 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _absolute(data: dict[str, Any], origins: dict[keys.Path, str], environ: Mapping[str, str]) -> dict[str, Any]:
-    """Folders are meant from where the command was typed, with that shell's variables; the job starts elsewhere."""
+def _absolute(
+    data: dict[str, Any], origins: dict[keys.Path, str], environ: Mapping[str, str], folders: Mapping[keys.Path, str]
+) -> dict[str, Any]:
+    """What a file names is meant from that file's folder, what is typed from the current one.
+
+    Both are written with the variables of this shell; the job starts elsewhere.
+    """
 
     def folder(name: str, *key: str) -> str:
         def value(match: re.Match[str]) -> str:
@@ -278,13 +287,16 @@ def _absolute(data: dict[str, Any], origins: dict[keys.Path, str], environ: Mapp
         written = _VARIABLE.sub(value, name)
         if not written.strip():  # an unset variable of the shell: it would mean the current folder
             what = f"`{keys.dotted(key)}`={name}: is empty, and must be a folder"
+            here = folders.get(key) or "here"
             raise ConfigError(
-                what, where=_where(key, origins), hint=f"~{keys.dotted(key)} takes its default; . is here"
+                what, where=_where(key, origins), hint=f"~{keys.dotted(key)} takes its default; . is {here}"
             )
-        return os.path.abspath(os.path.expanduser(written))
+        return os.path.abspath(os.path.join(folders.get(key, ""), os.path.expanduser(written)))
 
     data["cluster"]["root"] = folder(data["cluster"]["root"], "cluster", "root")
     data["data"]["path"] = data["data"]["path"] and folder(data["data"]["path"], "data", "path")
+    scripts = data["cluster"]["templates"]
+    data["cluster"]["templates"] = [folder(name, "cluster", "templates") if "/" in name else name for name in scripts]
     texts = data["data"]["text"]
     data["data"]["text"] = [name if name in validation.KNOWN_TEXTS else folder(name, "data", "text") for name in texts]
     for tier in data["checkpoint"]["tiers"]:

@@ -31,6 +31,7 @@ SELECT run.name AS run, run.state, run.reason, run.cluster, run.run_dir, run.con
     (SELECT count(*) FROM generations WHERE generations.run = run.name) AS generations,
     attempt.number AS attempt, attempt.job_id, attempt.job_state, attempt.nodes, attempt.failure,
     saved.step AS saved_step, saved.trust AS saved_trust, saved.committed_at AS saved_at,
+    saved.path AS saved_path,
     tested.step AS tested_step, tested.layout AS tested_layout, tested.verdict AS tested_verdict,
     tested.ended_at AS tested_ended_at,
     bad.step AS bad_step, bad.layout AS bad_layout, bad.verdict AS bad_verdict, bad.ended_at AS bad_ended_at,

@@ -38,14 +38,22 @@ def warn_of_silence(screen: Screen, kind: str, scheduler: str, here: str) -> boo
         screen.warn("no_answer", f"{told}; {_ELSEWHERE}")
         return True
     from orchestrator.registry import fast_queries
-    from orchestrator.scheduler.scheduler_instance import unknown_instance
+    from orchestrator.scheduler.scheduler_instance import instance_of, unknown_instance
 
     leases = [fast_queries.lease(registry_path(), key) for key in (scheduler, unknown_instance(kind)) if key]
     silence = next(filter(None, map(silence_of, leases)), "")
     if silence:
         told = f"{kind} does not answer the controller ({silence}): the request stands, and is carried out when it does"
         screen.warn("no_answer", told)
-    return bool(silence)
+    if silence or any(displayed_state(lease, time.time()).alive for lease in leases):
+        return bool(silence)
+    reached = instance_of(kind)
+    if not reached():  # no pass has asked: nothing that lives belongs to it
+        screen.warn(
+            "no_answer", f"{kind} does not answer from here ({reached.silence}): the request stands; {_ELSEWHERE}"
+        )
+        return True
+    return False
 
 
 def compare_with_controller(screen: Screen, kind: str) -> None:

@@ -18,6 +18,9 @@ from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, count, size
 from orchestrator.errors import CheckpointInvalid, ConfigError, NotFound, Precondition
 
+_PROVENANCE = "orch.json"
+"""The file of an export that says where it comes from."""
+
 
 @click.command("export", cls=Verb)
 @click.argument("target", metavar="RUN[@STEP]|FOLDER")
@@ -39,9 +42,14 @@ def export(
     """
     if with_optimizer and to != "torch":
         raise ConfigError("safetensors has no place for an optimizer", where="--with-optimizer", hint="--to torch")
-    chosen = find_one(target, screen.warn)
     folder = folder.expanduser()
-    screen.if_interrupted = lambda: f"interrupted: {folder} is {'complete' if any(folder.glob('*')) else 'not written'}"
+    before = (folder / _PROVENANCE).exists()
+    screen.if_interrupted = lambda: (
+        f"interrupted: {folder} is {'complete' if (folder / _PROVENANCE).exists() and not before else 'not written'}"
+    )
+    if folder.exists() and not folder.is_dir():
+        raise Precondition(f"{folder} is a file, and must be a folder", hint="name a new folder")
+    chosen = find_one(target, screen.warn)
     torch_env.prepare()
     from checkpointing.errors import CheckpointError
     from trainer.worker.interchange.checkpoint_export import ExportRequest

@@ -96,8 +96,9 @@ class Reader:
         attempts = self._folder.all_attempts()
         beat = json_object(attempts[-1].heartbeat) if attempts else {}
         board = _board(attempts[-1], beat) if attempts else {}
-        ranks = [row for row in board.get("ranks", []) if isinstance(row, dict)]
         row, now = one_row(self._run), time.time()
+        known = [] if is_over(row) else board.get("ranks", [])  # of a run that is over they stand where they ended
+        ranks = [rank for rank in known if isinstance(rank, dict)]
         training = beat.get("state") == "running" and not is_over(row)
         return Reading(
             at=now, row=row, beat=beat, metric=self._feed.latest, ranks=ranks,

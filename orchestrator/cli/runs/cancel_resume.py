@@ -169,6 +169,8 @@ def _request(store: Any, verb: str, name: str, target: RunState, here: bool, cha
             f"{run.name} is being removed", where=run.run_dir, hint=f"`orch rm {run.name} -y` finishes that"
         )
     key = _key_here(run.cluster, must=here) if here or not run.scheduler else ""
+    if run.cluster == "slurm" and not run.scheduler and run.state not in (*LIVE_RUNS, RunState.CANCELLED):
+        _require_cluster(verb, run, key, store.attempts(run.name))
     where = run_location.locate_run({"run": run.name, "cluster": run.cluster, "scheduler": key or run.scheduler})
     item = {"run": run.name, "state": str(run.state), "ask": None, "answer": "", "kind": run.cluster, "where": where}
     item["here"] = key not in ("", run.scheduler)
@@ -194,6 +196,22 @@ def _request(store: Any, verb: str, name: str, target: RunState, here: bool, cha
     changed = _changed(store, run, change) if change is not None else {}
     ask = store.add_user_request(run.name, verb, ({"here": key} if key else {}) | changed, now=time.time())
     return {**item, "ask": ask}
+
+
+def _require_cluster(verb: str, run: Run, key: str, attempts: list[Any]) -> None:
+    """Raise what keeps everybody from acting on a run that stands still, of which no cluster is known."""
+    if not key:
+        raise SlurmUnreachable(
+            f"{run.cluster} does not answer, and it is not known which cluster has the jobs of {run.name}",
+            where=run.reason,
+            hint="in a shell where `sinfo` answers, type the same again; nothing was asked for",
+        )
+    if verb == "cancel" and may_move(run.state, RunState.CANCELLED) and _may_have_job(attempts):
+        raise Precondition(
+            f"it is not known which cluster has the jobs of {run.name}",
+            where=run.reason,
+            hint=f"if it is this one ({key}): `orch resume {run.name} --here`, then `orch cancel {run.name}`",
+        )
 
 
 def _already_live(run: Run, item: dict[str, Any], change: Change | None) -> dict[str, Any]:
@@ -226,7 +244,10 @@ def _key_here(kind: str, *, must: bool) -> str:
     found = instance_of(kind)
     key = found()
     if must and not key:
-        raise SlurmUnreachable(f"it is not known which cluster this is: {found.silence}", hint="try again later")
+        raise SlurmUnreachable(
+            f"it is not known which cluster this is: {found.silence}",
+            hint="type the same in a shell where `sinfo` answers",
+        )
     return key
 
 

@@ -224,3 +224,13 @@ def test_one_rank_at_least_is_looked_at(seeds: Seeds) -> None:
     reading = Reader(plentiful(seeds, 32), seeds.root / "tiny-1").read()
     assert [row["rank"] for row in shown(reading, 0)] == [31]
     assert len(shown(reading, None)) == 32
+
+
+@pytest.mark.parametrize("state", [RunState.SUCCEEDED, RunState.HELD])
+def test_a_run_that_is_over_has_no_ranks(orch: Type, seeds: Seeds, state: RunState) -> None:
+    """Where they stood last is no news of anybody."""
+    run = training(seeds, [rank(0), rank(1)])
+    seeds.store.move_run(run, state, "over", epoch=seeds.epoch, now=time.time())
+    said = orch("top", run)
+    assert "RANK" not in said.out
+    assert orch("top", run, "--json").data["ranks"] == []

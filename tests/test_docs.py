@@ -16,12 +16,6 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "examples/README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted(DOCS.glob("*.md")),
 ]
-    ROOT / "README.md",
-    ROOT / "examples" / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "CHANGELOG.md",
-    *sorted(DOCS.glob("*.md")),
-]
 PACKAGES = ("orchestrator", "trainer", "checkpointing", "benchmarks", "tests")
 FOLDERS = (*PACKAGES, "orch", "examples", "docs", "configs", "sbatch_templates")
 every_page = pytest.mark.parametrize("page", PAGES, ids=[str(path.relative_to(ROOT)) for path in PAGES])

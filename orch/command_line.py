@@ -54,7 +54,7 @@ def _parsed(text: str, words: tuple[str, ...], code: int) -> dict[str, Any]:
 
 def _unexpected(words: tuple[str, ...], code: int) -> errors.OrchError:
     end = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-    return errors.OrchError(f"`orch {' '.join(words)}` {end} without an answer", hint="stderr says why, if anything")
+    return errors.OrchError(f"orch {end} without an answer", where=" ".join(words), hint="stderr may say why")
 
 
 def _error_of(told: dict[str, str], code: int) -> errors.OrchError:

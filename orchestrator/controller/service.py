@@ -29,10 +29,11 @@ from orchestrator.process_identity import boot_id
 from orchestrator.registry import fast_queries, versions
 from orchestrator.registry.records import Lease
 from orchestrator.registry.store import Store
-from orchestrator.scheduler.available_schedulers import usable
+from orchestrator.scheduler.available_schedulers import instance_of, lease_key, usable
 from orchestrator.scheduler.job_environment import package_root
-from orchestrator.scheduler.scheduler_instance import instance_of, is_known, lease_key, unknown_instance
+from orchestrator.scheduler.scheduler_instance import is_known, unknown_instance
 from orchestrator.states import LIVE_RUNS
+from trainer.contract.scheduler_kinds import LOCAL
 
 log = logging.getLogger("orch.controller")
 
@@ -106,7 +107,7 @@ def _upgrade(store_path: Path) -> None:
         Store.open(store_path).close()
 
 
-def ensure_running(store_path: Path, kind: str = "local") -> bool:
+def ensure_running(store_path: Path, kind: str = LOCAL) -> bool:
     """Start a controller of this user for the scheduler of this kind here, unless one lives; whether it was started.
 
     It outlives the caller. Beside one that stalls, too: the new one takes over when the lease has expired. So does one
@@ -197,7 +198,7 @@ def _controller(store_path: Path, kind: str, key: str) -> Iterator[Controller]:
 
 
 def tick_once(
-    store_path: Path, kind: str = "local", *, patience: float | None = None, force_tests: bool = False
+    store_path: Path, kind: str = LOCAL, *, patience: float | None = None, force_tests: bool = False
 ) -> TickReport | None:
     """One pass of this process over the runs of the scheduler of this kind here; None when another controller lives.
 
@@ -232,7 +233,7 @@ def _is_mine(store_path: Path, key: str) -> bool:
     return status(store_path, key).pid == os.getpid()
 
 
-def run_daemon(store_path: Path, idle_exit_s: float | None = None, kind: str = "local") -> None:
+def run_daemon(store_path: Path, idle_exit_s: float | None = None, kind: str = LOCAL) -> None:
     """Keep runs going until SIGTERM, Ctrl-C, the loss of the lease, or `idle_exit_s` seconds without a live run."""
     from setproctitle import setproctitle
 
@@ -246,7 +247,7 @@ def run_daemon(store_path: Path, idle_exit_s: float | None = None, kind: str = "
 class Daemon:
     """The loop around the passes of one process."""
 
-    def __init__(self, controller: Controller, idle_exit_s: float | None, kind: str = "local") -> None:
+    def __init__(self, controller: Controller, idle_exit_s: float | None, kind: str = LOCAL) -> None:
         self.controller, self.idle_exit_s, self.kind = controller, idle_exit_s, kind
         self.stopping = False
         self._after = AfterPass.of(controller)

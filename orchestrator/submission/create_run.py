@@ -19,7 +19,7 @@ from orchestrator.interrupts import interrupts_held
 from orchestrator.registry.operations.run_record import write_records
 from orchestrator.registry.records import Attempt, NewRun, Run
 from orchestrator.registry.store import Store
-from orchestrator.scheduler.scheduler_instance import instance_of
+from orchestrator.scheduler.available_schedulers import instance_of
 from orchestrator.submission import secret_values, user_code
 from orchestrator.submission.job_check import check_script
 from orchestrator.submission.root_check import check_data, data_folder, refuse_shared

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.run_config import RunConfig
+from orchestrator.scheduler.available_schedulers import FACTORIES
 from orchestrator.scheduler.job_environment import SECRET, Submitter
 from orchestrator.scheduler.slurm.client_environment import RECORDED, ClientEnvironment
+from trainer.contract.scheduler_kinds import SLURM
 
 DIFF_LIMIT = 256 * 1024
 """Bytes of a dirty diff that are kept; its digest always covers all of it."""
@@ -47,7 +49,7 @@ def identify(
 
 def client(kind: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """What says which Slurm was meant, for a run that goes there: a controller without it can go on with it."""
-    return {RECORDED: ClientEnvironment.here(environ).to_json()} if kind == "slurm" else {}
+    return {RECORDED: ClientEnvironment.here(environ).to_json()} if FACTORIES[kind].named_by_environment else {}
 
 
 def code(config: RunConfig, folder: Path | None = None) -> dict[str, Any]:
@@ -164,7 +166,7 @@ def environment(kind: str, environ: Mapping[str, str] = os.environ) -> dict[str,
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "torch": _version("torch"),
         "packages": packages(),
-        "slurm": (_answer(["sbatch", "--version"]) or "").strip() or None if kind == "slurm" else None,
+        "slurm": (_answer(["sbatch", "--version"]) or "").strip() or None if kind == SLURM else None,
         "driver": _driver(),
         "variables": variables(environ),
     }

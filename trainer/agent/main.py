@@ -35,6 +35,7 @@ from trainer.contract.messages.greeting import PROTOCOL, Hello, installed_releas
 from trainer.contract.node_identity import NodeIdentity, discover
 from trainer.contract.outcome import AgentEnd, ExitCode
 from trainer.contract.run_dir import AttemptDir, RunDir
+from trainer.contract.scheduler_kinds import traits
 from trainer.contract.secrets import run_secrets
 from trainer.contract.secrets.secret_redaction import in_use
 
@@ -190,7 +191,7 @@ class Agent:
 
     def _follow_job(self, identity: NodeIdentity) -> None:
         """On one machine the job is submitit's process: when it is gone, so is the job, and nothing else notices."""
-        if identity.kind != "local":
+        if not traits(identity.kind).simulated_nodes:
             return
         handle = os.pidfd_open(int(identity.job_id.partition("-")[0]))
         asyncio.get_running_loop().add_reader(handle, self._job_gone, handle)

@@ -5,12 +5,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.contract.scheduler_kinds import LOCAL, SLURM
+
 
 @dataclass(frozen=True, kw_only=True)
 class NodeIdentity:
     """One agent's place in its job; `node` counts from 0."""
 
-    kind: str  # slurm or local
+    kind: str  # of scheduler_kinds.KINDS
     job_id: str
     node: int
     nodes: int
@@ -29,7 +31,7 @@ def discover(environ: Mapping[str, str] = os.environ) -> NodeIdentity:
     if "SUBMITIT_LOCAL_JOB_ID" in environ:
         node = int(environ["SUBMITIT_LOCAL_GLOBALID"])
         return NodeIdentity(
-            kind="local",
+            kind=LOCAL,
             job_id=local_job_id(int(environ["SUBMITIT_LOCAL_JOB_ID"])),
             node=node,
             nodes=int(environ["SUBMITIT_LOCAL_NTASKS"]),
@@ -37,7 +39,7 @@ def discover(environ: Mapping[str, str] = os.environ) -> NodeIdentity:
         )
     if "SLURM_JOB_ID" in environ and "SLURM_NODEID" in environ:
         return NodeIdentity(
-            kind="slurm",
+            kind=SLURM,
             job_id=environ["SLURM_JOB_ID"],
             node=int(environ["SLURM_NODEID"]),
             nodes=int(environ.get("SLURM_NNODES", "1")),

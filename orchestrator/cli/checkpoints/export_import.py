@@ -17,6 +17,7 @@ from orchestrator.cli.terminal.argument_types import NonEmptyPath
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, count, size
 from orchestrator.errors import CheckpointInvalid, ConfigError, NotFound, Precondition
+from trainer.contract.scheduler_kinds import choices
 
 _PROVENANCE = "orch.json"
 """The file of an export that says where it comes from."""
@@ -101,9 +102,7 @@ def _tell_export(
 @click.argument("preset", metavar="CONFIG")
 @OVERRIDES
 @click.option("-n", "--name", default=None, help="Name of the run; orch adds a number.")
-@click.option(
-    "--cluster", type=click.Choice(["auto", "local", "slurm"]), default=None, help="Where; overrides cluster.kind."
-)
+@click.option("--cluster", type=click.Choice(choices()), default=None, help="Where; overrides cluster.kind.")
 @click.option("--weights-only", is_flag=True, help="Skip the optimizer's state: step 0, a fresh optimizer.")
 @click.option("--no-controller", is_flag=True, help="Start no controller: launch from here and return.")
 @click.option("--dry-run", is_flag=True, help="Only check whether it fits; write and submit nothing.")

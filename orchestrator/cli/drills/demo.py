@@ -19,6 +19,7 @@ from orchestrator.cli.terminal.argument_types import NonEmptyPath, Seconds
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, decimal
 from orchestrator.errors import ConfigError, RunFailed
+from trainer.contract.scheduler_kinds import LOCAL
 
 RESTORE_TEST = "restore-test"
 
@@ -62,7 +63,7 @@ def _killed_and_recovered(screen: Screen, overrides: tuple[str, ...], root: Path
     settings = (f"cluster.root={demo_root(root)}", "cluster.kind=local")
     composed = compose("demo", overrides, environ=os.environ, preset_wins=True, settings=settings)
     screen.note("demo: 2 simulated nodes x 2 ranks train on real text; a rank is killed on the way")
-    launched = launch(screen, composed, "local", no_controller=False)
+    launched = launch(screen, composed, LOCAL, no_controller=False)
     run = launched["run"]
     screen.note(f"{run}: job {launched['job_id']}, folder {launched['run_dir']}")
     row = wait_until_end(screen, run, timeout=timeout, follow=True)

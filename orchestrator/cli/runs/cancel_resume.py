@@ -19,6 +19,7 @@ from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import ConfigError, NotFound, OrchError, Precondition, SlurmUnreachable
 from orchestrator.registry.records import REFUSED, Run
 from orchestrator.states import LIVE_ATTEMPTS, LIVE_RUNS, RunState, may_move
+from trainer.contract.scheduler_kinds import traits
 
 NO_CONTROLLER = click.option("--no-controller", is_flag=True, help="Start no controller; act once from here.")
 ANSWER_TIMEOUT = 30.0
@@ -169,7 +170,8 @@ def _request(store: Any, verb: str, name: str, target: RunState, here: bool, cha
             f"{run.name} is being removed", where=run.run_dir, hint=f"`orch rm {run.name} -y` finishes that"
         )
     key = _key_here(run.cluster, must=here) if here or not run.scheduler else ""
-    if run.cluster == "slurm" and not run.scheduler and run.state not in (*LIVE_RUNS, RunState.CANCELLED):
+    still = run.state not in (*LIVE_RUNS, RunState.CANCELLED)
+    if still and not run.scheduler and not traits(run.cluster).simulated_nodes:
         _require_cluster(verb, run, key, store.attempts(run.name))
     where = run_location.locate_run({"run": run.name, "cluster": run.cluster, "scheduler": key or run.scheduler})
     item = {"run": run.name, "state": str(run.state), "ask": None, "answer": "", "kind": run.cluster, "where": where}
@@ -239,7 +241,7 @@ def _may_have_job(attempts: list[Any]) -> bool:
 
 def _key_here(kind: str, *, must: bool) -> str:
     """The scheduler that this host reaches, to go on with a run there; empty, or an error, while it is silent."""
-    from orchestrator.scheduler.scheduler_instance import instance_of
+    from orchestrator.scheduler.available_schedulers import instance_of
 
     found = instance_of(kind)
     key = found()

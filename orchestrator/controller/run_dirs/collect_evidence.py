@@ -19,11 +19,11 @@ from orchestrator.recovery.evidence import Evidence, LogTail
 from orchestrator.registry.records import Attempt
 from orchestrator.scheduler.interface import ENDED_STATES, LEAVING_STATES, RUNNING_STATES, JobStatus
 from orchestrator.scheduler.slurm.sbatch_values import minutes
-from trainer.contract.config import SLURM_EARLY
 from trainer.contract.logs.log_rotation import read_tail
 from trainer.contract.outcome import AgentReport, AttemptOutcome, AttemptResult, FailureKind
 from trainer.contract.requests import RequestKind, pending
 from trainer.contract.run_dir import AttemptDir, RunDir
+from trainer.contract.scheduler_kinds import traits
 
 T = TypeVar("T")
 
@@ -146,7 +146,7 @@ def collect_evidence(
         outcome=outcome,
         cancel_asked=view.cancel is not None,
         tails=files.call(view.folder.path, lambda: read_tails(place)) if ended and is_unexplained(outcome) else (),
-        near_limit=near_limit(job, outcome, view.config.cluster.signal_lead),
+        near_limit=near_limit(job, outcome, view.config.cluster.signal_lead, traits(view.run.cluster).signal_early),
         odd=seen.odd,
     )
 
@@ -158,8 +158,10 @@ def is_unexplained(outcome: AttemptOutcome | None) -> bool:
     return outcome.failure.kind is FailureKind.PREEMPTED
 
 
-def near_limit(job: JobStatus | None, outcome: AttemptOutcome | None, lead: float) -> bool:
-    """Whether the attempt ended when Slurm's signal was due, by the time limit that its job has now.
+def near_limit(job: JobStatus | None, outcome: AttemptOutcome | None, lead: float, early: float) -> bool:
+    """Whether the attempt ended when the scheduler's signal was due, by the time limit that its job has now.
+
+    `lead`: seconds before the limit at which it was asked for; `early`: by which it may come too soon.
 
     Somebody may have shortened it: the job may not have heard of that before the signal came.
     """
@@ -169,7 +171,7 @@ def near_limit(job: JobStatus | None, outcome: AttemptOutcome | None, lead: floa
         limit = 60.0 * minutes("time limit", job.settings.get("time limit", ""))
     except ConfigError:
         return False
-    return limit - (outcome.ended_at - outcome.started_at) <= lead + SLURM_EARLY + BEFORE_AGENTS
+    return limit - (outcome.ended_at - outcome.started_at) <= lead + early + BEFORE_AGENTS
 
 
 def removed_nodes(job: JobStatus | None, observed: ObservedSince, key: str) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from orchestrator.registry.store import Store
 from orchestrator.states import Trust, may_move
 from trainer.contract.events import Event, EventKind
 from trainer.contract.outcome import Failure, FailureKind
+from trainer.contract.scheduler_kinds import traits
 
 MEMORY = "memory"
 """The tier of what a restart in place has loaded from the memory that outlived its ranks."""
@@ -324,7 +325,7 @@ def _spare_used(writer: _EventWriter) -> None:
     """The attempt goes on, and no failure of it will tell of the node that was lost."""
     lost, cluster = str(writer.data["instead"]), writer.view.run.domain
     _notice(writer, lost, **{TAKEN_FOR: writer.blamed(lost)})
-    if lost and cluster != "local" and not writer.data.get("drill"):
+    if lost and not traits(writer.view.run.cluster).simulated_nodes and not writer.data.get("drill"):
         why = f"replaced by a spare in {writer.run}/{writer.attempt}: {writer.data.get('reason', '')}"
         writer.store.saw_node(lost, cluster, epoch=writer.epoch, now=writer.event.time, failure=why)
 

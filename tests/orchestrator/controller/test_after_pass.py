@@ -12,7 +12,7 @@ from orchestrator.controller import service
 from orchestrator.controller.leasing.lease import this_process
 from orchestrator.registry.records import NewRun
 from orchestrator.registry.store import Store
-from orchestrator.scheduler.scheduler_instance import lease_key
+from orchestrator.scheduler.available_schedulers import lease_key
 from orchestrator.states import AttemptState, RunState
 
 

@@ -14,7 +14,7 @@ from orchestrator.controller import service
 from orchestrator.controller.leasing.lease import host_name
 from orchestrator.controller.leasing.lease_wait import is_awaited
 from orchestrator.registry.store import Store
-from orchestrator.scheduler.scheduler_instance import lease_key
+from orchestrator.scheduler.available_schedulers import lease_key
 from tests.orchestrator.controller.until import until
 
 

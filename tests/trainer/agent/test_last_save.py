@@ -2,10 +2,11 @@
 
 import pytest
 
-from trainer.agent.attempt_state.deadline import SLURM_EARLY, Bounds
+from trainer.agent.attempt_state.deadline import Bounds
 from trainer.agent.attempt_state.stopping import Stopping
 from trainer.contract.messages.agents import ProgressReport
 from trainer.contract.ranks.progress import ProgressCell, StopReason
+from trainer.contract.scheduler_kinds import traits
 
 
 def stopping(kind: str = "slurm", limit: str = "1:00:00", lead: float = 120.0) -> Stopping:
@@ -21,9 +22,9 @@ def took(save: float, step: float) -> ProgressReport:
     [
         ("slurm", 0.0, 0.0, 3600 - 120),
         ("slurm", 30.0, 5.0, 3600 - 120),  # 5 + 60 + 10 + 30 = 105 s: the configured lead is enough
-        ("slurm", 300.0, 5.0, 3600 - 5 - SLURM_EARLY - 10 - 300),
+        ("slurm", 300.0, 5.0, 3600 - 5 - traits("slurm").signal_early - 10 - 300),
         ("local", 300.0, 5.0, 3600 - 5 - 10 - 300),
-        ("slurm", 30.0, 60.0, 3600 - 5 - SLURM_EARLY - 120 - 30),  # ranks agree within two steps
+        ("slurm", 30.0, 60.0, 3600 - 5 - traits("slurm").signal_early - 120 - 30),  # ranks agree within two steps
         ("slurm", 5000.0, 5.0, 1800),  # hopeless: half of the job is trained all the same
     ],
 )
@@ -33,7 +34,7 @@ def test_the_stop_comes_early_enough_for_the_slowest_save_seen(kind, save, step,
     assert plan.stop_at == at
     assert not plan.due(at - 1)
     assert plan.due(at)
-    early = SLURM_EARLY if kind == "slurm" else 0.0
+    early = traits(kind).signal_early
     assert plan.expected_at == min(at, 3600 - 120 - early)
     assert plan.ending(at).reason is StopReason.TIME_LIMIT
 

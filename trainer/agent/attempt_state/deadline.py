@@ -3,8 +3,8 @@
 import re
 from dataclasses import dataclass
 
-from trainer.contract.config import SLURM_EARLY
 from trainer.contract.ranks.progress import StopReason
+from trainer.contract.scheduler_kinds import traits
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
 PRESSING = ("SIGTERM", "SIGINT")
@@ -44,10 +44,10 @@ def lead(limit: float | None, asked: float) -> float:
 
 def reason_of(signal_name: str, *, kind: str, left: float | None, lead_seconds: float) -> StopReason:
     """Why an agent got this signal, with `left` seconds until the end of the job (None: no limit)."""
-    early = SLURM_EARLY if kind == "slurm" else 0.0
-    if left is not None and left <= lead_seconds + early:
+    scheduler = traits(kind)
+    if left is not None and left <= lead_seconds + scheduler.signal_early:
         return StopReason.TIME_LIMIT
-    if signal_name == "SIGUSR2" or kind == "slurm":
+    if signal_name == "SIGUSR2" or scheduler.preempts:
         return StopReason.PREEMPTION
     # Nothing preempts a job on this machine: a person ends it.
     return StopReason.CANCEL

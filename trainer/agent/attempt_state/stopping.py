@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 
 from checkpointing.save_interval import last_save_before
 from trainer.agent.attempt_state.deadline import PRESSING, Bounds, bound, lead, parse_time, reason_of
-from trainer.contract.config import SLURM_EARLY
 from trainer.contract.messages.agents import ProgressReport
 from trainer.contract.ranks.progress import StopReason
+from trainer.contract.scheduler_kinds import traits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Stopping:
         self._kind, self._bounds = kind, bounds
         self._seen: list[tuple[int, int, int]] = []
         self._lead = lead(seconds, signal_lead)
-        self._early = SLURM_EARLY if kind == "slurm" else 0.0
+        self._early = traits(kind).signal_early
         self._half = None if seconds is None else started + seconds / 2
         self._save = self._step = 0.0
         self.end = None if seconds is None else started + seconds

@@ -20,6 +20,7 @@ from trainer.agent.watch.work_windows import WorkWindows
 from trainer.contract.events import EventKind
 from trainer.contract.messages.agents import EvidenceCollected, FlightRecords, ProgressReport, RankSpeeds
 from trainer.contract.outcome import Failure
+from trainer.contract.scheduler_kinds import traits
 
 _SETTLED = 0.5
 """Seconds after a first bad end until most of the others have come, and their flight records are written."""
@@ -49,7 +50,7 @@ class JobMonitor:
         preflight = self._config.recovery.preflight
         self._benchmark = NodeBenchmark(nodes, machines, preflight)
         # On one machine there is no other node to take, and what else runs there would count as the node's.
-        if self._usual_speeds is None and cluster.kind == "slurm":
+        if self._usual_speeds is None and not traits(cluster.kind).simulated_nodes:
             self._usual_speeds = detached_thread.start_detached(
                 lambda: usual_speeds(self._state.run_dir, self._state.attempt_dir.number, preflight)
             )

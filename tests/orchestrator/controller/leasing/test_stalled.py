@@ -18,7 +18,7 @@ from orchestrator.controller.leasing import lease as leases
 from orchestrator.controller.leasing.lease import Holder, host_name
 from orchestrator.process_identity import process_state, start_time
 from orchestrator.registry.store import Store
-from orchestrator.scheduler.scheduler_instance import lease_key
+from orchestrator.scheduler.available_schedulers import lease_key
 
 
 def until(holds: Callable[[], bool], seconds: float = 30.0) -> None:

@@ -24,8 +24,7 @@ from orchestrator.controller.rotated_log import RotatedLog
 from orchestrator.controller.run_dirs.bounded_files import BoundedFiles
 from orchestrator.controller.run_dirs.record_writer import RecordWriter
 from orchestrator.errors import Fenced, OrchError, Precondition, RegistryError, SchedulerChanged
-from orchestrator.home import state_home
-from orchestrator.process_identity import boot_id
+from orchestrator.home import controller_log, state_home
 from orchestrator.registry import fast_queries, versions
 from orchestrator.registry.records import Lease
 from orchestrator.registry.store import Store
@@ -33,6 +32,7 @@ from orchestrator.scheduler.available_schedulers import instance_of, lease_key, 
 from orchestrator.scheduler.job_environment import package_root
 from orchestrator.scheduler.scheduler_instance import is_known, unknown_instance
 from orchestrator.states import LIVE_RUNS
+from trainer.contract.process_identity import boot_id
 from trainer.contract.scheduler_kinds import LOCAL
 
 log = logging.getLogger("orch.controller")
@@ -88,17 +88,13 @@ def _health(held: Lease | None) -> Health:
         epoch=held.epoch if held else 0,
         renewed_at=held.renewed_at if held else None,
         ticked_at=(held.ticked_at or None) if held else None,
-        log=str(log_path()),
+        log=str(controller_log()),
         once=holder.once if holder else False,
         seen=holder.is_here if holder else False,
         stalled=state.stalled,
         reason=state.reason,
         scheduler=held.scheduler if held else "",
     )
-
-
-def log_path() -> Path:
-    return state_home() / "controller.log"
 
 
 def _upgrade(store_path: Path) -> None:
@@ -125,7 +121,7 @@ def ensure_running(store_path: Path, kind: str = LOCAL) -> bool:
     environment = {**os.environ, "SPT_NOENV": "1", **_places(store_path)}
     if root := package_root():
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
-    log_file = str(log_path())
+    log_file = str(controller_log())
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     # Its own session, so that it outlives the terminal; nobody waits for it.
     os.posix_spawn(
@@ -174,7 +170,7 @@ def _stop(holder: Holder) -> None:
     if holder.lives:
         raise Precondition(
             f"the controller (pid {holder.pid}) is still in a pass after {STOP_WITHIN:.0f} s",
-            where=str(log_path()),
+            where=str(controller_log()),
             hint=f"wait, or end it with `kill -9 {holder.pid}`: it may be killed at any moment",
         )
 
@@ -387,7 +383,7 @@ class Daemon:
 def main() -> None:
     """What `ensure_running` starts."""
     logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=[RotatedLog(log_path())]
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=[RotatedLog(controller_log())]
     )  # fmt: skip
     os.chdir("/")  # a daemon must not keep a file system busy
     try:

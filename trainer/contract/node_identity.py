@@ -3,8 +3,8 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
+from trainer.contract.process_identity import start_time
 from trainer.contract.scheduler_kinds import LOCAL, SLURM
 
 
@@ -22,8 +22,10 @@ class NodeIdentity:
 
 def local_job_id(pid: int) -> str:
     """Identity of a local job: pid and start time (clock ticks since boot), because pids come back."""
-    stat = Path(f"/proc/{pid}/stat").read_text()
-    return f"{pid}-{stat.rpartition(')')[2].split()[19]}"
+    started = start_time(pid)
+    if started is None:
+        raise ProcessLookupError(f"there is no process {pid}")
+    return f"{pid}-{started}"
 
 
 def discover(environ: Mapping[str, str] = os.environ) -> NodeIdentity:

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from checkpointing.config import MEMORY
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.drills.demo_folder import demo_root
 from orchestrator.cli.drills.demo_report import DemoReport, read_demo_report
@@ -100,7 +101,7 @@ def _lines(report: DemoReport) -> list[str]:
     if report.fault is not None:
         lines.append(f"hit        {report.fault}")
     if report.recovery_s is not None:
-        source = "memory, at" if report.tier == "memory" else "the checkpoint of"
+        source = "memory, at" if report.tier == MEMORY else "the checkpoint of"
         resumed = "" if report.resumed_from is None else f", from {source} step {report.resumed_from}"
         lines.append(f"recovered  trained again {report.recovery_s:.1f} s later{resumed}")
     if report.replayed:

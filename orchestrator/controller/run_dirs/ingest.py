@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from checkpointing.config import MEMORY
 from orchestrator.controller.run_dirs.bounded_files import DirectFiles, Files
 from orchestrator.controller.run_dirs.event_files import (
     NewEvents,
@@ -25,9 +26,6 @@ from orchestrator.states import Trust, may_move
 from trainer.contract.events import Event, EventKind
 from trainer.contract.outcome import Failure, FailureKind
 from trainer.contract.scheduler_kinds import traits
-
-MEMORY = "memory"
-"""The tier of what a restart in place has loaded from the memory that outlived its ranks."""
 
 UNREADABLE_EVENT = "event.unreadable"
 """The notice of an event that lacks what its kind must have."""

@@ -76,7 +76,7 @@ def typed(tree: Path, *words: str) -> Any:
 def test_it_is_chosen_checked_and_shown_by_its_rows_alone(tree: Path) -> None:
     shown = typed(tree, "submit", "tiny-gpt", "--cluster", "spool", "--dry-run")
     assert shown["cluster"] == "spool"
-    assert shown["sbatch"] == "#SPOOL name=orch-tiny-gpt-1-1-00000000 nodes=2\n"
+    assert shown["sbatch"] == "#SPOOL name=orch-tiny-gpt-N-1-00000000 nodes=2\n"
     assert typed(tree, "submit", "tiny-gpt", "cluster.kind=auto", "--dry-run")["cluster"] == "spool"
 
 

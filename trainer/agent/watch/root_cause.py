@@ -5,6 +5,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from checkpointing.errors import NothingIntact, NothingVerifies, SaveFailed
 from trainer.contract.messages.agents import RankExit
 from trainer.contract.outcome import MORE_MEMORY, ExitCode, Failure, FailureKind
 
@@ -15,7 +16,7 @@ _STORAGE = re.compile(
     r"|inline_container\.cc.{0,500}unexpected pos",
     re.IGNORECASE,
 )
-_CHECKPOINTS = frozenset({"SaveFailed", "NothingVerifies", "NothingIntact"})
+_CHECKPOINTS = frozenset(one.__name__ for one in (SaveFailed, NothingVerifies, NothingIntact))
 """Exceptions that say: the run's checkpoints cannot be written, or none of them can be trusted."""
 _RENDEZVOUS = re.compile(
     r"DistNetworkError|DistStoreError|Address already in use|clients joined|client socket has (timed out|failed)"

@@ -5,6 +5,7 @@ import secrets
 import socket
 from datetime import timedelta
 from ipaddress import ip_address
+from pathlib import Path
 
 import psutil
 import torch
@@ -13,6 +14,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from trainer.contract.messages.ranks import TO_RANK, Store
 from trainer.contract.ranks.rank_messages import RankSpec, receive_message, send_message
+from trainer.contract.ranks.torchrun_variables import place_variables
 from trainer.worker.startup import device as devices
 
 _STORE_TIMEOUT = timedelta(minutes=5)
@@ -29,17 +31,15 @@ class PeerLost(RuntimeError):
 
 def torchrun_environment(spec: RankSpec) -> dict[str, str]:
     """The variables that torchrun gives its workers, but for the address of the store."""
-    return {
-        "RANK": str(spec.rank),
-        "LOCAL_RANK": str(spec.local_rank),
-        "WORLD_SIZE": str(spec.world_size),
-        "LOCAL_WORLD_SIZE": str(spec.local_world_size),
-        "ROLE_RANK": str(spec.rank),
-        "ROLE_WORLD_SIZE": str(spec.world_size),
-        "GROUP_RANK": str(spec.node),
-        "GROUP_WORLD_SIZE": str(max(1, spec.world_size // spec.local_world_size)),
-        "TORCHELASTIC_RESTART_COUNT": str(spec.generation - 1),
-    }
+    return place_variables(
+        rank=spec.rank,
+        local_rank=spec.local_rank,
+        world_size=spec.world_size,
+        local_world_size=spec.local_world_size,
+        node_rank=spec.node,
+        generation=spec.generation,
+        run_id=f"{spec.run or Path(spec.run_dir).name}-{spec.attempt}",
+    )
 
 
 def choose_interface(interface: str, host: str) -> None:

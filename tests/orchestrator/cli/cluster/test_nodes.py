@@ -147,7 +147,7 @@ def test_a_node_that_no_run_has_used_is_known_by_slurm(
 def test_a_cluster_without_a_run_cannot_be_told_of_a_node(
     orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nodes, "_slurm_with", lambda name: CLUSTER)
+    monkeypatch.setattr(nodes, "_cluster_with", lambda name: CLUSTER)
     said = orch("nodes", "exclude", "n9")
     assert said.code == 4
     assert "cluster.exclude=n9 in a configuration" in said.err

@@ -55,7 +55,7 @@ def test_gpt2_with_tied_embeddings_ends_with_the_same_bits_after_a_kill(user: Us
 def ended(user: User, name: str, *, kill: bool) -> dict[str, float]:
     """What `train_ddp.py` leaves when it is done; with `kill` it loses a rank after its first checkpoint."""
     folder = user.folder / name
-    words = json.dumps([sys.executable, str(user.folder / "train_ddp.py"), str(folder), "3000"])
+    words = json.dumps([sys.executable, str(user.folder / "train_ddp.py"), str(folder), "800"])
     run = user.submit("torchrun-script", f"command={words}", *ONE_NODE)["run"]
     if kill:
         user.until((folder / "checkpoint.pt").exists, 90, "a checkpoint", every=0.02)

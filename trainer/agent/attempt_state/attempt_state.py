@@ -4,10 +4,10 @@ import asyncio
 import time
 from dataclasses import replace
 
+from trainer.agent.attempt_state.attempt_progress import AttemptProgress
 from trainer.agent.attempt_state.coordinator_timeouts import Timeouts
 from trainer.agent.attempt_state.deadline import Bounds
 from trainer.agent.attempt_state.generation import AttemptHistory, Generation
-from trainer.agent.attempt_state.heartbeat import AttemptProgress, Heartbeat, Stage
 from trainer.agent.attempt_state.outbox import Outbox
 from trainer.agent.attempt_state.stopping import Stop, Stopping
 from trainer.agent.control.own_messages import InboxMessage
@@ -19,6 +19,7 @@ from trainer.agent.nodes.roster import Roster
 from trainer.agent.watch.command_errors import CommandPast
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind, EventLog
+from trainer.contract.heartbeat import Heartbeat, Stage
 from trainer.contract.launch_token import LaunchToken
 from trainer.contract.messages.agents import AskStop, ExpectStop, ProgressReport
 from trainer.contract.node_identity import NodeIdentity

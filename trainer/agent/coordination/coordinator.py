@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from trainer.agent.attempt_state.attempt_state import AttemptState
-from trainer.agent.attempt_state.heartbeat import Stage
 from trainer.agent.control.control_server import ControlServer
 from trainer.agent.control.own_messages import AgentRefused
 from trainer.agent.coordination.job_monitor import JobMonitor
@@ -20,6 +19,7 @@ from trainer.agent.ladder import in_job_policy
 from trainer.agent.ladder.in_job_policy import Action, Decision
 from trainer.agent.user_command.command_run import CommandRun
 from trainer.contract.events import EventKind
+from trainer.contract.heartbeat import Stage
 from trainer.contract.messages.agents import End, StartGeneration
 from trainer.contract.messages.greeting import Hello
 from trainer.contract.outcome import AttemptOutcome, FailureKind

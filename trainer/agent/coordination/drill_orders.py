@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from trainer.agent.attempt_state.attempt_state import AttemptState
-from trainer.agent.attempt_state.heartbeat import Stage
 from trainer.agent.ranks import fault_injection
+from trainer.contract.heartbeat import Stage
 from trainer.contract.messages.agents import InjectFault
 from trainer.contract.requests import REFUSED, Request
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import assert_never
 
 from trainer.agent.attempt_state.attempt_state import AttemptState
-from trainer.agent.attempt_state.heartbeat import Stage
 from trainer.agent.control.own_messages import (
     AgentJoined,
     AgentLost,
@@ -22,6 +21,7 @@ from trainer.agent.coordination.request_handlers import RequestHandlers
 from trainer.agent.coordination.timers import Timers
 from trainer.agent.watch.root_cause import RankEnd
 from trainer.contract.events import EventKind
+from trainer.contract.heartbeat import Stage
 from trainer.contract.messages import agents
 from trainer.contract.messages.codec import name_of
 from trainer.contract.outcome import Failure, FailureKind

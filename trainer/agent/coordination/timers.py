@@ -4,13 +4,13 @@ import asyncio
 import time
 
 from trainer.agent.attempt_state.attempt_state import AttemptState
-from trainer.agent.attempt_state.heartbeat import Stage
 from trainer.agent.attempt_state.outbox import Reading
 from trainer.agent.control.own_messages import Fenced, RequestFound, Tick
 from trainer.agent.coordination.job_monitor import JobMonitor
 from trainer.agent.coordination.launch_gate import Fence
 from trainer.agent.coordination.request_inbox import RequestInbox
 from trainer.agent.watch.report_schedule import calm_seconds
+from trainer.contract.heartbeat import Stage
 from trainer.contract.messages.agents import Ping
 
 SECONDS = 1.0

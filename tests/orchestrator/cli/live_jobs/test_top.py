@@ -78,7 +78,7 @@ def test_a_job_whose_ranks_do_not_run_says_what_it_does(
     orch: Type, seeds: Seeds, state: str, phase: str, said: str
 ) -> None:
     run = seeds.run()
-    beat = {"time": time.time(), "attempt": 1, "generation": 0, "step": 0, "phase": phase, "state": state}
+    beat = {"seq": 1, "time": time.time(), "attempt": 1, "generation": 0, "step": 0, "phase": phase, "state": state}
     begun(seeds, run).attempt(1).heartbeat.write_text(dump_line(beat))
     assert said in orch("top", run).out
 

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import pytest
 
+from trainer.agent.attempt_state.attempt_progress import AttemptProgress
 from trainer.agent.attempt_state.attempt_state import AttemptState
 from trainer.agent.attempt_state.coordinator_timeouts import Timeouts
-from trainer.agent.attempt_state.heartbeat import AttemptProgress, Heartbeat
 from trainer.agent.attempt_state.outbox import Outbox
 from trainer.agent.control.tcp_transport import CoordinatorPeer, connect
 from trainer.agent.coordination.coordinator import Coordinator
@@ -21,6 +21,7 @@ from trainer.agent.main import NonBlockingEventLog
 from trainer.contract import skipped_batches
 from trainer.contract.config import ClusterShape, JobConfig
 from trainer.contract.events import Event, EventKind, EventLog, read_events
+from trainer.contract.heartbeat import Heartbeat
 from trainer.contract.launch_token import LaunchToken
 from trainer.contract.logs.line_file import LineFile
 from trainer.contract.messages import agents

@@ -9,10 +9,10 @@ import pytest
 
 from trainer.agent.attempt_state.attempt_state import AttemptState
 from trainer.agent.attempt_state.generation import Generation
-from trainer.agent.attempt_state.heartbeat import Stage
 from trainer.agent.coordination.request_handlers import RequestHandlers
 from trainer.contract.config import ClusterShape, JobConfig
 from trainer.contract.events import EventKind, EventLog, read_events
+from trainer.contract.heartbeat import Stage
 from trainer.contract.launch_token import LaunchToken
 from trainer.contract.messages import agents
 from trainer.contract.messages.greeting import Hello

@@ -1,51 +1,10 @@
-"""heartbeat.json: shows once a second that the coordinator is alive, to processes that can only read files."""
+"""What the agents report of training, merged into one line: what the heartbeat says."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from enum import StrEnum
-from pathlib import Path
 
-from checkpointing.storage.durable import dump_line
-from checkpointing.storage.reserved_file import replace_or_overwrite
+from checkpointing.storage.durable import number
+from trainer.contract.heartbeat import LONGEST_TROUBLE, Heartbeat
 from trainer.contract.messages.agents import ProgressReport
-from trainer.contract.secrets.secret_redaction import in_use
-
-
-class Stage(StrEnum):
-    """What the coordinator is doing."""
-
-    JOINING = "joining"  # it waits for agents and their preflight
-    WARMING = "warming"  # it waits for fork servers
-    RUNNING = "running"  # ranks run
-    CLEARING = "clearing"  # it kills what is left of a generation
-    ENDED = "ended"  # the outcome is written
-
-
-@dataclass(frozen=True, kw_only=True)
-class Heartbeat:
-    """One reading; `time` is seconds since the epoch on the coordinator's node."""
-
-    seq: int
-    time: float
-    attempt: int
-    job_id: str
-    generation: int
-    step: int
-    total_steps: int
-    loss: float | str | None
-    phase: str
-    saved_step: int
-    nodes: list[str]
-    state: str  # a Stage
-    saves_failing: str = ""  # since when and why; empty while they work
-
-    def write(self, path: Path) -> None:
-        line = in_use().record(dump_line({"schema": "orch.heartbeat/1", **asdict(self)}))
-        replace_or_overwrite(path, f"{line}\n".encode(errors="backslashreplace"))
-
-
-LONGEST_TROUBLE = 500
-"""Characters of what ranks say of their saves: the heartbeat must stay within the room that its file has."""
 
 
 class AttemptProgress:
@@ -94,7 +53,7 @@ class AttemptProgress:
             generation=generation,
             step=self.step,
             total_steps=self.total,
-            loss=self.loss,
+            loss=None if self.loss is None else number(self.loss),
             phase=self.phase,
             saved_step=self.saved,
             nodes=nodes,

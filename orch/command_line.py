@@ -1,10 +1,13 @@
 """Typing `orch ... --json` for a script: what it checks and says is what people at a terminal get."""
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +28,57 @@ class OrchWarning(UserWarning):
     """What `orch` warns of; `warnings.filterwarnings` can silence it, or make it an error."""
 
 
-def ask(*words: str, accept: Collection[int] = ()) -> Any:
+def ask(verb: str, *names: str, options: Sequence[str] = (), accept: Collection[int] = ()) -> Any:
     """The data that a command line answers with; raises the OrchError that it tells of.
 
-    Data that comes with one of the exit codes in `accept` is no error.
+    `names` are taken as they are, also where they begin with a dash. Data that comes with one of the exit codes in
+    `accept` is no error. Ctrl-C reaches the command once, and what it says of that is in the KeyboardInterrupt's notes.
     """
-    command = [sys.executable, "-P", "-c", _PROGRAM, *words, "--json", "--quiet"]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False)
-    answer = _parsed(done.stdout, words, done.returncode)
+    words = (verb, *options, "--", *names)
+    if not sys.executable:
+        raise errors.OrchError("this process does not know its Python", hint="set sys.executable")
+    answer, code = _typed(words)
     if "error" in answer:
-        raise _error_of(answer["error"], done.returncode)
+        raise _error_of(answer["error"], code)
     for warning in answer["warnings"]:
         warnings.warn(warning["message"], OrchWarning, stacklevel=3)
-    if done.returncode != 0 and done.returncode not in accept:
-        raise _unexpected(words, done.returncode)
+    if code != 0 and code not in accept:
+        raise _unexpected(words, code)
     return answer["data"]
 
 
-def _parsed(text: str, words: tuple[str, ...], code: int) -> dict[str, Any]:
+def _typed(words: Sequence[str]) -> tuple[dict[str, Any], int]:
+    """The object that the command prints, and its exit code."""
+    environ = {key: value for key, value in os.environ.items() if key not in ("PYTHONINSPECT", "PYTHONIOENCODING")}
+    command = [sys.executable, "-P", "-c", _PROGRAM, "--json", "--quiet", *words]
+    try:
+        # A process group of its own: a terminal would interrupt it besides, and twice means at once.
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environ, text=True, encoding="utf-8",
+            errors="replace", process_group=0,
+        )  # fmt: skip
+    except (OSError, UnicodeEncodeError) as error:
+        raise errors.OrchError(f"orch cannot be started: {error}", where=" ".join(words)[:200]) from error
+    with process:
+        try:
+            text = process.communicate()[0]
+        except KeyboardInterrupt as interrupt:
+            process.send_signal(signal.SIGINT)
+            _tell(interrupt, process.communicate()[0])
+            raise
+    return _parsed(text, words, process.returncode), process.returncode
+
+
+def _tell(interrupt: KeyboardInterrupt, text: str) -> None:
+    """Say what the interrupted command has left: a run that goes on, a request that stands."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        told = json.loads(text)["error"]
+        said = "; ".join(filter(None, (told["message"], told["hint"])))
+        interrupt.add_note(said)
+        warnings.warn(said, OrchWarning, stacklevel=5)
+
+
+def _parsed(text: str, words: Sequence[str], code: int) -> dict[str, Any]:
     try:
         answer = json.loads(text)
     except ValueError as error:
@@ -52,9 +88,10 @@ def _parsed(text: str, words: tuple[str, ...], code: int) -> dict[str, Any]:
     return answer
 
 
-def _unexpected(words: tuple[str, ...], code: int) -> errors.OrchError:
+def _unexpected(words: Sequence[str], code: int) -> errors.OrchError:
     end = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-    return errors.OrchError(f"orch {end} without an answer", where=" ".join(words), hint="stderr may say why")
+    typed = " ".join(word for word in words if word != "--")
+    return errors.OrchError(f"orch {end} without an answer", where=typed, hint="stderr may say why")
 
 
 def _error_of(told: dict[str, str], code: int) -> errors.OrchError:

@@ -1,6 +1,7 @@
 """Runs for a script on a login node: submit one, look at it, wait for its end."""
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -86,39 +87,63 @@ def submit(
     `config` is a preset or a YAML file; `begin_with` a checkpoint, RUN@STEP, whose configuration is the default then.
     Raises ConfigError, SubmitRejected, SlurmUnreachable, or another OrchError.
     """
-    words = [] if config is None else [os.fspath(config)]
-    words += _words(overrides)
+    if isinstance(tags, str):
+        raise TypeError(f"tags are a list of words: [{tags!r}]")
+    options = ["--weights-only"] if weights_only else []
     for option, value in (("--name", name), ("--cluster", cluster), ("--from", begin_with)):
-        words += [] if value is None else [option, value]
-    words += [word for tag in tags for word in ("--tag", tag)]
-    words += ["--weights-only"] if weights_only else []
-    return status(ask("submit", *words)["run"])[0]
+        options += [] if value is None else [f"{option}={_text(option, value)}"]
+    options += [f"--tag={_text('tags', tag)}" for tag in tags]
+    names = [] if config is None else [_text("config", os.fspath(config))]
+    return status(ask("submit", *names, *_words(overrides), options=options)["run"])[0]
 
 
-def status(*names: str) -> list[Run]:
-    """The runs of these names, or the newest 50; raises NotFound."""
-    return [_run(row) for row in ask("status", *names)]
+def status(*runs: str | Run) -> list[Run]:
+    """These runs, or the newest 50; raises NotFound."""
+    return [_run(row) for row in ask("status", *map(_name, runs))]
 
 
-def wait(name: str, timeout: float | None = None) -> Run:
+def wait(run: str | Run, timeout: float | None = None) -> Run:
     """Wait until the run has succeeded.
 
     Raises RunFailed when it has failed or is held, RunCancelled, or WaitTimeout after `timeout` seconds.
     """
-    limit = [] if timeout is None else ["--timeout", str(timeout)]
-    run = _run(ask("wait", name, *limit, accept=(RunFailed.exit_code, RunCancelled.exit_code)))
-    if run.state == SUCCEEDED:
-        return run
-    kind = RunCancelled if run.state == CANCELLED else RunFailed
-    raise kind(f"{run.name} is {run.state}: {run.reason}", hint=f"orch show {run.name}")
+    limit = [] if timeout is None or timeout == math.inf else [f"--timeout={timeout}"]
+    ended = _run(ask("wait", _name(run), options=limit, accept=(RunFailed.exit_code, RunCancelled.exit_code)))
+    if ended.state == SUCCEEDED:
+        return ended
+    kind = RunCancelled if ended.state == CANCELLED else RunFailed
+    raise kind(f"{ended.name} is {ended.state}: {ended.reason}", hint=f"orch show {ended.name}")
+
+
+def _name(run: str | Run) -> str:
+    return run.name if isinstance(run, Run) else _text("run", run)
+
+
+def _text(what: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{what} is {value!r}, and must be a string")
+    return value
 
 
 def _words(overrides: Overrides) -> list[str]:
     if isinstance(overrides, str):
         raise TypeError(f"overrides are a mapping or a list of words: [{overrides!r}]")
-    if isinstance(overrides, Mapping):  # YAML reads JSON
-        return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in overrides.items()]
-    return list(overrides)
+    if isinstance(overrides, Mapping):
+        return [f"{key}={_yaml(key, value)}" for key, value in overrides.items()]
+    words = [_text("an override", word) for word in overrides]
+    if options := [word for word in words if word.startswith("-")]:
+        raise ValueError(f"{options[0]} is an option, and no override KEY=VALUE")
+    return words
+
+
+def _yaml(key: str, value: Any) -> str:
+    """A value of Python as the configuration reads it: JSON, but for numbers that are not finite."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
+    try:
+        return json.dumps(value, default=os.fspath, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{key}={value!r} has no place in a configuration: {error}") from error
 
 
 def _run(row: Mapping[str, Any]) -> Run:

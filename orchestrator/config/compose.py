@@ -115,6 +115,7 @@ def _composed(
 ) -> Composed:
     values, origins = _applied(assignments)
     folders = {item.path: item.folder for item in assignments}
+    _placed(values, folders)
     data = _absolute(_resolved(values, origins), origins, environ, folders)
     config = _built(data, origins)
     if checked:
@@ -264,6 +265,34 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+_FOLDERS: dict[keys.Path, Callable[[str], bool]] = {
+    ("cluster", "root"): lambda name: True,
+    ("cluster", "templates"): lambda name: "/" in name,
+    ("data", "path"): lambda name: True,
+    ("data", "text"): lambda name: name not in validation.KNOWN_TEXTS,
+    ("secrets_file",): lambda name: True,
+    ("workload", "path"): lambda name: True,
+}
+"""Keys whose values are files or folders, and which of these values are."""
+
+
+def _placed(values: dict[str, Any], folders: Mapping[keys.Path, str]) -> None:
+    """Make relative folders absolute before others refer to them: `${cluster.root}/x` lies below the root."""
+    for path, is_folder in _FOLDERS.items():
+        branch: Any = values
+        for name in path[:-1]:
+            branch = branch.get(name) if isinstance(branch, dict) else None
+        if not isinstance(branch, dict) or path[-1] not in branch:
+            continue
+        place, given = folders.get(path, ""), branch[path[-1]]
+
+        def absolute(name: Any, place: str = place, is_folder: Callable[[str], bool] = is_folder) -> Any:
+            relative = isinstance(name, str) and name.strip() and not name.startswith(("/", "~", "$"))
+            return os.path.abspath(os.path.join(place, name)) if relative and is_folder(name) else name
+
+        branch[path[-1]] = list(map(absolute, given)) if isinstance(given, list | tuple) else absolute(given)
 
 
 def _absolute(

@@ -30,8 +30,8 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """The command lines that a script types; each gets one row."""
     seen: list[tuple[str, ...]] = []
 
-    def ask(*words: str, accept: Any = ()) -> Any:
-        seen.append(words)
+    def ask(*words: str, options: Any = (), accept: Any = ()) -> Any:
+        seen.append((*words, *options))
         return ROW if words[0] in ("submit", "wait") else [ROW]
 
     monkeypatch.setattr(runs, "ask", ask)
@@ -72,7 +72,7 @@ def test_values_of_python_are_typed_as_a_configuration_means_them(typed: list[tu
     )
     assert typed[0] == (
         "submit", "x.yaml", "train.lr=0.0001", "data.shuffle=false", 'command=["python", "a b.py"]', "data.path=null",
-        "--name", "n", "--cluster", "local", "--from", "a-1@5", "--tag", "t", "--tag", "u", "--weights-only",
+        "--weights-only", "--name=n", "--cluster=local", "--from=a-1@5", "--tag=t", "--tag=u",
     )  # fmt: skip
     assert typed[1] == ("status", "a-1")
     orch.submit("x.yaml", ["train.steps=3"])
@@ -88,7 +88,7 @@ def test_values_of_python_are_typed_as_a_configuration_means_them(typed: list[tu
 def test_waiting_ends_as_the_run_did(
     monkeypatch: pytest.MonkeyPatch, state: str, error: type[Exception] | None
 ) -> None:
-    monkeypatch.setattr(runs, "ask", lambda *words, accept: ROW | {"state": state, "reason": "why"})
+    monkeypatch.setattr(runs, "ask", lambda *words, options, accept: ROW | {"state": state, "reason": "why"})
     if error is None:
         assert orch.wait("a-1").is_over
         return
@@ -124,4 +124,69 @@ def test_no_answer_is_an_error(monkeypatch: pytest.MonkeyPatch, program: str, to
 def test_it_is_found_whatever_stands_in_the_current_folder(tmp_path: Path) -> None:
     for name in ("trainer.py", "orchestrator.py", "click.py"):
         (tmp_path / name).write_text("raise SystemExit('shadowed')")
+    assert orch.status() == []
+
+
+@pytest.mark.parametrize(
+    ("value", "word"),
+    [
+        (1e-7, "k=1e-07"), (math.inf, "k=.inf"), (-math.inf, "k=-.inf"), (math.nan, "k=.nan"), (True, "k=true"),
+        (Path("/a b"), 'k="/a b"'), ("a\x85b", 'k="a\\u0085b"'), ("null", 'k="null"'), ({"a": [1]}, 'k={"a": [1]}'),
+    ],
+)  # fmt: skip
+def test_each_value_is_written_so_that_it_is_read_as_it_was(
+    typed: list[tuple[str, ...]], value: Any, word: str
+) -> None:
+    orch.submit("x.yaml", {"k": value})
+    assert typed[0] == ("submit", "x.yaml", word)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ({"tags": "sweep"}, r"tags are a list of words: \['sweep'\]"),
+        ({"name": 5}, "--name is 5, and must be a string"),
+        ({"overrides": {"k": {1}}}, r"k=\{1\} has no place in a configuration"),
+        ({"overrides": ["--dry-run"]}, "--dry-run is an option, and no override"),
+        ({"overrides": [3]}, "an override is 3, and must be a string"),
+    ],
+)  # fmt: skip
+def test_what_is_no_argument_is_refused_by_name(arguments: dict[str, Any], what: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=what):
+        orch.submit("x.yaml", **arguments)
+
+
+def test_a_run_may_be_given_by_itself(typed: list[tuple[str, ...]]) -> None:
+    (run,) = orch.status("a-1")
+    orch.status(run)
+    run.refresh()
+    assert typed[1:] == [("status", "a-1"), ("status", "a-1")]
+
+
+def test_names_that_look_like_options_are_names() -> None:
+    with pytest.raises(orch.NotFound):
+        orch.status("--help")
+    with pytest.raises(orch.NotFound):
+        orch.submit("--help")
+
+
+def test_the_command_s_own_words_of_a_ctrl_c_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = (
+        "import json, os, signal, sys, time\n"
+        "def stop(*_):\n"
+        "    print(json.dumps({'error': {'message': 'detached: a-1 goes on', 'hint': 'orch cancel a-1'}}))\n"
+        "    sys.exit(130)\n"
+        "signal.signal(signal.SIGINT, stop)\n"
+        "os.kill(os.getppid(), signal.SIGINT)\n"
+        "time.sleep(60)\n"
+    )
+    monkeypatch.setattr(command_line, "_PROGRAM", program)
+    with pytest.warns(orch.OrchWarning, match="detached: a-1 goes on"), pytest.raises(KeyboardInterrupt) as interrupt:
+        command_line.ask("submit", "x")
+    assert interrupt.value.__notes__ == ["detached: a-1 goes on; orch cancel a-1"]
+
+
+def test_what_changes_how_python_prints_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONINSPECT", "1")
+    monkeypatch.setenv("PYTHONIOENCODING", "utf-16")
     assert orch.status() == []

@@ -46,6 +46,7 @@ class FailureKind(StrEnum):
     DESYNC = "desync"  # ranks called different collectives: a bug of the program
     NUMERIC = "numeric"  # NaN, infinity or a loss spike that a rollback did not fix
     STORAGE = "storage"  # disk full, quota, read-only or I/O error
+    INSTALLATION = "installation"  # nodes have different versions of orch
     UNKNOWN = "unknown"
 
 

@@ -25,10 +25,10 @@ def fsdp_units(model: nn.Module) -> list[nn.Module]:
 
 
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Children by name; instead of a list its members."""
+    """Children by name; instead of a list its members, and theirs where these are lists."""
     for name, child in module.named_children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from ((f"{name}.{key}", member) for key, member in child.named_children())
+            yield from ((f"{name}.{key}", member) for key, member in _children(child))
         else:
             yield name, child
 

@@ -50,3 +50,15 @@ def test_what_is_typed_is_meant_from_here(place: Path, tmp_path: Path) -> None:
     config = made(place / "mine.yaml", "workload.path=[here]", "cluster.root=runs")
     assert config.workload.path == (str(tmp_path / "typed" / "here"),)
     assert config.cluster.root == str(tmp_path / "typed" / "runs")
+
+
+def test_what_refers_to_a_folder_lies_below_it(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "typed" / "top.yaml").write_text(
+        "includes: [../place/mine.yaml]\ndata: {path: '${cluster.root}/tokens'}\n"
+        "checkpoint: {tiers: [{path: '${cluster.root}/t'}, {path: run}]}\n"
+    )
+    config = made(tmp_path / "typed" / "top.yaml", "~data.text")
+    assert (config.cluster.root, config.data.path) == (str(place / "runs"), str(place / "runs" / "tokens"))
+    assert config.checkpoint.tiers[0].path == str(place / "runs" / "t")
+    config = made(tmp_path / "typed" / "top.yaml", "~data.text", "cluster.root=mine")
+    assert config.data.path == str(tmp_path / "typed" / "mine" / "tokens")

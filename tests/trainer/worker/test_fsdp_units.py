@@ -42,3 +42,9 @@ def test_a_child_that_shares_within_itself_is_a_unit() -> None:
     model = Model(tied=False)
     model.trunk.layers[1].weight = model.trunk.layers[0].weight
     assert fsdp_units(model) == [model.trunk, model.head, model.blocks["a"]]
+
+
+def test_lists_within_lists_are_opened() -> None:
+    model = nn.Module()
+    model.stages = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2), nn.ReLU()]), nn.ModuleDict({"a": nn.Linear(2, 2)})])
+    assert fsdp_units(model) == [model.stages[0][0], model.stages[1]["a"]]

@@ -32,7 +32,7 @@ class NodeFailures:
             return
         self._roster.give_up(node)
         if self._roster.is_needed(node):
-            self._state.fail(Failure(kind=FailureKind.USER_ERROR, reason=reason, node=refused.name))
+            self._state.fail(Failure(kind=FailureKind.INSTALLATION, reason=reason, node=refused.name))
 
     def unloadable(self, node: int, message: Unloadable) -> None:
         """A fork server cannot import the workload: where other nodes could, that is its node's fault."""

@@ -108,7 +108,7 @@ def test_an_attempt_that_needs_a_refused_agent_ends_with_the_reason_at_once(tmp_
             await asyncio.wait_for(scene.leading, 10)
             failure = AttemptOutcome.read(scene.attempt.outcome).failure
             assert failure is not None
-            assert (failure.kind, failure.node) == (FailureKind.USER_ERROR, "n1")
+            assert (failure.kind, failure.node) == (FailureKind.INSTALLATION, "n1")
             assert DO in failure.reason
 
     asyncio.run(script())

@@ -278,6 +278,10 @@ _FOLDERS: dict[keys.Path, Callable[[str], bool]] = {
 """Keys whose values are files or folders, and which of these values are."""
 
 
+_PLACED_BY_ITSELF = ("/", "~", "$", "\\$")
+"""How a folder begins that is no relative one: the last two are references, and variables of the shell."""
+
+
 def _placed(values: dict[str, Any], folders: Mapping[keys.Path, str]) -> None:
     """Make relative folders absolute before others refer to them: `${cluster.root}/x` lies below the root."""
     for path, is_folder in _FOLDERS.items():
@@ -289,7 +293,7 @@ def _placed(values: dict[str, Any], folders: Mapping[keys.Path, str]) -> None:
         place, given = folders.get(path, ""), branch[path[-1]]
 
         def absolute(name: Any, place: str = place, is_folder: Callable[[str], bool] = is_folder) -> Any:
-            relative = isinstance(name, str) and name.strip() and not name.startswith(("/", "~", "$"))
+            relative = isinstance(name, str) and name.strip() and not name.startswith(_PLACED_BY_ITSELF)
             return os.path.abspath(os.path.join(place, name)) if relative and is_folder(name) else name
 
         branch[path[-1]] = list(map(absolute, given)) if isinstance(given, list | tuple) else absolute(given)

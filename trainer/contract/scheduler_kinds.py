@@ -31,10 +31,10 @@ def traits(kind: str) -> SchedulerKind:
 
 def choices() -> tuple[str, ...]:
     """What `cluster.kind` may be."""
-    return (AUTO, *KINDS)
+    return (AUTO, *sorted(KINDS))
 
 
 def choice_words() -> str:
-    """The same for people: `auto, slurm or local`."""
+    """The same for people: `auto, local or slurm`."""
     *most, last = choices()
     return f"{', '.join(most)} or {last}"
